@@ -1,0 +1,79 @@
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/sum.h>
+
+#include "autograd/recipe.h"
+#include "ops/dense.h"
+
+namespace torchops::autograd {
+namespace {
+
+Tensor dense_decomposed(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  check_dense(x, w, b);
+  return at::sigmoid(at::linear(x, w, b));
+}
+
+// With y = sigmoid(z), z = x @ w.T + b and the cotangent g of y:
+//   dz = g * y * (1 - y),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows.
+// Saves y, and of x and w what the gradients asked for read; never z.
+struct Dense : torch::autograd::Function<Dense> {
+  static constexpr bool is_traceable = true;
+
+  // b is undefined where there is no bias, so that the inputs keep their places.
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const Tensor& b) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    Tensor y = dense(x, w, b.defined() ? std::optional<Tensor>(b) : std::nullopt);
+    ctx->save_for_backward({y, w.requires_grad() ? x : Tensor(), x.requires_grad() ? w : Tensor()});
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &y = saved[0], &x = saved[1], &w = saved[2];
+    Tensor dz, dx, dw, db;
+    if (ctx->needs_input_grad(2)) {
+      std::tie(dz, db) = detail::dense_backward(grads[0], y);
+    } else {
+      dz = at::sigmoid_backward(grads[0], y);
+    }
+    if (ctx->needs_input_grad(0)) dx = at::matmul(dz, w);
+    if (ctx->needs_input_grad(1)) dw = at::mm(detail::as_rows(dz).t(), detail::as_rows(x));
+    return {dx, dw, db};
+  }
+};
+
+Tensor dense_autograd(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  check_dense(x, w, b);
+  if (needs_decomposition(x, w, b)) return dense_decomposed(x, w, b);
+  if (needs_grad(x, w, b)) return Dense::apply(x, w, b.value_or(Tensor()));
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return dense(x, w, b);
+}
+
+std::tuple<Tensor, Tensor> dense_backward_decomposed(const Tensor& grad, const Tensor& y) {
+  const Tensor dz = at::sigmoid_backward(grad, y);
+  return {dz, dz.dim() == 1 ? dz.clone() : dz.flatten(0, -2).sum(0)};
+}
+
+// Only double backward differentiates this one.
+std::tuple<Tensor, Tensor> dense_backward_autograd(const Tensor& grad, const Tensor& y) {
+  if (needs_decomposition(grad, y) || needs_grad(grad, y)) return dense_backward_decomposed(grad, y);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return detail::dense_backward(grad, y);
+}
+
+TORCH_LIBRARY_IMPL(myops, Autograd, m) {
+  m.impl("dense", dense_autograd);
+  m.impl("_dense_backward", dense_backward_autograd);
+}
+
+TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
+  m.impl("dense", dense_decomposed);
+  m.impl("_dense_backward", dense_backward_decomposed);
+}
+
+}  // namespace
+}  // namespace torchops::autograd

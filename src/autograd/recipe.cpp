@@ -1,0 +1,22 @@
+#include "autograd/recipe.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+namespace torchops::autograd {
+
+bool functorch_active() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+bool is_traced(const Tensor& input) {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         (input.defined() && (input.key_set().has(c10::DispatchKey::Python) ||
+                              input.key_set().has(c10::DispatchKey::Functionalize) || input.is_meta()));
+}
+
+Tensor without_alias(const Tensor& mutated, const Tensor& argument) {
+  return detail::may_alias(mutated, argument) ? detail::keep(argument) : argument;
+}
+
+}  // namespace torchops::autograd

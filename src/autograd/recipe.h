@@ -1,0 +1,159 @@
+#pragma once
+
+#include <tuple>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "ops/common.h"
+#include "ops/keep.h"
+
+// How an operator of this library joins autograd. A functional operator takes one of three ways: written out in ATen
+// operators, an autograd Function, or straight to the backend. A mutating one takes one of four, see MutatingOp. What
+// goes silently wrong without them is pinned down in test/test_traps.py.
+namespace torchops::autograd {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+/// A torch.func transform (grad, jvp, vmap, functionalize) is on. C++ autograd Functions do not run under one.
+bool functorch_active();
+
+/// What runs now is recorded rather than executed (torch.compile, export, a dispatch mode, a tensor subclass, a meta
+/// tensor), so history cannot be moved by hand.
+bool is_traced(const Tensor& input);
+
+inline bool requires_grad(const Tensor& input) { return input.requires_grad(); }
+inline bool has_tangent(const Tensor& input) { return torch::autograd::isFwGradDefined(input); }
+
+/// An argument of a mutating operator that shares memory with the mutated tensor is read before it is written: the
+/// gradient needs the value from before, so a copy (with identity gradient) takes its place.
+Tensor without_alias(const Tensor& mutated, const Tensor& argument);
+
+// The same questions to an optional tensor, and to an argument that is no tensor.
+inline bool is_traced(const std::optional<Tensor>& input) { return input && is_traced(*input); }
+inline bool requires_grad(const std::optional<Tensor>& input) { return input && requires_grad(*input); }
+inline bool has_tangent(const std::optional<Tensor>& input) { return input && has_tangent(*input); }
+inline std::optional<Tensor> without_alias(const Tensor& mutated, const std::optional<Tensor>& argument) {
+  return argument ? std::optional<Tensor>(without_alias(mutated, *argument)) : argument;
+}
+template <class Other>
+bool is_traced(const Other&) {
+  return false;
+}
+template <class Other>
+bool requires_grad(const Other&) {
+  return false;
+}
+template <class Other>
+bool has_tangent(const Other&) {
+  return false;
+}
+template <class Other>
+const Other& without_alias(const Tensor&, const Other& argument) {
+  return argument;
+}
+
+/// The operator must be written out in ATen operators: under torch.func, and where a forward-mode tangent has to be
+/// carried (also when nothing requires grad).
+template <class... Inputs>
+bool needs_decomposition(const Inputs&... inputs) {
+  return functorch_active() || (has_tangent(inputs) || ...);
+}
+
+template <class... Inputs>
+bool needs_grad(const Inputs&... inputs) {
+  return at::GradMode::is_enabled() && (requires_grad(inputs) || ...);
+}
+
+/// Overwrites `target` with `in_place(target, ...)` and returns an alias of it: the output of an autograd Function that
+/// works in place. Called below autograd but above ADInplaceOrView, so that the version counter, which the alias shares,
+/// has moved before the Function saves the alias: a later overwrite of the result is then found in backward.
+template <class InPlace>
+Tensor overwrite(const Tensor& target, InPlace in_place) {
+  Tensor mutated = target;
+  in_place(mutated);
+  return mutated.detach();
+}
+
+/// Calls `in_place()`, which overwrites `self`, below ADInplaceOrView, and moves the version counter, which kernels that
+/// write raw memory do not: by it autograd finds a saved tensor that was overwritten.
+template <class InPlace>
+auto bump_version_after(Tensor& self, InPlace in_place) {
+  TORCH_CHECK(!self.is_inference() || c10::InferenceMode::is_enabled(),
+              "Inplace update to inference tensor outside InferenceMode is not allowed. You can make a clone to get a "
+              "normal tensor before doing inplace update.");
+  struct Bump {
+    Tensor& self;
+    ~Bump() { torch::autograd::impl::bump_version(self); }
+  } bump{self};
+  at::AutoDispatchBelowADInplaceOrView below_version_counter;
+  return in_place();
+}
+
+/// The kernels that a mutating operator `self <- f(self, args...)` registers above its backends.
+///
+/// `Op` derives from this and provides
+///   static void check(const Tensor& self, Args...)         the argument checks
+///   static Tensor decomposed(const Tensor& self, Args...)  f in ATen operators
+///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) where its
+///                                                          gradient reads the old self
+///   static void in_place(Tensor& self, Args...)            the mutating operator itself
+///   static Tensor train(const Tensor& self, const Tensor& target, Args...)
+///       applies an autograd Function that overwrites `target`, an alias of self without history, and returns an alias of
+///       that; where the gradient reads the old self, its input is a copy of self made here, above autograd, so that
+///       double backward sees it.
+template <class Op, class... Args>
+struct MutatingOp {
+  /// For the key Autograd. Takes the first way that fits:
+  ///   1. torch.func or a tangent: f in ATen operators, then copy_, which those transforms know.
+  ///   2. no gradient needed: the in-place kernel, below autograd.
+  ///   3. traced: copy_ of the functional twin. An autograd Function that marks self dirty would here lose, silently, the
+  ///      history of a graph input.
+  ///   4. eager training: the in-place kernel inside a Function, whose history then becomes self's.
+  static void autograd(Tensor& self, Args... args) {
+    Op::check(self, args...);
+    if (needs_decomposition(self, args...)) {
+      decomposed_(self, args...);
+    } else if (needs_grad(self, args...)) {
+      record(self, without_alias(self, args)...);
+    } else {
+      at::AutoDispatchBelowAutograd below_autograd;
+      Op::in_place(self, args...);
+    }
+  }
+
+  /// For the key ADInplaceOrView.
+  static void version(Tensor& self, Args... args) {
+    bump_version_after(self, [&] { Op::in_place(self, args...); });
+  }
+
+  /// For the key FuncTorchBatched (vmap).
+  static void batched(Tensor& self, Args... args) {
+    Op::check(self, args...);
+    decomposed_(self, args...);
+  }
+
+ private:
+  // ATen saves the tensors that it is given for the gradient, so none of them may be the one that is overwritten.
+  static void decomposed_(Tensor& self, Args... args) {
+    self.copy_(Op::decomposed(self.clone(), without_alias(self, args)...));
+  }
+
+  static void record(Tensor& self, std::add_lvalue_reference_t<std::add_const_t<std::remove_reference_t<Args>>>... args) {
+    if (is_traced(self) || (is_traced(args) || ...)) {
+      self.copy_(Op::traced(self, args...));
+      return;
+    }
+    torch::autograd::check_inplace(self, /*requires_grad=*/true);
+    const Tensor out = Op::train(self, self.detach(), args...);
+    torch::autograd::impl::rebase_history(self, torch::autograd::impl::gradient_edge(out));
+  }
+};
+
+}  // namespace torchops::autograd

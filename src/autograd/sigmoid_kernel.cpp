@@ -1,0 +1,62 @@
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+
+#include "autograd/recipe.h"
+#include "ops/sigmoid.h"
+
+namespace torchops::autograd {
+namespace {
+
+Tensor sigmoid_decomposed(const Tensor& x) {
+  check_sigmoid(x);
+  return at::sigmoid(x);
+}
+
+// dx = g * y * (1 - y): the gradient reads only the output, which in place is x itself.
+struct SigmoidInPlace : MutatingOp<SigmoidInPlace> {
+  static void check(const Tensor& x) { check_sigmoid_(x); }
+  static Tensor decomposed(const Tensor& x) { return at::sigmoid(x); }
+  static Tensor traced(const Tensor& x) { return torchops::sigmoid(x); }
+  static void in_place(Tensor& x) { torchops::sigmoid_(x); }
+  static Tensor train(const Tensor& x, const Tensor& target);
+};
+
+struct Sigmoid : torch::autograd::Function<Sigmoid> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::optional<Tensor>& target) {
+    at::AutoDispatchBelowAutograd below_autograd;
+    const Tensor y = target ? overwrite(*target, SigmoidInPlace::in_place) : torchops::sigmoid(x);
+    ctx->save_for_backward({y});
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {at::sigmoid_backward(grads[0], ctx->get_saved_variables()[0]), Tensor()};
+  }
+};
+
+Tensor SigmoidInPlace::train(const Tensor& x, const Tensor& target) { return Sigmoid::apply(x, target); }
+
+Tensor sigmoid_autograd(const Tensor& x) {
+  check_sigmoid(x);
+  if (needs_decomposition(x)) return sigmoid_decomposed(x);
+  if (needs_grad(x)) return Sigmoid::apply(x, std::nullopt);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return torchops::sigmoid(x);
+}
+
+TORCH_LIBRARY_IMPL(myops, Autograd, m) {
+  m.impl("sigmoid", sigmoid_autograd);
+  m.impl("sigmoid_", SigmoidInPlace::autograd);
+}
+
+TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("sigmoid_", SigmoidInPlace::version); }
+
+TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
+  m.impl("sigmoid", sigmoid_decomposed);
+  m.impl("sigmoid_", SigmoidInPlace::batched);
+}
+
+}  // namespace
+}  // namespace torchops::autograd

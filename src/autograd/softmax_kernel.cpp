@@ -1,0 +1,68 @@
+#include <ATen/ops/_softmax_backward_data.h>
+#include <ATen/ops/softmax.h>
+
+#include "autograd/recipe.h"
+#include "ops/softmax.h"
+
+namespace torchops::autograd {
+namespace {
+
+Tensor softmax_decomposed(const Tensor& x, int64_t dim) {
+  check_softmax(x, dim);
+  return at::softmax(x, dim);
+}
+
+struct SoftmaxInPlace : MutatingOp<SoftmaxInPlace, int64_t> {
+  static void check(const Tensor& x, int64_t dim) { check_softmax_(x, dim); }
+  static Tensor decomposed(const Tensor& x, int64_t dim) { return at::softmax(x, dim); }
+  static Tensor traced(const Tensor& x, int64_t dim) { return torchops::softmax(x, dim); }
+  static void in_place(Tensor& x, int64_t dim) { torchops::softmax_(x, dim); }
+  static Tensor train(const Tensor& x, const Tensor& target, int64_t dim);
+};
+
+// dx = y * (g - sum(g * y)): the gradient reads only the output, which in place is x itself.
+struct Softmax : torch::autograd::Function<Softmax> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, const std::optional<Tensor>& target) {
+    at::AutoDispatchBelowAutograd below_autograd;
+    const Tensor y =
+        target ? overwrite(*target, [&](Tensor& self) { SoftmaxInPlace::in_place(self, dim); }) : torchops::softmax(x, dim);
+    ctx->save_for_backward({y});
+    ctx->saved_data["dim"] = dim;
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor y = ctx->get_saved_variables()[0];
+    return {at::_softmax_backward_data(grads[0], y, ctx->saved_data["dim"].toInt(), y.scalar_type()), Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor SoftmaxInPlace::train(const Tensor& x, const Tensor& target, int64_t dim) {
+  return Softmax::apply(x, dim, target);
+}
+
+Tensor softmax_autograd(const Tensor& x, int64_t dim) {
+  check_softmax(x, dim);
+  if (needs_decomposition(x)) return softmax_decomposed(x, dim);
+  if (needs_grad(x)) return Softmax::apply(x, dim, std::nullopt);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return torchops::softmax(x, dim);
+}
+
+TORCH_LIBRARY_IMPL(myops, Autograd, m) {
+  m.impl("softmax", softmax_autograd);
+  m.impl("softmax_", SoftmaxInPlace::autograd);
+}
+
+TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("softmax_", SoftmaxInPlace::version); }
+
+TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
+  m.impl("softmax", softmax_decomposed);
+  m.impl("softmax_", SoftmaxInPlace::batched);
+}
+
+}  // namespace
+}  // namespace torchops::autograd

@@ -1,0 +1,79 @@
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+
+#include "autograd/recipe.h"
+#include "ops/square_matmul.h"
+
+namespace torchops::autograd {
+namespace {
+
+Tensor square_matmul_decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
+  check_square_matmul(a, b);
+  return at::matmul(a, transpose_b ? b.t() : b);
+}
+
+struct SquareMatmulInPlace : MutatingOp<SquareMatmulInPlace, const Tensor&, bool> {
+  static void check(const Tensor& a, const Tensor& b, bool) { check_square_matmul_(a, b); }
+  static Tensor decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
+    return at::matmul(a, transpose_b ? b.t() : b);
+  }
+  static Tensor traced(const Tensor& a, const Tensor& b, bool transpose_b) {
+    return square_matmul(b.requires_grad() ? detail::keep(a) : a, b, transpose_b);
+  }
+  static void in_place(Tensor& a, const Tensor& b, bool transpose_b) { square_matmul_(a, b, transpose_b); }
+  static Tensor train(const Tensor& a, const Tensor& target, const Tensor& b, bool transpose_b);
+};
+
+// With out = a @ b and the cotangent g: da = g @ b.T, db = a.T @ g; with out = a @ b.T: da = g @ b, db = g.T @ a.
+// Only db reads the old a, so a frozen b costs no copy of it.
+struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transpose_b,
+                        const std::optional<Tensor>& target) {
+    at::AutoDispatchBelowAutograd below_autograd;
+    ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()});
+    ctx->saved_data["transpose_b"] = transpose_b;
+    if (!target) return square_matmul(a, b, transpose_b);
+    return overwrite(*target, [&](Tensor& self) { SquareMatmulInPlace::in_place(self, b, transpose_b); });
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &a = saved[0], &b = saved[1], &grad = grads[0];
+    const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
+    Tensor db;
+    if (a.defined()) {
+      const Tensor a_rows = detail::as_rows(a), grad_rows = detail::as_rows(grad);
+      db = transpose_b ? at::mm(grad_rows.t(), a_rows) : at::mm(a_rows.t(), grad_rows);
+    }
+    return {b.defined() ? square_matmul(grad, b, !transpose_b) : Tensor(), db, Tensor(), Tensor()};
+  }
+};
+
+Tensor SquareMatmulInPlace::train(const Tensor& a, const Tensor& target, const Tensor& b, bool transpose_b) {
+  return SquareMatmul::apply(b.requires_grad() ? a.clone() : a, b, transpose_b, target);
+}
+
+Tensor square_matmul_autograd(const Tensor& a, const Tensor& b, bool transpose_b) {
+  check_square_matmul(a, b);
+  if (needs_decomposition(a, b)) return square_matmul_decomposed(a, b, transpose_b);
+  if (needs_grad(a, b)) return SquareMatmul::apply(a, b, transpose_b, std::nullopt);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return square_matmul(a, b, transpose_b);
+}
+
+TORCH_LIBRARY_IMPL(myops, Autograd, m) {
+  m.impl("square_matmul", square_matmul_autograd);
+  m.impl("square_matmul_", SquareMatmulInPlace::autograd);
+}
+
+TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("square_matmul_", SquareMatmulInPlace::version); }
+
+TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
+  m.impl("square_matmul", square_matmul_decomposed);
+  m.impl("square_matmul_", SquareMatmulInPlace::batched);
+}
+
+}  // namespace
+}  // namespace torchops::autograd

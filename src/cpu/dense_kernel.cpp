@@ -1,0 +1,90 @@
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_cpu_dispatch.h>
+#include <ATen/ops/sum_cpu_dispatch.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "cpu/panels.h"
+#include "ops/common.h"
+#include "ops/dense.h"
+
+namespace torchops::cpu {
+namespace {
+
+// y = sigmoid(x @ w.T + b). The bias is the start value of the product's accumulators.
+void dense_rows(Tensor y, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b) {
+  b ? at::cpu::addmm_out(y, *b, x, w_t) : at::cpu::mm_out(y, x, w_t);
+  at::cpu::sigmoid_(y);
+}
+
+// Eager writes the pre-activation, reads it back and writes a second tensor of the same size: three passes over memory
+// where one is needed. Here a thread computes a panel of it and applies the sigmoid while the panel is in its cache.
+//
+// Every panel's product packs all of w anew (in * out elements, against in * out * rows multiplications), so panels have
+// 1 MiB, or min(in, 512) rows if that is more; and never more rows than give every thread one.
+Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  check_dense(x, w, b);
+  const int64_t in_features = w.size(1), out_features = w.size(0);
+  at::DimVector sizes(x.sizes());
+  sizes.back() = out_features;
+  Tensor y = at::detail::empty_cpu(sizes, x.options());
+  if (y.numel() == 0) return y;
+  const int64_t rows = y.numel() / out_features, threads = at::get_num_threads();
+  const Tensor x_rows = x.dim() == 2 ? x : detail::as_rows(x);
+  const Tensor y_rows = y.dim() == 2 ? y : y.view({rows, out_features});
+  // w.t(), without its two trips through the dispatcher.
+  const Tensor w_t =
+      at::cpu::as_strided(w, {in_features, out_features}, {w.stride(1), w.stride(0)}, w.storage_offset());
+
+  const int64_t rows_per_thread = ceil_div(rows, threads);
+  constexpr int64_t fewest_rows = 32;  // with fewer a thread's product is bound by packing w: let BLAS split it
+  if (rows_per_thread < fewest_rows) {
+    dense_rows(y_rows, x_rows, w_t, b);
+    return y;
+  }
+  constexpr int64_t panel_bytes = int64_t{1} << 20;
+  const int64_t panel_rows = std::max(panel_bytes / (out_features * static_cast<int64_t>(x.element_size())),
+                                      std::min(in_features, int64_t{512}));
+  for_each_panel(rows, std::min(panel_rows, rows_per_thread), [&](int64_t begin, int64_t end) {
+    dense_rows(y_rows.narrow(0, begin, end - begin), x_rows.narrow(0, begin, end - begin), w_t, b);
+  });
+  return y;
+}
+
+// One pass over grad and y for both results. The panels, and with them the order of the additions, depend on the shape
+// alone, so the bias gradient has the same bits with any number of threads.
+std::tuple<Tensor, Tensor> dense_backward_cpu(const Tensor& grad, const Tensor& y) {
+  TORCH_CHECK(grad.sizes() == y.sizes(), "_dense_backward: expected grad of shape ", detail::to_string(y.sym_sizes()),
+              " to match y, got ", detail::to_string(grad.sym_sizes()));
+  detail::check_matches("_dense_backward", "grad", grad, "y", y);
+  Tensor dz = at::empty(y.sizes(), y.options());
+  const int64_t out_features = y.size(-1);
+  if (dz.numel() == 0) return {dz, at::zeros({out_features}, y.options())};
+  const Tensor grad_rows = detail::as_rows(grad), y_rows = detail::as_rows(y), dz_rows = detail::as_rows(dz);
+  const int64_t rows = dz_rows.size(0);
+  const int64_t rows_per_panel = std::max(kPanelBytes / (out_features * y.element_size()), int64_t{1});
+  const int64_t panels = ceil_div(rows, rows_per_panel);
+  const auto accumulate = y.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const Tensor partial = at::empty({panels, out_features}, y.options().dtype(accumulate));
+  for_each_panel(rows, rows_per_panel, [&](int64_t begin, int64_t end) {
+    Tensor dz_panel = dz_rows.narrow(0, begin, end - begin);
+    at::cpu::sigmoid_backward_out(dz_panel, grad_rows.narrow(0, begin, end - begin),
+                                  y_rows.narrow(0, begin, end - begin));
+    Tensor sum = partial.select(0, begin / rows_per_panel);
+    at::cpu::sum_out(sum, dz_panel, {0}, /*keepdim=*/false, accumulate);
+  });
+  return {dz, panels == 1 ? partial.select(0, 0).to(y.scalar_type()) : partial.sum(0).to(y.scalar_type())};
+}
+
+TORCH_LIBRARY_IMPL(myops, CPU, m) {
+  m.impl("dense", dense_cpu);
+  m.impl("_dense_backward", dense_backward_cpu);
+}
+
+}  // namespace
+}  // namespace torchops::cpu

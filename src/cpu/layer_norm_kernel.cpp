@@ -1,0 +1,139 @@
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
+#include <ATen/ops/native_layer_norm_cpu_dispatch.h>
+#include <ATen/ops/ones.h>
+#include <torch/library.h>
+
+#include "cpu/panels.h"
+#include "ops/common.h"
+#include "ops/layer_norm.h"
+
+namespace torchops::cpu {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// ATen keeps the moments of a half-precision input in float32 if weight and bias are float32, else in half precision.
+// They are a row's worth of numbers, so they are handed over in float32, with a weight of ones where there is none.
+struct Affine {
+  OptionalTensor weight, bias;
+
+  Affine(const Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& w, const OptionalTensor& b) {
+    const at::ScalarType dtype = detail::moments_dtype(x.scalar_type());
+    if (w) weight = w->to(dtype);
+    if (b) bias = b->to(dtype);
+    if (!w && x.scalar_type() != dtype) weight = at::ones(normalized_shape, x.options().dtype(dtype));
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_cpu(const Tensor& x, at::IntArrayRef normalized_shape,
+                                                               const OptionalTensor& weight,
+                                                               const OptionalTensor& bias, double eps) {
+  check_layer_norm(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
+  const Affine affine(x, normalized_shape, weight, bias);
+  return at::cpu::native_layer_norm(x.contiguous(), normalized_shape, affine.weight, affine.bias, eps);
+}
+
+Tensor layer_norm_cpu(const Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+                      const OptionalTensor& bias, double eps) {
+  return std::get<0>(layer_norm_with_moments_cpu(x, normalized_shape, weight, bias, eps));
+}
+
+// One row longer than scratch, in slices of its first normalised dimension. The moments are merged slice by slice (Chan,
+// Golub and LeVeque 1983): with the difference d of the means of n and m elements,
+//   mean += d * m / (n + m),  M2 += M2' + d^2 * n * m / (n + m).
+void overwrite_long_row(const Tensor& row, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                        const Tensor& row_mean, const Tensor& row_rstd) {
+  const at::ScalarType accumulate = detail::moments_dtype(row.scalar_type());
+  const int64_t length = row.size(0), width = row.numel() / length;
+  const int64_t step =
+      std::max(kMaxScratchBytes / (width * static_cast<int64_t>(c10::elementSize(accumulate))), int64_t{1});
+  double mean = 0, squares = 0, count = 0;
+  for (int64_t begin = 0; begin < length; begin += step) {
+    const Tensor slice = row.narrow(0, begin, std::min(step, length - begin)).to(accumulate);
+    const auto more = static_cast<double>(slice.numel());
+    const double slice_mean = slice.mean(at::kDouble).item<double>();
+    const double difference = slice_mean - mean;
+    mean += difference * more / (count + more);
+    squares += (slice - slice_mean).square_().sum(at::kDouble).item<double>() +
+               difference * difference * count * more / (count + more);
+    count += more;
+  }
+  const double rstd = 1 / std::sqrt(squares / count + eps);
+  for (int64_t begin = 0; begin < length; begin += step) {
+    const int64_t size = std::min(step, length - begin);
+    const Tensor slice = row.narrow(0, begin, size);
+    Tensor y = (slice.to(accumulate) - mean).mul_(rstd);
+    if (weight) y.mul_(weight->narrow(0, begin, size));
+    if (bias) y.add_(bias->narrow(0, begin, size));
+    slice.copy_(y);
+  }
+  row_mean.fill_(mean);
+  row_rstd.fill_(rstd);
+}
+
+std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayRef normalized_shape,
+                                                        const OptionalTensor& weight, const OptionalTensor& bias,
+                                                        double eps) {
+  check_layer_norm_(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
+  const auto read_first = [&](const OptionalTensor& t) {
+    return t && detail::may_alias(x, *t) ? OptionalTensor(t->clone()) : t;
+  };
+  const OptionalTensor w = read_first(weight), b = read_first(bias);
+  const auto dims = static_cast<int64_t>(normalized_shape.size());
+  at::DimVector moment_sizes(x.sizes());
+  std::fill(moment_sizes.end() - dims, moment_sizes.end(), 1);
+  const at::ScalarType accumulate = detail::moments_dtype(x.scalar_type());
+  const Tensor mean = at::empty(moment_sizes, x.options().dtype(accumulate)), rstd = at::empty_like(mean);
+  if (c10::multiply_integers(normalized_shape) * static_cast<int64_t>(x.element_size()) > kMaxScratchBytes) {
+    for_each_matrix({x, mean, rstd}, dims, [&](const Operands& rows) {
+      for (int64_t i = 0; i < rows[0].size(0); ++i) {
+        overwrite_long_row(rows[0].select(0, i), w, b, eps, rows[1].select(0, i), rows[2].select(0, i));
+      }
+    });
+  } else {
+    const Affine affine(x, normalized_shape, w, b);
+    for_each_row_panel({x, mean, rstd}, dims, 1, [&](const Operands& panel) {
+      const auto [y, panel_mean, panel_rstd] =
+          at::cpu::native_layer_norm(panel[0].contiguous(), normalized_shape, affine.weight, affine.bias, eps);
+      panel[0].copy_(y);
+      panel[1].copy_(panel_mean);
+      panel[2].copy_(panel_rstd);
+    });
+  }
+  return {mean, rstd};
+}
+
+void layer_norm_cpu_(Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+                     const OptionalTensor& bias, double eps) {
+  layer_norm_with_moments_cpu_(x, normalized_shape, weight, bias, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cpu(const Tensor& grad, const Tensor& x,
+                                                           at::IntArrayRef normalized_shape, const Tensor& mean,
+                                                           const Tensor& rstd, const OptionalTensor& weight,
+                                                           std::array<bool, 3> mask) {
+  Affine affine(x, normalized_shape, weight, std::nullopt);
+  // ATen takes shape and dtype of the parameters' gradients from the parameters.
+  if (!affine.weight && (mask[1] || mask[2])) affine.weight = at::ones(normalized_shape, x.options());
+  const auto [dx, dweight, dbias] =
+      at::cpu::native_layer_norm_backward(grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(),
+                                          rstd.contiguous(), affine.weight, /*bias=*/affine.weight, mask);
+  const auto wanted = [&](bool mask, const Tensor& t) {
+    return mask ? t.to(x.scalar_type()) : at::empty({0}, x.options());
+  };
+  return {wanted(mask[0], dx), wanted(mask[1], dweight), wanted(mask[2], dbias)};
+}
+
+TORCH_LIBRARY_IMPL(myops, CPU, m) {
+  m.impl("layer_norm", layer_norm_cpu);
+  m.impl("layer_norm_", layer_norm_cpu_);
+  m.impl("_layer_norm", layer_norm_with_moments_cpu);
+  m.impl("_layer_norm_", layer_norm_with_moments_cpu_);
+  m.impl("_layer_norm_backward", layer_norm_backward_cpu);
+}
+
+}  // namespace
+}  // namespace torchops::cpu

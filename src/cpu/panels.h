@@ -1,0 +1,52 @@
+#pragma once
+
+#include <algorithm>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
+
+// The CPU kernels call ATen's own vectorised primitives on panels of rows. A panel is small enough that what one
+// primitive writes is still in the cache when the next one reads it, and that scratch of its size is nothing beside the
+// tensor.
+namespace torchops::cpu {
+
+using at::Tensor;
+
+/// Scratch that one thread may hold at a time: the bound that the in-place operators promise.
+constexpr int64_t kMaxScratchBytes = int64_t{4} << 20;
+/// A panel that stays in one core's second-level cache together with what a primitive reads beside it.
+constexpr int64_t kPanelBytes = int64_t{512} << 10;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// Calls f(begin, end) for consecutive ranges of `rows_per_panel` rows, each range on one thread.
+/// Inside f no operator records history: worker threads do not inherit the guard of the kernel that started them.
+template <class F>
+void for_each_panel(int64_t rows, int64_t rows_per_panel, const F& f) {
+  at::parallel_for(0, ceil_div(rows, rows_per_panel), 1, [&](int64_t first, int64_t last) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (int64_t panel = first; panel < last; ++panel) {
+      f(panel * rows_per_panel, std::min(rows, (panel + 1) * rows_per_panel));
+    }
+  });
+}
+
+/// Tensors of one rank and the same leading sizes, of which the last `trailing_dims` dimensions belong to a row.
+using Operands = c10::SmallVector<Tensor, 3>;
+
+/// Splits the operands (..., *trailing) into views (rows, *trailing) that together are all of them, and calls f on each.
+/// Leading dimensions are merged, in the order of the first operand's strides, wherever all operands allow it: a
+/// transposed or sliced tensor gives few, large matrices, and nothing is copied. f must treat rows alike.
+void for_each_matrix(Operands operands, int64_t trailing_dims, c10::function_ref<void(const Operands&)> f);
+
+/// Calls f on panels of rows of the operands; f overwrites the first one's rows and may use scratch of the panel's size.
+/// A panel is one thread's work as long as that leaves each thread `min_panel_rows` rows, else the panels come one by one
+/// and the primitives inside f use the threads. Rows must not be longer than kMaxScratchBytes.
+void for_each_row_panel(Operands operands, int64_t trailing_dims, int64_t min_panel_rows,
+                        c10::function_ref<void(const Operands&)> f);
+
+}  // namespace torchops::cpu

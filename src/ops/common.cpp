@@ -1,0 +1,51 @@
+#include "ops/common.h"
+
+#include <sstream>
+
+#include <ATen/MemoryOverlap.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+namespace torchops::detail {
+
+std::string to_string(c10::SymIntArrayRef shape) {
+  std::ostringstream out;
+  out << '(';
+  for (size_t i = 0; i < shape.size(); ++i) out << (i == 0 ? "" : ", ") << shape[i];
+  out << (shape.size() == 1 ? ",)" : ")");
+  return out.str();
+}
+
+std::string to_string(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
+
+void check_dtype(const char* op, const char* name, const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16, op,
+              ": expected ", name, " of dtype float32, float64, float16 or bfloat16, got ", to_string(dtype));
+}
+
+void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
+                   const at::Tensor& reference) {
+  TORCH_CHECK(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", name, " of dtype ",
+              to_string(reference.scalar_type()), " to match ", reference_name, ", got ",
+              to_string(tensor.scalar_type()));
+  TORCH_CHECK(tensor.device() == reference.device(), op, ": expected ", name, " on device ", reference.device().str(),
+              " to match ", reference_name, ", got ", tensor.device().str());
+}
+
+void check_writable(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": expected ", name,
+              " without internal overlap, got shape ", to_string(tensor.sym_sizes()), " with strides ",
+              to_string(tensor.sym_strides()), "; clone() it first");
+}
+
+bool may_alias(const at::Tensor& written, const at::Tensor& read) {
+  return read.defined() &&
+         (written.is_same(read) || (written.has_storage() && read.has_storage() && written.is_alias_of(read)));
+}
+
+at::Tensor as_rows(const at::Tensor& tensor) {
+  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
+}
+
+}  // namespace torchops::detail

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+#include "export.h"
+
+namespace torchops {
+
+/// A fully connected layer with a logistic gate: y = sigmoid(x @ w.T + b).
+///
+/// x: (..., in); w: (out, in); b: (out,) or none; all of one floating-point dtype and device.
+/// Returns a new contiguous tensor (..., out). The pre-activation is never stored.
+/// Throws c10::Error, with nothing computed, when shapes, dtypes or devices do not fit.
+TORCHOPS_API at::Tensor dense(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b = {});
+
+/// The argument checks of dense(), for kernels of other backends.
+TORCHOPS_API void check_dense(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
+
+namespace detail {
+
+/// Through the sigmoid of dense(): dz = grad * y * (1 - y), and its sum over the rows, the gradient of the bias.
+/// grad, y: (..., out) of one dtype. Returns (dz like y, db of shape (out,)).
+std::tuple<at::Tensor, at::Tensor> dense_backward(const at::Tensor& grad, const at::Tensor& y);
+
+}  // namespace detail
+}  // namespace torchops

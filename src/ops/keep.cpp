@@ -1,0 +1,31 @@
+#include "ops/keep.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace torchops {
+
+using at::Tensor;
+
+Tensor detail::keep(const Tensor& x) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::_keep", "").typed<decltype(keep)>();
+  return op.call(x);
+}
+
+namespace {
+
+Tensor keep_kernel(const Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
+
+Tensor keep_meta(const Tensor& x) { return at::empty_symint(x.sym_sizes(), x.options()); }
+
+TORCH_LIBRARY_FRAGMENT(myops, m) { m.def("_keep(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag}); }
+
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_keep", keep_kernel); }
+
+TORCH_LIBRARY_IMPL(myops, Meta, m) { m.impl("_keep", keep_meta); }
+
+}  // namespace
+}  // namespace torchops

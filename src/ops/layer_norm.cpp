@@ -1,0 +1,183 @@
+#include "ops/layer_norm.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "ops/common.h"
+
+namespace torchops {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor layer_norm(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                  const OptionalTensor& bias, double eps) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("myops::layer_norm", "")
+          .typed<Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double)>();
+  return op.call(x, normalized_shape, weight, bias, eps);
+}
+
+Tensor& layer_norm_(Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                    const OptionalTensor& bias, double eps) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("myops::layer_norm_", "")
+          .typed<void(Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double)>();
+  op.call(x, normalized_shape, weight, bias, eps);
+  return x;
+}
+
+std::tuple<Tensor, Tensor, Tensor> detail::layer_norm_with_moments(const Tensor& x,
+                                                                   c10::SymIntArrayRef normalized_shape,
+                                                                   const OptionalTensor& weight,
+                                                                   const OptionalTensor& bias, double eps) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("myops::_layer_norm", "")
+                             .typed<decltype(layer_norm_with_moments)>();
+  return op.call(x, normalized_shape, weight, bias, eps);
+}
+
+std::tuple<Tensor, Tensor> detail::layer_norm_with_moments_(Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                                            const OptionalTensor& weight, const OptionalTensor& bias,
+                                                            double eps) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("myops::_layer_norm_", "")
+                             .typed<decltype(layer_norm_with_moments_)>();
+  return op.call(x, normalized_shape, weight, bias, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor> detail::layer_norm_backward(const Tensor& grad, const Tensor& x,
+                                                               c10::SymIntArrayRef normalized_shape, const Tensor& mean,
+                                                               const Tensor& rstd, const OptionalTensor& weight,
+                                                               std::array<bool, 3> mask) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("myops::_layer_norm_backward", "")
+                             .typed<decltype(layer_norm_backward)>();
+  return op.call(grad, x, normalized_shape, mean, rstd, weight, mask);
+}
+
+namespace {
+
+void check(const char* op, const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+           const OptionalTensor& bias) {
+  detail::check_dtype(op, "x", x);
+  TORCH_CHECK(!normalized_shape.empty(), op, ": expected normalized_shape of at least 1 dimension, got ()");
+  const auto dims = static_cast<int64_t>(normalized_shape.size());
+  const auto expected = [&] {
+    const std::string shape = detail::to_string(normalized_shape);
+    return "(..., " + shape.substr(1, shape.size() - (dims == 1 ? 3 : 2)) + ")";
+  };
+  TORCH_CHECK(x.dim() >= dims, op, ": expected x of shape ", expected(), " to match normalized_shape, got ",
+              detail::to_string(x.sym_sizes()));
+  for (int64_t i = 0; i < dims; ++i) {
+    TORCH_SYM_CHECK(x.sym_size(x.dim() - dims + i).sym_eq(normalized_shape[i]), op, ": expected x of shape ",
+                    expected(), " to match normalized_shape, got ", detail::to_string(x.sym_sizes()));
+  }
+  const auto check_affine = [&](const char* name, const OptionalTensor& parameter) {
+    if (!parameter) return;
+    detail::check_matches(op, name, *parameter, "x", x);
+    TORCH_CHECK(parameter->dim() == dims, op, ": expected ", name, " of shape ", detail::to_string(normalized_shape),
+                " to match normalized_shape, got ", detail::to_string(parameter->sym_sizes()));
+    for (int64_t i = 0; i < dims; ++i) {
+      TORCH_SYM_CHECK(parameter->sym_size(i).sym_eq(normalized_shape[i]), op, ": expected ", name, " of shape ",
+                      detail::to_string(normalized_shape), " to match normalized_shape, got ",
+                      detail::to_string(parameter->sym_sizes()));
+    }
+  };
+  check_affine("weight", weight);
+  check_affine("bias", bias);
+}
+
+}  // namespace
+
+void check_layer_norm(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                      const OptionalTensor& bias) {
+  check("layer_norm", x, normalized_shape, weight, bias);
+}
+
+void check_layer_norm_(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias) {
+  check("layer_norm_", x, normalized_shape, weight, bias);
+  detail::check_writable("layer_norm_", "x", x);
+}
+
+namespace {
+
+Tensor empty_moments(const Tensor& x, c10::SymIntArrayRef normalized_shape) {
+  c10::SymDimVector sizes(x.sym_sizes());
+  std::fill(sizes.end() - static_cast<int64_t>(normalized_shape.size()), sizes.end(), c10::SymInt(1));
+  return at::empty_symint(sizes, x.options().dtype(detail::moments_dtype(x.scalar_type())));
+}
+
+Tensor layer_norm_meta(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double) {
+  check_layer_norm(x, normalized_shape, weight, bias);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+void layer_norm_meta_(Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                      const OptionalTensor& bias, double) {
+  check_layer_norm_(x, normalized_shape, weight, bias);
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_meta(const Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                                                const OptionalTensor& weight,
+                                                                const OptionalTensor& bias, double eps) {
+  return {layer_norm_meta(x, normalized_shape, weight, bias, eps), empty_moments(x, normalized_shape),
+          empty_moments(x, normalized_shape)};
+}
+
+std::tuple<Tensor, Tensor> layer_norm_with_moments_meta_(Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                                         double eps) {
+  layer_norm_meta_(x, normalized_shape, weight, bias, eps);
+  return {empty_moments(x, normalized_shape), empty_moments(x, normalized_shape)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor&, const Tensor& x,
+                                                            c10::SymIntArrayRef normalized_shape, const Tensor&,
+                                                            const Tensor&, const OptionalTensor&,
+                                                            std::array<bool, 3> mask) {
+  const auto empty = [&](bool wanted, c10::SymIntArrayRef sizes) {
+    return wanted ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
+  };
+  return {empty(mask[0], x.sym_sizes()), empty(mask[1], normalized_shape), empty(mask[2], normalized_shape)};
+}
+
+TORCH_LIBRARY_FRAGMENT(myops, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> "
+      "Tensor",
+      tags);
+  m.def(
+      "layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) "
+      "-> ()",
+      tags);
+  m.def(
+      "_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, "
+      "Tensor)",
+      tags);
+  m.def(
+      "_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, "
+      "Tensor)",
+      tags);
+  m.def(
+      "_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? "
+      "weight, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(myops, Meta, m) {
+  m.impl("layer_norm", layer_norm_meta);
+  m.impl("layer_norm_", layer_norm_meta_);
+  m.impl("_layer_norm", layer_norm_with_moments_meta);
+  m.impl("_layer_norm_", layer_norm_with_moments_meta_);
+  m.impl("_layer_norm_backward", layer_norm_backward_meta);
+}
+
+}  // namespace
+}  // namespace torchops

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+#include "export.h"
+
+namespace torchops {
+
+/// (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions `normalized_shape`, with the biased variance,
+/// as torch.nn.functional.layer_norm. x: (..., *normalized_shape); weight, bias: normalized_shape, or none; one
+/// floating-point dtype and device. Returns a new contiguous tensor. Throws c10::Error when arguments do not fit.
+TORCHOPS_API at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                   const std::optional<at::Tensor>& weight = {},
+                                   const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
+
+/// Overwrites x with layer_norm(x, ...) and returns x. Training keeps one copy of x, or, without weight and bias, only
+/// one number per row. weight and bias may overlap x; they are then read first. A failed call leaves x untouched.
+TORCHOPS_API at::Tensor& layer_norm_(at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                     const std::optional<at::Tensor>& weight = {},
+                                     const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
+
+inline at::Tensor layer_norm(const at::Tensor& x, at::IntArrayRef normalized_shape,
+                             const std::optional<at::Tensor>& weight = {}, const std::optional<at::Tensor>& bias = {},
+                             double eps = 1e-5) {
+  return layer_norm(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias, eps);
+}
+
+inline at::Tensor& layer_norm_(at::Tensor& x, at::IntArrayRef normalized_shape,
+                               const std::optional<at::Tensor>& weight = {}, const std::optional<at::Tensor>& bias = {},
+                               double eps = 1e-5) {
+  return layer_norm_(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias, eps);
+}
+
+/// The argument checks of layer_norm() and layer_norm_(), for kernels of other backends.
+TORCHOPS_API void check_layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                   const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias);
+TORCHOPS_API void check_layer_norm_(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                    const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias);
+
+namespace detail {
+
+/// The dtype in which mean and 1 / sqrt(var + eps) are kept: at least float32.
+inline at::ScalarType moments_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+/// layer_norm() and what its gradient reads: (y, mean, rstd), the moments of shape (..., 1, ..., 1) in moments_dtype.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_with_moments(const at::Tensor& x,
+                                                                       c10::SymIntArrayRef normalized_shape,
+                                                                       const std::optional<at::Tensor>& weight,
+                                                                       const std::optional<at::Tensor>& bias,
+                                                                       double eps);
+
+/// layer_norm_() that returns (mean, rstd). Only eager training calls it.
+std::tuple<at::Tensor, at::Tensor> layer_norm_with_moments_(at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                                            const std::optional<at::Tensor>& weight,
+                                                            const std::optional<at::Tensor>& bias, double eps);
+
+/// The gradients (dx, dweight, dbias) of layer_norm() where `mask` asks for them, empty tensors elsewhere.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(const at::Tensor& grad, const at::Tensor& x,
+                                                                   c10::SymIntArrayRef normalized_shape,
+                                                                   const at::Tensor& mean, const at::Tensor& rstd,
+                                                                   const std::optional<at::Tensor>& weight,
+                                                                   std::array<bool, 3> mask);
+
+}  // namespace detail
+}  // namespace torchops

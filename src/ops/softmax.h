@@ -1,0 +1,22 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "export.h"
+
+namespace torchops {
+
+/// exp(x) / sum(exp(x)) along `dim`, shifted by the maximum so that no exponential overflows.
+/// x: any shape, floating-point; dim in [-x.dim(), x.dim() - 1] (a 0-dimensional x counts as one of one element).
+/// Returns a new contiguous tensor. Throws c10::Error for other dtypes, c10::IndexError for another dim.
+TORCHOPS_API at::Tensor softmax(const at::Tensor& x, int64_t dim = -1);
+
+/// Overwrites x with softmax(x, dim) and returns x. Training keeps no second tensor: the gradient reads the result.
+/// A failed call (also for an expanded x) leaves x untouched.
+TORCHOPS_API at::Tensor& softmax_(at::Tensor& x, int64_t dim = -1);
+
+/// The argument checks of softmax() and softmax_(), for kernels of other backends.
+TORCHOPS_API void check_softmax(const at::Tensor& x, int64_t dim);
+TORCHOPS_API void check_softmax_(const at::Tensor& x, int64_t dim);
+
+}  // namespace torchops

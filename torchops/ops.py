@@ -1,0 +1,198 @@
+"""Typed functions over the operators ``torch.ops.myops.*``.
+
+They call the dispatcher and nothing else, so whatever PyTorch does with the operators (compile, export, vmap, hooks,
+subclasses) it does with these. The in-place ones return their first argument, as PyTorch's do; the operators themselves
+return nothing.
+
+All floating-point arguments of one call share one dtype (float32, float64, float16 or bfloat16) and one device. Bad
+arguments raise ``RuntimeError`` with the operator, the argument, what was expected and what came; nothing is modified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "dense",
+    "layer_norm",
+    "layer_norm_",
+    "sigmoid",
+    "sigmoid_",
+    "softmax",
+    "softmax_",
+    "square_matmul",
+    "square_matmul_",
+]
+
+_dense = torch.ops.myops.dense.default
+_layer_norm = torch.ops.myops.layer_norm.default
+_layer_norm_ = torch.ops.myops.layer_norm_.default
+_sigmoid = torch.ops.myops.sigmoid.default
+_sigmoid_ = torch.ops.myops.sigmoid_.default
+_softmax = torch.ops.myops.softmax.default
+_softmax_ = torch.ops.myops.softmax_.default
+_square_matmul = torch.ops.myops.square_matmul.default
+_square_matmul_ = torch.ops.myops.square_matmul_.default
+
+
+def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """``sigmoid(x @ w.T + b)`` without a pass over memory for the sigmoid.
+
+    Args:
+        x: input of shape ``(..., in_features)``.
+        w: weight of shape ``(out_features, in_features)``.
+        b: bias of shape ``(out_features,)``, or ``None``.
+
+    Returns:
+        A new contiguous tensor of shape ``(..., out_features)``.
+
+    Example::
+
+        >>> torchops.dense(torch.zeros(2, 3), torch.ones(4, 3))
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000],
+                [0.5000, 0.5000, 0.5000, 0.5000]])
+    """
+    return _dense(x, w, b)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """``1 / (1 + exp(-x))`` of every element, as a new contiguous tensor of the shape of ``x``.
+
+    Example::
+
+        >>> torchops.sigmoid(torch.zeros(2))
+        tensor([0.5000, 0.5000])
+    """
+    return _sigmoid(x)
+
+
+def sigmoid_(x: Tensor) -> Tensor:
+    """Overwrites ``x`` with ``sigmoid(x)`` and returns it.
+
+    Training keeps no second tensor, since the gradient reads the result. ``x`` must not be expanded.
+
+    Example::
+
+        >>> x = torch.zeros(2)
+        >>> torchops.sigmoid_(x) is x
+        True
+    """
+    _sigmoid_(x)
+    return x
+
+
+def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
+    """``a @ b``, or ``a @ b.T`` with ``transpose_b``, for a square ``b``.
+
+    Args:
+        a: matrix, or stack of matrices, of shape ``(..., n)``.
+        b: matrix of shape ``(n, n)``.
+        transpose_b: multiply with the transpose of ``b``.
+
+    Returns:
+        A new contiguous tensor of the shape of ``a``.
+
+    Example::
+
+        >>> torchops.square_matmul(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[4., 6.]])
+    """
+    return _square_matmul(a, b, transpose_b=transpose_b)
+
+
+def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
+    """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
+
+    Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient. ``a``
+    must not be expanded; ``b`` may overlap it and is then read first.
+
+    Example::
+
+        >>> a = torch.ones(1, 2)
+        >>> torchops.square_matmul_(a, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), transpose_b=True)
+        tensor([[3., 7.]])
+        >>> a
+        tensor([[3., 7.]])
+    """
+    _square_matmul_(a, b, transpose_b=transpose_b)
+    return a
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """``exp(x) / sum(exp(x))`` along ``dim``, shifted by the maximum, as a new contiguous tensor.
+
+    ``dim`` out of range raises ``IndexError``.
+
+    Example::
+
+        >>> torchops.softmax(torch.zeros(1, 4))
+        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
+    """
+    return _softmax(x, dim)
+
+
+def softmax_(x: Tensor, dim: int = -1) -> Tensor:
+    """Overwrites ``x`` with ``softmax(x, dim)`` and returns it.
+
+    Training keeps no second tensor, since the gradient reads the result. ``x`` must not be expanded.
+
+    Example::
+
+        >>> x = torch.zeros(1, 2)
+        >>> torchops.softmax_(x)
+        tensor([[0.5000, 0.5000]])
+    """
+    _softmax_(x, dim)
+    return x
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the trailing dimensions ``normalized_shape``.
+
+    Args:
+        x: input of shape ``(..., *normalized_shape)``.
+        normalized_shape: the sizes of the dimensions over which mean and (biased) variance are taken.
+        weight: scale of shape ``normalized_shape``, or ``None`` for 1.
+        bias: shift of shape ``normalized_shape``, or ``None`` for 0.
+        eps: added to the variance.
+
+    Returns:
+        A new contiguous tensor of the shape of ``x``.
+
+    Example::
+
+        >>> torchops.layer_norm(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
+        tensor([[-1.,  1.]])
+    """
+    return _layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def layer_norm_(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Overwrites ``x`` with ``layer_norm(x, ...)`` and returns it.
+
+    Training copies the old ``x``, except without ``weight`` and ``bias``, where it keeps two numbers per row. ``x`` must
+    not be expanded; ``weight`` and ``bias`` may overlap it and are then read first.
+
+    Example::
+
+        >>> x = torch.tensor([[1.0, 3.0]])
+        >>> torchops.layer_norm_(x, (2,), eps=0.0) is x
+        True
+    """
+    _layer_norm_(x, normalized_shape, weight, bias, eps)
+    return x
