@@ -19,13 +19,13 @@ Tensor dense_decomposed(const Tensor& x, const Tensor& w, const std::optional<Te
 // With y = sigmoid(z), z = x @ w.T + b and the cotangent g of y:
 //   dz = g * y * (1 - y),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows.
 // Saves y, and of x and w what the gradients asked for read; never z.
-struct Dense : torch::autograd::Function<Dense> {
+template <bool has_bias>
+struct Dense : torch::autograd::Function<Dense<has_bias>> {
   static constexpr bool is_traceable = true;
 
-  // b is undefined where there is no bias, so that the inputs keep their places.
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const Tensor& b) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Tensor y = dense(x, w, b.defined() ? std::optional<Tensor>(b) : std::nullopt);
+    Tensor y = dense(x, w, b);
     ctx->save_for_backward({y, w.requires_grad() ? x : Tensor(), x.requires_grad() ? w : Tensor()});
     return y;
   }
@@ -34,7 +34,7 @@ struct Dense : torch::autograd::Function<Dense> {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &y = saved[0], &x = saved[1], &w = saved[2];
     Tensor dz, dx, dw, db;
-    if (ctx->needs_input_grad(2)) {
+    if (has_bias && ctx->needs_input_grad(2)) {
       std::tie(dz, db) = detail::dense_backward(grads[0], y);
     } else {
       dz = at::sigmoid_backward(grads[0], y);
@@ -48,14 +48,14 @@ struct Dense : torch::autograd::Function<Dense> {
 Tensor dense_autograd(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   if (needs_decomposition(x, w, b)) return dense_decomposed(x, w, b);
-  if (needs_grad(x, w, b)) return Dense::apply(x, w, b.value_or(Tensor()));
+  if (needs_grad(x, w, b)) return b ? Dense<true>::apply(x, w, b) : Dense<false>::apply(x, w, b);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return dense(x, w, b);
 }
 
 std::tuple<Tensor, Tensor> dense_backward_decomposed(const Tensor& grad, const Tensor& y) {
   const Tensor dz = at::sigmoid_backward(grad, y);
-  return {dz, dz.dim() == 1 ? dz.clone() : dz.flatten(0, -2).sum(0)};
+  return {dz, detail::as_rows(dz).sum(0)};
 }
 
 // Only double backward differentiates this one.

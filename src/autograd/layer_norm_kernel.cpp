@@ -1,5 +1,4 @@
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/layer_norm.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/var_mean.h>
@@ -13,10 +12,37 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
+std::vector<int64_t> trailing_dims(size_t count) {
+  std::vector<int64_t> dims;
+  for (auto dim = -static_cast<int64_t>(count); dim < 0; ++dim) dims.push_back(dim);
+  return dims;
+}
+
+struct Normalized {
+  Tensor xhat, rstd;
+};
+
+// xhat = (x - mean) * rstd with the moments as functions of x, in at least float32. at::layer_norm is no substitute where
+// this is differentiated twice: its backward formula takes the moments for constants in the gradient of the weight.
+Normalized normalize(const Tensor& x, size_t dims, double eps) {
+  const Tensor wide = x.to(detail::moments_dtype(x.scalar_type()));
+  const auto moments = at::var_mean(wide, trailing_dims(dims), /*correction=*/0, /*keepdim=*/true);
+  const Tensor rstd = at::rsqrt(std::get<0>(moments) + eps);
+  return {(wide - std::get<1>(moments)) * rstd, rstd};
+}
+
+Tensor layer_norm_in_aten(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                          const OptionalTensor& bias, double eps) {
+  Tensor y = normalize(x, normalized_shape.size(), eps).xhat;
+  if (weight) y = y * *weight;
+  if (bias) y = y + *bias;
+  return y.to(x.scalar_type());
+}
+
 Tensor layer_norm_decomposed(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                              const OptionalTensor& bias, double eps) {
   check_layer_norm(x, normalized_shape, weight, bias);
-  return at::layer_norm_symint(x, normalized_shape, weight, bias, eps);
+  return layer_norm_in_aten(x, normalized_shape, weight, bias, eps);
 }
 
 struct LayerNormInPlace : MutatingOp<LayerNormInPlace, c10::SymIntArrayRef, const OptionalTensor&,
@@ -27,7 +53,7 @@ struct LayerNormInPlace : MutatingOp<LayerNormInPlace, c10::SymIntArrayRef, cons
   }
   static Tensor decomposed(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps) {
-    return at::layer_norm_symint(x, normalized_shape, weight, bias, eps);
+    return layer_norm_in_aten(x, normalized_shape, weight, bias, eps);
   }
   static Tensor traced(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, double eps) {
@@ -47,29 +73,23 @@ struct Normalization {
   double eps;
 };
 
-std::vector<int64_t> trailing_dims(int64_t count) {
-  std::vector<int64_t> dims;
-  for (int64_t dim = -count; dim < 0; ++dim) dims.push_back(dim);
-  return dims;
-}
-
-// The gradient in differentiable operators, with the moments as functions of x: what double backward differentiates.
-// With xhat = (x - mean) * rstd and h = g * weight:
-//   dx = rstd * (h - mean(h) - xhat * mean(h * xhat)),  dweight = sum(g * xhat),  dbias = sum(g) over the rows.
+// The gradient in differentiable operators, for double backward. With h = grad * weight:
+//   dx = rstd * (h - mean(h) - xhat * mean(h * xhat)),  dweight = sum(grad * xhat),  dbias = sum(grad) over the rows.
 std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& x, int64_t dims,
                                               const OptionalTensor& weight, double eps, std::array<bool, 3> mask) {
   const std::vector<int64_t> over = trailing_dims(dims);
-  const auto [var, mean] = at::var_mean(x, over, /*correction=*/0, /*keepdim=*/true);
-  const Tensor rstd = at::rsqrt(var + eps);
-  const Tensor xhat = (x - mean) * rstd;
+  const auto [xhat, rstd] = normalize(x, dims, eps);
   std::array<Tensor, 3> out;
   if (mask[0]) {
     const Tensor h = weight ? grad * *weight : grad;
     out[0] = rstd * (h - h.mean(over, true) - xhat * (h * xhat).mean(over, true));
   }
-  const auto over_rows = [&](const Tensor& t) { return dims == t.dim() ? t : t.flatten(0, -dims - 1).sum(0); };
-  if (mask[1]) out[1] = over_rows(grad * xhat);
-  if (mask[2]) out[2] = over_rows(grad);
+  const auto sum_rows = [&](const Tensor& t) { return dims == t.dim() ? t : t.flatten(0, -dims - 1).sum(0); };
+  if (mask[1]) out[1] = sum_rows(grad * xhat);
+  if (mask[2]) out[2] = sum_rows(grad);
+  for (Tensor& t : out) {
+    if (t.defined()) t = t.to(x.scalar_type());
+  }
   return out;
 }
 
@@ -117,44 +137,44 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
   }
 };
 
-// Without weight and bias the output is the normalised input, which is all that the gradient needs beside rstd. rstd is an
-// output of the Function, so that double backward can differentiate through it: with N elements a row,
-//   drstd/dx = -rstd^2 * y / N.
+// Without weight and bias the output is the normalised input, and with the moments of each row it is all that the gradient
+// reads: nothing of x's size is kept.
 struct LayerNormFromOutput : torch::autograd::Function<LayerNormFromOutput> {
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* ctx, const Tensor&, const Normalization& normalization,
-                               const Tensor& target) {
+  static Tensor forward(AutogradContext* ctx, const Tensor&, const Normalization& normalization,
+                        const Tensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
     const auto [shape, eps] = normalization;
-    Tensor rstd;
+    Tensor mean, rstd;
     const Tensor y = overwrite(target, [&, &shape = shape, &eps = eps](Tensor& self) {
-      rstd = std::get<1>(detail::layer_norm_with_moments_(self, shape, std::nullopt, std::nullopt, eps));
+      std::tie(mean, rstd) = detail::layer_norm_with_moments_(self, shape, std::nullopt, std::nullopt, eps);
     });
-    ctx->save_for_backward({y, rstd});
-    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({y, mean, rstd});
     ctx->saved_data["dims"] = static_cast<int64_t>(shape.size());
-    return {y, rstd};
+    ctx->saved_data["eps"] = eps;
+    return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &y = saved[0], &rstd = saved[1];
-    const Tensor grad = grads[0].defined() ? grads[0] : at::zeros_like(y);
+    const Tensor &y = saved[0], &mean = saved[1], &rstd = saved[2];
     const int64_t dims = ctx->saved_data["dims"].toInt();
-    const c10::SymIntArrayRef shape = y.sym_sizes().slice(y.dim() - dims);
+    constexpr std::array<bool, 3> only_x{true, false, false};
     Tensor dx;
     if (at::GradMode::is_enabled()) {
-      const std::vector<int64_t> over = trailing_dims(dims);
-      dx = rstd * (grad - grad.mean(over, true) - y * (grad * y).mean(over, true));
+      // Double backward differentiates through the moments too, so it needs x itself: its value is rebuilt, and its
+      // history is what this node's input had.
+      Tensor x = (y.detach() / rstd + mean).to(y.scalar_type());
+      torch::autograd::impl::set_gradient_edge(x, torch::autograd::get_current_node()->next_edge(0));
+      dx = differentiable_backward(grads[0], x, dims, std::nullopt, ctx->saved_data["eps"].toDouble(), only_x)[0];
     } else {
       // y has mean 0 and stands for its own normalisation: the fused backward with rstd = 1, then the factor.
-      dx = std::get<0>(detail::layer_norm_backward(grad, y, shape, at::zeros_like(rstd), at::ones_like(rstd),
-                                                   std::nullopt, {true, false, false}));
+      dx = std::get<0>(detail::layer_norm_backward(grads[0], y, y.sym_sizes().slice(y.dim() - dims),
+                                                   at::zeros_like(rstd), at::ones_like(rstd), std::nullopt, only_x));
       dx.mul_(rstd);
     }
-    if (grads[1].defined()) dx = dx - grads[1] * rstd * rstd * y / c10::multiply_integers(shape.begin(), shape.end());
-    return {dx.to(y.scalar_type()), Tensor(), Tensor()};
+    return {dx, Tensor(), Tensor()};
   }
 };
 
@@ -167,8 +187,7 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_version_(Tensor& x, c10::SymI
 Tensor LayerNormInPlace::train(const Tensor& x, const Tensor& target, c10::SymIntArrayRef normalized_shape,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   const Normalization normalization{normalized_shape, eps};
-  // History moves only to a node of one output (a view of self may have to see it too), hence the alias.
-  if (!weight && !bias) return LayerNormFromOutput::apply(x, normalization, target)[0].alias();
+  if (!weight && !bias) return LayerNormFromOutput::apply(x, normalization, target);
   return LayerNorm::apply(x.clone(), normalization, weight, bias, target);
 }
 
