@@ -1,0 +1,24 @@
+# Installs the library, its headers and the CMake package; in a Python build, inside the Python package.
+include(CMakePackageConfigHelpers)
+set(_package_dir lib/cmake/torchops)
+
+if(SKBUILD)
+  # The prefix is site-packages/torchops, so that torch is a neighbour.
+  set_target_properties(torchops PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib")
+  configure_file(cmake/_build_info.py.in ${PROJECT_BINARY_DIR}/_build_info.py @ONLY)
+  install(FILES ${PROJECT_BINARY_DIR}/_build_info.py DESTINATION .)
+else()
+  set_target_properties(torchops PROPERTIES INSTALL_RPATH "${TORCHOPS_TORCH_DIR}/lib")
+endif()
+
+install(TARGETS torchops EXPORT torchops LIBRARY DESTINATION lib)
+install(FILES ${TORCHOPS_HEADERS} DESTINATION include/torchops/ops)
+install(EXPORT torchops FILE torchopsTargets.cmake NAMESPACE torchops:: DESTINATION ${_package_dir})
+configure_package_config_file(cmake/torchopsConfig.cmake.in ${PROJECT_BINARY_DIR}/torchopsConfig.cmake
+  INSTALL_DESTINATION ${_package_dir} NO_SET_AND_CHECK_MACRO)
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/torchopsConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(
+  FILES
+    ${PROJECT_BINARY_DIR}/torchopsConfig.cmake ${PROJECT_BINARY_DIR}/torchopsConfigVersion.cmake
+    cmake/TorchFromPython.cmake
+  DESTINATION ${_package_dir})

@@ -1,0 +1,4 @@
+version: str
+torch_version: str
+cuda_version: str
+library: str

@@ -1,0 +1,54 @@
+"""Loads libtorchops.so into PyTorch's dispatcher, once it is known to be built for the torch that is running."""
+
+from pathlib import Path
+
+import torch
+
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+try:
+    from torchops import _build_info
+except ImportError as error:
+    raise ImportError(
+        f"torchops: expected the compiled library beside the Python modules, got only their source in "
+        f"{Path(__file__).parent}. Run from another folder if torchops is installed; if it is not, build it, in the "
+        f"folder with its pyproject.toml: {REBUILD}"
+    ) from error
+
+version: str = _build_info.version
+# In an editable install the compiled files are not beside this one but where the build put _build_info.
+prefix: Path = Path(_build_info.__file__).parent
+
+
+def _minor(torch_version: str) -> str:
+    return ".".join(torch_version.split(".")[:2])
+
+
+def load() -> None:
+    """Load the operators into ``torch.ops.myops``.
+
+    Raises:
+        ImportError: the library was built for another minor version of torch, is missing, or does not load. The
+            message says what was built, what is installed and which command mends it.
+    """
+    library = prefix / _build_info.library
+    built = f"torch {_build_info.torch_version} (CUDA {_build_info.cuda_version or 'off'})"
+    installed = f"torch {torch.__version__} (CUDA {torch.version.cuda or 'off'})"
+    minor = _minor(_build_info.torch_version)
+    rebuild = f"rebuild torchops, in the folder with its pyproject.toml: {REBUILD}"
+    if minor != _minor(torch.__version__):
+        raise ImportError(
+            f"torchops: expected torch {minor}, got {installed}. This library was built for {built}, and PyTorch's C++ "
+            f"ABI changes with the minor version. Either {rebuild}; or install its torch: "
+            f'pip install "torch=={minor}.*"'
+        )
+    if not library.is_file():
+        raise ImportError(f"torchops: expected {library}, built for {built}, got no such file. To mend this {rebuild}")
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        reason = error.__cause__ or error
+        raise ImportError(
+            f"torchops: {library} does not load ({reason}). It was built for {built}, and the process runs "
+            f"{installed}. To mend this {rebuild}"
+        ) from error
