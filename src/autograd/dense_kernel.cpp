@@ -1,5 +1,5 @@
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sigmoid_backward.h>
@@ -13,7 +13,9 @@ namespace {
 
 Tensor dense_decomposed(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
-  return at::sigmoid(at::linear(x, w, b));
+  if (x.dim() > 1) return at::sigmoid(at::linear(x, w, b));
+  const Tensor z = matmul(x, w.t());
+  return at::sigmoid(b ? z + *b : z);
 }
 
 // With y = sigmoid(z), z = x @ w.T + b and the cotangent g of y:
@@ -39,7 +41,7 @@ struct Dense : torch::autograd::Function<Dense<has_bias>> {
     } else {
       dz = at::sigmoid_backward(grads[0], y);
     }
-    if (ctx->needs_input_grad(0)) dx = at::matmul(dz, w);
+    if (ctx->needs_input_grad(0)) dx = matmul(dz, w);
     if (ctx->needs_input_grad(1)) dw = at::mm(detail::as_rows(dz).t(), detail::as_rows(x));
     return {dx, dw, db};
   }

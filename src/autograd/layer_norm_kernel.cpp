@@ -22,8 +22,9 @@ struct Normalized {
   Tensor xhat, rstd;
 };
 
-// xhat = (x - mean) * rstd with the moments as functions of x, in at least float32. at::layer_norm is no substitute where
-// this is differentiated twice: its backward formula takes the moments for constants in the gradient of the weight.
+// xhat = (x - mean) * rstd with the moments as functions of x, in at least float32. at::layer_norm is no substitute
+// where this is differentiated twice: its backward formula takes the moments for constants in the gradient of the
+// weight.
 Normalized normalize(const Tensor& x, size_t dims, double eps) {
   const Tensor wide = x.to(detail::moments_dtype(x.scalar_type()));
   const auto moments = at::var_mean(wide, trailing_dims(dims), /*correction=*/0, /*keepdim=*/true);
@@ -45,8 +46,8 @@ Tensor layer_norm_decomposed(const Tensor& x, c10::SymIntArrayRef normalized_sha
   return layer_norm_in_aten(x, normalized_shape, weight, bias, eps);
 }
 
-struct LayerNormInPlace : MutatingOp<LayerNormInPlace, c10::SymIntArrayRef, const OptionalTensor&,
-                                     const OptionalTensor&, double> {
+struct LayerNormInPlace
+    : MutatingOp<LayerNormInPlace, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double> {
   static void check(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                     const OptionalTensor& bias, double) {
     check_layer_norm_(x, normalized_shape, weight, bias);
@@ -137,13 +138,12 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
   }
 };
 
-// Without weight and bias the output is the normalised input, and with the moments of each row it is all that the gradient
-// reads: nothing of x's size is kept.
+// Without weight and bias the output is the normalised input, and with the moments of each row it is all that the
+// gradient reads: nothing of x's size is kept.
 struct LayerNormFromOutput : torch::autograd::Function<LayerNormFromOutput> {
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor&, const Normalization& normalization,
-                        const Tensor& target) {
+  static Tensor forward(AutogradContext* ctx, const Tensor&, const Normalization& normalization, const Tensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
     const auto [shape, eps] = normalization;
     Tensor mean, rstd;
@@ -181,7 +181,8 @@ struct LayerNormFromOutput : torch::autograd::Function<LayerNormFromOutput> {
 std::tuple<Tensor, Tensor> layer_norm_with_moments_version_(Tensor& x, c10::SymIntArrayRef normalized_shape,
                                                             const OptionalTensor& weight, const OptionalTensor& bias,
                                                             double eps) {
-  return bump_version_after(x, [&] { return detail::layer_norm_with_moments_(x, normalized_shape, weight, bias, eps); });
+  return bump_version_after(x,
+                            [&] { return detail::layer_norm_with_moments_(x, normalized_shape, weight, bias, eps); });
 }
 
 Tensor LayerNormInPlace::train(const Tensor& x, const Tensor& target, c10::SymIntArrayRef normalized_shape,

@@ -1,5 +1,7 @@
 #include "autograd/recipe.h"
 
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mv.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -18,5 +20,7 @@ bool is_traced(const Tensor& input) {
 Tensor without_alias(const Tensor& mutated, const Tensor& argument) {
   return detail::may_alias(mutated, argument) ? detail::keep(argument) : argument;
 }
+
+Tensor matmul(const Tensor& a, const Tensor& m) { return a.dim() == 1 ? at::mv(m.t(), a) : at::matmul(a, m); }
 
 }  // namespace torchops::autograd

@@ -1,13 +1,13 @@
 #pragma once
 
-#include <tuple>
-
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <tuple>
 
 #include "ops/common.h"
 #include "ops/keep.h"
@@ -71,9 +71,13 @@ bool needs_grad(const Inputs&... inputs) {
   return at::GradMode::is_enabled() && (requires_grad(inputs) || ...);
 }
 
+/// a (..., n) @ m (n, k) in differentiable operators. at::matmul squeezes a vector's product in place, which the
+/// batching of gradients (torch.autograd.grad(..., is_grads_batched=True)) does not get right.
+Tensor matmul(const Tensor& a, const Tensor& m);
+
 /// Overwrites `target` with `in_place(target, ...)` and returns an alias of it: the output of an autograd Function that
-/// works in place. Called below autograd but above ADInplaceOrView, so that the version counter, which the alias shares,
-/// has moved before the Function saves the alias: a later overwrite of the result is then found in backward.
+/// works in place. Called below autograd but above ADInplaceOrView, so that the version counter, which the alias
+/// shares, has moved before the Function saves the alias: a later overwrite of the result is then found in backward.
 template <class InPlace>
 Tensor overwrite(const Tensor& target, InPlace in_place) {
   Tensor mutated = target;
@@ -81,8 +85,8 @@ Tensor overwrite(const Tensor& target, InPlace in_place) {
   return mutated.detach();
 }
 
-/// Calls `in_place()`, which overwrites `self`, below ADInplaceOrView, and moves the version counter, which kernels that
-/// write raw memory do not: by it autograd finds a saved tensor that was overwritten.
+/// Calls `in_place()`, which overwrites `self`, below ADInplaceOrView, and moves the version counter, which kernels
+/// that write raw memory do not: by it autograd finds a saved tensor that was overwritten.
 template <class InPlace>
 auto bump_version_after(Tensor& self, InPlace in_place) {
   TORCH_CHECK(!self.is_inference() || c10::InferenceMode::is_enabled(),
@@ -101,19 +105,21 @@ auto bump_version_after(Tensor& self, InPlace in_place) {
 /// `Op` derives from this and provides
 ///   static void check(const Tensor& self, Args...)         the argument checks
 ///   static Tensor decomposed(const Tensor& self, Args...)  f in ATen operators
-///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) where its
+///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) where
+///   its
 ///                                                          gradient reads the old self
 ///   static void in_place(Tensor& self, Args...)            the mutating operator itself
 ///   static Tensor train(const Tensor& self, const Tensor& target, Args...)
-///       applies an autograd Function that overwrites `target`, an alias of self without history, and returns an alias of
-///       that; where the gradient reads the old self, its input is a copy of self made here, above autograd, so that
+///       applies an autograd Function that overwrites `target`, an alias of self without history, and returns an alias
+///       of that; where the gradient reads the old self, its input is a copy of self made here, above autograd, so that
 ///       double backward sees it.
 template <class Op, class... Args>
 struct MutatingOp {
   /// For the key Autograd. Takes the first way that fits:
   ///   1. torch.func or a tangent: f in ATen operators, then copy_, which those transforms know.
   ///   2. no gradient needed: the in-place kernel, below autograd.
-  ///   3. traced: copy_ of the functional twin. An autograd Function that marks self dirty would here lose, silently, the
+  ///   3. traced: copy_ of the functional twin. An autograd Function that marks self dirty would here lose, silently,
+  ///   the
   ///      history of a graph input.
   ///   4. eager training: the in-place kernel inside a Function, whose history then becomes self's.
   static void autograd(Tensor& self, Args... args) {
@@ -145,7 +151,8 @@ struct MutatingOp {
     self.copy_(Op::decomposed(self.clone(), without_alias(self, args)...));
   }
 
-  static void record(Tensor& self, std::add_lvalue_reference_t<std::add_const_t<std::remove_reference_t<Args>>>... args) {
+  static void record(Tensor& self,
+                     std::add_lvalue_reference_t<std::add_const_t<std::remove_reference_t<Args>>>... args) {
     if (is_traced(self) || (is_traced(args) || ...)) {
       self.copy_(Op::traced(self, args...));
       return;

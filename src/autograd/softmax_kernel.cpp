@@ -26,8 +26,8 @@ struct Softmax : torch::autograd::Function<Softmax> {
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, const std::optional<Tensor>& target) {
     at::AutoDispatchBelowAutograd below_autograd;
-    const Tensor y =
-        target ? overwrite(*target, [&](Tensor& self) { SoftmaxInPlace::in_place(self, dim); }) : torchops::softmax(x, dim);
+    const Tensor y = target ? overwrite(*target, [&](Tensor& self) { SoftmaxInPlace::in_place(self, dim); })
+                            : torchops::softmax(x, dim);
     ctx->save_for_backward({y});
     ctx->saved_data["dim"] = dim;
     return y;

@@ -1,4 +1,3 @@
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 
 #include "autograd/recipe.h"
@@ -9,13 +8,13 @@ namespace {
 
 Tensor square_matmul_decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul(a, b);
-  return at::matmul(a, transpose_b ? b.t() : b);
+  return matmul(a, transpose_b ? b.t() : b);
 }
 
 struct SquareMatmulInPlace : MutatingOp<SquareMatmulInPlace, const Tensor&, bool> {
   static void check(const Tensor& a, const Tensor& b, bool) { check_square_matmul_(a, b); }
   static Tensor decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
-    return at::matmul(a, transpose_b ? b.t() : b);
+    return matmul(a, transpose_b ? b.t() : b);
   }
   static Tensor traced(const Tensor& a, const Tensor& b, bool transpose_b) {
     return square_matmul(b.requires_grad() ? detail::keep(a) : a, b, transpose_b);

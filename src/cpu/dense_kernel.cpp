@@ -16,17 +16,18 @@
 namespace torchops::cpu {
 namespace {
 
-// y = sigmoid(x @ w.T + b). The bias is the start value of the product's accumulators.
+// y = sigmoid(x @ w.T + b). The bias is the start value of the product's accumulators: at::addmm_out would put it there
+// too, but expands it to the shape of y first.
 void dense_rows(Tensor y, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b) {
-  b ? at::cpu::addmm_out(y, *b, x, w_t) : at::cpu::mm_out(y, x, w_t);
+  b ? at::cpu::addmm_(y.copy_(*b), x, w_t) : at::cpu::mm_out(y, x, w_t);
   at::cpu::sigmoid_(y);
 }
 
 // Eager writes the pre-activation, reads it back and writes a second tensor of the same size: three passes over memory
 // where one is needed. Here a thread computes a panel of it and applies the sigmoid while the panel is in its cache.
 //
-// Every panel's product packs all of w anew (in * out elements, against in * out * rows multiplications), so panels have
-// 1 MiB, or min(in, 512) rows if that is more; and never more rows than give every thread one.
+// Every panel's product packs all of w anew (in * out elements, against in * out * rows multiplications), so panels
+// have 1 MiB, or min(in, 512) rows if that is more; and never more rows than give every thread one.
 Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   const int64_t in_features = w.size(1), out_features = w.size(0);

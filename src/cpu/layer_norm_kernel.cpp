@@ -29,8 +29,8 @@ struct Affine {
 };
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_cpu(const Tensor& x, at::IntArrayRef normalized_shape,
-                                                               const OptionalTensor& weight,
-                                                               const OptionalTensor& bias, double eps) {
+                                                               const OptionalTensor& weight, const OptionalTensor& bias,
+                                                               double eps) {
   check_layer_norm(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
   const Affine affine(x, normalized_shape, weight, bias);
   return at::cpu::native_layer_norm(x.contiguous(), normalized_shape, affine.weight, affine.bias, eps);
@@ -41,8 +41,8 @@ Tensor layer_norm_cpu(const Tensor& x, at::IntArrayRef normalized_shape, const O
   return std::get<0>(layer_norm_with_moments_cpu(x, normalized_shape, weight, bias, eps));
 }
 
-// One row longer than scratch, in slices of its first normalised dimension. The moments are merged slice by slice (Chan,
-// Golub and LeVeque 1983): with the difference d of the means of n and m elements,
+// One row longer than scratch, in slices of its first normalised dimension. The moments are merged slice by slice
+// (Chan, Golub and LeVeque 1983): with the difference d of the means of n and m elements,
 //   mean += d * m / (n + m),  M2 += M2' + d^2 * n * m / (n + m).
 void overwrite_long_row(const Tensor& row, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                         const Tensor& row_mean, const Tensor& row_rstd) {

@@ -1,8 +1,8 @@
 #include "cpu/panels.h"
 
-#include <numeric>
-
 #include <ATen/TensorUtils.h>
+
+#include <numeric>
 
 namespace torchops::cpu {
 namespace {

@@ -19,8 +19,8 @@ Tensor square_matmul_cpu(const Tensor& a, const Tensor& b, bool transpose_b) {
 }
 
 // A row of the result depends on that row of a alone. So a panel of rows is copied to scratch and the product of the
-// copy, which is in the cache, goes straight to where the panel was: about 1/min(n, rows per panel) more traffic than the
-// product into a second buffer. Panels of fewer rows than this would spend their time on packing b.
+// copy, which is in the cache, goes straight to where the panel was: about 1/min(n, rows per panel) more traffic than
+// the product into a second buffer. Panels of fewer rows than this would spend their time on packing b.
 void square_matmul_cpu_(Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul_(a, b);
   constexpr int64_t fewest_rows = 128;

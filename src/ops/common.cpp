@@ -1,10 +1,10 @@
 #include "ops/common.h"
 
-#include <sstream>
-
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+
+#include <sstream>
 
 namespace torchops::detail {
 

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <string>
-
 #include <ATen/core/Tensor.h>
+
+#include <string>
 
 // What the argument checks of all operators share. Every error reads
 //   <op>: expected <argument> <what was expected>, got <what came>

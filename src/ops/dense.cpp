@@ -11,8 +11,7 @@ namespace torchops {
 using at::Tensor;
 
 Tensor dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("myops::dense", "").typed<decltype(dense)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("myops::dense", "").typed<decltype(dense)>();
   return op.call(x, w, b);
 }
 
@@ -36,8 +35,8 @@ void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
   const c10::SymInt out_features = w.sym_size(0);
   TORCH_CHECK(b->dim() == 1, "dense: expected b of shape ", detail::to_string({out_features}), " to match w, got ",
               detail::to_string(b->sym_sizes()));
-  TORCH_SYM_CHECK(b->sym_size(0).sym_eq(out_features), "dense: expected b of shape ",
-                  detail::to_string({out_features}), " to match w, got ", detail::to_string(b->sym_sizes()));
+  TORCH_SYM_CHECK(b->sym_size(0).sym_eq(out_features), "dense: expected b of shape ", detail::to_string({out_features}),
+                  " to match w, got ", detail::to_string(b->sym_sizes()));
 }
 
 namespace {

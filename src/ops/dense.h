@@ -1,9 +1,9 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <optional>
 #include <tuple>
-
-#include <ATen/core/Tensor.h>
 
 #include "export.h"
 

@@ -10,8 +10,7 @@ namespace torchops {
 using at::Tensor;
 
 Tensor detail::keep(const Tensor& x) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("myops::_keep", "").typed<decltype(keep)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("myops::_keep", "").typed<decltype(keep)>();
   return op.call(x);
 }
 

@@ -1,18 +1,18 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <array>
 #include <optional>
 #include <tuple>
-
-#include <ATen/core/Tensor.h>
 
 #include "export.h"
 
 namespace torchops {
 
-/// (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions `normalized_shape`, with the biased variance,
-/// as torch.nn.functional.layer_norm. x: (..., *normalized_shape); weight, bias: normalized_shape, or none; one
-/// floating-point dtype and device. Returns a new contiguous tensor. Throws c10::Error when arguments do not fit.
+/// (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions `normalized_shape`, with the biased
+/// variance, as torch.nn.functional.layer_norm. x: (..., *normalized_shape); weight, bias: normalized_shape, or none;
+/// one floating-point dtype and device. Returns a new contiguous tensor. Throws c10::Error when arguments do not fit.
 TORCHOPS_API at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                    const std::optional<at::Tensor>& weight = {},
                                    const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);

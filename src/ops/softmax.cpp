@@ -1,10 +1,10 @@
 #include "ops/softmax.h"
 
-#include <algorithm>
-
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 #include "ops/common.h"
 
