@@ -106,8 +106,8 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
 def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
-    Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient. ``a``
-    must not be expanded; ``b`` may overlap it and is then read first.
+    Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient.
+    ``a`` must not be expanded; ``b`` may overlap it and is then read first.
 
     Example::
 
@@ -185,8 +185,8 @@ def layer_norm_(
 ) -> Tensor:
     """Overwrites ``x`` with ``layer_norm(x, ...)`` and returns it.
 
-    Training copies the old ``x``, except without ``weight`` and ``bias``, where it keeps two numbers per row. ``x`` must
-    not be expanded; ``weight`` and ``bias`` may overlap it and are then read first.
+    Training copies the old ``x``, except without ``weight`` and ``bias``, where it keeps two numbers per row. ``x``
+    must not be expanded; ``weight`` and ``bias`` may overlap it and are then read first.
 
     Example::
 

@@ -164,9 +164,9 @@ struct LayerNormFromOutput : torch::autograd::Function<LayerNormFromOutput> {
     Tensor dx;
     if (at::GradMode::is_enabled()) {
       // Double backward differentiates through the moments too, so it needs x itself: its value is rebuilt, and its
-      // history is what this node's input had.
+      // history is what the input of this node, which made y, had.
       Tensor x = (y.detach() / rstd + mean).to(y.scalar_type());
-      torch::autograd::impl::set_gradient_edge(x, torch::autograd::get_current_node()->next_edge(0));
+      torch::autograd::impl::set_gradient_edge(x, y.grad_fn()->next_edge(0));
       dx = differentiable_backward(grads[0], x, dims, std::nullopt, ctx->saved_data["eps"].toDouble(), only_x)[0];
     } else {
       // y has mean 0 and stands for its own normalisation: the fused backward with rstd = 1, then the factor.

@@ -20,6 +20,8 @@ using at::Tensor;
 constexpr int64_t kMaxScratchBytes = int64_t{4} << 20;
 /// A panel that stays in one core's second-level cache together with what a primitive reads beside it.
 constexpr int64_t kPanelBytes = int64_t{512} << 10;
+/// A slice of a row that is too long for a panel. A few temporaries of its size are alive at a time.
+constexpr int64_t kSliceBytes = int64_t{1} << 20;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

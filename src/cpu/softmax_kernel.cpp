@@ -25,7 +25,7 @@ void overwrite_long_lines(const Tensor& x, int64_t dim) {
   const Tensor max = at::amax(x, {dim}, /*keepdim=*/true).to(accumulate);
   const int64_t length = x.size(dim);
   const int64_t slice_bytes = x.numel() / length * static_cast<int64_t>(c10::elementSize(accumulate));
-  const int64_t step = std::max(kMaxScratchBytes / slice_bytes, int64_t{1});
+  const int64_t step = std::max(kSliceBytes / slice_bytes, int64_t{1});
   const auto for_each_slice = [&](const auto& f) {
     for (int64_t begin = 0; begin < length; begin += step) {
       const Tensor slice = x.narrow(dim, begin, std::min(step, length - begin));

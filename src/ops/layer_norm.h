@@ -18,7 +18,7 @@ TORCHOPS_API at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef norm
                                    const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
 
 /// Overwrites x with layer_norm(x, ...) and returns x. Training keeps one copy of x, or, without weight and bias, only
-/// one number per row. weight and bias may overlap x; they are then read first. A failed call leaves x untouched.
+/// two numbers per row. weight and bias may overlap x; they are then read first. A failed call leaves x untouched.
 TORCHOPS_API at::Tensor& layer_norm_(at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                      const std::optional<at::Tensor>& weight = {},
                                      const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
