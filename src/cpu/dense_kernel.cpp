@@ -36,15 +36,15 @@ Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
   Tensor y = at::detail::empty_cpu(sizes, x.options());
   if (y.numel() == 0) return y;
   const int64_t rows = y.numel() / out_features, threads = at::get_num_threads();
-  const Tensor x_rows = x.dim() == 2 ? x : detail::as_rows(x);
-  const Tensor y_rows = y.dim() == 2 ? y : y.view({rows, out_features});
+  const Tensor x_rows = detail::as_rows(x), y_rows = detail::as_rows(y);
   // w.t(), without its two trips through the dispatcher.
   const Tensor w_t =
       at::cpu::as_strided(w, {in_features, out_features}, {w.stride(1), w.stride(0)}, w.storage_offset());
 
   const int64_t rows_per_thread = ceil_div(rows, threads);
-  constexpr int64_t fewest_rows = 32;  // with fewer a thread's product is bound by packing w: let BLAS split it
-  if (rows_per_thread < fewest_rows) {
+  constexpr int64_t fewest_rows = 32;         // with fewer a thread's product is bound by packing w: let BLAS split it
+  constexpr int64_t worth_threads = 1 << 15;  // elements of y, as for ATen's pointwise kernels
+  if (rows_per_thread < fewest_rows || y.numel() < worth_threads) {
     dense_rows(y_rows, x_rows, w_t, b);
     return y;
   }
@@ -63,15 +63,18 @@ std::tuple<Tensor, Tensor> dense_backward_cpu(const Tensor& grad, const Tensor& 
   TORCH_CHECK(grad.sizes() == y.sizes(), "_dense_backward: expected grad of shape ", detail::to_string(y.sym_sizes()),
               " to match y, got ", detail::to_string(grad.sym_sizes()));
   detail::check_matches("_dense_backward", "grad", grad, "y", y);
-  Tensor dz = at::empty(y.sizes(), y.options());
+  Tensor dz = at::detail::empty_cpu(y.sizes(), y.options());
   const int64_t out_features = y.size(-1);
   if (dz.numel() == 0) return {dz, at::zeros({out_features}, y.options())};
   const Tensor grad_rows = detail::as_rows(grad), y_rows = detail::as_rows(y), dz_rows = detail::as_rows(dz);
   const int64_t rows = dz_rows.size(0);
   const int64_t rows_per_panel = std::max(kPanelBytes / (out_features * y.element_size()), int64_t{1});
-  const int64_t panels = ceil_div(rows, rows_per_panel);
   const auto accumulate = y.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const Tensor partial = at::empty({panels, out_features}, y.options().dtype(accumulate));
+  if (rows <= rows_per_panel) {
+    at::cpu::sigmoid_backward_out(dz, grad, y);
+    return {dz, at::cpu::sum(dz_rows, {0}, /*keepdim=*/false, accumulate).to(y.scalar_type())};
+  }
+  const Tensor partial = at::empty({ceil_div(rows, rows_per_panel), out_features}, y.options().dtype(accumulate));
   for_each_panel(rows, rows_per_panel, [&](int64_t begin, int64_t end) {
     Tensor dz_panel = dz_rows.narrow(0, begin, end - begin);
     at::cpu::sigmoid_backward_out(dz_panel, grad_rows.narrow(0, begin, end - begin),
@@ -79,7 +82,7 @@ std::tuple<Tensor, Tensor> dense_backward_cpu(const Tensor& grad, const Tensor& 
     Tensor sum = partial.select(0, begin / rows_per_panel);
     at::cpu::sum_out(sum, dz_panel, {0}, /*keepdim=*/false, accumulate);
   });
-  return {dz, panels == 1 ? partial.select(0, 0).to(y.scalar_type()) : partial.sum(0).to(y.scalar_type())};
+  return {dz, at::cpu::sum(partial, {0}, /*keepdim=*/false, accumulate).to(y.scalar_type())};
 }
 
 TORCH_LIBRARY_IMPL(myops, CPU, m) {

@@ -45,6 +45,7 @@ bool may_alias(const at::Tensor& written, const at::Tensor& read) {
 }
 
 at::Tensor as_rows(const at::Tensor& tensor) {
+  if (tensor.dim() == 2) return tensor;
   if (tensor.dim() == 1) return tensor.unsqueeze(0);
   const c10::SymIntArrayRef leading = tensor.sym_sizes().slice(0, tensor.dim() - 1);
   return tensor.reshape_symint({c10::multiply_integers(leading.begin(), leading.end()), tensor.sym_size(-1)});
