@@ -1,0 +1,85 @@
+"""Parametrisation of the generic suites, and what every test starts from.
+
+A test that takes `case` runs for every operator of `op_db.OPS`; one that also takes `device`, `dtype`, `sample` or
+`error` runs for each of those that the operator has. The mark `ops` narrows this down:
+
+    @pytest.mark.ops(mutating=True, dtypes=[torch.float64], leaves=True, large=False)
+    def test_something(case, device, dtype, sample): ...
+
+CUDA is among the devices when there is one and the operator has a kernel for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# Read when torch loads OpenMP: threads that spin while they wait take the cores from the other test processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from op_db import OPS, OpCase
+from samples import dtype_name
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Cached graphs are found by their operators' names, so they may come from another build of the library.
+    torch._inductor.config.force_disable_caches = True
+    config.addinivalue_line("markers", "ops(mutating, dtypes, samples, leaves, large): narrows the cases of a test")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("serial"):
+            item.add_marker(pytest.mark.xdist_group("serial"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    mark = metafunc.definition.get_closest_marker("ops")
+    only = dict(mark.kwargs) if mark else {}
+    known = ["case", "device", "dtype", "sample", "error"]
+    names = [name for name in known if name in metafunc.fixturenames]
+    rows = [row for case in OPS if _wanted(case, only) for row in _rows(case, names, only)]
+    metafunc.parametrize(names, [pytest.param(*row.values(), id="-".join(map(_id, row.values()))) for row in rows])
+
+
+def _wanted(case: OpCase, only: dict[str, Any]) -> bool:
+    return "mutating" not in only or only["mutating"] == (case.mutates is not None)
+
+
+def _rows(case: OpCase, names: list[str], only: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    choices: dict[str, list[Any]] = {
+        "case": [case],
+        "device": case.devices(),
+        "dtype": [d for d in only.get("dtypes", case.dtypes) if d in case.dtypes],
+        "sample": [
+            s
+            for s in case.samples
+            if ("samples" not in only or s.name in only["samples"])
+            and ("leaves" not in only or s.leaves == only["leaves"])
+            and ("large" not in only or s.large == only["large"])
+        ],
+        "error": list(case.errors),
+    }
+    rows: list[dict[str, Any]] = [{}]
+    for name in names:
+        rows = [{**row, name: choice} for row in rows for choice in choices[name]]
+    yield from rows
+
+
+def _id(value: Any) -> str:
+    return dtype_name(value) if isinstance(value, torch.dtype) else getattr(value, "name", str(value))
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Seeded, with at least two threads (so that parallel code runs in parallel) and no compiled code left over."""
+    torch.manual_seed(0)
+    torch.set_num_threads(max(2, torch.get_num_threads()))
+    yield
+    torch._dynamo.reset()

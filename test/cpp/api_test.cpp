@@ -1,0 +1,114 @@
+// The C++ API against ATen in float64, for every operator and dtype, in a process without Python.
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include <fstream>
+#include <vector>
+
+#include "expect.h"
+#include "ops/dense.h"
+#include "ops/layer_norm.h"
+#include "ops/sigmoid.h"
+#include "ops/softmax.h"
+#include "ops/square_matmul.h"
+
+using at::Tensor;
+
+namespace {
+
+Tensor random(at::IntArrayRef shape, at::ScalarType dtype) { return at::randn(shape, at::kDouble).to(dtype); }
+
+Tensor wide(const Tensor& x) { return x.to(at::kDouble); }
+
+// Runs the mutating `call` on a copy of `x`: it must return its own argument, and write where that already was.
+template <class Call>
+void expect_in_place(const Tensor& x, const Tensor& reference, Call call) {
+  Tensor target = x.clone();
+  const void* before = target.const_data_ptr();
+  const auto version = target._version();
+  Tensor& returned = call(target);
+  EXPECT(&returned == &target);
+  EXPECT(target.const_data_ptr() == before);
+  EXPECT(target._version() == version + 1);
+  EXPECT_CLOSE(target, reference);
+}
+
+void test_dense(at::ScalarType dtype) {
+  const Tensor x = random({3, 5, 7}, dtype), w = random({11, 7}, dtype), b = random({11}, dtype);
+  EXPECT_CLOSE(torchops::dense(x, w), at::sigmoid(at::linear(wide(x), wide(w))));
+  EXPECT_CLOSE(torchops::dense(x, w, b), at::sigmoid(at::linear(wide(x), wide(w), wide(b))));
+  EXPECT(torchops::dense(x, w, b).scalar_type() == dtype);
+}
+
+void test_sigmoid(at::ScalarType dtype) {
+  const Tensor x = random({5, 13}, dtype), reference = at::sigmoid(wide(x));
+  EXPECT_CLOSE(torchops::sigmoid(x), reference);
+  expect_in_place(x, reference, [](Tensor& t) -> Tensor& { return torchops::sigmoid_(t); });
+}
+
+void test_square_matmul(at::ScalarType dtype) {
+  const Tensor a = random({3, 5, 7}, dtype), b = random({7, 7}, dtype);
+  for (const bool transpose_b : {false, true}) {
+    const Tensor reference = at::matmul(wide(a), transpose_b ? wide(b).t() : wide(b));
+    EXPECT_CLOSE(torchops::square_matmul(a, b, transpose_b), reference);
+    expect_in_place(a, reference, [&](Tensor& t) -> Tensor& { return torchops::square_matmul_(t, b, transpose_b); });
+  }
+  EXPECT_CLOSE(torchops::square_matmul(a, b), at::matmul(wide(a), wide(b)));
+}
+
+void test_softmax(at::ScalarType dtype) {
+  const Tensor x = random({3, 5, 7}, dtype);
+  for (const int64_t dim : {0, 1, 2, -1}) {
+    const Tensor reference = at::softmax(wide(x), dim);
+    EXPECT_CLOSE(torchops::softmax(x, dim), reference);
+    expect_in_place(x, reference, [&](Tensor& t) -> Tensor& { return torchops::softmax_(t, dim); });
+  }
+  EXPECT_CLOSE(torchops::softmax(x), at::softmax(wide(x), -1));
+}
+
+void test_layer_norm(at::ScalarType dtype) {
+  const Tensor x = random({3, 5, 7}, dtype), weight = random({5, 7}, dtype), bias = random({5, 7}, dtype);
+  const std::vector<int64_t> shape = {5, 7};
+  EXPECT_CLOSE(torchops::layer_norm(x, shape), at::layer_norm(wide(x), shape));
+  const Tensor reference = at::layer_norm(wide(x), shape, wide(weight), wide(bias), 1e-3);
+  EXPECT_CLOSE(torchops::layer_norm(x, shape, weight, bias, 1e-3), reference);
+  expect_in_place(x, reference,
+                  [&](Tensor& t) -> Tensor& { return torchops::layer_norm_(t, shape, weight, bias, 1e-3); });
+}
+
+// Enough rows that every operator splits them among threads.
+void test_threads() {
+  at::set_num_threads(2);
+  const Tensor x = random({40000, 33}, at::kFloat), w = random({33, 33}, at::kFloat);
+  EXPECT_CLOSE(torchops::dense(x, w), at::sigmoid(at::linear(wide(x), wide(w))));
+  expect_in_place(x, at::matmul(wide(x), wide(w)),
+                  [&](Tensor& t) -> Tensor& { return torchops::square_matmul_(t, w); });
+  expect_in_place(x, at::softmax(wide(x), -1), [](Tensor& t) -> Tensor& { return torchops::softmax_(t); });
+  expect_in_place(x, at::layer_norm(wide(x), {33}),
+                  [](Tensor& t) -> Tensor& { return torchops::layer_norm_(t, at::IntArrayRef({33})); });
+}
+
+void test_no_python() {
+  std::ifstream maps("/proc/self/maps");
+  const std::string mapped((std::istreambuf_iterator<char>(maps)), std::istreambuf_iterator<char>());
+  EXPECT(mapped.find("libtorchops.so") != std::string::npos);
+  EXPECT(mapped.find("libtorch_python") == std::string::npos);
+  EXPECT(mapped.find("libpython") == std::string::npos);
+}
+
+}  // namespace
+
+int main() {
+  at::manual_seed(0);
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    test_dense(dtype);
+    test_sigmoid(dtype);
+    test_square_matmul(dtype);
+    test_softmax(dtype);
+    test_layer_norm(dtype);
+  }
+  test_threads();
+  test_no_python();
+  return expect::result();
+}

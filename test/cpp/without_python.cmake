@@ -1,0 +1,11 @@
+# Fails if LIBRARY needs Python: by a symbol of its C API, or by a library that it asks for.
+execute_process(COMMAND "${NM}" -D --undefined-only "${LIBRARY}" OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND "${READELF}" -d "${LIBRARY}" OUTPUT_VARIABLE needed COMMAND_ERROR_IS_FATAL ANY)
+if(NOT symbols MATCHES "Dispatcher" OR NOT needed MATCHES "libtorch_cpu")
+  message(FATAL_ERROR "expected the symbols and dependencies of a torch library, got:\n${symbols}${needed}")
+endif()
+string(REGEX MATCHALL "[ \n]_?Py[A-Z_][A-Za-z0-9_]*" python_symbols "${symbols}")
+string(REGEX MATCHALL "lib(python|torch_python)[^]]*" python_libraries "${needed}")
+if(python_symbols OR python_libraries)
+  message(FATAL_ERROR "expected no use of Python, got: ${python_symbols} ${python_libraries}")
+endif()

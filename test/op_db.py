@@ -1,0 +1,395 @@
+"""One OpCase per public operator: what the generic suites know about it.
+
+A suite never names an operator: it is parametrised over `OPS` (see `conftest.py`), so a new operator is tested by
+adding its `OpCase` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from samples import (
+    ZERO_DIM,
+    Arguments,
+    ErrorInput,
+    Make,
+    Sample,
+    arguments,
+    dtype_errors,
+    every_second_column,
+    every_third_row,
+    match_errors,
+    on_layouts,
+    overlap_error,
+    swapped,
+)
+from torch import Tensor
+
+import torchops
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class OpCase:
+    name: str
+    wrapper: Callable[..., Tensor]
+    reference: Callable[..., Tensor]  # composed of ATen; returns the new value, also for an operator that mutates
+    samples: tuple[Sample, ...]
+    errors: tuple[ErrorInput, ...]
+    # For derivatives beyond the first; None where `reference` serves.
+    smooth_reference: Callable[..., Tensor] | None = None
+    mutates: int | None = None  # the position of the argument that is overwritten
+    twin: str | None = None  # the functional operator that computes the same
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    # Multiples of eps that may be lost beyond 1.5 times what ATen itself loses in that dtype.
+    slack: dict[torch.dtype, float] = field(
+        default_factory=lambda: {torch.float32: 2.0, torch.float64: 256.0, torch.float16: 0.51, torch.bfloat16: 0.51}
+    )
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.myops, self.name).default
+
+    @property
+    def smooth(self) -> Callable[..., Tensor]:
+        return self.smooth_reference or self.reference
+
+    def mutated(self, args: Sequence[Any]) -> Tensor:
+        """The argument that is overwritten."""
+        assert self.mutates is not None
+        return args[self.mutates]
+
+    @property
+    def qualified(self) -> str:
+        return f"myops::{self.name}"
+
+    def devices(self) -> list[str]:
+        cuda = torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(self.qualified, "CUDA")
+        return ["cpu", "cuda"] if cuda else ["cpu"]
+
+    def pure(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The operator as a function: one that mutates runs on a copy of its argument, which is returned."""
+        if self.mutates is None:
+            return self.op(*args, **kwargs)
+        values = list(args)
+        values[self.mutates] = copy_like(args[self.mutates])
+        self.op(*values, **kwargs)
+        return values[self.mutates]
+
+
+def copy_like(x: Tensor) -> Tensor:
+    """A differentiable copy with the same strides (`clone` would fill the gaps of a view)."""
+    if x.is_contiguous():
+        return x.clone()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+# --- dense -----------------------------------------------------------------------------------------------------------
+
+
+def dense_reference(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    return torch.sigmoid(F.linear(x, w, b))
+
+
+DENSE_SAMPLES = (
+    Sample("matrix", lambda t: arguments(t(5, 7), t(3, 7), t(3))),
+    Sample("no_bias", lambda t: arguments(t(5, 7), t(3, 7))),
+    Sample("vector", lambda t: arguments(t(7), t(3, 7), t(3))),
+    Sample("vector_no_bias", lambda t: arguments(t(7), t(3, 7), None)),
+    Sample("four_dims", lambda t: arguments(t(2, 3, 1, 7), t(5, 7), t(5))),
+    Sample("one_by_one", lambda t: arguments(t(1, 1), t(1, 1), t(1))),
+    Sample("transposed_x", lambda t: arguments(t(7, 5, view=Tensor.t), t(3, 7), t(3))),
+    Sample("transposed_w", lambda t: arguments(t(5, 7), t(7, 3, view=Tensor.t), t(3))),
+    Sample("strided", lambda t: arguments(t(5, 14, view=every_second_column), t(9, 7, view=every_third_row), t(3))),
+    Sample("strided_bias", lambda t: arguments(t(5, 7), t(3, 7), t(6, view=every_second_column))),
+    Sample("permuted_x", lambda t: arguments(t(7, 4, 3, view=swapped), t(5, 7), t(5))),
+    Sample("expanded_x", lambda t: arguments(t(1, 7, view=lambda v: v.expand(5, 7)), t(3, 7), t(3))),
+    Sample("expanded_w", lambda t: arguments(t(5, 7), t(1, 7, view=lambda v: v.expand(3, 7)), t(3))),
+    Sample("expanded_bias", lambda t: arguments(t(5, 7), t(3, 7), t(1, view=lambda v: v.expand(3)))),
+    Sample("zero_rows", lambda t: arguments(t(0, 7), t(3, 7), t(3))),
+    Sample("zero_rows_inside", lambda t: arguments(t(2, 0, 7), t(3, 7), t(3))),
+    Sample("zero_in", lambda t: arguments(t(5, 0), t(3, 0), t(3))),
+    Sample("zero_in_no_bias", lambda t: arguments(t(5, 0), t(3, 0))),
+    Sample("zero_in_vector", lambda t: arguments(t(0), t(3, 0), t(3))),
+    Sample("zero_out", lambda t: arguments(t(5, 7), t(0, 7), t(0))),
+    Sample("tall", lambda t: arguments(t(5003, 19), t(37, 19), t(37)), large=True),
+    Sample("wide", lambda t: arguments(t(67, 61, scale=0.3), t(4099, 61), t(4099)), large=True),
+    Sample("deep", lambda t: arguments(t(131, 1031, scale=0.1), t(257, 1031), t(257)), large=True),
+)
+
+_W = "expected w of shape (out, in) with in = {} to match x, got {}"
+_BIAS = "expected b of shape (3,) to match w, got {}"
+
+DENSE_ERRORS = (
+    ErrorInput("zero_dim_x", lambda t: arguments(t(), t(3, 7), t(3)), ZERO_DIM.format("x")),
+    ErrorInput("rank_w_1", lambda t: arguments(t(5, 7), t(7), t(3)), _W.format(7, "(7,)")),
+    ErrorInput("rank_w_3", lambda t: arguments(t(5, 7), t(1, 3, 7), t(3)), _W.format(7, "(1, 3, 7)")),
+    ErrorInput("zero_dim_w", lambda t: arguments(t(5, 7), t(), t(3)), _W.format(7, "()")),
+    ErrorInput("inner_size", lambda t: arguments(t(5, 7), t(3, 6), t(3)), _W.format(7, "(3, 6)")),
+    ErrorInput("w_not_transposed", lambda t: arguments(t(2, 5, 7), t(7, 3)), _W.format(7, "(7, 3)")),
+    ErrorInput("inner_size_1", lambda t: arguments(t(1), t(3, 6)), _W.format(1, "(3, 6)")),
+    ErrorInput("bias_size", lambda t: arguments(t(5, 7), t(3, 7), t(4)), _BIAS.format("(4,)")),
+    ErrorInput("bias_size_1", lambda t: arguments(t(5, 7), t(3, 7), t(1)), _BIAS.format("(1,)")),
+    ErrorInput("bias_rank", lambda t: arguments(t(5, 7), t(3, 7), t(1, 3)), _BIAS.format("(1, 3)")),
+    ErrorInput("zero_dim_bias", lambda t: arguments(t(5, 7), t(3, 7), t()), _BIAS.format("()")),
+    *dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d), t(3, 7, dtype=d), t(3, dtype=d))),
+    *match_errors("w", "x", lambda t, **other: arguments(t(5, 7), t(3, 7, **other), t(3))),
+    *match_errors("b", "x", lambda t, **other: arguments(t(5, 7), t(3, 7), t(3, **other))),
+)
+
+# --- sigmoid ---------------------------------------------------------------------------------------------------------
+
+
+def _sigmoid_samples(mutates: bool) -> tuple[Sample, ...]:
+    return (
+        *on_layouts(mutates, lambda t, x: arguments(x)),
+        Sample("zero_dim", lambda t: arguments(t())),
+        Sample("empty", lambda t: arguments(t(0))),
+        Sample("saturated", lambda t: arguments(t(5, 7, scale=100.0)), large=True),
+        Sample("large", lambda t: arguments(t(517, 1031)), large=True),
+        Sample("large_strided", lambda t: arguments(t(1031, 517, view=Tensor.t)), large=True),
+    )
+
+
+# --- square_matmul ---------------------------------------------------------------------------------------------------
+
+
+def square_matmul_reference(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
+    return a @ (b.mT if transpose_b else b)
+
+
+def _overlapping(t: Make, rows: int, n: int, start: int, transpose_b: bool) -> Arguments:
+    a = t(rows, n, scale=0.5)
+    return arguments(a, a[start : start + n], transpose_b=transpose_b)
+
+
+def _itself(t: Make, n: int, transpose_b: bool) -> Arguments:
+    a = t(n, n, scale=0.5)
+    return arguments(a, a, transpose_b=transpose_b)
+
+
+def _square_matmul_samples(mutates: bool, tb: bool) -> tuple[Sample, ...]:
+    def pair(a: Callable[[Make], Tensor], b: Callable[[Make], Tensor]) -> Callable[[Make], Arguments]:
+        return lambda t: arguments(a(t), b(t), transpose_b=tb)
+
+    def matrix(t: Make) -> Tensor:
+        return t(5, 6)
+
+    samples = (
+        *on_layouts(mutates, lambda t, a: arguments(a, t(a.shape[-1], a.shape[-1]), transpose_b=tb)),
+        Sample("transposed_b", pair(matrix, lambda t: t(6, 6, view=Tensor.t))),
+        Sample("expanded_b", pair(matrix, lambda t: t(1, 6, view=lambda v: v.expand(6, 6)))),
+        Sample("strided_b", pair(matrix, lambda t: t(18, 6, view=every_third_row))),
+        Sample("zero_in", pair(lambda t: t(5, 0), lambda t: t(0, 0))),
+        Sample("b_inside_a", lambda t: _overlapping(t, 11, 5, 3, tb), leaves=False),
+        Sample("b_is_a", lambda t: _itself(t, 7, tb), leaves=False),
+        Sample("many_rows", pair(lambda t: t(40_009, 61), lambda t: t(61, 61, scale=0.3)), large=True),
+        Sample("b_inside_many_rows", lambda t: _overlapping(t, 20_011, 61, 19_950, tb), leaves=False, large=True),
+        Sample("wide", pair(lambda t: t(37, 1031), lambda t: t(1031, 1031, scale=0.05)), large=True),
+    )
+    if tb:
+        return tuple(replace(s, name=s.name + "_tb") for s in samples)
+    return (*samples, Sample("default", lambda t: arguments(t(5, 7), t(7, 7))))
+
+
+_B = "expected b of shape ({0}, {0}) to match a, got {1}"
+
+SQUARE_MATMUL_ERRORS = (
+    ErrorInput("zero_dim_a", lambda t: arguments(t(), t(7, 7)), ZERO_DIM.format("a")),
+    ErrorInput("zero_dim_b", lambda t: arguments(t(5, 7), t()), _B.format(7, "()")),
+    ErrorInput("rank_b_1", lambda t: arguments(t(5, 7), t(7)), _B.format(7, "(7,)")),
+    ErrorInput("rank_b_3", lambda t: arguments(t(5, 7), t(5, 7, 7)), _B.format(7, "(5, 7, 7)")),
+    ErrorInput("inner_size", lambda t: arguments(t(5, 7), t(6, 6)), _B.format(7, "(6, 6)")),
+    ErrorInput("b_not_square", lambda t: arguments(t(5, 7), t(7, 6)), _B.format(7, "(7, 6)")),
+    ErrorInput("b_not_square_tb", lambda t: arguments(t(5, 7), t(6, 7), transpose_b=True), _B.format(7, "(6, 7)")),
+    ErrorInput("inner_size_1", lambda t: arguments(t(1), t(7, 7)), _B.format(1, "(7, 7)")),
+    *dtype_errors("a", lambda t, d: arguments(t(5, 7, dtype=d), t(7, 7, dtype=d))),
+    *match_errors("b", "a", lambda t, **other: arguments(t(5, 7), t(7, 7, **other))),
+)
+
+# --- softmax ---------------------------------------------------------------------------------------------------------
+
+
+def _softmax_samples(mutates: bool) -> tuple[Sample, ...]:
+    return (
+        *on_layouts(mutates, lambda t, x: arguments(x)),
+        *on_layouts(mutates, lambda t, x: arguments(x, dim=0), "_first_dim"),
+        Sample("middle_dim", lambda t: arguments(t(3, 5, 7), 1)),
+        Sample("middle_dim_permuted", lambda t: arguments(t(7, 5, 3, view=swapped), -2)),
+        Sample("zero_dim", lambda t: arguments(t(), 0)),
+        Sample("zero_dim_default", lambda t: arguments(t())),
+        Sample("empty", lambda t: arguments(t(0))),
+        Sample("zero_in", lambda t: arguments(t(5, 0))),
+        Sample("zero_in_other_dim", lambda t: arguments(t(5, 0), 0)),
+        Sample("extreme", lambda t: arguments(t(5, 7, scale=1e4)), large=True),
+        Sample("large", lambda t: arguments(t(2053, 517, scale=3.0)), large=True),
+        Sample("large_first_dim", lambda t: arguments(t(517, 1031, scale=3.0), 0), large=True),
+        Sample("large_strided", lambda t: arguments(t(1031, 517, view=Tensor.t)), large=True),
+        Sample("one_long_row", lambda t: arguments(t(1, 300_007)), large=True),
+    )
+
+
+def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
+    return torch.softmax(x, dim)
+
+
+def softmax_smooth(x: Tensor, dim: int = -1) -> Tensor:
+    """Reverse over forward mode of ATen's softmax raises: its forward formula overwrites what it saved."""
+    return x.exp() / x.exp().sum(dim, keepdim=True)
+
+
+_DIM = "expected dim in {} for x of shape {}, got {}"
+
+SOFTMAX_ERRORS = (
+    ErrorInput("dim_above", lambda t: arguments(t(3, 4), 5), _DIM.format("[-2, 1]", "(3, 4)", 5), IndexError),
+    ErrorInput("dim_just_above", lambda t: arguments(t(3, 4), 2), _DIM.format("[-2, 1]", "(3, 4)", 2), IndexError),
+    ErrorInput("dim_below", lambda t: arguments(t(7), -2), _DIM.format("[-1, 0]", "(7,)", -2), IndexError),
+    ErrorInput("dim_of_zero_dim", lambda t: arguments(t(), 1), _DIM.format("[-1, 0]", "()", 1), IndexError),
+    *dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d))),
+)
+
+# --- layer_norm ------------------------------------------------------------------------------------------------------
+
+
+def layer_norm_reference(
+    x: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return F.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def layer_norm_smooth(
+    x: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """ATen's third derivative is wrong (it takes the moments for constants), and its second raises without a weight."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    y = (x - mean) * torch.rsqrt(var + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _with_affine(t: Make, x: Tensor) -> Arguments:
+    return arguments(x, [x.shape[-1]], t(x.shape[-1]), t(x.shape[-1]))
+
+
+def _layer_norm_samples(mutates: bool) -> tuple[Sample, ...]:
+    return (
+        *on_layouts(mutates, _with_affine),
+        *on_layouts(mutates, lambda t, x: arguments(x, [x.shape[-1]]), "_plain"),
+        Sample("weight_only", lambda t: arguments(t(5, 7), [7], t(7))),
+        Sample("bias_only", lambda t: arguments(t(5, 7), [7], None, t(7))),
+        Sample("two_dims", lambda t: arguments(t(3, 4, 5), [4, 5], t(4, 5), t(4, 5))),
+        Sample("two_dims_plain_permuted", lambda t: arguments(t(5, 4, 3, view=swapped), [4, 5])),
+        Sample("all_dims", lambda t: arguments(t(3, 5), [3, 5], t(3, 5), t(3, 5))),
+        Sample("strided_affine", lambda t: arguments(t(5, 7), [7], t(14, view=every_second_column), t(7))),
+        Sample("transposed_affine", lambda t: arguments(t(3, 4, 5), [4, 5], t(5, 4, view=Tensor.t), t(4, 5))),
+        Sample("expanded_affine", lambda t: arguments(t(5, 7), [7], t(1, view=lambda v: v.expand(7)), t(7))),
+        Sample("eps", lambda t: arguments(t(5, 7, scale=0.01), [7], t(7), t(7), 0.5)),
+        Sample("zero_in", lambda t: arguments(t(5, 0), [0], t(0), t(0))),
+        Sample("offset", lambda t: arguments(t(5, 7, view=lambda v: v + 100.0), [7]), large=True),
+        Sample("large", lambda t: arguments(t(2053, 517), [517], t(517), t(517)), large=True),
+        Sample("large_plain_strided", lambda t: arguments(t(517, 1031, view=Tensor.t), [517]), large=True),
+        Sample("one_long_row", lambda t: arguments(t(1, 300_007), [300_007]), large=True),
+    )
+
+
+_SHAPE = "expected x of shape (..., {}) to match normalized_shape, got {}"
+_AFFINE = "expected {} of shape (7,) to match normalized_shape, got {}"
+
+LAYER_NORM_ERRORS = (
+    ErrorInput("zero_dim_x", lambda t: arguments(t(), [7]), _SHAPE.format("7", "()")),
+    ErrorInput(
+        "no_normalized_shape",
+        lambda t: arguments(t(5, 7), []),
+        "expected normalized_shape of at least 1 dimension, got ()",
+    ),
+    ErrorInput("normalized_rank", lambda t: arguments(t(7), [5, 7]), _SHAPE.format("5, 7", "(7,)")),
+    ErrorInput("inner_size", lambda t: arguments(t(5, 7), [6]), _SHAPE.format("6", "(5, 7)")),
+    ErrorInput("inner_size_1", lambda t: arguments(t(5, 7), [1]), _SHAPE.format("1", "(5, 7)")),
+    ErrorInput("inner_sizes", lambda t: arguments(t(2, 5, 7), [4, 7]), _SHAPE.format("4, 7", "(2, 5, 7)")),
+    ErrorInput("weight_size", lambda t: arguments(t(5, 7), [7], t(6), t(7)), _AFFINE.format("weight", "(6,)")),
+    ErrorInput("weight_rank", lambda t: arguments(t(5, 7), [7], t(1, 7), t(7)), _AFFINE.format("weight", "(1, 7)")),
+    ErrorInput("zero_dim_weight", lambda t: arguments(t(5, 7), [7], t()), _AFFINE.format("weight", "()")),
+    ErrorInput("bias_size", lambda t: arguments(t(5, 7), [7], t(7), t(6)), _AFFINE.format("bias", "(6,)")),
+    ErrorInput("bias_size_1", lambda t: arguments(t(5, 7), [7], None, t(1)), _AFFINE.format("bias", "(1,)")),
+    ErrorInput("bias_rank", lambda t: arguments(t(5, 7), [7], None, t(7, 1)), _AFFINE.format("bias", "(7, 1)")),
+    *dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d), [7], t(7, dtype=d), t(7, dtype=d))),
+    *match_errors("weight", "x", lambda t, **other: arguments(t(5, 7), [7], t(7, **other), t(7))),
+    *match_errors("bias", "x", lambda t, **other: arguments(t(5, 7), [7], None, t(7, **other))),
+)
+
+# --- all -------------------------------------------------------------------------------------------------------------
+
+SIGMOID_ERRORS = dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d)))
+
+OPS = (
+    OpCase("dense", torchops.dense, dense_reference, DENSE_SAMPLES, DENSE_ERRORS),
+    OpCase("sigmoid", torchops.sigmoid, torch.sigmoid, _sigmoid_samples(False), SIGMOID_ERRORS),
+    OpCase(
+        "sigmoid_",
+        torchops.sigmoid_,
+        torch.sigmoid,
+        _sigmoid_samples(True),
+        (*SIGMOID_ERRORS, overlap_error("x", lambda t: [])),
+        mutates=0,
+        twin="sigmoid",
+    ),
+    OpCase(
+        "square_matmul",
+        torchops.square_matmul,
+        square_matmul_reference,
+        _square_matmul_samples(False, False) + _square_matmul_samples(False, True),
+        SQUARE_MATMUL_ERRORS,
+    ),
+    OpCase(
+        "square_matmul_",
+        torchops.square_matmul_,
+        square_matmul_reference,
+        _square_matmul_samples(True, False) + _square_matmul_samples(True, True),
+        (*SQUARE_MATMUL_ERRORS, overlap_error("a", lambda t: [t(4, 4)])),
+        mutates=0,
+        twin="square_matmul",
+    ),
+    OpCase("softmax", torchops.softmax, softmax_reference, _softmax_samples(False), SOFTMAX_ERRORS, softmax_smooth),
+    OpCase(
+        "softmax_",
+        torchops.softmax_,
+        softmax_reference,
+        _softmax_samples(True),
+        (*SOFTMAX_ERRORS, overlap_error("x", lambda t: [])),
+        softmax_smooth,
+        mutates=0,
+        twin="softmax",
+    ),
+    OpCase(
+        "layer_norm",
+        torchops.layer_norm,
+        layer_norm_reference,
+        _layer_norm_samples(False),
+        LAYER_NORM_ERRORS,
+        layer_norm_smooth,
+    ),
+    OpCase(
+        "layer_norm_",
+        torchops.layer_norm_,
+        layer_norm_reference,
+        _layer_norm_samples(True),
+        (*LAYER_NORM_ERRORS, overlap_error("x", lambda t: [[4]])),
+        layer_norm_smooth,
+        mutates=0,
+        twin="layer_norm",
+    ),
+)

@@ -1,0 +1,194 @@
+"""Gradients in eager mode: against float64 ATen autograd, by finite differences, double backward, forward mode.
+
+Cotangents are random and tensors are compared whole: one-hot cotangents, as slow gradcheck has, hide a kernel that
+leaves most of a gradient unwritten.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_all_close, assert_as_good_as_aten, expanded, gradients, random_like, tensors, to_float64
+from op_db import OpCase
+from samples import Sample
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+@pytest.mark.ops(leaves=True)
+def test_gradients(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    exact_arguments = to_float64(sample(dtype, device, requires_grad=True))
+    cotangent = random_like(case.reference(*exact_arguments[0], **exact_arguments[1]).detach()).to(dtype)
+    _, exact = gradients(case.reference, exact_arguments, cotangent)
+    _, aten = gradients(case.reference, sample(dtype, device, requires_grad=True), cotangent)
+    out, got = gradients(case.pure, sample(dtype, device, requires_grad=True), cotangent)
+    assert out.requires_grad
+    for number, (g, a, e) in enumerate(zip(got, aten, exact, strict=True)):
+        assert_as_good_as_aten(case, g, a, e, what=f"gradient {number}")
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64])
+def test_every_subset_of_arguments(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    """Only what requires a gradient gets one, and the others do not change it."""
+    count = len(tensors(sample(dtype, device)))
+    cotangent = random_like(case.reference(*sample(dtype, device)[0], **sample(dtype, device)[1]))
+    for subset in itertools.product((False, True), repeat=count):
+        if not any(subset):
+            continue
+        results = []
+        for function in (case.pure, case.reference):
+            arguments = sample(dtype, device)
+            for tensor, wanted in zip(tensors(arguments), subset, strict=True):
+                tensor.requires_grad_(wanted)
+            results.append(gradients(function, arguments, cotangent)[1])
+        assert_all_close(*results)
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64])
+def test_finite_differences(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    args, kwargs = sample(dtype, device, requires_grad=True)
+    if expanded((args, kwargs)):
+        return  # gradcheck perturbs elements one by one, which an expanded tensor does not have
+    inputs, function = flattened(case, args, kwargs)
+    check: dict[str, Any] = {"fast_mode": True, "check_batched_grad": True}
+    # For a vector, ATen's own product fails: its batched tangent has a dimension too many.
+    batched_forward = args[0].dim() != 1 or all(t.dim() != 2 for t in inputs)
+    assert torch.autograd.gradcheck(
+        function, inputs, check_forward_ad=True, check_batched_forward_grad=batched_forward, **check
+    )
+    assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, **check)
+
+
+def flattened(case: OpCase, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Tensor, ...], Any]:
+    """The tensor arguments, and the operator as a function of only them."""
+    inputs = tuple(tensors((args, kwargs)))
+
+    def function(*values: Tensor) -> Tensor:
+        rest = iter(values)
+        return case.pure(*(next(rest) if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+    return inputs, function
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64])
+def test_double_backward(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    """Gradients of a random function of the first gradients and the output, also with respect to the cotangent."""
+    assert_all_close(*(second_order(f, sample(dtype, device, requires_grad=True)) for f in (case.pure, case.smooth)))
+
+
+def second_order(function: Any, arguments: Any) -> list[Tensor]:
+    out = function(*arguments[0], **arguments[1])
+    cotangent = random_like(out.detach()).requires_grad_()
+    leaves = tensors(arguments)
+    first = torch.autograd.grad(out, leaves, cotangent, create_graph=True)
+    total = sum(((g * random_like(g.detach(), 2 + i)).sum() for i, g in enumerate(first)), (out**2).sum())
+    second = torch.autograd.grad(total, [*leaves, cotangent], create_graph=True, materialize_grads=True)
+    total = sum(((g * random_like(g.detach(), 9 + i)).sum() for i, g in enumerate(second)), out.sum())
+    third = torch.autograd.grad(total, [*leaves, cotangent], materialize_grads=True)
+    return [out, *first, *second, *third]
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["no_grad", "grad"])
+def test_forward_mode(case: OpCase, device: str, dtype: torch.dtype, sample: Sample, requires_grad: bool) -> None:
+    """Tangents arrive whether or not anything requires a gradient."""
+    args, kwargs = sample(dtype, device, requires_grad)
+    if expanded((args, kwargs)):
+        return  # a tangent has the layout of its primal, and cannot be written there
+    directions = {i: random_like(a.detach(), 3 + i) for i, a in enumerate(args) if isinstance(a, Tensor)}
+    exact = push_forward(case.reference, to_float64((args, kwargs)), to_float64(directions))
+    aten = push_forward(case.reference, (args, kwargs), directions)
+    got = push_forward(case.pure, (args, kwargs), directions)
+    for what, g, a, e in zip(("output", "tangent"), got, aten, exact, strict=True):
+        assert_as_good_as_aten(case, g, a, e, what)
+
+
+def push_forward(function: Any, arguments: Any, directions: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+    args, kwargs = arguments
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(a, directions[i]) if i in directions else a for i, a in enumerate(args)]
+        out = forward_ad.unpack_dual(function(*duals, **kwargs))
+        assert out.tangent is not None
+        return out.primal.detach(), out.tangent.detach()
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64], samples=["matrix", "four_dims", "strided_columns"])
+def test_reverse_over_forward(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    if case.name.startswith("softmax"):
+        return  # ATen's softmax, which carries the tangent, raises here: its forward formula overwrites what it saved
+    results = []
+    for function in (case.pure, case.smooth):
+        args, kwargs = sample(dtype, device, requires_grad=True)
+        with forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(a, random_like(a, 3 + i)) if isinstance(a, Tensor) else a
+                for i, a in enumerate(args)
+            ]
+            out = forward_ad.unpack_dual(function(*duals, **kwargs))
+            assert out.tangent is not None
+            loss = (out.tangent * random_like(out.tangent.detach())).sum() + (out.primal**2).sum()
+            results.append(list(torch.autograd.grad(loss, tensors((args, kwargs)), materialize_grads=True)))
+    assert_all_close(*results)
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64], samples=["matrix"])
+def test_tangent_on_one_argument(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    for chosen in range(len(tensors(sample(dtype, device)))):
+        results = []
+        for function in (case.pure, case.reference):
+            args, kwargs = sample(dtype, device)
+            with forward_ad.dual_level():
+                target = tensors((args, kwargs))[chosen]
+                dual = forward_ad.make_dual(target, random_like(target))
+                out = forward_ad.unpack_dual(function(*(dual if a is target else a for a in args), **kwargs))
+                results.append([out.primal, out.tangent])
+        assert_all_close(*results)
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64], samples=["matrix", "four_dims", "strided_columns"])
+def test_strided_cotangents(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    """Cotangents come expanded (from `sum`), transposed, with gaps, zero, or (as a scalar) negated."""
+    shape = case.reference(*sample(dtype, device)[0], **sample(dtype, device)[1]).shape
+    base = random_like(torch.empty(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device))
+    cotangents = [
+        torch.ones((), dtype=dtype, device=device).expand(shape),
+        base[..., ::2],
+        random_like(torch.empty(shape[::-1], dtype=dtype, device=device)).permute(*reversed(range(len(shape)))),
+        torch.zeros(shape, dtype=dtype, device=device),
+    ]
+    for cotangent in cotangents:
+        before = cotangent.clone()
+        results = [
+            gradients(function, sample(dtype, device, requires_grad=True), cotangent)[1]
+            for function in (case.pure, case.reference)
+        ]
+        assert_all_close(*results)
+        assert torch.equal(cotangent, before)
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float32], samples=["matrix"])
+def test_graph_is_freed_and_kept(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    arguments = sample(dtype, device, requires_grad=True)
+    out = case.pure(*arguments[0], **arguments[1])
+    leaves = tensors(arguments)
+    first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    second = torch.autograd.grad(out.sum(), leaves)
+    assert_all_close(first, second)
+    with pytest.raises(RuntimeError, match="through the graph a second time"):
+        torch.autograd.grad(out.sum(), leaves)
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float32], samples=["matrix"])
+def test_inference_mode(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    args, kwargs = sample(dtype, device, requires_grad=True)
+    expected = case.reference(*args, **kwargs).detach()
+    with torch.inference_mode():
+        out = case.pure(*args, **kwargs)
+        assert out.is_inference()
+        assert not out.requires_grad
+    torch.testing.assert_close(out.clone(), expected)
+    with torch.no_grad():
+        assert not case.pure(*args, **kwargs).requires_grad

@@ -1,0 +1,205 @@
+"""torch.export (strict and not, decomposed, saved and loaded, dynamic and unbacked sizes) and AOTInductor packages."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_all_close, random_like
+from mutations import VARIANTS, InPlace, Reference, Variant
+from op_db import OpCase
+from samples import Sample
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+
+import torchops
+
+ROWS = (5, 6, 17, 129)
+
+
+class Call(nn.Module):
+    """Calls an operator with the arguments that are not tensors fixed."""
+
+    def __init__(self, case: OpCase, arguments: Any):
+        super().__init__()
+        self.case, (self.args, self.kwargs) = case, arguments
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        rest = iter(tensors)
+        return self.case.pure(*(next(rest) if isinstance(a, Tensor) else a for a in self.args), **self.kwargs)
+
+
+def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+@pytest.mark.ops(
+    leaves=True, dtypes=[torch.float32], samples=["matrix", "four_dims", "strided_columns", "no_bias", "middle_dim"]
+)
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+def test_round_trip(case: OpCase, device: str, dtype: torch.dtype, sample: Sample, strict: bool) -> None:
+    arguments = sample(dtype, device)
+    tensors = tuple(a for a in arguments[0] if isinstance(a, Tensor))
+    expected = case.reference(*arguments[0], **arguments[1])
+    program = export(Call(case, arguments), tensors, strict=strict)
+    operators = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    assert case.op in operators
+    decomposed = program.run_decompositions()
+    for one in (program, saved_and_loaded(program), decomposed, saved_and_loaded(decomposed)):
+        assert_all_close([one.module()(*tensors)], [expected])
+    # The operator stays whole: a backend sees it by name, whatever PyTorch decomposes around it.
+    names = {str(node.target) for node in decomposed.graph.nodes if node.op == "call_function"}
+    assert any(name.startswith("myops.") or "auto_functionalized" in name for name in names)
+
+
+class Stack(nn.Module):
+    """Dense layers, each followed by an operator that overwrites an intermediate, and a buffer that is overwritten."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torchops.nn.Dense(7, 6)
+        self.second = torchops.nn.Dense(6, 6)
+        self.register_buffer("state", random_like(torch.empty(6, 6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = self.first(x) * 2
+        torchops.square_matmul_(t, self.state.clone())
+        t = self.second(t) * 2
+        torchops.layer_norm_(t, [6], self.first.bias, self.second.bias)
+        torchops.softmax_(t)
+        torchops.sigmoid_(self.state)
+        return t
+
+    def reference(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        t = torch.sigmoid(nn.functional.linear(x, self.first.weight, self.first.bias)) * 2 @ state
+        t = torch.sigmoid(nn.functional.linear(t, self.second.weight, self.second.bias)) * 2
+        t = nn.functional.layer_norm(t, [6], self.first.bias, self.second.bias)
+        return torch.softmax(t, -1), torch.sigmoid(state)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+@pytest.mark.parametrize("stage", ["exported", "decomposed", "loaded"])
+def test_dynamic_rows_and_a_mutated_buffer(strict: bool, stage: str) -> None:
+    model = Stack().eval()
+    program = export(model, (torch.randn(5, 7),), dynamic_shapes=({0: Dim("rows")},), strict=strict)
+    if stage == "decomposed":
+        program = program.run_decompositions()
+    if stage == "loaded":
+        program = saved_and_loaded(program)
+    module = program.module()
+    state = model.state.clone()
+    for rows in ROWS:
+        x = random_like(torch.empty(rows, 7), rows)
+        expected, state = model.reference(x, state)
+        assert_all_close([module(x), dict(module.named_buffers())["state"]], [expected, state], atol=1e-5, rtol=1e-5)
+
+
+def test_training_on_an_exported_graph() -> None:
+    """`export` keeps the operators differentiable."""
+    model = Stack()
+    module = export(model, (torch.randn(5, 7),), dynamic_shapes=({0: Dim("rows")},)).module()
+    x = random_like(torch.empty(11, 7))
+    state = model.state.clone()
+    names = [name for name, _ in model.named_parameters()]
+    cotangent = random_like(torch.empty(11, 6))
+    got = torch.autograd.grad(module(x), [dict(module.named_parameters())[n] for n in names], cotangent)
+    expected = torch.autograd.grad(model.reference(x, state)[0], list(model.parameters()), cotangent)
+    assert_all_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+def test_unbacked_sizes(strict: bool) -> None:
+    """Sizes that come from `nonzero` and from `item`, which tracing knows nothing about."""
+
+    class Unbacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torchops.nn.Dense(5, 4)
+
+        def forward(self, x: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+            chosen = x[(x[:, 0] > 0).nonzero().squeeze(1)]
+            t = self.layer(chosen)
+            torchops.layer_norm_(t, [4])
+            torchops.square_matmul_(t, self.layer.weight[:, :4])
+            n: Any = size.item()
+            torch._check(n >= 2)
+            u = x.new_ones(n, 5) * x[0]
+            u = torchops.softmax(torchops.dense(u, self.layer.weight), 0)
+            torchops.sigmoid_(u)
+            torchops.softmax_(u)
+            return t, u
+
+        def reference(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+            t = nn.functional.linear(x[x[:, 0] > 0], self.layer.weight, self.layer.bias).sigmoid()
+            t = nn.functional.layer_norm(t, [4]) @ self.layer.weight[:, :4]
+            u = nn.functional.linear(x.new_ones(size, 5) * x[0], self.layer.weight).sigmoid()
+            return t, torch.softmax(torch.sigmoid(torch.softmax(u, 0)), -1)
+
+    model = Unbacked().requires_grad_(False)
+    program = export(model, (torch.randn(9, 5), torch.tensor(3)), dynamic_shapes=({0: Dim("rows")}, {}), strict=strict)
+    for one in (program, program.run_decompositions(), saved_and_loaded(program)):
+        for rows, size in ((9, 3), (40, 2), (40, 64)):
+            x = random_like(torch.empty(rows, 5), rows)
+            got, expected = one.module()(x, torch.tensor(size)), model.reference(x, size)
+            assert_all_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_input_is_mutated(variant: Variant) -> None:
+    """An exported program that overwrites its input does so in the caller's tensor."""
+    x = variant.input().detach()
+    parameters = variant.parameters(x)
+
+    class Overwrite(nn.Module):
+        def forward(self, t: Tensor) -> Tensor:
+            InPlace(variant).whole(t, *parameters)
+            return t.sum(0)
+
+    program = export(Overwrite(), (x.clone(),))
+    expected = Reference(variant).whole(x, *parameters)
+    for one in (program, program.run_decompositions(), saved_and_loaded(program)):
+        t = x.clone()
+        assert_all_close([one.module()(t), t], [expected.sum(0), expected])
+
+
+def test_aot_inductor_package(tmp_path: Path) -> None:
+    """Compiled ahead of time for any number of rows: dense, and every operator in place."""
+
+    class Served(nn.Module):
+        matrix: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torchops.nn.Dense(7, 6)
+            self.register_buffer("matrix", random_like(torch.empty(6, 6)) * 0.5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            t = self.layer(x) * 3
+            torchops.square_matmul_(t, self.matrix)
+            a, b, c = t + 1, t + 2, t + 3
+            torchops.softmax_(a, 0)
+            torchops.layer_norm_(b, [6], self.layer.bias)
+            torchops.sigmoid_(c)
+            return t, a, b, c, torchops.dense(x, self.layer.weight)
+
+        def reference(self, x: Tensor) -> tuple[Tensor, ...]:
+            y = nn.functional.linear(x, self.layer.weight)
+            t = torch.sigmoid(y + self.layer.bias) * 3 @ self.matrix
+            b = nn.functional.layer_norm(t + 2, [6], self.layer.bias)
+            return t, torch.softmax(t + 1, 0), b, torch.sigmoid(t + 3), torch.sigmoid(y)
+
+    model = Served().eval().requires_grad_(False)
+    program = export(model, (torch.randn(5, 7),), dynamic_shapes=({0: Dim("rows")},))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "served.pt2"))
+    runner = torch._inductor.aoti_load_package(package)
+    for rows in (*ROWS, 2, 1000):
+        x = random_like(torch.empty(rows, 7), rows)
+        assert_all_close(list(runner(x)), list(model.reference(x)), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,248 @@
+"""In place means in place: growth of the peak resident memory, each measured in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.serial,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure peak memory"),
+]
+
+# Stacks and heaps of threads, and pages of code that run for the first time.
+A_FEW_MIB = 16
+
+PREAMBLE = """
+import sys, torch, torchops
+from pathlib import Path
+
+def status(name):
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(name + ":"))
+    return int(line.split()[1]) / 1024
+
+def growth(function):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    before = status("VmRSS")
+    result = function()
+    print("growth", status("VmHWM") - before)
+    return result
+
+torch.set_num_threads(2)
+def filled(*shape, dtype=torch.float32):
+    t = torch.empty(*shape, dtype=dtype)
+    t.copy_(torch.linspace(-2, 2, shape[-1]))
+    return t
+"""
+
+
+def growth(program: str) -> float:
+    """Runs `program`, which calls growth() once, and returns what it measured, in MiB."""
+    code = PREAMBLE + textwrap.dedent(program)
+    # Not in the root folder, where the package's source would stand in for the installed one.
+    folder = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("growth ")]
+    assert len(lines) == 1, done.stdout
+    return float(lines[0].split()[1])
+
+
+CALLS = {
+    "sigmoid_": "torchops.sigmoid_(t)",
+    "square_matmul_": "torchops.square_matmul_(t, torch.eye(t.shape[-1], dtype=t.dtype) * 0.5)",
+    "square_matmul_tb_": "torchops.square_matmul_(t, torch.eye(t.shape[-1], dtype=t.dtype) * 0.5, transpose_b=True)",
+    "softmax_": "torchops.softmax_(t)",
+    "softmax_dim0_": "torchops.softmax_(t, 0)",
+    "layer_norm_": "torchops.layer_norm_(t, [t.shape[-1]])",
+    "layer_norm_affine_": "torchops.layer_norm_(t, [t.shape[-1]], torch.ones(t.shape[-1]), torch.ones(t.shape[-1]))",
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_inference(call: str) -> None:
+    """512 MiB, without gradients, after a call on a small tensor."""
+    program = f"""
+    t = filled(64, 256)
+    {call}
+    t = filled(2**19, 256)
+    growth(lambda: {call})
+    """
+    assert growth(program) <= A_FEW_MIB
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["torchops.sigmoid_(t)", "torchops.softmax_(t)", "torchops.layer_norm_(t, [t.shape[-1]])"],
+    ids=["sigmoid_", "softmax_", "layer_norm_"],
+)
+def test_one_long_row(call: str) -> None:
+    """One row of 2^27 elements, which no panel of rows can cut."""
+    program = f"""
+    t = filled(1, 256)
+    {call}
+    t = filled(1, 2**27)
+    growth(lambda: {call})
+    """
+    assert growth(program) <= A_FEW_MIB
+
+
+@pytest.mark.parametrize(
+    "call", [CALLS[name] for name in ("sigmoid_", "square_matmul_", "softmax_", "layer_norm_")], ids=lambda c: c[9:18]
+)
+def test_bfloat16(call: str) -> None:
+    program = f"""
+    t = filled(64, 256, dtype=torch.bfloat16)
+    {call}
+    t = filled(2**20, 256, dtype=torch.bfloat16)
+    growth(lambda: {call})
+    """
+    assert growth(program) <= A_FEW_MIB
+
+
+def test_transposed() -> None:
+    """Rows that are not contiguous are not copied as a whole either."""
+    program = """
+    t = filled(256, 2**19).t()
+    torchops.softmax_(filled(256, 64).t())
+    growth(lambda: torchops.softmax_(t))
+    """
+    assert growth(program) <= A_FEW_MIB
+
+
+def test_scratch_of_square_matmul() -> None:
+    """At most 4 MiB for each of the two threads, once BLAS has its own buffers in both (up to 12 MiB were seen)."""
+    program = """
+    b = torch.eye(256) * 0.5
+    for _ in range(3):
+        torchops.square_matmul_(filled(8192, 256), b)
+    a = filled(65536, 256)
+    growth(lambda: torchops.square_matmul_(a, b))
+    """
+    assert growth(program) <= 2 * 4
+
+
+def training(call: str, trained: bool) -> str:
+    """The forward call on an intermediate of 512 MiB, with everything recorded for the gradient."""
+    return f"""
+    def intermediate(rows):
+        x = torch.linspace(-1, 1, 256).requires_grad_()
+        return x * filled(rows, 1), x
+
+    def forward(t):
+        b = (torch.eye(256) * 0.5).requires_grad_({trained})
+        w = torch.ones(256, requires_grad={trained})
+        {call}
+        return b, w
+
+    t, x = intermediate(64)
+    forward(t)
+    t.sum().backward()
+    t, x = intermediate(2**19)
+    assert t.requires_grad
+    growth(lambda: forward(t))
+    assert t.grad_fn is not None and t._version > 0
+    t.sum().backward()
+    assert x.grad.isfinite().all()
+    """
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torchops.sigmoid_(t)",
+        "torchops.square_matmul_(t, b)",
+        "torchops.square_matmul_(t, b, transpose_b=True)",
+        "torchops.softmax_(t)",
+        "torchops.softmax_(t, 0)",
+    ],
+    ids=["sigmoid_", "square_matmul_", "square_matmul_tb_", "softmax_", "softmax_dim0_"],
+)
+def test_training(call: str) -> None:
+    assert growth(training(call, trained=False)) <= A_FEW_MIB
+
+
+def test_training_of_layer_norm_without_parameters() -> None:
+    """The moments of the 2^19 rows are kept: 2 MiB each."""
+    assert growth(training("torchops.layer_norm_(t, [256])", trained=False)) <= A_FEW_MIB
+
+
+@pytest.mark.parametrize("call", ["torchops.square_matmul_(t, b)", "torchops.layer_norm_(t, [256], w)"])
+def test_training_keeps_one_copy_where_the_gradient_needs_it(call: str) -> None:
+    """The gradient of the matrix needs the old value: one copy, and no second."""
+    measured = growth(training(call, trained=True))
+    assert 512 - 1 <= measured <= 512 + A_FEW_MIB
+
+
+def test_compiled_inference() -> None:
+    """All mutating operators in one compiled graph, on its input: still no second buffer."""
+    program = """
+    b = torch.eye(256) * 0.5
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def function(t):
+        torchops.square_matmul_(t, b)
+        torchops.softmax_(t)
+        torchops.layer_norm_(t, [256])
+        torchops.sigmoid_(t)
+
+    with torch.no_grad():
+        function(filled(64, 256))
+        t = filled(2**19, 256)
+        growth(lambda: function(t))
+    """
+    assert growth(program) <= A_FEW_MIB
+
+
+def available_gib() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 2**20
+
+
+@pytest.mark.skipif(available_gib() < 6, reason="needs 6 GiB of free memory")
+def test_more_elements_than_32_bits_can_count() -> None:
+    """Every operator on 2^31 elements and a few: both ends and what lies around the 2^31st element are right."""
+    program = """
+    values = torch.randn(4096).bfloat16()
+    memory = torch.empty(2**31 + 4096, dtype=torch.bfloat16)
+    many_rows, one_row = memory.view(-1, 16), memory.view(1, -1)
+
+    def filled_again(t):
+        memory.view(-1, 4096).copy_(values)
+        return t
+
+    def some(t):
+        return torch.cat([t.view(-1, 16)[i] for i in (slice(3), slice(2**27 - 2, 2**27 + 2), slice(-3, None))]).float()
+
+    def check(name, got, expected, tolerance):
+        assert (some(got) - expected).abs().max() <= tolerance, name
+
+    old = some(filled_again(memory))
+    torchops.sigmoid_(filled_again(many_rows))
+    check("sigmoid_", memory, torch.sigmoid(old), 0.01)
+    torchops.layer_norm_(filled_again(many_rows), [16])
+    check("layer_norm_", memory, torch.nn.functional.layer_norm(old, [16]), 0.05)
+    torchops.softmax_(filled_again(many_rows))
+    check("softmax_", memory, torch.softmax(old, -1), 0.01)
+    b = torch.randn(16, 16).bfloat16()
+    torchops.square_matmul_(filled_again(many_rows), b)
+    check("square_matmul_", memory, old @ b.float(), 0.1)
+
+    period = values.float()
+    torchops.layer_norm_(filled_again(one_row), [memory.numel()])
+    check("layer_norm_ of one row", memory, (old - period.mean()) / period.std(correction=0), 0.05)
+    torchops.softmax_(filled_again(one_row))
+    memory *= 2.0**31
+    check("softmax_ of one row", memory, old.exp() / period.exp().mean(), 0.2)
+
+    del memory, many_rows, one_row
+    x, w = torch.randn(2**27 + 256, 1).bfloat16(), torch.randn(16, 1).bfloat16()
+    ends = torch.cat([x[:3], x[2**27 - 2 : 2**27 + 2], x[-3:]]).float()
+    check("dense", torchops.dense(x, w), torch.sigmoid(ends @ w.float().t()), 0.01)
+    growth(lambda: None)
+    """
+    growth(program)

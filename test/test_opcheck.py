@@ -1,0 +1,82 @@
+"""torch.library.opcheck: schema, autograd registration, fake kernels, AOTAutograd with static and dynamic sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checks import random_like
+from op_db import OpCase, copy_like
+from samples import Sample
+
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.ops(large=False, dtypes=[torch.float32], leaves=True)
+def test_training(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    args, kwargs = sample(dtype, device, requires_grad=True)
+    if case.mutates is not None:
+        args[case.mutates] = copy_like(args[case.mutates])
+    torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=UTILITIES)
+
+
+@pytest.mark.ops(
+    dtypes=[torch.float32, torch.bfloat16],
+    samples=["matrix", "four_dims", "strided_columns", "zero_rows", "b_inside_a"],
+)
+def test_inference(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    args, kwargs = sample(dtype, device)
+    torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=UTILITIES)
+
+
+@pytest.mark.ops(leaves=True, dtypes=[torch.float32], samples=["matrix", "four_dims", "two_dims"])
+def test_static(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    for requires_grad in (False, True):
+        args, kwargs = sample(dtype, device, requires_grad)
+        if case.mutates is not None:
+            args[case.mutates] = copy_like(args[case.mutates])
+        torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=("test_aot_dispatch_static",))
+
+
+@pytest.mark.ops(leaves=True, dtypes=[torch.float32], samples=["matrix"])
+def test_frozen_arguments(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    """Each differentiable argument alone requires a gradient."""
+    for wanted, value in enumerate(sample(dtype, device)[0]):
+        if not isinstance(value, torch.Tensor):
+            continue
+        args, kwargs = sample(dtype, device)
+        args[wanted].requires_grad_()
+        if case.mutates is not None:
+            args[case.mutates] = copy_like(args[case.mutates])
+        torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=UTILITIES)
+
+
+def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
+    """The operators that only the library calls, and arguments for them."""
+    x, grad = (random_like(torch.empty(3, 4, 5), seed) for seed in (1, 2))
+    weight = random_like(torch.empty(5), 3)
+    var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+    return [
+        ("_keep", (x,)),
+        ("_keep", (x.mT,)),
+        ("_dense_backward", (grad, torch.sigmoid(x))),
+        ("_dense_backward", (grad.mT, torch.sigmoid(x).mT)),
+        ("_layer_norm", (x, [5], weight, weight, 1e-5)),
+        ("_layer_norm", (x.bfloat16(), [4, 5], None, None, 1e-5)),
+        ("_layer_norm_", (x.clone(), [5], weight, None, 1e-5)),
+        ("_layer_norm_", (x.bfloat16(), [4, 5], None, None, 1e-5)),
+        ("_layer_norm_backward", (grad, x, [5], mean, torch.rsqrt(var + 1e-5), weight, [True, True, True])),
+        ("_layer_norm_backward", (grad, x, [5], mean, torch.rsqrt(var + 1e-5), None, [True, False, False])),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(_helpers())), ids=lambda n: _helpers()[n][0])
+def test_helpers(number: int) -> None:
+    name, args = _helpers()[number]
+    torch.library.opcheck(getattr(torch.ops.myops, name).default, args, test_utils=UTILITIES)
+
+
+def test_all_helpers_are_checked() -> None:
+    names = {str(n).removeprefix("myops::") for n in torch._C._dispatch_get_all_op_names() if "myops::_" in str(n)}
+    assert names == {name for name, _ in _helpers()}

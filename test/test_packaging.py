@@ -1,0 +1,200 @@
+"""The wheel as its users meet it: in a clean environment, from another folder, and failing with words."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
+
+# One worker builds the wheel, in the build folder that every build of this checkout shares.
+pytestmark = pytest.mark.xdist_group("packaging")
+
+
+def run_python(python: Path, code: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    return subprocess.run([python, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
+    result = subprocess.run([*command, "--wheel-dir", out, ROOT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = out.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Python and site-packages of an environment that holds the wheel and, as a neighbour, the torch of this one."""
+    root = tmp_path_factory.mktemp("venv")
+    venv.create(root, with_pip=False)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(root), "platbase": str(root)}))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel], check=True
+    )
+    here = Path(torch.__file__).parents[1]
+    (site / "torch").symlink_to(here / "torch")
+    (site / "what_torch_needs.pth").write_text(f"{here}\n")
+    return root / "bin" / "python", site
+
+
+@pytest.fixture
+def doctored(clean: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the installed package, to be damaged; its parent goes first on the path."""
+    package = tmp_path / "doctored" / "torchops"
+    package.parent.mkdir()
+    subprocess.run(["cp", "-r", clean[1] / "torchops", package], check=True)
+    return package
+
+
+def import_error(clean: tuple[Path, Path], path: Path, cwd: Path) -> tuple[str, str]:
+    """The text and the type of the cause of the ImportError that `import torchops` must raise."""
+    code = """
+try:
+    import torchops
+except ImportError as error:
+    print(type(error.__cause__).__name__, error, sep=chr(10))
+else:
+    raise SystemExit(f"no ImportError from {torchops.__file__}")
+"""
+    result = run_python(clean[0], code, cwd, path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr
+    cause, text = result.stdout.strip().split("\n", 1)
+    assert "pip install --no-build-isolation --force-reinstall --no-deps ." in text
+    return text, cause
+
+
+def test_wheel_is_for_any_python_and_this_platform(wheel: Path) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert re.fullmatch(rf"torchops-[0-9.]+-py3-none-{platform}\.whl", wheel.name)
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert all(re.match(r"torchops(-[0-9.]+\.dist-info)?/", name) for name in names)
+    for name in [
+        "torchops/py.typed",
+        "torchops/_build_info.py",
+        "torchops/lib/libtorchops.so",
+        "torchops/include/torchops/ops/dense.h",
+        "torchops/include/torchops/ops/export.h",
+        "torchops/lib/cmake/torchops/torchopsConfig.cmake",
+    ]:
+        assert name in names
+
+
+def test_wheel_requires_a_supported_torch(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    assert "Requires-Dist: torch<2.15,>=2.11" in archive.read(metadata).decode().splitlines()
+
+
+def test_runs_in_a_clean_environment_from_another_folder(clean: tuple[Path, Path], tmp_path: Path) -> None:
+    code = """
+import torch, torchops
+x, w = torch.rand(3, 5), torch.rand(5, 5)
+torch.testing.assert_close(torchops.dense(x, w), torch.sigmoid(x @ w.T))
+assert torchops.softmax_(x) is x
+print(torchops.__file__, torchops.__version__, torchops.cmake_prefix_path, sep=chr(10))
+"""
+    result = run_python(clean[0], code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+    file, version, prefix = result.stdout.split()
+    assert Path(file).parent == Path(prefix) == clean[1] / "torchops"
+    assert re.search(rf"project\(torchops VERSION {re.escape(version)} ", (ROOT / "CMakeLists.txt").read_text())
+
+
+def test_library_finds_torch_by_itself(clean: tuple[Path, Path], tmp_path: Path) -> None:
+    library = clean[1] / "torchops" / "lib" / "libtorchops.so"
+    result = run_python(clean[0], f"import ctypes; ctypes.CDLL({str(library)!r})", tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_is_light(clean: tuple[Path, Path], tmp_path: Path) -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import torchops
+print(*(set(sys.modules) - before))
+"""
+    result = run_python(clean[0], code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert [name for name in result.stdout.split() if name.partition(".")[0] != "torchops"] == []
+
+
+def test_other_torch_minor_is_an_import_error(clean: tuple[Path, Path], doctored: Path, tmp_path: Path) -> None:
+    info = doctored / "_build_info.py"
+    info.write_text(info.read_text().replace(torch.__version__, "2.99.1"))
+    text, _ = import_error(clean, doctored.parent, tmp_path)
+    assert text.startswith(f"torchops: expected torch 2.99, got torch {torch.__version__} ")
+    assert "built for torch 2.99.1 " in text
+    assert 'pip install "torch==2.99.*"' in text
+
+
+def test_other_torch_patch_is_fine(clean: tuple[Path, Path], doctored: Path, tmp_path: Path) -> None:
+    info = doctored / "_build_info.py"
+    info.write_text(info.read_text().replace(torch.__version__, f"{TORCH_MINOR}.99"))
+    result = run_python(clean[0], "import torchops; print(torchops.__file__)", tmp_path, doctored.parent)
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()).parent == doctored
+
+
+def test_missing_library_is_an_import_error(clean: tuple[Path, Path], doctored: Path, tmp_path: Path) -> None:
+    library = doctored / "lib" / "libtorchops.so"
+    library.unlink()
+    text, _ = import_error(clean, doctored.parent, tmp_path)
+    assert text.startswith(f"torchops: expected {library}, built for torch {torch.__version__} ")
+    assert "got no such file" in text
+
+
+def test_library_that_does_not_load_is_an_import_error(
+    clean: tuple[Path, Path], doctored: Path, tmp_path: Path
+) -> None:
+    library = doctored / "lib" / "libtorchops.so"
+    library.write_text("no library")
+    text, cause = import_error(clean, doctored.parent, tmp_path)
+    assert cause == "OSError"
+    assert text.startswith(f"torchops: {library} does not load (")
+    assert "file too short" in text or "invalid ELF header" in text
+    assert f"built for torch {torch.__version__} " in text
+
+
+def test_source_without_build_is_an_import_error(clean: tuple[Path, Path], doctored: Path, tmp_path: Path) -> None:
+    (doctored / "_build_info.py").unlink()
+    text, _ = import_error(clean, doctored.parent, tmp_path)
+    assert text.startswith("torchops: expected the compiled library beside the Python modules")
+    assert str(doctored) in text
+
+
+def test_build_without_torch_says_what_to_do(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    # A cmake that pip installed is a Python module, hence reached through the Python that has it.
+    cmake = Path(sysconfig.get_path("scripts")) / "cmake"
+    command = [
+        cmake if cmake.exists() else "cmake",
+        "-S",
+        ROOT,
+        "-B",
+        tmp_path / "build",
+        f"-DPython_EXECUTABLE={python}",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "No module named 'torch'" in result.stderr
+    assert f"{python} -m pip install --no-build-isolation ." in result.stderr

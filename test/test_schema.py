@@ -1,0 +1,94 @@
+"""A snapshot of what the library registers: schemas, tags, and kernels by dispatch key.
+
+To accept a change, run pytest with EXPECTTEST_ACCEPT=1.
+"""
+
+# ruff: noqa: E501 (schemas are long)
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+from op_db import OPS
+
+KEYS = ("CPU", "Meta", "Autograd", "ADInplaceOrView", "FuncTorchBatched", "CompositeExplicitAutograd")
+
+
+def operators() -> list[torch._C.FunctionSchema]:
+    names = sorted(str(name) for name in torch._C._dispatch_get_all_op_names() if str(name).startswith("myops::"))
+    return [torch._C._get_schema(name, "") for name in names]
+
+
+def registered(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+class TestSnapshot(expecttest.TestCase):
+    def test_schemas(self) -> None:
+        self.assertExpectedInline(
+            "\n".join(map(str, operators())),
+            """\
+myops::_dense_backward(Tensor grad, Tensor y) -> (Tensor, Tensor)
+myops::_keep(Tensor x) -> Tensor
+myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
+myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
+myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] mask) -> (Tensor, Tensor, Tensor)
+myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1.0000000000000001e-05) -> Tensor
+myops::layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1.0000000000000001e-05) -> ()
+myops::sigmoid(Tensor x) -> Tensor
+myops::sigmoid_(Tensor(a!) x) -> ()
+myops::softmax(Tensor x, int dim=-1) -> Tensor
+myops::softmax_(Tensor(a!) x, int dim=-1) -> ()
+myops::square_matmul(Tensor a, Tensor b, *, bool transpose_b=False) -> Tensor
+myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()""",
+        )
+
+    def test_dispatch_table(self) -> None:
+        width = max(len(s.name) for s in operators())
+        header = " " * width + "  " + "  ".join(KEYS)
+        rows = [
+            f"{s.name:{width}}  " + "  ".join(("x" if registered(s.name, k) else ".").ljust(len(k)) for k in KEYS)
+            for s in operators()
+        ]
+        self.assertExpectedInline(
+            "\n".join(line.rstrip() for line in [header, *rows]),
+            """\
+                             CPU  Meta  Autograd  ADInplaceOrView  FuncTorchBatched  CompositeExplicitAutograd
+myops::_dense_backward       x    x     x         .                x                 .
+myops::_keep                 .    x     x         .                x                 x
+myops::_layer_norm           x    x     .         .                .                 .
+myops::_layer_norm_          x    x     .         x                .                 .
+myops::_layer_norm_backward  x    x     .         .                .                 .
+myops::dense                 x    x     x         .                x                 .
+myops::layer_norm            x    x     x         .                x                 .
+myops::layer_norm_           x    x     x         x                x                 .
+myops::sigmoid               x    x     x         .                x                 .
+myops::sigmoid_              x    x     x         x                x                 .
+myops::softmax               x    x     x         .                x                 .
+myops::softmax_              x    x     x         x                x                 .
+myops::square_matmul         x    x     x         .                x                 .
+myops::square_matmul_        x    x     x         x                x                 .""",
+        )
+
+
+def test_every_public_operator_has_a_case() -> None:
+    public = {s.name.removeprefix("myops::") for s in operators() if not s.name.startswith("myops::_")}
+    assert {case.name for case in OPS} == public
+
+
+def test_operators_are_compliant() -> None:
+    """Every operator promises PyTorch 2 that its fake kernel and its schema are right; opcheck holds it to that."""
+    for schema in operators():
+        op = getattr(torch.ops.myops, schema.name.removeprefix("myops::")).default
+        assert torch.Tag.pt2_compliant_tag in op.tags, schema.name
+
+
+def test_cuda_column() -> None:
+    """In a build with CUDA every operator with a CPU kernel has a CUDA kernel too; one without has none."""
+    on_cuda = {s.name for s in operators() if registered(s.name, "CUDA")}
+    on_cpu = {s.name for s in operators() if registered(s.name, "CPU")}
+    composite = {s.name for s in operators() if registered(s.name, "CompositeExplicitAutograd")}
+    if not on_cuda - composite:
+        pytest.skip("this build has no CUDA kernels")
+    assert on_cuda >= on_cpu
