@@ -48,8 +48,7 @@ void overwrite_long_row(const Tensor& row, const OptionalTensor& weight, const O
                         const Tensor& row_mean, const Tensor& row_rstd) {
   const at::ScalarType accumulate = detail::moments_dtype(row.scalar_type());
   const int64_t length = row.size(0), width = row.numel() / length;
-  const int64_t step =
-      std::max(kSliceBytes / (width * static_cast<int64_t>(c10::elementSize(accumulate))), int64_t{1});
+  const int64_t step = std::max(kSliceBytes / (width * static_cast<int64_t>(c10::elementSize(accumulate))), int64_t{1});
   double mean = 0, squares = 0, count = 0;
   for (int64_t begin = 0; begin < length; begin += step) {
     const Tensor slice = row.narrow(0, begin, std::min(step, length - begin)).to(accumulate);
