@@ -1,0 +1,94 @@
+"""What the figures were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+import torchops
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Names machine, versions and source revision, in the order in which a report shows them."""
+    return {
+        "machine": _machine(device),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "torchops": torchops.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "revision of src": _revision(),
+    }
+
+
+def slug(description: dict[str, str]) -> str:
+    """Folder name for results of this machine."""
+    return re.sub(r"[^a-z0-9]+", "-", description["machine"].lower()).strip("-")
+
+
+class OtherLoad:
+    """How much of the machine's processor time other processes use inside its `with` blocks (Linux)."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._other = 0.0
+
+    def __enter__(self) -> OtherLoad:
+        self._start = self._read()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        total, busy, own = (b - a for a, b in zip(self._start, self._read(), strict=True))
+        self._total += total
+        self._other += max(0.0, busy - own)
+
+    def share(self) -> float | None:
+        """Between 0 and 1, or None where the system does not tell."""
+        return self._other / self._total if self._total else None
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        try:
+            ticks = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        except OSError:
+            return 0.0, 0.0, 0.0
+        idle = ticks[3] + ticks[4]
+        scale = os.sysconf("SC_CLK_TCK")
+        return sum(ticks) / scale, (sum(ticks) - idle) / scale, sum(os.times()[:4])
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    capability = torch.backends.cpu.get_cpu_capability().replace("AVX512", "AVX-512")
+    return f"{len(os.sched_getaffinity(0))}-core {_cpu_model()}, {capability}"
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _revision() -> str:
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run(
+            [*git, "log", "-1", "--format=%h", "--", "../src"], check=True, capture_output=True, text=True
+        )
+        changed = subprocess.run([*git, "status", "--porcelain", "--", "../src"], capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
