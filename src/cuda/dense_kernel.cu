@@ -1,8 +1,3 @@
-#include <atomic>
-#include <cstdlib>
-#include <limits>
-#include <optional>
-
 #include <ATen/Context.h>
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -13,6 +8,11 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <limits>
+#include <optional>
 
 #include "cuda/gemm/dense.h"
 #include "cuda/gemm/dense_pointwise.cuh"
@@ -75,10 +75,23 @@ std::optional<DenseType> fused_type(at::ScalarType dtype) {
   return std::nullopt;
 }
 
-// The fastest tiling on an H100.
-DenseTiling choose_tiling(const DenseProblem& p) {
-  if (p.m <= 256) return DenseTiling::k64x128;
-  if (p.k >= 6144 && int64_t{p.m} * p.n >= int64_t{1} << 25) return DenseTiling::k128x256;
+int64_t tiles(const DenseProblem& p, int tile_m, int tile_n) { return ceil_div(p.m, tile_m) * ceil_div(p.n, tile_n); }
+
+// cuBLAS divides a long sum among multiprocessors that would have no tile, and multiplies a few rows without tiles.
+bool prefers_cublas(const DenseProblem& p, int sm_count) {
+  return p.m < 16 || (p.k >= 512 && tiles(p, 64, 128) * 2 <= sm_count);
+}
+
+// The fastest tiling on an H100, of those measured.
+DenseTiling choose_tiling(const DenseProblem& p, int sm_count) {
+  // A result that is long and narrow is bound by memory: many small tiles keep more loads and stores in flight.
+  if (p.n <= 128 && p.k <= 256) return DenseTiling::k64x128;
+  if (tiles(p, 128, 128) * 2 <= sm_count) return DenseTiling::k64x128;
+  // One wave of large tiles instead of two of small ones.
+  const bool one_wave = p.m >= 2048 && tiles(p, 128, 128) > sm_count && tiles(p, 128, 256) <= sm_count;
+  // One step along k leaves nothing to overlap the epilogue with; a long sum is bound by the traffic of the tiles.
+  const bool long_sum = p.k >= 6144 && int64_t{p.m} * p.n >= int64_t{1} << 25;
+  if (p.n > 128 && (one_wave || long_sum || p.k <= 64)) return DenseTiling::k128x256;
   return DenseTiling::k128x128;
 }
 
@@ -111,11 +124,13 @@ bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optiona
                              static_cast<int>(y.size(0)),
                              static_cast<int>(y.size(1)),
                              static_cast<int>(x.size(1))};
+  if (path == Path::kAuto && prefers_cublas(problem, device.multiProcessorCount)) return false;
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   const auto run = *type == DenseType::kBFloat16  ? run_fused<DenseType::kBFloat16>
                    : *type == DenseType::kFloat16 ? run_fused<DenseType::kFloat16>
                                                   : run_fused<DenseType::kTF32>;
-  const cudaError_t error = run(problem, choose_tiling(problem), device.multiProcessorCount, stream);
+  const cudaError_t error =
+      run(problem, choose_tiling(problem, device.multiProcessorCount), device.multiProcessorCount, stream);
   if (error == cudaErrorNotSupported) return false;
   C10_CUDA_CHECK(error);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -194,9 +209,8 @@ std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor&
     const bool in_vectors =
         columns % kVector<scalar_t> == 0 && aligned(g.const_data_ptr()) && aligned(s.const_data_ptr());
     const BackwardGrid grid(rows, columns, in_vectors ? kVector<scalar_t> : 1);
-    const Tensor partial =
-        at::detail::empty_cuda({grid.row_blocks, columns},
-                               y.options().dtype(c10::CppTypeToScalarType<Accumulate<scalar_t>>::value));
+    const Tensor partial = at::detail::empty_cuda(
+        {grid.row_blocks, columns}, y.options().dtype(c10::CppTypeToScalarType<Accumulate<scalar_t>>::value));
     Accumulate<scalar_t>* const sums = partial.mutable_data_ptr<Accumulate<scalar_t>>();
     const auto kernel =
         in_vectors ? gate_backward_kernel<scalar_t, kVector<scalar_t>> : gate_backward_kernel<scalar_t, 1>;

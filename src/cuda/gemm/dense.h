@@ -1,8 +1,8 @@
 #pragma once
 
-#include <cstdint>
-
 #include <cuda_runtime_api.h>
+
+#include <cstdint>
 
 // The fused y = sigmoid(x @ w.T + bias) of Hopper, without torch headers.
 namespace torchops::cuda::gemm {

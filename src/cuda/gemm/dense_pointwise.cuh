@@ -32,11 +32,11 @@ __device__ Accumulate<T> sigmoid_of(Accumulate<T> x) {
   }
 }
 
-/// y = sigmoid(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte aligned.
-/// With `bias_in_vectors`, so is bias, and columns is a multiple of kVector.
+/// y = sigmoid(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte
+/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVector.
 template <class T, bool bias_in_vectors>
-__global__ void __launch_bounds__(256) bias_sigmoid_kernel(T* __restrict__ y, const T* __restrict__ bias,
-                                                           int64_t elements, int64_t columns) {
+__global__ void __launch_bounds__(256)
+    bias_sigmoid_kernel(T* __restrict__ y, const T* __restrict__ bias, int64_t elements, int64_t columns) {
   using Access = Vector<T, kVector<T>>;
   const int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVector<T>;
   const int64_t step = int64_t{gridDim.x} * blockDim.x * kVector<T>;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(256) bias_sigmoid_kernel(T* __restrict__ y, co
 #pragma unroll
     for (int v = 0; v < kVector<T>; ++v) {
       using Wide = Accumulate<T>;
-      access.values[v] = static_cast<T>(
-          sigmoid_of<T>(static_cast<Wide>(access.values[v]) + static_cast<Wide>(offsets.values[v])));
+      access.values[v] =
+          static_cast<T>(sigmoid_of<T>(static_cast<Wide>(access.values[v]) + static_cast<Wide>(offsets.values[v])));
     }
     if (count == kVector<T>) {
       *reinterpret_cast<Access*>(y + i) = access;
@@ -81,8 +81,9 @@ __global__ void __launch_bounds__(256) bias_sigmoid_kernel(T* __restrict__ y, co
 
 constexpr int kBackwardThreads = 256;
 
-/// dz = grad * y * (1 - y), and in partial[blockIdx.y] the column sums of this block's rows. A block's threads are `width`
-/// columns (of `count` elements each) by kBackwardThreads / width rows. Adds in an order that only the shape determines.
+/// dz = grad * y * (1 - y), and in partial[blockIdx.y] the column sums of this block's rows. A block's threads are
+/// `width` columns (of `count` elements each) by kBackwardThreads / width rows. Adds in an order that only the shape
+/// determines.
 template <class T, int count>
 __global__ void __launch_bounds__(kBackwardThreads)
     gate_backward_kernel(const T* __restrict__ grad, const T* __restrict__ y, T* __restrict__ dz,

@@ -7,12 +7,23 @@
 namespace torchops::cuda::gemm {
 
 template <class Fragment>
-struct FastSigmoid;
+struct Gate;
 template <int count>
-struct FastSigmoid<cutlass::Array<float, count>> {
+struct Gate<cutlass::Array<float, count>> {
   CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> x) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < count; ++i) x[i] = fast_sigmoid(x[i]);
+    return x;
+  }
+};
+
+template <class Fragment>
+struct CoarseGate;
+template <int count>
+struct CoarseGate<cutlass::Array<float, count>> {
+  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> x) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < count; ++i) x[i] = coarse_sigmoid(x[i]);
     return x;
   }
 };
@@ -41,7 +52,7 @@ struct DenseTilingOf<DenseTiling::k128x256> {
 };
 template <>
 struct DenseTilingOf<DenseTiling::k128x128> {
-  using Type = Tiling<128, 128, 2, 1, true, 64>;
+  using Type = Tiling<128, 128, 2, 1, true, 128>;
 };
 template <>
 struct DenseTilingOf<DenseTiling::k64x128> {
@@ -56,8 +67,8 @@ cudaError_t run_dense_gemm(const DenseProblem& p, int sm_count, cudaStream_t str
   using Tile = cute::Shape<cute::Int<Tiling::kTileM>, cute::Int<Tiling::kTileN>, cute::Int<tile_k>>;
   using Bias = fusion::Sm90RowBroadcast<0, Tile, Element, float>;
   using Sum = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::plus, float, float, round>, Bias, fusion::Sm90AccFetch>;
-  using Gate = fusion::Sm90EVT<fusion::Sm90Compute<Sigmoid, Element, float, round>, Sum>;
-  using Kernel = typename Sm90Gemm<Element, Tiling, /*b_k_major=*/true, Gate>::Kernel;
+  using Fusion = fusion::Sm90EVT<fusion::Sm90Compute<Sigmoid, Element, float, round>, Sum>;
+  using Kernel = typename Sm90Gemm<Element, Tiling, /*b_k_major=*/true, Fusion>::Kernel;
 
   const int clusters = max_resident_clusters<Kernel>();
   if (clusters == 0) return cudaErrorNotSupported;
@@ -71,14 +82,18 @@ cudaError_t run_dense_gemm(const DenseProblem& p, int sm_count, cudaStream_t str
   arguments.epilogue.dD = {p.n, cute::_1{}, 0};
   arguments.epilogue.thread = {{{static_cast<const Element*>(p.bias)}, {}, {}}, {}};
   arguments.hw_info.sm_count = sm_count;
-  arguments.scheduler.max_swizzle_size = 8;
   return launch<Kernel>(arguments, /*cooperative=*/false, stream);
 }
 
 template <DenseType type, DenseTiling tiling>
 cudaError_t run_dense(const DenseProblem& problem, int sm_count, cudaStream_t stream) {
-  return run_dense_gemm<typename DenseElement<type>::Type, typename DenseTilingOf<tiling>::Type, FastSigmoid>(
-      problem, sm_count, stream);
+  using Element = typename DenseElement<type>::Type;
+  using Tiling = typename DenseTilingOf<tiling>::Type;
+  if constexpr (type == DenseType::kBFloat16) {
+    return run_dense_gemm<Element, Tiling, CoarseGate>(problem, sm_count, stream);
+  } else {
+    return run_dense_gemm<Element, Tiling, Gate>(problem, sm_count, stream);
+  }
 }
 
 }  // namespace torchops::cuda::gemm

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <cstdint>
-
 #include <cuda_runtime_api.h>
+
+#include <cstdint>
 
 // Hopper's a = a @ b without a second buffer, without torch headers.
 namespace torchops::cuda::gemm {
@@ -10,11 +10,8 @@ namespace torchops::cuda::gemm {
 enum class InPlaceType { kFloat16, kBFloat16 };
 enum class InPlaceTiling { k128x256, k128x128 };
 
-/// From this n on, the large tiles are the faster ones.
-constexpr int kLargeTiles = 6144;
-
-/// a: rows x n, row_stride elements apart; b: n x n, its rows (or with b_k_major its columns) contiguous and b_stride apart.
-/// Pointers and strides are multiples of 16 bytes.
+/// a: rows x n, row_stride elements apart; b: n x n, its rows (or with b_k_major its columns) contiguous and b_stride
+/// apart. Pointers and strides are multiples of 16 bytes.
 struct InPlaceProblem {
   void* a;
   const void* b;

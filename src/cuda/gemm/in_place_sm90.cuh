@@ -3,23 +3,23 @@
 // a = a @ b where the accumulators of the CTAs that run are the only scratch.
 //
 // A row of the result needs all of that row of a, so a panel (kTileM rows) may be overwritten only when every CTA that
-// computes a tile of it has finished reading it. Before its epilogue each CTA adds 1 to the panel's counter (release) and
-// waits until the counter equals the number of the panel's tiles (acquire). That is all that differs from an ordinary
-// persistent GEMM, so it is a node of the epilogue's visitor tree.
+// computes a tile of it has finished reading it. Before its epilogue each CTA adds 1 to the panel's counter (release)
+// and waits until the counter equals the number of the panel's tiles (acquire). That is all that differs from an
+// ordinary persistent GEMM, so it is a node of the epilogue's visitor tree.
 //
-// Why it always ends. All clusters of the grid run at the same time: the grid is no larger than what the occupancy query
-// says the device holds at once, and the launch is cooperative, so CUDA starts it only when and where all of it fits,
-// whatever else is running; other kernels do not wait for this one's results while it waits for their multiprocessors.
-// Tiles are numbered along the columns, panel row after panel row (a panel row is the kClusterM panels that a cluster
-// spans), and cluster c of C takes tiles c, c + C, c + 2C, ... in that order. Let p be the first panel row with a tile
-// that has not arrived at its counter. No panel row has more than C tiles (checked below), so the tile that the same
-// cluster had before lies in an earlier panel row, all of whose tiles have arrived; so that one passes its wait, leaves
-// its epilogue, and the cluster goes on to its tile of p, loads and multiplies without waiting for anyone, and arrives.
-// With ping-pong, the two warpgroups enter their epilogues in the order of their tiles, so the same holds. By induction
-// every tile arrives, and every wait ends.
+// Why it always ends. All clusters of the grid run at the same time: the grid is no larger than what the occupancy
+// query says the device holds at once, and the launch is cooperative, so CUDA starts it only when and where all of it
+// fits, whatever else is running; other kernels do not wait for this one's results while it waits for their
+// multiprocessors. Tiles are numbered along the columns, panel row after panel row (a panel row is the kClusterM panels
+// that a cluster spans), and cluster c of C takes tiles c, c + C, c + 2C, ... in that order. Let p be the first panel
+// row with a tile that has not arrived at its counter. No panel row has more than C tiles (checked below), so the tile
+// that the same cluster had before lies in an earlier panel row, all of whose tiles have arrived; so that one passes
+// its wait, leaves its epilogue, and the cluster goes on to its tile of p, loads and multiplies without waiting for
+// anyone, and arrives. With ping-pong, the two warpgroups enter their epilogues in the order of their tiles, so the
+// same holds. By induction every tile arrives, and every wait ends.
 //
-// Reads ahead: the loading warp may fetch the next tile's rows of a early. They belong to a later panel row, which nobody
-// has overwritten, because this CTA has not arrived there.
+// Reads ahead: the loading warp may fetch the next tile's rows of a early. They belong to a later panel row, which
+// nobody has overwritten, because this CTA has not arrived there.
 
 #include "cuda/gemm/in_place.h"
 #include "cuda/gemm/kernel_sm90.cuh"
@@ -114,14 +114,13 @@ template <InPlaceType type>
 using InPlaceElement = std::conditional_t<type == InPlaceType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
 
 template <InPlaceTiling tiling>
-using InPlaceTilingOf =
-    std::conditional_t<tiling == InPlaceTiling::k128x256, Tiling<128, 256, 2, 1, false, 64>, Tiling<128, 128, 2, 1, true, 64>>;
+using InPlaceTilingOf = std::conditional_t<tiling == InPlaceTiling::k128x256, Tiling<128, 256, 2, 1, false, 64>,
+                                           Tiling<128, 128, 2, 1, true, 64>>;
 
 template <class Element, class Tiling, bool b_k_major>
 struct InPlaceGemm {
   using Barrier = PanelBarrier<Tiling::kEpilogueThreads>;
-  using Kernel =
-      typename Sm90Gemm<Element, Tiling, b_k_major, fusion::Sm90EVT<Barrier, fusion::Sm90AccFetch>>::Kernel;
+  using Kernel = typename Sm90Gemm<Element, Tiling, b_k_major, fusion::Sm90EVT<Barrier, fusion::Sm90AccFetch>>::Kernel;
 
   static int round_up(int value, int step) { return (value + step - 1) / step * step; }
   static int tiles(const InPlaceProblem& p) {

@@ -1,13 +1,14 @@
 #pragma once
 
-// What the two Hopper GEMMs share: CUTLASS's TMA warp-specialised persistent kernel with a given epilogue, and its launch.
-// Only for translation units compiled for sm_90a; no torch headers, so that each compiles in seconds, not minutes.
-
-#include <array>
-#include <atomic>
+// What the two Hopper GEMMs share: CUTLASS's TMA warp-specialised persistent kernel with a given epilogue, and its
+// launch. Only for translation units compiled for sm_90a; no torch headers, so that each compiles in seconds, not
+// minutes.
 
 #include <cutlass/cutlass.h>
 #include <cutlass/device_kernel.h>
+
+#include <array>
+#include <atomic>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
@@ -15,16 +16,17 @@
 
 namespace torchops::cuda::gemm {
 
-/// A CTA computes tile_m x tile_n of the output. With ping-pong each of its two consumer warpgroups has a tile of its own,
-/// and the epilogue of one runs beside the matrix instructions of the other; without, they share one tile twice as large.
-/// cluster_m x cluster_n CTAs share what they load.
+/// A CTA computes tile_m x tile_n of the output. With ping-pong each of its two consumer warpgroups has a tile of its
+/// own, and the epilogue of one runs beside the matrix instructions of the other; without, they share one tile. The
+/// epilogue handles epilogue_n columns (of 16 bits, or half as many of 32) at a time: more means fewer barriers, but
+/// less shared memory for the loads. cluster_m x cluster_n CTAs share what they load.
 template <int tile_m, int tile_n, int cluster_m, int cluster_n, bool ping_pong, int epilogue_n>
 struct Tiling {
   static constexpr int kTileM = tile_m, kTileN = tile_n, kClusterM = cluster_m, kClusterN = cluster_n;
   static constexpr bool kPingPong = ping_pong;
   static constexpr int kEpilogueThreads = ping_pong ? 128 : 256;
-  /// What the epilogue handles at a time: the rows of one matrix instruction of each warpgroup.
-  using EpilogueTile = cute::Shape<cute::Int<ping_pong ? 64 : 128>, cute::Int<epilogue_n>>;
+  static constexpr int kEpilogueM = ping_pong ? 64 : 128;
+  static constexpr int kEpilogueN = epilogue_n;
 };
 
 /// D (m x n) = fusion(A (m x k) @ B (k x n)), accumulated in float32. A and D have contiguous rows; B has contiguous
@@ -36,6 +38,8 @@ struct Sm90Gemm {
   static constexpr int kTileK = 128 / sizeof(Element);
   static constexpr int kAlignment = 16 / sizeof(Element);
   using Tile = cute::Shape<cute::Int<Tiling::kTileM>, cute::Int<Tiling::kTileN>, cute::Int<kTileK>>;
+  using EpilogueTile =
+      cute::Shape<cute::Int<Tiling::kEpilogueM>, cute::Int<Tiling::kEpilogueN * 2 / static_cast<int>(sizeof(Element))>>;
   using Cluster = cute::Shape<cute::Int<Tiling::kClusterM>, cute::Int<Tiling::kClusterN>, cute::_1>;
   using RowMajor = cutlass::layout::RowMajor;
   using LayoutB = std::conditional_t<b_k_major, cutlass::layout::ColumnMajor, RowMajor>;
@@ -44,9 +48,8 @@ struct Sm90Gemm {
   using EpilogueSchedule = std::conditional_t<Tiling::kPingPong, cutlass::epilogue::TmaWarpSpecialized,
                                               cutlass::epilogue::TmaWarpSpecializedCooperative>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      typename Tiling::EpilogueTile, float, float, void, RowMajor, kAlignment, Element, RowMajor,
-      kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, RowMajor,
+      kAlignment, Element, RowMajor, kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, RowMajor, kAlignment, Element, LayoutB, kAlignment,
       float, Tile, Cluster,
