@@ -2,6 +2,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/as_strided_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
@@ -143,15 +144,14 @@ bool fused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tens
 // y = sigmoid(y + b) for a contiguous matrix y.
 void bias_sigmoid_(const Tensor& y, const std::optional<Tensor>& b) {
   const int64_t elements = y.numel(), columns = y.size(1);
-  constexpr int threads = 256;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "dense", [&] {
     const scalar_t* const bias = b ? b->const_data_ptr<scalar_t>() : nullptr;
     const auto kernel = columns % kVector<scalar_t> == 0 && aligned(bias) ? bias_sigmoid_kernel<scalar_t, true>
                                                                           : bias_sigmoid_kernel<scalar_t, false>;
-    const int64_t resident = int64_t{8} * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    const int64_t blocks = std::min(ceil_div(elements, int64_t{threads} * kVector<scalar_t>), resident);
-    kernel<<<static_cast<unsigned>(blocks), threads, 0, at::cuda::getCurrentCUDAStream()>>>(
-        y.mutable_data_ptr<scalar_t>(), bias, elements, columns);
+    constexpr int64_t step = kPassThreads * kVector<scalar_t>;
+    kernel<<<static_cast<unsigned>(ceil_div(elements, kPassBatch * step)), kPassThreads, 0,
+             at::cuda::getCurrentCUDAStream()>>>(y.mutable_data_ptr<scalar_t>(), bias, elements, columns,
+                                                 step % columns);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
@@ -171,8 +171,14 @@ Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   // w.t(), without its two trips through the dispatcher.
   const Tensor w_t =
       at::cuda::as_strided(w, {in_features, out_features}, {w.stride(1), w.stride(0)}, w.storage_offset());
-  at::cuda::mm_out(y_rows, x_rows, w_t);
-  bias_sigmoid_(y_rows, bias);
+  if (bias && y.element_size() >= 4) {
+    // The product rounds once with its bias inside, and in float32 a second rounding is as large as the first.
+    at::cuda::addmm_out(y_rows, *bias, x_rows, w_t);
+    bias_sigmoid_(y_rows, std::nullopt);
+  } else {
+    at::cuda::mm_out(y_rows, x_rows, w_t);
+    bias_sigmoid_(y_rows, bias);
+  }
   return y;
 }
 
@@ -185,10 +191,10 @@ struct BackwardGrid {
     const int64_t vectors = ceil_div(columns, vector);
     column_blocks = ceil_div(vectors, kBackwardThreads);
     width = static_cast<int>(ceil_div(vectors, column_blocks));
-    // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread fewer than eight rows.
+    // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread fewer than 16 rows.
     constexpr int64_t most_blocks = 1056;
     const int64_t height = kBackwardThreads / width;
-    rows_per_block = std::max(ceil_div(rows, ceil_div(most_blocks, column_blocks)), 8 * height);
+    rows_per_block = std::max(ceil_div(rows, ceil_div(most_blocks, column_blocks)), 16 * height);
     row_blocks = ceil_div(rows, rows_per_block);
   }
 };

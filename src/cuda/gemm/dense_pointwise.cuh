@@ -32,24 +32,34 @@ __device__ Accumulate<T> sigmoid_of(Accumulate<T> x) {
   }
 }
 
+constexpr int kPassThreads = 256, kPassBatch = 4;
+
 /// y = sigmoid(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte
-/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVector.
+/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVector. Each thread has kPassBatch
+/// vectors, as many loads in flight; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
 template <class T, bool bias_in_vectors>
-__global__ void __launch_bounds__(256)
-    bias_sigmoid_kernel(T* __restrict__ y, const T* __restrict__ bias, int64_t elements, int64_t columns) {
+__global__ void __launch_bounds__(kPassThreads)
+    bias_sigmoid_kernel(T* __restrict__ y, const T* __restrict__ bias, int64_t elements, int64_t columns,
+                        int64_t column_step) {
   using Access = Vector<T, kVector<T>>;
-  const int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kVector<T>;
-  const int64_t step = int64_t{gridDim.x} * blockDim.x * kVector<T>;
-  const int64_t column_step = step % columns;
-  int64_t column = first % columns;
-  for (int64_t i = first; i < elements; i += step) {
-    const int count = elements - i < kVector<T> ? static_cast<int>(elements - i) : kVector<T>;
-    Access access;
-    if (count == kVector<T>) {
-      access = *reinterpret_cast<const Access*>(y + i);
+  using Wide = Accumulate<T>;
+  constexpr int64_t step = kPassThreads * kVector<T>;
+  const int64_t first = int64_t{blockIdx.x} * kPassBatch * step + int64_t{threadIdx.x} * kVector<T>;
+  Access access[kPassBatch];
+#pragma unroll
+  for (int b = 0; b < kPassBatch; ++b) {
+    const int64_t i = first + b * step;
+    if (i + kVector<T> <= elements) {
+      access[b] = *reinterpret_cast<const Access*>(y + i);
     } else {
-      for (int v = 0; v < count; ++v) access.values[v] = y[i + v];
+      for (int v = 0; v < kVector<T> && i + v < elements; ++v) access[b].values[v] = y[i + v];
     }
+  }
+  int64_t column = bias != nullptr ? first % columns : 0;
+#pragma unroll
+  for (int b = 0; b < kPassBatch; ++b) {
+    const int64_t i = first + b * step;
+    if (i >= elements) return;
     Access offsets{};
     if (bias != nullptr) {
       if constexpr (bias_in_vectors) {
@@ -62,20 +72,19 @@ __global__ void __launch_bounds__(256)
           if (++c == columns) c = 0;
         }
       }
+      column += column_step;
+      if (column >= columns) column -= columns;
     }
 #pragma unroll
     for (int v = 0; v < kVector<T>; ++v) {
-      using Wide = Accumulate<T>;
-      access.values[v] =
-          static_cast<T>(sigmoid_of<T>(static_cast<Wide>(access.values[v]) + static_cast<Wide>(offsets.values[v])));
+      access[b].values[v] =
+          static_cast<T>(sigmoid_of<T>(static_cast<Wide>(access[b].values[v]) + static_cast<Wide>(offsets.values[v])));
     }
-    if (count == kVector<T>) {
-      *reinterpret_cast<Access*>(y + i) = access;
+    if (i + kVector<T> <= elements) {
+      *reinterpret_cast<Access*>(y + i) = access[b];
     } else {
-      for (int v = 0; v < count; ++v) y[i + v] = access.values[v];
+      for (int v = 0; i + v < elements; ++v) y[i + v] = access[b].values[v];
     }
-    column += column_step;
-    if (column >= columns) column -= columns;
   }
 }
 
