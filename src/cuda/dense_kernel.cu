@@ -91,7 +91,7 @@ DenseTiling choose_tiling(const DenseProblem& p, int sm_count) {
   // One wave of large tiles instead of two of small ones.
   const bool one_wave = p.m >= 2048 && tiles(p, 128, 128) > sm_count && tiles(p, 128, 256) <= sm_count;
   // One step along k leaves nothing to overlap the epilogue with; a long sum is bound by the traffic of the tiles.
-  const bool long_sum = p.k >= 6144 && int64_t{p.m} * p.n >= int64_t{1} << 25;
+  const bool long_sum = p.k >= 2048 && tiles(p, 128, 256) * 4 >= sm_count * 3;
   if (p.n > 128 && (one_wave || long_sum || p.k <= 64)) return DenseTiling::k128x256;
   return DenseTiling::k128x128;
 }
@@ -141,18 +141,28 @@ bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optiona
 bool fused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&) { return false; }
 #endif
 
-// y = sigmoid(y + b) for a contiguous matrix y.
-void bias_sigmoid_(const Tensor& y, const std::optional<Tensor>& b) {
+template <class T, int batch>
+void launch_bias_sigmoid(const Tensor& y, const T* bias) {
   const int64_t elements = y.numel(), columns = y.size(1);
+  const auto kernel = columns % kVector<T> == 0 && aligned(bias) ? bias_sigmoid_kernel<T, true, batch>
+                                                                 : bias_sigmoid_kernel<T, false, batch>;
+  constexpr int64_t step = kPassThreads * kVector<T>;
+  kernel<<<static_cast<unsigned>(ceil_div(elements, batch * step)), kPassThreads, 0,
+           at::cuda::getCurrentCUDAStream()>>>(y.mutable_data_ptr<T>(), bias, elements, columns, step % columns);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// y = sigmoid(y + b) for a contiguous matrix y. Several vectors for each thread, unless that would idle
+// multiprocessors.
+void bias_sigmoid_(const Tensor& y, const std::optional<Tensor>& b) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "dense", [&] {
     const scalar_t* const bias = b ? b->const_data_ptr<scalar_t>() : nullptr;
-    const auto kernel = columns % kVector<scalar_t> == 0 && aligned(bias) ? bias_sigmoid_kernel<scalar_t, true>
-                                                                          : bias_sigmoid_kernel<scalar_t, false>;
-    constexpr int64_t step = kPassThreads * kVector<scalar_t>;
-    kernel<<<static_cast<unsigned>(ceil_div(elements, kPassBatch * step)), kPassThreads, 0,
-             at::cuda::getCurrentCUDAStream()>>>(y.mutable_data_ptr<scalar_t>(), bias, elements, columns,
-                                                 step % columns);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    constexpr int64_t few_bytes = int64_t{2} << 20;
+    if (static_cast<int64_t>(y.nbytes()) <= few_bytes) {
+      launch_bias_sigmoid<scalar_t, 1>(y, bias);
+    } else {
+      launch_bias_sigmoid<scalar_t, 4>(y, bias);
+    }
   });
 }
 

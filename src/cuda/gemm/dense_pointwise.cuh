@@ -32,34 +32,35 @@ __device__ Accumulate<T> sigmoid_of(Accumulate<T> x) {
   }
 }
 
-constexpr int kPassThreads = 256, kPassBatch = 4;
+constexpr int kPassThreads = 128;
 
 /// y = sigmoid(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte
-/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVector. Each thread has kPassBatch
-/// vectors, as many loads in flight; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
-template <class T, bool bias_in_vectors>
+/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVector. Each thread has `batch` vectors,
+/// as many loads in flight; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
+template <class T, bool bias_in_vectors, int batch>
 __global__ void __launch_bounds__(kPassThreads)
     bias_sigmoid_kernel(T* __restrict__ y, const T* __restrict__ bias, int64_t elements, int64_t columns,
                         int64_t column_step) {
   using Access = Vector<T, kVector<T>>;
   using Wide = Accumulate<T>;
   constexpr int64_t step = kPassThreads * kVector<T>;
-  const int64_t first = int64_t{blockIdx.x} * kPassBatch * step + int64_t{threadIdx.x} * kVector<T>;
-  Access access[kPassBatch];
+  const int64_t first = int64_t{blockIdx.x} * batch * step + int64_t{threadIdx.x} * kVector<T>;
+  // All indices of `access` are constants after unrolling: a variable one would move it to local memory.
+  Access access[batch];
 #pragma unroll
-  for (int b = 0; b < kPassBatch; ++b) {
+  for (int b = 0; b < batch; ++b) {
     const int64_t i = first + b * step;
     if (i + kVector<T> <= elements) {
       access[b] = *reinterpret_cast<const Access*>(y + i);
     } else {
-      for (int v = 0; v < kVector<T> && i + v < elements; ++v) access[b].values[v] = y[i + v];
+#pragma unroll
+      for (int v = 0; v < kVector<T>; ++v) access[b].values[v] = i + v < elements ? y[i + v] : T(0);
     }
   }
   int64_t column = bias != nullptr ? first % columns : 0;
 #pragma unroll
-  for (int b = 0; b < kPassBatch; ++b) {
+  for (int b = 0; b < batch; ++b) {
     const int64_t i = first + b * step;
-    if (i >= elements) return;
     Access offsets{};
     if (bias != nullptr) {
       if constexpr (bias_in_vectors) {
@@ -83,7 +84,10 @@ __global__ void __launch_bounds__(kPassThreads)
     if (i + kVector<T> <= elements) {
       *reinterpret_cast<Access*>(y + i) = access[b];
     } else {
-      for (int v = 0; i + v < elements; ++v) y[i + v] = access[b].values[v];
+#pragma unroll
+      for (int v = 0; v < kVector<T>; ++v) {
+        if (i + v < elements) y[i + v] = access[b].values[v];
+      }
     }
   }
 }
