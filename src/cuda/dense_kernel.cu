@@ -1,0 +1,254 @@
+#include <ATen/Context.h>
+#include <ATen/Dispatch.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/addmm_cuda_dispatch.h>
+#include <ATen/ops/as_strided_cuda_dispatch.h>
+#include <ATen/ops/mm_cuda_dispatch.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <limits>
+#include <optional>
+
+#include "cuda/gemm/dense.h"
+#include "cuda/gemm/dense_pointwise.cuh"
+#include "ops/common.h"
+#include "ops/dense.h"
+
+namespace torchops::cuda {
+namespace {
+
+using at::Tensor;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// Which implementation dense() uses: the fused one where it is the faster, wherever it can run, or never.
+enum class Path { kAuto, kFused, kCublas };
+constexpr const char* kPathNames[] = {"auto", "fused", "cublas"};
+
+Path parse_path(const char* source, const std::string& name) {
+  for (const Path path : {Path::kAuto, Path::kFused, Path::kCublas}) {
+    if (name == kPathNames[static_cast<int>(path)]) return path;
+  }
+  TORCH_CHECK(false, source, ": expected auto, fused or cublas, got ", name);
+}
+
+std::atomic<Path>& current_path() {
+  static std::atomic<Path> path = [] {
+    const char* const name = std::getenv("TORCHOPS_DENSE_PATH");
+    return name == nullptr || *name == '\0' ? Path::kAuto : parse_path("TORCHOPS_DENSE_PATH", name);
+  }();
+  return path;
+}
+
+// Sets the path, unless `name` is empty, and returns the former one.
+std::string dense_path(const std::string& name) {
+  std::atomic<Path>& path = current_path();
+  const Path former = name.empty() ? path.load() : path.exchange(parse_path("_dense_path", name));
+  return kPathNames[static_cast<int>(former)];
+}
+
+#ifdef TORCHOPS_WITH_SM90A
+using gemm::DenseProblem;
+using gemm::DenseTiling;
+using gemm::DenseType;
+
+// Whether the copy engine can fetch the rows of a matrix.
+bool rows_fit(const Tensor& t) {
+  constexpr int64_t most = std::numeric_limits<int>::max();
+  const int64_t stride = t.stride(0);
+  return t.size(0) <= most && t.size(1) <= most && (t.stride(1) == 1 || t.size(1) == 1) && stride >= t.size(1) &&
+         stride * t.element_size() % 16 == 0 && stride * t.element_size() < int64_t{1} << 40 &&
+         aligned(t.const_data_ptr());
+}
+
+std::optional<DenseType> fused_type(at::ScalarType dtype) {
+  if (dtype == at::kBFloat16) return DenseType::kBFloat16;
+  if (dtype == at::kHalf) return DenseType::kFloat16;
+  if (dtype == at::kFloat && at::globalContext().allowTF32CuBLAS()) return DenseType::kTF32;
+  return std::nullopt;
+}
+
+int64_t tiles(const DenseProblem& p, int tile_m, int tile_n) { return ceil_div(p.m, tile_m) * ceil_div(p.n, tile_n); }
+
+// cuBLAS divides a long sum among multiprocessors that would have no tile, and multiplies a few rows without tiles.
+bool prefers_cublas(const DenseProblem& p, int sm_count) {
+  return p.m < 16 || (p.k >= 512 && tiles(p, 64, 128) * 2 <= sm_count);
+}
+
+// The fastest tiling on an H100, of those measured.
+DenseTiling choose_tiling(const DenseProblem& p, int sm_count) {
+  // A result that is long and narrow is bound by memory: many small tiles keep more loads and stores in flight.
+  if (p.n <= 128 && p.k <= 256) return DenseTiling::k64x128;
+  if (tiles(p, 128, 128) * 2 <= sm_count) return DenseTiling::k64x128;
+  // One wave of large tiles instead of two of small ones.
+  const bool one_wave = p.m >= 2048 && tiles(p, 128, 128) > sm_count && tiles(p, 128, 256) <= sm_count;
+  // One step along k leaves nothing to overlap the epilogue with; a long sum is bound by the traffic of the tiles.
+  const bool long_sum = p.k >= 2048 && tiles(p, 128, 256) * 4 >= sm_count * 3;
+  if (p.n > 128 && (one_wave || long_sum || p.k <= 64)) return DenseTiling::k128x256;
+  return DenseTiling::k128x128;
+}
+
+template <DenseType type>
+cudaError_t run_fused(const DenseProblem& problem, DenseTiling tiling, int sm_count, cudaStream_t stream) {
+  switch (tiling) {
+    case DenseTiling::k128x256:
+      return gemm::run_dense<type, DenseTiling::k128x256>(problem, sm_count, stream);
+    case DenseTiling::k128x128:
+      return gemm::run_dense<type, DenseTiling::k128x128>(problem, sm_count, stream);
+    default:
+      return gemm::run_dense<type, DenseTiling::k64x128>(problem, sm_count, stream);
+  }
+}
+
+// False, with nothing done, where the fused kernel cannot run or is not wanted. All tensors are matrices.
+bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  const Path path = current_path().load(std::memory_order_relaxed);
+  if (path == Path::kCublas || x.size(1) == 0) return false;
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  if (device.major != 9 || device.minor != 0) return false;
+  const std::optional<DenseType> type = fused_type(x.scalar_type());
+  if (!type || !rows_fit(x) || !rows_fit(w) || !rows_fit(y)) return false;
+  const DenseProblem problem{x.const_data_ptr(),
+                             w.const_data_ptr(),
+                             b ? b->const_data_ptr() : nullptr,
+                             y.mutable_data_ptr(),
+                             x.stride(0),
+                             w.stride(0),
+                             static_cast<int>(y.size(0)),
+                             static_cast<int>(y.size(1)),
+                             static_cast<int>(x.size(1))};
+  if (path == Path::kAuto && prefers_cublas(problem, device.multiProcessorCount)) return false;
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  const auto run = *type == DenseType::kBFloat16  ? run_fused<DenseType::kBFloat16>
+                   : *type == DenseType::kFloat16 ? run_fused<DenseType::kFloat16>
+                                                  : run_fused<DenseType::kTF32>;
+  const cudaError_t error =
+      run(problem, choose_tiling(problem, device.multiProcessorCount), device.multiProcessorCount, stream);
+  if (error == cudaErrorNotSupported) return false;
+  C10_CUDA_CHECK(error);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return true;
+}
+#else
+bool fused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&) { return false; }
+#endif
+
+template <class T, int batch>
+void launch_bias_sigmoid(const Tensor& y, const T* bias) {
+  const int64_t elements = y.numel(), columns = y.size(1);
+  const auto kernel = columns % kVector<T> == 0 && aligned(bias) ? bias_sigmoid_kernel<T, true, batch>
+                                                                 : bias_sigmoid_kernel<T, false, batch>;
+  constexpr int64_t step = kPassThreads * kVector<T>;
+  kernel<<<static_cast<unsigned>(ceil_div(elements, batch * step)), kPassThreads, 0,
+           at::cuda::getCurrentCUDAStream()>>>(y.mutable_data_ptr<T>(), bias, elements, columns, step % columns);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// y = sigmoid(y + b) for a contiguous matrix y. Several vectors for each thread, unless that would idle
+// multiprocessors.
+void bias_sigmoid_(const Tensor& y, const std::optional<Tensor>& b) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "dense", [&] {
+    const scalar_t* const bias = b ? b->const_data_ptr<scalar_t>() : nullptr;
+    constexpr int64_t few_bytes = int64_t{2} << 20;
+    if (static_cast<int64_t>(y.nbytes()) <= few_bytes) {
+      launch_bias_sigmoid<scalar_t, 1>(y, bias);
+    } else {
+      launch_bias_sigmoid<scalar_t, 4>(y, bias);
+    }
+  });
+}
+
+Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  check_dense(x, w, b);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const int64_t in_features = w.size(1), out_features = w.size(0);
+  at::DimVector sizes(x.sizes());
+  sizes.back() = out_features;
+  Tensor y = at::detail::empty_cuda(sizes, x.options());
+  if (y.numel() == 0) return y;
+  const Tensor x_rows = x.dim() == 2 ? x : detail::as_rows(x);
+  Tensor y_rows = y.dim() == 2 ? y : y.view({y.numel() / out_features, out_features});
+  const std::optional<Tensor> bias = b ? std::optional<Tensor>(b->contiguous()) : std::nullopt;
+  if (fused(y_rows, x_rows, w, bias)) return y;
+  // w.t(), without its two trips through the dispatcher.
+  const Tensor w_t =
+      at::cuda::as_strided(w, {in_features, out_features}, {w.stride(1), w.stride(0)}, w.storage_offset());
+  if (bias && y.element_size() >= 4) {
+    // The product rounds once with its bias inside, and in float32 a second rounding is as large as the first.
+    at::cuda::addmm_out(y_rows, *bias, x_rows, w_t);
+    bias_sigmoid_(y_rows, std::nullopt);
+  } else {
+    at::cuda::mm_out(y_rows, x_rows, w_t);
+    bias_sigmoid_(y_rows, bias);
+  }
+  return y;
+}
+
+// How gate_backward_kernel divides a matrix. It depends on the shape alone, and with it the order of the additions.
+struct BackwardGrid {
+  int width;
+  int64_t column_blocks, row_blocks, rows_per_block;
+
+  BackwardGrid(int64_t rows, int64_t columns, int vector) {
+    const int64_t vectors = ceil_div(columns, vector);
+    column_blocks = ceil_div(vectors, kBackwardThreads);
+    width = static_cast<int>(ceil_div(vectors, column_blocks));
+    // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread fewer than 16 rows.
+    constexpr int64_t most_blocks = 1056;
+    const int64_t height = kBackwardThreads / width;
+    rows_per_block = std::max(ceil_div(rows, ceil_div(most_blocks, column_blocks)), 16 * height);
+    row_blocks = ceil_div(rows, rows_per_block);
+  }
+};
+
+std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor& y) {
+  TORCH_CHECK(grad.sizes() == y.sizes(), "_dense_backward: expected grad of shape ", detail::to_string(y.sym_sizes()),
+              " to match y, got ", detail::to_string(grad.sym_sizes()));
+  detail::check_matches("_dense_backward", "grad", grad, "y", y);
+  const c10::cuda::CUDAGuard guard(y.device());
+  const int64_t columns = y.size(-1);
+  const Tensor dz = at::detail::empty_cuda(y.sizes(), y.options());
+  if (dz.numel() == 0) return {dz, at::zeros({columns}, y.options())};
+  const Tensor db = at::detail::empty_cuda({columns}, y.options());
+  const int64_t rows = dz.numel() / columns;
+  const Tensor g = grad.contiguous(), s = y.contiguous();
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "_dense_backward", [&] {
+    const bool in_vectors =
+        columns % kVector<scalar_t> == 0 && aligned(g.const_data_ptr()) && aligned(s.const_data_ptr());
+    const BackwardGrid grid(rows, columns, in_vectors ? kVector<scalar_t> : 1);
+    const Tensor partial = at::detail::empty_cuda(
+        {grid.row_blocks, columns}, y.options().dtype(c10::CppTypeToScalarType<Accumulate<scalar_t>>::value));
+    Accumulate<scalar_t>* const sums = partial.mutable_data_ptr<Accumulate<scalar_t>>();
+    const auto kernel =
+        in_vectors ? gate_backward_kernel<scalar_t, kVector<scalar_t>> : gate_backward_kernel<scalar_t, 1>;
+    const dim3 blocks(static_cast<unsigned>(grid.column_blocks), static_cast<unsigned>(grid.row_blocks));
+    kernel<<<blocks, kBackwardThreads, 0, stream>>>(g.const_data_ptr<scalar_t>(), s.const_data_ptr<scalar_t>(),
+                                                    dz.mutable_data_ptr<scalar_t>(), sums, rows, columns,
+                                                    grid.rows_per_block, grid.width);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    sum_rows_kernel<scalar_t>
+        <<<static_cast<unsigned>(ceil_div(columns, kSumColumns)), dim3(kSumColumns, kSumRows), 0, stream>>>(
+            sums, db.mutable_data_ptr<scalar_t>(), grid.row_blocks, columns);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return {dz, db};
+}
+
+TORCH_LIBRARY_FRAGMENT(myops, m) { m.def("_dense_path(str path=\"\") -> str", dense_path); }
+
+TORCH_LIBRARY_IMPL(myops, CUDA, m) {
+  m.impl("dense", dense_cuda);
+  m.impl("_dense_backward", dense_backward_cuda);
+}
+
+}  // namespace
+}  // namespace torchops::cuda

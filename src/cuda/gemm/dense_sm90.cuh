@@ -1,0 +1,99 @@
+#pragma once
+
+#include "cuda/gemm/dense.h"
+#include "cuda/gemm/kernel_sm90.cuh"
+#include "cuda/gemm/sigmoid.cuh"
+
+namespace torchops::cuda::gemm {
+
+template <class Fragment>
+struct Gate;
+template <int count>
+struct Gate<cutlass::Array<float, count>> {
+  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> x) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < count; ++i) x[i] = fast_sigmoid(x[i]);
+    return x;
+  }
+};
+
+template <class Fragment>
+struct CoarseGate;
+template <int count>
+struct CoarseGate<cutlass::Array<float, count>> {
+  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> x) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < count; ++i) x[i] = coarse_sigmoid(x[i]);
+    return x;
+  }
+};
+
+template <DenseType type>
+struct DenseElement;
+template <>
+struct DenseElement<DenseType::kFloat16> {
+  using Type = cutlass::half_t;
+};
+template <>
+struct DenseElement<DenseType::kBFloat16> {
+  using Type = cutlass::bfloat16_t;
+};
+// From float, CUTLASS has TMA round to TF32 while loading.
+template <>
+struct DenseElement<DenseType::kTF32> {
+  using Type = float;
+};
+
+template <DenseTiling tiling>
+struct DenseTilingOf;
+template <>
+struct DenseTilingOf<DenseTiling::k128x256> {
+  using Type = Tiling<128, 256, 2, 1, false, 64>;
+};
+template <>
+struct DenseTilingOf<DenseTiling::k128x128> {
+  using Type = Tiling<128, 128, 2, 1, true, 128>;
+};
+template <>
+struct DenseTilingOf<DenseTiling::k64x128> {
+  using Type = Tiling<64, 128, 2, 1, true, 64>;
+};
+
+template <class Element, class Tiling, template <class> class Sigmoid>
+cudaError_t run_dense_gemm(const DenseProblem& p, int sm_count, cudaStream_t stream) {
+  namespace fusion = cutlass::epilogue::fusion;
+  constexpr auto round = cutlass::FloatRoundStyle::round_to_nearest;
+  constexpr int tile_k = 128 / sizeof(Element);
+  using Tile = cute::Shape<cute::Int<Tiling::kTileM>, cute::Int<Tiling::kTileN>, cute::Int<tile_k>>;
+  using Bias = fusion::Sm90RowBroadcast<0, Tile, Element, float>;
+  using Sum = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::plus, float, float, round>, Bias, fusion::Sm90AccFetch>;
+  using Fusion = fusion::Sm90EVT<fusion::Sm90Compute<Sigmoid, Element, float, round>, Sum>;
+  using Kernel = typename Sm90Gemm<Element, Tiling, /*b_k_major=*/true, Fusion>::Kernel;
+
+  const int clusters = max_resident_clusters<Kernel>();
+  if (clusters == 0) return cudaErrorNotSupported;
+  typename Kernel::Arguments arguments{};
+  arguments.problem_shape = {p.m, p.n, p.k, 1};
+  arguments.mainloop.ptr_A = static_cast<const Element*>(p.x);
+  arguments.mainloop.dA = {p.x_stride, cute::_1{}, 0};
+  arguments.mainloop.ptr_B = static_cast<const Element*>(p.w);
+  arguments.mainloop.dB = {p.w_stride, cute::_1{}, 0};
+  arguments.epilogue.ptr_D = static_cast<Element*>(p.y);
+  arguments.epilogue.dD = {p.n, cute::_1{}, 0};
+  arguments.epilogue.thread = {{{static_cast<const Element*>(p.bias)}, {}, {}}, {}};
+  arguments.hw_info.sm_count = sm_count;
+  return launch<Kernel>(arguments, /*cooperative=*/false, stream);
+}
+
+template <DenseType type, DenseTiling tiling>
+cudaError_t run_dense(const DenseProblem& problem, int sm_count, cudaStream_t stream) {
+  using Element = typename DenseElement<type>::Type;
+  using Tiling = typename DenseTilingOf<tiling>::Type;
+  if constexpr (type == DenseType::kBFloat16) {
+    return run_dense_gemm<Element, Tiling, CoarseGate>(problem, sm_count, stream);
+  } else {
+    return run_dense_gemm<Element, Tiling, Gate>(problem, sm_count, stream);
+  }
+}
+
+}  // namespace torchops::cuda::gemm
