@@ -83,6 +83,7 @@ struct LayerNorm {
     });
     rest = group.template reduce<2>(rest, Sum()) / count;
     total.squares = group.template reduce<3>(total.squares, Sum()) - rest * rest * count;
+    if (total.squares < 0) total.squares = 0;
     if (!Group::kOneBlock) {
       total.mean += rest;
       rest = 0;
