@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # In 16-byte vectors: the longest rows of each kernel, up to clusters of 16 blocks.
-LIMITS = (32, 64, 128, 256, 4096, 8192, 16384, 32768, 65536)
+LIMITS = (32, 64, 128, 256, 4096, 8192, 16384, 32768, 65536, 131072)
 
 Operator = Callable[..., Tensor]
 # By name: the operator, its in-place form (both of a matrix and its parameters), and ATen's.
@@ -168,7 +168,7 @@ def test_sigmoid_keeps_the_digits_of_small_results(dtype: torch.dtype) -> None:
     normal = exact > torch.finfo(dtype).tiny
     error = ((torchops.sigmoid(x).double() - exact) / exact)[normal].abs().max()
     aten = ((torch.sigmoid(x).double() - exact) / exact)[normal].abs().max()
-    allowed = max(1.1 * aten.item(), (4 if dtype == torch.float64 else 1) * torch.finfo(dtype).eps)
+    allowed = max(1.1 * aten.item(), (4 if dtype == torch.float64 else 2) * torch.finfo(dtype).eps)
     assert error <= allowed
 
 

@@ -58,6 +58,8 @@ struct Together {
 template <class T>
 struct LayerNorm {
   using A = Accumulate<T>;
+  // Shared memory for x would be taken from L1, and weight and bias of long rows would come from L2 for each row.
+  static constexpr int kStaged = 0;
 
   const T *weight, *bias;  // or null
   A* mean;                 // null, or one number a row with this stride, as rstd
@@ -68,7 +70,7 @@ struct LayerNorm {
   template <class Row, class Group>
   __device__ void operator()(const Row& row, Group& group) const {
     A sum = 0, count = 0;
-    row.for_each([&](A x) {
+    row.for_each([&](A x, int) {
       sum += x;
       if (!Group::kOneBlock) ++count;
     });
@@ -76,7 +78,7 @@ struct LayerNorm {
     Spread<A> total{count, group.template reduce<1>(sum, Sum()) / count, 0};
     // What rounding has left out of the mean: the distances from it do not add up to 0.
     A rest = 0;
-    row.for_each([&](A x) {
+    row.for_each([&](A x, int) {
       const A distance = x - total.mean;
       rest += distance;
       total.squares += distance * distance;

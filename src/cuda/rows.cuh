@@ -191,13 +191,14 @@ class Cluster {
   const int size, rank;
 };
 
-/// A row that is read once: up to kVectors vectors a thread stay in registers, as they lie in memory. The row may begin
-/// and end anywhere; its elements before the first and after the last 16-byte boundary go one by one. x and y are
-/// equally far from such a boundary.
-template <class T, class Group, int kVectors>
+/// A row that is read once: up to kVectors vectors a thread stay in registers, as they lie in memory, and up to kStaged
+/// more in shared memory, where no other thread looks. The row may begin and end anywhere; its elements before the
+/// first and after the last 16-byte boundary go one by one. x and y are equally far from such a boundary.
+template <class T, class Group, int kVectors, int kStaged = 0>
 class RowInRegisters {
  public:
-  static constexpr int kCapacity = kVectors;  // vectors a thread
+  static constexpr int kCapacity = kVectors + kStaged;         // vectors a thread
+  static constexpr int kSharedBytes = kStaged * kVectorBytes;  // a thread
 
   __device__ RowInRegisters(const Rows<T>& rows, const Group& group)
       : rank_(group.rank), size_(group.size), y_(rows.y + group.row * rows.y_stride) {
@@ -208,6 +209,10 @@ class RowInRegisters {
     vectors_ = (columns - head_) / kSize;
     edges_ = columns - vectors_ * kSize;
 #pragma unroll
+    for (int k = kVectors; k < kCapacity; ++k) {
+      if (vector(k) < vectors_) copy_vector(staged(k), x + column(k));
+    }
+#pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if (vector(k) < vectors_) body_[k] = load<T, kSize>(x + column(k));
     }
@@ -217,7 +222,7 @@ class RowInRegisters {
     }
   }
 
-  /// f(value) for every element of this thread.
+  /// f(value, its place in a vector) for every element of this thread.
   template <class F>
   __device__ void for_each(F f) const {
 #pragma unroll
@@ -226,12 +231,22 @@ class RowInRegisters {
         A values[kSize];
         unpack(body_[k], values);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) f(values[i]);
+        for (int i = 0; i < kSize; ++i) f(values[i], i);
+      }
+    }
+    if constexpr (kStaged > 0) wait_for_copies();
+#pragma unroll
+    for (int k = kVectors; k < kCapacity; ++k) {
+      if (vector(k) < vectors_) {
+        A values[kSize];
+        unpack(*staged(k), values);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) f(values[i], i);
       }
     }
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
-      if (edge(k) < edges_) f(static_cast<A>(edge_[k]));
+      if (edge(k) < edges_) f(static_cast<A>(edge_[k]), 0);
     }
   }
 
@@ -239,10 +254,10 @@ class RowInRegisters {
   template <class F>
   __device__ void write(F f) const {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
+    for (int k = 0; k < kCapacity; ++k) {
       if (vector(k) < vectors_) {
         A values[kSize];
-        unpack(body_[k], values);
+        unpack(k < kVectors ? body_[k < kVectors ? k : 0] : *staged(k), values);
         f(values, int64_t{column(k)});
         store(y_ + column(k), pack<T, kSize>(values));
       }
@@ -262,6 +277,10 @@ class RowInRegisters {
   static constexpr int kSize = kVectorSize<T>;
   static constexpr int kEdges = static_cast<int>(ceil_div(2 * (kSize - 1), Group::kMinSize));
 
+  static __device__ Packed<T, kSize>* staged(int k) {
+    extern __shared__ uint4 memory[];
+    return reinterpret_cast<Packed<T, kSize>*>(memory) + (k - kVectors) * blockDim.x + threadIdx.x;
+  }
   __device__ int vector(int k) const { return rank_ + k * size_; }
   __device__ int column(int k) const { return head_ + vector(k) * kSize; }
   __device__ int edge(int k) const { return rank_ + k * size_; }
@@ -296,9 +315,9 @@ class RowInMemory {
       A values[kSize];
       unpack(load<T, kSize>(x_ + head_ + i * kSize), values);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) f(values[j]);
+      for (int j = 0; j < kSize; ++j) f(values[j], j);
     }
-    if (rank_ < edges_) f(static_cast<A>(x_[edge_column()]));
+    if (rank_ < edges_) f(static_cast<A>(x_[edge_column()]), 0);
   }
 
   template <class F>

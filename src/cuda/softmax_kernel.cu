@@ -36,14 +36,21 @@ struct Together {
 // The exponentials are computed a second time for the output: that is cheaper than registers for them.
 template <class T>
 struct Softmax {
+  static constexpr int kStaged = 8;  // vectors a thread
+
   template <class Row, class Group>
   __device__ void operator()(const Row& row, Group& group) const {
     using A = Accumulate<T>;
     Denominator<A> total{Max::identity<A>, 0};
-    row.for_each([&](A x) { total.max = Max()(total.max, x); });
+    row.for_each([&](A x, int) { total.max = Max()(total.max, x); });
     total.max = group.template reduce<0>(total.max, Max());
     A shift = total.shift();
-    row.for_each([&](A x) { total.sum += exp_nonpositive<T>(x - shift); });
+    // Four sums make shorter chains of roundings, where those show.
+    constexpr int kSums = std::is_same_v<T, float> ? 4 : 1;
+    A sums[kSums] = {};
+    row.for_each([&](A x, int i) { sums[i % kSums] += exp_nonpositive<T>(x - shift); });
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) total.sum += sums[i];
     total.sum = group.template reduce<1>(total.sum, Sum());
     total = group.merge(total, Together<T>());
     shift = total.shift();

@@ -54,6 +54,17 @@ __device__ inline void store(T* to, const Packed<T, N>& packed) {
   }
 }
 
+/// Starts to copy a vector from global to shared memory; for this thread it is there after wait_for_copies().
+template <class T, int N>
+__device__ inline void copy_vector(Packed<T, N>* shared, const T* from) {
+  static_assert(sizeof(*shared) == kVectorBytes);
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(from)
+      : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 template <class T, int N>
 __device__ inline void unpack(const Packed<T, N>& packed, Accumulate<T> (&out)[N]) {
   if constexpr (std::is_same_v<T, c10::BFloat16> && N % 2 == 0) {
