@@ -7,20 +7,27 @@ VENV ?= .venv
 PIP_FLAGS ?=
 # More options for pytest, such as PYTEST_FLAGS="-k dense".
 PYTEST_FLAGS ?=
+# CUDA kernels: AUTO (where torch and the CUDA compiler allow), ON or OFF.
+CUDA ?= AUTO
+# The CUDA build of torch that test-cuda-build compiles against. It needs nvcc of the same major version, but no GPU.
+CUDA_TORCH_VERSION ?= 2.14.1
+# What test-cuda-build runs of the suite; tests that compile graphs take most of its time and no part of the CUDA build.
+CUDA_SUITE ?= test/test_reference.py test/test_errors.py test/test_autograd.py test/test_traps.py test/test_opcheck.py
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build test demo bench lint format clean
+.PHONY: help build test demo bench lint format clean test-cuda-build cuda-checks gpu-build test-gpu bench-gpu
 
 BIN := $(VENV)/bin
 RUN := $(abspath $(BIN))/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUILD := build/Release
+GPU_BUILD := build/gpu
 # Compiled code and graphs are cached between runs, but never across a rebuild of the operators that they contain.
-export TORCHINDUCTOR_CACHE_DIR := $(abspath build/inductor)
+export TORCHINDUCTOR_CACHE_DIR := $(abspath $(BUILD))/inductor
 
 # Named for its torch version, so that asking for another one installs it.
 TORCH := $(VENV)/.torch-$(TORCH_VERSION)
@@ -32,8 +39,11 @@ help:
 	@echo "make bench   build, then measure the operators against PyTorch"
 	@echo "make lint    check style and types;  make format  mend the style"
 	@echo "make build   build and install into $(VENV), in editable mode"
+	@echo "make test-cuda-build   compile and load the CUDA kernels in .venv-cuda, and test what needs no GPU"
+	@echo "make test-gpu    on a machine with a GPU: build for the torch of $(PYTHON), then run the tests on CUDA"
+	@echo "make bench-gpu   on a machine with a GPU: the same build, then measure it against PyTorch"
 	@echo "make clean   remove $(VENV) and everything built"
-	@echo "Variables: PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) VENV=$(VENV) PIP_FLAGS PYTEST_FLAGS"
+	@echo "Variables: PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) VENV=$(VENV) PIP_FLAGS PYTEST_FLAGS CUDA=$(CUDA)"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("Python >= 3.10 is needed: set PYTHON=")'
@@ -55,8 +65,11 @@ $(VENV)/.group-%: pyproject.toml $(TORCH)
 $(VENV)/.built: $(SOURCES) $(TORCH) $(VENV)/.group-test
 	@echo "building"
 	@rm -rf $(TORCHINDUCTOR_CACHE_DIR)
-	@$(PIP) install --no-build-isolation --no-deps --editable . \
-	  -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON
+	@if [ $(CUDA) != OFF ] && $(RUN) -c "import sys, torch; sys.exit(not torch.version.cuda)"; then \
+	  $(PIP) install $(PIP_FLAGS) --group cuda "torch==$(TORCH_VERSION)"; \
+	fi
+	@$(PIP) install --no-build-isolation --no-deps --editable . -C build-dir=$(BUILD) \
+	  -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=$(CUDA)
 	@touch $@
 
 build: $(VENV)/.built
@@ -79,7 +92,46 @@ demo: build $(VENV)/.group-demo
 bench: build $(VENV)/.group-demo
 	$(RUN) -m benchmarks
 
-CXX_FILES = $(shell find src test/cpp -name "*.h" -o -name "*.cpp" -o -name "*.cu")
+test-cuda-build:
+	$(MAKE) cuda-checks CUDA=ON VENV=.venv-cuda TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
+
+cuda-checks: build
+	$(RUN) -m pytest test/test_cuda_build.py
+	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) $(CUDA_SUITE)
+
+# On a GPU machine everything is taken as it is found: the environment of $(PYTHON), which must hold torch, the groups
+# test and cuda of pyproject.toml and nvcc on the path. Nothing is installed into it, and nothing is downloaded.
+# Both run in the build folder, where the source folder torchops/ does not hide the package.
+GPU_PATH = PYTHONPATH="$(abspath $(GPU_BUILD))/site:$(CURDIR):$$PYTHONPATH"
+GPU_PYTEST = $(GPU_PATH) $(PYTHON) -m pytest $(CURDIR)/test -k cuda
+# More options for `python -m benchmarks.gpu`, such as BENCH_FLAGS="--case softmax".
+BENCH_FLAGS ?=
+# Tests in several processes, if there is pytest-xdist.
+GPU_JOBS ?= $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8 --dist loadgroup")
+
+gpu-build:
+	@mkdir -p $(GPU_BUILD)
+	@rm -rf $(GPU_BUILD)/site
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --target $(GPU_BUILD)/site . \
+	  -C build-dir=$(GPU_BUILD)/cmake \
+	  -C cmake.define.TORCHOPS_CUDA=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_WERROR=OFF
+
+# The names of tests that run on the device hold "cuda".
+test-gpu: gpu-build
+	@failed=; cd $(GPU_BUILD); \
+	$(GPU_PYTEST) $(GPU_JOBS) -m "not serial" $(PYTEST_FLAGS) | tee pytest.log || failed=yes; \
+	{ $(GPU_PYTEST) -m serial $(PYTEST_FLAGS) | tee pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
+	ctest --test-dir cmake --output-on-failure | tee ctest.log || failed=yes; \
+	echo; \
+	echo "pytest:         $$(tail -n 1 pytest.log)"; \
+	echo "pytest, serial: $$(tail -n 1 pytest-serial.log)"; \
+	echo "ctest:          $$(grep 'tests passed' ctest.log || echo 'did not run')"; \
+	[ -z "$$failed" ]
+
+bench-gpu: gpu-build
+	cd $(GPU_BUILD); $(GPU_PATH) $(PYTHON) -m benchmarks.gpu $(BENCH_FLAGS)
+
+CXX_FILES = $(shell find src test/cpp -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 PY_DIRS := torchops test examples benchmarks
 
 lint: $(VENV)/.group-lint $(VENV)/.group-test $(VENV)/.group-demo

@@ -1,0 +1,235 @@
+#include <ATen/Dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_layer_norm_backward_cuda_dispatch.h>
+#include <ATen/ops/ones.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "cuda/launch_rows.cuh"
+#include "cuda/overwrite_rows.h"
+#include "ops/common.h"
+#include "ops/layer_norm.h"
+
+namespace torchops::cuda {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// N neighbouring elements of a parameter that all rows read, from wherever they begin; `otherwise` without parameter.
+template <class T, int N>
+__device__ inline void read_parameter(const T* parameter, int64_t column, Accumulate<T> otherwise,
+                                      Accumulate<T> (&out)[N]) {
+  if (parameter == nullptr) {
+    for (auto& value : out) value = otherwise;
+    return;
+  }
+  const T* const from = parameter + column;
+  if constexpr (N > 1) {
+    if (reinterpret_cast<uintptr_t>(from) % kVectorBytes == 0) {
+      const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
+      unpack(*reinterpret_cast<const Packed<T, N>*>(&bits), out);
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(from[i]);
+}
+
+// How many elements, their mean, and the sum of their squared distances from it.
+template <class A>
+struct Spread {
+  A count, mean, squares;
+};
+
+// Chan, Golub and LeVeque 1983.
+template <class A>
+struct Together {
+  __device__ Spread<A> operator()(const Spread<A>& a, const Spread<A>& b) const {
+    const A count = a.count + b.count, part = b.count / count, difference = b.mean - a.mean;
+    return {count, a.mean + difference * part, a.squares + b.squares + difference * difference * a.count * part};
+  }
+};
+
+// The variance is the mean of the squared distances from the mean, not of the squares: no digits cancel.
+template <class T>
+struct LayerNorm {
+  using A = Accumulate<T>;
+  // Shared memory for x would be taken from L1, and weight and bias of long rows would come from L2 for each row.
+  static constexpr int kStaged = 0;
+
+  const T *weight, *bias;  // or null
+  A* mean;                 // null, or one number a row with this stride, as rstd
+  A* rstd;
+  int64_t moment_stride, rows;
+  A columns, eps;
+
+  template <class Row, class Group>
+  __device__ void operator()(const Row& row, Group& group) const {
+    A sum = 0, count = 0;
+    row.for_each([&](A x, int) {
+      sum += x;
+      if (!Group::kOneBlock) ++count;
+    });
+    count = Group::kOneBlock ? columns : group.template reduce<0>(count, Sum());
+    Spread<A> total{count, group.template reduce<1>(sum, Sum()) / count, 0};
+    // What rounding has left out of the mean: the distances from it do not add up to 0.
+    A rest = 0;
+    row.for_each([&](A x, int) {
+      const A distance = x - total.mean;
+      rest += distance;
+      total.squares += distance * distance;
+    });
+    rest = group.template reduce<2>(rest, Sum()) / count;
+    total.squares = group.template reduce<3>(total.squares, Sum()) - rest * rest * count;
+    if (total.squares < 0) total.squares = 0;
+    if (!Group::kOneBlock) {
+      total.mean += rest;
+      rest = 0;
+      total = group.merge(total, Together<A>());
+    }
+    const A center = total.mean, scale = rsqrt(total.squares / columns + eps);
+    row.write([&](auto& values, int64_t column) {
+      constexpr int kSize = sizeof(values) / sizeof(A);
+      A w[kSize], b[kSize];
+      read_parameter(weight, column, A{1}, w);
+      read_parameter(bias, column, A{0}, b);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = (values[i] - center - rest) * scale * w[i] + b[i];
+    });
+    if (mean != nullptr && group.rank == 0 && group.row < rows) {
+      mean[group.row * moment_stride] = center + rest;
+      rstd[group.row * moment_stride] = scale;
+    }
+  }
+};
+
+struct Affine {
+  Tensor weight, bias;  // contiguous, or undefined
+
+  // What is overwritten meanwhile is read first.
+  Affine(const Tensor& x, const OptionalTensor& w, const OptionalTensor& b, bool in_place) {
+    const auto prepare = [&](const OptionalTensor& parameter) {
+      if (!parameter) return Tensor();
+      return in_place && detail::may_alias(x, *parameter) ? parameter->clone(at::MemoryFormat::Contiguous)
+                                                          : parameter->contiguous();
+    };
+    weight = prepare(w);
+    bias = prepare(b);
+  }
+};
+
+// x and y are (rows, columns) with unit column stride; mean and rstd have one number for each row, or are undefined.
+void layer_norm_rows(const Tensor& x, const Tensor& y, const Affine& affine, double eps, const Tensor& mean,
+                     const Tensor& rstd) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
+    using A = Accumulate<scalar_t>;
+    const auto read = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<scalar_t>() : nullptr; };
+    const auto written = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr<A>() : nullptr; };
+    launch_rows(Rows<scalar_t>{x.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), x.size(0), x.size(1),
+                               x.stride(0), y.stride(0)},
+                LayerNorm<scalar_t>{read(affine.weight), read(affine.bias), written(mean), written(rstd),
+                                    mean.defined() ? mean.stride(0) : 0, x.size(0), static_cast<A>(x.size(1)),
+                                    static_cast<A>(eps)});
+  });
+}
+
+struct Moments {
+  Tensor mean, rstd;
+
+  Moments(const Tensor& x, at::IntArrayRef normalized_shape) {
+    at::DimVector sizes(x.sizes());
+    std::fill(sizes.end() - static_cast<int64_t>(normalized_shape.size()), sizes.end(), 1);
+    mean = at::empty(sizes, x.options().dtype(detail::moments_dtype(x.scalar_type())));
+    rstd = at::empty_like(mean);
+    // Of no elements, mean and variance are 0 / 0.
+    if (x.numel() == 0) {
+      mean.fill_(std::numeric_limits<double>::quiet_NaN());
+      rstd.fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+  }
+};
+
+Tensor forward(const Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+               const OptionalTensor& bias, double eps, const Tensor& mean, const Tensor& rstd) {
+  Tensor y = at::empty(x.sizes(), x.options());
+  if (y.numel() == 0) return y;
+  const auto dims = static_cast<int64_t>(normalized_shape.size());
+  const Tensor rows = y.view({-1, c10::multiply_integers(normalized_shape)});
+  const auto in = as_unit_rows(x, dims);
+  if (!in) y.copy_(x);
+  const auto flat = [](const Tensor& moment) { return moment.defined() ? moment.view({-1}) : moment; };
+  layer_norm_rows(in.value_or(rows), rows, Affine(x, weight, bias, false), eps, flat(mean), flat(rstd));
+  return y;
+}
+
+void overwrite(const Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+               const OptionalTensor& bias, double eps, cpu::Operands operands) {
+  if (x.numel() == 0) return;
+  const Affine affine(x, weight, bias, true);
+  overwrite_rows(operands, static_cast<int64_t>(normalized_shape.size()), [&](const cpu::Operands& rows) {
+    const bool moments = rows.size() > 1;
+    layer_norm_rows(rows[0], rows[0], affine, eps, moments ? rows[1] : Tensor(), moments ? rows[2] : Tensor());
+  });
+}
+
+Tensor layer_norm_cuda(const Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double eps) {
+  check_layer_norm(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
+  const c10::cuda::CUDAGuard on_device(x.device());
+  return forward(x, normalized_shape, weight, bias, eps, Tensor(), Tensor());
+}
+
+void layer_norm_cuda_(Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+                      const OptionalTensor& bias, double eps) {
+  check_layer_norm_(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
+  const c10::cuda::CUDAGuard on_device(x.device());
+  overwrite(x, normalized_shape, weight, bias, eps, {x});
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_cuda(const Tensor& x, at::IntArrayRef normalized_shape,
+                                                                const OptionalTensor& weight,
+                                                                const OptionalTensor& bias, double eps) {
+  check_layer_norm(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
+  const c10::cuda::CUDAGuard on_device(x.device());
+  const Moments moments(x, normalized_shape);
+  return {forward(x, normalized_shape, weight, bias, eps, moments.mean, moments.rstd), moments.mean, moments.rstd};
+}
+
+std::tuple<Tensor, Tensor> layer_norm_with_moments_cuda_(Tensor& x, at::IntArrayRef normalized_shape,
+                                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                                         double eps) {
+  check_layer_norm_(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
+  const c10::cuda::CUDAGuard on_device(x.device());
+  const Moments moments(x, normalized_shape);
+  overwrite(x, normalized_shape, weight, bias, eps, {x, moments.mean, moments.rstd});
+  return {moments.mean, moments.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, const Tensor& x,
+                                                            at::IntArrayRef normalized_shape, const Tensor& mean,
+                                                            const Tensor& rstd, const OptionalTensor& weight,
+                                                            std::array<bool, 3> mask) {
+  const c10::cuda::CUDAGuard on_device(x.device());
+  // ATen takes shape and dtype of the parameters' gradients from the parameters.
+  OptionalTensor w = weight;
+  if (!w && (mask[1] || mask[2])) w = at::ones(normalized_shape, x.options());
+  const auto [dx, dweight, dbias] = at::cuda::native_layer_norm_backward(
+      grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(), rstd.contiguous(), w, /*bias=*/w, mask);
+  const auto wanted = [&](bool mask, const Tensor& t) { return mask ? t : at::empty({0}, x.options()); };
+  return {wanted(mask[0], dx), wanted(mask[1], dweight), wanted(mask[2], dbias)};
+}
+
+TORCH_LIBRARY_IMPL(myops, CUDA, m) {
+  m.impl("layer_norm", layer_norm_cuda);
+  m.impl("layer_norm_", layer_norm_cuda_);
+  m.impl("_layer_norm", layer_norm_with_moments_cuda);
+  m.impl("_layer_norm_", layer_norm_with_moments_cuda_);
+  m.impl("_layer_norm_backward", layer_norm_backward_cuda);
+}
+
+}  // namespace
+}  // namespace torchops::cuda

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/TensorUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+
+#include <optional>
+
+#include "cpu/panels.h"
+
+// Layouts of rows, for the host side of the row kernels.
+namespace torchops::cuda {
+
+/// Scratch for rows whose elements do not lie side by side; or one row, if that is more.
+constexpr int64_t kMaxScratchBytes = int64_t{32} << 20;
+
+/// x (..., *trailing), not empty, as a view (rows, columns) of unit column stride; nothing where its strides forbid
+/// that.
+inline std::optional<at::Tensor> as_unit_rows(const at::Tensor& x, int64_t trailing_dims) {
+  const int64_t columns = c10::multiply_integers(x.sizes().slice(x.dim() - trailing_dims));
+  const at::DimVector shape{x.numel() / columns, columns};
+  const auto strides = at::detail::computeStride(x.sizes(), x.strides(), shape);
+  if (!strides || (columns > 1 && (*strides)[1] != 1)) return std::nullopt;
+  return x.view(shape);
+}
+
+/// Splits the operands (..., *trailing) into views of many rows and calls f on each, with the first operand, which f
+/// overwrites, as (rows, columns) of unit column stride: itself where its layout allows that, else a copy of a few
+/// rows.
+inline void overwrite_rows(const cpu::Operands& operands, int64_t trailing_dims,
+                           c10::function_ref<void(const cpu::Operands&)> f) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  cpu::for_each_matrix(operands, trailing_dims, [&](const cpu::Operands& matrices) {
+    cpu::Operands part = matrices;
+    if (const auto x = as_unit_rows(matrices[0], trailing_dims)) {
+      part[0] = *x;
+      return f(part);
+    }
+    const int64_t rows = matrices[0].size(0), row_bytes = static_cast<int64_t>(matrices[0].nbytes()) / rows;
+    const int64_t step = std::max(kMaxScratchBytes / row_bytes, int64_t{1});
+    for (int64_t begin = 0; begin < rows; begin += step) {
+      for (size_t i = 0; i < part.size(); ++i) part[i] = matrices[i].narrow(0, begin, std::min(step, rows - begin));
+      const at::Tensor target = part[0], scratch = target.contiguous();
+      part[0] = scratch.flatten(1);
+      f(part);
+      target.copy_(scratch);
+    }
+  });
+}
+
+}  // namespace torchops::cuda
