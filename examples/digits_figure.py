@@ -63,7 +63,7 @@ def draw(
     loss_axes.set_title("training loss (mean of an epoch)")
     loss_axes.legend(frameon=False, handlelength=3)
     apart = max(abs(a - b) for curve in curves for a, b in zip(curve.losses, curves[-1].losses, strict=True))
-    loss_axes.text(0.04, 0.05, f"at most {apart:.0e} apart", transform=loss_axes.transAxes, color="#555555")
+    loss_axes.text(0.04, 0.05, f"at most {apart:.1g} apart", transform=loss_axes.transAxes, color="#555555")
 
     _plot_curves(accuracy_axes, curves, "accuracies")
     accuracy_axes.axhline(min_accuracy, color="#777777", linewidth=1, linestyle=":")

@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class ErrorInput:
-    """Arguments that must be refused with `text`, in which {device} and {elsewhere} stand for device types."""
+    """Arguments that must be refused with `text`, in which {device} and {elsewhere} stand for devices."""
 
     name: str
     build: Callable[[Make], Arguments]
@@ -60,7 +60,9 @@ class ErrorInput:
         return self.build(Make(dtype, device, requires_grad))
 
     def message(self, device: str, op: str) -> str:
-        return f"{op}: " + self.text.format(device=device, elsewhere="cpu" if device == "meta" else "meta")
+        return f"{op}: " + self.text.format(
+            device=torch.empty(0, device=device).device, elsewhere="cpu" if device == "meta" else "meta"
+        )
 
 
 def arguments(*args: Any, **kwargs: Any) -> Arguments:

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchops
+from torchops import _build_info
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available() or not _build_info.cuda_version:
+    pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # In 16-byte vectors: the longest rows of each kernel, up to clusters of 16 blocks.

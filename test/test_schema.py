@@ -29,6 +29,7 @@ class TestSnapshot(expecttest.TestCase):
             "\n".join(map(str, operators())),
             """\
 myops::_dense_backward(Tensor grad, Tensor y) -> (Tensor, Tensor)
+myops::_dense_path(str path) -> str
 myops::_keep(Tensor x) -> Tensor
 myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
@@ -56,6 +57,7 @@ myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()""
             """\
                              CPU  Meta  Autograd  ADInplaceOrView  FuncTorchBatched  CompositeExplicitAutograd
 myops::_dense_backward       x    x     x         .                x                 .
+myops::_dense_path           .    .     .         .                .                 .
 myops::_keep                 .    x     x         .                x                 x
 myops::_layer_norm           x    x     .         .                .                 .
 myops::_layer_norm_          x    x     .         x                .                 .

@@ -5,7 +5,7 @@ from torchops import _library
 # The modules below look their operators up as they are imported.
 _library.load()
 
-from torchops import nn  # noqa: E402
+from torchops import cuda, nn  # noqa: E402
 from torchops.ops import (  # noqa: E402
     dense,
     layer_norm,
@@ -24,6 +24,7 @@ cmake_prefix_path = str(_library.prefix)
 
 __all__ = [
     "cmake_prefix_path",
+    "cuda",
     "dense",
     "layer_norm",
     "layer_norm_",

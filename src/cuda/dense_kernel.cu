@@ -10,8 +10,6 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <cstdlib>
 #include <limits>
 #include <optional>
 
@@ -28,32 +26,6 @@ using at::Tensor;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
-// Which implementation dense() uses: the fused one where it is the faster, wherever it can run, or never.
-enum class Path { kAuto, kFused, kCublas };
-constexpr const char* kPathNames[] = {"auto", "fused", "cublas"};
-
-Path parse_path(const char* source, const std::string& name) {
-  for (const Path path : {Path::kAuto, Path::kFused, Path::kCublas}) {
-    if (name == kPathNames[static_cast<int>(path)]) return path;
-  }
-  TORCH_CHECK(false, source, ": expected auto, fused or cublas, got ", name);
-}
-
-std::atomic<Path>& current_path() {
-  static std::atomic<Path> path = [] {
-    const char* const name = std::getenv("TORCHOPS_DENSE_PATH");
-    return name == nullptr || *name == '\0' ? Path::kAuto : parse_path("TORCHOPS_DENSE_PATH", name);
-  }();
-  return path;
-}
-
-// Sets the path, unless `name` is empty, and returns the former one.
-std::string dense_path(const std::string& name) {
-  std::atomic<Path>& path = current_path();
-  const Path former = name.empty() ? path.load() : path.exchange(parse_path("_dense_path", name));
-  return kPathNames[static_cast<int>(former)];
-}
 
 #ifdef TORCHOPS_WITH_SM90A
 using gemm::DenseProblem;
@@ -110,8 +82,8 @@ cudaError_t run_fused(const DenseProblem& problem, DenseTiling tiling, int sm_co
 
 // False, with nothing done, where the fused kernel cannot run or is not wanted. All tensors are matrices.
 bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  const Path path = current_path().load(std::memory_order_relaxed);
-  if (path == Path::kCublas || x.size(1) == 0) return false;
+  const detail::DensePath path = detail::dense_path();
+  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   if (device.major != 9 || device.minor != 0) return false;
   const std::optional<DenseType> type = fused_type(x.scalar_type());
@@ -125,7 +97,7 @@ bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optiona
                              static_cast<int>(y.size(0)),
                              static_cast<int>(y.size(1)),
                              static_cast<int>(x.size(1))};
-  if (path == Path::kAuto && prefers_cublas(problem, device.multiProcessorCount)) return false;
+  if (path == detail::DensePath::kAuto && prefers_cublas(problem, device.multiProcessorCount)) return false;
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   const auto run = *type == DenseType::kBFloat16  ? run_fused<DenseType::kBFloat16>
                    : *type == DenseType::kFloat16 ? run_fused<DenseType::kFloat16>
@@ -242,8 +214,6 @@ std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor&
   });
   return {dz, db};
 }
-
-TORCH_LIBRARY_FRAGMENT(myops, m) { m.def("_dense_path(str path=\"\") -> str", dense_path); }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   m.impl("dense", dense_cuda);

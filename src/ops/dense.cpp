@@ -4,6 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <atomic>
+#include <cstdlib>
+#include <string>
+
 #include "ops/common.h"
 
 namespace torchops {
@@ -41,6 +45,27 @@ void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
 
 namespace {
 
+constexpr const char* kPathNames[] = {"auto", "fused", "cublas"};
+
+detail::DensePath parse_path(const char* source, const std::string& name) {
+  for (const auto path : {detail::DensePath::kAuto, detail::DensePath::kFused, detail::DensePath::kCublas}) {
+    if (name == kPathNames[static_cast<int>(path)]) return path;
+  }
+  TORCH_CHECK(false, source, ": expected auto, fused or cublas, got ", name);
+}
+
+std::atomic<detail::DensePath>& current_path() {
+  static std::atomic<detail::DensePath> path = [] {
+    const char* const name = std::getenv("TORCHOPS_DENSE_PATH");
+    return name == nullptr || *name == '\0' ? detail::DensePath::kAuto : parse_path("TORCHOPS_DENSE_PATH", name);
+  }();
+  return path;
+}
+
+std::string set_path(const std::string& name) {
+  return kPathNames[static_cast<int>(current_path().exchange(parse_path("_dense_path", name)))];
+}
+
 Tensor dense_meta(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   c10::SymDimVector sizes(x.sym_sizes());
@@ -59,10 +84,19 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   m.def("_dense_backward(Tensor grad, Tensor y) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
 }
 
+// Sets the path and returns the former one.
+TORCH_LIBRARY_FRAGMENT(myops, m) {
+  m.def("_dense_path(str path) -> str", {at::Tag::pt2_compliant_tag});
+  m.impl("_dense_path", set_path);
+}
+
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("dense", dense_meta);
   m.impl("_dense_backward", dense_backward_meta);
 }
 
 }  // namespace
+
+detail::DensePath detail::dense_path() { return current_path().load(std::memory_order_relaxed); }
+
 }  // namespace torchops

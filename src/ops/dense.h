@@ -21,6 +21,12 @@ TORCHOPS_API void check_dense(const at::Tensor& x, const at::Tensor& w, const st
 
 namespace detail {
 
+/// Which kernel dense() takes on CUDA: the fused one where it is the faster, wherever it can run, or never.
+enum class DensePath { kAuto, kFused, kCublas };
+
+/// The path in force: that of TORCHOPS_DENSE_PATH (auto, fused or cublas) until the operator _dense_path sets another.
+DensePath dense_path();
+
 /// Through the sigmoid of dense(): dz = grad * y * (1 - y), and its sum over the rows, the gradient of the bias.
 /// grad, y: (..., out) of one dtype. Returns (dz like y, db of shape (out,)).
 std::tuple<at::Tensor, at::Tensor> dense_backward(const at::Tensor& grad, const at::Tensor& y);

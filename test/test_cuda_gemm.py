@@ -1,0 +1,242 @@
+"""What only the GEMM kernels on CUDA can get wrong: paths, tile edges, strides, memory, kernels that wait for others.
+
+Values, gradients and transforms are tested by the generic suites; sizes here lie around the kernels' switch-overs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchops
+from torchops import _build_info
+
+if not torch.cuda.is_available() or not _build_info.cuda_version:
+    pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
+
+DEVICE = "cuda"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+PATHS: list[Any] = ["auto", "fused", "cublas"]
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype) * scale
+
+
+def poison(*shape: int, dtype: torch.dtype) -> None:
+    """Leaves NaN in the memory that the next tensor of this shape gets."""
+    torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def assert_accurate(got: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """At most 1.1 times the error of eager, and the last digit of a result of few elements."""
+    few = 0.5 if exact.numel() < 1000 else 0.0
+    assert error(got, exact) <= 1.1 * error(eager, exact) + few * torch.finfo(got.dtype).eps
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1),
+        (5, 3, 7),
+        (3, 264, 384),
+        (130, 520, 72),
+        (1000, 100, 100),
+        (513, 1032, 264),
+        (2049, 128, 128),
+        (300, 8, 16),
+        (64, 8192, 64),
+        (257, 250, 64),
+        (4096, 1024, 1024),
+        (70000, 128, 32),
+    ],
+    ids=str,
+)
+def test_dense(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -> None:
+    rows, out_features, in_features = shape
+    x, w = (
+        random(rows, in_features, dtype=dtype),
+        random(out_features, in_features, dtype=dtype, scale=in_features**-0.5),
+    )
+    for b in (random(out_features, dtype=dtype), None):
+        exact = torch.sigmoid(F.linear(x.double(), w.double(), None if b is None else b.double()))
+        eager = torch.sigmoid(F.linear(x, w, b))
+        poison(rows, out_features, dtype=dtype)
+        with torchops.cuda.dense_path(path):
+            y = torchops.dense(x, w, b)
+            assert torch.equal(y, torchops.dense(x, w, b))
+        assert y.is_contiguous()
+        assert_accurate(y, eager, exact)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dense_in_tf32(path: Any) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    x, w = random(1000, 264, dtype=torch.float32), random(520, 264, dtype=torch.float32, scale=0.06)
+    b = random(520, dtype=torch.float32)
+    with torchops.cuda.dense_path(path):
+        y = torchops.dense(x, w, b)
+    assert_accurate(y, torch.sigmoid(F.linear(x, w, b)), torch.sigmoid(F.linear(x.double(), w.double(), b.double())))
+
+
+def test_unknown_path_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="_dense_path: expected auto, fused or cublas, got triton"):
+        torch.ops.myops._dense_path("triton")
+
+
+DENSE_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sliced": lambda t: t[:, :256],
+    "offset_1": lambda t: t[:, 1:257],
+    "offset_8": lambda t: t[:, 8:264],
+    "row_step": lambda t: t[::2, 100:356],
+    "column_step": lambda t: t[:, ::2],
+    "expanded": lambda t: t[:1, :256].expand(300, 256),
+    "odd_columns": lambda t: t[:, :250],
+    "vector": lambda t: t[0, :256],
+}
+
+
+@pytest.mark.parametrize("path", ["fused", "cublas"])
+@pytest.mark.parametrize("view", DENSE_VIEWS)
+def test_dense_of_views(view: str, path: Any) -> None:
+    x = DENSE_VIEWS[view](random(300, 512, dtype=torch.bfloat16))
+    w = random(128, 256, dtype=torch.bfloat16, scale=0.06)[:, : x.shape[-1]]
+    b = random(256, dtype=torch.bfloat16)[::2]
+    with torchops.cuda.dense_path(path):
+        y = torchops.dense(x, w, b)
+    assert_accurate(y, torch.sigmoid(F.linear(x, w, b)), torch.sigmoid(F.linear(x.double(), w.double(), b.double())))
+
+
+@pytest.mark.parametrize("path", ["fused", "cublas"])
+def test_dense_of_special_values(path: Any) -> None:
+    w = random(64, 64, dtype=torch.bfloat16)
+    w[5, 5] = float("nan")
+    with torchops.cuda.dense_path(path):
+        y = torchops.dense(random(100, 64, dtype=torch.bfloat16), w)
+        tail = torchops.dense(torch.full((1, 8), -8.0, device=DEVICE, dtype=w.dtype), torch.eye(8, device=DEVICE).to(w))
+    assert bool(y[:, 5].isnan().all())
+    assert int(y.isnan().sum()) == 100
+    expected = torch.sigmoid(torch.full_like(tail, -8.0).double())
+    torch.testing.assert_close(tail.double(), expected, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (7, 5), (4097, 264), (33, 100, 17), (2, 100000), (100003, 8), (257,)], ids=str
+)
+def test_dense_backward_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    grad, y = random(*shape, dtype=dtype), torch.rand(shape, device=DEVICE, dtype=dtype)
+    exact = grad.double() * y.double() * (1 - y.double())
+    poison(*shape, dtype=dtype)
+    dz, db = torch.ops.myops._dense_backward(grad, y)
+    again = torch.ops.myops._dense_backward(grad, y)
+    assert torch.equal(dz, again[0])
+    assert torch.equal(db, again[1])
+    assert error(dz, exact) <= 2 * torch.finfo(dtype).eps
+    total = exact.reshape(-1, shape[-1])
+    allowed = 4 * torch.finfo(dtype).eps * (total.abs().sum(0) + 1e-30)
+    assert bool(((db.double() - total.sum(0)).abs() <= allowed).all())
+
+
+SQUARES = [(3, 7), (1, 64), (1000, 128), (129, 136), (777, 256), (4097, 264), (3000, 512), (300, 1024), (1001, 2048)]
+LARGE_SQUARES = [(333, 6136), (333, 6144), (257, 8192), (200, 8448), (200, 8456), (130, 16384)]
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(d, s) for d in DTYPES for s in SQUARES] + [(torch.bfloat16, s) for s in LARGE_SQUARES],
+    ids=str,
+)
+def test_square_matmul_(dtype: torch.dtype, shape: tuple[int, int], transpose_b: bool) -> None:
+    rows, n = shape
+    a, b = random(rows, n, dtype=dtype), random(n, n, dtype=dtype, scale=n**-0.5)
+    factor = b.T if transpose_b else b
+    got, again = a.clone(), a.clone()
+    torchops.square_matmul_(got, b, transpose_b=transpose_b)
+    torchops.square_matmul_(again, b, transpose_b=transpose_b)
+    assert torch.equal(got, again)
+    assert_accurate(got, a @ factor, a.double() @ factor.double())
+
+
+@pytest.mark.parametrize("n", [64, 192, 256, 320, 512, 1024, 2048, 4096, 6144, 8192])
+def test_square_matmul_has_no_second_buffer(n: int) -> None:
+    a, b = random(1024, n, dtype=torch.bfloat16), random(n, n, dtype=torch.bfloat16, scale=n**-0.5)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torchops.square_matmul_(a, b)
+    assert torch.cuda.max_memory_allocated() - before < MIB
+
+
+@pytest.mark.parametrize("n", [512, 2048, 8192, 16384])
+def test_square_matmul_beside_itself_and_others(n: int) -> None:
+    """Three of them at different priorities while other kernels fill the GPU: none waits for ever, none goes wrong."""
+    b = random(n, n, dtype=torch.bfloat16, scale=n**-0.5)
+    sources = [random(max(256, (1 << 24) // n), n, dtype=b.dtype) for _ in range(3)]
+    expected = [torchops.square_matmul_(s.clone(), b) for s in sources]
+    streams, other = [torch.cuda.Stream(priority=p) for p in (0, -1, -3)], torch.cuda.Stream()
+    filling = torch.randn(1 << 26, device=DEVICE)
+    for _ in range(3):
+        got = [s.clone() for s in sources]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            for _ in range(4):
+                filling.sin_()
+        for stream, a in zip(streams, got, strict=True):
+            with torch.cuda.stream(stream):
+                torchops.square_matmul_(a, b)
+        torch.cuda.synchronize()
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
+def test_square_matmul_10000_times() -> None:
+    # An orthogonal matrix and its transpose in turn: an even number of products gives a back, up to rounding.
+    b = torch.linalg.qr(random(1024, 1024, dtype=torch.float32))[0].to(torch.bfloat16)
+    a = random(512, 1024, dtype=torch.bfloat16)
+    norm = a.float().norm()
+    for i in range(10_000):
+        torchops.square_matmul_(a, b, transpose_b=bool(i & 1))
+    assert bool(a.isfinite().all())
+    assert 0 < float(a.float().norm()) < 2 * float(norm)
+
+
+def test_graph_replay() -> None:
+    x, w, b = (
+        random(512, 256, dtype=torch.bfloat16),
+        random(128, 256, dtype=torch.bfloat16),
+        random(128, dtype=torch.bfloat16),
+    )
+    start, m = random(4096, 1024, dtype=torch.bfloat16), random(1024, 1024, dtype=torch.bfloat16, scale=0.03)
+    a = start.clone()
+    torchops.dense(x, w, b)
+    torchops.square_matmul_(a, m)
+    expected = a.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torchops.dense(x, w, b)
+        a.copy_(start)
+        torchops.square_matmul_(a, m)
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+    assert torch.equal(y, torchops.dense(x, w, b))
+    assert torch.equal(a, expected)
