@@ -209,14 +209,13 @@ def test_square_matmul_beside_itself_and_others(n: int) -> None:
 
 
 def test_square_matmul_10000_times() -> None:
-    # An orthogonal matrix and its transpose in turn: an even number of products gives a back, up to rounding.
-    b = torch.linalg.qr(random(1024, 1024, dtype=torch.float32))[0].to(torch.bfloat16)
-    a = random(512, 1024, dtype=torch.bfloat16)
-    norm = a.float().norm()
+    """A permutation moves elements without rounding, so 5000 times there and back leaves every bit as it was."""
+    permutation = torch.eye(1024, device=DEVICE, dtype=torch.bfloat16)[torch.randperm(1024, device=DEVICE)]
+    start = random(512, 1024, dtype=torch.bfloat16)
+    a = start.clone()
     for i in range(10_000):
-        torchops.square_matmul_(a, b, transpose_b=bool(i & 1))
-    assert bool(a.isfinite().all())
-    assert 0 < float(a.float().norm()) < 2 * float(norm)
+        torchops.square_matmul_(a, permutation, transpose_b=bool(i & 1))
+    assert torch.equal(a, start)
 
 
 def test_graph_replay() -> None:
