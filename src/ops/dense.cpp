@@ -82,10 +82,7 @@ std::tuple<Tensor, Tensor> dense_backward_meta(const Tensor& grad, const Tensor&
 TORCH_LIBRARY_FRAGMENT(myops, m) {
   m.def("dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("_dense_backward(Tensor grad, Tensor y) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
-}
-
-// Sets the path and returns the former one.
-TORCH_LIBRARY_FRAGMENT(myops, m) {
+  // Sets the path and returns the former one.
   m.def("_dense_path(str path) -> str", {at::Tag::pt2_compliant_tag});
   m.impl("_dense_path", set_path);
 }
