@@ -9,8 +9,10 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 # CUDA kernels: AUTO (where torch and the CUDA compiler allow), ON or OFF.
 CUDA ?= AUTO
-# The CUDA build of torch that test-cuda-build compiles against. It needs nvcc of the same major version, but no GPU.
+# The CUDA build of torch that test-cuda-build compiles against. It needs no GPU.
 CUDA_TORCH_VERSION ?= 2.14.1
+# Where CUDA is demanded and there is no compiler for it, PyPI has one.
+NVCC_GROUP = $(if $(filter ON,$(CUDA)),$(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc >/dev/null || echo --group nvcc))
 # What test-cuda-build runs of the suite; tests that compile graphs take most of its time and no part of the CUDA build.
 CUDA_SUITE ?= test/test_reference.py test/test_errors.py test/test_autograd.py test/test_traps.py test/test_opcheck.py
 
@@ -66,7 +68,7 @@ $(VENV)/.built: $(SOURCES) $(TORCH) $(VENV)/.group-test
 	@echo "building"
 	@rm -rf $(TORCHINDUCTOR_CACHE_DIR)
 	@if [ $(CUDA) != OFF ] && $(RUN) -c "import sys, torch; sys.exit(not torch.version.cuda)"; then \
-	  $(PIP) install $(PIP_FLAGS) --group cuda "torch==$(TORCH_VERSION)"; \
+	  $(PIP) install $(PIP_FLAGS) --group cuda $(NVCC_GROUP) "torch==$(TORCH_VERSION)"; \
 	fi
 	@$(PIP) install --no-build-isolation --no-deps --editable . -C build-dir=$(BUILD) \
 	  -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=$(CUDA)

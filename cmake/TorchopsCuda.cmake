@@ -99,8 +99,19 @@ endif()
 
 _torchops_find_cutlass()
 _torchops_cuda_architectures(CMAKE_CUDA_ARCHITECTURES)
-# torch has loaded the one CUDA runtime of the process already.
-set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
+# torch has loaded the one CUDA runtime of the process already. PyPI's nvcc looks for libraries in lib64, while they are in
+# lib, and has no libcudart.so to link, only libcudart.so.<major>.
+get_filename_component(_pip_nvidia "${TORCHOPS_TORCH_DIR}/../nvidia" REALPATH)
+get_filename_component(_nvcc "${CMAKE_CUDA_COMPILER}" REALPATH)
+string(FIND "${_nvcc}" "${_pip_nvidia}/" _nvcc_in_pip)
+if(_nvcc_in_pip EQUAL 0)
+  set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+  get_filename_component(_pip_cuda "${_nvcc}/../../lib" ABSOLUTE)
+  string(APPEND CMAKE_CUDA_FLAGS " -L${_pip_cuda}")
+  file(GLOB _cudart "${_pip_cuda}/libcudart.so.*")
+else()
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
+endif()
 enable_language(CUDA)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
   # CMake before 3.26 does not know that nvcc has C++20.
@@ -119,4 +130,4 @@ target_include_directories(torchops_cuda SYSTEM INTERFACE "${TORCHOPS_CUTLASS_DI
 target_compile_options(torchops_cuda INTERFACE
   $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TORCHOPS_WERROR}>>:-Werror=all-warnings;-Xcompiler=-Werror>)
-target_link_libraries(torchops_cuda INTERFACE torchops::libtorch_cuda)
+target_link_libraries(torchops_cuda INTERFACE torchops::libtorch_cuda ${_cudart})
