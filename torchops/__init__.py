@@ -1,5 +1,7 @@
 """Fused, in-place operators for PyTorch. Importing this package makes them known as ``torch.ops.myops.*``."""
 
+import sys
+
 from torchops import _library
 
 # The modules below look their operators up as they are imported.
@@ -7,6 +9,9 @@ _library.load()
 
 from torchops import cuda, nn, ops  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403
+
+if "torch.distributed.tensor" in sys.modules:
+    from torchops import distributed as distributed
 
 __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)

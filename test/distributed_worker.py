@@ -1,0 +1,295 @@
+"""One of two processes that compute together, with gloo on the CPU or NCCL on two GPUs.
+
+    python distributed_worker.py RANK DEVICE RENDEZVOUS_FILE RESULT_FILE
+
+It runs the checks below one after the other, each against the same computation in this one process, and writes what
+came of them to RESULT_FILE. test_distributed_values.py starts it, so that torch is imported twice and not twice per
+check.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from samples import Make
+from sharding import CASES, REFUSED, Communication, ShardingCase, distribute
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import torchops
+import torchops.distributed
+
+# All in float64, so nothing but the order of additions differs.
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def full(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def assert_same(got: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(full(got.detach()), expected.detach(), **CLOSE)
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def check_values(sharding: ShardingCase, mesh: DeviceMesh) -> None:
+    arguments = sharding.build(Make(torch.float64, mesh.device_type))
+    args, kwargs = sharding.sharded(mesh, arguments)
+    expected = sharding.case.reference(*arguments[0], **arguments[1])
+    with torch.no_grad():
+        if sharding.line.endswith(REFUSED):
+            try:
+                sharding.case.wrapper(*args, **kwargs)
+            except RuntimeError:
+                assert_same(args[0], arguments[0][0])
+                return
+            raise AssertionError("not refused")
+        out = sharding.case.wrapper(*args, **kwargs)
+    assert out.placements == (sharding.output,)
+    assert_same(out, expected)
+    if sharding.case.mutates is not None:
+        assert out is args[0]
+
+
+def check_gradients(sharding: ShardingCase, mesh: DeviceMesh) -> None:
+    arguments = sharding.build(Make(torch.float64, mesh.device_type, requires_grad=True))
+    args, kwargs = sharding.sharded(mesh, arguments)
+    leaves = [t for t in args if isinstance(t, Tensor)]
+    expected_leaves = [t for t in arguments[0] if isinstance(t, Tensor)]
+    expected = sharding.case.reference(*arguments[0], **arguments[1])
+    if sharding.case.mutates is not None:
+        args[0] = args[0] * 1
+    out = sharding.case.wrapper(*args, **kwargs)
+    assert_same(out, expected)
+    cotangent = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
+    cotangent = cotangent.to(expected.device)
+    where = Replicate() if isinstance(out.placements[0], Partial) else out.placements[0]
+    grads = torch.autograd.grad(out, leaves, distribute(cotangent, mesh, where))
+    expected_grads = torch.autograd.grad(expected, expected_leaves, cotangent)
+    for grad, exact in zip(grads, expected_grads, strict=True):
+        assert_same(grad, exact)
+
+
+def check_half(mesh: DeviceMesh) -> None:
+    """Sizes that take the fused kernel on a GPU, in the dtype that it is for."""
+    make = Make(torch.float64, mesh.device_type)
+    x, w, b = make(256, 128), make(192, 128, scale=0.1), make(192)
+    expected = torch.sigmoid(x @ w.T + b)
+    for where in ((Replicate(), Shard(0), Shard(0)), (Shard(1), Shard(1), Replicate()), (Shard(0), *[Replicate()] * 2)):
+        sharded = [distribute(t.bfloat16(), mesh, p) for t, p in zip((x, w, b), where, strict=True)]
+        got = torchops.dense(*sharded).full_tensor()
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-2)
+
+
+# --- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torchops.layer_norm(x, self.weight.shape, self.weight, self.bias)
+
+
+class Gates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = Norm(6), torchops.nn.Dense(6, 10), torchops.nn.Dense(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)))
+
+
+PLANS: dict[str, tuple[dict[str, ParallelStyle], str]] = {
+    # The plan, and what its forward communicates.
+    "stock": ({"up": ColwiseParallel(), "down": RowwiseParallel()}, "all_reduce"),
+    "no_local_tensors": (
+        {
+            "up": ColwiseParallel(use_local_output=False),
+            "down": RowwiseParallel(use_local_output=False),
+        },
+        "all_reduce",
+    ),
+    "column_to_replicated": ({"up": ColwiseParallel(output_layouts=Replicate())}, "all_gather"),
+    "row_from_replicated": ({"down": RowwiseParallel(input_layouts=Replicate())}, "all_reduce"),
+}
+
+
+def check_plan(name: str, mesh: DeviceMesh) -> None:
+    plan, communication = PLANS[name]
+    torch.manual_seed(0)
+    single = Gates().to(mesh.device_type, torch.float64)
+    parallel = Gates().to(mesh.device_type, torch.float64)
+    parallel.load_state_dict(single.state_dict())
+    parallelize_module(parallel, mesh, plan)
+    x = Make(torch.float64, mesh.device_type, requires_grad=True)(3, 4, 6)
+    with Communication() as moved:
+        y = parallel(x)
+    assert str(moved) == communication, str(moved)
+    expected = single(x)
+    assert_same(y, expected)
+    assert_gradients_agree(parallel, single, y, expected)
+
+
+def assert_gradients_agree(parallel: nn.Module, single: nn.Module, y: Any, expected: Tensor) -> None:
+    full(y).square().sum().backward()
+    expected.square().sum().backward()
+    for (name, p), (_, q) in zip(parallel.named_parameters(), single.named_parameters(), strict=True):
+        assert p.grad is not None, name
+        assert q.grad is not None, name
+        assert_same(p.grad, q.grad)
+
+
+def check_sequence_parallel(mesh: DeviceMesh) -> None:
+    """Norm on a sharded sequence, gathered for the column-parallel layer, scattered after the row-parallel one."""
+    torch.manual_seed(0)
+    single = Gates().to(mesh.device_type, torch.float64)
+    parallel = Gates().to(mesh.device_type, torch.float64)
+    parallel.load_state_dict(single.state_dict())
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(parallel, mesh, plan)
+    x = Make(torch.float64, mesh.device_type)(3, 4, 6)
+    y = parallel(distribute(x, mesh, Shard(1)))
+    assert y.placements == (Shard(1),)
+    expected = single(x)
+    assert_same(y, expected)
+    assert_gradients_agree(parallel, single, y, expected)
+
+
+# --- data parallelism ------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Every in-place operator on intermediates, beside Dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate = nn.Linear(7, 12), torchops.nn.Dense(7, 12)
+        self.square = nn.Parameter(torch.randn(12, 12) / 4)
+        self.weight, self.bias = nn.Parameter(torch.ones(12)), nn.Parameter(torch.zeros(12))
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.value(x) * self.gate(x)
+        h = torchops.square_matmul_(h, self.square)
+        h = torchops.layer_norm_(h, (12,), self.weight, self.bias)
+        h = torchops.softmax_(h @ h.mT) @ h
+        return self.out(h * torchops.sigmoid_(h + 1))
+
+
+def losses(model: nn.Module, x: Tensor, target: Tensor, steps: int = 6) -> list[float]:
+    """Of training on this rank's samples; the mean over ranks is that over all samples."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    out = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return out
+
+
+def check_training(wrap: Callable[[nn.Module], nn.Module], mesh: DeviceMesh) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Model(), nn.Tanh(), nn.Linear(3, 7), Model()).to(mesh.device_type, torch.float64)
+
+    make = Make(torch.float64, mesh.device_type)
+    x, target = make(8, 5, 7), 2 + make(8, 5, 3, scale=0.1)
+    single = build()
+    expected = losses(single, x, target)
+    mine = slice(4 * mesh.get_local_rank(), 4 * mesh.get_local_rank() + 4)
+    model = wrap(build())
+    mean = torch.tensor(losses(model, x[mine], target[mine]), dtype=torch.float64, device=x.device) / 2
+    dist.all_reduce(mean)
+    torch.testing.assert_close(mean.tolist(), expected, **CLOSE)
+    assert expected[-1] < 0.8 * expected[0], "nothing was learnt, so the comparison says little"
+    # AdamW divides by the root of tiny squares, which multiplies rounding.
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(full(p.detach()), q.detach(), rtol=1e-9, atol=1e-9)
+
+
+def check_ddp(mesh: DeviceMesh) -> None:
+    check_training(DistributedDataParallel, mesh)
+
+
+def check_fully_shard(mesh: DeviceMesh) -> None:
+    def wrap(model: nn.Module) -> nn.Module:
+        for block in model.children():
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    check_training(wrap, mesh)
+
+
+def checks() -> dict[str, Callable[[DeviceMesh], None]]:
+    table: dict[str, Callable[[DeviceMesh], None]] = {}
+    for case in CASES:
+        table[f"values {case.name}"] = lambda mesh, case=case: check_values(case, mesh)  # type: ignore[misc]
+        if not case.refused:
+            table[f"gradients {case.name}"] = lambda mesh, case=case: check_gradients(case, mesh)  # type: ignore[misc]
+    for plan in PLANS:
+        table[f"plan {plan}"] = lambda mesh, plan=plan: check_plan(plan, mesh)  # type: ignore[misc]
+    return {
+        **table,
+        "half": check_half,
+        "sequence parallel": check_sequence_parallel,
+        "DistributedDataParallel": check_ddp,
+        "fully_shard": check_fully_shard,
+    }
+
+
+def main(rank: int, device: str, rendezvous: str, result: str) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    mesh = init_device_mesh(device, (2,))
+    outcomes = dict.fromkeys(checks(), "not run, after a failure before it")
+    for name, check in checks().items():
+        try:
+            check(mesh)
+            outcomes[name] = ""
+        except Exception:
+            # The other rank may wait for this one now; it fails in its turn.
+            outcomes[name] = traceback.format_exc()
+            break
+    Path(result).write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

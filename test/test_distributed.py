@@ -1,0 +1,186 @@
+"""DTensor placements and communication of every operator, on a mesh that has no other ranks than this process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import tensors
+from op_db import OPS
+from samples import Make
+from sharding import CASES, Communication, ShardingCase, distribute, placement
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import torchops
+import torchops.distributed
+
+BY_NAME = [pytest.param(case, id=case.name) for case in CASES]
+MAKE = Make(torch.float64, "cpu", requires_grad=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> Iterator[None]:
+    """The process group "fake": collectives return at once, with values that mean nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def mesh(_ranks: None) -> DeviceMesh:
+    return DeviceMesh("cpu", [0, 1])
+
+
+@pytest.fixture(scope="module")
+def mesh_2d(_ranks: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2))
+
+
+@pytest.mark.parametrize("sharding", [p for p in BY_NAME if not p.values[0].refused])
+def test_placement_and_communication(sharding: ShardingCase, mesh: DeviceMesh) -> None:
+    args, kwargs = sharding.sharded(mesh, sharding.build(MAKE))
+    with torch.no_grad(), Communication() as moved:
+        out = sharding.case.wrapper(*args, **kwargs)
+    assert isinstance(out, DTensor)
+    assert out.placements == (sharding.output,)
+    assert str(moved) == sharding.communication[0]
+
+
+@pytest.mark.parametrize("sharding", [p for p in BY_NAME if p.values[0].refused])
+def test_refuses_to_move_what_it_overwrites(sharding: ShardingCase, mesh: DeviceMesh) -> None:
+    args, kwargs = sharding.sharded(mesh, sharding.build(MAKE))
+    before = args[0].to_local().clone()
+    expected = rf"{sharding.case.name}: expected [ax] replicated or sharded.*, got shape \(4, 5, 7\) with placements"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=expected):
+        sharding.case.wrapper(*args, **kwargs)
+    assert torch.equal(args[0].to_local(), before)
+
+
+@pytest.mark.parametrize("sharding", [p for p in BY_NAME if not p.values[0].refused])
+def test_gradients(sharding: ShardingCase, mesh: DeviceMesh) -> None:
+    full = sharding.build(MAKE)
+    args, kwargs = sharding.sharded(mesh, full)
+    leaves = tensors((args, kwargs))
+    if sharding.case.mutates is not None:
+        args[0] = args[0] * 1
+    out = sharding.case.wrapper(*args, **kwargs)
+    assert out.placements == (sharding.output,)
+    where = Replicate() if isinstance(sharding.output, Partial) else sharding.output
+    cotangent = distribute(torch.ones(out.shape, dtype=out.dtype), mesh, where)
+    with Communication() as moved:
+        grads = torch.autograd.grad(out, leaves, cotangent)
+    assert str(moved) == sharding.communication[1]
+    assert [g.shape for g in grads] == [t.shape for t in tensors(full)]
+
+
+def test_every_operator_has_cases() -> None:
+    assert {case.case.name for case in CASES} == {case.name for case in OPS}
+
+
+@pytest.mark.parametrize(
+    ("x_on", "w_on", "out_on"),
+    [
+        ("S0 R", "R S0", "S0 S2"),  # data parallel, columns of w
+        ("S0 S2", "R S1", "S0 R"),  # data parallel, rows of w
+        ("S0 S1", "R R", "S0 S1"),  # data and sequence parallel
+        ("S1 S2", "R S1", "S1 R"),
+        ("S2 S2", "S1 S1", "R R"),
+        ("R S2", "S0 S1", "S2 R"),
+    ],
+)
+def test_dense_on_two_dimensions(mesh_2d: DeviceMesh, x_on: str, w_on: str, out_on: str) -> None:
+    x, w = (
+        distribute_tensor(t, mesh_2d, [placement(text) for text in on.split()], src_data_rank=None).requires_grad_()
+        for t, on in ((torch.randn(4, 8, 8), x_on), (torch.randn(12, 8), w_on))
+    )
+    b = distribute_tensor(torch.randn(12), mesh_2d, [Replicate(), Replicate()], src_data_rank=None)
+    y = torchops.dense(x, w, b)
+    assert y.placements == tuple(placement(text) for text in out_on.split())
+    assert y.shape == (4, 8, 12)
+    dx, dw = torch.autograd.grad(y.sum(), [x, w])
+    assert (dx.shape, dw.shape) == (x.shape, w.shape)
+
+
+def test_layer_norm_decisions_depend_on_normalized_shape(mesh: DeviceMesh) -> None:
+    # DTensor remembers decisions; with and without the second dimension they differ, for the same tensors.
+    x = distribute(torch.randn(4, 6, 8), mesh, Shard(1))
+    for _ in range(2):
+        assert torchops.layer_norm(x, (8,)).placements == (Shard(1),)
+        assert torchops.layer_norm(x, (6, 8)).placements == (Replicate(),)
+
+
+@pytest.mark.parametrize("where", ["R", "S0", "S1"])
+def test_private_operators(mesh: DeviceMesh, where: str) -> None:
+    """Those that autograd does not reach with DTensors, or not in all their forms."""
+    on = (placement(where),)
+    rows = on if where != "R" else (Replicate(),)
+    summed = (Replicate(),) if where == "R" else (Partial(),)
+    x = distribute(torch.randn(4, 6, 8), mesh, on[0])
+    weight = distribute(torch.randn(8), mesh, Replicate())
+    assert torch.ops.myops._keep(x).placements == on
+    y, mean, rstd = torch.ops.myops._layer_norm(x, [8], weight, None, 1e-5)
+    assert (y.placements, mean.placements, rstd.placements) == (rows, rows, rows)
+    grads = torch.ops.myops._layer_norm_backward(x, x, [8], mean, rstd, weight, [True, True, True])
+    assert [g.placements for g in grads] == [rows, summed, summed]
+    expected = torch.ops.myops._layer_norm(x.to_local(), [8], weight.to_local(), None, 1e-5)
+    mean, rstd = torch.ops.myops._layer_norm_(x, [8], weight, None, 1e-5)
+    assert (mean.placements, rstd.placements) == (rows, rows)
+    assert mean.shape == (4, 6, 1)
+    for got, value in zip((x, mean, rstd), expected, strict=True):
+        assert torch.equal(got.to_local(), value)
+    dz, db = torch.ops.myops._dense_backward(x, x)
+    assert (dz.placements, db.placements) == (on, summed)
+
+
+def test_fewer_rows_than_ranks(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.randn(1, 8), mesh, [Shard(0)], src_data_rank=None)
+    assert torchops.softmax(x).placements == (Replicate(),)
+
+
+def test_mixed_with_plain_tensors(mesh: DeviceMesh) -> None:
+    x = distribute(torch.randn(4, 8), mesh, Shard(1))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torchops.dense(x, torch.randn(6, 8))
+
+
+def test_checks_see_global_shapes(mesh: DeviceMesh) -> None:
+    x, w = distribute(torch.randn(4, 8), mesh, Shard(1)), distribute(torch.randn(6, 4), mesh, Replicate())
+    with pytest.raises(RuntimeError, match=r"dense: expected w of shape \(out, in\) with in = 8 to match x, got"):
+        torchops.dense(x, w)
+
+
+@pytest.mark.parametrize(("x_on", "w_on", "out_on"), [("R", "S0", "S1"), ("S1", "S1", "R"), ("S0", "R", "S0")])
+def test_compiled(mesh: DeviceMesh, x_on: str, w_on: str, out_on: str) -> None:
+    def gate(x: DTensor, w: DTensor) -> DTensor:
+        y = torchops.dense(x, w)
+        return torchops.sigmoid_(y * 2)
+
+    x = distribute(torch.randn(4, 8, requires_grad=True), mesh, placement(x_on))
+    w = distribute(torch.randn(6, 8, requires_grad=True), mesh, placement(w_on))
+    y = torch.compile(gate, backend="aot_eager", fullgraph=True)(x, w)
+    assert y.placements == (placement(out_on),)
+    dx, dw = torch.autograd.grad(y.sum(), [x, w])
+    assert (dx.shape, dw.shape) == (x.shape, w.shape)
+
+
+REGISTERED = "('torchops.distributed' in sys.modules, 'torch.distributed.tensor' in sys.modules)"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("import torchops", "assert {} == (False, False)", "import torchops.distributed", "assert {} == (True, True)"),
+        ("import torch.distributed.tensor", "import torchops", "assert {} == (True, True)"),
+    ],
+    ids=["torchops_first", "torch_distributed_first"],
+)
+def test_registered_by(steps: tuple[str, ...]) -> None:
+    """In a fresh process: torchops alone does not load torch.distributed.tensor, but joins it if it is there."""
+    program = "\n".join(["import sys", *steps]).replace("{}", REGISTERED)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,267 @@
+"""Makes ``DTensor`` a valid argument of every operator, for tensor and sequence parallelism.
+
+Importing this module is all there is to it; it has nothing to call. ``import torchops`` imports it by itself if
+``torch.distributed.tensor`` has been imported before, and does not otherwise, since that would cost a program that has
+no use for it far more time than torchops itself takes. So in a program with DTensors, say::
+
+    import torchops.distributed
+
+Without it DTensor refuses: ``Operator myops.dense.default does not have a sharding strategy registered.``
+
+What each operator does with which placement, and what that costs, is in ``docs/distributed.md``. Data parallelism
+(``DistributedDataParallel``, ``fully_shard``) hands plain tensors to the operators, so it works without this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+
+try:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+except ImportError as error:
+    raise ImportError(
+        f"torchops.distributed: expected a torch built with its distributed package, got torch {torch.__version__}"
+    ) from error
+
+__all__: list[str] = []
+
+_library.load()
+_myops = torch.ops.myops
+
+# What may happen along one dimension of a mesh: the placements of the outputs, and of the arguments (None where one is
+# no tensor). DTensor combines these over the dimensions of the mesh and takes what moves the fewest bytes. `x: Any` in
+# the functions that list them stands for DTensor's description of a tensor: shape, ndim, placements.
+_Way = tuple[list[Any], list[Any]]
+
+_REPLICATE = Replicate()
+
+
+def _sharded(x: Any, dims: Iterable[int]) -> list[Any]:
+    """The placements that cut ``x`` along one of ``dims``, starting with those that it has (also strided ones)."""
+    dims = list(dims)
+    present = [p for p in x.placements if getattr(p, "dim", None) in dims]
+    return list(dict.fromkeys([*present, *map(Shard, dims)]))
+
+
+def _if_given(argument: Any, placement: Any = _REPLICATE) -> Any:
+    return None if argument is None else placement
+
+
+def _check_stays(op: str, name: str, x: Any, allowed: Sequence[Any], expected: str) -> None:
+    """An operator that overwrites ``x`` does so on each rank's part of it; it never moves ``x``."""
+    if not all(p in allowed for p in x.placements):
+        raise RuntimeError(
+            f"{op}: expected {name} replicated or sharded{expected}, got shape {tuple(x.shape)} with placements "
+            f"{tuple(x.placements)}; redistribute() it first, or use {op.rstrip('_')}"
+        )
+
+
+# --- elementwise -----------------------------------------------------------------------------------------------------
+
+
+def _elementwise(x: Any) -> list[Any]:
+    return [_REPLICATE, *_sharded(x, range(x.ndim))]
+
+
+@register_sharding(_myops.sigmoid.default)
+def _sigmoid(x: Any) -> list[_Way]:
+    return [([p], [p]) for p in _elementwise(x)]
+
+
+@register_sharding(_myops.sigmoid_.default)
+def _sigmoid_(x: Any) -> list[_Way]:
+    _check_stays("sigmoid_", "x", x, _elementwise(x), "")
+    return [([], [p]) for p in _elementwise(x)]
+
+
+@register_sharding(_myops._keep.default)
+def _keep(x: Any) -> list[_Way]:
+    return [([p], [p]) for p in dict.fromkeys([_REPLICATE, *x.placements])]
+
+
+# --- softmax ---------------------------------------------------------------------------------------------------------
+
+
+def _beside(x: Any, dim: int) -> list[Any]:
+    return [_REPLICATE, *_sharded(x, (d for d in range(x.ndim) if d != dim % x.ndim))]
+
+
+@register_sharding(_myops.softmax.default)
+def _softmax(x: Any, dim: int = -1) -> list[_Way]:
+    return [([p], [p, None]) for p in _beside(x, dim)]
+
+
+@register_sharding(_myops.softmax_.default)
+def _softmax_(x: Any, dim: int = -1) -> list[_Way]:
+    _check_stays("softmax_", "x", x, _beside(x, dim), f" along dimensions other than dim = {dim}")
+    return [([], [p, None]) for p in _beside(x, dim)]
+
+
+# --- layer_norm ------------------------------------------------------------------------------------------------------
+
+
+def _leading(x: Any, normalized_shape: Sequence[int]) -> list[Any]:
+    return [_REPLICATE, *_sharded(x, range(x.ndim - len(normalized_shape)))]
+
+
+def _check_layer_norm_stays(op: str, x: Any, shape: Sequence[int]) -> None:
+    _check_stays(op, "x", x, _leading(x, shape), f" along dimensions before the last {len(shape)}")
+
+
+@register_sharding(_myops.layer_norm.default)
+def _layer_norm(x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 0.0) -> list[_Way]:
+    return [([p], [p, None, _if_given(weight), _if_given(bias), None]) for p in _leading(x, shape)]
+
+
+@register_sharding(_myops.layer_norm_.default)
+def _layer_norm_(x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 0.0) -> list[_Way]:
+    _check_layer_norm_stays("layer_norm_", x, shape)
+    return [([], arguments) for _, arguments in _layer_norm(x, shape, weight, bias)]
+
+
+@register_sharding(_myops._layer_norm.default)
+def _layer_norm_moments(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> list[_Way]:
+    return [([p, p, p], arguments) for [p], arguments in _layer_norm(x, shape, weight, bias)]
+
+
+@register_sharding(_myops._layer_norm_backward.default)
+def _layer_norm_backward(
+    grad: Any, x: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, mask: Sequence[bool]
+) -> list[_Way]:
+    ways = []
+    for p in _leading(x, shape):
+        # The gradients of weight and bias are sums over rows, so ranks with some of the rows hold a part of the sum.
+        affine = _REPLICATE if p == _REPLICATE else Partial()
+        ways.append(([p, affine, affine], [p, p, None, p, p, _if_given(weight), None]))
+    return ways
+
+
+# register_sharding remembers its decisions by the tensors and integers of a call; these also depend on a list. The
+# first number is the position of that argument.
+for _op, _position in (("layer_norm", 1), ("layer_norm_", 1), ("_layer_norm", 1), ("_layer_norm_backward", 2)):
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[getattr(_myops, _op).default] = RuntimeSchemaInfo(
+        _position, needs_pytree=True
+    )
+
+
+def _layer_norm_moments_(_cls: type, op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[Any, Any]:
+    # DTensor takes it that an operator named like this returns its argument or nothing.
+    x, shape, weight, bias, eps = args
+    _check_layer_norm_stays("_layer_norm_", x, shape)
+    affine = (t if t is None else _local(t, [_REPLICATE] * len(x.placements)) for t in (weight, bias))
+    mean, rstd = op(x.to_local(), shape, *affine, eps)
+    sizes = (*x.shape[: x.ndim - len(shape)], *[1] * len(shape))
+    return _wrap(mean, x, x.placements, sizes), _wrap(rstd, x, x.placements, sizes)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+@register_sharding(_myops.dense.default)
+def _dense(x: Any, w: Any, b: Any = None) -> list[_Way]:
+    rows = [_REPLICATE, *_sharded(x, range(x.ndim - 1))]
+    columns = ([Shard(x.ndim - 1)], [_REPLICATE, Shard(0), _if_given(b, Shard(0))])
+    return [*(([p], [p, _REPLICATE, _if_given(b)]) for p in rows), columns]
+
+
+@register_sharding(_myops._dense_backward.default)
+def _dense_backward(grad: Any, y: Any) -> list[_Way]:
+    rows = [([p, Partial()], [p, p]) for p in _sharded(y, range(y.ndim - 1))]
+    columns = ([Shard(y.ndim - 1), Shard(0)], [Shard(y.ndim - 1), Shard(y.ndim - 1)])
+    return [([_REPLICATE, _REPLICATE], [_REPLICATE, _REPLICATE]), *rows, columns]
+
+
+def _linear_in(a: Any) -> list[Any]:
+    # A product with parts of a sum gives the parts of a sum.
+    return [_REPLICATE, *_sharded(a, range(a.ndim - 1)), Partial()]
+
+
+@register_sharding(_myops.square_matmul.default)
+def _square_matmul(a: Any, b: Any, transpose_b: bool = False) -> list[_Way]:
+    return [([p], [p, _REPLICATE]) for p in _linear_in(a)]
+
+
+@register_sharding(_myops.square_matmul_.default)
+def _square_matmul_(a: Any, b: Any, transpose_b: bool = False) -> list[_Way]:
+    _check_stays("square_matmul_", "a", a, _linear_in(a), " along dimensions before the last")
+    return [([], [p, _REPLICATE]) for p in _linear_in(a)]
+
+
+def _local(x: Any, placements: Sequence[Any]) -> Tensor:
+    return x.redistribute(placements=placements).to_local()
+
+
+def _wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    mesh = like.device_mesh
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides[-len(shape) :])
+    )
+
+
+def _product(x: Any, w: Any, contracted: int) -> Any:
+    """The sum over the last dimension of ``x`` and dimension ``contracted`` of ``w``, each rank with its own part of
+    either, and partial where that dimension is sharded. Moves less than gathering ``w``, if it moves anything.
+    """
+    last = x.ndim - 1
+    places = []
+    for p, q in zip(x.placements, w.placements, strict=True):
+        if p in (_REPLICATE, Shard(last)) and q == Shard(contracted) or p == Shard(last) and q == _REPLICATE:
+            places.append((Shard(last), Shard(contracted), Partial()))
+        elif p == Partial() or getattr(p, "dim", last) != last:
+            places.append((p, _REPLICATE, p))
+        elif q == Shard(1 - contracted):
+            places.append((_REPLICATE, q, Shard(last)))
+        else:
+            places.append((_REPLICATE, _REPLICATE, _REPLICATE))
+    x_placements, w_placements, out_placements = zip(*places, strict=True)
+    w_local = _local(w, w_placements)
+    out = torch.matmul(_local(x, x_placements), w_local if contracted == 0 else w_local.t())
+    return _wrap(out, x, out_placements, (*x.shape[:-1], w.shape[1 - contracted]))
+
+
+def _pairs(x: Any, w: Any) -> list[tuple[Any, Any]]:
+    """The placements of two arguments along each dimension of their mesh, or nothing if that is not for us."""
+    if not (isinstance(x, DTensor) and isinstance(w, DTensor) and x.device_mesh == w.device_mesh):
+        return []
+    return list(zip(x.placements, w.placements, strict=True))
+
+
+def _dense_row_parallel(_cls: type, op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
+    # With a sharded contraction each rank holds a part of the sum that the sigmoid is taken of, so the parts are
+    # added up between the two. Every other call goes to the rules above.
+    x, w, b = (*args, None)[:3]
+    last = Shard(x.ndim - 1)
+    if not any(p in (_REPLICATE, last) and q == Shard(1) for p, q in _pairs(x, w)):
+        return NotImplemented
+    z = _product(x, w, contracted=1)
+    z = z.redistribute(placements=[_REPLICATE if p.is_partial() else p for p in z.placements])
+    y = z.to_local()
+    if b is not None:
+        y.add_(_local(b, [Shard(0) if p == last else _REPLICATE for p in z.placements]))
+    y.sigmoid_()
+    return _wrap(y, z, z.placements, z.shape)
+
+
+def _square_matmul_sharded_b(_cls: type, op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    # A part of b is no square matrix, so the operator itself cannot take it.
+    a, b = args
+    last = Shard(a.ndim - 1)
+    if not any(p == last or (p == _REPLICATE and q != _REPLICATE) for p, q in _pairs(a, b)):
+        return NotImplemented
+    return _product(a, b, contracted=1 if kwargs.get("transpose_b", False) else 0)
+
+
+torch.library.register_torch_dispatch("myops::_layer_norm_", DTensor, _layer_norm_moments_)
+torch.library.register_torch_dispatch("myops::dense", DTensor, _dense_row_parallel)
+torch.library.register_torch_dispatch("myops::square_matmul", DTensor, _square_matmul_sharded_b)
