@@ -12,7 +12,6 @@ the tensor that it overwrites.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +48,11 @@ class ShardingCase:
         return self.line.endswith(REFUSED)
 
     @property
+    def sequence_product(self) -> bool:
+        """Whether the gradient of a product merges dimensions of which the second is sharded."""
+        return self.case.name.startswith(("dense", "square_matmul")) and self.line.startswith("S1")
+
+    @property
     def output(self) -> Placement:
         return placement(self.line.split("->")[1].split(":")[0].strip())
 
@@ -70,7 +74,7 @@ def placement(text: str) -> Placement:
     return Partial() if text == "P" else Shard(int(text[1:]))
 
 
-def distribute(full: Tensor, mesh: DeviceMesh, where: Placement) -> DTensor:
+def distribute(full: Tensor, mesh: DeviceMesh, where: Placement) -> Any:
     """`full`, which every rank has, as a leaf; a partial sum has all of it on rank 0."""
     if isinstance(where, Partial):
         part = full.detach() * (mesh.get_local_rank() == 0)
@@ -78,6 +82,15 @@ def distribute(full: Tensor, mesh: DeviceMesh, where: Placement) -> DTensor:
     else:
         out = distribute_tensor(full.detach(), mesh, [where], src_data_rank=None)
     return out.requires_grad_(full.requires_grad)
+
+
+def merges_sharded_dims(mesh: DeviceMesh) -> bool:
+    """Torch before 2.13 (seen on 2.11) cannot, and refuses the gradient of nn.Linear for sharded sequences as well."""
+    try:
+        distribute(torch.zeros(2, 4, 3), mesh, Shard(1)).view(8, 3)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Communication:

@@ -1,4 +1,4 @@
-"""Values and gradients of sharded operators, and training, on two processes; the checks are in distributed_worker.py."""
+"""Sharded operators and training on two processes, against one; the checks are in distributed_worker.py."""
 
 from __future__ import annotations
 

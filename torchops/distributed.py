@@ -71,18 +71,15 @@ def _elementwise(x: Any) -> list[Any]:
     return [_REPLICATE, *_sharded(x, range(x.ndim))]
 
 
-@register_sharding(_myops.sigmoid.default)
 def _sigmoid(x: Any) -> list[_Way]:
     return [([p], [p]) for p in _elementwise(x)]
 
 
-@register_sharding(_myops.sigmoid_.default)
 def _sigmoid_(x: Any) -> list[_Way]:
     _check_stays("sigmoid_", "x", x, _elementwise(x), "")
     return [([], [p]) for p in _elementwise(x)]
 
 
-@register_sharding(_myops._keep.default)
 def _keep(x: Any) -> list[_Way]:
     return [([p], [p]) for p in dict.fromkeys([_REPLICATE, *x.placements])]
 
@@ -94,12 +91,10 @@ def _beside(x: Any, dim: int) -> list[Any]:
     return [_REPLICATE, *_sharded(x, (d for d in range(x.ndim) if d != dim % x.ndim))]
 
 
-@register_sharding(_myops.softmax.default)
 def _softmax(x: Any, dim: int = -1) -> list[_Way]:
     return [([p], [p, None]) for p in _beside(x, dim)]
 
 
-@register_sharding(_myops.softmax_.default)
 def _softmax_(x: Any, dim: int = -1) -> list[_Way]:
     _check_stays("softmax_", "x", x, _beside(x, dim), f" along dimensions other than dim = {dim}")
     return [([], [p, None]) for p in _beside(x, dim)]
@@ -116,23 +111,19 @@ def _check_layer_norm_stays(op: str, x: Any, shape: Sequence[int]) -> None:
     _check_stays(op, "x", x, _leading(x, shape), f" along dimensions before the last {len(shape)}")
 
 
-@register_sharding(_myops.layer_norm.default)
 def _layer_norm(x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 0.0) -> list[_Way]:
     return [([p], [p, None, _if_given(weight), _if_given(bias), None]) for p in _leading(x, shape)]
 
 
-@register_sharding(_myops.layer_norm_.default)
 def _layer_norm_(x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 0.0) -> list[_Way]:
     _check_layer_norm_stays("layer_norm_", x, shape)
     return [([], arguments) for _, arguments in _layer_norm(x, shape, weight, bias)]
 
 
-@register_sharding(_myops._layer_norm.default)
 def _layer_norm_moments(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> list[_Way]:
     return [([p, p, p], arguments) for [p], arguments in _layer_norm(x, shape, weight, bias)]
 
 
-@register_sharding(_myops._layer_norm_backward.default)
 def _layer_norm_backward(
     grad: Any, x: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, mask: Sequence[bool]
 ) -> list[_Way]:
@@ -144,20 +135,12 @@ def _layer_norm_backward(
     return ways
 
 
-# register_sharding remembers its decisions by the tensors and integers of a call; these also depend on a list. The
-# first number is the position of that argument.
-for _op, _position in (("layer_norm", 1), ("layer_norm_", 1), ("_layer_norm", 1), ("_layer_norm_backward", 2)):
-    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[getattr(_myops, _op).default] = RuntimeSchemaInfo(
-        _position, needs_pytree=True
-    )
-
-
 def _layer_norm_moments_(_cls: type, op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[Any, Any]:
     # DTensor takes it that an operator named like this returns its argument or nothing.
     x, shape, weight, bias, eps = args
     _check_layer_norm_stays("_layer_norm_", x, shape)
     affine = (t if t is None else _local(t, [_REPLICATE] * len(x.placements)) for t in (weight, bias))
-    mean, rstd = op(x.to_local(), shape, *affine, eps)
+    mean, rstd = op(_local(x, x.placements), shape, *affine, eps)
     sizes = (*x.shape[: x.ndim - len(shape)], *[1] * len(shape))
     return _wrap(mean, x, x.placements, sizes), _wrap(rstd, x, x.placements, sizes)
 
@@ -165,14 +148,12 @@ def _layer_norm_moments_(_cls: type, op: Any, _types: Any, args: Sequence[Any], 
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-@register_sharding(_myops.dense.default)
 def _dense(x: Any, w: Any, b: Any = None) -> list[_Way]:
     rows = [_REPLICATE, *_sharded(x, range(x.ndim - 1))]
     columns = ([Shard(x.ndim - 1)], [_REPLICATE, Shard(0), _if_given(b, Shard(0))])
     return [*(([p], [p, _REPLICATE, _if_given(b)]) for p in rows), columns]
 
 
-@register_sharding(_myops._dense_backward.default)
 def _dense_backward(grad: Any, y: Any) -> list[_Way]:
     rows = [([p, Partial()], [p, p]) for p in _sharded(y, range(y.ndim - 1))]
     columns = ([Shard(y.ndim - 1), Shard(0)], [Shard(y.ndim - 1), Shard(y.ndim - 1)])
@@ -184,19 +165,18 @@ def _linear_in(a: Any) -> list[Any]:
     return [_REPLICATE, *_sharded(a, range(a.ndim - 1)), Partial()]
 
 
-@register_sharding(_myops.square_matmul.default)
 def _square_matmul(a: Any, b: Any, transpose_b: bool = False) -> list[_Way]:
     return [([p], [p, _REPLICATE]) for p in _linear_in(a)]
 
 
-@register_sharding(_myops.square_matmul_.default)
 def _square_matmul_(a: Any, b: Any, transpose_b: bool = False) -> list[_Way]:
     _check_stays("square_matmul_", "a", a, _linear_in(a), " along dimensions before the last")
     return [([], [p, _REPLICATE]) for p in _linear_in(a)]
 
 
 def _local(x: Any, placements: Sequence[Any]) -> Tensor:
-    return x.redistribute(placements=placements).to_local()
+    # Autograd is above this; redistribute() must not see that x requires a gradient.
+    return x.detach().redistribute(placements=placements).to_local()
 
 
 def _wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
@@ -214,9 +194,9 @@ def _product(x: Any, w: Any, contracted: int) -> Any:
     either, and partial where that dimension is sharded. Moves less than gathering ``w``, if it moves anything.
     """
     last = x.ndim - 1
-    places = []
+    places: list[tuple[Any, Any, Any]] = []
     for p, q in zip(x.placements, w.placements, strict=True):
-        if p in (_REPLICATE, Shard(last)) and q == Shard(contracted) or p == Shard(last) and q == _REPLICATE:
+        if (q == Shard(contracted) and p in (_REPLICATE, Shard(last))) or (q == _REPLICATE and p == Shard(last)):
             places.append((Shard(last), Shard(contracted), Partial()))
         elif p == Partial() or getattr(p, "dim", last) != last:
             places.append((p, _REPLICATE, p))
@@ -262,6 +242,35 @@ def _square_matmul_sharded_b(_cls: type, op: Any, _types: Any, args: Sequence[An
     return _product(a, b, contracted=1 if kwargs.get("transpose_b", False) else 0)
 
 
-torch.library.register_torch_dispatch("myops::_layer_norm_", DTensor, _layer_norm_moments_)
-torch.library.register_torch_dispatch("myops::dense", DTensor, _dense_row_parallel)
-torch.library.register_torch_dispatch("myops::square_matmul", DTensor, _square_matmul_sharded_b)
+# --- registration ----------------------------------------------------------------------------------------------------
+
+for _name, _ways in {
+    "dense": _dense,
+    "_dense_backward": _dense_backward,
+    "_keep": _keep,
+    "layer_norm": _layer_norm,
+    "layer_norm_": _layer_norm_,
+    "_layer_norm": _layer_norm_moments,
+    "_layer_norm_backward": _layer_norm_backward,
+    "sigmoid": _sigmoid,
+    "sigmoid_": _sigmoid_,
+    "softmax": _softmax,
+    "softmax_": _softmax_,
+    "square_matmul": _square_matmul,
+    "square_matmul_": _square_matmul_,
+}.items():
+    register_sharding(getattr(_myops, _name).default)(_ways)
+
+# register_sharding remembers what was decided by the tensors and integers of a call alone, but these depend on a list
+# too. The number is its position.
+for _name, _position in {"layer_norm": 1, "layer_norm_": 1, "_layer_norm": 1, "_layer_norm_backward": 2}.items():
+    _schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    _schema_info[getattr(_myops, _name).default] = RuntimeSchemaInfo(_position, needs_pytree=True)
+
+# These come before the above; by returning NotImplemented they leave a call to it.
+for _name, _rule in {
+    "dense": _dense_row_parallel,
+    "_layer_norm_": _layer_norm_moments_,
+    "square_matmul": _square_matmul_sharded_b,
+}.items():
+    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
