@@ -203,7 +203,8 @@ class Model(nn.Module):
 
 def losses(model: nn.Module, x: Tensor, target: Tensor, steps: int = 6) -> list[float]:
     """Of training on this rank's samples; the mean over ranks is that over all samples."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    # A large eps: with a small one, gradients that are zero but for rounding would move parameters.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
     out = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -229,9 +230,8 @@ def check_training(wrap: Callable[[nn.Module], nn.Module], mesh: DeviceMesh) -> 
     dist.all_reduce(mean)
     torch.testing.assert_close(mean.tolist(), expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert expected[-1] < 0.8 * expected[0], "nothing was learnt, so the comparison says little"
-    # AdamW divides by the root of tiny squares, which multiplies rounding.
     for p, q in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(full(p.detach()), q.detach(), rtol=1e-9, atol=1e-9)
+        assert_same(p, q)
 
 
 def check_ddp(mesh: DeviceMesh) -> None:

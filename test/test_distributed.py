@@ -155,7 +155,7 @@ def test_fewer_rows_than_ranks(mesh: DeviceMesh) -> None:
 def test_merged_dimensions(mesh: DeviceMesh) -> None:
     # Rows of a flattened sharded sequence are sharded in strides, which is as good.
     if not merges_sharded_dims(mesh):
-        return
+        pytest.skip("this torch refuses to merge a sharded dimension with another")
     x = distribute(torch.randn(4, 6, 8), mesh, Shard(1)).view(24, 8)
     with Communication() as moved:
         y = torch.ops.myops.layer_norm(x, [8])
