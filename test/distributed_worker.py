@@ -180,6 +180,30 @@ def check_sequence_parallel(mesh: DeviceMesh) -> None:
     assert_gradients_agree(parallel, single, y, expected)
 
 
+def check_data_and_tensor_parallel(mesh: DeviceMesh) -> None:
+    """fully_shard over a parallelized model, on a mesh with one dimension for each."""
+    both = init_device_mesh(mesh.device_type, (1, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    single = Gates().to(mesh.device_type, torch.float64)
+    parallel = Gates().to(mesh.device_type, torch.float64)
+    parallel.load_state_dict(single.state_dict())
+    parallelize_module(parallel, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(parallel, mesh=both["data"])
+    x = Make(torch.float64, mesh.device_type)(3, 4, 6)
+    y, expected = parallel(x), single(x)
+    assert_same(y, expected)
+    assert_gradients_agree(parallel, single, y, expected)
+
+
+def check_pending_communication(mesh: DeviceMesh) -> None:
+    """In-place operators wait for a tensor that is still being gathered."""
+    x = Make(torch.float64, mesh.device_type)(4, 5, 7)
+    expected = torch.softmax(x, -1)
+    pending: Any = distribute(x, mesh, Shard(2)).redistribute(placements=[Replicate()], async_op=True)
+    torchops.softmax_(pending)
+    assert_same(pending, expected)
+
+
 # --- data parallelism ------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +285,8 @@ def checks() -> dict[str, Callable[[DeviceMesh], None]]:
     return {
         **table,
         "half": check_half,
+        "pending communication": check_pending_communication,
+        "data and tensor parallel": check_data_and_tensor_parallel,
         "sequence parallel": check_sequence_parallel,
         "DistributedDataParallel": check_ddp,
         "fully_shard": check_fully_shard,

@@ -16,7 +16,7 @@ from samples import Make
 from sharding import CASES, Communication, ShardingCase, distribute, merges_sharded_dims, placement
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchops
@@ -165,9 +165,10 @@ def test_merged_dimensions(mesh: DeviceMesh) -> None:
 
 
 def test_mixed_with_plain_tensors(mesh: DeviceMesh) -> None:
-    x = distribute(torch.randn(4, 8), mesh, Shard(1))
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        torchops.dense(x, torch.randn(6, 8))
+    x, w = distribute(torch.randn(4, 8), mesh, Shard(1)), distribute(torch.randn(6, 8), mesh, Shard(1))
+    for arguments in ((x, torch.randn(6, 8)), (torch.randn(4, 8), w), (x, w, torch.randn(6))):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            torchops.dense(*arguments)
 
 
 def test_checks_see_global_shapes(mesh: DeviceMesh) -> None:
@@ -185,9 +186,15 @@ def test_compiled(mesh: DeviceMesh, x_on: str, w_on: str, out_on: str) -> None:
     x = distribute(torch.randn(4, 8, requires_grad=True), mesh, placement(x_on))
     w = distribute(torch.randn(6, 8, requires_grad=True), mesh, placement(w_on))
     y: Any = torch.compile(gate, backend="aot_eager", fullgraph=True)(x, w)
-    assert y.placements == (placement(out_on),)
-    dx, dw = torch.autograd.grad(y.sum(), [x, w])
-    assert (dx.shape, dw.shape) == (x.shape, w.shape)
+    expected: Any = gate(x, w)
+    assert y.placements == expected.placements == (placement(out_on),)
+    torch.testing.assert_close(y.to_local(), expected.to_local())
+    cotangent = distribute(torch.randn(4, 6), mesh, placement(out_on))
+    got, exact = (torch.autograd.grad(out, [x, w], cotangent) for out in (y, expected))
+    for g, e in zip(got, exact, strict=True):
+        assert isinstance(g, DTensor)
+        assert isinstance(e, DTensor)
+        torch.testing.assert_close(g.to_local(), e.to_local())
 
 
 REGISTERED = "('torchops.distributed' in sys.modules, 'torch.distributed.tensor' in sys.modules)"

@@ -175,8 +175,10 @@ def _square_matmul_(a: Any, b: Any, transpose_b: bool = False) -> list[_Way]:
 
 
 def _local(x: Any, placements: Sequence[Any]) -> Tensor:
-    # Autograd is above this; redistribute() must not see that x requires a gradient.
-    return x.detach().redistribute(placements=placements).to_local()
+    if x.placements != tuple(placements):
+        # Autograd is above this; redistribute() must not see that x requires a gradient.
+        x = x.detach().redistribute(placements=placements)
+    return x.to_local()
 
 
 def _wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
@@ -210,9 +212,11 @@ def _product(x: Any, w: Any, contracted: int) -> Any:
     return _wrap(out, x, out_placements, (*x.shape[:-1], w.shape[1 - contracted]))
 
 
-def _pairs(x: Any, w: Any) -> list[tuple[Any, Any]]:
-    """The placements of two arguments along each dimension of their mesh, or nothing if that is not for us."""
-    if not (isinstance(x, DTensor) and isinstance(w, DTensor) and x.device_mesh == w.device_mesh):
+def _pairs(x: Any, w: Any, b: Any = None) -> list[tuple[Any, Any]]:
+    """The placements of ``x`` and ``w`` along each dimension of the mesh. None where DTensor will refuse the arguments:
+    plain tensors among them, or another mesh."""
+    others = [w] if b is None else [w, b]
+    if not all(isinstance(t, DTensor) and t.device_mesh == getattr(x, "device_mesh", None) for t in others):
         return []
     return list(zip(x.placements, w.placements, strict=True))
 
@@ -222,15 +226,15 @@ def _dense_row_parallel(_cls: type, op: Any, _types: Any, args: Sequence[Any], _
     # added up between the two. Every other call goes to the rules above.
     x, w, b = (*args, None)[:3]
     last = Shard(x.ndim - 1)
-    if not any(p in (_REPLICATE, last) and q == Shard(1) for p, q in _pairs(x, w)):
+    if not any(p in (_REPLICATE, last) and q == Shard(1) for p, q in _pairs(x, w, b)):
         return NotImplemented
     z = _product(x, w, contracted=1)
     z = z.redistribute(placements=[_REPLICATE if p.is_partial() else p for p in z.placements])
-    y = z.to_local()
+    y = z.to_local()  # shares memory with z
     if b is not None:
         y.add_(_local(b, [Shard(0) if p == last else _REPLICATE for p in z.placements]))
     y.sigmoid_()
-    return _wrap(y, z, z.placements, z.shape)
+    return z
 
 
 def _square_matmul_sharded_b(_cls: type, op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -261,8 +265,8 @@ for _name, _ways in {
 }.items():
     register_sharding(getattr(_myops, _name).default)(_ways)
 
-# register_sharding remembers what was decided by the tensors and integers of a call alone, but these depend on a list
-# too. The number is its position.
+# What register_sharding registers is remembered, on torch 2.11, by the tensors and integers of a call alone. These
+# depend on a list too; the number is its position.
 for _name, _position in {"layer_norm": 1, "layer_norm_": 1, "_layer_norm": 1, "_layer_norm_backward": 2}.items():
     _schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     _schema_info[getattr(_myops, _name).default] = RuntimeSchemaInfo(_position, needs_pytree=True)
