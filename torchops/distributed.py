@@ -20,20 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
-
 try:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 except ImportError as error:
     raise ImportError(
-        f"torchops.distributed: expected a torch built with its distributed package, got torch {torch.__version__}"
+        f"torchops.distributed: expected torch 2.11 to 2.14 with its distributed package, got {torch.__version__}"
     ) from error
 
 __all__: list[str] = []
 
-_library.load()
 _myops = torch.ops.myops
 
 # What may happen along one dimension of a mesh: the placements of the outputs, and of the arguments (None where one is
