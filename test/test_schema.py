@@ -11,7 +11,10 @@ import pytest
 import torch
 from op_db import OPS
 
-KEYS = ("CPU", "Meta", "Autograd", "ADInplaceOrView", "FuncTorchBatched", "CompositeExplicitAutograd")
+KEYS = (
+    *("CPU", "Meta", "Autograd", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"),
+    "CompositeExplicitAutograd",
+)
 
 
 def operators() -> list[torch._C.FunctionSchema]:
@@ -55,22 +58,22 @@ myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()""
         self.assertExpectedInline(
             "\n".join(line.rstrip() for line in [header, *rows]),
             """\
-                             CPU  Meta  Autograd  ADInplaceOrView  FuncTorchBatched  CompositeExplicitAutograd
-myops::_dense_backward       x    x     x         .                x                 .
-myops::_dense_path           .    .     .         .                .                 .
-myops::_keep                 .    x     x         .                x                 x
-myops::_layer_norm           x    x     .         .                .                 .
-myops::_layer_norm_          x    x     .         x                .                 .
-myops::_layer_norm_backward  x    x     .         .                .                 .
-myops::dense                 x    x     x         .                x                 .
-myops::layer_norm            x    x     x         .                x                 .
-myops::layer_norm_           x    x     x         x                x                 .
-myops::sigmoid               x    x     x         .                x                 .
-myops::sigmoid_              x    x     x         x                x                 .
-myops::softmax               x    x     x         .                x                 .
-myops::softmax_              x    x     x         x                x                 .
-myops::square_matmul         x    x     x         .                x                 .
-myops::square_matmul_        x    x     x         x                x                 .""",
+                             CPU  Meta  Autograd  ADInplaceOrView  AutocastCPU  AutocastCUDA  FuncTorchBatched  CompositeExplicitAutograd
+myops::_dense_backward       x    x     x         .                .            .             x                 x
+myops::_dense_path           .    .     .         .                .            .             .                 .
+myops::_keep                 .    x     x         .                .            .             x                 x
+myops::_layer_norm           x    x     .         .                .            .             .                 x
+myops::_layer_norm_          x    x     .         x                .            .             .                 x
+myops::_layer_norm_backward  x    x     .         .                .            .             .                 x
+myops::dense                 x    x     x         .                x            x             x                 .
+myops::layer_norm            x    x     x         .                x            x             x                 .
+myops::layer_norm_           x    x     x         x                x            x             x                 .
+myops::sigmoid               x    x     x         .                .            .             x                 .
+myops::sigmoid_              x    x     x         x                .            .             x                 .
+myops::softmax               x    x     x         .                x            x             x                 .
+myops::softmax_              x    x     x         x                x            x             x                 .
+myops::square_matmul         x    x     x         .                x            x             x                 .
+myops::square_matmul_        x    x     x         x                x            x             x                 .""",
         )
 
 

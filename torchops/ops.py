@@ -6,6 +6,10 @@ return nothing.
 
 All floating-point arguments of one call share one dtype (float32, float64, float16 or bfloat16) and one device. Bad
 arguments raise ``RuntimeError`` with the operator, the argument, what was expected and what came; nothing is modified.
+
+``torch.autocast`` casts as for the functions of PyTorch that they replace: ``dense`` and ``square_matmul`` run in its
+lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
+in the dtype of ``x``. An in-place operator keeps the dtype of its first argument, to which the others are cast.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 #include <ATen/ops/sigmoid_backward.h>
 #include <ATen/ops/sum.h>
 
+#include "autograd/autocast.h"
 #include "autograd/recipe.h"
 #include "ops/dense.h"
 
@@ -72,10 +73,15 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("_dense_backward", dense_backward_autograd);
 }
 
+TORCHOPS_AUTOCAST(m) { m.impl("dense", autocast<CastTo::kLowerPrecision, dense>); }
+
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("dense", dense_decomposed);
+  m.impl("dense", autocast<CastTo::kLowerPrecision, dense_decomposed>);
   m.impl("_dense_backward", dense_backward_decomposed);
 }
+
+// For a backend that has dense alone.
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_dense_backward", dense_backward_decomposed); }
 
 }  // namespace
 }  // namespace torchops::autograd

@@ -1,9 +1,11 @@
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "autograd/autocast.h"
 #include "autograd/recipe.h"
 #include "ops/layer_norm.h"
 
@@ -19,7 +21,7 @@ std::vector<int64_t> trailing_dims(size_t count) {
 }
 
 struct Normalized {
-  Tensor xhat, rstd;
+  Tensor xhat, mean, rstd;
 };
 
 // xhat = (x - mean) * rstd with the moments as functions of x, in at least float32. at::layer_norm is no substitute
@@ -29,15 +31,18 @@ Normalized normalize(const Tensor& x, size_t dims, double eps) {
   const Tensor wide = x.to(detail::moments_dtype(x.scalar_type()));
   const auto moments = at::var_mean(wide, trailing_dims(dims), /*correction=*/0, /*keepdim=*/true);
   const Tensor rstd = at::rsqrt(std::get<0>(moments) + eps);
-  return {(wide - std::get<1>(moments)) * rstd, rstd};
+  return {(wide - std::get<1>(moments)) * rstd, std::get<1>(moments), rstd};
+}
+
+Tensor scale_and_shift(Tensor xhat, const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
+  if (weight) xhat = xhat * *weight;
+  if (bias) xhat = xhat + *bias;
+  return xhat.to(dtype);
 }
 
 Tensor layer_norm_in_aten(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                           const OptionalTensor& bias, double eps) {
-  Tensor y = normalize(x, normalized_shape.size(), eps).xhat;
-  if (weight) y = y * *weight;
-  if (bias) y = y + *bias;
-  return y.to(x.scalar_type());
+  return scale_and_shift(normalize(x, normalized_shape.size(), eps).xhat, weight, bias, x.scalar_type());
 }
 
 Tensor layer_norm_decomposed(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
@@ -74,12 +79,12 @@ struct Normalization {
   double eps;
 };
 
-// The gradient in differentiable operators, for double backward. With h = grad * weight:
+// The gradient in differentiable operators. With h = grad * weight:
 //   dx = rstd * (h - mean(h) - xhat * mean(h * xhat)),  dweight = sum(grad * xhat),  dbias = sum(grad) over the rows.
-std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& x, int64_t dims,
-                                              const OptionalTensor& weight, double eps, std::array<bool, 3> mask) {
+std::array<Tensor, 3> gradients(const Tensor& grad, const Normalized& normalized, int64_t dims,
+                                const OptionalTensor& weight, std::array<bool, 3> mask, at::ScalarType dtype) {
   const std::vector<int64_t> over = trailing_dims(dims);
-  const auto [xhat, rstd] = normalize(x, dims, eps);
+  const auto& [xhat, mean, rstd] = normalized;
   std::array<Tensor, 3> out;
   if (mask[0]) {
     const Tensor h = weight ? grad * *weight : grad;
@@ -89,9 +94,15 @@ std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& 
   if (mask[1]) out[1] = sum_rows(grad * xhat);
   if (mask[2]) out[2] = sum_rows(grad);
   for (Tensor& t : out) {
-    if (t.defined()) t = t.to(x.scalar_type());
+    if (t.defined()) t = t.to(dtype);
   }
   return out;
+}
+
+// For double backward, which differentiates through the moments.
+std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& x, int64_t dims,
+                                              const OptionalTensor& weight, double eps, std::array<bool, 3> mask) {
+  return gradients(grad, normalize(x, dims, eps), dims, weight, mask, x.scalar_type());
 }
 
 // Saves x and its moments. With a `target` it overwrites that in place of returning a new tensor.
@@ -213,9 +224,54 @@ TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) {
   m.impl("_layer_norm_", layer_norm_with_moments_version_);
 }
 
+TORCHOPS_AUTOCAST(m) {
+  constexpr Tensor (*functional)(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&,
+                                 double) = layer_norm;
+  m.impl("layer_norm", autocast<CastTo::kFloat32, functional>);
+  m.impl("layer_norm_", autocast<CastTo::kFirst, LayerNormInPlace::in_place>);
+}
+
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("layer_norm", layer_norm_decomposed);
-  m.impl("layer_norm_", LayerNormInPlace::batched);
+  m.impl("layer_norm", autocast<CastTo::kFloat32, layer_norm_decomposed>);
+  m.impl("layer_norm_", autocast<CastTo::kFirst, LayerNormInPlace::batched>);
+}
+
+// For a backend that has layer_norm and layer_norm_ alone.
+std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_composite(const Tensor& x,
+                                                                     c10::SymIntArrayRef normalized_shape,
+                                                                     const OptionalTensor& weight,
+                                                                     const OptionalTensor& bias, double eps) {
+  check_layer_norm(x, normalized_shape, weight, bias);
+  const auto [xhat, mean, rstd] = normalize(x, normalized_shape.size(), eps);
+  return {scale_and_shift(xhat, weight, bias, x.scalar_type()).contiguous(), mean, rstd};
+}
+
+std::tuple<Tensor, Tensor> layer_norm_with_moments_composite_(Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                                              const OptionalTensor& weight, const OptionalTensor& bias,
+                                                              double eps) {
+  check_layer_norm_(x, normalized_shape, weight, bias);
+  const auto [y, mean, rstd] = layer_norm_with_moments_composite(x, normalized_shape, weight, bias, eps);
+  x.copy_(y);
+  return {mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_composite(const Tensor& grad, const Tensor& x,
+                                                                 c10::SymIntArrayRef normalized_shape,
+                                                                 const Tensor& mean, const Tensor& rstd,
+                                                                 const OptionalTensor& weight,
+                                                                 std::array<bool, 3> mask) {
+  const at::ScalarType wide = rstd.scalar_type();
+  const Normalized normalized{(x.to(wide) - mean) * rstd, mean, rstd};
+  auto out = gradients(grad.to(wide), normalized, static_cast<int64_t>(normalized_shape.size()), weight, mask,
+                       x.scalar_type());
+  for (Tensor& t : out) t = t.defined() ? t.contiguous() : at::empty({0}, x.options());
+  return {out[0], out[1], out[2]};
+}
+
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
+  m.impl("_layer_norm", layer_norm_with_moments_composite);
+  m.impl("_layer_norm_", layer_norm_with_moments_composite_);
+  m.impl("_layer_norm_backward", layer_norm_backward_composite);
 }
 
 }  // namespace

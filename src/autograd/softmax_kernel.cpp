@@ -1,6 +1,7 @@
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/softmax.h>
 
+#include "autograd/autocast.h"
 #include "autograd/recipe.h"
 #include "ops/softmax.h"
 
@@ -52,6 +53,13 @@ Tensor softmax_autograd(const Tensor& x, int64_t dim) {
   return torchops::softmax(x, dim);
 }
 
+// The cast makes a new tensor, which may as well hold the result.
+Tensor softmax_autocast(const Tensor& x, int64_t dim) {
+  const Casting cast(CastTo::kFloat32, x);
+  Tensor y = cast(x);
+  return y.is_same(x) ? torchops::softmax(x, dim) : torchops::softmax_(y, dim);
+}
+
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("softmax", softmax_autograd);
   m.impl("softmax_", SoftmaxInPlace::autograd);
@@ -59,9 +67,14 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("softmax_", SoftmaxInPlace::version); }
 
+TORCHOPS_AUTOCAST(m) {
+  m.impl("softmax", softmax_autocast);
+  m.impl("softmax_", autocast<CastTo::kFirst, SoftmaxInPlace::in_place>);
+}
+
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("softmax", softmax_decomposed);
-  m.impl("softmax_", SoftmaxInPlace::batched);
+  m.impl("softmax", autocast<CastTo::kFloat32, softmax_decomposed>);
+  m.impl("softmax_", autocast<CastTo::kFirst, SoftmaxInPlace::batched>);
 }
 
 }  // namespace

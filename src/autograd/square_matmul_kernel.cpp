@@ -1,5 +1,6 @@
 #include <ATen/ops/mm.h>
 
+#include "autograd/autocast.h"
 #include "autograd/recipe.h"
 #include "ops/square_matmul.h"
 
@@ -69,9 +70,14 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("square_matmul_", SquareMatmulInPlace::version); }
 
+TORCHOPS_AUTOCAST(m) {
+  m.impl("square_matmul", autocast<CastTo::kLowerPrecision, square_matmul>);
+  m.impl("square_matmul_", autocast<CastTo::kFirst, SquareMatmulInPlace::in_place>);
+}
+
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("square_matmul", square_matmul_decomposed);
-  m.impl("square_matmul_", SquareMatmulInPlace::batched);
+  m.impl("square_matmul", autocast<CastTo::kLowerPrecision, square_matmul_decomposed>);
+  m.impl("square_matmul_", autocast<CastTo::kFirst, SquareMatmulInPlace::batched>);
 }
 
 }  // namespace

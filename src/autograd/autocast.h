@@ -1,0 +1,68 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <optional>
+
+// How an operator of this library behaves under torch.autocast. An operator without such a kernel (sigmoid) runs in the
+// dtype that it is given, as ATen's operators outside of autocast's lists do.
+namespace torchops::autograd {
+
+using at::Tensor;
+
+/// To what autocast casts the floating-point arguments of an operator. float64 stays what it is, as with ATen.
+enum class CastTo {
+  kLowerPrecision,  ///< the dtype that autocast was entered with: products of matrices
+  kFloat32,         ///< float32, but on the CPU, where ATen's list lacks softmax and layer_norm, as kFirst
+  kFirst,           ///< the dtype of the first argument, which stays what it is: an operator that overwrites it
+};
+
+/// Casts arguments while it lives, and holds autocast off, so that the casts are not undone further down (but inside
+/// torch.func, whose levels start anew from the state outside of it). Casts of weights come from autocast's cache.
+/// Nothing is cast where autocast is off for the device of `first`.
+class Casting {
+ public:
+  Casting(CastTo to, const Tensor& first);
+
+  Tensor operator()(const Tensor& argument) const;
+  std::optional<Tensor> operator()(const std::optional<Tensor>& argument) const {
+    return argument ? std::optional<Tensor>((*this)(*argument)) : argument;
+  }
+  /// The tensor that is overwritten.
+  Tensor& operator()(Tensor& self) const { return self; }
+  template <class Other>
+  const Other& operator()(const Other& argument) const {
+    return argument;
+  }
+
+ private:
+  c10::DeviceType device_;
+  std::optional<at::ScalarType> dtype_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_;
+};
+
+template <CastTo to, auto function>
+struct Autocast;
+
+template <CastTo to, class Return, class First, class... Args, Return (*function)(First, Args...)>
+struct Autocast<to, function> {
+  static Return call(First first, Args... args) {
+    const Casting cast(to, first);
+    return function(cast(first), cast(args)...);
+  }
+};
+
+/// `function` with its arguments cast: a kernel for the keys AutocastCPU and AutocastCUDA, where `function` is the
+/// operator itself, and for FuncTorchBatched, which comes before them, where it is the decomposition.
+template <CastTo to, auto function>
+constexpr auto autocast = &Autocast<to, function>::call;
+
+}  // namespace torchops::autograd
+
+/// Registers the same kernels for autocast on every device: TORCHOPS_AUTOCAST(m) { m.impl("foo", autocast<...>); }
+#define TORCHOPS_AUTOCAST(m)                                                      \
+  void autocast_kernels(torch::Library& m);                                       \
+  TORCH_LIBRARY_IMPL(myops, AutocastCPU, library) { autocast_kernels(library); }  \
+  TORCH_LIBRARY_IMPL(myops, AutocastCUDA, library) { autocast_kernels(library); } \
+  void autocast_kernels(torch::Library& m)
