@@ -3,6 +3,7 @@
 
 set(TORCHOPS_WITH_CUDA OFF)
 set(TORCHOPS_CUDA_VERSION "")
+set(TORCHOPS_CUDA_ARCHITECTURES "")
 
 # Sets CMAKE_CUDA_COMPILER, or `obstacle` to why CUDA kernels cannot be built.
 function(_torchops_find_nvcc obstacle)
@@ -38,7 +39,8 @@ function(_torchops_find_nvcc obstacle)
   set(CMAKE_CUDA_COMPILER "${nvcc}" PARENT_SCOPE)
 endfunction()
 
-# TORCH_CUDA_ARCH_LIST, "8.0;9.0a+PTX", as CMAKE_CUDA_ARCHITECTURES: "80-real;90a".
+# TORCH_CUDA_ARCH_LIST, "8.0;9.0a+PTX", as CMAKE_CUDA_ARCHITECTURES: "80-real;90a"; TORCHOPS_CUDA_ARCHITECTURES keeps it
+# for the Python package to tell.
 function(_torchops_cuda_architectures out)
   set(archs "${TORCH_CUDA_ARCH_LIST}")
   if(NOT archs)
@@ -61,6 +63,7 @@ function(_torchops_cuda_architectures out)
     endif()
   endforeach()
   set(${out} "${result}" PARENT_SCOPE)
+  set(TORCHOPS_CUDA_ARCHITECTURES "${archs}" PARENT_SCOPE)
 endfunction()
 
 # The headers of PyPI's nvidia-cutlass, or those in TORCHOPS_CUTLASS_DIR.

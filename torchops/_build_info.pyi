@@ -1,4 +1,6 @@
 version: str
 torch_version: str
 cuda_version: str
+cuda_architectures: str
+compiler: str
 library: str

@@ -1,0 +1,100 @@
+"""torch.utils.flop_counter counts our operators as it counts the ATen reference, forward and backward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import random_like, tensors
+from op_db import OpCase
+from samples import Arguments, Sample
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchops
+
+# ATen multiplies a matrix with a vector by mv and addmv, which the counter does not know; ours counts them.
+UNCOUNTED_BY_ATEN = {"vector", "vector_no_bias", "vector_tb", "zero_in_vector"}
+
+
+def flops(function: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def forward_and_backward(function: Callable[..., Tensor], arguments: Arguments) -> Callable[[], None]:
+    def run() -> None:
+        args, kwargs = arguments
+        out = function(*args, **kwargs)
+        torch.autograd.grad(out, [t for t in tensors(arguments) if t.requires_grad], random_like(out))
+
+    return run
+
+
+@pytest.mark.ops(dtypes=[torch.float32], leaves=True, large=False)
+def test_like_aten(case: OpCase, device: str, sample: Sample) -> None:
+    if sample.name in UNCOUNTED_BY_ATEN:
+        return
+    arguments = sample(torch.float32, device)
+    args, kwargs = arguments
+    forward = flops(lambda: case.pure(*args, **kwargs))
+    assert forward == flops(lambda: case.reference(*args, **kwargs))
+
+    arguments = sample(torch.float32, device, requires_grad=True)
+    ours = flops(forward_and_backward(case.pure, arguments))
+    assert ours == flops(forward_and_backward(case.reference, arguments))
+    assert ours >= forward
+
+
+def test_numbers() -> None:
+    """2 * 6 * 7 * 5 for x of 6 rows of 7 and 5 columns out; twice that again for the two gradients."""
+    x, w, b = torch.randn(2, 3, 7), torch.randn(5, 7, requires_grad=True), torch.randn(5, requires_grad=True)
+    assert flops(lambda: torchops.dense(x, w, b)) == 420
+    assert flops(lambda: torchops.dense(x, w, b).sum().backward()) == 2 * 420
+    x.requires_grad_()
+    assert flops(lambda: torchops.dense(x, w, b).sum().backward()) == 3 * 420
+    assert flops(lambda: torchops.dense(x[0, 0], w, b)) == 70
+    assert flops(lambda: torchops.square_matmul_(torch.zeros(4, 3), torch.zeros(3, 3))) == 72
+    assert flops(lambda: torchops.square_matmul(torch.zeros(3), torch.zeros(3, 3))) == 18
+    assert flops(lambda: torchops.softmax(torchops.sigmoid(x))) == 0
+
+
+def test_by_operator_and_module() -> None:
+    model = torch.nn.Sequential(torchops.nn.Dense(7, 5), torch.nn.Linear(5, 3))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(6, 7))
+    counts = counter.get_flop_counts()
+    assert counts["Global"] == {torch.ops.myops.dense: 420, torch.ops.aten.addmm: 180}
+    assert counts["Sequential.0"] == {torch.ops.myops.dense: 420}
+
+
+def test_without_data() -> None:
+    """On the meta device, where the size of a model is no matter."""
+    x, w = torch.empty(2**20, 2**12, device="meta"), torch.empty(2**13, 2**12, device="meta", requires_grad=True)
+    assert flops(lambda: torchops.dense(x, w).sum().backward()) == 2 * 2 * 2 ** (20 + 12 + 13)
+
+
+@pytest.mark.parametrize("first", ["torch.utils.flop_counter", "torchops"])
+def test_imported_in_either_order(first: str) -> None:
+    """The formulas wait for the counter, which is imported as if nobody had waited."""
+    program = f"""
+import sys, torch, {first}
+import torchops
+assert ("torch.utils.flop_counter" in sys.modules) == {first != "torchops"}
+import importlib.util
+assert importlib.util.find_spec("torch.utils.flop_counter").origin.endswith("flop_counter.py")
+import torch.utils.flop_counter as counter
+registry = counter.flop_registry
+assert torch.ops.myops.dense in registry and torch.ops.myops.square_matmul_ in registry
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("torchops")]
+assert type(counter.__spec__.loader) is type(torch.__spec__.loader) is type(counter.__loader__)
+import importlib
+importlib.reload(counter)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent)

@@ -1,0 +1,121 @@
+"""`python -m torchops`: what one pastes into a bug report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from op_db import OPS
+
+import torchops
+from torchops import _build_info
+from torchops._info import code_for, dense_on, report
+
+
+def command(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "torchops", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_text() -> None:
+    lines = command().splitlines()
+    assert lines[0].startswith(f"torchops {torchops.__version__} (")
+    built_for = f"torch {_build_info.torch_version}, cuda {_build_info.cuda_version or 'off'}, compiler "
+    assert lines[1].startswith(f"built for:  {built_for}")
+    assert lines[2].startswith(f"running on: torch {torch.__version__}, cuda {torch.version.cuda or 'off'}, python ")
+    assert "  cpu" in lines
+    (dense,) = (line for line in lines if line.strip().startswith("dense  "))
+    header = next(line for line in lines if "FuncTorchBatched" in line)
+    marked = {key for key in header.split() if dense[header.index(f" {key} ".rstrip()) + 1] == "x"}
+    assert marked >= {"CPU", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"}
+    assert "ADInplaceOrView" not in marked
+    assert max(map(len, lines[3:])) <= 120
+
+
+def test_json_is_the_dictionary() -> None:
+    facts = json.loads(command("--json"))
+    here = torchops.info()
+    for varies in ("dense_path", "devices"):
+        assert type(facts.pop(varies)) is type(here.pop(varies))
+    assert facts == here
+
+
+def test_dispatch_keys() -> None:
+    keys = torchops.info()["dispatch_keys"]
+    for case in OPS:
+        assert {"CPU", "Meta", "Autograd", "FuncTorchBatched"} <= set(keys[case.qualified])
+        assert ("ADInplaceOrView" in keys[case.qualified]) == (case.mutates is not None)
+        assert ("CUDA" in keys[case.qualified]) == bool(_build_info.cuda_version)
+
+
+def test_dense_path() -> None:
+    with torchops.cuda.dense_path("cublas"):
+        assert torchops.info()["dense_path"] == "cublas"
+        assert torchops.info()["dense_path"] == "cublas"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "code"),
+    [
+        ((9, 0), ["8.0+PTX", "9.0a"], "machine code of 9.0a"),
+        ((8, 0), ["8.0+PTX", "9.0a"], "machine code of 8.0"),
+        ((8, 9), ["8.0+PTX", "9.0a"], "machine code of 8.0"),
+        ((8, 9), ["8.0", "8.6", "9.0"], "machine code of 8.6"),
+        ((10, 0), ["8.0+PTX", "9.0a"], "PTX of 8.0"),
+        ((12, 0), ["8.0+PTX", "10.0+PTX"], "PTX of 10.0"),
+        ((10, 3), ["10.0f"], "machine code of 10.0f"),
+        ((10, 3), ["10.0a"], None),
+        ((12, 0), ["10.0f"], None),
+        ((7, 5), ["8.0+PTX", "9.0a"], None),
+        ((10, 0), ["9.0a"], None),
+        ((9, 0), ["9.0a+PTX"], "machine code of 9.0a"),
+        ((10, 0), ["9.0a+PTX"], None),
+        ((9, 0), [], None),
+    ],
+)
+def test_what_a_gpu_runs(capability: tuple[int, int], architectures: list[str], code: str | None) -> None:
+    assert code_for(capability, architectures) == code
+    assert dense_on(capability, architectures).startswith("no kernel") == (code is None)
+
+
+def test_fused_on_hopper_alone() -> None:
+    default = ["8.0+PTX", "9.0a"]
+    assert dense_on((9, 0), default).startswith("fused kernel")
+    assert dense_on((9, 0), ["9.0"]).startswith("cuBLAS")
+    assert dense_on((8, 0), default).startswith("cuBLAS")
+    assert dense_on((10, 0), default).startswith("cuBLAS")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_devices() -> None:
+    facts = torchops.info()
+    gpus = [device for device in facts["devices"] if device["device"] != "cpu"]
+    assert [gpu["device"] for gpu in gpus] == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    assert gpus[0]["name"] == torch.cuda.get_device_name(0)
+    if _build_info.cuda_version:
+        assert facts["cuda_architectures"]
+        assert gpus[0]["code"].startswith(("machine code of", "PTX of"))
+        assert f"  {gpus[0]['device']}" in report(facts)
+
+
+def test_a_failing_import_says_why(tmp_path: Path) -> None:
+    """The command needs the package; what it prints instead is the reason, with the versions."""
+    package = Path(torchops.__file__).parent
+    copy = tmp_path / "torchops"
+    copy.mkdir()
+    for source in package.glob("*.py"):
+        (copy / source.name).write_text(source.read_text())
+    (copy / "_build_info.py").write_text(Path(_build_info.__file__).read_text().replace(_build_info.library, "gone.so"))
+    done = subprocess.run([sys.executable, "-m", "torchops"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    reason = done.stderr.splitlines()[-1]
+    assert reason.startswith(f"ImportError: torchops: expected {copy / 'gone.so'}, built for ")
+    assert f"torch {_build_info.torch_version}" in reason

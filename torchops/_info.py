@@ -1,0 +1,163 @@
+"""What this installation was built from, what it runs on, and which way its operators would take there."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchops import _build_info, _library
+
+# Keys without a kernel of ours are left out of the table.
+_KEYS = (
+    *("CPU", "CUDA", "XPU", "MPS", "PrivateUse1", "Meta", "CompositeExplicitAutograd"),
+    *("CompositeImplicitAutograd", "ADInplaceOrView", "Autograd", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"),
+)
+
+
+def dispatch_keys() -> dict[str, list[str]]:
+    """The keys for which each operator has a kernel, Python ones and those of other libraries included."""
+    names = sorted(str(name) for name in torch._C._dispatch_get_all_op_names() if str(name).startswith("myops::"))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name: [key for key in _KEYS if has_kernel(name, key)] for name in names}
+
+
+def code_for(capability: tuple[int, int], architectures: list[str]) -> str | None:
+    """Which of the architectures in the library a GPU runs: machine code of its own kind, or else PTX.
+
+    Machine code of 8.0 runs on 8.0 to 8.9, that of 9.0a on 9.0 alone, that of 10.0f on 10.0 to 10.9. PTX (of 8.0+PTX)
+    is compiled by the driver, for any later GPU.
+    """
+    runs, compiles = [], []
+    for entry in architectures:
+        number, _, ptx = entry.partition("+")
+        exact, family = number.endswith("a"), number.endswith("f")
+        major, minor = (int(part) for part in number.rstrip("af").split("."))
+        if capability == (major, minor) or (not exact and capability[0] == major and capability[1] > minor):
+            runs.append((major, minor, exact or family, f"machine code of {number}"))
+        if ptx and not exact and not family and capability >= (major, minor):
+            compiles.append((major, minor, False, f"PTX of {number}"))
+    return max(runs or compiles)[-1] if runs or compiles else None
+
+
+def dense_on(capability: tuple[int, int], architectures: list[str]) -> str:
+    """Which way dense takes on a GPU."""
+    two_steps = "cuBLAS, then one pass for bias and sigmoid"
+    if code_for(capability, architectures) is None:
+        return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
+    if capability == (9, 0) and "9.0a" in (entry.partition("+")[0] for entry in architectures):
+        return f"fused kernel (float16, bfloat16, TF32), else {two_steps}"
+    return two_steps
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _devices(architectures: list[str]) -> list[dict[str, Any]]:
+    cpu = {
+        "device": "cpu",
+        "name": _cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "dense": "panels of rows: product by "
+        + ("MKL" if torch.backends.mkl.is_available() else "ATen's BLAS")
+        + f", bias and sigmoid in the cache, with {torch.backends.cpu.get_cpu_capability()} vectors",
+    }
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        code = code_for(capability, architectures)
+        gpus.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory": f"{properties.total_memory / 2**30:.0f} GiB",
+                "code": code or "none",
+                "dense": dense_on(capability, architectures) if architectures else "none: built without CUDA",
+            }
+        )
+    return [cpu, *gpus]
+
+
+def info() -> dict[str, Any]:
+    """What ``python -m torchops`` prints, as a dictionary that can be written as JSON.
+
+    Keys: ``version``, ``library`` (path), ``built_for`` and ``running_on`` (versions), ``cuda_architectures``,
+    ``devices`` (each with what it is and which way :func:`torchops.dense` takes there), ``dense_path`` (see
+    :func:`torchops.cuda.dense_path`) and ``dispatch_keys`` of every operator. Needs no GPU.
+
+    Example::
+
+        >>> torchops.info()["dispatch_keys"]["myops::sigmoid"][0]
+        'CPU'
+    """
+    architectures = [entry for entry in _build_info.cuda_architectures.split(";") if entry]
+    path = torch.ops.myops._dense_path("auto")
+    torch.ops.myops._dense_path(path)
+    return {
+        "version": _library.version,
+        "library": str(_library.prefix / _build_info.library),
+        "built_for": {
+            "torch": _build_info.torch_version,
+            "cuda": _build_info.cuda_version or None,
+            "compiler": _build_info.compiler,
+        },
+        "running_on": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+        "cuda_architectures": architectures,
+        "devices": _devices(architectures),
+        "dense_path": path,
+        "dispatch_keys": dispatch_keys(),
+    }
+
+
+def report(facts: dict[str, Any]) -> str:
+    """``info()`` as text for people."""
+    lines = [f"torchops {facts['version']} ({facts['library']})"]
+    for title in ("built_for", "running_on"):
+        versions = ", ".join(f"{name} {value or 'off'}" for name, value in facts[title].items())
+        lines.append(f"{title.replace('_', ' ') + ':':12}{versions}")
+    lines.append(f"CUDA code:  {', '.join(facts['cuda_architectures']) or 'none'}")
+    lines.append(f"dense path: {facts['dense_path']}")
+    lines.append("devices:")
+    for device in facts["devices"]:
+        first, *rest = device.items()
+        lines.append(f"  {first[1]}")
+        lines.extend(f"    {name + ':':12}{value}" for name, value in rest)
+    lines.append("kernels:")
+    return "\n".join([*lines, *_table(facts["dispatch_keys"])])
+
+
+def _table(operators: dict[str, list[str]]) -> list[str]:
+    # Which of the two keys for any device a kernel has is no matter here, and their names are long.
+    short = {key: "Composite" if key.startswith("Composite") else key for key in _KEYS}
+    kernels = {name.removeprefix("myops::"): {short[key] for key in keys} for name, keys in operators.items()}
+    columns = [key for key in dict.fromkeys(short.values()) if any(key in keys for keys in kernels.values())]
+    width = max(map(len, kernels))
+    rows = [" " * width + "  " + "  ".join(columns)]
+    for name, keys in kernels.items():
+        marks = "  ".join(("x" if key in keys else ".").ljust(len(key)) for key in columns)
+        rows.append(f"{name:{width}}  {marks}".rstrip())
+    return ["  " + row for row in rows]
+
+
+def main(arguments: list[str]) -> str:
+    """What the command prints."""
+    import argparse
+    import json
+
+    parser = argparse.ArgumentParser(prog="python -m torchops", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return json.dumps(info(), indent=2) if parser.parse_args(arguments).json else report(info())
