@@ -36,7 +36,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torchops
-import torchops.distributed
 
 # All in float64, so nothing but the order of additions differs.
 TOLERANCE = 1e-12

@@ -1,6 +1,6 @@
 """Fused, in-place operators for PyTorch. Importing this package makes them known as ``torch.ops.myops.*``."""
 
-import sys
+from importlib import import_module
 
 from torchops import _library
 
@@ -9,11 +9,11 @@ _library.load()
 
 from torchops import cuda, flops, nn, ops  # noqa: E402
 from torchops._info import info  # noqa: E402
+from torchops._when_imported import when_imported  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403
 
-flops.install()
-if "torch.distributed.tensor" in sys.modules:
-    from torchops import distributed as distributed
+when_imported("torch.utils.flop_counter", flops.register)
+when_imported("torch.distributed.tensor", lambda: import_module("torchops.distributed"))
 
 __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)

@@ -1,12 +1,8 @@
 """Makes ``DTensor`` a valid argument of every operator, for tensor and sequence parallelism.
 
-Importing this module is all there is to it; it has nothing to call. ``import torchops`` imports it by itself if
-``torch.distributed.tensor`` has been imported before, and does not otherwise, since that would cost a program that has
-no use for it far more time than torchops itself takes. So in a program with DTensors, say::
-
-    import torchops.distributed
-
-Without it DTensor refuses: ``Operator myops.dense.default does not have a sharding strategy registered.``
+There is nothing to call: ``import torchops`` imports this module as soon as ``torch.distributed.tensor`` has been
+imported, by whomever, and not before, since that would cost a program without DTensors far more time than torchops
+itself takes.
 
 What each operator does with which placement, and what that costs, is in ``docs/distributed.md``. Data parallelism
 (``DistributedDataParallel``, ``fully_shard``) hands plain tensors to the operators, so it works without this module.
