@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import io
 import os
 import re
@@ -67,6 +68,7 @@ def _own_process_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
 @pytest.mark.usefixtures("_own_process_state")
 @pytest.mark.parametrize("page", [p for p in RUN if next(blocks(p, "python"), None)], ids=name)
 def test_python_of(page: Path) -> None:
+    kernels = [torch._C._dispatch_dump(schema.name) for schema in operators()]
     namespace: dict[str, object] = {"__name__": "__main__"}
     for line, code in blocks(page, "python"):
         printed = io.StringIO()
@@ -77,6 +79,11 @@ def test_python_of(page: Path) -> None:
         if expected:
             got = printed.getvalue().splitlines()
             assert [s.strip() for s in got] == [s.strip() for s in expected], f"{name(page)}:{line}"
+    # Kernels that the page registered go with the `Library` that holds them, for the sake of the tests that follow.
+    for key in [k for k, value in namespace.items() if isinstance(value, torch.library.Library)]:
+        del namespace[key]
+    gc.collect()
+    assert [torch._C._dispatch_dump(schema.name) for schema in operators()] == kernels
 
 
 @pytest.mark.parametrize("page", RUN, ids=name)
