@@ -1,0 +1,54 @@
+"""Mode `eager`: the formulas in PyTorch's operators, which are also what is compiled and what others are checked by.
+
+Each operator below is at least one pass over memory: `torch.sigmoid(F.linear(x, w, b))` writes the pre-activation,
+reads it back and writes the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def dense(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.sigmoid(F.linear(x, w, b))
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias)
+
+
+# PyTorch has no in-place form of these three: the result is a second tensor, which is copied back.
+
+
+def softmax_(x: Tensor) -> Tensor:
+    return x.copy_(softmax(x))
+
+
+def layer_norm_(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.copy_(layer_norm(x, weight, bias))
+
+
+def square_matmul_(a: Tensor, b: Tensor) -> Tensor:
+    return a.copy_(a @ b)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "dense": dense,
+    "sigmoid": torch.sigmoid,
+    "sigmoid_": torch.sigmoid_,
+    "softmax": softmax,
+    "softmax_": softmax_,
+    "layer_norm": layer_norm,
+    "layer_norm_": layer_norm_,
+    "square_matmul": torch.matmul,
+    "square_matmul_": square_matmul_,
+}

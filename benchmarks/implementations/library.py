@@ -1,0 +1,28 @@
+"""Modes `cpp` and `cuda`: the operators of torchops, which take the path that they choose themselves."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import torchops
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torchops.layer_norm(x, weight.shape, weight, bias)
+
+
+def layer_norm_(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torchops.layer_norm_(x, weight.shape, weight, bias)
+
+
+FUNCTIONS = {
+    "dense": torchops.dense,
+    "sigmoid": torchops.sigmoid,
+    "sigmoid_": torchops.sigmoid_,
+    "softmax": torchops.softmax,
+    "softmax_": torchops.softmax_,
+    "layer_norm": layer_norm,
+    "layer_norm_": layer_norm_,
+    "square_matmul": torchops.square_matmul,
+    "square_matmul_": torchops.square_matmul_,
+}

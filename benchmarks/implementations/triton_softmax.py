@@ -1,0 +1,117 @@
+# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: N803
+"""Mode `triton`: softmax over rows, one program of the GPU for each row.
+
+A row that fits into the registers of a program is read once and written once, which is the least that can be. A longer
+one is read twice: the first time for its maximum and its sum, which are kept up to date as parts of the row come in
+("Online normalizer calculation for softmax", Milakov and Gimelshein, 2018).
+
+`TRITON_INTERPRET=1` in the environment runs the kernels on CPU tensors, slowly, for learning and for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+WHOLE_ROW = 32768
+PART = 8192
+
+
+@triton.jit
+def _softmax_kernel(y_ptr, x_ptr, columns, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    # 64 bits: a row may start beyond 2**31 elements.
+    row = tl.program_id(0).to(tl.int64) * columns
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    # BLOCK is a power of two; what is outside the row must not count, and exp(-inf) is 0.
+    x = tl.load(x_ptr + row + column, mask=inside, other=-float("inf")).to(ACC)
+    e = tl.exp(x - tl.max(x, 0))
+    tl.store(y_ptr + row + column, (e / tl.sum(e, 0)).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _long_softmax_kernel(y_ptr, x_ptr, columns, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * columns
+    # Each lane keeps the maximum of what it has seen, and the sum of exp(x - maximum).
+    largest = tl.full((BLOCK,), -float("inf"), ACC)
+    total = tl.zeros((BLOCK,), ACC)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row + column, mask=column < columns, other=-float("inf")).to(ACC)
+        # Columns are more than BLOCK, so the first part fills every lane and no lane subtracts infinities.
+        new = tl.maximum(largest, x)
+        total = total * tl.exp(largest - new) + tl.exp(x - new)
+        largest = new
+    top = tl.max(largest, 0)
+    norm = tl.sum(total * tl.exp(largest - top), 0)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row + column, mask=column < columns).to(ACC)
+        tl.store(y_ptr + row + column, (tl.exp(x - top) / norm).to(y_ptr.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def _backward_kernel(dx_ptr, g_ptr, y_ptr, columns, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = y * (g - sum(g * y)); where one part holds the row, its second reading comes from the cache."""
+    row = tl.program_id(0).to(tl.int64) * columns
+    products = tl.zeros((BLOCK,), ACC)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        g = tl.load(g_ptr + row + column, mask=column < columns, other=0.0).to(ACC)
+        y = tl.load(y_ptr + row + column, mask=column < columns, other=0.0).to(ACC)
+        products += g * y
+    total = tl.sum(products, 0)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        g = tl.load(g_ptr + row + column, mask=column < columns).to(ACC)
+        y = tl.load(y_ptr + row + column, mask=column < columns).to(ACC)
+        tl.store(dx_ptr + row + column, (y * (g - total)).to(dx_ptr.dtype.element_ty), mask=column < columns)
+
+
+def _launch(kernel: Any, longest: int, out: Tensor, *inputs: Tensor) -> None:
+    columns = out.shape[-1]
+    block = min(longest, triton.next_power_of_2(columns))
+    warps = 4 if block <= 2048 else 8 if block <= 8192 else 16
+    accumulator = tl.float64 if out.dtype == torch.float64 else tl.float32
+    kernel[(out.numel() // columns,)](out, *inputs, columns, ACC=accumulator, BLOCK=block, num_warps=warps)
+
+
+def _softmax_into(out: Tensor, x: Tensor) -> Tensor:
+    if x.shape[-1] <= WHOLE_ROW:
+        _launch(_softmax_kernel, WHOLE_ROW, out, x)
+    else:
+        _launch(_long_softmax_kernel, PART, out, x)
+    return out
+
+
+class SoftmaxFunction(torch.autograd.Function):
+    """Softmax over the last dimension of a contiguous tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = _softmax_into(torch.empty_like(x), x)
+        ctx.save_for_backward(y)
+        return y
+
+    # Autograd cannot look into a kernel, so there is no second derivative; without this it would be zero.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Any) -> Tensor:
+        (y,) = ctx.saved_tensors
+        dx = torch.empty_like(y)
+        _launch(_backward_kernel, PART, dx, cotangents[0].contiguous(), y)
+        return dx
+
+
+def softmax(x: Tensor) -> Tensor:
+    return SoftmaxFunction.apply(x.contiguous())
+
+
+FUNCTIONS = {"softmax": softmax}
