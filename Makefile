@@ -7,6 +7,9 @@ VENV ?= .venv
 PIP_FLAGS ?=
 # More options for pytest, such as PYTEST_FLAGS="-k dense".
 PYTEST_FLAGS ?=
+# More options for `python -m benchmarks run`, such as BENCH_FLAGS="-o dense --quick", and a folder for all results.
+BENCH_FLAGS ?=
+BENCH_OUTPUT ?=
 # CUDA kernels: AUTO (where torch and the CUDA compiler allow), ON or OFF.
 CUDA ?= AUTO
 # The CUDA build of torch that test-cuda-build compiles against. It needs no GPU.
@@ -91,8 +94,12 @@ test: build
 demo: build $(VENV)/.group-demo
 	$(RUN) examples/digits.py
 
+# Both fail where a target is missed, after they have measured everything.
 bench: build $(VENV)/.group-demo
-	$(RUN) -m benchmarks
+	@failed=; \
+	$(RUN) -m benchmarks run $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=yes; \
+	$(RUN) -m benchmarks memory $(BENCH_OUTPUT:%=--output %) || failed=yes; \
+	[ -z "$$failed" ]
 
 test-cuda-build:
 	$(MAKE) cuda-checks CUDA=ON VENV=.venv-cuda TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
@@ -106,8 +113,6 @@ cuda-checks: build
 # Both run in the build folder, where the source folder torchops/ does not hide the package.
 GPU_PATH = PYTHONPATH="$(abspath $(GPU_BUILD))/site:$(CURDIR):$$PYTHONPATH"
 GPU_PYTEST = $(GPU_PATH) $(PYTHON) -m pytest $(CURDIR)/test -k cuda
-# More options for `python -m benchmarks.gpu`, such as BENCH_FLAGS="--case softmax".
-BENCH_FLAGS ?=
 # Tests in several processes, if there is pytest-xdist.
 GPU_JOBS ?= $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8 --dist loadgroup")
 
@@ -131,7 +136,10 @@ test-gpu: gpu-build
 	[ -z "$$failed" ]
 
 bench-gpu: gpu-build
-	cd $(GPU_BUILD); $(GPU_PATH) $(PYTHON) -m benchmarks.gpu $(BENCH_FLAGS)
+	@failed=; cd $(GPU_BUILD); \
+	$(GPU_PATH) $(PYTHON) -m benchmarks run --device cuda $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=yes; \
+	$(GPU_PATH) $(PYTHON) -m benchmarks memory --device cuda $(BENCH_OUTPUT:%=--output %) || failed=yes; \
+	[ -z "$$failed" ]
 
 CXX_FILES = $(shell find src test/cpp -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 PY_DIRS := torchops test examples benchmarks

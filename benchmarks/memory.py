@@ -1,7 +1,11 @@
-"""Peak resident memory of one contender, measured in a process of its own."""
+"""`python -m benchmarks memory`: peak memory of operators that overwrite their argument, and of what makes a new one.
+
+On CUDA the allocator counts. On the CPU the system does, for one contender in a process of its own.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -9,38 +13,45 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .harness import Workload
+import torch
+
+from . import implementations, machine, plots, report, timing, workload
+from .case import Case
+from .operators import OPERATORS
+from .progress import Progress
+from .run import PART_RESULTS, RESULTS, device_of, refusal
+from .workload import Workload
 
 PROC = Path("/proc/self")
+MIB = 2**20
 
 
-def supported() -> bool:
-    """Whether the system can reset the peak of a process (Linux)."""
-    return (PROC / "clear_refs").exists()
+def supported(device: torch.device) -> bool:
+    """Whether peaks can be measured: on CUDA, and where the system can reset the peak of a process (Linux)."""
+    return device.type == "cuda" or (PROC / "clear_refs").exists()
 
 
-def peak_of(workload: Workload, contender: str) -> int:
-    """Bytes of resident memory that one call needs at its peak on top of what was resident before it.
+def peak(work: Workload, contender: str, device: torch.device) -> int:
+    """Bytes that one call needs at its peak on top of what was there before it.
 
     The call before it is a warm-up: what compilation, thread start and library initialisation allocate does not count,
     and what the allocator kept of it goes back to the system first, so that reused memory does count.
     """
-    call, args = workload.contenders[contender], workload.inputs[0]
-    with workload.context():
+    call, args = work.contenders[contender], work.inputs[0]
+    with timing.context(work.case.task):
         call(*args)
         gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            allocated = torch.cuda.memory_allocated(device)
+            call(*args)
+            return torch.cuda.max_memory_allocated(device) - allocated
         ctypes.CDLL(None).malloc_trim(0)
         (PROC / "clear_refs").write_text("5")
         before = _status_bytes("VmRSS")
         call(*args)
         return max(0, _status_bytes("VmHWM") - before)
-
-
-def peak_in_subprocess(op: str, case: str, contender: str) -> int:
-    """Runs `peak_of` in a fresh process, so that no other contender's memory is in the way."""
-    command = [sys.executable, "-m", "benchmarks", "memory", "-o", op, "--case", case, "-m", contender]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return int(json.loads(output.splitlines()[-1])["peak_bytes"])
 
 
 def _status_bytes(field: str) -> int:
@@ -49,3 +60,82 @@ def _status_bytes(field: str) -> int:
         if name == field:
             return int(value.split()[0]) * 1024
     raise KeyError(field)
+
+
+def _contenders(case: Case, options: argparse.Namespace, device: torch.device) -> list[str]:
+    modes = options.mode or workload.default_modes(case, device.type)
+    existing = [mode for mode in modes if implementations.find(case.op, mode)]
+    return existing + [name for name in OPERATORS[case.op].references if name == "out-of-place"]
+
+
+def _one(case: Case, contender: str, device: torch.device) -> int:
+    modes = [] if contender in OPERATORS[case.op].references else [contender]
+    torch.compiler.reset()
+    return peak(workload.build(case, modes, device, rotated=False), contender, device)
+
+
+def _in_subprocess(case: Case, contender: str) -> int:
+    command = [sys.executable, "-m", "benchmarks", "memory", "--device", "cpu", "-o", case.op]
+    command += ["--case", case.name, "--only", contender]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+    return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+
+
+def _cases(options: argparse.Namespace, device_type: str) -> list[Case]:
+    ops = options.op or OPERATORS
+    return [case for op in ops for case in OPERATORS[op].memory(device_type) if options.case in case.name]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints and writes `memory.{json,md,png}`; the status is 1 when a bound is exceeded."""
+    device = device_of(options)
+    cases = _cases(options, device.type)
+    if not cases:
+        print("python -m benchmarks memory: no case matches; `list` shows which operators have some", file=sys.stderr)
+        return 2
+    if reason := refusal(options, device) or ("" if supported(device) else "this system does not tell the peak"):
+        print(f"python -m benchmarks memory: {reason}", file=sys.stderr)
+        return 2
+    if options.only:
+        print(json.dumps({"peak_bytes": _one(cases[0], options.only, device)}))
+        return 0
+
+    progress = Progress(len(cases))
+    rows, misses = [], []
+    for case in cases:
+        progress.case(f"{case.op} {case.name}")
+        peaks: dict[str, int] = {}
+        errors: dict[str, str] = {}
+        for name in _contenders(case, options, device):
+            progress.state(name)
+            try:
+                peaks[name] = _in_subprocess(case, name) if device.type == "cpu" else _one(case, name, device)
+            except Exception as error:
+                errors[name] = timing.first_line(error)
+        progress.finished()
+        tensor = case.shape[0] * case.shape[1] * case.dtype.itemsize
+        rows.append({"op": case.op, "name": case.name, "tensor_bytes": tensor, "peak_bytes": peaks, "errors": errors})
+        print(f"{case.op} {case.name}, tensor of {tensor / MIB:.0f} MiB")
+        for name, value in peaks.items():
+            print(f"    {name:<14} {value / MIB:10.2f} MiB", flush=True)
+        for name, problem in errors.items():
+            print(f"    {name:<14} {problem}")
+        own = peaks.get(workload.ours(device.type), 0)
+        if case.most_bytes is not None and own >= case.most_bytes:
+            misses.append(f"{case.op} {case.name}: {own / MIB:.2f} MiB, bound {case.most_bytes / MIB:.0f} MiB")
+
+    description = machine.describe(device)
+    folder = options.output or (PART_RESULTS if options.op or options.case or options.mode else RESULTS)
+    folder /= machine.slug(description)
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {**description, "command": options.command, "cases": rows}
+    (folder / "memory.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    (folder / "memory.md").write_text(report.memory_markdown(description, options.command, rows))
+    if not options.no_plots:
+        print(plots.draw_memory(folder, rows, description, workload.ours(device.type)))
+    print(f"written to {folder}")
+    for miss in misses:
+        print(f"MISSED  {miss}")
+    return 1 if misses else 0

@@ -1,33 +1,75 @@
-"""Results as JSON, for programs, and as Markdown, for people."""
+"""Results as JSON, for programs, and as text and Markdown, for people."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from .harness import OURS, Case, Timing
+from .case import OVERHEAD, OVERHEAD_GRAD, Case, Cost
+from .operators import OPERATORS
+from .timing import Timing
 
-T = TypeVar("T")
+# Two measurements of one thing differ by about this much, so a target counts as missed only beyond it.
+NOISE = 0.01
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured for one case, by contender."""
+    """What was measured for one case, by contender.
+
+    `floor` is the least time that the roofline allows, `errors` says why a contender has no time, and `accuracy` is the
+    relative error of its result against float64.
+    """
 
     case: Case
-    timings: dict[str, Timing]
-    peak_bytes: dict[str, int] = field(default_factory=dict)
+    cost: Cost
+    floor: float
+    timings: dict[str, Timing] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    method: str = ""
+    accuracy: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def first(self) -> str:
+        """The contender that the others are compared with: ours, unless it was left out or failed."""
+        return next(iter(self.timings), "")
+
+    @property
+    def bytes(self) -> int:
+        return self.cost.elements * self.case.dtype.itemsize
+
+    def share(self, name: str) -> float | None:
+        """The least possible time over that of a contender; None where a call is too small for it to mean anything."""
+        if self.case.task in (OVERHEAD, OVERHEAD_GRAD) or not self.floor:
+            return None
+        return self.floor / self.timings[name].seconds
+
+    def missed(self, name: str) -> bool:
+        """Whether ours falls short of the target over a contender."""
+        ours = self.first in ("cuda", "cpp")
+        return ours and self.timings[name].ratio < self.case.targets[name] * (1 - NOISE)
 
     def misses(self) -> list[str]:
         """The targets that were missed, one sentence each."""
         return [
             f"{self.case.name}: {self.timings[name].ratio:.2f}x of {name}, target {target:.2f}x"
             for name, target in self.case.targets.items()
-            if name in self.timings and self.timings[name].ratio < target
+            if name in self.timings and self.missed(name)
         ]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of one operator in one run; `rates` are the two sides of the roofline."""
+
+    op: str
+    description: dict[str, str]
+    command: str
+    rates: dict[str, float]
+    results: list[Result]
 
 
 def format_seconds(seconds: float) -> str:
@@ -38,67 +80,143 @@ def format_seconds(seconds: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
-def to_json(op: str, description: dict[str, str], command: str, results: list[Result]) -> str:
+def format_rates(rates: Mapping[str, float]) -> str:
+    """`copy 2.98 TB/s, bfloat16 product 745 TFLOP/s`."""
+    parts = []
+    for name, rate in rates.items():
+        what, unit = (name, "B/s") if name == "copy" else (f"{name} product", "FLOP/s")
+        scale, prefix = (1e12, "T") if rate >= 1e12 else (1e9, "G")
+        value = rate / scale
+        parts.append(f"{what} {value:.{2 if value < 10 else 1 if value < 100 else 0}f} {prefix}{unit}")
+    return ", ".join(parts)
+
+
+def to_text(result: Result) -> str:
+    """A few lines for the terminal."""
+    lines = [f"  {result.case.name}"]
+    for name, timing in result.timings.items():
+        share = result.share(name)
+        roofline = "" if share is None else f"   {share:6.1%}"
+        lines.append(f"    {name:<14} {format_seconds(timing.seconds):>10}   {timing.ratio:6.3f}x{roofline}")
+    lines += [f"    {name:<14} {error}" for name, error in result.errors.items()]
+    lines += [f"    MISSED {miss}" for miss in result.misses()]
+    return "\n".join(lines)
+
+
+def to_json(report: Report) -> str:
     """Everything measured for one operator."""
     cases = [
         {
             "name": result.case.name,
+            "shape": result.case.shape,
+            "dtype": result.case.dtype_name,
+            "task": result.case.task,
+            "bytes": result.bytes,
+            "flops": result.cost.flops,
+            "floor_seconds": result.floor,
+            "method": result.method,
             "targets": dict(result.case.targets),
             "timings": {name: asdict(timing) for name, timing in result.timings.items()},
-            "peak_bytes": result.peak_bytes,
+            "relative_errors": result.accuracy,
+            "errors": result.errors,
         }
-        for result in results
+        for result in report.results
     ]
-    return json.dumps({"op": op, **description, "command": command, "cases": cases}, indent=2, ensure_ascii=False)
+    document: dict[str, Any] = {
+        "op": report.op,
+        **report.description,
+        "command": report.command,
+        "rates": report.rates,
+        "cases": cases,
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
 
 
-def to_markdown(op: str, description: dict[str, str], command: str, results: list[Result]) -> str:
-    """One table of times and, where it was measured, one of peak memory."""
-    facts = "; ".join(f"{name} {value}" if name != "machine" else value for name, value in description.items())
+def facts(description: Mapping[str, str], command: str) -> str:
+    """One line on machine, versions and command."""
+    items = "; ".join(value if name == "machine" else f"{name} {value}" for name, value in description.items())
+    return f"{items}. Command: `{command}`."
+
+
+def to_markdown(report: Report) -> str:
+    """Tables of times, the targets among them, and a note for each contender that failed."""
+    dims = ", ".join(OPERATORS[report.op].dims)
     lines = [
-        f"# {op}",
+        f"# {report.op}",
         "",
-        f"{facts}. Command: `{command}`.",
+        facts(report.description, report.command),
         "",
-        "Median time of a call; in brackets that time over the time of torchops (above 1: torchops is faster), as the",
-        "median of the ratios within the rounds.",
+        f"Median time of a call for ({dims}); in brackets that time over the time of the first contender (above 1: the",
+        "first is faster), as the median of the ratios within the rounds. Roofline: the least time that",
+        f"{format_rates(report.rates)}",
+        "(measured in this run) allow, over the time of the first contender. A target is the least ratio that we hold",
+        f"ourselves to; it counts as missed beyond {NOISE:.0%}, the noise of the measurement.",
         "",
     ]
-    lines += _tables(results, lambda result: result.timings, _time_cell)
-    with_memory = [result for result in results if result.peak_bytes]
-    if with_memory:
-        lines += ["Peak resident memory of a call on top of what was resident before it:", ""]
-        lines += _tables(with_memory, lambda result: result.peak_bytes, _memory_cell)
-    return "\n".join(lines)
-
-
-def _time_cell(name: str, timing: Timing) -> str:
-    ratio = "" if name == OURS else f" ({timing.ratio:.2f}x)"
-    return format_seconds(timing.seconds) + ratio
-
-
-def _memory_cell(name: str, peak: int) -> str:
-    return f"{peak / 2**20:.1f} MiB"
-
-
-def _tables(
-    results: list[Result], values: Callable[[Result], Mapping[str, T]], cell: Callable[[str, T], str]
-) -> list[str]:
-    # Contenders may differ from case to case; a table ends where they change.
-    lines: list[str] = []
     header: list[str] = []
-    for result in results:
-        row = values(result)
-        if list(row) != header:
+    for result in report.results:
+        columns = list(result.timings)
+        if columns != header:
             lines += [""] if header else []
-            header = list(row)
-            lines += [f"| case | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
-        lines.append(f"| {result.case.name} | {' | '.join(cell(name, value) for name, value in row.items())} |")
-    return [*lines, ""]
+            header = columns
+            cells = ["case", *columns, "roofline", "targets"]
+            lines += [_row(cells), "|---" * len(cells) + "|"]
+        lines.append(_row([result.case.name, *_times(result), *_judgement(result)]))
+    failed = [(result, name, error) for result in report.results for name, error in result.errors.items()]
+    if failed:
+        lines += ["", "Without a time:", ""]
+        lines += [f"- {result.case.name}, {name}: {error}" for result, name, error in failed]
+    return "\n".join([*lines, ""])
 
 
-def write(folder: Path, op: str, description: dict[str, str], command: str, results: list[Result]) -> None:
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _times(result: Result) -> list[str]:
+    return [
+        format_seconds(timing.seconds) + ("" if name == result.first else f" ({timing.ratio:.2f}x)")
+        for name, timing in result.timings.items()
+    ]
+
+
+def _judgement(result: Result) -> list[str]:
+    share = result.share(result.first) if result.first else None
+    targets = [
+        ("**MISSED** " if result.missed(name) else "") + f"{name} {target:.2f}"
+        for name, target in result.case.targets.items()
+        if name in result.timings
+    ]
+    return ["" if share is None else f"{share:.0%}", ", ".join(targets)]
+
+
+def write(folder: Path, report: Report) -> None:
     """Writes `<op>.json` and `<op>.md` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{op}.json").write_text(to_json(op, description, command, results) + "\n")
-    (folder / f"{op}.md").write_text(to_markdown(op, description, command, results))
+    (folder / f"{report.op}.json").write_text(to_json(report) + "\n")
+    (folder / f"{report.op}.md").write_text(to_markdown(report))
+
+
+def memory_markdown(description: Mapping[str, str], command: str, rows: list[dict[str, Any]]) -> str:
+    """A table of peaks, in MiB; an empty cell where a contender does not exist."""
+    names = list(dict.fromkeys(name for row in rows for name in row["peak_bytes"]))
+    cells = ["case", "tensor", *names]
+    lines = [
+        "# Peak memory",
+        "",
+        facts(description, command),
+        "",
+        "Peak memory of a call on top of what was allocated before it, in MiB.",
+        "",
+        _row(cells),
+        "|---" * len(cells) + "|",
+    ]
+    for row in rows:
+        peaks = [f"{row['peak_bytes'][name] / 2**20:.1f}" if name in row["peak_bytes"] else "" for name in names]
+        lines.append(_row([f"{row['op']} {row['name']}", f"{row['tensor_bytes'] / 2**20:.0f}", *peaks]))
+    lines += [
+        f"\nWithout a value: {row['op']} {row['name']}, {name}: {error}"
+        for row in rows
+        for name, error in row["errors"].items()
+    ]
+    return "\n".join([*lines, ""])

@@ -1,36 +1,24 @@
-"""sigmoid_ against ATen's own in-place and out-of-place forms."""
+"""sigmoid and sigmoid_, over tensors of growing size."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from torch import Tensor
 
-import torchops
-
-from .contenders import compiled, dtype_name
-from .harness import OURS, Case, Workload, rotate
+from .case import Case
+from .rows import random_matrix, row_operators
 
 
-def _in_place(x: Tensor) -> Tensor:
-    return torch.sigmoid_(x)
-
-
-def _make(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Workload:
-    contenders = {
-        OURS: torchops.sigmoid_,
-        "torch.sigmoid_": torch.sigmoid_,
-        "torch.sigmoid (new tensor)": torch.sigmoid,
-        **compiled(_in_place),
-    }
-    return Workload(contenders, rotate(lambda: (torch.randn(rows, columns, dtype=dtype, device=device),)))
-
-
-def cases() -> list[Case]:
-    """In place without grad, with the peak memory."""
-    shapes = [(16384, 4096, torch.float32), (1024, 1024, torch.float32), (16384, 4096, torch.bfloat16)]
-    return [
-        Case(f"({rows}, {columns}) {dtype_name(dtype)}", partial(_make, rows, columns, dtype), memory=True)
-        for rows, columns, dtype in shapes
+def _cases(op: str, device_type: str) -> list[Case]:
+    if device_type == "cpu":
+        return [Case(op, (rows, 4096), sweep="rows") for rows in (64, 1024, 16384)]
+    compiled = not op.endswith("_")
+    growing = [
+        Case(op, (rows, 4096), torch.bfloat16, sweep="rows", compiled=compiled) for rows in (64, 256, 1024, 4096, 16384)
     ]
+    large = [(65536, torch.bfloat16), (32768, torch.float32)]
+    return growing + [
+        Case(op, (rows, 4096), dtype, targets={"copy": 0.96}, sweep="rows", compiled=compiled) for rows, dtype in large
+    ]
+
+
+OPERATORS = row_operators("sigmoid", random_matrix, _cases)

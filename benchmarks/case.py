@@ -1,0 +1,92 @@
+"""What is measured: operators, their cases, and what a case costs at least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Call = Callable[..., Any]
+
+Task = Literal["forward", "forward and backward", "training step", "overhead", "overhead with grad"]
+"""`forward` runs without grad. A `training step` also waits for the device, as a loop that reads its loss does. The two
+`overhead` tasks are what a call costs the processor: on CUDA the calls are queued, and their end is not waited for."""
+
+FORWARD: Task = "forward"
+BACKWARD: Task = "forward and backward"
+STEP: Task = "training step"
+OVERHEAD: Task = "overhead"
+OVERHEAD_GRAD: Task = "overhead with grad"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Elements that must be read or written, each tensor once, and floating-point operations of the products."""
+
+    elements: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator at one size.
+
+    `targets` gives, by contender, the least ratio (its time over ours) that we hold ourselves to. `sweep` names the
+    size over which the case is a point of a picture. `compiled` and `autotuned` say whether the compile modes take part
+    without being asked for: they compile for seconds. `most_bytes` bounds the peak of ours in the memory benchmark.
+    """
+
+    op: str
+    shape: Shape
+    dtype: torch.dtype = torch.float32
+    task: Task = FORWARD
+    targets: Mapping[str, float] = field(default_factory=dict)
+    sweep: str = ""
+    compiled: bool = True
+    autotuned: bool = False
+    tf32: bool = False
+    most_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.task} {self.shape} {self.dtype_name}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.") + (" (TF32)" if self.tf32 else "")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of the library, or a model of several calls.
+
+    Args:
+        name: the operator; a trailing `_` says that it overwrites its first argument.
+        dims: names of the sizes in a shape.
+        make: random arguments for a shape, a dtype and a device, on whose rows the result depends row by row.
+        cost: of a shape and a task.
+        cases: for a type of device.
+        small: a shape for checks of gradients.
+        references: contenders that are no implementation: a copy, a bare product. Each is built from one set of
+            arguments, and called with the sets in turn.
+        training_references: the same, for forward and backward.
+        memory: cases of the memory benchmark, for a type of device.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    make: Callable[[Shape, torch.dtype, torch.device], tuple[Tensor, ...]]
+    cost: Callable[[Shape, Task], Cost]
+    cases: Callable[[str], list[Case]]
+    small: Shape
+    references: Mapping[str, Callable[..., Call]] = field(default_factory=dict)
+    training_references: Mapping[str, Callable[..., Call]] = field(default_factory=dict)
+    memory: Callable[[str], list[Case]] = lambda device_type: []
+
+    @property
+    def mutates(self) -> bool:
+        return self.name.endswith("_")

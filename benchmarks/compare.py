@@ -1,0 +1,143 @@
+"""`python -m benchmarks compare`: results against a baseline, with an exit status for regressions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import machine, report, timing
+from .case import Case
+from .operators import OPERATORS
+from .progress import Progress
+from .report import Report
+from .roofline import Roofline
+from .run import device_of, measure_case, refusal
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender of one case: its baseline, the new value, and the new one over the old."""
+
+    case: str
+    contender: str
+    old: float
+    new: float
+
+    @property
+    def ratio(self) -> float:
+        return self.new / self.old
+
+
+def load(path: Path) -> list[Document]:
+    """The results of a file, or of every file of a folder."""
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    documents = [json.loads(file.read_text()) for file in files]
+    return [document for document in documents if "op" in document]
+
+
+def rows_of(
+    old: Sequence[Document], new: Sequence[Document], contenders: Sequence[str], against: str
+) -> tuple[list[Row], list[str]]:
+    """Rows for what both have, and the names of the cases that are in the baseline alone.
+
+    With `against`, times are taken as multiples of that contender's time in the same run, which two machines of
+    different speed can share.
+    """
+    found = {(document["op"], case["name"]): case for document in new for case in document["cases"]}
+    rows, missing = [], []
+    for document in old:
+        for case in document["cases"]:
+            name = f"{document['op']} {case['name']}"
+            other = found.get((document["op"], case["name"]))
+            names = [c for c in case["timings"] if c in contenders and other and c in other["timings"]]
+            if other is None or not names:
+                missing.append(name)
+                continue
+            for contender in names:
+                pair = [_value(timings, contender, against) for timings in (case["timings"], other["timings"])]
+                if pair[0] is not None and pair[1] is not None:
+                    rows.append(Row(name, contender, pair[0], pair[1]))
+    return rows, missing
+
+
+def _value(timings: Mapping[str, Any], contender: str, against: str) -> float | None:
+    seconds: float = timings[contender]["seconds"]
+    if not against:
+        return seconds
+    return seconds / timings[against]["seconds"] if against in timings else None
+
+
+def table(rows: list[Row], tolerance: float, against: str) -> list[str]:
+    """A Markdown table, slowest change first."""
+    unit = f"times {against}" if against else "time"
+    lines = [f"| case | contender | baseline ({unit}) | new | new / baseline | |", "|---|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: -row.ratio):
+        values = [f"{v:.3f}" if against else report.format_seconds(v) for v in (row.old, row.new)]
+        verdict = "**slower**" if row.ratio > 1 + tolerance else "faster" if row.ratio < 1 - tolerance else ""
+        lines.append(f"| {row.case} | {row.contender} | {values[0]} | {values[1]} | {row.ratio:.3f} | {verdict} |")
+    return lines
+
+
+def _measure(old: list[Document], options: argparse.Namespace, contenders: list[str]) -> list[Document]:
+    """The cases of the baseline, measured now."""
+    device = device_of(options)
+    effort, roofline, busy = timing.effort(device.type, options.quick), Roofline(device), machine.OtherLoad()
+    progress = Progress(sum(len(document["cases"]) for document in old))
+    new = []
+    for document in old:
+        operator = OPERATORS[document["op"]]
+        known = {case.name: case for case in operator.cases(device.type)}
+        results = []
+        for entry in document["cases"]:
+            case = known.get(entry["name"]) or _case(document["op"], entry)
+            modes = [c for c in entry["timings"] if c in contenders and c not in operator.references]
+            references = any(c in operator.references for c in contenders)
+            results.append(measure_case(case, modes, device, effort, roofline, busy, progress, references))
+        new.append(json.loads(report.to_json(Report(operator.name, {}, "", {}, results))))
+    return new
+
+
+def _case(op: str, entry: Mapping[str, Any]) -> Case:
+    import torch
+
+    dtype, _, tf32 = entry["dtype"].partition(" ")
+    return Case(op, tuple(entry["shape"]), getattr(torch, dtype), entry["task"], tf32=bool(tf32))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the table; the status is 1 when something is slower than the tolerance allows, or was not measured."""
+    old = load(options.baseline)
+    if options.case or options.op:
+        old = [
+            {**document, "cases": [case for case in document["cases"] if options.case in case["name"]]}
+            for document in old
+            if not options.op or document["op"] in options.op
+        ]
+    contenders = options.mode or ["cuda", "cpp"]
+    if options.new == "run":
+        if reason := refusal(options, device_of(options)):
+            print(f"python -m benchmarks compare: {reason}", file=sys.stderr)
+            return 2
+        new = _measure(old, options, [*contenders, *([options.against] if options.against else [])])
+        machines = {machine.describe(device_of(options))["machine"]} | {document["machine"] for document in old}
+    else:
+        new = load(Path(options.new))
+        machines = {document["machine"] for document in [*old, *new]}
+    if len(machines) > 1 and not options.against:
+        print(f"WARNING: different machines ({'; '.join(sorted(machines))}); --against eager compares better")
+    rows, missing = rows_of(old, new, contenders, options.against)
+    print("\n".join(table(rows, options.tolerance, options.against)))
+    slower = [row for row in rows if row.ratio > 1 + options.tolerance]
+    print(
+        f"{len(rows)} compared, {len(slower)} slower by more than {options.tolerance:.0%}, {len(missing)} not measured"
+    )
+    for name in missing:
+        print(f"NOT MEASURED  {name}")
+    return 1 if slower or missing or not rows else 0

@@ -1,0 +1,37 @@
+"""A bar on a terminal; nothing where stderr is a file or a pipe."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+WIDTH = 24
+
+
+class Progress:
+    """Counts cases, and shows what the current one is doing."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._label = ""
+        self._shown = sys.stderr.isatty()
+
+    def case(self, label: str) -> None:
+        """A new case begins."""
+        self._label = label
+        self.state("")
+
+    def state(self, text: str) -> None:
+        """What the case is doing now."""
+        if self._shown:
+            filled = WIDTH * self._done // max(1, self._total)
+            bar = "#" * filled + "-" * (WIDTH - filled)
+            line = f"[{bar}] {self._done}/{self._total} {self._label}: {text}"
+            print(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def finished(self) -> None:
+        """The case is done; the line is free for other output."""
+        self._done += 1
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

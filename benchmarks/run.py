@@ -1,0 +1,203 @@
+"""`python -m benchmarks run`: measures operators and writes the results."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from . import implementations, machine, plots, report, timing, workload
+from .case import FORWARD, Case, Shape
+from .operators import OPERATORS
+from .progress import Progress
+from .report import Report, Result
+from .roofline import Roofline
+
+RESULTS = Path(__file__).parent / "results"
+PART_RESULTS = Path(__file__).parents[1] / "build/benchmarks"
+MAX_OTHER_LOAD = 0.05
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """The device that was asked for, or CUDA if there is one."""
+    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def refusal(options: argparse.Namespace, device: torch.device) -> str:
+    """Why what was asked for cannot be measured, or an empty string."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: torch finds no CUDA device"
+    if (path := os.environ.get("TORCHOPS_DENSE_PATH", "auto")) != "auto":
+        return f"TORCHOPS_DENSE_PATH={path} forces one path of dense; unset it, so that dense takes its own choice"
+    reasons = (implementations.unavailable(mode, device.type) for mode in options.mode)
+    return next((reason for reason in reasons if reason), "")
+
+
+def selected(options: argparse.Namespace, device_type: str) -> list[Case]:
+    """The cases of the chosen operators, or the shapes and dtypes of the command line in their place."""
+    cases: list[Case] = []
+    for op in options.op or OPERATORS:
+        operator = OPERATORS[op]
+        dtypes = [getattr(torch, name) for name in options.dtype]
+        if options.shape:
+            cases += [
+                Case(op, shape, dtype, options.task or FORWARD, compiled=True)
+                for shape in options.shape
+                for dtype in dtypes or [torch.float32]
+                if len(shape) == len(operator.dims)
+            ]
+        else:
+            cases += [case for case in operator.cases(device_type) if not dtypes or case.dtype in dtypes]
+    if options.task and not options.shape:
+        cases = [case for case in cases if case.task == options.task]
+    return [case for case in cases if options.case in case.name]
+
+
+def parse_shape(text: str) -> Shape:
+    """`(128, 256, 64)` for `128,256,64`."""
+    try:
+        return tuple(int(size) for size in text.replace("x", ",").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 128,256,64, got {text}") from None
+
+
+@contextmanager
+def _precision(tf32: bool) -> Iterator[None]:
+    former = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(former)
+
+
+def _settle_inductor() -> None:
+    """Keeps the processes that compile alive between cases, and the tables of autotuning off the screen."""
+    import torch._inductor.config as config
+
+    for name, value in (("quiesce_async_compile_pool", False), ("autotune_num_choices_displayed", 0)):
+        if hasattr(config, name):
+            setattr(config, name, value)
+
+
+def measure_case(
+    case: Case,
+    modes: list[str],
+    device: torch.device,
+    effort: timing.Effort,
+    roofline: Roofline,
+    load: machine.OtherLoad,
+    progress: Progress,
+    references: bool = True,
+) -> Result:
+    """Builds, checks and times one case; whatever fails is recorded in the result."""
+    # Compiled code of earlier cases would count towards the recompile limit.
+    torch.compiler.reset()
+    progress.case(f"{case.op} {case.name}")
+    try:
+        with _precision(case.tf32):
+            work = workload.build(case, modes, device, references)
+            progress.state("check of the results")
+            accuracy, wrong = workload.check(work)
+            contenders = {name: call for name, call in work.contenders.items() if name not in wrong}
+            measured = timing.measure(contenders, work.inputs, case.task, device, effort, progress.state, load)
+            cost = work.operator.cost(case.shape, case.task)
+            floor = roofline.floor(case, cost)
+            problems = {**wrong, **measured.errors}
+            result = Result(case, cost, floor, measured.timings, problems, measured.method, accuracy)
+    except Exception as error:
+        # Out of memory, say: the other cases may still fit.
+        result = Result(
+            case, OPERATORS[case.op].cost(case.shape, case.task), 0.0, {}, {"all": timing.first_line(error)}
+        )
+    progress.finished()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def measure_cases(
+    cases: list[Case], options: argparse.Namespace, device: torch.device, roofline: Roofline, load: machine.OtherLoad
+) -> Iterator[Result]:
+    """Measures one after the other. Once `--seconds` have passed, what compiles is left out unless it was asked for."""
+    effort = timing.effort(device.type, options.quick)
+    progress = Progress(len(cases))
+    begin = time.monotonic()
+    for case in cases:
+        left_out = {}
+        chosen = options.mode or workload.default_modes(case, device.type)
+        if options.seconds and time.monotonic() - begin > options.seconds and not options.mode:
+            left_out = {mode: f"left out after {options.seconds:.0f} s" for mode in chosen if mode.startswith("comp")}
+        modes = [mode for mode in chosen if mode not in left_out]
+        result = measure_case(case, modes, device, effort, roofline, load, progress)
+        yield replace(result, errors={**result.errors, **left_out})
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures the chosen cases, prints and writes the results; the status is 1 when a target is missed."""
+    device = device_of(options)
+    cases = selected(options, device.type)
+    if reason := refusal(options, device) or ("" if cases else "no case matches"):
+        print(f"python -m benchmarks run: {reason}", file=sys.stderr)
+        return 2
+    description = machine.describe(device)
+    partial = options.quick or options.case or options.mode or options.shape or options.dtype or options.task
+    folder = (options.output or (PART_RESULTS if partial else RESULTS)) / machine.slug(description)
+    print("; ".join(f"{name} {value}" for name, value in description.items()))
+    for mode in implementations.MODES:
+        if not options.mode and (reason := implementations.unavailable(mode, device.type)):
+            print(f"without {mode}: {reason}")
+    print("time of a call, its time over that of the first, share of the roofline")
+
+    if not options.mode or any(mode.startswith("compile") for mode in options.mode):
+        _settle_inductor()
+    roofline, load = Roofline(device), machine.OtherLoad()
+    reports: list[Report] = []
+    for result in measure_cases(cases, options, device, roofline, load):
+        if device.type == "cpu" and (share := load.share()) is not None:
+            description["other processes"] = f"{share:.1%} of the processor time"
+        former: list[Result] = []
+        if reports and reports[-1].op == result.case.op:
+            former = reports.pop().results
+        else:
+            _draw(folder, reports[-1:], options, device)
+            print(result.case.op)
+        facts = dict(description), options.command, roofline.measured()
+        reports.append(Report(result.case.op, *facts, [*former, result]))
+        print(report.to_text(result), flush=True)
+        # After every case: a run that is stopped leaves what it has measured.
+        report.write(folder, reports[-1])
+    _draw(folder, reports[-1:], options, device)
+    print(f"written to {folder}")
+    if device.type == "cpu" and (load.share() or 0.0) > MAX_OTHER_LOAD:
+        print(f"WARNING: other processes used {load.share():.1%} of the processor time; the times say little")
+    problems = _problems([result for item in reports for result in item.results], workload.ours(device.type))
+    print("\n".join(problems), end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+def _draw(folder: Path, reports: list[Report], options: argparse.Namespace, device: torch.device) -> None:
+    if reports and not options.no_plots:
+        print(f"  {plots.draw(folder, reports, workload.ours(device.type))}")
+
+
+def _problems(results: list[Result], ours: str) -> list[str]:
+    """Missed targets, and the cases in which ours has no time; that others fail is a note in the report."""
+    missed = [f"MISSED  {result.case.op}: {miss}" for result in results for miss in result.misses()]
+    failed = [
+        f"FAILED  {result.case.op}: {result.case.name}: {result.errors[name]}"
+        for result in results
+        for name in (ours, "all")
+        if name in result.errors
+    ]
+    return missed + failed

@@ -1,0 +1,271 @@
+"""Timing of several contenders on the same inputs.
+
+The contenders of a case take turns: one sample each per round, starting with another one every round. A machine that
+speeds up or slows down during the run therefore does so for all of them, and ratios are formed inside a round.
+
+On the CPU a sample is a batch of calls between two readings of a steady clock. On CUDA it is what lies between two
+events on the device: one call, or, where a call is so short that its launch would be seen, the replay of a graph of
+several calls.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, STEP, Task
+
+# Inputs are rotated until together they are this much larger than the last cache of current processors and GPUs.
+ROTATED_BYTES = 2**28
+MAX_ROTATED = 64
+# Above this there is no room for two, and no need: a pass over one input leaves nothing of its beginning in a cache.
+LARGEST_ROTATED = 2**30
+# Longer calls keep the device busy while the next ones are queued, so that events see no gap. Nor are graphs good for
+# everything: on an H100, copying 512 MiB takes a quarter longer as a node of a graph than as a call.
+GRAPH_BELOW_SECONDS = 1e-4
+# The device's queue holds about a thousand launches; a call that found it full would wait.
+OVERHEAD_CALLS = 100
+
+Inputs = Sequence[tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: seconds per contender and case, seconds per sample, and bounds on the rounds."""
+
+    contender_seconds: float
+    sample_seconds: float
+    min_rounds: int
+    max_rounds: int
+
+
+def effort(device_type: str, quick: bool) -> Effort:
+    """Device events are steadier than the clock of a shared processor, so CUDA needs less."""
+    if device_type == "cuda":
+        return Effort(0.005, 2e-4, 3, 5) if quick else Effort(0.06, 4e-4, 11, 51)
+    return Effort(0.1, 1e-3, 3, 5) if quick else Effort(1.0, 5e-3, 11, 101)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of one contender (median and quartiles over the rounds), and its time over that of the first."""
+
+    seconds: float
+    low: float
+    high: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Timings by contender, why others have none, and how it was timed."""
+
+    timings: dict[str, Timing]
+    errors: dict[str, str]
+    method: str
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    run: Callable[[], None]
+    calls: int
+
+
+def rotate(make: Callable[[], tuple[Tensor, ...]], most: int = MAX_ROTATED) -> list[tuple[Tensor, ...]]:
+    """Makes enough sets of inputs, up to `most`, that none is still in a cache when its turn comes again."""
+    first = make()
+    size = sum(tensor.nbytes for tensor in first)
+    count = min(most, 1 + -(-ROTATED_BYTES // max(1, size))) if size < LARGEST_ROTATED else 1
+    return [first, *(make() for _ in range(count - 1))]
+
+
+def contender(function: Callable[..., Any], task: Task) -> Callable[..., Any]:
+    """What is called with a set of inputs: the function, or that and its backward for the last input as cotangent.
+
+    Gradients are computed for the inputs that require them, and returned rather than accumulated.
+    """
+    if task in (FORWARD, OVERHEAD, OVERHEAD_GRAD):
+        return function
+
+    def forward_backward(*args: Tensor) -> object:
+        *inputs, cotangent = args
+        return torch.autograd.grad(function(*inputs), [t for t in inputs if t.requires_grad], cotangent)
+
+    return forward_backward
+
+
+def context(task: Task) -> AbstractContextManager[object]:
+    """Grad mode is off where a task has no backward."""
+    return torch.no_grad() if task in (FORWARD, OVERHEAD) else nullcontext()
+
+
+def first_line(error: BaseException) -> str:
+    """For tables: what was raised, without the pages that compilers add."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def measure(
+    contenders: Mapping[str, Callable[..., Any]],
+    inputs: Inputs,
+    task: Task,
+    device: torch.device,
+    effort: Effort,
+    on_round: Callable[[str], None] = lambda state: None,
+    during_rounds: AbstractContextManager[object] | None = None,
+) -> Measured:
+    """Times the contenders; one that fails leaves the others alone.
+
+    `on_round` is told what is going on. `during_rounds` is entered for the time of the measurement proper.
+    """
+    by_events = device.type == "cuda" and task not in (STEP, OVERHEAD, OVERHEAD_GRAD)
+    errors: dict[str, str] = {}
+    trials: dict[str, float] = {}
+    with context(task):
+        for name, call in contenders.items():
+            on_round(f"{name}, first calls")
+            try:
+                trials[name] = _trial(call, inputs, device)
+            except Exception as error:
+                errors[name] = first_line(error)
+        short = bool(trials) and min(trials.values()) < GRAPH_BELOW_SECONDS
+        graph = by_events and (short or task == BACKWARD)
+        samplers: dict[str, _Sampler] = {}
+        for name, trial in trials.items():
+            try:
+                samplers[name] = _sampler(contenders[name], inputs, task, device, effort, trial, graph)
+                _timed(samplers[name], by_events, device)
+            except Exception as error:
+                errors[name] = first_line(error)
+                samplers.pop(name, None)
+        with during_rounds or nullcontext():
+            samples = _rounds(samplers, by_events, device, effort, on_round)
+    method = "graph replay" if graph else "events" if by_events else "clock"
+    ours = next(iter(samples.values()), [])
+    return Measured({name: _summary(values, ours) for name, values in samples.items()}, errors, method)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _trial(call: Callable[..., Any], inputs: Inputs, device: torch.device) -> float:
+    # The first call compiles or starts threads, the second one may still specialise.
+    for _ in range(3):
+        call(*inputs[0])
+    seconds = []
+    for args in itertools.islice(itertools.cycle(inputs), 3):
+        _synchronize(device)
+        start = time.perf_counter()
+        call(*args)
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _sampler(
+    call: Callable[..., Any],
+    inputs: Inputs,
+    task: Task,
+    device: torch.device,
+    effort: Effort,
+    trial: float,
+    graph: bool,
+) -> _Sampler:
+    turn = itertools.cycle(inputs)
+    if graph:
+        return _graph(call, inputs, max(len(inputs), min(20, round(effort.sample_seconds / trial))))
+    if device.type == "cuda" and task in (OVERHEAD, OVERHEAD_GRAD):
+        calls = OVERHEAD_CALLS
+    elif device.type == "cuda" and task != STEP:
+        calls = 1
+    else:
+        calls = max(1, round(effort.sample_seconds / trial))
+    batch = [next(turn) for _ in range(calls)]
+    waits = device.type == "cuda" and task == STEP
+    if calls == 1 and not waits:
+        return _Sampler(lambda: call(*next(turn)), 1)
+
+    def run() -> None:
+        for args in batch:
+            call(*args)
+            if waits:
+                torch.cuda.synchronize(device)
+
+    return _Sampler(run, calls)
+
+
+def _graph(call: Callable[..., Any], inputs: Inputs, calls: int) -> _Sampler:
+    # Capture needs a stream of its own, on which everything has run before.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call(*inputs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for args in itertools.islice(itertools.cycle(inputs), calls):
+            call(*args)
+    return _Sampler(graph.replay, calls)
+
+
+def _timed(sampler: _Sampler, by_events: bool, device: torch.device) -> Callable[[], float]:
+    """Runs a sample; what is returned tells its seconds per call, once the device has been waited for."""
+    if by_events:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        sampler.run()
+        end.record()
+        return lambda: start.elapsed_time(end) / 1e3 / sampler.calls
+    _synchronize(device)
+    begin = time.perf_counter()
+    sampler.run()
+    seconds = (time.perf_counter() - begin) / sampler.calls
+    return lambda: seconds
+
+
+def _rounds(
+    samplers: Mapping[str, _Sampler],
+    by_events: bool,
+    device: torch.device,
+    effort: Effort,
+    on_round: Callable[[str], None],
+) -> dict[str, list[float]]:
+    names = list(samplers)
+    trials = []
+    for sampler in samplers.values():
+        pending = _timed(sampler, by_events, device)
+        _synchronize(device)
+        trials.append(pending() * sampler.calls)
+    rounds = max(effort.min_rounds, min(effort.max_rounds, round(effort.contender_seconds / max(trials, default=1.0))))
+    pendings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    # A collection in the middle of a sample would be charged to whoever is being timed.
+    gc.collect()
+    gc.disable()
+    try:
+        for done in range(rounds if names else 0):
+            shift = done % len(names)
+            for name in names[shift:] + names[:shift]:
+                pendings[name].append(_timed(samplers[name], by_events, device))
+            on_round(f"round {done + 1}/{rounds}")
+    finally:
+        gc.enable()
+    _synchronize(device)
+    return {name: [pending() for pending in values] for name, values in pendings.items()}
+
+
+def _summary(samples: list[float], first: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(samples, n=4)
+    ratio = statistics.median(theirs / ours for theirs, ours in zip(samples, first, strict=True))
+    return Timing(median, low, high, ratio)
