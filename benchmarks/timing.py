@@ -4,8 +4,8 @@ The contenders of a case take turns: one sample each per round, starting with an
 speeds up or slows down during the run therefore does so for all of them, and ratios are formed inside a round.
 
 On the CPU a sample is a batch of calls between two readings of a steady clock. On CUDA it is what lies between two
-events on the device: one call, or, where a call is so short that its launch would be seen, the replay of a graph of
-several calls.
+events on the device: some calls, or, where a call is so short that its launch would be seen, the replay of a graph of
+them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ LARGEST_ROTATED = 2**30
 # Longer calls keep the device busy while the next ones are queued, so that events see no gap. Nor are graphs good for
 # everything: on an H100, copying 512 MiB takes a quarter longer as a node of a graph than as a call.
 GRAPH_BELOW_SECONDS = 1e-4
+# Between two events, which take some microseconds themselves.
+EVENT_SECONDS = 1e-3
 # The device's queue holds about a thousand launches; a call that found it full would wait.
 OVERHEAD_CALLS = 100
 
@@ -188,7 +190,7 @@ def _sampler(
     if device.type == "cuda" and task in (OVERHEAD, OVERHEAD_GRAD):
         calls = OVERHEAD_CALLS
     elif device.type == "cuda" and task != STEP:
-        calls = 1
+        calls = max(1, round(EVENT_SECONDS / trial))
     else:
         calls = max(1, round(effort.sample_seconds / trial))
     batch = [next(turn) for _ in range(calls)]
