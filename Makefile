@@ -17,14 +17,14 @@ CUDA_TORCH_VERSION ?= 2.14.1
 # Where CUDA is demanded and there is no compiler for it, PyPI has one.
 NVCC_GROUP = $(if $(filter ON,$(CUDA)),$(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc >/dev/null || echo --group nvcc))
 # What test-cuda-build runs of the suite; tests that compile graphs take most of its time and no part of the CUDA build.
-CUDA_SUITE ?= test/test_reference.py test/test_errors.py test/test_autograd.py test/test_traps.py test/test_opcheck.py
+CUDA_SUITE ?= test/test_reference.py test/test_errors.py test/test_autograd.py test/test_traps.py test/test_opcheck.py test/test_ptx.py
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build test demo bench lint format clean test-cuda-build cuda-checks gpu-build test-gpu bench-gpu
+.PHONY: help build test demo bench lint format clean test-cuda-build cuda-checks gpu-build test-gpu bench-gpu ptx
 
 BIN := $(VENV)/bin
 RUN := $(abspath $(BIN))/python
@@ -47,6 +47,7 @@ help:
 	@echo "make test-cuda-build   compile and load the CUDA kernels in .venv-cuda, and test what needs no GPU"
 	@echo "make test-gpu    on a machine with a GPU: build for the torch of $(PYTHON), then run the tests on CUDA"
 	@echo "make bench-gpu   on a machine with a GPU: the same build, then measure it against PyTorch"
+	@echo "make ptx     compile the sigmoid kernel to build/ptx/sigmoid.ptx, and assemble it and the edited examples/ptx/*.ptx"
 	@echo "make clean   remove $(VENV) and everything built"
 	@echo "Variables: PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) VENV=$(VENV) PIP_FLAGS PYTEST_FLAGS CUDA=$(CUDA)"
 
@@ -140,6 +141,18 @@ bench-gpu: gpu-build
 	$(GPU_PATH) $(PYTHON) -m benchmarks run --device cuda $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=yes; \
 	$(GPU_PATH) $(PYTHON) -m benchmarks memory --device cuda $(BENCH_OUTPUT:%=--output %) || failed=yes; \
 	[ -z "$$failed" ]
+
+# Needs nvcc and ptxas, and neither torch nor a GPU. -v tells the registers that a kernel takes.
+PTX_BUILD := build/ptx
+PTX_ARCH ?= sm_90
+PTXAS_FLAGS ?= -v
+ptx:
+	@mkdir -p $(PTX_BUILD)
+	nvcc -ptx -std=c++17 -arch=compute_80 examples/ptx/sigmoid.cu -o $(PTX_BUILD)/sigmoid.ptx
+	@for file in $(PTX_BUILD)/sigmoid.ptx examples/ptx/*.ptx; do \
+	  echo "ptxas $$file"; \
+	  ptxas -arch=$(PTX_ARCH) $(PTXAS_FLAGS) $$file -o $(PTX_BUILD)/$$(basename $$file .ptx).cubin; \
+	done
 
 CXX_FILES = $(shell find src test/cpp -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 PY_DIRS := torchops test examples benchmarks
