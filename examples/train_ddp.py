@@ -55,6 +55,9 @@ def make_model(mode: str) -> nn.Module:
 
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Trains and returns the mean loss of each epoch, the accuracy, and a digest of the parameters."""
+    if options.mode.startswith("compile"):
+        # Each layer is a graph of its own. There is nothing to cut at the buckets, and the cut expects larger ones.
+        torch._dynamo.config.optimize_ddp = False
     rank, size = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, options.dtype)
     x, labels = (t.to(device) for t in make_data(dtype))

@@ -28,8 +28,11 @@ dtypes = pytest.mark.parametrize("dtype", ptx_sigmoid.ENTRIES, ids=str)
 
 
 def _tool(name: str) -> str:
-    """The compiler's `name`: on the path, in CUDA_HOME, or the ptxas that comes with triton."""
+    """The compiler's `name`: on the path, in CUDA_HOME, in NVIDIA's wheels, or the ptxas that comes with triton."""
     folders = [os.environ["PATH"], os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")]
+    nvidia = importlib.util.find_spec("nvidia")
+    for root in (nvidia and nvidia.submodule_search_locations) or ():
+        folders += map(str, Path(root).glob("cu*/bin"))
     triton = importlib.util.find_spec("triton")
     if triton and triton.origin:
         folders.append(str(Path(triton.origin).parent / "backends/nvidia/bin"))
