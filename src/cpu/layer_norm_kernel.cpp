@@ -1,6 +1,5 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
 #include <ATen/ops/ones.h>
@@ -82,10 +81,7 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayR
   };
   const OptionalTensor w = read_first(weight), b = read_first(bias);
   const auto dims = static_cast<int64_t>(normalized_shape.size());
-  at::DimVector moment_sizes(x.sizes());
-  std::fill(moment_sizes.end() - dims, moment_sizes.end(), 1);
-  const at::ScalarType accumulate = detail::moments_dtype(x.scalar_type());
-  const Tensor mean = at::empty(moment_sizes, x.options().dtype(accumulate)), rstd = at::empty_like(mean);
+  const auto [mean, rstd] = detail::empty_moments(x, normalized_shape.size());
   if (c10::multiply_integers(normalized_shape) * static_cast<int64_t>(x.element_size()) > kMaxScratchBytes) {
     for_each_matrix({x, mean, rstd}, dims, [&](const Operands& rows) {
       for (int64_t i = 0; i < rows[0].size(0); ++i) {

@@ -5,9 +5,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/FunctionRef.h>
-#include <c10/util/SmallVector.h>
 
 #include <algorithm>
+
+#include "ops/matrices.h"
 
 // The CPU kernels call ATen's own vectorised primitives on panels of rows. A panel is small enough that what one
 // primitive writes is still in the cache when the next one reads it, and that scratch of its size is nothing beside the
@@ -37,13 +38,8 @@ void for_each_panel(int64_t rows, int64_t rows_per_panel, const F& f) {
   });
 }
 
-/// Tensors of one rank and the same leading sizes, of which the last `trailing_dims` dimensions belong to a row.
-using Operands = c10::SmallVector<Tensor, 3>;
-
-/// Splits the operands (..., *trailing) into views (rows, *trailing) that together are all of them, and calls f on
-/// each. Leading dimensions are merged, in the order of the first operand's strides, wherever all operands allow it: a
-/// transposed or sliced tensor gives few, large matrices, and nothing is copied. f must treat rows alike.
-void for_each_matrix(Operands operands, int64_t trailing_dims, c10::function_ref<void(const Operands&)> f);
+using detail::for_each_matrix;
+using detail::Operands;
 
 /// Calls f on panels of rows of the operands; f overwrites the first one's rows and may use scratch of the panel's
 /// size. A panel is one thread's work as long as that leaves each thread `min_panel_rows` rows, else the panels come

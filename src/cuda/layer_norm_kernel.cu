@@ -1,6 +1,5 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_layer_norm_backward_cuda_dispatch.h>
 #include <ATen/ops/ones.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -141,10 +140,7 @@ struct Moments {
   Tensor mean, rstd;
 
   Moments(const Tensor& x, at::IntArrayRef normalized_shape) {
-    at::DimVector sizes(x.sizes());
-    std::fill(sizes.end() - static_cast<int64_t>(normalized_shape.size()), sizes.end(), 1);
-    mean = at::empty(sizes, x.options().dtype(detail::moments_dtype(x.scalar_type())));
-    rstd = at::empty_like(mean);
+    std::tie(mean, rstd) = detail::empty_moments(x, normalized_shape.size());
     // Of no elements, mean and variance are 0 / 0.
     if (x.numel() == 0) {
       mean.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -167,10 +163,10 @@ Tensor forward(const Tensor& x, at::IntArrayRef normalized_shape, const Optional
 }
 
 void overwrite(const Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
-               const OptionalTensor& bias, double eps, cpu::Operands operands) {
+               const OptionalTensor& bias, double eps, detail::Operands operands) {
   if (x.numel() == 0) return;
   const Affine affine(x, weight, bias, true);
-  overwrite_rows(operands, static_cast<int64_t>(normalized_shape.size()), [&](const cpu::Operands& rows) {
+  overwrite_rows(operands, static_cast<int64_t>(normalized_shape.size()), [&](const detail::Operands& rows) {
     const bool moments = rows.size() > 1;
     layer_norm_rows(rows[0], rows[0], affine, eps, moments ? rows[1] : Tensor(), moments ? rows[2] : Tensor());
   });

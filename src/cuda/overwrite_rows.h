@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "cpu/panels.h"
+#include "ops/matrices.h"
 
 // Layouts of rows, for the host side of the row kernels.
 namespace torchops::cuda {
@@ -28,11 +28,11 @@ inline std::optional<at::Tensor> as_unit_rows(const at::Tensor& x, int64_t trail
 /// Splits the operands (..., *trailing) into views of many rows and calls f on each, with the first operand, which f
 /// overwrites, as (rows, columns) of unit column stride: itself where its layout allows that, else a copy of a few
 /// rows.
-inline void overwrite_rows(const cpu::Operands& operands, int64_t trailing_dims,
-                           c10::function_ref<void(const cpu::Operands&)> f) {
+inline void overwrite_rows(const detail::Operands& operands, int64_t trailing_dims,
+                           c10::function_ref<void(const detail::Operands&)> f) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  cpu::for_each_matrix(operands, trailing_dims, [&](const cpu::Operands& matrices) {
-    cpu::Operands part = matrices;
+  detail::for_each_matrix(operands, trailing_dims, [&](const detail::Operands& matrices) {
+    detail::Operands part = matrices;
     if (const auto x = as_unit_rows(matrices[0], trailing_dims)) {
       part[0] = *x;
       return f(part);

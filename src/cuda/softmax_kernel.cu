@@ -92,7 +92,7 @@ void softmax_cuda_(Tensor& x, int64_t dim) {
   const c10::cuda::CUDAGuard on_device(x.device());
   if (x.numel() == 0) return;
   const Tensor lines = x.dim() == 0 ? x.view({1, 1}) : x.movedim(dim, -1);
-  overwrite_rows({lines}, 1, [](const cpu::Operands& rows) { softmax_rows(rows[0], rows[0]); });
+  overwrite_rows({lines}, 1, [](const detail::Operands& rows) { softmax_rows(rows[0], rows[0]); });
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {

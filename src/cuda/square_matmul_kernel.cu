@@ -9,9 +9,9 @@
 
 #include <limits>
 
-#include "cpu/panels.h"
 #include "cuda/gemm/in_place.h"
 #include "ops/common.h"
+#include "ops/matrices.h"
 #include "ops/square_matmul.h"
 
 namespace torchops::cuda {
@@ -121,7 +121,7 @@ void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor right = detail::may_alias(a, b) ? b.clone() : b;
   const Tensor factor = transpose_b ? right.t() : right;
-  cpu::for_each_matrix({a}, 1, [&](const cpu::Operands& matrix) {
+  detail::for_each_matrix({a}, 1, [&](const detail::Operands& matrix) {
     if (!fused_(matrix[0], factor)) multiply_panels_(matrix[0], factor);
   });
 }

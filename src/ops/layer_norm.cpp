@@ -104,13 +104,14 @@ void check_layer_norm_(const Tensor& x, c10::SymIntArrayRef normalized_shape, co
   detail::check_writable("layer_norm_", "x", x);
 }
 
-namespace {
-
-Tensor empty_moments(const Tensor& x, c10::SymIntArrayRef normalized_shape) {
+std::tuple<Tensor, Tensor> detail::empty_moments(const Tensor& x, size_t trailing_dims) {
   c10::SymDimVector sizes(x.sym_sizes());
-  std::fill(sizes.end() - static_cast<int64_t>(normalized_shape.size()), sizes.end(), c10::SymInt(1));
-  return at::empty_symint(sizes, x.options().dtype(detail::moments_dtype(x.scalar_type())));
+  std::fill(sizes.end() - static_cast<std::ptrdiff_t>(trailing_dims), sizes.end(), c10::SymInt(1));
+  const auto options = x.options().dtype(moments_dtype(x.scalar_type()));
+  return {at::empty_symint(sizes, options), at::empty_symint(sizes, options)};
 }
+
+namespace {
 
 Tensor layer_norm_meta(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, double) {
@@ -126,15 +127,15 @@ void layer_norm_meta_(Tensor& x, c10::SymIntArrayRef normalized_shape, const Opt
 std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_meta(const Tensor& x, c10::SymIntArrayRef normalized_shape,
                                                                 const OptionalTensor& weight,
                                                                 const OptionalTensor& bias, double eps) {
-  return {layer_norm_meta(x, normalized_shape, weight, bias, eps), empty_moments(x, normalized_shape),
-          empty_moments(x, normalized_shape)};
+  return std::tuple_cat(std::tuple{layer_norm_meta(x, normalized_shape, weight, bias, eps)},
+                        detail::empty_moments(x, normalized_shape.size()));
 }
 
 std::tuple<Tensor, Tensor> layer_norm_with_moments_meta_(Tensor& x, c10::SymIntArrayRef normalized_shape,
                                                          const OptionalTensor& weight, const OptionalTensor& bias,
                                                          double eps) {
   layer_norm_meta_(x, normalized_shape, weight, bias, eps);
-  return {empty_moments(x, normalized_shape), empty_moments(x, normalized_shape)};
+  return detail::empty_moments(x, normalized_shape.size());
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor&, const Tensor& x,

@@ -46,6 +46,9 @@ namespace detail {
 /// The dtype in which mean and 1 / sqrt(var + eps) are kept: at least float32.
 inline at::ScalarType moments_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
+/// Uninitialised (mean, rstd) for rows of the last `trailing_dims` dimensions of x.
+std::tuple<at::Tensor, at::Tensor> empty_moments(const at::Tensor& x, size_t trailing_dims);
+
 /// layer_norm() and what its gradient reads: (y, mean, rstd), the moments of shape (..., 1, ..., 1) in moments_dtype.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_with_moments(const at::Tensor& x,
                                                                        c10::SymIntArrayRef normalized_shape,
