@@ -122,7 +122,7 @@ gpu-build:
 	@rm -rf $(GPU_BUILD)/site
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --target $(GPU_BUILD)/site . \
 	  -C build-dir=$(GPU_BUILD)/cmake \
-	  -C cmake.define.TORCHOPS_CUDA=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_WERROR=OFF
+	  -C cmake.define.TORCHOPS_CUDA=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_WERROR=ON
 
 # The names of tests that run on the device hold "cuda".
 test-gpu: gpu-build
