@@ -23,8 +23,6 @@ namespace {
 
 using at::Tensor;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 #ifdef TORCHOPS_WITH_SM90A
@@ -116,9 +114,9 @@ bool fused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tens
 template <class T, int batch>
 void launch_bias_sigmoid(const Tensor& y, const T* bias) {
   const int64_t elements = y.numel(), columns = y.size(1);
-  const auto kernel = columns % kVector<T> == 0 && aligned(bias) ? bias_sigmoid_kernel<T, true, batch>
+  const auto kernel = columns % kVectorSize<T> == 0 && aligned(bias) ? bias_sigmoid_kernel<T, true, batch>
                                                                  : bias_sigmoid_kernel<T, false, batch>;
-  constexpr int64_t step = kPassThreads * kVector<T>;
+  constexpr int64_t step = kPassThreads * kVectorSize<T>;
   kernel<<<static_cast<unsigned>(ceil_div(elements, batch * step)), kPassThreads, 0,
            at::cuda::getCurrentCUDAStream()>>>(y.mutable_data_ptr<T>(), bias, elements, columns, step % columns);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -195,13 +193,13 @@ std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor&
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "_dense_backward", [&] {
     const bool in_vectors =
-        columns % kVector<scalar_t> == 0 && aligned(g.const_data_ptr()) && aligned(s.const_data_ptr());
-    const BackwardGrid grid(rows, columns, in_vectors ? kVector<scalar_t> : 1);
+        columns % kVectorSize<scalar_t> == 0 && aligned(g.const_data_ptr()) && aligned(s.const_data_ptr());
+    const BackwardGrid grid(rows, columns, in_vectors ? kVectorSize<scalar_t> : 1);
     const Tensor partial = at::detail::empty_cuda(
         {grid.row_blocks, columns}, y.options().dtype(c10::CppTypeToScalarType<Accumulate<scalar_t>>::value));
     Accumulate<scalar_t>* const sums = partial.mutable_data_ptr<Accumulate<scalar_t>>();
     const auto kernel =
-        in_vectors ? gate_backward_kernel<scalar_t, kVector<scalar_t>> : gate_backward_kernel<scalar_t, 1>;
+        in_vectors ? gate_backward_kernel<scalar_t, kVectorSize<scalar_t>> : gate_backward_kernel<scalar_t, 1>;
     const dim3 blocks(static_cast<unsigned>(grid.column_blocks), static_cast<unsigned>(grid.row_blocks));
     kernel<<<blocks, kBackwardThreads, 0, stream>>>(g.const_data_ptr<scalar_t>(), s.const_data_ptr<scalar_t>(),
                                                     dz.mutable_data_ptr<scalar_t>(), sums, rows, columns,

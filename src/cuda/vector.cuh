@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/math.cuh"
+
 // 16-byte accesses and the exponential: what the row and elementwise kernels compute with.
 namespace torchops::cuda {
 
@@ -107,22 +109,6 @@ __device__ inline Packed<T, N> pack(const Accumulate<T> (&values)[N]) {
   return out;
 }
 
-/// 2^x by one instruction: at most 2 ulp off.
-__device__ inline float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-/// 1 / x by one instruction, at most 1 ulp off.
-__device__ inline float reciprocal_approximate(float x) {
-  float y;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-constexpr float kLog2E = 1.4426950408889634f;
-
 /// exp(x) for x <= 0, to be rounded to T. 16-bit T: the rounding of x * log2(e) makes a relative error of |x| * 2^-23,
 /// at most 2^-16 where the result is not 0; T's own rounding is 2^-11 (float16) or 2^-8 (bfloat16). That error would
 /// show in float32, which takes CUDA's expf(), as ATen does.
@@ -145,6 +131,18 @@ __device__ inline Accumulate<T> divide(Accumulate<T> a, Accumulate<T> b) {
     const float quotient = a * inverse;
     if constexpr (!std::is_same_v<T, float>) return quotient;
     return fmaf(fmaf(-quotient, b, a), inverse, quotient);
+  }
+}
+
+/// 1 / (1 + exp(-x)), to be rounded to T. float32 and float64: exp(-|x|) cannot overflow, so that small results keep
+/// all their digits.
+template <class T>
+__device__ inline Accumulate<T> logistic(Accumulate<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    return fast_sigmoid(x);
+  } else {
+    const Accumulate<T> power = exp_nonpositive<T>(x < 0 ? x : -x);
+    return divide<T>(x < 0 ? power : Accumulate<T>{1}, 1 + power);
   }
 }
 

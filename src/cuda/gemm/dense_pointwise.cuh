@@ -3,58 +3,43 @@
 // The two passes over memory around dense's products: the epilogue of products that cuBLAS made, and the start of the
 // gradient. Neither depends on the architecture.
 
-#include <type_traits>
-
-#include "cuda/gemm/sigmoid.cuh"
+#include "cuda/vector.cuh"
 
 namespace torchops::cuda {
 
-template <class T, int count>
-struct alignas(sizeof(T) * count) Vector {
-  T values[count];
-};
-
-/// Elements in one 16-byte access.
-template <class T>
-constexpr int kVector = 16 / sizeof(T);
-
-template <class T>
-using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
+/// float32 and float64 with ATen's formula, so that a float64 result has the bits of sigmoid(linear).
 template <class T>
 __device__ Accumulate<T> sigmoid_of(Accumulate<T> x) {
   if constexpr (sizeof(T) == 2) {
     return fast_sigmoid(x);
-  } else if constexpr (std::is_same_v<T, float>) {
-    return 1.f / (1.f + expf(-x));
   } else {
-    return 1. / (1. + exp(-x));
+    return 1 / (1 + exp(-x));
   }
 }
 
 constexpr int kPassThreads = 128;
 
 /// y = sigmoid(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte
-/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVector. Each thread has `batch` vectors,
-/// as many loads in flight; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
+/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVectorSize. Each thread has `batch`
+/// vectors, as many loads in flight; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
 template <class T, bool bias_in_vectors, int batch>
 __global__ void __launch_bounds__(kPassThreads)
     bias_sigmoid_kernel(T* __restrict__ y, const T* __restrict__ bias, int64_t elements, int64_t columns,
                         int64_t column_step) {
-  using Access = Vector<T, kVector<T>>;
+  using Access = Packed<T, kVectorSize<T>>;
   using Wide = Accumulate<T>;
-  constexpr int64_t step = kPassThreads * kVector<T>;
-  const int64_t first = int64_t{blockIdx.x} * batch * step + int64_t{threadIdx.x} * kVector<T>;
+  constexpr int64_t step = kPassThreads * kVectorSize<T>;
+  const int64_t first = int64_t{blockIdx.x} * batch * step + int64_t{threadIdx.x} * kVectorSize<T>;
   // All indices of `access` are constants after unrolling: a variable one would move it to local memory.
   Access access[batch];
 #pragma unroll
   for (int b = 0; b < batch; ++b) {
     const int64_t i = first + b * step;
-    if (i + kVector<T> <= elements) {
+    if (i + kVectorSize<T> <= elements) {
       access[b] = *reinterpret_cast<const Access*>(y + i);
     } else {
 #pragma unroll
-      for (int v = 0; v < kVector<T>; ++v) access[b].values[v] = i + v < elements ? y[i + v] : T(0);
+      for (int v = 0; v < kVectorSize<T>; ++v) access[b].at[v] = i + v < elements ? y[i + v] : T(0);
     }
   }
   int64_t column = bias != nullptr ? first % columns : 0;
@@ -68,8 +53,8 @@ __global__ void __launch_bounds__(kPassThreads)
       } else {
         int64_t c = column;
 #pragma unroll
-        for (int v = 0; v < kVector<T>; ++v) {
-          offsets.values[v] = bias[c];
+        for (int v = 0; v < kVectorSize<T>; ++v) {
+          offsets.at[v] = bias[c];
           if (++c == columns) c = 0;
         }
       }
@@ -77,16 +62,16 @@ __global__ void __launch_bounds__(kPassThreads)
       if (column >= columns) column -= columns;
     }
 #pragma unroll
-    for (int v = 0; v < kVector<T>; ++v) {
-      access[b].values[v] =
-          static_cast<T>(sigmoid_of<T>(static_cast<Wide>(access[b].values[v]) + static_cast<Wide>(offsets.values[v])));
+    for (int v = 0; v < kVectorSize<T>; ++v) {
+      access[b].at[v] =
+          static_cast<T>(sigmoid_of<T>(static_cast<Wide>(access[b].at[v]) + static_cast<Wide>(offsets.at[v])));
     }
-    if (i + kVector<T> <= elements) {
+    if (i + kVectorSize<T> <= elements) {
       *reinterpret_cast<Access*>(y + i) = access[b];
     } else {
 #pragma unroll
-      for (int v = 0; v < kVector<T>; ++v) {
-        if (i + v < elements) y[i + v] = access[b].values[v];
+      for (int v = 0; v < kVectorSize<T>; ++v) {
+        if (i + v < elements) y[i + v] = access[b].at[v];
       }
     }
   }
@@ -102,7 +87,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     gate_backward_kernel(const T* __restrict__ grad, const T* __restrict__ y, T* __restrict__ dz,
                          Accumulate<T>* __restrict__ partial, int64_t rows, int64_t columns, int64_t rows_per_block,
                          int width) {
-  using Access = Vector<T, count>;
+  using Access = Packed<T, count>;
   using Wide = Accumulate<T>;
   const int height = kBackwardThreads / width, tx = threadIdx.x % width, ty = threadIdx.x / width;
   const int64_t column = (int64_t{blockIdx.x} * width + tx) * count;
@@ -129,10 +114,10 @@ __global__ void __launch_bounds__(kBackwardThreads)
         Access out;
 #pragma unroll
         for (int v = 0; v < count; ++v) {
-          const Wide sigmoid = static_cast<Wide>(s[i].values[v]);
-          const Wide product = static_cast<Wide>(g[i].values[v]) * sigmoid * (Wide{1} - sigmoid);
+          const Wide sigmoid = static_cast<Wide>(s[i].at[v]);
+          const Wide product = static_cast<Wide>(g[i].at[v]) * sigmoid * (Wide{1} - sigmoid);
           sums[v] += product;
-          out.values[v] = static_cast<T>(product);
+          out.at[v] = static_cast<T>(product);
         }
         *reinterpret_cast<Access*>(dz + (row + int64_t{i} * height) * columns + column) = out;
       }

@@ -2,7 +2,7 @@
 
 #include "cuda/gemm/dense.h"
 #include "cuda/gemm/kernel_sm90.cuh"
-#include "cuda/gemm/sigmoid.cuh"
+#include "cuda/math.cuh"
 
 namespace torchops::cuda::gemm {
 

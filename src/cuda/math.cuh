@@ -1,0 +1,43 @@
+#pragma once
+
+// The exponential and the logistic function by the special-function unit, for results of 16 bits. No torch headers: the
+// GEMM kernels use it too.
+namespace torchops::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+/// 2^x by one instruction: at most 2 ulp off. Results below 2^-126 become 0 (.ftz): they are lost beside the 1 that the
+/// logistic function adds and beside the largest term of a softmax, and to keep them the compiler would surround every
+/// call with a test and two multiplications.
+__device__ inline float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// 1 / x by one instruction, at most 1 ulp off; 0 for |x| > 2^126.
+__device__ inline float reciprocal_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// 1 / (1 + exp(-x)), also for the small results that a tanh instruction would lose to cancellation: relative error
+/// below 2e-6 for |x| < 16 (the rounding of x * log2(e) grows with it), and the right limits where exp(-x) overflows or
+/// vanishes.
+__device__ inline float fast_sigmoid(float x) { return reciprocal_approximate(1.f + exp2_approximate(-kLog2E * x)); }
+
+/// The same with relative error 3e-4, for results that are rounded to bfloat16 (which errs by up to 2e-3). The epilogue
+/// of a product waits for the special-function unit, so it asks it once: with e = exp(-|x|), 1 / (1 + e) is the
+/// polynomial of degree 4 that is best in relative error on [0, 1]. tanh.approx would do with fewer instructions, but
+/// its error of 2e-4 is absolute, and a closed gate, sigmoid(-8) = 3e-4, would be all error.
+__device__ inline float coarse_sigmoid(float x) {
+  const float e = exp2_approximate(-kLog2E * fabsf(x));
+  float r = fmaf(512.f / 3363.f, e, -1792.f / 3363.f);
+  r = fmaf(r, e, 2912.f / 3363.f);
+  r = fmaf(r, e, -3312.f / 3363.f);
+  r = fmaf(r, e, 3362.f / 3363.f);
+  return x < 0.f ? e * r : r;
+}
+
+}  // namespace torchops::cuda
