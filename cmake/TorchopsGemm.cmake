@@ -1,6 +1,6 @@
 # Defines torchops_gemm, the GEMM kernels of Hopper, if the architectures include 9.0a. Their instructions exist there
-# alone, so they are compiled for nothing else. Each configuration is a translation unit of its own: half a minute each,
-# all of them in parallel.
+# alone, so they are compiled for nothing else. Each configuration is a translation unit of its own: half a minute to a
+# minute each, all of them in parallel.
 if(NOT CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a(-real)?(;|$)")
   message(STATUS "GEMM kernels of Hopper: off, because 9.0a is not among the architectures")
   return()
@@ -13,16 +13,17 @@ function(_torchops_gemm_unit kind name)
   list(APPEND _gemm_sources ${unit})
   set(_gemm_sources ${_gemm_sources} PARENT_SCOPE)
 endfunction()
-foreach(type kFloat16 kBFloat16 kTF32)
-  foreach(tiling k128x256 k128x128 k64x128)
+foreach(tiling k128x256 k128x128 k64x128)
+  foreach(type kFloat16 kBFloat16 kTF32)
     _torchops_gemm_unit(dense ${type}_${tiling})
   endforeach()
 endforeach()
 foreach(type kFloat16 kBFloat16)
-  foreach(tiling k128x256 k128x128)
-    foreach(b_k_major true false)
-      _torchops_gemm_unit(in_place ${type}_${tiling}_${b_k_major})
-    endforeach()
+  foreach(tiling k128x128SharedX k128x128ResidentW)
+    _torchops_gemm_unit(dense ${type}_${tiling})
+  endforeach()
+  foreach(tiling k64x192 k64x256 k128x256 k128x128 k128x128SharedA)
+    _torchops_gemm_unit(in_place ${type}_${tiling})
   endforeach()
 endforeach()
 

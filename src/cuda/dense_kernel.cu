@@ -15,6 +15,7 @@
 
 #include "cuda/gemm/dense.h"
 #include "cuda/gemm/dense_pointwise.cuh"
+#include "cuda/gemm/few_rows.cuh"
 #include "ops/common.h"
 #include "ops/dense.h"
 
@@ -25,12 +26,9 @@ using at::Tensor;
 
 bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-#ifdef TORCHOPS_WITH_SM90A
 using gemm::DenseProblem;
-using gemm::DenseTiling;
-using gemm::DenseType;
 
-// Whether the copy engine can fetch the rows of a matrix.
+// Whether the rows of a matrix are there for 16-byte loads and for the copy engine.
 bool rows_fit(const Tensor& t) {
   constexpr int64_t most = std::numeric_limits<int>::max();
   const int64_t stride = t.stride(0);
@@ -38,6 +36,34 @@ bool rows_fit(const Tensor& t) {
          stride * t.element_size() % 16 == 0 && stride * t.element_size() < int64_t{1} << 40 &&
          aligned(t.const_data_ptr());
 }
+
+template <class T, int row_groups>
+void launch_few_rows(const DenseProblem& p) {
+  const auto blocks = static_cast<unsigned>(ceil_div(p.n, kFewRowsColumns));
+  few_rows_kernel<T, row_groups><<<blocks, 32 * kFewRowsWarps, 0, at::cuda::getCurrentCUDAStream()>>>(
+      static_cast<const T*>(p.x), static_cast<const T*>(p.w), static_cast<const T*>(p.bias), static_cast<T*>(p.y), p.m,
+      p.n, p.k, p.x_stride, p.w_stride);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Up to 16 rows, the kernel for few rows takes hardly longer than w takes to be read, on an H100 less than cuBLAS takes
+// for the product alone. At 32 rows, reading x has made it slower than that. False, with nothing done, where it cannot
+// run.
+bool run_few_rows(const DenseProblem& p, at::ScalarType dtype) {
+  if (p.m > 16 || p.k % 8 != 0) return false;
+  if (dtype == at::kBFloat16) {
+    p.m > 8 ? launch_few_rows<c10::BFloat16, 2>(p) : launch_few_rows<c10::BFloat16, 1>(p);
+  } else if (dtype == at::kHalf) {
+    p.m > 8 ? launch_few_rows<c10::Half, 2>(p) : launch_few_rows<c10::Half, 1>(p);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+#ifdef TORCHOPS_WITH_SM90A
+using gemm::DenseTiling;
+using gemm::DenseType;
 
 std::optional<DenseType> fused_type(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return DenseType::kBFloat16;
@@ -48,44 +74,73 @@ std::optional<DenseType> fused_type(at::ScalarType dtype) {
 
 int64_t tiles(const DenseProblem& p, int tile_m, int tile_n) { return ceil_div(p.m, tile_m) * ceil_div(p.n, tile_n); }
 
-// cuBLAS divides a long sum among multiprocessors that would have no tile, and multiplies a few rows without tiles.
+// cuBLAS divides a long sum among multiprocessors that would have no tile.
 bool prefers_cublas(const DenseProblem& p, int sm_count) {
   return p.m < 16 || (p.k >= 512 && tiles(p, 64, 128) * 2 <= sm_count);
 }
 
-// The fastest tiling on an H100, of those measured.
-DenseTiling choose_tiling(const DenseProblem& p, int sm_count) {
+// The fastest tiling on an H100, of those measured (bfloat16; 37 shapes, 16 to 1048576 rows, k and n from 64 to
+// 8192).
+DenseTiling choose_tiling(const DenseProblem& p, DenseType type, int sm_count) {
   // A result that is long and narrow is bound by memory: many small tiles keep more loads and stores in flight.
-  if (p.n <= 128 && p.k <= 256) return DenseTiling::k64x128;
+  if (p.n > 64 && p.n <= 128 && p.k <= 512) return DenseTiling::k64x128;
+  // Few outputs: smaller tiles, so that more multiprocessors have one.
   if (tiles(p, 128, 128) * 2 <= sm_count) return DenseTiling::k64x128;
+  // One or two steps along k leave nothing to overlap the epilogue with: better a large one. A long sum is bound by the
+  // traffic of the tiles.
+  if ((p.k <= 64 && p.n > 128) || (p.k <= 128 && p.n > 512)) return DenseTiling::k128x256;
+  if (p.k > 4096 && tiles(p, 128, 256) * 4 >= sm_count * 3) return DenseTiling::k128x256;
+  // Where x is the larger operand, share what is loaded of it, unless that leaves one tile in a row alone.
+  if (type != DenseType::kTF32 && p.n <= 2048 && p.m >= int64_t{2} * p.n && ceil_div(p.n, 128) % 2 == 0) {
+    // A CTA keeps its column of tiles, so the number of columns must divide most of the CTAs.
+    const bool resident = p.k > 128 && p.k <= 256 && p.n > 512;
+    return resident ? DenseTiling::k128x128ResidentW : DenseTiling::k128x128SharedX;
+  }
   // One wave of large tiles instead of two of small ones.
   const bool one_wave = p.m >= 2048 && tiles(p, 128, 128) > sm_count && tiles(p, 128, 256) <= sm_count;
-  // One step along k leaves nothing to overlap the epilogue with; a long sum is bound by the traffic of the tiles.
-  const bool long_sum = p.k >= 2048 && tiles(p, 128, 256) * 4 >= sm_count * 3;
-  if (p.n > 128 && (one_wave || long_sum || p.k <= 64)) return DenseTiling::k128x256;
-  return DenseTiling::k128x128;
+  return one_wave && p.n > 128 ? DenseTiling::k128x256 : DenseTiling::k128x128;
 }
 
 template <DenseType type>
-cudaError_t run_fused(const DenseProblem& problem, DenseTiling tiling, int sm_count, cudaStream_t stream) {
-  switch (tiling) {
-    case DenseTiling::k128x256:
-      return gemm::run_dense<type, DenseTiling::k128x256>(problem, sm_count, stream);
-    case DenseTiling::k128x128:
-      return gemm::run_dense<type, DenseTiling::k128x128>(problem, sm_count, stream);
-    default:
-      return gemm::run_dense<type, DenseTiling::k64x128>(problem, sm_count, stream);
+cudaError_t run_tiles(const DenseProblem& problem, DenseTiling tiling, cudaStream_t stream) {
+  if (tiling == DenseTiling::k128x256) return gemm::run_dense<type, DenseTiling::k128x256>(problem, stream);
+  if (tiling == DenseTiling::k64x128) return gemm::run_dense<type, DenseTiling::k64x128>(problem, stream);
+  if constexpr (type != DenseType::kTF32) {
+    if (tiling == DenseTiling::k128x128SharedX) {
+      return gemm::run_dense<type, DenseTiling::k128x128SharedX>(problem, stream);
+    }
+    if (tiling == DenseTiling::k128x128ResidentW) {
+      return gemm::run_dense<type, DenseTiling::k128x128ResidentW>(problem, stream);
+    }
   }
+  return gemm::run_dense<type, DenseTiling::k128x128>(problem, stream);
 }
 
-// False, with nothing done, where the fused kernel cannot run or is not wanted. All tensors are matrices.
-bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  const detail::DensePath path = detail::dense_path();
-  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
+// False, with nothing done, where the tiled kernel cannot run or, on the path "auto", is not the faster one.
+bool run_tiles(const DenseProblem& problem, at::ScalarType dtype, detail::DensePath path) {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   if (device.major != 9 || device.minor != 0) return false;
-  const std::optional<DenseType> type = fused_type(x.scalar_type());
-  if (!type || !rows_fit(x) || !rows_fit(w) || !rows_fit(y)) return false;
+  const std::optional<DenseType> type = fused_type(dtype);
+  if (!type) return false;
+  const int sm_count = device.multiProcessorCount;
+  if (path == detail::DensePath::kAuto && prefers_cublas(problem, sm_count)) return false;
+  const auto run = *type == DenseType::kBFloat16  ? run_tiles<DenseType::kBFloat16>
+                   : *type == DenseType::kFloat16 ? run_tiles<DenseType::kFloat16>
+                                                  : run_tiles<DenseType::kTF32>;
+  const cudaError_t error = run(problem, choose_tiling(problem, *type, sm_count), at::cuda::getCurrentCUDAStream());
+  if (error == cudaErrorNotSupported) return false;
+  C10_CUDA_CHECK(error);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return true;
+}
+#else
+bool run_tiles(const DenseProblem&, at::ScalarType, detail::DensePath) { return false; }
+#endif
+
+// False, with nothing done, where no fused kernel can run or is wanted. All tensors are matrices.
+bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  const detail::DensePath path = detail::dense_path();
+  if (path == detail::DensePath::kCublas || x.size(1) == 0 || !rows_fit(x) || !rows_fit(w)) return false;
   const DenseProblem problem{x.const_data_ptr(),
                              w.const_data_ptr(),
                              b ? b->const_data_ptr() : nullptr,
@@ -95,27 +150,14 @@ bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optiona
                              static_cast<int>(y.size(0)),
                              static_cast<int>(y.size(1)),
                              static_cast<int>(x.size(1))};
-  if (path == detail::DensePath::kAuto && prefers_cublas(problem, device.multiProcessorCount)) return false;
-  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  const auto run = *type == DenseType::kBFloat16  ? run_fused<DenseType::kBFloat16>
-                   : *type == DenseType::kFloat16 ? run_fused<DenseType::kFloat16>
-                                                  : run_fused<DenseType::kTF32>;
-  const cudaError_t error =
-      run(problem, choose_tiling(problem, device.multiProcessorCount), device.multiProcessorCount, stream);
-  if (error == cudaErrorNotSupported) return false;
-  C10_CUDA_CHECK(error);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return true;
+  return run_few_rows(problem, x.scalar_type()) || (rows_fit(y) && run_tiles(problem, x.scalar_type(), path));
 }
-#else
-bool fused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&) { return false; }
-#endif
 
 template <class T, int batch>
 void launch_bias_sigmoid(const Tensor& y, const T* bias) {
   const int64_t elements = y.numel(), columns = y.size(1);
   const auto kernel = columns % kVectorSize<T> == 0 && aligned(bias) ? bias_sigmoid_kernel<T, true, batch>
-                                                                 : bias_sigmoid_kernel<T, false, batch>;
+                                                                     : bias_sigmoid_kernel<T, false, batch>;
   constexpr int64_t step = kPassThreads * kVectorSize<T>;
   kernel<<<static_cast<unsigned>(ceil_div(elements, batch * step)), kPassThreads, 0,
            at::cuda::getCurrentCUDAStream()>>>(y.mutable_data_ptr<T>(), bias, elements, columns, step % columns);

@@ -53,20 +53,34 @@ bool launch_in_place(const InPlaceProblem& problem, const Tensor& a) {
   return true;
 }
 
-// One tile for a row needs no barrier. Otherwise two small tiles in flight hide the wait at the barrier, until, in long
-// products, the traffic of small tiles costs more than the wait. There the large ones are faster, if whole panels keep
-// nine of ten clusters busy (measured on an H100 from n = 128 to 16384).
-bool prefers_large_tiles(int n) {
-  if (n <= 256) return n > 128;
+// The fastest tiling on an H100, of those measured from n = 64 to 16384. With one tile for a row there is no barrier.
+// Otherwise two small tiles in flight hide the wait at the barrier, until, in long products, the traffic of small tiles
+// costs more than the wait. There the large ones are faster, if whole panels keep nine of ten clusters busy.
+InPlaceTiling choose_tiling(int n) {
+  if (n > 128 && n <= 192) return InPlaceTiling::k64x192;
+  if (n > 128 && n <= 256) return InPlaceTiling::k64x256;
+  const int small_tiles = (n + 127) / 128, large_tiles = (n + 255) / 256;
+  if (n > 256 && n <= 1024 && small_tiles % 2 == 0) return InPlaceTiling::k128x128SharedA;
   const int clusters = at::cuda::getCurrentDeviceProperties()->multiProcessorCount / 2;
-  const int tiles = (n + 255) / 256;
-  return n >= 4096 && clusters % tiles * 10 < clusters;
+  return n >= 4096 && clusters % large_tiles * 10 < clusters ? InPlaceTiling::k128x256 : InPlaceTiling::k128x128;
 }
 
 template <InPlaceType type, bool b_k_major>
 bool launch_in_place(const InPlaceProblem& problem, const Tensor& a) {
-  return (!prefers_large_tiles(problem.n) && launch_in_place<type, InPlaceTiling::k128x128, b_k_major>(problem, a)) ||
-         launch_in_place<type, InPlaceTiling::k128x256, b_k_major>(problem, a);
+  switch (choose_tiling(problem.n)) {
+    case InPlaceTiling::k64x192:
+      return launch_in_place<type, InPlaceTiling::k64x192, b_k_major>(problem, a);
+    case InPlaceTiling::k64x256:
+      return launch_in_place<type, InPlaceTiling::k64x256, b_k_major>(problem, a);
+    case InPlaceTiling::k128x128SharedA:
+      return launch_in_place<type, InPlaceTiling::k128x128SharedA, b_k_major>(problem, a);
+    case InPlaceTiling::k128x128:
+      if (launch_in_place<type, InPlaceTiling::k128x128, b_k_major>(problem, a)) return true;
+      // Too many tiles in a row to be resident; half as many may be.
+      [[fallthrough]];
+    default:
+      return launch_in_place<type, InPlaceTiling::k128x256, b_k_major>(problem, a);
+  }
 }
 
 bool aligned(const Tensor& t, int64_t stride) {

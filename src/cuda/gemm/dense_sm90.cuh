@@ -52,15 +52,23 @@ struct DenseTilingOf<DenseTiling::k128x256> {
 };
 template <>
 struct DenseTilingOf<DenseTiling::k128x128> {
-  using Type = Tiling<128, 128, 2, 1, true, 128>;
+  using Type = Tiling<128, 128, 2, 1, true, 64>;
 };
 template <>
 struct DenseTilingOf<DenseTiling::k64x128> {
   using Type = Tiling<64, 128, 2, 1, true, 64>;
 };
+template <>
+struct DenseTilingOf<DenseTiling::k128x128SharedX> {
+  using Type = Tiling<128, 128, 1, 2, true, 64>;
+};
+template <>
+struct DenseTilingOf<DenseTiling::k128x128ResidentW> {
+  using Type = Tiling<128, 128, 1, 2, true, 128, 256>;
+};
 
 template <class Element, class Tiling, template <class> class Sigmoid>
-cudaError_t run_dense_gemm(const DenseProblem& p, int sm_count, cudaStream_t stream) {
+cudaError_t run_dense_gemm(const DenseProblem& p, cudaStream_t stream) {
   namespace fusion = cutlass::epilogue::fusion;
   constexpr auto round = cutlass::FloatRoundStyle::round_to_nearest;
   constexpr int tile_k = 128 / sizeof(Element);
@@ -70,8 +78,8 @@ cudaError_t run_dense_gemm(const DenseProblem& p, int sm_count, cudaStream_t str
   using Fusion = fusion::Sm90EVT<fusion::Sm90Compute<Sigmoid, Element, float, round>, Sum>;
   using Kernel = typename Sm90Gemm<Element, Tiling, /*b_k_major=*/true, Fusion>::Kernel;
 
-  const int clusters = max_resident_clusters<Kernel>();
-  if (clusters == 0) return cudaErrorNotSupported;
+  const int clusters = grid_clusters<Kernel, Tiling>(p.n);
+  if (clusters == 0 || (Tiling::kResidentK > 0 && p.k > Tiling::kResidentK)) return cudaErrorNotSupported;
   typename Kernel::Arguments arguments{};
   arguments.problem_shape = {p.m, p.n, p.k, 1};
   arguments.mainloop.ptr_A = static_cast<const Element*>(p.x);
@@ -81,18 +89,22 @@ cudaError_t run_dense_gemm(const DenseProblem& p, int sm_count, cudaStream_t str
   arguments.epilogue.ptr_D = static_cast<Element*>(p.y);
   arguments.epilogue.dD = {p.n, cute::_1{}, 0};
   arguments.epilogue.thread = {{{static_cast<const Element*>(p.bias)}, {}, {}}, {}};
-  arguments.hw_info.sm_count = sm_count;
+  arguments.hw_info.sm_count = clusters * Tiling::kClusterM * Tiling::kClusterN;
+  arguments.hw_info.max_active_clusters = clusters;
+  if constexpr (Tiling::kResidentK > 0) {
+    arguments.scheduler.raster_order = cutlass::gemm::kernel::detail::RasterOrderOptions::AlongN;
+  }
   return launch<Kernel>(arguments, /*cooperative=*/false, stream);
 }
 
 template <DenseType type, DenseTiling tiling>
-cudaError_t run_dense(const DenseProblem& problem, int sm_count, cudaStream_t stream) {
+cudaError_t run_dense(const DenseProblem& problem, cudaStream_t stream) {
   using Element = typename DenseElement<type>::Type;
   using Tiling = typename DenseTilingOf<tiling>::Type;
   if constexpr (type == DenseType::kBFloat16) {
-    return run_dense_gemm<Element, Tiling, CoarseGate>(problem, sm_count, stream);
+    return run_dense_gemm<Element, Tiling, CoarseGate>(problem, stream);
   } else {
-    return run_dense_gemm<Element, Tiling, Gate>(problem, sm_count, stream);
+    return run_dense_gemm<Element, Tiling, Gate>(problem, stream);
   }
 }
 

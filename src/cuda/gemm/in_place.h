@@ -8,7 +8,9 @@
 namespace torchops::cuda::gemm {
 
 enum class InPlaceType { kFloat16, kBFloat16 };
-enum class InPlaceTiling { k128x256, k128x128 };
+/// The tilings, by rows x columns of the output tile. Of the first two, one tile spans a row, and b stays in shared
+/// memory: n is at most 192 and 256. In the last one, two neighbours in a row share what they load of a.
+enum class InPlaceTiling { k64x192, k64x256, k128x256, k128x128, k128x128SharedA };
 
 /// a: rows x n, row_stride elements apart; b: n x n, its rows (or with b_k_major its columns) contiguous and b_stride
 /// apart. Pointers and strides are multiples of 16 bytes.

@@ -115,8 +115,27 @@ template <InPlaceType type>
 using InPlaceElement = std::conditional_t<type == InPlaceType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
 
 template <InPlaceTiling tiling>
-using InPlaceTilingOf = std::conditional_t<tiling == InPlaceTiling::k128x256, Tiling<128, 256, 2, 1, false, 64>,
-                                           Tiling<128, 128, 2, 1, true, 64>>;
+struct InPlaceTilingOf;
+template <>
+struct InPlaceTilingOf<InPlaceTiling::k64x192> {
+  using Type = Tiling<64, 192, 1, 1, true, 64, 192>;
+};
+template <>
+struct InPlaceTilingOf<InPlaceTiling::k64x256> {
+  using Type = Tiling<64, 256, 1, 1, true, 64, 256>;
+};
+template <>
+struct InPlaceTilingOf<InPlaceTiling::k128x256> {
+  using Type = Tiling<128, 256, 2, 1, false, 64>;
+};
+template <>
+struct InPlaceTilingOf<InPlaceTiling::k128x128> {
+  using Type = Tiling<128, 128, 2, 1, true, 64>;
+};
+template <>
+struct InPlaceTilingOf<InPlaceTiling::k128x128SharedA> {
+  using Type = Tiling<128, 128, 1, 2, true, 128>;
+};
 
 template <class Element, class Tiling, bool b_k_major>
 struct InPlaceGemm {
@@ -129,7 +148,8 @@ struct InPlaceGemm {
   }
 
   static int64_t counters(const InPlaceProblem& p) {
-    const int clusters = max_resident_clusters<Kernel>();
+    if (Tiling::kResidentK > 0 && p.n > Tiling::kResidentK) return -1;
+    const int clusters = grid_clusters<Kernel, Tiling>(p.n);
     if (clusters == 0 || tiles(p) / Tiling::kClusterN > clusters) return -1;
     return tiles(p) == 1 ? 0 : round_up((p.rows + Tiling::kTileM - 1) / Tiling::kTileM, Tiling::kClusterM);
   }
@@ -148,7 +168,9 @@ struct InPlaceGemm {
     arguments.epilogue.ptr_D = static_cast<Element*>(p.a);
     arguments.epilogue.dD = {p.a_stride, cute::_1{}, 0};
     arguments.epilogue.thread = {{}, {counters, static_cast<unsigned>(tiles(p))}};
-    arguments.hw_info.sm_count = max_resident_clusters<Kernel>() * Tiling::kClusterM * Tiling::kClusterN;
+    const int clusters = grid_clusters<Kernel, Tiling>(p.n);
+    arguments.hw_info.sm_count = clusters * Tiling::kClusterM * Tiling::kClusterN;
+    arguments.hw_info.max_active_clusters = clusters;
     arguments.scheduler.raster_order = cutlass::gemm::kernel::detail::RasterOrderOptions::AlongN;
     arguments.scheduler.max_swizzle_size = 1;
     return launch<Kernel>(arguments, /*cooperative=*/tiles(p) > 1, stream);
@@ -157,12 +179,13 @@ struct InPlaceGemm {
 
 template <InPlaceType type, InPlaceTiling tiling, bool b_k_major>
 int64_t in_place_counters(const InPlaceProblem& problem) {
-  return InPlaceGemm<InPlaceElement<type>, InPlaceTilingOf<tiling>, b_k_major>::counters(problem);
+  return InPlaceGemm<InPlaceElement<type>, typename InPlaceTilingOf<tiling>::Type, b_k_major>::counters(problem);
 }
 
 template <InPlaceType type, InPlaceTiling tiling, bool b_k_major>
 cudaError_t run_in_place(const InPlaceProblem& problem, unsigned* counters, cudaStream_t stream) {
-  return InPlaceGemm<InPlaceElement<type>, InPlaceTilingOf<tiling>, b_k_major>::run(problem, counters, stream);
+  return InPlaceGemm<InPlaceElement<type>, typename InPlaceTilingOf<tiling>::Type, b_k_major>::run(problem, counters,
+                                                                                                   stream);
 }
 
 }  // namespace torchops::cuda::gemm

@@ -7,6 +7,7 @@
 #include <cutlass/cutlass.h>
 #include <cutlass/device_kernel.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
@@ -14,19 +15,23 @@
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 #include <cutlass/gemm/kernel/tile_scheduler.hpp>
 
+#include "cuda/gemm/resident_sm90.cuh"
+
 namespace torchops::cuda::gemm {
 
 /// A CTA computes tile_m x tile_n of the output. With ping-pong each of its two consumer warpgroups has a tile of its
 /// own, and the epilogue of one runs beside the matrix instructions of the other; without, they share one tile. The
 /// epilogue handles epilogue_n columns (of 16 bits, or half as many of 32) at a time: more means fewer barriers, but
-/// less shared memory for the loads. cluster_m x cluster_n CTAs share what they load.
-template <int tile_m, int tile_n, int cluster_m, int cluster_n, bool ping_pong, int epilogue_n>
+/// less shared memory for the loads. cluster_m x cluster_n CTAs share what they load. With resident_k, sums are no
+/// longer than that, and B stays in shared memory.
+template <int tile_m, int tile_n, int cluster_m, int cluster_n, bool ping_pong, int epilogue_n, int resident_k = 0>
 struct Tiling {
   static constexpr int kTileM = tile_m, kTileN = tile_n, kClusterM = cluster_m, kClusterN = cluster_n;
   static constexpr bool kPingPong = ping_pong;
   static constexpr int kEpilogueThreads = ping_pong ? 128 : 256;
   static constexpr int kEpilogueM = ping_pong ? 64 : 128;
   static constexpr int kEpilogueN = epilogue_n;
+  static constexpr int kResidentK = resident_k;
 };
 
 /// D (m x n) = fusion(A (m x k) @ B (k x n)), accumulated in float32. A and D have contiguous rows; B has contiguous
@@ -50,11 +55,25 @@ struct Sm90Gemm {
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, RowMajor,
       kAlignment, Element, RowMajor, kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+  template <class Stages>
+  using Stream = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, RowMajor, kAlignment, Element, LayoutB, kAlignment,
-      float, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      MainloopSchedule>::CollectiveOp;
+      float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
+  static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::SharedStorage));
+  // What a resident B leaves of 227 KiB, less 1 KiB for the barriers.
+  static constexpr int kStagesOfA = std::min<int>(
+      8, (226 * 1024 - kEpilogueBytes - Tiling::kTileN * Tiling::kResidentK * static_cast<int>(sizeof(Element))) /
+             (Tiling::kTileM * 128));
+  template <bool resident, class = void>
+  struct MainloopOf {
+    using Type = Stream<cutlass::gemm::collective::StageCountAutoCarveout<kEpilogueBytes>>;
+  };
+  template <class Unused>
+  struct MainloopOf<true, Unused> {
+    using Type =
+        ResidentMainloop<Stream<cutlass::gemm::collective::StageCount<kStagesOfA>>, Tiling::kResidentK / kTileK>;
+  };
+  using Mainloop = typename MainloopOf<(Tiling::kResidentK > 0)>::Type;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
                                                       cutlass::gemm::PersistentScheduler>;
 };
@@ -99,6 +118,17 @@ int max_resident_clusters() {
   }
   cache[device].store(clusters + 1, std::memory_order_release);
   return clusters;
+}
+
+/// The clusters of a grid for m x n outputs: all that fit, or with a resident B the largest multiple of the columns of
+/// clusters, so that each keeps its column. 0 if there is none.
+template <class Kernel, class Tiling>
+int grid_clusters(int n) {
+  const int most = max_resident_clusters<Kernel>();
+  if (Tiling::kResidentK == 0) return most;
+  constexpr int cluster_columns = Tiling::kTileN * Tiling::kClusterN;
+  const int columns = (n + cluster_columns - 1) / cluster_columns;
+  return most / columns * columns;
 }
 
 template <class Kernel>

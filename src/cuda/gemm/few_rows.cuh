@@ -1,0 +1,96 @@
+#pragma once
+
+// dense for a few rows of x. Nearly all of its time is one reading of w, so it is built for that: no tiles, no
+// pipeline, every lane loads 16 bytes of w straight into the registers of the matrix instruction.
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/vector.cuh"
+
+namespace torchops::cuda {
+
+/// A block computes kFewRowsColumns columns of y; its warps divide k among them.
+constexpr int kFewRowsColumns = 16, kFewRowsWarps = 8;
+
+/// sums += w (16 x 16) @ x.T (16 x 8). In registers (PTX, mma.m16n8k16), lane 4g + q has rows g and g + 8 of w and row
+/// g of x, each at two pairs of k. Which pairs is free as long as w and x agree: here, two neighbouring ones.
+template <class T>
+__device__ inline void multiply_16x8(float (&sums)[4], const uint32_t (&w)[4], const uint32_t (&x)[2]) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
+  }
+}
+
+/// y = sigmoid(x @ w.T + bias) for at most 8 * row_groups rows of 16-bit elements; bias may be null. x, w and their
+/// rows are 16-byte aligned, k is a multiple of 8. A warp takes every kFewRowsWarps-th chunk of 32 along k; a lane has
+/// 8 of them, one load. The sums of the warps are added in order, so the bits do not depend on timing.
+template <class T, int row_groups>
+__global__ void __launch_bounds__(32 * kFewRowsWarps)
+    few_rows_kernel(const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, T* __restrict__ y,
+                    int rows, int columns, int k, int64_t x_stride, int64_t w_stride) {
+  static_assert(sizeof(T) == 2);
+  constexpr int chunk = 32, batch = row_groups > 2 ? 2 : 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int group = lane / 4, part = lane % 4 * 8;
+  const int first_column = static_cast<int>(blockIdx.x) * kFewRowsColumns;
+  // Beyond the last row or column, the last one is computed again, and dropped.
+  const T* const w_rows[2] = {w + min(first_column + group, columns - 1) * w_stride + part,
+                              w + min(first_column + group + 8, columns - 1) * w_stride + part};
+  const T* x_rows[row_groups];
+#pragma unroll
+  for (int r = 0; r < row_groups; ++r) x_rows[r] = x + min(r * 8 + group, rows - 1) * x_stride + part;
+  float sums[row_groups][4] = {};
+  for (int begin = warp * chunk; begin < k; begin += kFewRowsWarps * chunk * batch) {
+    uint4 from_w[batch][2], from_x[batch][row_groups];
+#pragma unroll
+    for (int b = 0; b < batch; ++b) {
+      const int at = begin + b * kFewRowsWarps * chunk;
+      const bool inside = at + part < k;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        from_w[b][i] = inside ? __ldcs(reinterpret_cast<const uint4*>(w_rows[i] + at)) : uint4{};
+      }
+#pragma unroll
+      for (int r = 0; r < row_groups; ++r) {
+        from_x[b][r] = inside ? *reinterpret_cast<const uint4*>(x_rows[r] + at) : uint4{};
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < batch; ++b) {
+      const uint4 &low = from_w[b][0], &high = from_w[b][1];
+#pragma unroll
+      for (int r = 0; r < row_groups; ++r) {
+        const uint4& row = from_x[b][r];
+        multiply_16x8<T>(sums[r], {low.x, high.x, low.y, high.y}, {row.x, row.y});
+        multiply_16x8<T>(sums[r], {low.z, high.z, low.w, high.w}, {row.z, row.w});
+      }
+    }
+  }
+  // Of the 16 x 8 sums, the lane has (g, 2q), (g, 2q + 1), (g + 8, 2q) and (g + 8, 2q + 1).
+  __shared__ float shared[kFewRowsWarps][row_groups * 8][kFewRowsColumns];
+#pragma unroll
+  for (int r = 0; r < row_groups; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) shared[warp][r * 8 + lane % 4 * 2 + i % 2][group + i / 2 * 8] = sums[r][i];
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < row_groups * 8 * kFewRowsColumns; i += 32 * kFewRowsWarps) {
+    const int row = i / kFewRowsColumns, column = i % kFewRowsColumns;
+    if (row >= rows || first_column + column >= columns) continue;
+    float sum = bias != nullptr ? static_cast<float>(bias[first_column + column]) : 0.f;
+#pragma unroll
+    for (int other = 0; other < kFewRowsWarps; ++other) sum += shared[other][row][column];
+    y[int64_t{row} * columns + first_column + column] = static_cast<T>(fast_sigmoid(sum));
+  }
+}
+
+}  // namespace torchops::cuda
