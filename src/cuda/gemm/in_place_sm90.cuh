@@ -11,13 +11,13 @@
 // query says the device holds at once, and the launch is cooperative, for which CUDA guarantees that all of the grid is
 // resident, whatever else runs (a grid that cannot be is refused at the launch; the caller then takes another way).
 // Tiles are numbered along the columns, panel row after panel row (a panel row is the kClusterM panels that a cluster
-// spans), and cluster c of C takes tiles c, c + C, c + 2C, ... in that order. Let p be the first panel row with a tile
-// that has not arrived at its counter. No panel row has more than C tiles (checked below), so the tile that the same
-// cluster had before lies in an earlier panel row, all of whose tiles have arrived; so that one passes its wait, leaves
-// its epilogue, and the cluster goes on to its tile of p, loads and multiplies without waiting for anyone, and arrives.
-// With ping-pong, the two warpgroups enter their epilogues in the order of their tiles, so the same holds. By induction
-// every tile arrives, and every wait ends. The grid is truncated to the tiles of a small problem, all of which then run
-// at once.
+// spans; where it spans several tiles of a row too, read "tile" below as all of these), and cluster c of C takes tiles
+// c, c + C, c + 2C, ... in that order. Let p be the first panel row with a tile that has not arrived at its counter. No
+// panel row has more than C tiles (checked below), so the tile that the same cluster had before lies in an earlier
+// panel row, all of whose tiles have arrived; so that one passes its wait, leaves its epilogue, and the cluster goes on
+// to its tile of p, loads and multiplies without waiting for anyone, and arrives. With ping-pong, the two warpgroups
+// enter their epilogues in the order of their tiles, so the same holds. By induction every tile arrives, and every wait
+// ends. The grid is truncated to the tiles of a small problem, all of which then run at once.
 //
 // Reads ahead: the loading warp may fetch the next tile's rows of a early. They belong to a later panel row, which
 // nobody has overwritten, because this CTA has not arrived there.
