@@ -47,9 +47,10 @@ def dense_on(capability: tuple[int, int], architectures: list[str]) -> str:
     two_steps = "cuBLAS, then one pass for bias and sigmoid"
     if code_for(capability, architectures) is None:
         return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
+    few_rows = "a kernel for up to 16 rows (float16, bfloat16)"
     if capability == (9, 0) and "9.0a" in (entry.partition("+")[0] for entry in architectures):
-        return f"fused kernel (float16, bfloat16, TF32), else {two_steps}"
-    return two_steps
+        return f"fused kernels (float16, bfloat16, TF32), {few_rows}, else {two_steps}"
+    return f"{few_rows}, else {two_steps}" if capability >= (8, 0) else two_steps
 
 
 def _cpu_name() -> str:
