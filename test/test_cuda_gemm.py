@@ -249,3 +249,15 @@ def test_graph_replay() -> None:
         graph.replay()
     assert torch.equal(y, torchops.dense(x, w, b))
     assert torch.equal(a, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+@pytest.mark.parametrize("rows", [1, 16, 300, 5000])
+@pytest.mark.parametrize("n", [128, 192, 512])
+def test_other_device(rows: int, n: int) -> None:
+    """The kernels run, and count what fits at once, on the GPU of their tensors, not on the current one."""
+    x, w, b = (random(*shape, dtype=torch.bfloat16).to("cuda:1") for shape in [(rows, n), (n, n), (n,)])
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(torchops.dense(x, w, b), torch.sigmoid(F.linear(x, w, b)))
+    expected = x @ w
+    torch.testing.assert_close(torchops.square_matmul_(x, w), expected, atol=0.5, rtol=2e-2)
