@@ -7,7 +7,7 @@ from torchops import _library
 # The modules below look their operators up as they are imported.
 _library.load()
 
-from torchops import cuda, flops, nn, ops  # noqa: E402
+from torchops import cuda, flops, inductor, nn, ops  # noqa: E402
 from torchops._info import info  # noqa: E402
 from torchops._when_imported import when_imported  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403
@@ -19,4 +19,4 @@ __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)
 """For ``cmake -DCMAKE_PREFIX_PATH=...``: where ``find_package(torchops)`` finds the C++ library."""
 
-__all__ = ["cmake_prefix_path", "cuda", "flops", "info", "nn", "ops", *ops.__all__]
+__all__ = ["cmake_prefix_path", "cuda", "flops", "inductor", "info", "nn", "ops", *ops.__all__]
