@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import torchops
@@ -256,6 +253,30 @@ def test_checkpointing() -> None:
     assert backend.saved_bytes == sum(argument.nbytes for argument in nd(1000, 7)())
 
 
+def test_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each place is logged with its line of source."""
+    with caplog.at_level(logging.INFO, "torchops.inductor"):
+        check(lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), nd(5, 7)(), False)
+        check(returned, nd(5, 7)(), False)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("rewritten to myops.dense: ")
+    assert "test_inductor.py" in first
+    assert second.startswith("left as it is, since the pre-activation has another user: ")
+
+
+def test_backward_graphs_do_not_count() -> None:
+    """The counting pass runs on both graphs; a place that is recomputed is one place."""
+    backend = check(
+        lambda x, w, b: checkpoint(lambda x: torch.sigmoid(F.linear(x, w, b)).sin(), x, use_reentrant=False),
+        nd(50, 7)(),
+        True,
+    )
+    start = torchops.inductor.matches()
+    for graph in backend.graphs:
+        CountMatches()(graph)
+    assert torchops.inductor.matches() == start + 1
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 MODELS = {
@@ -309,135 +330,3 @@ def test_models_cuda(name: str) -> None:
 
     for ours, eager in zip(error(got), error(aten), strict=True):
         assert ours <= 1.5 * eager + 1e-2
-
-
-# --- Inductor itself -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _off() -> Iterator[None]:
-    yield
-    torchops.inductor.disable()
-    assert config.joint_custom_pre_pass is None
-    assert config.post_grad_custom_pre_pass is None
-
-
-def gate(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return torch.sigmoid(F.linear(x, w, b)) * x
-
-
-def test_generated_code() -> None:
-    """The pre-activation is in no buffer, forward and backward are those of eager mode, and each place counts once."""
-    arguments = [t(5, 4, 7).requires_grad_(), t(7, 7).requires_grad_(), t(7).requires_grad_()]
-    with torchops.inductor.enable():
-        got, (forward, backward) = run_and_get_code(
-            lambda: values(torch.compile(gate, fullgraph=True), arguments, True)
-        )
-    assert_all_close(got, values(gate, arguments, True))
-    assert torchops.inductor.matches() == 1
-    assert "myops.dense.default(" in forward
-    assert "addmm(" not in forward
-    assert "myops" not in backward.replace("torch.ops.myops.dense.default'", "")
-    assert config.joint_custom_pre_pass is None
-
-
-class Recording(CustomGraphPass):
-    """Somebody else's pass."""
-
-    def __init__(self, uuid: str | None) -> None:
-        self.sigmoids: list[int] = []
-        self._uuid = uuid
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.sigmoids.append(len(graph.find_nodes(op="call_function", target=SIGMOID)))
-
-    def uuid(self) -> str | None:
-        return self._uuid
-
-
-def test_hooks_that_were_set_before_are_kept() -> None:
-    theirs = Recording("theirs")
-    with config.patch(joint_custom_pre_pass=theirs, post_grad_custom_pre_pass=theirs):
-        with torchops.inductor.enable():
-            torch.compile(gate)(t(5, 7), t(7, 7), t(7))
-            assert torchops.inductor.matches() == 1
-            joint: Any = config.joint_custom_pre_pass
-            assert theirs.uuid() in joint.uuid()
-            assert len(joint.uuid()) == 2
-        # The joint graph reached their pass first, the graph to be compiled after ours.
-        assert theirs.sigmoids == [1, 0]
-        assert config.joint_custom_pre_pass is theirs
-        assert config.post_grad_custom_pre_pass is theirs
-    with config.patch(joint_custom_pre_pass=Recording(None)):
-        assert torchops.inductor.options()["joint_custom_pre_pass"].uuid() is None
-    with config.patch(joint_custom_pre_pass=lambda graph: None):
-        assert torchops.inductor.options()["joint_custom_pre_pass"].uuid() is None
-
-
-def test_switching() -> None:
-    """`enable` twice is once; a block ends only what it began; options are for one model."""
-    torchops.inductor.enable()
-    ours = config.joint_custom_pre_pass
-    with torchops.inductor.enable():
-        assert config.joint_custom_pre_pass is ours
-    assert config.joint_custom_pre_pass is ours
-    torchops.inductor.disable()
-    torchops.inductor.disable()
-    assert config.joint_custom_pre_pass is None
-    before = torchops.inductor.matches()
-    options = torchops.inductor.options()
-    arguments = [t(5, 7), t(7, 7), t(7)]
-    torch.compile(gate, options=options)(*arguments)
-    assert torchops.inductor.matches() == before + 1
-    torch.compiler.reset()
-    torch.compile(gate)(*arguments)
-    assert torchops.inductor.matches() == before + 1
-    theirs = Recording("later")
-    torchops.inductor.enable()
-    with config.patch(joint_custom_pre_pass=theirs):
-        torchops.inductor.disable()
-        assert config.joint_custom_pre_pass is theirs
-    torchops.inductor.disable()
-
-
-def test_cached_graphs_count() -> None:
-    """A graph from the cache holds dense, counts, and is not taken for the one without the pass."""
-    arguments = [t(5, 7).requires_grad_(), t(7, 7).requires_grad_(), t(7).requires_grad_()]
-    hits = torch._dynamo.utils.counters["inductor"]
-    with fresh_cache(), config.patch(force_disable_caches=False, fx_graph_cache=True):
-        for on, expected in ((True, 1), (True, 1), (False, 0)):
-            before, start = hits["fxgraph_cache_hit"], torchops.inductor.matches()
-            torch._dynamo.reset()
-            if on:
-                torchops.inductor.enable()
-                start = 0
-            values(torch.compile(gate), arguments, True)
-            assert torchops.inductor.matches() - start == expected
-            if on and before == 0 and hits["fxgraph_cache_miss"] == 0:
-                pytest.fail("the first compilation found a cache")
-            torchops.inductor.disable()
-    assert hits["fxgraph_cache_hit"] > 0
-
-
-def test_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Each place is logged with its line of source."""
-    with caplog.at_level(logging.INFO, "torchops.inductor"):
-        check(gate, [t(5, 7), t(7, 7), t(7)], False)
-        check(returned, nd(5, 7)(), False)
-    first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("rewritten to myops.dense: ")
-    assert "test_inductor.py" in first
-    assert second.startswith("left as it is, since the pre-activation has another user: ")
-
-
-def test_backward_graphs_do_not_count() -> None:
-    """The counting pass runs on both graphs; a place that is recomputed is one place."""
-    backend = check(
-        lambda x, w, b: checkpoint(lambda x: torch.sigmoid(F.linear(x, w, b)).sin(), x, use_reentrant=False),
-        nd(50, 7)(),
-        True,
-    )
-    start = torchops.inductor.matches()
-    for graph in backend.graphs:
-        CountMatches()(graph)
-    assert torchops.inductor.matches() == start + 1

@@ -134,7 +134,10 @@ class _Place:
                 continue
             product, below = _source(term, _RESHAPES | _PERMUTATIONS)
             # Of two products the one that is broadcast is the bias.
-            if _is_product(product) and _same(term.meta["val"].shape, add.meta["val"].shape):
+            before, after = _val(term), _val(add)
+            if before is None or after is None:
+                continue
+            if _is_product(product) and _same(before.shape, after.shape):
                 self.product, self.below, self.add = product, below, add
                 self.bias = other if isinstance(other, fx.Node) else None
                 if self._is_bias(self.bias):
@@ -154,10 +157,10 @@ class _Place:
     def _check(self, chain: list[fx.Node]) -> None:
         product, sigmoid = self.product, self.sigmoid
         *bias, x, w = product.args
-        values = [_val(node) for node in (product, sigmoid, sigmoid.args[0], x, w)]
+        values = [_val(node) for node in (product, sigmoid, sigmoid.args[0], x, w, *chain)]
         if any(value is None for value in values):
-            raise _RefusalError("the graph holds no shapes")
-        z, y, before, xv, wv = (value for value in values if value is not None)
+            raise _RefusalError("another pass left a node without its shape")
+        z, y, before, xv, wv = (value for value in values[:5] if value is not None)
         if any(len(node.users) != 1 for node in (product, *chain)) or self.bias in (product, *self.below):
             raise _RefusalError("the pre-activation has another user")
         if not _is_one(product, "alpha", "beta"):
@@ -274,7 +277,9 @@ def _where(node: fx.Node) -> str:
 
 
 def _uuid() -> Any:
-    return get_hash_for_files((__file__,))
+    # A graph with dense on CUDA must not reach a library that was built without it.
+    on_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("myops::dense", "CUDA")
+    return get_hash_for_files((__file__,), extra=str(on_cuda))
 
 
 class RewriteSigmoidLinear(CustomGraphPass):
