@@ -22,6 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import torchops
@@ -275,6 +276,24 @@ def test_backward_graphs_do_not_count() -> None:
     for graph in backend.graphs:
         CountMatches()(graph)
     assert torchops.inductor.matches() == start + 1
+
+
+def test_graphs_of_other_passes() -> None:
+    """Nodes without shapes are left, and a product of one row that is added to itself is no bias."""
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        row = x[:1] @ w
+        return torch.sigmoid(x @ w + b), torch.sigmoid(torch.addmm(b, x, w)), torch.sigmoid(row + row)
+
+    for shapes, expected in ((True, 2), (False, 0)):
+        module = make_fx(function, tracing_mode="fake")(*in_out(5, 7)())
+        for node in module.graph.nodes:
+            if not shapes and node.op == "call_function":
+                node.meta.pop("val", None)
+        RewriteSigmoidLinear()(module.graph)
+        module.recompile()
+        assert len(module.graph.find_nodes(op="call_function", target=DENSE)) == expected
+        assert_all_close(list(module(*in_out(5, 7)())), list(function(*in_out(5, 7)())))
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

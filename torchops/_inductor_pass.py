@@ -172,8 +172,7 @@ class _Place:
         if self.add is not None:
             if not _is_one(self.add, "alpha"):
                 raise _RefusalError("the bias is scaled")
-            last = [node.meta["val"].shape[-1] for node in self.below[-1:]]
-            if not all(map(_keeps_order, self.below)) or not all(_is(n == z.shape[-1]) for n in last):
+            if not all(map(_keeps_order, self.below)):
                 raise _RefusalError("the bias does not belong to the columns of the product")
         if (bias or self.add is not None) and not self._is_bias(self.bias):
             raise _RefusalError("what is added is not one value per output feature")

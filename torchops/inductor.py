@@ -21,7 +21,8 @@ A place is left as it is where
 - dtypes differ, or are not float32, float64, float16 or bfloat16;
 - Inductor computes the product without a matrix multiplication (a single row on the CPU);
 - on CUDA, the kernel with the sigmoid in its epilogue cannot run: it needs compute capability 9.0; float16, bfloat16 or
-  float32 with TF32; in and out features whose rows are a multiple of 16 bytes. Inductor's own fusion is as good there.
+  float32 with TF32; in and out features whose rows are a multiple of 16 bytes. `dense` would be a product and a pass
+  there, and Inductor fuses that pass with what surrounds it.
 
 ``torch._logging.set_logs(modules={"torchops.inductor": logging.INFO})`` shows each place with its line of source, and
 the reason where it was left.
