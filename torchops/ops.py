@@ -31,15 +31,16 @@ __all__ = [
     "square_matmul_",
 ]
 
-_dense = torch.ops.myops.dense.default
-_layer_norm = torch.ops.myops.layer_norm.default
-_layer_norm_ = torch.ops.myops.layer_norm_.default
-_sigmoid = torch.ops.myops.sigmoid.default
-_sigmoid_ = torch.ops.myops.sigmoid_.default
-_softmax = torch.ops.myops.softmax.default
-_softmax_ = torch.ops.myops.softmax_.default
-_square_matmul = torch.ops.myops.square_matmul.default
-_square_matmul_ = torch.ops.myops.square_matmul_.default
+# Not the overloads `.default`: calls of these can be compiled by torch.jit.script.
+_dense = torch.ops.myops.dense
+_layer_norm = torch.ops.myops.layer_norm
+_layer_norm_ = torch.ops.myops.layer_norm_
+_sigmoid = torch.ops.myops.sigmoid
+_sigmoid_ = torch.ops.myops.sigmoid_
+_softmax = torch.ops.myops.softmax
+_softmax_ = torch.ops.myops.softmax_
+_square_matmul = torch.ops.myops.square_matmul
+_square_matmul_ = torch.ops.myops.square_matmul_
 
 
 def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
