@@ -1,0 +1,179 @@
+"""torchops.onnx against onnxruntime: every operator, dynamic shapes, opsets, dtypes, and what overwriting means."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_all_close, random_like
+from op_db import OPS, OpCase
+from samples import Arguments, Sample
+from torch import Tensor, nn
+from torch.export import Dim
+
+import torchops
+import torchops.onnx
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+# onnxruntime's own limits: it refuses to normalise rows of no elements (1.23, the last for Python 3.10, also of one),
+# and its fusions of a product with a bias reshape away empty dimensions.
+REFUSED = {
+    "layer_norm": {"zero_in", "one", "one_plain"},
+    "layer_norm_": {"zero_in", "one", "one_plain"},
+    "dense": {"zero_rows_inside", "zero_in_vector"},
+}
+
+
+def run(program: torch.onnx.ONNXProgram, *inputs: Tensor) -> list[Tensor]:
+    options = onnxruntime.SessionOptions()
+    if any(t.dtype == torch.float64 for t in inputs):
+        # By default, 1.23 fuses transpositions into products of a type for which it has no such kernel.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), options)
+    names = [i.name for i in session.get_inputs()]
+    return [torch.from_numpy(a) for a in session.run(None, {n: t.numpy() for n, t in zip(names, inputs, strict=True)})]
+
+
+class Calls(nn.Module):
+    """Calls operators with the arguments that are not tensors fixed, and returns all results."""
+
+    def __init__(self, calls: Sequence[tuple[OpCase, Arguments]]):
+        super().__init__()
+        self.calls = calls
+        self.eval()
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(a for _, (args, _) in self.calls for a in args if isinstance(a, Tensor))
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        return tuple(
+            case.pure(*(next(rest) if isinstance(a, Tensor) else a for a in args), **kwargs)
+            for case, (args, kwargs) in self.calls
+        )
+
+    def expected(self) -> list[Tensor]:
+        return [case.reference(*args, **kwargs) for case, (args, kwargs) in self.calls]
+
+
+def wanted(case: OpCase, sample: Sample) -> bool:
+    return sample.leaves and not sample.large and sample.name not in REFUSED.get(case.name, ())
+
+
+def test_operator(case: OpCase) -> None:
+    calls = Calls([(case, sample(torch.float32, "cpu")) for sample in case.samples if wanted(case, sample)])
+    inputs = calls.inputs()
+    got = run(torchops.onnx.export(calls, inputs, verbose=False), *inputs)
+    assert_all_close(got, calls.expected(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["float64", "float16"])
+def test_dtype(dtype: torch.dtype) -> None:
+    names = {"matrix", "no_bias", "vector", "weight_only", "middle_dim", "default"}
+    calls = Calls([(c, s(dtype, "cpu")) for c in OPS for s in c.samples if s.name in names and wanted(c, s)])
+    inputs = calls.inputs()
+    got = run(torchops.onnx.export(calls, inputs, verbose=False), *inputs)
+    tolerance = {torch.float64: 1e-12, torch.float16: 4e-3}[dtype]
+    assert_all_close(got, calls.expected(), atol=tolerance, rtol=tolerance)
+
+
+class Overwriting(nn.Module):
+    """Overwrites an intermediate, a view of one, its input and a buffer, and reads all of them afterwards."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torchops.nn.Dense(7, 6)
+        self.register_buffer("state", random_like(torch.empty(6, 6)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        torchops.layer_norm_(x, [7])
+        t = self.layer(x) * 2
+        torchops.softmax_(t[:, 1:5])
+        torch.ops.myops.square_matmul_(a=t, b=self.layer.weight[:, :6], transpose_b=True)
+        torchops.sigmoid_(self.state)
+        return t, t + self.state[2], x
+
+    def reference(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = nn.functional.layer_norm(x, [7])
+        t = torch.sigmoid(nn.functional.linear(x, self.layer.weight, self.layer.bias)) * 2
+        t = torch.cat([t[:, :1], t[:, 1:5].softmax(-1), t[:, 5:]], 1) @ self.layer.weight[:, :6].mT
+        return t, t + torch.sigmoid(self.state)[2], x
+
+
+def check(program: torch.onnx.ONNXProgram, model: Overwriting) -> None:
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    (x,) = session.get_inputs()
+    assert isinstance(x.shape[0], str), "the number of rows is dynamic"
+    assert {opset.domain for opset in program.model_proto.opset_import} == {""}
+    assert not program.model_proto.functions
+    for rows in (1, 2, 5, 17, 129):
+        value = random_like(torch.empty(rows, 7), rows)
+        # The same each time: a buffer starts from its exported value at every run.
+        assert_all_close(run(program, value), model.reference(value), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("opset", [18, 21])
+def test_overwriting_model_of_dynamic_size(opset: int, tmp_path: Path) -> None:
+    model = Overwriting().eval().requires_grad_(False)
+    kept = copy.deepcopy(model)
+    program = torchops.onnx.export(
+        model, (torch.randn(5, 7),), dynamic_shapes=({0: "rows"},), opset_version=opset, verbose=False
+    )
+    assert {o.version for o in program.model_proto.opset_import} == {opset}
+    check(program, kept)
+    assert_all_close([model.state], [kept.state])
+    program.save(tmp_path / "model.onnx")
+    x = torch.randn(3, 7)
+    (got, *_) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"x": x.numpy()})
+    assert_all_close([torch.from_numpy(got)], [kept.reference(x)[0]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+def test_exported_program(strict: bool) -> None:
+    model = Overwriting().eval().requires_grad_(False)
+    exported = torch.export.export(model, (torch.randn(5, 7),), dynamic_shapes=({0: Dim("rows")},), strict=strict)
+    check(torchops.onnx.export(exported, verbose=False), model)
+    with pytest.raises(ValueError, match=r"before run_decompositions\(\), got one in which it has replaced myops\."):
+        torchops.onnx.export(exported.run_decompositions(), verbose=False)
+
+
+def test_table_alone_serves_operators_that_overwrite_nothing() -> None:
+    model = torchops.nn.Dense(7, 6).eval()
+    x = random_like(torch.empty(5, 7))
+    table = torchops.onnx.translation_table()
+    assert set(table) == {case.op for case in OPS if case.mutates is None}
+    program = torch.onnx.export(model, (x,), dynamo=True, custom_translation_table=table, verbose=False)
+    assert program is not None
+    assert_all_close(run(program, x), [torch.sigmoid(x @ model.weight.mT + model.bias)], atol=1e-6, rtol=1e-5)
+
+
+def test_translation_of_the_user_wins() -> None:
+    from onnxscript import opset18 as op
+
+    def without_bias(x: Any, w: Any, b: Any = None) -> Any:
+        return op.MatMul(x, op.Transpose(w, perm=[1, 0]))
+
+    model = torchops.nn.Dense(7, 6).eval()
+    x = random_like(torch.empty(5, 7))
+    table = {torch.ops.myops.dense.default: without_bias}
+    program = torchops.onnx.export(model, (x,), custom_translation_table=table, verbose=False)
+    assert_all_close(run(program, x), [x @ model.weight.mT], atol=1e-6, rtol=1e-5)
+
+
+def test_import_loads_no_onnx() -> None:
+    code = "import sys, torchops.onnx; print({'onnx', 'onnxscript', 'onnxruntime', 'onnx_ir'} & set(sys.modules))"
+    path = str(Path(torchops.__file__).parents[1])
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"], capture_output=True, text=True
+    )
+    assert result.stdout == "set()\n", result.stderr

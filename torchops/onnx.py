@@ -1,0 +1,150 @@
+"""The operators of torchops in ONNX: :func:`export`, and the :func:`translation_table` that it gives the exporter.
+
+ONNX has no operators that overwrite their input, and the file holds none of torchops: every operator is written in
+standard ONNX operators, for any runtime. Needs ``pip install onnx onnxscript``, which importing this module does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+from torchops import ops
+
+__all__ = ["export", "translation_table"]
+
+_MUTATING = {name: getattr(torch.ops.myops, name) for name in ops.__all__ if name.endswith("_")}
+# From each operator that overwrites, by either way to call it, to the one that returns the same values.
+_FUNCTIONAL = {
+    called: getattr(torch.ops.myops, name.removesuffix("_"))
+    for name, packet in _MUTATING.items()
+    for called in (packet, packet.default)
+}
+
+
+def export(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    f: str | os.PathLike[str] | None = None,
+    *,
+    custom_translation_table: dict[Any, Callable[..., Any]] | None = None,
+    **options: Any,
+) -> torch.onnx.ONNXProgram:
+    """``torch.onnx.export(..., dynamo=True)`` of a model that calls any of torchops' operators.
+
+    An operator that overwrites a tensor becomes one that makes a new tensor, which is read in its place from there on,
+    through all views. As with PyTorch's own in-place operators, what a model writes into its arguments does not reach
+    the caller of the ONNX model, and a buffer has its exported value again at the next run.
+
+    Args:
+        model: a module, or a program from :func:`torch.export.export` (before ``run_decompositions``).
+        args: example arguments of a module.
+        f: file to write, or ``None``.
+        custom_translation_table: translations of further operators; these win over :func:`translation_table`.
+        options: anything else that :func:`torch.onnx.export` takes, such as ``dynamic_shapes`` and ``opset_version``.
+
+    Raises:
+        ValueError: the program has been decomposed, which hides operators that overwrite.
+        ImportError: onnx or onnxscript is not installed.
+
+    Example::
+
+        >>> layer = torchops.nn.Dense(3, 4)
+        >>> program = torchops.onnx.export(layer, (torch.zeros(2, 3),), dynamic_shapes=({0: "rows"},))
+        >>> program.save("dense.onnx")
+    """
+    table = {**translation_table(), **(custom_translation_table or {})}
+    if isinstance(model, ExportedProgram):
+        _refuse_decomposed(model)
+    with _OutOfPlace():
+        program = torch.onnx.export(model, args, f, dynamo=True, custom_translation_table=table, **options)
+    assert program is not None  # it is for the exporter that dynamo=False selects
+    return program
+
+
+def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """The operators that overwrite nothing, for ``torch.onnx.export(..., custom_translation_table=...)``.
+
+    For an exporter that is called by other code. Operators that overwrite cannot be told to the exporter by a table;
+    :func:`export` takes models with those too.
+
+    Raises:
+        ImportError: onnxscript is not installed.
+
+    Example::
+
+        >>> table = torchops.onnx.translation_table()
+        >>> program = torch.onnx.export(model, args, dynamo=True, custom_translation_table=table)
+    """
+    from onnxscript import opset18
+
+    # For any opset from 18: the exporter sets the version that it is asked for, and these operators kept their form.
+    op: Any = opset18
+
+    def dense(x: Any, w: Any, b: Any = None) -> Any:
+        product = op.MatMul(x, op.Transpose(w, perm=[1, 0]))
+        return op.Sigmoid(product if b is None else op.Add(product, b))
+
+    def sigmoid(x: Any) -> Any:
+        return op.Sigmoid(x)
+
+    def square_matmul(a: Any, b: Any, transpose_b: bool = False) -> Any:
+        return op.MatMul(a, op.Transpose(b, perm=[1, 0]) if transpose_b else b)
+
+    def softmax(x: Any, dim: int = -1) -> Any:
+        if len(x.shape) > 0:
+            return op.Softmax(x, axis=dim)
+        axis = op.Constant(value_ints=[0])  # ONNX has no axis 0 of a tensor without dimensions, PyTorch has
+        return op.Squeeze(op.Softmax(op.Unsqueeze(x, axis), axis=0), axis)
+
+    def layer_norm(
+        x: Any, normalized_shape: Sequence[Any], weight: Any = None, bias: Any = None, eps: float = 1e-5
+    ) -> Any:
+        dims = len(normalized_shape)
+        if weight is None:  # required by ONNX
+            weight = op.Expand(op.CastLike(op.Constant(value_float=1.0), x), op.Shape(x, start=-dims))
+        y, *_moments = op.LayerNormalization(x, weight, bias, axis=-dims, epsilon=eps)
+        return y
+
+    return {
+        getattr(torch.ops.myops, translation.__name__).default: translation
+        for translation in (dense, sigmoid, square_matmul, softmax, layer_norm)
+    }
+
+
+class _OutOfPlace(TorchFunctionMode):
+    """Writes an operator that overwrites as ``copy_`` of its functional twin.
+
+    The exporter functionalises ``copy_`` through all views. It turns a mutating operator that it does not know into a
+    higher-order operator, which no translation table can name.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        functional = _FUNCTIONAL.get(func) if isinstance(func, _OPERATOR) else None
+        if functional is None:
+            return func(*args, **kwargs)
+        target: Tensor = args[0] if args else kwargs[functional.default._schema.arguments[0].name]
+        target.copy_(functional(*args, **kwargs))
+        return None
+
+
+_OPERATOR = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+
+def _refuse_decomposed(program: ExportedProgram) -> None:
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if "auto_functionalized" in str(node.target) and node.args[0] in _FUNCTIONAL:
+                raise ValueError(
+                    f"torchops.onnx.export: expected a program before run_decompositions(), got one in which it has "
+                    f"replaced {node.args[0]}"
+                )
