@@ -122,7 +122,8 @@ gpu-build:
 	@rm -rf $(GPU_BUILD)/site
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --target $(GPU_BUILD)/site . \
 	  -C build-dir=$(GPU_BUILD)/cmake \
-	  -C cmake.define.TORCHOPS_CUDA=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_WERROR=ON
+	  -C cmake.define.TORCHOPS_CUDA=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_WERROR=ON \
+	  -C cmake.define.TORCHOPS_SERVING_DEVICE=cuda
 
 # The names of tests that run on the device hold "cuda".
 test-gpu: gpu-build
@@ -154,7 +155,7 @@ ptx:
 	  ptxas -arch=$(PTX_ARCH) $(PTXAS_FLAGS) $$file -o $(PTX_BUILD)/$$(basename $$file .ptx).cubin; \
 	done
 
-CXX_FILES = $(shell find src test/cpp -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
+CXX_FILES = $(shell find src test/cpp examples/serving -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 PY_DIRS := torchops test examples benchmarks
 
 lint: $(VENV)/.group-lint $(VENV)/.group-test $(VENV)/.group-demo
