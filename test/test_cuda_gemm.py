@@ -98,8 +98,9 @@ def test_dense(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -> No
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_dense_in_tf32(path: Any) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = True
+@pytest.mark.parametrize(("interface", "tf32"), [("allow_tf32", True), ("fp32_precision", "tf32")])
+def test_dense_in_tf32(interface: str, tf32: Any, path: Any) -> None:
+    setattr(torch.backends.cuda.matmul, interface, tf32)
     x, w = random(1000, 264, dtype=torch.float32), random(520, 264, dtype=torch.float32, scale=0.06)
     b = random(520, dtype=torch.float32)
     with torchops.cuda.dense_path(path):

@@ -84,7 +84,7 @@ int serve(const Options& options) {
   const c10::InferenceMode no_gradients;
   const Model model = load(options);
   int failures = 0;
-  for (const c10::IValue& pair : read_reference(options.reference)) {
+  for (const c10::IValue pair : read_reference(options.reference)) {
     const auto elements = pair.toTuple()->elements();
     const at::Tensor x = elements[0].toTensor().to(options.device), expected = elements[1].toTensor();
     const at::Tensor y = model(x).cpu();

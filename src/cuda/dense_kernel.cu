@@ -68,8 +68,10 @@ using gemm::DenseType;
 std::optional<DenseType> fused_type(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return DenseType::kBFloat16;
   if (dtype == at::kHalf) return DenseType::kFloat16;
-  if (dtype == at::kFloat && at::globalContext().allowTF32CuBLAS()) return DenseType::kTF32;
-  return std::nullopt;
+  if (dtype != at::kFloat) return std::nullopt;
+  // Set by both of torch's interfaces. allowTF32CuBLAS() is the old one, and throws where the new one has been used.
+  const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+  return precision == at::Float32Precision::TF32 ? std::optional(DenseType::kTF32) : std::nullopt;
 }
 
 int64_t tiles(const DenseProblem& p, int tile_m, int tile_n) { return ceil_div(p.m, tile_m) * ceil_div(p.n, tile_n); }
