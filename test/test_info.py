@@ -113,7 +113,13 @@ def test_a_failing_import_says_why(tmp_path: Path) -> None:
     for source in package.glob("*.py"):
         (copy / source.name).write_text(source.read_text())
     (copy / "_build_info.py").write_text(Path(_build_info.__file__).read_text().replace(_build_info.library, "gone.so"))
-    done = subprocess.run([sys.executable, "-m", "torchops"], capture_output=True, text=True, cwd=tmp_path)
+    # An editable install finds its package before the working folder is looked into.
+    program = (
+        "import runpy, sys; "
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]; "
+        "runpy.run_module('torchops', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0
     assert done.stdout == ""
     reason = done.stderr.splitlines()[-1]
