@@ -84,8 +84,9 @@ int serve(const Options& options) {
   const c10::InferenceMode no_gradients;
   const Model model = load(options);
   int failures = 0;
-  for (const c10::IValue pair : read_reference(options.reference)) {
-    const auto elements = pair.toTuple()->elements();
+  const c10::List<c10::IValue> pairs = read_reference(options.reference);
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    const auto elements = pairs.get(i).toTuple()->elements();
     const at::Tensor x = elements[0].toTensor().to(options.device), expected = elements[1].toTensor();
     const at::Tensor y = model(x).cpu();
     const bool ok = y.sizes() == expected.sizes() && at::allclose(y, expected, 1e-4, 1e-6);
