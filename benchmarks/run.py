@@ -43,9 +43,15 @@ def refusal(options: argparse.Namespace, device: torch.device) -> str:
 
 
 def selected(options: argparse.Namespace, device_type: str) -> list[Case]:
-    """The cases of the chosen operators, or the shapes and dtypes of the command line in their place."""
+    """The cases of the chosen operators, or the shapes and dtypes of the command line in their place.
+
+    Who asks for `dense` also gets the training step of the network that is made of it.
+    """
     cases: list[Case] = []
-    for op in options.op or OPERATORS:
+    chosen = options.op or list(OPERATORS)
+    if "dense" in chosen and "mlp" not in chosen:
+        chosen = [*chosen, "mlp"]
+    for op in chosen:
         operator = OPERATORS[op]
         dtypes = [getattr(torch, name) for name in options.dtype]
         if options.shape:

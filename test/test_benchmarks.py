@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import compare, gradcheck, implementations, plots, progress, report, timing, workload
-from benchmarks.__main__ import main
+from benchmarks import compare, gradcheck, implementations, plots, progress, report, run, timing, workload
+from benchmarks.__main__ import main, parser
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, STEP, Case, Cost
 from benchmarks.operators import OPERATORS
 from benchmarks.report import Report, Result
@@ -154,6 +154,16 @@ def test_cases_are_consistent(op: str, device_type: str) -> None:
         assert set(case.targets) <= {*implementations.MODES, *operator.references}
         # Every output element is written, and at least one input element read for it.
         assert operator.cost(case.shape, case.task).elements >= math.prod(case.shape[:1])
+
+
+def test_dense_brings_the_network_that_is_made_of_it() -> None:
+    def operators(*command: str) -> set[str]:
+        return {case.op for case in run.selected(parser().parse_args(["run", *command]), "cpu")}
+
+    assert operators("-o", "dense") == {"dense", "mlp"}
+    assert operators("-o", "mlp") == {"mlp"}
+    assert operators("-o", "dense", "--shape", "5,7,3") == {"dense"}
+    assert operators() == set(OPERATORS)
 
 
 def test_cost_and_floor_of_dense() -> None:
