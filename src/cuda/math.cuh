@@ -22,23 +22,26 @@ __device__ inline float reciprocal_approximate(float x) {
   return y;
 }
 
-/// 1 / (1 + exp(-x)), also for the small results that a tanh instruction would lose to cancellation: relative error
-/// below 2e-6 for |x| < 16 (the rounding of x * log2(e) grows with it), and the right limits where exp(-x) overflows or
-/// vanishes.
-__device__ inline float fast_sigmoid(float x) { return reciprocal_approximate(1.f + exp2_approximate(-kLog2E * x)); }
+/// 1 / (1 + 2^t), the logistic function of x where t = -x * log2(e), also for the small results that a tanh instruction
+/// would lose to cancellation: as a function of x its relative error is below 2e-6 for |x| < 16 (the rounding of t
+/// grows with it), and it has the right limits where 2^t overflows or vanishes.
+__device__ inline float fast_logistic(float t) { return reciprocal_approximate(1.f + exp2_approximate(t)); }
 
-/// The same with relative error 3e-4, for results that are rounded to bfloat16 (which errs by up to 2e-3). The epilogue
-/// of a product waits for the special-function unit, so it asks it once: with e = exp(-|x|), 1 / (1 + e) is the
+__device__ inline float fast_sigmoid(float x) { return fast_logistic(-kLog2E * x); }
+
+/// fast_logistic with relative error 3e-4, for results that are rounded to bfloat16 (which errs by up to 2e-3). The
+/// epilogue of a product waits for the special-function unit, so it asks it once: with e = 2^-|t|, 1 / (1 + e) is the
 /// polynomial of degree 4 that is best in relative error on [0, 1]. 0.5 + 0.5 * tanh.approx(x / 2) would do with fewer
 /// instructions, but of a gate that is nearly closed, sigmoid(-12) = 6e-6, little would be left: close to -1,
-/// tanh.approx errs by up to 1.1e-5 (measured on an H100).
-__device__ inline float coarse_sigmoid(float x) {
-  const float e = exp2_approximate(-kLog2E * fabsf(x));
+/// tanh.approx errs by up to 1.1e-5. Replacing its results below 2^-7 by 2^-t, where a warp has one, gained at most 5 %
+/// for x of standard deviation 1.4, and cost 11 to 28 % for 4 (measured on an H100).
+__device__ inline float coarse_logistic(float t) {
+  const float e = exp2_approximate(-fabsf(t));
   float r = fmaf(512.f / 3363.f, e, -1792.f / 3363.f);
   r = fmaf(r, e, 2912.f / 3363.f);
   r = fmaf(r, e, -3312.f / 3363.f);
   r = fmaf(r, e, 3362.f / 3363.f);
-  return x < 0.f ? e * r : r;
+  return t > 0.f ? e * r : r;
 }
 
 }  // namespace torchops::cuda

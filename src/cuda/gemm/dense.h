@@ -23,7 +23,7 @@ struct DenseProblem {
 /// The tilings, by rows x columns of the output tile. In kSharedX two neighbours in a row share what they load of x,
 /// elsewhere two in a column what they load of w. In kResidentW w stays in shared memory: k is at most 256. TF32 has
 /// neither of those two.
-enum class DenseTiling { k128x256, k128x128, k64x128, k128x128SharedX, k128x128ResidentW };
+enum class DenseTiling { k128x256, k128x128, k64x128, k128x64, k128x128SharedX, k128x128ResidentW };
 
 /// cudaErrorNotSupported, with nothing launched, if the kernel does not fit the current device or the problem.
 template <DenseType type, DenseTiling tiling>

@@ -6,25 +6,39 @@
 
 namespace torchops::cuda::gemm {
 
+// t = -(sum + bias) * log2(e), what the logistic functions of math.cuh take. Scaled here, for all rows at once, the
+// bias costs less than half an instruction for each output, and the sum no addition: one of ten instructions is saved.
 template <class Fragment>
-struct Gate;
+struct LogisticArgument;
 template <int count>
-struct Gate<cutlass::Array<float, count>> {
-  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> x) const {
+struct LogisticArgument<cutlass::Array<float, count>> {
+  using Values = cutlass::Array<float, count>;
+  CUTLASS_DEVICE Values operator()(Values bias, Values sum) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < count; ++i) x[i] = fast_sigmoid(x[i]);
-    return x;
+    for (int i = 0; i < count; ++i) sum[i] = fmaf(-kLog2E, sum[i], -kLog2E * bias[i]);
+    return sum;
   }
 };
 
 template <class Fragment>
-struct CoarseGate;
+struct FastLogistic;
 template <int count>
-struct CoarseGate<cutlass::Array<float, count>> {
-  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> x) const {
+struct FastLogistic<cutlass::Array<float, count>> {
+  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> t) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < count; ++i) x[i] = coarse_sigmoid(x[i]);
-    return x;
+    for (int i = 0; i < count; ++i) t[i] = fast_logistic(t[i]);
+    return t;
+  }
+};
+
+template <class Fragment>
+struct CoarseLogistic;
+template <int count>
+struct CoarseLogistic<cutlass::Array<float, count>> {
+  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> t) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < count; ++i) t[i] = coarse_logistic(t[i]);
+    return t;
   }
 };
 
@@ -56,7 +70,13 @@ struct DenseTilingOf<DenseTiling::k128x128> {
 };
 template <>
 struct DenseTilingOf<DenseTiling::k64x128> {
-  using Type = Tiling<64, 128, 2, 1, true, 64>;
+  // More stages than 5 let the loads run so far ahead of the stores that memory serves both worse: (1048576, 128, 128)
+  // in bfloat16 takes 198 us with 5 and 202 with the 8 that fit (H100).
+  using Type = Tiling<64, 128, 2, 1, true, 64, 0, 5>;
+};
+template <>
+struct DenseTilingOf<DenseTiling::k128x64> {
+  using Type = Tiling<128, 64, 2, 1, true, 64>;
 };
 template <>
 struct DenseTilingOf<DenseTiling::k128x128SharedX> {
@@ -67,15 +87,16 @@ struct DenseTilingOf<DenseTiling::k128x128ResidentW> {
   using Type = Tiling<128, 128, 1, 2, true, 128, 256>;
 };
 
-template <class Element, class Tiling, template <class> class Sigmoid>
+template <class Element, class Tiling, template <class> class Logistic>
 cudaError_t run_dense_gemm(const DenseProblem& p, cudaStream_t stream) {
   namespace fusion = cutlass::epilogue::fusion;
   constexpr auto round = cutlass::FloatRoundStyle::round_to_nearest;
   constexpr int tile_k = 128 / sizeof(Element);
   using Tile = cute::Shape<cute::Int<Tiling::kTileM>, cute::Int<Tiling::kTileN>, cute::Int<tile_k>>;
   using Bias = fusion::Sm90RowBroadcast<0, Tile, Element, float>;
-  using Sum = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::plus, float, float, round>, Bias, fusion::Sm90AccFetch>;
-  using Fusion = fusion::Sm90EVT<fusion::Sm90Compute<Sigmoid, Element, float, round>, Sum>;
+  using Argument =
+      fusion::Sm90EVT<fusion::Sm90Compute<LogisticArgument, float, float, round>, Bias, fusion::Sm90AccFetch>;
+  using Fusion = fusion::Sm90EVT<fusion::Sm90Compute<Logistic, Element, float, round>, Argument>;
   using Kernel = typename Sm90Gemm<Element, Tiling, /*b_k_major=*/true, Fusion>::Kernel;
 
   const int clusters = grid_clusters<Kernel, Tiling>(p.n);
@@ -102,9 +123,9 @@ cudaError_t run_dense(const DenseProblem& problem, cudaStream_t stream) {
   using Element = typename DenseElement<type>::Type;
   using Tiling = typename DenseTilingOf<tiling>::Type;
   if constexpr (type == DenseType::kBFloat16) {
-    return run_dense_gemm<Element, Tiling, CoarseGate>(problem, stream);
+    return run_dense_gemm<Element, Tiling, CoarseLogistic>(problem, stream);
   } else {
-    return run_dense_gemm<Element, Tiling, Gate>(problem, stream);
+    return run_dense_gemm<Element, Tiling, FastLogistic>(problem, stream);
   }
 }
 

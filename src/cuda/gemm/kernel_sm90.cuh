@@ -23,8 +23,9 @@ namespace torchops::cuda::gemm {
 /// own, and the epilogue of one runs beside the matrix instructions of the other; without, they share one tile. The
 /// epilogue handles epilogue_n columns (of 16 bits, or half as many of 32) at a time: more means fewer barriers, but
 /// less shared memory for the loads. cluster_m x cluster_n CTAs share what they load. With resident_k, sums are no
-/// longer than that, and B stays in shared memory.
-template <int tile_m, int tile_n, int cluster_m, int cluster_n, bool ping_pong, int epilogue_n, int resident_k = 0>
+/// longer than that, and B stays in shared memory. Without, the loads have `stages` buffers, or all that fit.
+template <int tile_m, int tile_n, int cluster_m, int cluster_n, bool ping_pong, int epilogue_n, int resident_k = 0,
+          int stages = 0>
 struct Tiling {
   static constexpr int kTileM = tile_m, kTileN = tile_n, kClusterM = cluster_m, kClusterN = cluster_n;
   static constexpr bool kPingPong = ping_pong;
@@ -32,6 +33,7 @@ struct Tiling {
   static constexpr int kEpilogueM = ping_pong ? 64 : 128;
   static constexpr int kEpilogueN = epilogue_n;
   static constexpr int kResidentK = resident_k;
+  static constexpr int kStages = stages;
 };
 
 /// D (m x n) = fusion(A (m x k) @ B (k x n)), accumulated in float32. A and D have contiguous rows; B has contiguous
@@ -66,7 +68,9 @@ struct Sm90Gemm {
              (Tiling::kTileM * 128));
   template <bool resident, class = void>
   struct MainloopOf {
-    using Type = Stream<cutlass::gemm::collective::StageCountAutoCarveout<kEpilogueBytes>>;
+    using Stages = std::conditional_t<(Tiling::kStages > 0), cutlass::gemm::collective::StageCount<Tiling::kStages>,
+                                      cutlass::gemm::collective::StageCountAutoCarveout<kEpilogueBytes>>;
+    using Type = Stream<Stages>;
   };
   template <class Unused>
   struct MainloopOf<true, Unused> {
