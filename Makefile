@@ -37,6 +37,8 @@ export TORCHINDUCTOR_CACHE_DIR := $(abspath $(BUILD))/inductor
 # Named for its torch version, so that asking for another one installs it.
 TORCH := $(VENV)/.torch-$(TORCH_VERSION)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake src torchops/*.py* test/cpp -not -name "*~")
+BUILD_FLAGS = --no-build-isolation --no-deps -C build-dir=$(BUILD) \
+  -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=$(CUDA)
 
 help:
 	@echo "make test    build, then run the Python and the C++ tests"
@@ -74,15 +76,20 @@ $(VENV)/.built: $(SOURCES) $(TORCH) $(VENV)/.group-test
 	@if [ $(CUDA) != OFF ] && $(RUN) -c "import sys, torch; sys.exit(not torch.version.cuda)"; then \
 	  $(PIP) install $(PIP_FLAGS) --group cuda $(NVCC_GROUP) "torch==$(TORCH_VERSION)"; \
 	fi
-	@$(PIP) install --no-build-isolation --no-deps --editable . -C build-dir=$(BUILD) \
-	  -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=$(CUDA)
+	@$(PIP) install --editable . $(BUILD_FLAGS)
 	@touch $@
 
 build: $(VENV)/.built
 
+# The wheel that test_packaging.py examines. Made here, before the tests, because two builds in one folder break each other.
+$(VENV)/.wheel: $(VENV)/.built
+	@rm -rf $(BUILD)/wheel
+	@$(PIP) wheel . --wheel-dir $(BUILD)/wheel $(BUILD_FLAGS)
+	@touch $@
+
 # Every suite runs even if one before it fails. pytest's status 5 says that no test was selected.
-test: build
-	@failed=; \
+test: build $(VENV)/.wheel
+	@failed=; export TORCHOPS_WHEEL_DIR="$(abspath $(BUILD))/wheel"; \
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) | tee build/pytest.log || failed=yes; \
 	{ $(RUN) -m pytest -m serial $(PYTEST_FLAGS) | tee build/pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
 	$(abspath $(BIN))/ctest --test-dir $(BUILD) --output-on-failure | tee build/ctest.log || failed=yes; \

@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 
-# One worker builds the wheel, in the build folder that every build of this checkout shares.
+# One worker prepares the wheel and its environment.
 pytestmark = pytest.mark.xdist_group("packaging")
 
 
@@ -28,11 +28,19 @@ def run_python(python: Path, code: str, cwd: Path, path: Path | None = None) -> 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    command: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
-    result = subprocess.run([*command, "--wheel-dir", out, ROOT], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (path,) = out.iterdir()
+    """The wheel that `make test` has built, or one compiled here.
+
+    That takes minutes, because it is done in a folder of its own: in the checkout's, which has all objects, it would get in
+    the way of any other build and of the C++ tests.
+    """
+    folder = os.environ.get("TORCHOPS_WHEEL_DIR")
+    out = Path(folder) if folder else tmp_path_factory.mktemp("wheel")
+    if not folder:
+        command: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", ROOT]
+        build = f"build-dir={tmp_path_factory.mktemp('build')}"
+        result = subprocess.run([*command, "--wheel-dir", out, "-C", build], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = out.glob("*.whl")
     return path
 
 
