@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class DenseFunction(torch.autograd.Function):
@@ -39,20 +39,8 @@ class DenseFunction(torch.autograd.Function):
 
 
 def dense(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """What `Dense(..., mode="py")` of this package calls; that module owns the parameters."""
     return DenseFunction.apply(x, w, b)
-
-
-class Dense(nn.Module):
-    """The layer around the function: it owns the parameters, initialised as those of `nn.Linear`."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        bound = in_features**-0.5
-        self.weight = nn.Parameter(torch.empty(out_features, in_features).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return dense(x, self.weight, self.bias)
 
 
 FUNCTIONS = {"dense": dense}

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .py_rows import SigmoidFunction, SoftmaxFunction
+
 PANEL_ROWS = 8192
 
 
-class SigmoidInPlace(torch.autograd.Function):
-    """The gradient needs the result alone, so overwriting the input loses nothing."""
+class SigmoidInPlace(SigmoidFunction):
+    """The gradient, inherited, needs the result alone, so overwriting the input loses nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -25,14 +27,8 @@ class SigmoidInPlace(torch.autograd.Function):
         ctx.save_for_backward(x)
         return x
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Tensor:
-        (g,) = cotangents
-        (y,) = ctx.saved_tensors
-        return g * y * (1 - y)
 
-
-class SoftmaxInPlace(torch.autograd.Function):
+class SoftmaxInPlace(SoftmaxFunction):
     """Four passes over memory, where one kernel needs one; but no second tensor."""
 
     @staticmethod
@@ -42,12 +38,6 @@ class SoftmaxInPlace(torch.autograd.Function):
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
         return x
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Tensor:
-        (g,) = cotangents
-        (y,) = ctx.saved_tensors
-        return y * (g - (g * y).sum(-1, keepdim=True))
 
 
 class SquareMatmulInPlace(torch.autograd.Function):
