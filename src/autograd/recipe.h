@@ -111,8 +111,7 @@ auto bump_version_after(Tensor& self, InPlace in_place) {
 ///   static void check(const Tensor& self, Args...)         the argument checks
 ///   static Tensor decomposed(const Tensor& self, Args...)  f in ATen operators
 ///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) where
-///   its
-///                                                          gradient reads the old self
+///                                                          its gradient reads the old self
 ///   static void in_place(Tensor& self, Args...)            the mutating operator itself
 ///   static Tensor train(const Tensor& self, const Tensor& target, Args...)
 ///       applies an autograd Function that overwrites `target`, an alias of self without history, and returns an alias
@@ -123,9 +122,8 @@ struct MutatingOp {
   /// For the key Autograd. Takes the first way that fits:
   ///   1. torch.func or a tangent: f in ATen operators, then copy_, which those transforms know.
   ///   2. no gradient needed: the in-place kernel, below autograd.
-  ///   3. traced: copy_ of the functional twin. An autograd Function that marks self dirty would here lose, silently,
-  ///   the
-  ///      history of a graph input.
+  ///   3. traced: copy_ of the functional twin. Here an autograd Function that marks self dirty would lose the history
+  ///      of a graph input, silently.
   ///   4. eager training: the in-place kernel inside a Function, whose history then becomes self's.
   static void autograd(Tensor& self, Args... args) {
     Op::check(self, args...);
