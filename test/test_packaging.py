@@ -30,8 +30,8 @@ def run_python(python: Path, code: str, cwd: Path, path: Path | None = None) -> 
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that `make test` has built, or one compiled here.
 
-    That takes minutes, because it is done in a folder of its own: in the checkout's, which has all objects, it would get in
-    the way of any other build and of the C++ tests.
+    That takes minutes, because it is done in a folder of its own: in the checkout's, which has the objects, it would
+    get in the way of any other build and of the C++ tests.
     """
     folder = os.environ.get("TORCHOPS_WHEEL_DIR")
     out = Path(folder) if folder else tmp_path_factory.mktemp("wheel")
