@@ -24,6 +24,9 @@ A place is left as it is where
   float32 with TF32; in and out features whose rows are a multiple of 16 bytes. `dense` would be a product and a pass
   there, and Inductor fuses that pass with what surrounds it.
 
+It pays where the gate itself is written to memory. On the CPU, a gate that is only multiplied by something is some
+percent slower with it in inference (``docs/existing_models.md`` has figures).
+
 ``torch._logging.set_logs(modules={"torchops.inductor": logging.INFO})`` shows each place with its line of source, and
 the reason where it was left.
 """
