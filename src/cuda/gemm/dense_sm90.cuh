@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/gemm/dense.h"
+#include "cuda/gemm/element.cuh"
 #include "cuda/gemm/kernel_sm90.cuh"
 #include "cuda/math.cuh"
 
@@ -40,22 +40,6 @@ struct CoarseLogistic<cutlass::Array<float, count>> {
     for (int i = 0; i < count; ++i) t[i] = coarse_logistic(t[i]);
     return t;
   }
-};
-
-template <DenseType type>
-struct DenseElement;
-template <>
-struct DenseElement<DenseType::kFloat16> {
-  using Type = cutlass::half_t;
-};
-template <>
-struct DenseElement<DenseType::kBFloat16> {
-  using Type = cutlass::bfloat16_t;
-};
-// From float, CUTLASS has TMA round to TF32 while loading.
-template <>
-struct DenseElement<DenseType::kTF32> {
-  using Type = float;
 };
 
 template <DenseTiling tiling>
