@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
 from torchops import _build_info
@@ -169,6 +170,117 @@ def test_dense_backward_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None
     total = exact.reshape(-1, shape[-1])
     allowed = 4 * torch.finfo(dtype).eps * (total.abs().sum(0) + 1e-30)
     assert bool(((db.double() - total.sum(0)).abs() <= allowed).all())
+
+
+def gradients(
+    x: Tensor, w: Tensor, b: Tensor | None, grad: Tensor, *, path: Any = "auto", **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """The path is that of backward alone: what differs is then not the output of forward."""
+    leaves = [t.detach().requires_grad_() for t in (x, w, b) if t is not None]
+    y = torchops.dense(*leaves)
+    with torchops.cuda.dense_path(path):
+        return torch.autograd.grad(y, leaves, grad, **kwargs)
+
+
+def kernels(function: Callable[[], Any]) -> str:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    return " ".join(event.name for event in profiler.events())
+
+
+HAS_ONE_PASS = torch.cuda.get_device_capability() == (9, 0) and "9.0a" in _build_info.cuda_architectures
+needs_one_pass = pytest.mark.skipif(not HAS_ONE_PASS, reason="needs compute capability 9.0 and its kernels")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 8, 8),
+        (63, 128, 128),
+        (64, 64, 64),
+        (3, 5, 120, 72),
+        (1000, 40, 128),
+        (8449, 128, 128),
+        (30000, 104, 96),
+        (4097, 256, 128),
+        (4097, 128, 256),
+        (9000, 136, 8),
+        (9000, 8, 200),
+    ],
+    ids=str,
+)
+def test_dense_gradients_in_one_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    *rows, k, n = shape
+    x, grad = random(*rows, k, dtype=dtype), random(*rows, n, dtype=dtype)
+    w, b = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)
+    y, parts = torchops.dense(x, w, b), gradients(x, w, b, grad, path="cublas")
+    poison(*rows, k, dtype=dtype)
+    got, again = gradients(x, w, b, grad), gradients(x, w, b, grad)
+    assert all(torch.equal(g, a) for g, a in zip(got, again, strict=True))
+    dz = (grad.double() * y.double() * (1 - y.double())).flatten(0, -2)
+    exact = dz @ w.double(), dz.T @ x.double().flatten(0, -2), dz.sum(0)
+    for one, part, value in zip(got, parts, exact, strict=True):
+        assert one.shape == part.shape
+        assert one.stride() == part.stride()
+        assert_accurate(one, part, value.view(one.shape))
+
+
+@needs_one_pass
+def test_when_dense_gradients_are_one_pass() -> None:
+    x, w = random(3000, 128, dtype=torch.bfloat16), random(64, 128, dtype=torch.bfloat16, scale=0.09)
+    b, grad = random(64, dtype=torch.bfloat16), random(3000, 64, dtype=torch.bfloat16)
+    one_pass = "dense_backward_kernel"
+    assert one_pass in kernels(lambda: gradients(x, w, b, grad))
+    assert one_pass in kernels(lambda: gradients(x, w, None, grad))
+    assert one_pass in kernels(lambda: gradients(x, w, b, grad[:1].expand(3000, 64)))
+    assert one_pass not in kernels(lambda: gradients(x, w, b, grad, create_graph=True))
+    assert one_pass not in kernels(lambda: gradients(x, w[:63], b[:63], grad[:, :63]))
+    assert one_pass not in kernels(lambda: gradients(x.float(), w.float(), b.float(), grad.float()))
+    assert one_pass not in kernels(lambda: gradients(x, w, b, grad, path="cublas"))
+
+
+DENSE_COTANGENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda t: t[:1].expand_as(t),
+    "transposed": lambda t: t.T.contiguous().T,
+    "row_step": lambda t: t.repeat_interleave(2, 0)[::2],
+    "negative": lambda t: torch._neg_view(-t),
+}
+
+
+@pytest.mark.parametrize("view", DENSE_COTANGENTS)
+def test_dense_gradients_of_views(view: str) -> None:
+    x, w = random(3000, 256, dtype=torch.bfloat16)[:, 64:192], random(64, 128, dtype=torch.bfloat16, scale=0.09)
+    grad = DENSE_COTANGENTS[view](random(3000, 64, dtype=torch.bfloat16))
+    expected = gradients(x.contiguous(), w, None, grad.clone(memory_format=torch.contiguous_format).resolve_neg())
+    for got, value in zip(gradients(x, w, None, grad), expected, strict=True):
+        assert error(got, value.double()) < 4e-3
+
+
+@needs_one_pass
+def test_dense_gradients_one_by_one_where_they_are_recorded() -> None:
+    """One pass calls no operator, so a dispatch mode and batched cotangents must not get it."""
+    x, w = random(3000, 128, dtype=torch.bfloat16), random(64, 128, dtype=torch.bfloat16, scale=0.09)
+    grad = random(3000, 64, dtype=torch.bfloat16)
+    with FlopCounterMode(display=False) as counter:
+        gradients(x, w, None, grad)
+    assert counter.get_total_flops() == 3 * 2 * 3000 * 128 * 64
+    expected = gradients(x, w, None, grad)
+    batched = gradients(x, w, None, grad.expand(2, 3000, 64), is_grads_batched=True)
+    for both, value in zip(batched, expected, strict=True):
+        assert error(both[1], value.double()) < 4e-3
+
+
+@needs_one_pass
+def test_dense_gradients_have_no_dz() -> None:
+    x, w = random(1 << 17, 128, dtype=torch.bfloat16), random(128, 128, dtype=torch.bfloat16, scale=0.09)
+    y, grad = torchops.dense(x.requires_grad_(), w.requires_grad_()), random(1 << 17, 128, dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(y, (x, w), grad)
+    partial = 4 * torch.cuda.get_device_properties(0).multi_processor_count * (128 * 128 + 128)
+    assert torch.cuda.max_memory_allocated() - before < x.nbytes + partial + MIB
 
 
 SQUARES = [(3, 7), (1, 64), (1000, 128), (129, 136), (777, 256), (4097, 264), (3000, 512), (300, 1024), (1001, 2048)]

@@ -19,6 +19,21 @@ Tensor dense_decomposed(const Tensor& x, const Tensor& w, const std::optional<Te
   return at::sigmoid(b ? z + *b : z);
 }
 
+// Nothing stands between this tensor and a CUDA kernel: no subclass, no lazy negation, no other layout.
+bool is_plain_cuda(const Tensor& t) {
+  return (t.key_set() & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId() == c10::DispatchKey::CUDA;
+}
+
+// (dx, dw, db) in one pass, or none where operators have to be called one by one: they are recorded or differentiated,
+// or there is no such kernel.
+auto gradients_at_once(const Tensor& grad, const Tensor& y, const Tensor& x, const Tensor& w)
+    -> std::invoke_result_t<detail::DenseGradients, const Tensor&, const Tensor&, const Tensor&, const Tensor&> {
+  const detail::DenseGradients kernel = detail::dense_gradients();
+  if (kernel == nullptr || at::GradMode::is_enabled() || functorch_active() || is_traced(y)) return std::nullopt;
+  if (!is_plain_cuda(grad) || !is_plain_cuda(y) || !is_plain_cuda(x) || !is_plain_cuda(w)) return std::nullopt;
+  return kernel(grad, y, x, w);
+}
+
 // With y = sigmoid(z), z = x @ w.T + b and the cotangent g of y:
 //   dz = g * y * (1 - y),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows.
 // Saves y, and of x and w what the gradients asked for read; never z.
@@ -36,6 +51,12 @@ struct Dense : torch::autograd::Function<Dense<has_bias>> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &y = saved[0], &x = saved[1], &w = saved[2];
+    if (ctx->needs_input_grad(0) && ctx->needs_input_grad(1)) {
+      if (auto all = gradients_at_once(grads[0], y, x, w)) {
+        auto& [dx, dw, db] = *all;
+        return {dx, dw, has_bias && ctx->needs_input_grad(2) ? db : Tensor()};
+      }
+    }
     Tensor dz, dx, dw, db;
     if (has_bias && ctx->needs_input_grad(2)) {
       std::tie(dz, db) = detail::dense_backward(grads[0], y);

@@ -66,6 +66,11 @@ std::string set_path(const std::string& name) {
   return kPathNames[static_cast<int>(current_path().exchange(parse_path("_dense_path", name)))];
 }
 
+std::atomic<detail::DenseGradients>& current_gradients() {
+  static std::atomic<detail::DenseGradients> kernel{nullptr};
+  return kernel;
+}
+
 Tensor dense_meta(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   c10::SymDimVector sizes(x.sym_sizes());
@@ -95,5 +100,9 @@ TORCH_LIBRARY_IMPL(myops, Meta, m) {
 }  // namespace
 
 detail::DensePath detail::dense_path() { return current_path().load(std::memory_order_relaxed); }
+
+detail::DenseGradients detail::dense_gradients() { return current_gradients().load(std::memory_order_relaxed); }
+
+void detail::set_dense_gradients(DenseGradients kernel) { current_gradients().store(kernel); }
 
 }  // namespace torchops

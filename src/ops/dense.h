@@ -21,7 +21,8 @@ TORCHOPS_API void check_dense(const at::Tensor& x, const at::Tensor& w, const st
 
 namespace detail {
 
-/// Which kernel dense() takes on CUDA: the fused one where it is the faster, wherever it can run, or never.
+/// Which kernels dense() and its gradients take on CUDA: the fused ones where they are faster, wherever they can run,
+/// or never.
 enum class DensePath { kAuto, kFused, kCublas };
 
 /// The path in force: that of TORCHOPS_DENSE_PATH (auto, fused or cublas) until the operator _dense_path sets another.
@@ -30,6 +31,19 @@ DensePath dense_path();
 /// Through the sigmoid of dense(): dz = grad * y * (1 - y), and its sum over the rows, the gradient of the bias.
 /// grad, y: (..., out) of one dtype. Returns (dz like y, db of shape (out,)).
 std::tuple<at::Tensor, at::Tensor> dense_backward(const at::Tensor& grad, const at::Tensor& y);
+
+/// All gradients of dense() at once, (dx like x, dw like w, db of shape (out,)), from the cotangent grad and the output
+/// y; or none, with nothing computed, where the kernel is not for such tensors. They are plain CUDA tensors.
+using DenseGradients = std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> (*)(const at::Tensor& grad,
+                                                                                         const at::Tensor& y,
+                                                                                         const at::Tensor& x,
+                                                                                         const at::Tensor& w);
+
+/// CUDA's kernel of that kind, or null. No operator: nothing but eager backward calls it, and what records or
+/// transforms operators (torch.compile, dispatch modes, subclasses, torch.func) is given dense_backward() and products
+/// instead.
+DenseGradients dense_gradients();
+void set_dense_gradients(DenseGradients kernel);
 
 }  // namespace detail
 }  // namespace torchops
