@@ -265,7 +265,7 @@ cudaError_t run_backward(const gemm::DenseBackwardProblem& problem, cudaStream_t
   return gemm::run_dense_backward<type, 128, 128>(problem, stream);
 }
 
-// Where it can run it is faster than dense_backward_cuda and two products, from 1024 rows to 1048576 (bfloat16, H100).
+// Where it can run it is the faster way: measured on an H100 from 64 rows to 1048576.
 std::optional<std::tuple<Tensor, Tensor, Tensor>> dense_gradients_cuda(const Tensor& grad, const Tensor& y,
                                                                        const Tensor& x, const Tensor& w) {
   const int64_t n = w.size(0), k = w.size(1);

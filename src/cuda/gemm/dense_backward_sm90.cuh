@@ -39,7 +39,7 @@ struct BackwardTiling {
   using Element = Element_;
   static constexpr int kRows = kDenseBackwardRows, kN = tile_n, kK = tile_k;
   static constexpr int kConsumers = 256, kLoadWarp = kConsumers / 32, kStoreWarp = kLoadWarp + 1;
-  static constexpr int kThreads = kConsumers + 128;
+  static constexpr int kThreads = kConsumers + 128;  // whole warpgroups, of which two warps work
   static constexpr int kStageBytes = kRows * (2 * kN + kK) * static_cast<int>(sizeof(Element));
   static constexpr int kWeightBytes = kN * kK * static_cast<int>(sizeof(Element));
   static constexpr int kBarrierBytes = 1024;
