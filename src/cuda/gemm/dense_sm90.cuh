@@ -20,26 +20,21 @@ struct LogisticArgument<cutlass::Array<float, count>> {
   }
 };
 
-template <class Fragment>
-struct FastLogistic;
-template <int count>
-struct FastLogistic<cutlass::Array<float, count>> {
-  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> t) const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < count; ++i) t[i] = fast_logistic(t[i]);
-    return t;
-  }
-};
-
-template <class Fragment>
-struct CoarseLogistic;
-template <int count>
-struct CoarseLogistic<cutlass::Array<float, count>> {
-  CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> t) const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < count; ++i) t[i] = coarse_logistic(t[i]);
-    return t;
-  }
+// The logistic function of t that is exact enough for a result of type Element.
+template <class Element>
+struct Logistic {
+  template <class Fragment>
+  struct Of;
+  template <int count>
+  struct Of<cutlass::Array<float, count>> {
+    CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> t) const {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < count; ++i) {
+        t[i] = std::is_same_v<Element, cutlass::bfloat16_t> ? coarse_logistic(t[i]) : fast_logistic(t[i]);
+      }
+      return t;
+    }
+  };
 };
 
 template <DenseTiling tiling>
@@ -71,8 +66,10 @@ struct DenseTilingOf<DenseTiling::k128x128ResidentW> {
   using Type = Tiling<128, 128, 1, 2, true, 128, 256>;
 };
 
-template <class Element, class Tiling, template <class> class Logistic>
-cudaError_t run_dense_gemm(const DenseProblem& p, cudaStream_t stream) {
+template <DenseType type, DenseTiling tiling>
+cudaError_t run_dense(const DenseProblem& p, cudaStream_t stream) {
+  using Element = typename DenseElement<type>::Type;
+  using Tiling = typename DenseTilingOf<tiling>::Type;
   namespace fusion = cutlass::epilogue::fusion;
   constexpr auto round = cutlass::FloatRoundStyle::round_to_nearest;
   constexpr int tile_k = 128 / sizeof(Element);
@@ -80,7 +77,7 @@ cudaError_t run_dense_gemm(const DenseProblem& p, cudaStream_t stream) {
   using Bias = fusion::Sm90RowBroadcast<0, Tile, Element, float>;
   using Argument =
       fusion::Sm90EVT<fusion::Sm90Compute<LogisticArgument, float, float, round>, Bias, fusion::Sm90AccFetch>;
-  using Fusion = fusion::Sm90EVT<fusion::Sm90Compute<Logistic, Element, float, round>, Argument>;
+  using Fusion = fusion::Sm90EVT<fusion::Sm90Compute<Logistic<Element>::template Of, Element, float, round>, Argument>;
   using Kernel = typename Sm90Gemm<Element, Tiling, /*b_k_major=*/true, Fusion>::Kernel;
 
   const int clusters = grid_clusters<Kernel, Tiling>(p.n);
@@ -100,17 +97,6 @@ cudaError_t run_dense_gemm(const DenseProblem& p, cudaStream_t stream) {
     arguments.scheduler.raster_order = cutlass::gemm::kernel::detail::RasterOrderOptions::AlongN;
   }
   return launch<Kernel>(arguments, /*cooperative=*/false, stream);
-}
-
-template <DenseType type, DenseTiling tiling>
-cudaError_t run_dense(const DenseProblem& problem, cudaStream_t stream) {
-  using Element = typename DenseElement<type>::Type;
-  using Tiling = typename DenseTilingOf<tiling>::Type;
-  if constexpr (type == DenseType::kBFloat16) {
-    return run_dense_gemm<Element, Tiling, CoarseLogistic>(problem, stream);
-  } else {
-    return run_dense_gemm<Element, Tiling, FastLogistic>(problem, stream);
-  }
 }
 
 }  // namespace torchops::cuda::gemm
