@@ -76,7 +76,7 @@ def enable() -> Enabled:
 
     from . import _inductor_pass
 
-    hooks = {hook: _inductor_pass.chained(hook) for hook in _inductor_pass.HOOKS}
+    hooks = options()
     switched_on = any(getattr(config, hook) is not chain for hook, chain in hooks.items())
     if switched_on:
         counters["inductor"][_inductor_pass.COUNTER] = 0
