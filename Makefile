@@ -12,6 +12,8 @@ BENCH_FLAGS ?=
 BENCH_OUTPUT ?=
 # CUDA kernels: AUTO (where torch and the CUDA compiler allow), ON or OFF.
 CUDA ?= AUTO
+# GEMM kernels: FULL, or REDUCED to one of each family, which compiles every line of code in a fraction of the time.
+KERNELS ?= FULL
 # The CUDA build of torch that test-cuda-build compiles against. It needs no GPU.
 CUDA_TORCH_VERSION ?= 2.14.1
 # Where CUDA is demanded and there is no compiler for it, PyPI has one.
@@ -38,7 +40,8 @@ export TORCHINDUCTOR_CACHE_DIR := $(abspath $(BUILD))/inductor
 TORCH := $(VENV)/.torch-$(TORCH_VERSION)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake src torchops/*.py* test/cpp -not -name "*~")
 BUILD_FLAGS = --no-build-isolation --no-deps -C build-dir=$(BUILD) \
-  -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=$(CUDA)
+  -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=$(CUDA) \
+  -C cmake.define.TORCHOPS_KERNELS=$(KERNELS)
 
 help:
 	@echo "make test    build, then run the Python and the C++ tests"
@@ -110,7 +113,7 @@ bench: build $(VENV)/.group-demo
 	[ -z "$$failed" ]
 
 test-cuda-build:
-	$(MAKE) cuda-checks CUDA=ON VENV=.venv-cuda TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
+	$(MAKE) cuda-checks CUDA=ON KERNELS=REDUCED VENV=.venv-cuda TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
 
 cuda-checks: build
 	$(RUN) -m pytest test/test_cuda_build.py

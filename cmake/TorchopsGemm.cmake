@@ -1,44 +1,104 @@
-# Defines torchops_gemm, the GEMM kernels of Hopper, if the architectures include 9.0a. Their instructions exist there
-# alone, so they are compiled for nothing else. Each tiling is a translation unit with all its dtypes: half of the time
-# that one kernel takes goes into CUTLASS's headers.
-if(NOT CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a(-real)?(;|$)")
-  message(STATUS "GEMM kernels of Hopper: off, because 9.0a is not among the architectures")
-  return()
+if(NOT DEFINED TORCHOPS_SM90A AND CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a(-real)?(;|$)")
+  set(TORCHOPS_SM90A ON)
+endif()
+# The GEMM half of the CUDA kernels. src/cuda/gemm/table.def says what there is, a line each; this turns its lines into
+# translation units for compute capability 9.0 (whose instructions exist there alone, so they are compiled for nothing
+# else) and into instances.def, the list that src/cuda/gemm/registry.cpp reads.
+set(TORCHOPS_KERNELS FULL CACHE STRING
+  "GEMM kernels: FULL, or REDUCED: each family of them once, to compile every line of code in a fraction of the time")
+set_property(CACHE TORCHOPS_KERNELS PROPERTY STRINGS FULL REDUCED)
+
+set(_gemm_table ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/gemm/table.def)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${_gemm_table})
+set(_gemm_dir ${CMAKE_CURRENT_BINARY_DIR}/gemm)
+set(_gemm_instances)
+set(_gemm_units)
+set(_name "[A-Za-z0-9_]+")
+
+# Writes the unit of one operation and tiling for some element types. More than two kernels take too long for one job.
+function(_torchops_gemm_unit header operation formula tiling)  # elements...
+  set(lines)
+  foreach(element IN LISTS ARGN)
+    list(APPEND lines "TORCHOPS_INSTANCE(${operation}, ${element}, ${tiling})")
+  endforeach()
+  list(APPEND _gemm_instances ${lines})
+  list(JOIN lines "\n" instances)
+  set(instances "TORCHOPS_FORMULA(${operation}, ${formula})\n${instances}")
+  list(JOIN ARGN "_" elements)
+  set(unit ${_gemm_dir}/${operation}_${tiling}_${elements}.cu)
+  configure_file(src/cuda/gemm/unit.cu.in ${unit} @ONLY)
+  set(_gemm_units ${_gemm_units} ${unit} PARENT_SCOPE)
+  set(_gemm_instances ${_gemm_instances} PARENT_SCOPE)
+endfunction()
+
+# For each OPERATION line and each TILING line that names its family.
+function(_torchops_gemm_family operation_macro tiling_macro header)
+  file(STRINGS ${_gemm_table} operations REGEX "^${operation_macro}\\(")
+  file(STRINGS ${_gemm_table} tilings REGEX "^${tiling_macro}\\(")
+  foreach(operation_line IN LISTS operations)
+    if(NOT operation_line MATCHES "\\((${_name}), ((${_name})<[^>]*>), \\(([^)]*)\\)\\)$")
+      message(FATAL_ERROR "table.def: expected ${operation_macro}(name, Family<Parameter>, (elements)), got ${operation_line}")
+    endif()
+    set(operation ${CMAKE_MATCH_1})
+    set(formula "${CMAKE_MATCH_2}")
+    set(family ${CMAKE_MATCH_3})
+    string(REPLACE ", " ";" operation_elements "${CMAKE_MATCH_4}")
+    set(seen_resident)
+    foreach(tiling_line IN LISTS tilings)
+      if(NOT tiling_line MATCHES "\\((${_name}), \\(([^)]*)\\), \\(([^)]*)\\), ")
+        message(FATAL_ERROR "table.def: expected ${tiling_macro}(name, (families), (elements), ...), got ${tiling_line}")
+      endif()
+      set(tiling ${CMAKE_MATCH_1})
+      string(REPLACE ", " ";" families "${CMAKE_MATCH_2}")
+      string(REPLACE ", " ";" elements "${CMAKE_MATCH_3}")
+      if(NOT family IN_LIST families)
+        continue()
+      endif()
+      set(common)
+      foreach(element IN LISTS operation_elements)
+        if(element IN_LIST elements)
+          list(APPEND common ${element})
+        endif()
+      endforeach()
+      if(TORCHOPS_KERNELS STREQUAL "REDUCED")
+        # The first tiling of each kind of mainloop, in one 16-bit type.
+        string(REGEX MATCH "Resident" resident "${tiling}")
+        if("_${resident}" IN_LIST seen_resident)
+          continue()
+        endif()
+        list(APPEND seen_resident "_${resident}")
+        set(common kBFloat16)
+      endif()
+      while(common)
+        list(SUBLIST common 0 2 part)
+        list(REMOVE_ITEM common ${part})
+        _torchops_gemm_unit(${header} ${operation} "${formula}" ${tiling} ${part})
+      endwhile()
+    endforeach()
+  endforeach()
+  set(_gemm_units ${_gemm_units} PARENT_SCOPE)
+  set(_gemm_instances ${_gemm_instances} PARENT_SCOPE)
+endfunction()
+
+if(TORCHOPS_SM90A)
+  _torchops_gemm_family(TORCHOPS_OPERATION TORCHOPS_TILING ops.cuh)
+  _torchops_gemm_family(TORCHOPS_GRADIENT TORCHOPS_GRADIENT_TILING one_pass.cuh)
+  add_library(torchops_gemm OBJECT ${_gemm_units})
+  target_include_directories(torchops_gemm PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
+  target_compile_features(torchops_gemm PRIVATE cxx_std_20 cuda_std_20)
+  target_link_libraries(torchops_gemm PRIVATE torchops_flags torchops_cuda)
+  set_target_properties(torchops_gemm PROPERTIES
+    CUDA_ARCHITECTURES 90a-real
+    POSITION_INDEPENDENT_CODE ON
+    CXX_VISIBILITY_PRESET hidden
+    CUDA_VISIBILITY_PRESET hidden
+    VISIBILITY_INLINES_HIDDEN ON)
+  target_sources(torchops PRIVATE $<TARGET_OBJECTS:torchops_gemm>)
+else()
+  message(STATUS "GEMM kernels for compute capability 9.0: off, because 9.0 is not among the architectures")
 endif()
 
-set(_gemm_sources)
-function(_torchops_gemm_unit kind name tiling)  # types...
-  list(TRANSFORM ARGN REPLACE "(.+)" "TORCHOPS_INSTANTIATE(\\1)" OUTPUT_VARIABLE instances)
-  list(JOIN instances "\n" instances)
-  set(unit ${CMAKE_CURRENT_BINARY_DIR}/gemm/${kind}_${name}.cu)
-  configure_file(src/cuda/gemm/${kind}_unit.cu.in ${unit} @ONLY)
-  list(APPEND _gemm_sources ${unit})
-  set(_gemm_sources ${_gemm_sources} PARENT_SCOPE)
-endfunction()
-foreach(tiling k128x256 k128x128 k64x128 k128x64)
-  _torchops_gemm_unit(dense ${tiling} ${tiling} kFloat16 kBFloat16 kTF32)
-endforeach()
-foreach(tiling k128x128SharedX k128x128ResidentW)
-  _torchops_gemm_unit(dense ${tiling} ${tiling} kFloat16 kBFloat16)
-endforeach()
-foreach(tiling k64x192 k64x256 k128x256 k128x128 k128x128SharedA)
-  _torchops_gemm_unit(in_place ${tiling} ${tiling} kFloat16 kBFloat16)
-endforeach()
-# The most out_features and in_features.
-_torchops_gemm_unit(dense_backward 128x128 "128, 128" kFloat16 kBFloat16)
-_torchops_gemm_unit(dense_backward 256x128 "256, 128" kFloat16 kBFloat16)
-_torchops_gemm_unit(dense_backward 128x256 "128, 256" kFloat16 kBFloat16)
-
-add_library(torchops_gemm OBJECT ${_gemm_sources})
-target_include_directories(torchops_gemm PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
-target_compile_features(torchops_gemm PRIVATE cxx_std_20 cuda_std_20)
-target_link_libraries(torchops_gemm PRIVATE torchops_flags torchops_cuda)
-set_target_properties(torchops_gemm PROPERTIES
-  CUDA_ARCHITECTURES 90a-real
-  POSITION_INDEPENDENT_CODE ON
-  CXX_VISIBILITY_PRESET hidden
-  CUDA_VISIBILITY_PRESET hidden
-  VISIBILITY_INLINES_HIDDEN ON)
-target_sources(torchops PRIVATE $<TARGET_OBJECTS:torchops_gemm>)
-set_source_files_properties(src/cuda/dense_kernel.cu src/cuda/square_matmul_kernel.cu
-  PROPERTIES COMPILE_DEFINITIONS TORCHOPS_WITH_SM90A)
+list(JOIN _gemm_instances "\n" _gemm_instances)
+file(CONFIGURE OUTPUT ${_gemm_dir}/instances.def CONTENT "${_gemm_instances}\n" @ONLY)
+target_sources(torchops PRIVATE src/cuda/gemm/choose.cpp src/cuda/gemm/launch.cpp src/cuda/gemm/registry.cpp)
+target_include_directories(torchops PRIVATE ${_gemm_dir} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ from torchops import _build_info
 
 pytestmark = pytest.mark.skipif(not _build_info.cuda_version, reason="not a CUDA build")
 
-_CMAKE = (Path(__file__).parents[1] / "CMakeLists.txt").read_text()
+_ROOT = Path(__file__).parents[1]
+_CMAKE = (_ROOT / "CMakeLists.txt").read_text()
 _STEMS = re.findall(r"set\(TORCHOPS_CUDA_OPS(.*?)\)", _CMAKE, re.DOTALL)[0].split()
 CASES = [case for case in OPS if case.name.removesuffix("_") in _STEMS]
 
@@ -59,3 +63,59 @@ def test_fake_tensors_on_cuda(op_case: OpCase) -> None:
             out = args[op_case.mutates] if op_case.mutates is not None else out
         assert out.device.type == "cuda", sample.name
         assert (out.shape, out.dtype) == (expected.shape, expected.dtype), sample.name
+
+
+def test_an_activation_and_a_tiling_are_a_line_each(tmp_path: Path) -> None:
+    """The lines of docs/adding_an_operator.md, in a copy of the sources: CMake finds the new kernel, nvcc compiles it."""
+    page = (_ROOT / "docs" / "adding_an_operator.md").read_text()
+    lines = dict(re.findall(r"```cpp\n// (\S+)\n(.*?)```", page, re.DOTALL))
+    family = re.search(r"`(template <class F> using TanhFamily.*?;)`", page)
+    assert family is not None
+    for name in ("CMakeLists.txt", "pyproject.toml"):
+        shutil.copy(_ROOT / name, tmp_path)
+    for name in ("cmake", "src"):
+        shutil.copytree(_ROOT / name, tmp_path / name)
+    cuda = tmp_path / "src" / "cuda"
+    for file, text, before in (
+        (cuda / "activation.cuh", lines["activation.cuh"], "/// F(z) in the type"),
+        (cuda / "gemm" / "table.def", lines["table.def"], "#undef TORCHOPS_ELEMENT"),
+        (cuda / "gemm" / "sm90" / "ops.cuh", family[1] + "\n", "}  // namespace torchops::cuda::gemm"),
+    ):
+        source = file.read_text()
+        assert source.count(before) == 1
+        file.write_text(source.replace(before, text + "\n" + before))
+
+    options = (
+        "-DTORCHOPS_CUDA=ON",
+        "-DTORCHOPS_KERNELS=REDUCED",
+        "-DTORCH_CUDA_ARCH_LIST=9.0a",
+        "-DTORCHOPS_WERROR=ON",
+    )
+    commands = (
+        [
+            "-S",
+            str(tmp_path),
+            "-B",
+            str(tmp_path / "build"),
+            "-G",
+            "Ninja",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            *options,
+        ],
+        [
+            "--build",
+            str(tmp_path / "build"),
+            "--target",
+            "CMakeFiles/torchops_gemm.dir/gemm/TanhLinear_k256x64_kBFloat16.cu.o",
+        ],
+    )
+    for command in commands:
+        done = subprocess.run([*_cmake_command(), *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "TORCHOPS_INSTANCE(TanhLinear, kBFloat16, k256x64)" in (tmp_path / "build/gemm/instances.def").read_text()
+
+
+def _cmake_command() -> list[str]:
+    import cmake
+
+    return [str(Path(cmake.CMAKE_BIN_DIR) / "cmake")]

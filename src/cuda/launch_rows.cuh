@@ -1,27 +1,32 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
+#include "cuda/per_device.h"
 #include "cuda/rows.cuh"
 
 // The host side of rows.cuh: which kernel takes rows of which length.
 namespace torchops::cuda {
 
+template <class Kernel>
+cudaError_t allow_shared(Kernel kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
 /// The most blocks, a power of two, of `kernel` with `threads` threads that this GPU can hold as one cluster; 1 if the
 /// code that runs here was compiled for an older one (below 9.0), which has no clusters.
 template <class Kernel>
-int query_largest_cluster(Kernel kernel, int threads, int shared_bytes) {
+cudaError_t query_largest_cluster(Kernel kernel, int threads, int shared_bytes, int& largest) {
+  largest = 1;
   cudaFuncAttributes attributes;
-  C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-  if (attributes.ptxVersion < 90) return 1;
-  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || attributes.ptxVersion < 90) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
   for (int blocks = Cluster::kMaxBlocks; blocks > 1; blocks /= 2) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -33,15 +38,16 @@ int query_largest_cluster(Kernel kernel, int threads, int shared_bytes) {
     config.attrs = &attribute;
     config.numAttrs = 1;
     int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0) return blocks;
+    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error == cudaSuccess && clusters > 0) {
+      largest = blocks;
+      return cudaSuccess;
+    }
+    // A cluster that is too large for this GPU is an answer; what remains after it is cleared is a failure of another.
     cudaGetLastError();
+    if (cudaPeekAtLastError() != cudaSuccess) return error;
   }
-  return 1;
-}
-
-template <class Kernel>
-void allow_shared(Kernel kernel, int bytes) {
-  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  return cudaSuccess;
 }
 
 template <class T, class Row, class Group, class Operator>
@@ -50,7 +56,9 @@ void launch(const Rows<T>& rows, const Operator& op, int64_t blocks, int threads
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  constexpr int64_t most_along_x = int64_t{1} << 30;
+  const int64_t along_x = std::min(blocks, most_along_x);
+  config.gridDim = dim3(static_cast<unsigned>(along_x), static_cast<unsigned>(ceil_div(blocks, along_x)));
   config.blockDim = dim3(threads);
   if constexpr (requires { Row::kSharedBytes; }) config.dynamicSmemBytes = Row::kSharedBytes * threads;
   config.stream = c10::cuda::getCurrentCUDAStream();
@@ -96,21 +104,22 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
   }
   using InBlock = RowInRegisters<T, Block, kVectors, kStaged>;
   using InCluster = RowInRegisters<T, Cluster, kVectors, kStaged>;
-  static std::array<std::atomic<int>, C10_COMPILE_TIME_MAX_GPUS> largest{};
-  std::atomic<int>& largest_here = largest[at::cuda::current_device()];
-  if (largest_here == 0) {
-    const int bytes = kMaxThreads * InBlock::kSharedBytes;
-    allow_shared(rows_kernel<T, InBlock, Block, Operator>, bytes);
-    allow_shared(rows_kernel<T, InCluster, Cluster, Operator>, bytes);
-    largest_here = query_largest_cluster(rows_kernel<T, InCluster, Cluster, Operator>, kMaxThreads, bytes);
-  }
+  static PerDevice cache;
+  int largest_cluster = 1;
+  C10_CUDA_CHECK(cache.get(largest_cluster, [](int& answer) {
+    constexpr int bytes = kMaxThreads * InBlock::kSharedBytes;
+    cudaError_t error = allow_shared(rows_kernel<T, InBlock, Block, Operator>, bytes);
+    if (error == cudaSuccess) error = allow_shared(rows_kernel<T, InCluster, Cluster, Operator>, bytes);
+    if (error != cudaSuccess) return error;
+    return query_largest_cluster(rows_kernel<T, InCluster, Cluster, Operator>, kMaxThreads, bytes, answer);
+  }));
   constexpr int kCapacity = InBlock::kCapacity;
   if (const int n = threads(kCapacity, 1); n <= kMaxThreads) {
     return launch<T, InBlock, Block>(rows, op, rows.rows, n);
   }
   int blocks = 2;
-  while (threads(kCapacity, blocks) > kMaxThreads && blocks < largest_here) blocks *= 2;
-  if (const int n = threads(kCapacity, blocks); blocks <= largest_here && n <= kMaxThreads) {
+  while (threads(kCapacity, blocks) > kMaxThreads && blocks < largest_cluster) blocks *= 2;
+  if (const int n = threads(kCapacity, blocks); blocks <= largest_cluster && n <= kMaxThreads) {
     return launch<T, InCluster, Cluster>(rows, op, rows.rows * blocks, n, blocks);
   }
   launch<T, RowInMemory<T, Block, kSize>, Block>(rows, op, rows.rows, kMaxThreads);

@@ -49,15 +49,18 @@ __device__ inline A reduce_lanes(A value, Op op) {
 
 constexpr int kWarp = 32;
 
+/// The number of this block where a grid of more blocks than its x dimension allows goes on along y.
+__device__ inline int64_t block_number() { return int64_t{blockIdx.y} * gridDim.x + blockIdx.x; }
+
 /// kLanes neighbouring threads of a warp; a block takes kMaxThreads / kLanes rows.
 template <int kLanes>
 class Lanes {
  public:
-  static constexpr bool kOneBlock = true;
+  static constexpr bool kOneBlock = true, kWholeBlocks = false;
   static constexpr int kMinSize = kLanes, kMaxThreads = 128, kMinBlocks = 8;
 
   __device__ Lanes()
-      : row(int64_t{blockIdx.x} * (kMaxThreads / kLanes) + threadIdx.x / kLanes), rank(threadIdx.x % kLanes) {}
+      : row(block_number() * (kMaxThreads / kLanes) + threadIdx.x / kLanes), rank(threadIdx.x % kLanes) {}
 
   /// The result of `op` over one value of each thread of one block, in every thread. Each use has a kUse of its own.
   template <int kUse, class A, class Op>
@@ -92,10 +95,10 @@ __device__ inline A reduce_block(A value, Op op) {
 /// memory while the other reduces.
 class Block {
  public:
-  static constexpr bool kOneBlock = true;
+  static constexpr bool kOneBlock = true, kWholeBlocks = true;
   static constexpr int kMinSize = kWarp, kMaxThreads = 512, kMinBlocks = 2;
 
-  __device__ Block() : row(blockIdx.x), size(blockDim.x), rank(threadIdx.x) {}
+  __device__ Block() : row(block_number()), size(blockDim.x), rank(threadIdx.x) {}
 
   template <int kUse, class A, class Op>
   __device__ A reduce(A value, Op op) {
@@ -114,7 +117,8 @@ class Block {
 /// The blocks of a cluster (compute capability 9.0): each block's state goes to the shared memory of all the others.
 class Cluster {
  public:
-  static constexpr bool kOneBlock = false;
+  // A grid of clusters is never that long: rows of at least 64 KiB do not fill it.
+  static constexpr bool kOneBlock = false, kWholeBlocks = false;
   static constexpr int kMinSize = kWarp, kMaxThreads = 512, kMinBlocks = 2;
   static constexpr int kMaxBlocks = 16;
 
@@ -122,7 +126,7 @@ class Cluster {
   __device__ Cluster()
       : blocks_(special_blocks()),
         block_(special_rank()),
-        row(blockIdx.x / blocks_),
+        row(block_number() / blocks_),
         size(blocks_ * blockDim.x),
         rank(block_ * blockDim.x + threadIdx.x) {
     // No block may be written to before it runs. The wait for this is in merge(), behind the loads.
@@ -140,6 +144,7 @@ class Cluster {
     __shared__ State from_block[kMaxBlocks];
     wait();
     if (threadIdx.x < blocks_) put(&from_block[block_], threadIdx.x, state);
+    __syncwarp();  // .aligned: the whole warp arrives together
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
     State total = from_block[0];
@@ -355,6 +360,11 @@ __global__ __launch_bounds__(Group::kMaxThreads,
                              sizeof(T) == 8 ? 1 : Group::kMinBlocks) void rows_kernel(const Rows<T> rows,
                                                                                       const Operator op) {
   Group group;
+  // The last blocks of a grid that goes on along y may have no row. Neighbours of a warp share its reductions, so there
+  // the row is empty instead.
+  if constexpr (Group::kWholeBlocks) {
+    if (group.row >= rows.rows) return;
+  }
   Row row(rows, group);
   op(row, group);
 }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "cuda/activation.cuh"
 #include "cuda/vector.cuh"
 #include "ops/sigmoid.h"
 
@@ -22,11 +23,11 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 2;
 
 template <class T, int N>
-__device__ inline Packed<T, N> logistic_of_each(const Packed<T, N>& x) {
+__device__ inline Packed<T, N> sigmoid_of_each(const Packed<T, N>& x) {
   Accumulate<T> values[N];
   unpack(x, values);
 #pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = logistic<T>(values[i]);
+  for (int i = 0; i < N; ++i) values[i] = activate<Sigmoid, T>(values[i]);
   return pack<T, N>(values);
 }
 
@@ -45,11 +46,11 @@ __global__ __launch_bounds__(kThreads) void sigmoid_kernel(const T* x, T* y, int
   }
 #pragma unroll
   for (int k = 0; k < kUnroll; ++k) {
-    if (const int64_t i = first + k * kThreads; i < vectors) store(to + i * N, logistic_of_each(packed[k]));
+    if (const int64_t i = first + k * kThreads; i < vectors) store(to + i * N, sigmoid_of_each(packed[k]));
   }
   if (blockIdx.x == 0 && threadIdx.x < elements - vectors * N) {
     const int64_t i = static_cast<int>(threadIdx.x) < head ? threadIdx.x : threadIdx.x + vectors * N;
-    y[i] = static_cast<T>(logistic<T>(static_cast<Accumulate<T>>(x[i])));
+    y[i] = static_cast<T>(activate<Sigmoid, T>(static_cast<Accumulate<T>>(x[i])));
   }
 }
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/math.cuh"
+#include "cuda/exponential.cuh"
 
 // 16-byte accesses and the exponential: what the row and elementwise kernels compute with.
 namespace torchops::cuda {
@@ -131,18 +131,6 @@ __device__ inline Accumulate<T> divide(Accumulate<T> a, Accumulate<T> b) {
     const float quotient = a * inverse;
     if constexpr (!std::is_same_v<T, float>) return quotient;
     return fmaf(fmaf(-quotient, b, a), inverse, quotient);
-  }
-}
-
-/// 1 / (1 + exp(-x)), to be rounded to T. float32 and float64: exp(-|x|) cannot overflow, so that small results keep
-/// all their digits.
-template <class T>
-__device__ inline Accumulate<T> logistic(Accumulate<T> x) {
-  if constexpr (sizeof(T) == 2) {
-    return fast_sigmoid(x);
-  } else {
-    const Accumulate<T> power = exp_nonpositive<T>(x < 0 ? x : -x);
-    return divide<T>(x < 0 ? power : Accumulate<T>{1}, 1 + power);
   }
 }
 

@@ -1,53 +1,61 @@
 #pragma once
 
-// All gradients of dense in one pass over the rows, for few columns.
+// All gradients of y = F(x @ w.T + bias) in one pass over the rows, for few columns.
 //
 // As a pass that makes dz and two GEMMs, the backward pass reads or writes m rows seven times: grad, y and dz, dz and
 // dx, dz and x. With so few columns that is all of its time. Here a CTA keeps w in shared memory and its sums of dw in
-// registers, so that a tile of rows passes through once: grad, y and x in, dx out. Measured on an H100, bfloat16,
-// (1048576, 128) to 128 features: 371 us, 2.89 TB/s, where the pass and two products of cuBLAS take 690; from 128 to
-// 256 features 616 instead of 1144, from 256 to 128 587 instead of 876.
+// registers, so that a tile of rows passes through once: grad, y and x in, dx out. Measured for dense on an H100,
+// bfloat16, (1048576, 128) to 128 features: 371 us, 2.89 TB/s, where the pass and two products of cuBLAS take 690; from
+// 128 to 256 features 616 instead of 1144, from 256 to 128 587 instead of 876.
 //
-//   load warp    grad, y, x -> a stage of shared memory, by the copy engine, several stages ahead
-//   consumers    dz = grad * y * (1 - y), written over grad;  dx = dz @ w, written over y (over x where k > n);
-//                dw += dz.T @ x;  db += dz
-//   store warp   dx -> device memory, by the copy engine; then the stage is free
+//   load warp    grad, y, x -> a stage of shared memory, by TMA, several stages ahead
+//   consumers    dz, written over grad;  dx = dz @ w, written over y (over x where k > n);
+//                dw += dz.T @ x;  dbias += dz
+//   store warp   dx -> device memory, by TMA; then the stage is free
 //
-// At the end each CTA writes its dw and db, and a second kernel adds those in the order of the CTAs. Rows and columns
-// beyond the matrices arrive as zeros from the copy engine, which also leaves them out of what it stores.
+// At the end each CTA writes its dw and dbias, and a second kernel adds those in the order of the CTAs. Rows and
+// columns beyond the matrices arrive as zeros from TMA, which also leaves them out of what it stores.
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
-#include <array>
-#include <atomic>
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/atom/copy_traits_sm90_tma.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
+#include <cutlass/pipeline/sm90_pipeline.hpp>
 
-#include "cuda/gemm/dense_backward.h"
-#include "cuda/gemm/element.cuh"
+#include "cuda/activation.cuh"
+#include "cuda/gemm/column_sum.cuh"
+#include "cuda/gemm/sm90/cutlass.cuh"
+#include "cuda/gemm/sm90/tma.cuh"
+#include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
 
-/// What the kernel needs at compile time, for at most tile_n x tile_k elements of w.
-template <class Element_, int tile_n, int tile_k>
-struct BackwardTiling {
+/// What the kernel needs at compile time. F is an activation that can be undone from its output.
+template <class F_, class Element_, GradientTiling tiling>
+struct OnePassTiling {
+  using F = F_;
   using Element = Element_;
-  static constexpr int kRows = kDenseBackwardRows, kN = tile_n, kK = tile_k;
-  static constexpr int kConsumers = 256, kLoadWarp = kConsumers / 32, kStoreWarp = kLoadWarp + 1;
-  static constexpr int kThreads = kConsumers + 128;  // whole warpgroups, of which two warps work
+  static_assert(F::kFromOutput);
+  static constexpr int kRows = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
+  static constexpr int kWarpgroups = kSpec<tiling>.consumers;
+  static constexpr int kConsumers = 128 * kWarpgroups, kLoadWarp = kConsumers / 32, kStoreWarp = kLoadWarp + 1;
+  static constexpr int kThreads = kConsumers + 128;  // whole warpgroups, of the last of which two warps work
+  // The sums of dw need more registers than there are for each thread; whole warpgroups give and take them.
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160, kOtherRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kStageBytes = kRows * (2 * kN + kK) * static_cast<int>(sizeof(Element));
   static constexpr int kWeightBytes = kN * kK * static_cast<int>(sizeof(Element));
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStages = (227 * 1024 - kBarrierBytes - kWeightBytes) / kStageBytes;
   static constexpr bool kResultOverY = kK <= kN;
+  using PipelineState = cutlass::PipelineState<kStages>;
 
-  /// A matrix in boxes of 64 columns, each with its rows of 128 bytes in the swizzle of that width, as the copy engine
-  /// delivers them; and the same bytes as the transposed matrix.
+  /// A matrix in boxes of 64 columns, each with its rows of 128 bytes in the swizzle of that width, as TMA delivers
+  /// them; and the same bytes as the transposed matrix.
   template <int rows, int columns>
   using Rows = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
                                             cute::Shape<cute::Int<rows>, cute::Int<columns>>{}));
@@ -56,15 +64,25 @@ struct BackwardTiling {
                                                   cute::Shape<cute::Int<columns>, cute::Int<rows>>{},
                                                   cute::Step<cute::_2, cute::_1>{}));
 
-  /// The two warpgroups divide dx by its columns and dw by its rows.
+  /// The warpgroups divide dx by its columns and dw by its rows.
   template <int m, int n, int k, cute::GMMA::Major major_a>
   using Product = decltype(cute::GMMA::ss_op_selector<Element, Element, float,
                                                       cute::Shape<cute::Int<m>, cute::Int<n>, cute::Int<k>>, major_a,
                                                       cute::GMMA::Major::MN>());
-  using ProductX = decltype(cute::make_tiled_mma(Product<kRows, kK / 2, kN, cute::GMMA::Major::K>{},
-                                                 cute::Layout<cute::Shape<cute::_1, cute::_2, cute::_1>>{}));
+  using Division = cute::Int<kWarpgroups>;
+  using ProductX = decltype(cute::make_tiled_mma(Product<kRows, kK / kWarpgroups, kN, cute::GMMA::Major::K>{},
+                                                 cute::Layout<cute::Shape<cute::_1, Division, cute::_1>>{}));
   using ProductW = decltype(cute::make_tiled_mma(Product<kN, kK, kRows, cute::GMMA::Major::MN>{},
-                                                 cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
+                                                 cute::Layout<cute::Shape<Division, cute::_1, cute::_1>>{}));
+
+  /// How the consumers divide a tile of rows for dz: 16 bytes each, side by side in a row.
+  static constexpr int kVector = 16 / sizeof(Element);
+  using Pointwise = decltype(cute::make_tiled_copy(
+      cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, Element>{},
+      cute::Layout<cute::Shape<cute::Int<kConsumers * kVector / kN>, cute::Int<kN / kVector>>,
+                   cute::Stride<cute::Int<kN / kVector>, cute::_1>>{},
+      cute::Layout<cute::Shape<cute::_1, cute::Int<kVector>>>{}));
+  static_assert(kConsumers * kVector % kN == 0);
 
   struct Shared {
     struct Stage {
@@ -76,7 +94,7 @@ struct BackwardTiling {
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
     cutlass::arch::ClusterBarrier computed[kStages], stored[kStages];
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
+  static_assert(kStages >= 2 && sizeof(Shared) <= 227 * 1024);
 
   using Matrix = cute::Layout<cute::Shape<int, int>, cute::Stride<int64_t, cute::_1>>;
   using Global = decltype(cute::make_tensor(cute::make_gmem_ptr(static_cast<Element*>(nullptr)), Matrix{}));
@@ -92,17 +110,7 @@ struct BackwardTiling {
   };
 };
 
-/// A stage, and how often the ring of them has been passed through.
-template <int stages>
-struct StageCounter {
-  int index = 0;
-  uint32_t phase = 0;
-  CUTLASS_DEVICE void advance() {
-    if (++index == stages) index = 0, phase ^= 1;
-  }
-};
-
-/// A tile of `rows` rows of an m x columns matrix between device memory and `shared`, asked for by one thread.
+/// A tile of `rows` rows of an m x width matrix into `shared`, asked for by one thread.
 template <int rows, int columns, class Tiling, class Map>
 CUTLASS_DEVICE void load_rows(const Map& map, typename Tiling::Element* shared, int m, int width, int tile,
                               cutlass::arch::ClusterTransactionBarrier& barrier) {
@@ -119,11 +127,11 @@ CUTLASS_DEVICE void load_tiles(const typename Tiling::Parameters& p, typename Ti
   constexpr int rows = Tiling::kRows;
   shared.w_loaded.arrive_and_expect_tx(Tiling::kWeightBytes);
   load_rows<Tiling::kN, Tiling::kK, Tiling>(p.w, shared.w.data(), p.n, p.k, 0, shared.w_loaded);
-  StageCounter<Tiling::kStages> at;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, at.advance()) {
-    auto& stage = shared.stages[at.index];
-    auto& loaded = shared.loaded[at.index];
-    shared.stored[at.index].wait(at.phase ^ 1);  // at once in the first round
+  typename Tiling::PipelineState at;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
+    auto& stage = shared.stages[at.index()];
+    auto& loaded = shared.loaded[at.index()];
+    shared.stored[at.index()].wait(at.phase() ^ 1);  // at once in the first round
     loaded.arrive_and_expect_tx(Tiling::kStageBytes);
     load_rows<rows, Tiling::kN, Tiling>(p.grad, stage.grad.data(), p.m, p.n, tile, loaded);
     load_rows<rows, Tiling::kN, Tiling>(p.y, stage.y.data(), p.m, p.n, tile, loaded);
@@ -137,59 +145,62 @@ CUTLASS_DEVICE void store_tiles(const typename Tiling::Parameters& p, typename T
   using Tile = Shape<Int<Tiling::kRows>, Int<Tiling::kK>>;
   const Tensor matrix = p.dx.get_tma_tensor(make_shape(p.m, p.k));
   const auto slice = p.dx.get_slice(0);
-  StageCounter<Tiling::kStages> at;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, at.advance()) {
-    auto& stage = shared.stages[at.index];
-    shared.computed[at.index].wait(at.phase);
+  typename Tiling::PipelineState at;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
+    auto& stage = shared.stages[at.index()];
+    shared.computed[at.index()].wait(at.phase());
     const Tensor from = make_tensor(make_smem_ptr(Tiling::kResultOverY ? stage.y.data() : stage.x.data()),
                                     typename Tiling::template Rows<Tiling::kRows, Tiling::kK>{});
     copy(p.dx, slice.partition_S(from), slice.partition_D(local_tile(matrix, Tile{}, make_coord(tile, 0))));
     tma_store_arrive();
     tma_store_wait<0>();
-    shared.stored[at.index].arrive();
+    shared.stored[at.index()].arrive();
   }
 }
 
-/// dz, written over grad, by all consumers. A thread has the same 8 columns of every kRowStep-th row; it adds them to
-/// sums.
+/// dz, written over grad, by all consumers. A thread has the same columns of every tile; it adds them to sums.
 template <class Tiling>
-CUTLASS_DEVICE void gate_tile(typename Tiling::Element* grad, const typename Tiling::Element* y, float (&sums)[8],
-                              int thread) {
+CUTLASS_DEVICE void make_dz(typename Tiling::Element* grad, typename Tiling::Element* y, float (&sums)[Tiling::kVector],
+                            int thread) {
+  using namespace cute;
   using Element = typename Tiling::Element;
-  using Vector = cutlass::AlignedArray<Element, 8>;
-  constexpr int vectors = Tiling::kN / 8, row_step = Tiling::kConsumers / vectors, count = Tiling::kRows / row_step;
-  static_assert(row_step % 8 == 0);
-  // The swizzle: in row r of a box, the vector v lies at v ^ (r % 8).
-  const int row = thread / vectors, vector = thread % vectors;
-  const int first = vector / 8 * (Tiling::kRows * 64) + row * 64 + (vector % 8 ^ row % 8) * 8;
-  Vector g[count], s[count];
+  constexpr int count = Tiling::kVector;
+  const auto in_rows = [&](Element* data) {
+    return as_position_independent_swizzle_tensor(
+        make_tensor(make_smem_ptr(data), typename Tiling::template Rows<Tiling::kRows, Tiling::kN>{}));
+  };
+  const auto slice = typename Tiling::Pointwise{}.get_slice(thread);
+  Tensor to = slice.partition_D(in_rows(grad));
+  const Tensor from = slice.partition_S(in_rows(y));
+  Tensor g = make_fragment_like(to), s = make_fragment_like(to);
+  copy(typename Tiling::Pointwise{}, to, g);
+  copy(typename Tiling::Pointwise{}, from, s);
+  const cutlass::NumericArrayConverter<float, Element, count> widen;
+  const cutlass::NumericArrayConverter<Element, float, count> round;
+  Tensor gs = recast<cutlass::Array<Element, count>>(g);
+  const Tensor ys = recast<cutlass::Array<Element, count>>(s);
   CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < count; ++i) {
-    g[i] = *reinterpret_cast<const Vector*>(grad + first + i * row_step * 64);
-    s[i] = *reinterpret_cast<const Vector*>(y + first + i * row_step * 64);
-  }
-  const cutlass::NumericArrayConverter<float, Element, 8> widen;
-  const cutlass::NumericArrayConverter<Element, float, 8> round;
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < count; ++i) {
-    auto products = widen(g[i]);
-    const auto sigmoids = widen(s[i]);
+  for (int i = 0; i < size(gs); ++i) {
+    auto dz = widen(gs(i));
+    const auto outputs = widen(ys(i));
     CUTLASS_PRAGMA_UNROLL
-    for (int v = 0; v < 8; ++v) {
-      products[v] = products[v] * sigmoids[v] * (1.f - sigmoids[v]);
-      sums[v] += products[v];
+    for (int v = 0; v < count; ++v) {
+      dz[v] = Tiling::F::backward(dz[v], 0.f, outputs[v]);
+      sums[v] += dz[v];
     }
-    static_cast<cutlass::Array<Element, 8>&>(g[i]) = round(products);
-    *reinterpret_cast<Vector*>(grad + first + i * row_step * 64) = g[i];
+    gs(i) = round(dz);
   }
+  copy(typename Tiling::Pointwise{}, g, to);
 }
 
-/// The sums of db of all consumers, added in the order of their rows, to `to`. scratch has room for 8 floats each.
+/// The sums of dbias of all consumers, added in the order of their rows, to `to`. scratch has room for kVector floats
+/// each.
 template <class Tiling>
-CUTLASS_DEVICE void write_bias_sums(const float (&sums)[8], float* scratch, float* to, int n, int thread) {
-  constexpr int height = Tiling::kConsumers / (Tiling::kN / 8);
+CUTLASS_DEVICE void write_bias_sums(const float (&sums)[Tiling::kVector], float* scratch, float* to, int n,
+                                    int thread) {
+  constexpr int count = Tiling::kVector, height = Tiling::kConsumers * count / Tiling::kN;
   CUTLASS_PRAGMA_UNROLL
-  for (int v = 0; v < 8; ++v) scratch[thread * 8 + v] = sums[v];
+  for (int v = 0; v < count; ++v) scratch[thread * count + v] = sums[v];
   cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 1);
   if (thread >= n) return;
   float sum = 0.f;
@@ -218,14 +229,14 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
   const auto write_result = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x);
   const auto write_slice = write_result.get_slice(thread);
   clear(sums_w);
-  float sums_b[8] = {};
+  float sums_b[Tiling::kVector] = {};
 
   shared.w_loaded.wait(0);
-  StageCounter<Tiling::kStages> at;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, at.advance()) {
-    auto& stage = shared.stages[at.index];
-    shared.loaded[at.index].wait(at.phase);
-    gate_tile<Tiling>(stage.grad.data(), stage.y.data(), sums_b, thread);
+  typename Tiling::PipelineState at;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
+    auto& stage = shared.stages[at.index()];
+    shared.loaded[at.index()].wait(at.phase());
+    make_dz<Tiling>(stage.grad.data(), stage.y.data(), sums_b, thread);
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);
 
@@ -258,7 +269,7 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
     } else {
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums_x);
-      cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);  // both warpgroups are done with x
+      cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);  // all warpgroups are done with x
     }
     Tensor result = make_tensor_like<Element>(sums_x);
     const cutlass::NumericArrayConverter<Element, float, decltype(size(sums_x))::value> round;
@@ -271,7 +282,7 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
     cutlass::arch::fence_view_async_shared();
     warpgroup_wait<0>();
     warpgroup_fence_operand(sums_w);
-    shared.computed[at.index].arrive();
+    shared.computed[at.index()].arrive();
   }
 
   float* const partial = p.partial + int64_t{blockIdx.x} * (p.n * p.k + p.n);
@@ -290,7 +301,7 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
 
 template <class Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, 1)
-    dense_backward_kernel(const __grid_constant__ typename Tiling::Parameters p) {
+    one_pass_gradients_kernel(const __grid_constant__ typename Tiling::Parameters p) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   auto& shared = *reinterpret_cast<typename Tiling::Shared*>(bytes);
   if (threadIdx.x == 0) {
@@ -305,92 +316,87 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1)
   __syncthreads();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int tiles = p.m / Tiling::kRows + (p.m % Tiling::kRows != 0);
-  // The sums of dw need more registers than there are for each of 384 threads; whole warpgroups give and take them.
   if (warp >= Tiling::kLoadWarp) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
+    cutlass::arch::warpgroup_reg_dealloc<Tiling::kOtherRegisters>();
     if (warp == Tiling::kLoadWarp && cute::elect_one_sync()) load_tiles<Tiling>(p, shared, tiles);
     if (warp == Tiling::kStoreWarp && cute::elect_one_sync()) store_tiles<Tiling>(p, shared, tiles);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
+    cutlass::arch::warpgroup_reg_alloc<Tiling::kConsumerRegisters>();
     compute_tiles<Tiling>(p, shared, tiles);
   }
 }
 
-constexpr int kPartialVectors = 32, kPartialRows = 16;
+/// dx = dz @ w, dw = dz.T @ x and dbias = dz summed over the rows before it is rounded, where dz = F::backward(grad,
+/// y), rounded to the type of the arguments. Sums are in float32; the same arguments give the same bits on the same
+/// kind of device.
+template <class F>
+struct OnePass {
+  template <Element element, GradientTiling tiling>
+  struct With {
+    using T = typename ElementOf<element>::Type;
+    using Tiling = OnePassTiling<F, T, tiling>;
 
-/// dw and db, one behind the other, from `count` rows of their partial sums. Each block of kPartialVectors x
-/// kPartialRows threads makes 4 * kPartialVectors of them.
-template <class Element>
-__global__ void __launch_bounds__(kPartialVectors* kPartialRows)
-    add_partial_kernel(const float* __restrict__ partial, Element* __restrict__ dw, Element* __restrict__ db, int count,
-                       int weights, int columns) {
-  __shared__ float4 shared[kPartialRows][kPartialVectors];
-  const int column = (blockIdx.x * kPartialVectors + threadIdx.x) * 4;
-  float4 sum{};
-  const auto add = [&sum](const float4& other) {
-    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-  };
-  if (column < columns) {
-#pragma unroll 4
-    for (int row = threadIdx.y; row < count; row += kPartialRows) {
-      add(*reinterpret_cast<const float4*>(partial + int64_t{row} * columns + column));
+    // As many CTAs as run at once, or as have work. On them depends the order of additions.
+    static cudaError_t blocks(const GradientProblem& p, int& blocks) {
+      static PerDevice sm_count;
+      const cudaError_t error = sm_count.get(blocks, [](int& answer) {
+        if (const cudaError_t error =
+                cudaFuncSetAttribute(one_pass_gradients_kernel<Tiling>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     static_cast<int>(sizeof(typename Tiling::Shared)));
+            error != cudaSuccess) {
+          return error;
+        }
+        int device = 0;
+        const cudaError_t error = cudaGetDevice(&device);
+        return error != cudaSuccess ? error : cudaDeviceGetAttribute(&answer, cudaDevAttrMultiProcessorCount, device);
+      });
+      const int tiles = p.m / Tiling::kRows + (p.m % Tiling::kRows != 0);
+      blocks = std::min(blocks, tiles);
+      return error;
     }
-  }
-  shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= columns) return;
-  for (int row = 1; row < kPartialRows; ++row) add(shared[row][threadIdx.x]);
-  const cutlass::NumericArrayConverter<Element, float, 4> round;
-  const cutlass::Array<float, 4> sums{sum.x, sum.y, sum.z, sum.w};
-  Element* const to = column < weights ? dw + column : db + (column - weights);
-  static_cast<cutlass::Array<Element, 4>&>(*reinterpret_cast<cutlass::AlignedArray<Element, 4>*>(to)) = round(sums);
-}
 
-/// Whether the current device has room for the kernel's shared memory, which is then granted. Asked once per device.
-template <class Tiling>
-bool grant_shared_memory() {
-  constexpr int most_devices = 64;
-  static std::array<std::atomic<int>, most_devices> cache{};  // 1: no, 2: yes; 0 is "not asked yet"
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= most_devices) return false;
-  if (const int known = cache[device].load(std::memory_order_acquire)) return known == 2;
-  const bool granted = cudaFuncSetAttribute(dense_backward_kernel<Tiling>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            static_cast<int>(sizeof(typename Tiling::Shared))) == cudaSuccess;
-  if (!granted) cudaGetLastError();  // the caller goes another way: nothing is left to report
-  cache[device].store(granted ? 2 : 1, std::memory_order_release);
-  return granted;
-}
+    static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
+      if (p.n > kSpec<tiling>.most_n || p.k > kSpec<tiling>.most_k) return Status::not_for_me();
+      int count = 0;
+      const cudaError_t error = blocks(p, count);
+      workspace_bytes = int64_t{4} * count * (p.n * p.k + p.n);
+      return Status::of(error);
+    }
 
-template <DenseType type, int most_n, int most_k>
-cudaError_t run_dense_backward(const DenseBackwardProblem& p, cudaStream_t stream) {
-  using Element = typename DenseElement<type>::Type;
-  using Tiling = BackwardTiling<Element, most_n, most_k>;
-  using namespace cute;
-  if (p.n > most_n || p.k > most_k || !grant_shared_memory<Tiling>()) return cudaErrorNotSupported;
-  const auto matrix = [](const void* data, int rows, int columns, int64_t stride) {
-    auto* const elements = static_cast<Element*>(const_cast<void*>(data));  // a copy has one type for both directions
-    return make_tensor(make_gmem_ptr(elements), make_layout(make_shape(rows, columns), make_stride(stride, _1{})));
+    static Status run(const GradientProblem& p, cudaStream_t stream) {
+      using namespace cute;
+      int count = 0;
+      if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
+      const auto matrix = [](const void* data, int rows, int columns, int64_t stride) {
+        auto* const elements = static_cast<T*>(const_cast<void*>(data));  // a copy has one type for both directions
+        return make_tensor(make_gmem_ptr(elements), make_layout(make_shape(rows, columns), make_stride(stride, _1{})));
+      };
+      using RowsN = typename Tiling::template Rows<Tiling::kRows, Tiling::kN>;
+      using RowsK = typename Tiling::template Rows<Tiling::kRows, Tiling::kK>;
+      using Weight = typename Tiling::template Rows<Tiling::kN, Tiling::kK>;
+      auto* const partial = static_cast<float*>(p.workspace);
+      const typename Tiling::Parameters parameters{
+          make_tma_copy(SM90_TMA_LOAD{}, matrix(p.grad.data, p.m, p.n, p.grad.row_stride), RowsN{}),
+          make_tma_copy(SM90_TMA_LOAD{}, matrix(p.y.data, p.m, p.n, p.y.row_stride), RowsN{}),
+          make_tma_copy(SM90_TMA_LOAD{}, matrix(p.x.data, p.m, p.k, p.x.row_stride), RowsK{}),
+          make_tma_copy(SM90_TMA_LOAD{}, matrix(p.w.data, p.n, p.k, p.w.row_stride), Weight{}),
+          make_tma_copy(SM90_TMA_STORE{}, matrix(p.dx, p.m, p.k, p.k), RowsK{}),
+          partial,
+          p.m,
+          p.n,
+          p.k};
+      if (!are_encoded(parameters.grad, parameters.y, parameters.x, parameters.w, parameters.dx)) {
+        return Status::of(cudaErrorInvalidValue);
+      }
+      one_pass_gradients_kernel<Tiling>
+          <<<count, Tiling::kThreads, sizeof(typename Tiling::Shared), stream>>>(parameters);
+      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+      const int64_t weights = int64_t{p.n} * p.k;
+      launch_column_sum<T, float, 4, 32, 16>(partial, static_cast<T*>(p.dw), static_cast<T*>(p.dbias), count, weights,
+                                             weights + p.n, stream);
+      return Status::of(cudaGetLastError());
+    }
   };
-  using RowsN = typename Tiling::template Rows<Tiling::kRows, most_n>;
-  using RowsK = typename Tiling::template Rows<Tiling::kRows, most_k>;
-  using Weight = typename Tiling::template Rows<most_n, most_k>;
-  const typename Tiling::Parameters parameters{
-      make_tma_copy(SM90_TMA_LOAD{}, matrix(p.grad, p.m, p.n, p.grad_stride), RowsN{}),
-      make_tma_copy(SM90_TMA_LOAD{}, matrix(p.y, p.m, p.n, p.y_stride), RowsN{}),
-      make_tma_copy(SM90_TMA_LOAD{}, matrix(p.x, p.m, p.k, p.x_stride), RowsK{}),
-      make_tma_copy(SM90_TMA_LOAD{}, matrix(p.w, p.n, p.k, p.w_stride), Weight{}),
-      make_tma_copy(SM90_TMA_STORE{}, matrix(p.dx, p.m, p.k, p.k), RowsK{}),
-      p.partial,
-      p.m,
-      p.n,
-      p.k};
-  dense_backward_kernel<Tiling><<<p.blocks, Tiling::kThreads, sizeof(typename Tiling::Shared), stream>>>(parameters);
-  if (const cudaError_t error = cudaPeekAtLastError(); error != cudaSuccess) return error;
-  const int weights = p.n * p.k, columns = weights + p.n;
-  add_partial_kernel<Element>
-      <<<(columns / 4 + kPartialVectors - 1) / kPartialVectors, dim3(kPartialVectors, kPartialRows), 0, stream>>>(
-          p.partial, static_cast<Element*>(p.dw), static_cast<Element*>(p.db), p.blocks, weights, columns);
-  return cudaPeekAtLastError();
-}
+};
 
 }  // namespace torchops::cuda::gemm

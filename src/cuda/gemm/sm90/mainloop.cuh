@@ -10,10 +10,12 @@
 
 #include <cutlass/gemm/collective/collective_builder.hpp>
 
+#include "cuda/gemm/sm90/cutlass.cuh"
+
 namespace torchops::cuda::gemm {
 
 /// Stream is CUTLASS's mainloop, of whose pipeline only the stages of A are used. B has room for `k_tiles` tiles along
-/// k. The caller makes sure that a CTA's tiles all lie in one column (see grid_clusters).
+/// k. The caller makes sure that a CTA's tiles all lie in one column (see Gemm::grid_clusters) and in one batch.
 template <class Stream, int k_tiles>
 struct ResidentMainloop : Stream {
   using typename Stream::MainloopPipeline;
@@ -87,7 +89,7 @@ struct ResidentMainloop : Stream {
     b_requested_ = true;
   }
 
-  /// Leaves the products of the last stage in flight and that stage taken, for Stream::mma_tail.
+  /// Leaves the products of the last stage in flight and that stage taken, for mma_tail().
   template <class Accumulators>
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState read, Accumulators& sums, int k_tile_count,
                           int thread, TensorStorage& storage, const Params&) {
@@ -117,6 +119,12 @@ struct ResidentMainloop : Stream {
       }
     }
     warpgroup_fence_operand(sums);
+  }
+
+  CUTLASS_DEVICE void mma_tail(MainloopPipeline pipeline, PipelineState read, int k_tile_count) {
+    read.advance(k_tile_count - 1);
+    cute::warpgroup_wait<0>();
+    pipeline.consumer_release(read);
   }
 
  private:

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <optional>
+
+#include "cuda/gemm/choose.h"
+
+// From torch to the kernels: what a device can run, and the launch of what was chosen.
+namespace torchops::cuda::gemm {
+
+/// The element type that stands for a dtype in GEMM kernels: for float32 only where torch lets products be computed in
+/// TF32, for float64 none.
+std::optional<Element> element_of(at::ScalarType dtype);
+
+/// The multiprocessors of the current device if the kernels of sm90/ are for it, otherwise nothing. Warns once if they
+/// would be, but this build lacks them.
+std::optional<int> sm90_multiprocessors();
+
+/// Runs the first kernel that the rules of the operation name, this build has and the problem fits, on the current
+/// stream. `like` tells where its workspace belongs. False, with nothing done, if there is none.
+template <class Operation>
+bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like) {
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  for (const auto& rule : rules<Operation>()) {
+    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
+    if (kernel == nullptr) continue;
+    int64_t workspace_bytes = 0;
+    Status status = kernel->prepare(problem, workspace_bytes);
+    if (status.done()) {
+      const at::Tensor workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
+      problem.workspace = workspace_bytes > 0 ? workspace.mutable_data_ptr() : nullptr;
+      status = kernel->run(problem, stream);
+    }
+    if (status.kind == Status::kNotForMe) continue;
+    C10_CUDA_CHECK(status.error);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace torchops::cuda::gemm

@@ -1,0 +1,216 @@
+#pragma once
+
+// The two passes over memory around products that cuBLAS makes: their epilogue, and the start of their gradient.
+// Neither depends on the architecture.
+
+#include <ATen/Dispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "cuda/activation.cuh"
+#include "cuda/gemm/column_sum.cuh"
+#include "cuda/gemm/operand.h"
+#include "cuda/vector.cuh"
+
+namespace torchops::cuda::gemm {
+
+constexpr int kPassThreads = 128;
+
+/// y = F(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte
+/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVectorSize. Each thread has `batch`
+/// vectors, as many loads in flight; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
+template <class F, class T, bool bias_in_vectors, int batch>
+__global__ void __launch_bounds__(kPassThreads)
+    bias_activation_kernel(T* __restrict__ y, const T* __restrict__ bias, int64_t elements, int64_t columns,
+                           int64_t column_step) {
+  using Access = Packed<T, kVectorSize<T>>;
+  using Wide = Accumulate<T>;
+  constexpr int64_t step = kPassThreads * kVectorSize<T>;
+  const int64_t first = int64_t{blockIdx.x} * batch * step + int64_t{threadIdx.x} * kVectorSize<T>;
+  // All indices of `access` are constants after unrolling: a variable one would move it to local memory.
+  Access access[batch];
+#pragma unroll
+  for (int b = 0; b < batch; ++b) {
+    const int64_t i = first + b * step;
+    if (i + kVectorSize<T> <= elements) {
+      access[b] = *reinterpret_cast<const Access*>(y + i);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectorSize<T>; ++v) access[b].at[v] = i + v < elements ? y[i + v] : T(0);
+    }
+  }
+  int64_t column = bias != nullptr ? first % columns : 0;
+#pragma unroll
+  for (int b = 0; b < batch; ++b) {
+    const int64_t i = first + b * step;
+    Access offsets{};
+    if (bias != nullptr) {
+      if constexpr (bias_in_vectors) {
+        offsets = *reinterpret_cast<const Access*>(bias + column);
+      } else {
+        int64_t c = column;
+#pragma unroll
+        for (int v = 0; v < kVectorSize<T>; ++v) {
+          offsets.at[v] = bias[c];
+          if (++c == columns) c = 0;
+        }
+      }
+      column += column_step;
+      if (column >= columns) column -= columns;
+    }
+#pragma unroll
+    for (int v = 0; v < kVectorSize<T>; ++v) {
+      access[b].at[v] =
+          static_cast<T>(activate<F, T>(static_cast<Wide>(access[b].at[v]) + static_cast<Wide>(offsets.at[v])));
+    }
+    if (i + kVectorSize<T> <= elements) {
+      *reinterpret_cast<Access*>(y + i) = access[b];
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectorSize<T>; ++v) {
+        if (i + v < elements) y[i + v] = access[b].at[v];
+      }
+    }
+  }
+}
+
+template <class F, class T, int batch>
+void launch_bias_activation(const at::Tensor& y, const T* bias) {
+  const int64_t elements = y.numel(), columns = y.size(1);
+  const auto kernel = columns % kVectorSize<T> == 0 && is_aligned(bias) ? bias_activation_kernel<F, T, true, batch>
+                                                                        : bias_activation_kernel<F, T, false, batch>;
+  constexpr int64_t step = kPassThreads * kVectorSize<T>;
+  kernel<<<static_cast<unsigned>(ceil_div(elements, batch * step)), kPassThreads, 0,
+           at::cuda::getCurrentCUDAStream()>>>(y.mutable_data_ptr<T>(), bias, elements, columns, step % columns);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+/// y = F(y + b) for a contiguous matrix y. Several vectors for each thread, unless that would idle multiprocessors.
+template <class F>
+void bias_activation_(const at::Tensor& y, const std::optional<at::Tensor>& b) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "bias_activation_", [&] {
+    const scalar_t* const bias = b ? b->const_data_ptr<scalar_t>() : nullptr;
+    constexpr int64_t few_bytes = int64_t{2} << 20;
+    if (static_cast<int64_t>(y.nbytes()) <= few_bytes) {
+      launch_bias_activation<F, scalar_t, 1>(y, bias);
+    } else {
+      launch_bias_activation<F, scalar_t, 4>(y, bias);
+    }
+  });
+}
+
+constexpr int kBackwardThreads = 256;
+
+/// dz = F::backward(grad, y), and in partial[blockIdx.y] the column sums of this block's rows. A block's threads are
+/// `width` columns (of `count` elements each) by kBackwardThreads / width rows. Adds in an order that only the shape
+/// determines.
+template <class F, class T, int count>
+__global__ void __launch_bounds__(kBackwardThreads)
+    backward_pass_kernel(const T* __restrict__ grad, const T* __restrict__ y, T* __restrict__ dz,
+                         Accumulate<T>* __restrict__ partial, int64_t rows, int64_t columns, int64_t rows_per_block,
+                         int width) {
+  using Access = Packed<T, count>;
+  using Wide = Accumulate<T>;
+  static_assert(F::kFromOutput);
+  const int height = kBackwardThreads / width, tx = threadIdx.x % width, ty = threadIdx.x / width;
+  const int64_t column = (int64_t{blockIdx.x} * width + tx) * count;
+  const bool active = ty < height && column < columns;
+  Wide sums[count] = {};
+  if (active) {
+    const int64_t begin = int64_t{blockIdx.y} * rows_per_block;
+    const int64_t end = begin + rows_per_block < rows ? begin + rows_per_block : rows;
+    // Several independent loads in flight cover the latency of memory.
+    constexpr int batch = 4;
+    for (int64_t row = begin + ty; row < end; row += int64_t{batch} * height) {
+      Access g[batch], s[batch];
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        const int64_t at = (row + int64_t{i} * height) * columns + column;
+        if (row + int64_t{i} * height < end) {
+          g[i] = *reinterpret_cast<const Access*>(grad + at);
+          s[i] = *reinterpret_cast<const Access*>(y + at);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        if (row + int64_t{i} * height >= end) break;
+        Access out;
+#pragma unroll
+        for (int v = 0; v < count; ++v) {
+          const Wide value = F::backward(static_cast<Wide>(g[i].at[v]), Wide{0}, static_cast<Wide>(s[i].at[v]));
+          sums[v] += value;
+          out.at[v] = static_cast<T>(value);
+        }
+        *reinterpret_cast<Access*>(dz + (row + int64_t{i} * height) * columns + column) = out;
+      }
+    }
+  }
+  __shared__ Wide shared[kBackwardThreads * count];
+#pragma unroll
+  for (int v = 0; v < count; ++v) shared[threadIdx.x * count + v] = sums[v];
+  __syncthreads();
+  if (!active || ty != 0) return;
+  for (int other = 1; other < height; ++other) {
+#pragma unroll
+    for (int v = 0; v < count; ++v) sums[v] += shared[(other * width + tx) * count + v];
+  }
+#pragma unroll
+  for (int v = 0; v < count; ++v) partial[int64_t{blockIdx.y} * columns + column + v] = sums[v];
+}
+
+/// How backward_pass_kernel divides a matrix. It depends on the shape alone, and with it the order of the additions.
+struct BackwardGrid {
+  int width;
+  int64_t column_blocks, row_blocks, rows_per_block;
+
+  BackwardGrid(int64_t rows, int64_t columns, int vector) {
+    const int64_t vectors = ceil_div(columns, vector);
+    column_blocks = ceil_div(vectors, kBackwardThreads);
+    width = static_cast<int>(ceil_div(vectors, column_blocks));
+    // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread fewer than 16 rows.
+    constexpr int64_t most_blocks = 1056;
+    const int64_t height = kBackwardThreads / width;
+    rows_per_block = std::max(ceil_div(rows, ceil_div(most_blocks, column_blocks)), 16 * height);
+    row_blocks = ceil_div(rows, rows_per_block);
+  }
+};
+
+/// (dz, dz summed over the rows before it is rounded) for the cotangent grad of the output y of F; dz is contiguous.
+template <class F>
+std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const at::Tensor& y) {
+  const int64_t columns = y.size(-1);
+  const at::Tensor dz = at::detail::empty_cuda(y.sizes(), y.options());
+  if (dz.numel() == 0) return {dz, at::zeros({columns}, y.options())};
+  const at::Tensor db = at::detail::empty_cuda({columns}, y.options());
+  const int64_t rows = dz.numel() / columns;
+  const at::Tensor g = grad.contiguous(), s = y.contiguous();
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "backward_pass", [&] {
+    using Wide = Accumulate<scalar_t>;
+    const bool in_vectors =
+        columns % kVectorSize<scalar_t> == 0 && is_aligned(g.const_data_ptr()) && is_aligned(s.const_data_ptr());
+    const BackwardGrid grid(rows, columns, in_vectors ? kVectorSize<scalar_t> : 1);
+    const at::Tensor partial =
+        at::detail::empty_cuda({grid.row_blocks, columns}, y.options().dtype(c10::CppTypeToScalarType<Wide>::value));
+    Wide* const sums = partial.mutable_data_ptr<Wide>();
+    const auto kernel =
+        in_vectors ? backward_pass_kernel<F, scalar_t, kVectorSize<scalar_t>> : backward_pass_kernel<F, scalar_t, 1>;
+    const dim3 blocks(static_cast<unsigned>(grid.column_blocks), static_cast<unsigned>(grid.row_blocks));
+    kernel<<<blocks, kBackwardThreads, 0, stream>>>(g.const_data_ptr<scalar_t>(), s.const_data_ptr<scalar_t>(),
+                                                    dz.mutable_data_ptr<scalar_t>(), sums, rows, columns,
+                                                    grid.rows_per_block, grid.width);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_column_sum<scalar_t, Wide, 1, 32, 32>(sums, db.mutable_data_ptr<scalar_t>(), nullptr, grid.row_blocks,
+                                                 columns, columns, stream);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return {dz, db};
+}
+
+}  // namespace torchops::cuda::gemm

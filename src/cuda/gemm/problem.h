@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+// What a GEMM kernel is given and what it answers. No torch, no CUTLASS: host code of either side includes it.
+namespace torchops::cuda::gemm {
+
+/// A matrix in device memory, or a batch of them. Elements of a row (of a column, where an operation says so) are
+/// contiguous; strides are in elements. Pointers and strides are multiples of 16 bytes (operand.h checks it).
+struct Operand {
+  const void* data = nullptr;
+  int64_t row_stride = 0;
+  int64_t batch_stride = 0;
+};
+
+/// d (m x n) = f(a (m x k), b) for each of a batch, where the operation says what f is and what of the rest it reads.
+/// bias has n contiguous elements and no alignment, or is null.
+struct Problem {
+  int m = 0, n = 0, k = 0, batch = 1;
+  Operand a, b, d;
+  const void* bias = nullptr;
+  /// As many bytes as Kernel::prepare() asked for, aligned to 16.
+  void* workspace = nullptr;
+};
+
+/// The gradients of y = f(x @ w.T + bias): grad and y are m x n, x is m x k, w is n x k, n and k are multiples of 8.
+/// dx (m x k), dw (n x k) and dbias (n) are contiguous and aligned to 16 bytes.
+struct GradientProblem {
+  int m = 0, n = 0, k = 0;
+  Operand grad, y, x, w;
+  void *dx = nullptr, *dw = nullptr, *dbias = nullptr;
+  void* workspace = nullptr;
+};
+
+/// How a call ended. An error of CUDA is always a failure: it never stands for "another kernel should do this".
+struct Status {
+  enum Kind { kDone, kNotForMe, kFailed } kind = kDone;
+  cudaError_t error = cudaSuccess;
+
+  static Status not_for_me() { return {kNotForMe, cudaSuccess}; }
+  /// Done, or failed with that error.
+  static Status of(cudaError_t error) { return {error == cudaSuccess ? kDone : kFailed, error}; }
+  bool done() const { return kind == kDone; }
+};
+
+/// One compiled kernel. Both functions work for the current device. prepare() launches nothing: it tells whether the
+/// kernel is for this problem (kDone) and how much workspace run() needs, whose contents do not matter.
+template <class Problem>
+struct Kernel {
+  Status (*prepare)(const Problem& problem, int64_t& workspace_bytes);
+  Status (*run)(const Problem& problem, cudaStream_t stream);
+};
+
+}  // namespace torchops::cuda::gemm

@@ -1,0 +1,79 @@
+#pragma once
+
+#include "cuda/gemm/problem.h"
+
+// table.def as enums and numbers. No torch, no CUTLASS.
+namespace torchops::cuda::gemm {
+
+enum class Element {
+#define TORCHOPS_ELEMENT(name, type) name,
+#include "cuda/gemm/table.def"
+};
+
+enum class Tiling {
+#define TORCHOPS_TILING(name, ...) name,
+#include "cuda/gemm/table.def"
+};
+
+enum class GradientTiling {
+#define TORCHOPS_GRADIENT_TILING(name, ...) name,
+#include "cuda/gemm/table.def"
+};
+
+/// With kPingPong each of a CTA's two consumer warpgroups has a tile of its own, and the epilogue of one runs beside
+/// the matrix instructions of the other; with kCooperative they share one tile.
+enum class Schedule { kPingPong, kCooperative };
+
+/// A CTA computes tile_m x tile_n of the output; cluster_m x cluster_n CTAs share what they load. The epilogue handles
+/// epilogue_n columns (of 16 bits, or half as many of 32) at a time: more means fewer barriers, but less shared memory
+/// for the loads. With resident_k, sums are no longer than that, and b stays in shared memory. The loads have `stages`
+/// buffers; 0: all that fit.
+struct TilingSpec {
+  int tile_m, tile_n, cluster_m, cluster_n;
+  Schedule schedule;
+  int epilogue_n, resident_k, stages;
+};
+
+/// n and k are at most most_n and most_k; `consumers` warpgroups divide n among them.
+struct GradientSpec {
+  int most_n, most_k, consumers;
+};
+
+template <auto tiling>
+inline constexpr int kSpec = 0;
+#define TORCHOPS_TILING(name, families, elements, m, n, cluster_m, cluster_n, schedule, ...) \
+  template <>                                                                                \
+  inline constexpr TilingSpec kSpec<Tiling::name>{m, n, cluster_m, cluster_n, Schedule::schedule, __VA_ARGS__};
+#define TORCHOPS_GRADIENT_TILING(name, families, elements, ...) \
+  template <>                                                   \
+  inline constexpr GradientSpec kSpec<GradientTiling::name>{__VA_ARGS__};
+#include "cuda/gemm/table.def"
+
+/// The operations, by name: what they are given, and what their tilings are called.
+#define TORCHOPS_OPERATION(name, ...) \
+  struct name {                       \
+    using Problem = gemm::Problem;    \
+    using Tiling = gemm::Tiling;      \
+  };
+#define TORCHOPS_GRADIENT(name, ...) \
+  struct name {                      \
+    using Problem = GradientProblem; \
+    using Tiling = GradientTiling;   \
+  };
+#include "cuda/gemm/table.def"
+
+/// The kernel of an operation for an element type and a tiling, or null where this build has none: for the combinations
+/// that table.def does not name, and all of them without code for compute capability 9.0.
+template <class Operation>
+const Kernel<typename Operation::Problem>* find(Element element, typename Operation::Tiling tiling);
+
+/// Whether this build has GEMM kernels for compute capability 9.0.
+bool has_sm90_kernels();
+
+/// The two functions of a kernel; each translation unit that CMake writes from unit.cu.in defines those of a few.
+template <class Operation, Element element, typename Operation::Tiling tiling>
+Status prepare(const typename Operation::Problem& problem, int64_t& workspace_bytes);
+template <class Operation, Element element, typename Operation::Tiling tiling>
+Status run(const typename Operation::Problem& problem, cudaStream_t stream);
+
+}  // namespace torchops::cuda::gemm
