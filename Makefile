@@ -116,7 +116,7 @@ test-cuda-build:
 	$(MAKE) cuda-checks CUDA=ON KERNELS=REDUCED VENV=.venv-cuda TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
 
 cuda-checks: build
-	$(RUN) -m pytest test/test_cuda_build.py
+	$(RUN) -m pytest test/test_cuda_build.py test/test_configure.py
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) $(CUDA_SUITE)
 
 # On a GPU machine everything is taken as it is found: the environment of $(PYTHON), which must hold torch, the groups
@@ -166,7 +166,7 @@ ptx:
 	done
 
 CXX_FILES = $(shell find src test/cpp examples/serving -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
-PY_DIRS := torchops test examples benchmarks
+PY_DIRS := cmake torchops test examples benchmarks
 
 lint: $(VENV)/.group-lint $(VENV)/.group-test $(VENV)/.group-demo
 	$(BIN)/ruff check $(PY_DIRS)

@@ -44,6 +44,9 @@ list(GET _torch_output 2 TORCHOPS_TORCH_CUDA)
 list(GET _torch_output 3 _torch_cxx11_abi)
 list(GET _torch_output 4 TORCHOPS_TORCH_OPENMP)
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" TORCHOPS_TORCH_MINOR "${TORCHOPS_TORCH_VERSION}")
+if(CMAKE_SCRIPT_MODE_FILE)
+  return()  # a script can ask, and has no targets
+endif()
 
 function(_torchops_import_torch name)
   set(file "${TORCHOPS_TORCH_DIR}/lib/lib${name}${CMAKE_SHARED_LIBRARY_SUFFIX}")

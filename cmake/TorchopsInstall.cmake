@@ -2,6 +2,17 @@
 include(CMakePackageConfigHelpers)
 set(_package_dir lib/cmake/torchops)
 
+# As the package's metadata has it. The build backend asks WheelName.cmake for it before CMake configures.
+set(TORCHOPS_VERSION "${PROJECT_VERSION}+${TORCHOPS_LOCAL_VERSION}")
+if(SKBUILD_PROJECT_VERSION_FULL)
+  if(SKBUILD_PROJECT_VERSION_FULL MATCHES "[+]" AND NOT SKBUILD_PROJECT_VERSION_FULL STREQUAL TORCHOPS_VERSION)
+    message(FATAL_ERROR
+      " This package is to be torchops ${SKBUILD_PROJECT_VERSION_FULL}, but what is configured is ${TORCHOPS_VERSION}.\n"
+      " ${PROJECT_BINARY_DIR} remembers other options: remove it, and build again.\n")
+  endif()
+  set(TORCHOPS_VERSION "${SKBUILD_PROJECT_VERSION_FULL}")
+endif()
+
 if(SKBUILD)
   # The prefix is site-packages/torchops, so that torch is a neighbour.
   set_target_properties(torchops PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib")

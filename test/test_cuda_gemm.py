@@ -189,7 +189,7 @@ def kernels(function: Callable[[], Any]) -> str:
     return " ".join(event.name for event in profiler.events())
 
 
-HAS_ONE_PASS = torch.cuda.get_device_capability() == (9, 0) and "9.0a" in _build_info.cuda_architectures
+HAS_ONE_PASS = torch.cuda.get_device_capability() == (9, 0) and "9.0a" in _build_info.gemm_architectures
 needs_one_pass = pytest.mark.skipif(not HAS_ONE_PASS, reason="needs compute capability 9.0 and its kernels")
 
 

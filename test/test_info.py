@@ -13,7 +13,7 @@ from op_db import OPS
 
 import torchops
 from torchops import _build_info
-from torchops._info import code_for, dense_on, report
+from torchops._info import code_for, dense_on, gemm_on, report, square_matmul_on
 
 
 def command(*arguments: str) -> str:
@@ -82,15 +82,32 @@ def test_dense_path() -> None:
 )
 def test_what_a_gpu_runs(capability: tuple[int, int], architectures: list[str], code: str | None) -> None:
     assert code_for(capability, architectures) == code
-    assert dense_on(capability, architectures).startswith("no kernel") == (code is None)
+    for way in (dense_on, square_matmul_on):
+        assert way(capability, architectures, []).startswith("no kernel") == (code is None)
 
 
 def test_fused_on_hopper_alone() -> None:
-    default = ["8.0+PTX", "9.0a"]
-    assert dense_on((9, 0), default).startswith("fused kernel")
-    assert "fused" not in dense_on((9, 0), ["9.0"])
-    assert "fused" not in dense_on((8, 0), default)
-    assert "fused" not in dense_on((10, 0), default)
+    default = (["8.0+PTX", "9.0"], ["9.0a"])
+    assert gemm_on((9, 0), *default) == "kernels of 9.0a"
+    assert dense_on((9, 0), *default).startswith("fused kernel")
+    assert square_matmul_on((9, 0), *default).startswith("in place with no scratch")
+    for capability in ((8, 0), (8, 9), (10, 0)):
+        assert gemm_on(capability, *default) == f"none for {capability[0]}.{capability[1]}"
+        assert "fused" not in dense_on(capability, *default)
+        assert "in place" not in square_matmul_on(capability, *default)
+
+
+def test_hopper_without_its_kernels_is_told_what_to_do() -> None:
+    assert gemm_on((9, 0), ["8.0+PTX"], []).startswith("none in this build: build with 9.0 in TORCH_CUDA_ARCH_LIST")
+    assert "fused" not in dense_on((9, 0), ["8.0+PTX"], [])
+
+
+def test_says_for_which_architectures_gemm_kernels_exist() -> None:
+    assert torchops.info()["gemm_architectures"] == [
+        entry for entry in _build_info.gemm_architectures.split(";") if entry
+    ]
+    facts = {**torchops.info(), "gemm_architectures": ["9.0a"]}
+    assert "GEMM code:  9.0a" in report(facts).splitlines()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -102,6 +119,8 @@ def test_cuda_devices() -> None:
     if _build_info.cuda_version:
         assert facts["cuda_architectures"]
         assert gpus[0]["code"].startswith(("machine code of", "PTX of"))
+        has_gemm = gpus[0]["capability"] == "9.0" and facts["gemm_architectures"] == ["9.0a"]
+        assert gpus[0]["GEMM"].startswith("kernels of") == has_gemm
         assert f"  {gpus[0]['device']}" in report(facts)
 
 

@@ -42,15 +42,35 @@ def code_for(capability: tuple[int, int], architectures: list[str]) -> str | Non
     return max(runs or compiles)[-1] if runs or compiles else None
 
 
-def dense_on(capability: tuple[int, int], architectures: list[str]) -> str:
+def gemm_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
+    """Which GEMM kernels of torchops a GPU has, which do the work around a product inside of it."""
+    number = ".".join(map(str, capability))
+    if code_for(capability, gemm_architectures) is not None:
+        return "kernels of " + ", ".join(entry for entry in gemm_architectures if code_for(capability, [entry]))
+    if capability == (9, 0) and architectures:
+        return f"none in this build: build with {number} in TORCH_CUDA_ARCH_LIST for faster dense and square_matmul"
+    return f"none for {number}"
+
+
+def dense_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
     """Which way dense takes on a GPU."""
     two_steps = "cuBLAS, then one pass for bias and sigmoid"
     if code_for(capability, architectures) is None:
         return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
     few_rows = "a kernel for up to 16 rows (float16, bfloat16)"
-    if capability == (9, 0) and "9.0a" in (entry.partition("+")[0] for entry in architectures):
+    if code_for(capability, gemm_architectures) is not None:
         return f"fused kernels (float16, bfloat16, TF32), {few_rows}, else {two_steps}"
-    return f"{few_rows}, else {two_steps}" if capability >= (8, 0) else two_steps
+    return f"{few_rows}, else {two_steps}"
+
+
+def square_matmul_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
+    """Which way square_matmul_ takes on a GPU."""
+    panels = "cuBLAS, panel by panel through bounded scratch"
+    if code_for(capability, architectures) is None:
+        return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
+    if code_for(capability, gemm_architectures) is not None:
+        return f"in place with no scratch (float16, bfloat16), else {panels}"
+    return panels
 
 
 def _cpu_name() -> str:
@@ -60,7 +80,7 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _devices(architectures: list[str]) -> list[dict[str, Any]]:
+def _devices(architectures: list[str], gemm_architectures: list[str]) -> list[dict[str, Any]]:
     cpu = {
         "device": "cpu",
         "name": _cpu_name(),
@@ -74,15 +94,16 @@ def _devices(architectures: list[str]) -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
-        code = code_for(capability, architectures)
+        build = (capability, architectures, gemm_architectures)
+        ways = {"GEMM": gemm_on(*build), "dense": dense_on(*build), "square_matmul_": square_matmul_on(*build)}
         gpus.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
                 "capability": f"{properties.major}.{properties.minor}",
                 "memory": f"{properties.total_memory / 2**30:.0f} GiB",
-                "code": code or "none",
-                "dense": dense_on(capability, architectures) if architectures else "none: built without CUDA",
+                "code": code_for(capability, architectures) or "none",
+                **(ways if architectures else dict.fromkeys(ways, "none: built without CUDA")),
             }
         )
     return [cpu, *gpus]
@@ -92,7 +113,8 @@ def info() -> dict[str, Any]:
     """What ``python -m torchops`` prints, as a dictionary that can be written as JSON.
 
     Keys: ``version``, ``library`` (path), ``built_for`` and ``running_on`` (versions), ``cuda_architectures``,
-    ``devices`` (each with what it is and which way :func:`torchops.dense` takes there), ``dense_path`` (see
+    ``gemm_architectures`` (those that have GEMM kernels of their own), ``devices`` (each with what it is and which way
+    :func:`torchops.dense` and, on a GPU, :func:`torchops.square_matmul_` take there), ``dense_path`` (see
     :func:`torchops.cuda.dense_path`) and ``dispatch_keys`` of every operator. Needs no GPU.
 
     Example::
@@ -100,7 +122,10 @@ def info() -> dict[str, Any]:
         >>> torchops.info()["dispatch_keys"]["myops::sigmoid"][0]
         'CPU'
     """
-    architectures = [entry for entry in _build_info.cuda_architectures.split(";") if entry]
+    architectures, gemm_architectures = (
+        [entry for entry in entries.split(";") if entry]
+        for entries in (_build_info.cuda_architectures, _build_info.gemm_architectures)
+    )
     path = torch.ops.myops._dense_path("auto")
     torch.ops.myops._dense_path(path)
     return {
@@ -118,7 +143,8 @@ def info() -> dict[str, Any]:
             "platform": platform.platform(),
         },
         "cuda_architectures": architectures,
-        "devices": _devices(architectures),
+        "gemm_architectures": gemm_architectures,
+        "devices": _devices(architectures, gemm_architectures),
         "dense_path": path,
         "dispatch_keys": dispatch_keys(),
     }
@@ -131,12 +157,13 @@ def report(facts: dict[str, Any]) -> str:
         versions = ", ".join(f"{name} {value or 'off'}" for name, value in facts[title].items())
         lines.append(f"{title.replace('_', ' ') + ':':12}{versions}")
     lines.append(f"CUDA code:  {', '.join(facts['cuda_architectures']) or 'none'}")
+    lines.append(f"GEMM code:  {', '.join(facts['gemm_architectures']) or 'none'}")
     lines.append(f"dense path: {facts['dense_path']}")
     lines.append("devices:")
     for device in facts["devices"]:
         first, *rest = device.items()
         lines.append(f"  {first[1]}")
-        lines.extend(f"    {name + ':':12}{value}" for name, value in rest)
+        lines.extend(f"    {name + ':':16}{value}" for name, value in rest)
     lines.append("kernels:")
     return "\n".join([*lines, *_table(facts["dispatch_keys"])])
 

@@ -1,0 +1,92 @@
+"""The build backend: scikit-build-core, with metadata that says which torch and CUDA a wheel was built for.
+
+A wheel works with one minor version of torch alone, so it requires exactly that, and its version tells it and the CUDA
+of its kernels: ``torchops-0.2.0+torch213.cu130-py3-none-linux_x86_64.whl``. CMake decides about both, by the options of
+the build, which scikit-build-core's metadata providers are not told; so the hooks here note them first.
+
+The source distribution has neither: any supported torch will do, and the version is the one that an index lists. What
+is built from it keeps that version, since installers refuse any other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scikit_build_core import build as _backend
+from scikit_build_core.cmake import CMake
+from scikit_build_core.errors import CMakeNotFoundError
+from scikit_build_core.settings.skbuild_read_settings import SettingsReader
+
+get_requires_for_build_editable = _backend.get_requires_for_build_editable
+get_requires_for_build_sdist = _backend.get_requires_for_build_sdist
+get_requires_for_build_wheel = _backend.get_requires_for_build_wheel
+build_sdist = _backend.build_sdist
+
+ConfigSettings = Mapping[str, "str | list[str]"]
+_config_settings: ConfigSettings = {}
+
+
+def _noting_options(hook: Any) -> Any:
+    def noting(directory: str, config_settings: ConfigSettings | None = None, *rest: Any) -> str:
+        global _config_settings
+        _config_settings = config_settings or {}
+        return hook(directory, config_settings, *rest)
+
+    return noting
+
+
+build_editable = _noting_options(_backend.build_editable)
+build_wheel = _noting_options(_backend.build_wheel)
+prepare_metadata_for_build_editable = _noting_options(_backend.prepare_metadata_for_build_editable)
+prepare_metadata_for_build_wheel = _noting_options(_backend.prepare_metadata_for_build_wheel)
+
+
+class Metadata:
+    """Provider of the fields ``version`` and ``dependencies``; its setting ``torch`` is the supported range."""
+
+    def build_state(self, build_state: str) -> None:
+        self._sdist = build_state == "sdist"
+
+    def dynamic_metadata(self, settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
+        match = re.search(r"project\(torchops VERSION ([0-9.]+)", Path("CMakeLists.txt").read_text())
+        assert match, "CMakeLists.txt names the version"
+        version = match[1]
+        if self._sdist:
+            return {"version": version, "dependencies": [settings["torch"]]}
+        torch, local = _ask_cmake()
+        from_sdist = Path("PKG-INFO").exists()
+        return {"version": version if from_sdist else f"{version}+{local}", "dependencies": [torch]}
+
+    def dynamic_wheel(self, settings: Mapping[str, Any]) -> dict[str, bool]:
+        return {"dependencies": True}
+
+
+def _ask_cmake() -> tuple[str, str]:
+    """The requirement and the local version of a wheel built here. CMake prints what is missing for one."""
+    settings = SettingsReader.from_file("pyproject.toml", _config_settings).settings
+    arguments = [*settings.cmake.args, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+    options = [f"-D{name}={value}" for name, value in settings.cmake.define.items()]
+    options += [argument for argument in arguments if argument.startswith("-D")]
+    try:
+        cmake = CMake.default_search(version=settings.cmake.version, env=os.environ)
+    except CMakeNotFoundError as error:
+        raise SystemExit(
+            f"torchops: {error}; install the build tools with: {sys.executable} -m pip install cmake ninja"
+        ) from None
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "name"
+        options += [f"-DOUTPUT={output}", f"-DPython_EXECUTABLE={sys.executable}"]
+        script = Path("cmake", "WheelName.cmake")
+        result = subprocess.run([cmake.cmake_path, *options, "-P", script], stdout=subprocess.DEVNULL)
+        if result.returncode != 0:
+            raise SystemExit(1)
+        torch, local = output.read_text().split()
+    return torch, local
