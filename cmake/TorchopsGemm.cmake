@@ -1,6 +1,3 @@
-if(NOT DEFINED TORCHOPS_SM90A AND CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a(-real)?(;|$)")
-  set(TORCHOPS_SM90A ON)
-endif()
 # The GEMM half of the CUDA kernels. src/cuda/gemm/table.def says what there is, a line each; this turns its lines into
 # translation units for compute capability 9.0 (whose instructions exist there alone, so they are compiled for nothing
 # else) and into instances.def, the list that src/cuda/gemm/registry.cpp reads.

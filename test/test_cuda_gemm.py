@@ -5,6 +5,8 @@ Values, gradients and transforms are tested by the generic suites; sizes here li
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -206,6 +208,8 @@ needs_one_pass = pytest.mark.skipif(not HAS_ONE_PASS, reason="needs compute capa
         (30000, 104, 96),
         (4097, 256, 128),
         (4097, 128, 256),
+        (5003, 192, 192),
+        (2000, 136, 160),
         (9000, 136, 8),
         (9000, 8, 200),
     ],
@@ -366,6 +370,33 @@ def test_graph_replay() -> None:
         graph.replay()
     assert torch.equal(y, torchops.dense(x, w, b))
     assert torch.equal(a, expected)
+
+
+CAPTURED_COLD = """
+import torch, torchops
+torch.manual_seed(0)
+x, w, b, m = (torch.randn(s, device="cuda").bfloat16() * 0.1 for s in ((4096, 128), (128, 128), (128,), (512, 512)))
+a, g = torch.randn(4096, 512, device="cuda").bfloat16(), torch.randn(4096, 128, device="cuda").bfloat16()
+x.requires_grad_(), w.requires_grad_()
+start, graph = a.clone(), torch.cuda.CUDAGraph()
+torch.mm(m, m), x.detach() @ w.detach().T  # cuBLAS itself must not begin its life inside a capture
+torch.cuda.synchronize()
+with torch.cuda.graph(graph):
+    y = torchops.dense(x, w, b)
+    grads = torch.autograd.grad(y, (x, w), g)
+    torchops.square_matmul_(a, m)
+a.copy_(start)
+graph.replay()
+again = torchops.dense(x, w, b)
+pairs = zip((y, *grads, a), (again, *torch.autograd.grad(again, (x, w), g), torchops.square_matmul_(start, m)))
+print("SAME" if all(torch.equal(one, other) for one, other in pairs) else "DIFFERENT")
+"""
+
+
+def test_first_call_inside_a_graph_capture() -> None:
+    """Nothing has asked the device, set an attribute or allocated before: all of that has to be legal in a capture."""
+    done = subprocess.run([sys.executable, "-c", CAPTURED_COLD], capture_output=True, text=True)
+    assert done.stdout.strip() == "SAME", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("device", range(torch.cuda.device_count()))

@@ -280,3 +280,16 @@ def test_other_device(name: str) -> None:
         w, b = (p.to("cuda:1") for p in parameters(columns, torch.float32))
         torch.testing.assert_close(op(x, w, b), aten(x, w, b))
         torch.testing.assert_close(in_place(x.clone(), w, b), aten(x, w, b))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", ["softmax", "layer_norm"], indirect=True)
+def test_more_rows_than_a_grid_has_blocks(name: str) -> None:
+    """Rows that begin between 16-byte boundaries take a block each, and 2^31 of them more than a grid has along x."""
+    rows = (1 << 31) + 5
+    if torch.cuda.mem_get_info()[0] < 5 * rows:
+        pytest.skip("needs 10 GiB")
+    x = torch.ones(rows + 1, device="cuda", dtype=torch.bfloat16)[1:].view(rows, 1)
+    w, b = (torch.ones(1, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    y = OPERATORS[name][0](x, w, b)
+    assert bool((y == 1).all())  # of one element, softmax is 1 and layer_norm its bias
