@@ -66,7 +66,7 @@ def test_fake_tensors_on_cuda(op_case: OpCase) -> None:
 
 
 def test_an_activation_and_a_tiling_are_a_line_each(tmp_path: Path) -> None:
-    """The lines of docs/adding_an_operator.md in a copy of the sources: CMake finds the new kernel, nvcc compiles it."""
+    """The lines of docs/adding_an_operator.md in a copy of the sources: CMake finds the kernel, nvcc compiles it."""
     page = (_ROOT / "docs" / "adding_an_operator.md").read_text()
     lines = dict(re.findall(r"```cpp\n// (\S+)\n(.*?)```", page, re.DOTALL))
     family = re.search(r"`(template <class F> using TanhFamily.*?;)`", page)

@@ -8,6 +8,7 @@
 //   kScale, of_scaled<exactness>(t)   its value at z = t / kScale. An epilogue has t for less than z: it scales the
 //   bias
 //                                     once for all rows, and the sum in the instruction that adds the bias.
+//   with_slope<exactness>(t, slope)   the same value, and its derivative in z, relatively as exact
 //   value(z)                          its value to the last digits of float or double
 //   backward(g, z, y)                 the cotangent of z, where y is the value at z and g the cotangent of y. One that
 //                                     does not read z can be undone from the output alone.
@@ -40,12 +41,18 @@ struct Sigmoid {
       return reciprocal_approximate(1.f + exp2_approximate(t));
     } else {
       const float e = exp2_approximate(-fabsf(t));
-      float r = fmaf(512.f / 3363.f, e, -1792.f / 3363.f);
-      r = fmaf(r, e, 2912.f / 3363.f);
-      r = fmaf(r, e, -3312.f / 3363.f);
-      r = fmaf(r, e, 3362.f / 3363.f);
+      const float r = reciprocal_of_sum(e);
       return t > 0.f ? e * r : r;
     }
+  }
+
+  /// With e = 2^-|t| and r = 1 / (1 + e) the slope is e * r^2: nothing cancels, as it would in y * (1 - y).
+  template <Exactness exactness>
+  __device__ static float with_slope(float t, float& slope) {
+    const float e = exp2_approximate(-fabsf(t));
+    const float r = exactness == Exactness::kFast ? reciprocal_approximate(1.f + e) : reciprocal_of_sum(e);
+    slope = e * r * r;
+    return t > 0.f ? e * r : r;
   }
 
   /// ATen's formula, so that a float64 result has the bits of torch.sigmoid.
@@ -58,6 +65,15 @@ struct Sigmoid {
   __device__ static A backward(A g, A, A y) {
     return g * y * (A{1} - y);
   }
+
+ private:
+  // The polynomial for 1 / (1 + e).
+  __device__ static float reciprocal_of_sum(float e) {
+    float r = fmaf(512.f / 3363.f, e, -1792.f / 3363.f);
+    r = fmaf(r, e, 2912.f / 3363.f);
+    r = fmaf(r, e, -3312.f / 3363.f);
+    return fmaf(r, e, 3362.f / 3363.f);
+  }
 };
 
 /// z * sigmoid(z).
@@ -68,6 +84,14 @@ struct Silu {
   template <Exactness exactness>
   __device__ static float of_scaled(float t) {
     return -kLn2 * t * Sigmoid::of_scaled<exactness>(t);
+  }
+
+  template <Exactness exactness>
+  __device__ static float with_slope(float t, float& slope) {
+    const float z = -kLn2 * t;
+    const float y = Sigmoid::with_slope<exactness>(t, slope);
+    slope = fmaf(z, slope, y);
+    return z * y;
   }
 
   template <class A>
@@ -89,6 +113,12 @@ struct Identity {
 
   template <Exactness>
   __device__ static float of_scaled(float t) {
+    return t;
+  }
+
+  template <Exactness>
+  __device__ static float with_slope(float t, float& slope) {
+    slope = 1.f;
     return t;
   }
 

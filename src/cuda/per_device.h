@@ -33,4 +33,18 @@ class PerDevice {
   std::array<std::atomic<int>, kMostDevices> known_{};  // 1 more than the answer; 0 is "not asked yet"
 };
 
+/// Lets `kernel` have so much dynamic shared memory on the current device, and tells how many multiprocessors that has;
+/// the cache is the kernel's own.
+template <class Kernel>
+cudaError_t granted_multiprocessors(PerDevice& cache, Kernel* kernel, size_t shared_bytes, int& count) {
+  return cache.get(count, [&](int& answer) {
+    int device = 0;
+    cudaError_t error =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes));
+    if (error == cudaSuccess) error = cudaGetDevice(&device);
+    return error != cudaSuccess ? error : cudaDeviceGetAttribute(&answer, cudaDevAttrMultiProcessorCount, device);
+  });
+}
+
 }  // namespace torchops::cuda

@@ -48,6 +48,19 @@ constexpr Rule<Tiling> kSquareMatmul[] = {
     {always, Tiling::k128x256},
 };
 
+// The smallest that has room for k. More columns than a tile has are other CTAs' work, which read the rows again, from
+// L2.
+constexpr Rule<NarrowTiling> kNarrow[] = {
+    {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, NarrowTiling::k128x64x64},
+    {[](const Case& c) { return c.k <= 128; }, NarrowTiling::k64x128x128},
+    {[](const Case& c) { return c.k <= 256; }, NarrowTiling::k64x128x256},
+};
+
+constexpr Rule<GradientTiling> kGated[] = {
+    {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, GradientTiling::k64x64},
+    {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
+};
+
 // Measured on an H100, bfloat16, from 64 rows to 1048576.
 constexpr Rule<GradientTiling> kDenseGradients[] = {
     {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
@@ -58,22 +71,21 @@ constexpr Rule<GradientTiling> kDenseGradients[] = {
 
 }  // namespace
 
-template <>
-std::span<const Rule<Tiling>> rules<Dense>() {
-  return kDense;
-}
-template <>
-std::span<const Rule<Tiling>> rules<SquareMatmul>() {
-  return kSquareMatmul;
-}
-template <>
-std::span<const Rule<Tiling>> rules<SquareMatmulT>() {
-  return kSquareMatmul;
-}
-template <>
-std::span<const Rule<GradientTiling>> rules<DenseGradients>() {
-  return kDenseGradients;
-}
+#define TORCHOPS_RULES(operation, rules_of_it)                           \
+  template <>                                                            \
+  std::span<const Rule<typename operation::Tiling>> rules<operation>() { \
+    return rules_of_it;                                                  \
+  }
+TORCHOPS_RULES(Dense, kDense)
+TORCHOPS_RULES(SquareMatmul, kSquareMatmul)
+TORCHOPS_RULES(SquareMatmulT, kSquareMatmul)
+TORCHOPS_RULES(Gate, kNarrow)
+TORCHOPS_RULES(GluSigmoid, kNarrow)
+TORCHOPS_RULES(GluSilu, kNarrow)
+TORCHOPS_RULES(DenseGradients, kDenseGradients)
+TORCHOPS_RULES(GateGradients, kGated)
+TORCHOPS_RULES(GluSigmoidGradients, kGated)
+TORCHOPS_RULES(GluSiluGradients, kGated)
 
 // cuBLAS divides a long sum among multiprocessors that would have no tile.
 bool prefers_cublas(const Case& c) { return c.m < 16 || (c.k >= 512 && c.tiles(64, 128) * 2 <= c.sm_count); }

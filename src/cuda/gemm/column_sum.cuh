@@ -5,13 +5,14 @@
 // The last step of sums over rows that many blocks share. No torch headers.
 namespace torchops::cuda {
 
-/// The sums over `rows` rows of partial, `columns` floats or doubles each, rounded to T: the first `split` columns go
-/// to `first`, the others to `second`; where one of these is null, nowhere. A block of kColumns x kRows threads makes
-/// kColumns * kVector of them, always in the same order. Columns and split are multiples of kVector.
+/// The sums over `rows` rows of partial, `pitch` apart, of `columns` floats or doubles each, rounded to T: the first
+/// `split` columns go to `first`, the others to `second`; where one of these is null, nowhere. A block of kColumns x
+/// kRows threads makes kColumns * kVector of them, always in the same order. Columns, split and pitch are multiples of
+/// kVector.
 template <class T, class Wide, int kVector, int kColumns, int kRows>
 __global__ void __launch_bounds__(kColumns* kRows)
     column_sum_kernel(const Wide* __restrict__ partial, T* __restrict__ first, T* __restrict__ second, int64_t rows,
-                      int64_t split, int64_t columns) {
+                      int64_t split, int64_t columns, int64_t pitch) {
   struct alignas(sizeof(Wide) * kVector) Vector {
     Wide at[kVector];
     __device__ void add(const Vector& other) {
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kColumns* kRows)
   if (column < columns) {
 #pragma unroll 4
     for (int64_t row = threadIdx.y; row < rows; row += kRows) {
-      sum.add(*reinterpret_cast<const Vector*>(partial + row * columns + column));
+      sum.add(*reinterpret_cast<const Vector*>(partial + row * pitch + column));
     }
   }
   shared[threadIdx.y][threadIdx.x] = sum;
@@ -41,11 +42,11 @@ __global__ void __launch_bounds__(kColumns* kRows)
 /// Launches it; the caller looks for the error.
 template <class T, class Wide, int kVector, int kColumns, int kRows>
 void launch_column_sum(const Wide* partial, T* first, T* second, int64_t rows, int64_t split, int64_t columns,
-                       cudaStream_t stream) {
+                       int64_t pitch, cudaStream_t stream) {
   constexpr int64_t width = int64_t{kColumns} * kVector;
   column_sum_kernel<T, Wide, kVector, kColumns, kRows>
       <<<static_cast<unsigned>((columns + width - 1) / width), dim3(kColumns, kRows), 0, stream>>>(
-          partial, first, second, rows, split, columns);
+          partial, first, second, rows, split, columns, pitch);
 }
 
 }  // namespace torchops::cuda

@@ -207,7 +207,7 @@ std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const a
                                                     grid.rows_per_block, grid.width);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     launch_column_sum<scalar_t, Wide, 1, 32, 32>(sums, db.mutable_data_ptr<scalar_t>(), nullptr, grid.row_blocks,
-                                                 columns, columns, stream);
+                                                 columns, columns, columns, stream);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return {dz, db};

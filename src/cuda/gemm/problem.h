@@ -15,22 +15,24 @@ struct Operand {
   int64_t batch_stride = 0;
 };
 
-/// d (m x n) = f(a (m x k), b) for each of a batch, where the operation says what f is and what of the rest it reads.
-/// bias has n contiguous elements and no alignment, or is null.
+/// d (m x n) = f(a (m x k), b, b2, c) for each of a batch, where the operation says what f is and what of them it
+/// reads. A bias has n contiguous elements and no alignment, or is null.
 struct Problem {
   int m = 0, n = 0, k = 0, batch = 1;
-  Operand a, b, d;
-  const void* bias = nullptr;
+  Operand a, b, b2, c, d;
+  const void *bias = nullptr, *bias2 = nullptr;
   /// As many bytes as Kernel::prepare() asked for, aligned to 16.
   void* workspace = nullptr;
 };
 
-/// The gradients of y = f(x @ w.T + bias): grad and y are m x n, x is m x k, w is n x k, n and k are multiples of 8.
-/// dx (m x k), dw (n x k) and dbias (n) are contiguous and aligned to 16 bytes.
+/// The gradients of y = f(x @ w.T + bias, x @ w2.T + bias2, c), of which the operation reads what it needs: grad, y and
+/// c are m x n, x is m x k, the weights are n x k, n and k are multiples of 8. The gradients dx (m x k), dc (m x n), of
+/// weights (n x k) and of biases (n) are contiguous and aligned to 16 bytes.
 struct GradientProblem {
   int m = 0, n = 0, k = 0;
-  Operand grad, y, x, w;
-  void *dx = nullptr, *dw = nullptr, *dbias = nullptr;
+  Operand grad, y, c, x, w, w2;
+  const void *bias = nullptr, *bias2 = nullptr;
+  void *dx = nullptr, *dc = nullptr, *dw = nullptr, *dw2 = nullptr, *dbias = nullptr, *dbias2 = nullptr;
   void* workspace = nullptr;
 };
 

@@ -15,6 +15,11 @@ enum class Tiling {
 #include "cuda/gemm/table.def"
 };
 
+enum class NarrowTiling {
+#define TORCHOPS_NARROW_TILING(name, ...) name,
+#include "cuda/gemm/table.def"
+};
+
 enum class GradientTiling {
 #define TORCHOPS_GRADIENT_TILING(name, ...) name,
 #include "cuda/gemm/table.def"
@@ -34,6 +39,11 @@ struct TilingSpec {
   int epilogue_n, resident_k, stages;
 };
 
+/// A warpgroup computes rows x tile_n of the output; k is at most most_k. The loads have at most `stages` buffers.
+struct NarrowSpec {
+  int rows, tile_n, most_k, stages;
+};
+
 /// n and k are at most most_n and most_k; `consumers` warpgroups divide n among them.
 struct GradientSpec {
   int most_n, most_k, consumers;
@@ -44,6 +54,9 @@ inline constexpr int kSpec = 0;
 #define TORCHOPS_TILING(name, families, elements, m, n, cluster_m, cluster_n, schedule, ...) \
   template <>                                                                                \
   inline constexpr TilingSpec kSpec<Tiling::name>{m, n, cluster_m, cluster_n, Schedule::schedule, __VA_ARGS__};
+#define TORCHOPS_NARROW_TILING(name, families, elements, ...) \
+  template <>                                                 \
+  inline constexpr NarrowSpec kSpec<NarrowTiling::name>{__VA_ARGS__};
 #define TORCHOPS_GRADIENT_TILING(name, families, elements, ...) \
   template <>                                                   \
   inline constexpr GradientSpec kSpec<GradientTiling::name>{__VA_ARGS__};
@@ -54,6 +67,11 @@ inline constexpr int kSpec = 0;
   struct name {                       \
     using Problem = gemm::Problem;    \
     using Tiling = gemm::Tiling;      \
+  };
+#define TORCHOPS_NARROW(name, ...) \
+  struct name {                    \
+    using Problem = gemm::Problem; \
+    using Tiling = NarrowTiling;   \
   };
 #define TORCHOPS_GRADIENT(name, ...) \
   struct name {                      \

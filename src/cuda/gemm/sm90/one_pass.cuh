@@ -16,15 +16,10 @@
 // At the end each CTA writes its dw and dbias, and a second kernel adds those in the order of the CTAs. Rows and
 // columns beyond the matrices arrive as zeros from TMA, which also leaves them out of what it stores.
 
-#include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
-#include <cute/arch/copy_sm90.hpp>
-#include <cute/atom/copy_traits_sm90_tma.hpp>
-#include <cute/atom/mma_traits_sm90_gmma.hpp>
-#include <cute/tensor.hpp>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "cuda/activation.cuh"
@@ -54,15 +49,10 @@ struct OnePassTiling {
   static constexpr bool kResultOverY = kK <= kN;
   using PipelineState = cutlass::PipelineState<kStages>;
 
-  /// A matrix in boxes of 64 columns, each with its rows of 128 bytes in the swizzle of that width, as TMA delivers
-  /// them; and the same bytes as the transposed matrix.
   template <int rows, int columns>
-  using Rows = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
-                                            cute::Shape<cute::Int<rows>, cute::Int<columns>>{}));
+  using Rows = SwizzledRows<Element, rows, columns>;
   template <int rows, int columns>
-  using Transposed = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                                  cute::Shape<cute::Int<columns>, cute::Int<rows>>{},
-                                                  cute::Step<cute::_2, cute::_1>{}));
+  using Transposed = SwizzledTransposed<Element, rows, columns>;
 
   /// The warpgroups divide dx by its columns and dw by its rows.
   template <int m, int n, int k, cute::GMMA::Major major_a>
@@ -96,64 +86,42 @@ struct OnePassTiling {
   };
   static_assert(kStages >= 2 && sizeof(Shared) <= 227 * 1024);
 
-  using Matrix = cute::Layout<cute::Shape<int, int>, cute::Stride<int64_t, cute::_1>>;
-  using Global = decltype(cute::make_tensor(cute::make_gmem_ptr(static_cast<Element*>(nullptr)), Matrix{}));
-  template <class Copy, int rows, int columns>
-  using Map = decltype(cute::make_tma_copy(Copy{}, std::declval<Global>(), Rows<rows, columns>{}));
+  template <int rows, int columns>
+  using Load = TileMap<cute::SM90_TMA_LOAD, Element, rows, columns>;
   struct Parameters {
-    Map<cute::SM90_TMA_LOAD, kRows, kN> grad, y;
-    Map<cute::SM90_TMA_LOAD, kRows, kK> x;
-    Map<cute::SM90_TMA_LOAD, kN, kK> w;
-    Map<cute::SM90_TMA_STORE, kRows, kK> dx;
+    Load<kRows, kN> grad, y;
+    Load<kRows, kK> x;
+    Load<kN, kK> w;
+    TileMap<cute::SM90_TMA_STORE, Element, kRows, kK> dx;
     float* partial;
     int m, n, k;
   };
 };
 
-/// A tile of `rows` rows of an m x width matrix into `shared`, asked for by one thread.
-template <int rows, int columns, class Tiling, class Map>
-CUTLASS_DEVICE void load_rows(const Map& map, typename Tiling::Element* shared, int m, int width, int tile,
-                              cutlass::arch::ClusterTransactionBarrier& barrier) {
-  using namespace cute;
-  const Tensor matrix = map.get_tma_tensor(make_shape(m, width));
-  const Tensor from = local_tile(matrix, Shape<Int<rows>, Int<columns>>{}, make_coord(tile, 0));
-  const Tensor to = make_tensor(make_smem_ptr(shared), typename Tiling::template Rows<rows, columns>{});
-  const auto slice = map.get_slice(0);
-  copy(map.with(reinterpret_cast<uint64_t&>(barrier)), slice.partition_S(from), slice.partition_D(to));
-}
-
 template <class Tiling>
 CUTLASS_DEVICE void load_tiles(const typename Tiling::Parameters& p, typename Tiling::Shared& shared, int tiles) {
-  constexpr int rows = Tiling::kRows;
   shared.w_loaded.arrive_and_expect_tx(Tiling::kWeightBytes);
-  load_rows<Tiling::kN, Tiling::kK, Tiling>(p.w, shared.w.data(), p.n, p.k, 0, shared.w_loaded);
+  p.w.load(shared.w.data(), 0, 0, shared.w_loaded);
   typename Tiling::PipelineState at;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
     auto& stage = shared.stages[at.index()];
     auto& loaded = shared.loaded[at.index()];
     shared.stored[at.index()].wait(at.phase() ^ 1);  // at once in the first round
     loaded.arrive_and_expect_tx(Tiling::kStageBytes);
-    load_rows<rows, Tiling::kN, Tiling>(p.grad, stage.grad.data(), p.m, p.n, tile, loaded);
-    load_rows<rows, Tiling::kN, Tiling>(p.y, stage.y.data(), p.m, p.n, tile, loaded);
-    load_rows<rows, Tiling::kK, Tiling>(p.x, stage.x.data(), p.m, p.k, tile, loaded);
+    p.grad.load(stage.grad.data(), tile, 0, loaded);
+    p.y.load(stage.y.data(), tile, 0, loaded);
+    p.x.load(stage.x.data(), tile, 0, loaded);
   }
 }
 
 template <class Tiling>
 CUTLASS_DEVICE void store_tiles(const typename Tiling::Parameters& p, typename Tiling::Shared& shared, int tiles) {
-  using namespace cute;
-  using Tile = Shape<Int<Tiling::kRows>, Int<Tiling::kK>>;
-  const Tensor matrix = p.dx.get_tma_tensor(make_shape(p.m, p.k));
-  const auto slice = p.dx.get_slice(0);
   typename Tiling::PipelineState at;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
     auto& stage = shared.stages[at.index()];
     shared.computed[at.index()].wait(at.phase());
-    const Tensor from = make_tensor(make_smem_ptr(Tiling::kResultOverY ? stage.y.data() : stage.x.data()),
-                                    typename Tiling::template Rows<Tiling::kRows, Tiling::kK>{});
-    copy(p.dx, slice.partition_S(from), slice.partition_D(local_tile(matrix, Tile{}, make_coord(tile, 0))));
-    tma_store_arrive();
-    tma_store_wait<0>();
+    p.dx.store(Tiling::kResultOverY ? stage.y.data() : stage.x.data(), tile, 0);
+    cute::tma_store_wait<0>();
     shared.stored[at.index()].arrive();
   }
 }
@@ -339,17 +307,8 @@ struct OnePass {
     // As many CTAs as run at once, or as have work. On them depends the order of additions.
     static cudaError_t blocks(const GradientProblem& p, int& blocks) {
       static PerDevice sm_count;
-      const cudaError_t error = sm_count.get(blocks, [](int& answer) {
-        if (const cudaError_t error =
-                cudaFuncSetAttribute(one_pass_gradients_kernel<Tiling>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     static_cast<int>(sizeof(typename Tiling::Shared)));
-            error != cudaSuccess) {
-          return error;
-        }
-        int device = 0;
-        const cudaError_t error = cudaGetDevice(&device);
-        return error != cudaSuccess ? error : cudaDeviceGetAttribute(&answer, cudaDevAttrMultiProcessorCount, device);
-      });
+      const cudaError_t error =
+          granted_multiprocessors(sm_count, one_pass_gradients_kernel<Tiling>, sizeof(typename Tiling::Shared), blocks);
       const int tiles = p.m / Tiling::kRows + (p.m % Tiling::kRows != 0);
       blocks = std::min(blocks, tiles);
       return error;
@@ -364,28 +323,20 @@ struct OnePass {
     }
 
     static Status run(const GradientProblem& p, cudaStream_t stream) {
-      using namespace cute;
       int count = 0;
       if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
-      const auto matrix = [](const void* data, int rows, int columns, int64_t stride) {
-        auto* const elements = static_cast<T*>(const_cast<void*>(data));  // a copy has one type for both directions
-        return make_tensor(make_gmem_ptr(elements), make_layout(make_shape(rows, columns), make_stride(stride, _1{})));
-      };
-      using RowsN = typename Tiling::template Rows<Tiling::kRows, Tiling::kN>;
-      using RowsK = typename Tiling::template Rows<Tiling::kRows, Tiling::kK>;
-      using Weight = typename Tiling::template Rows<Tiling::kN, Tiling::kK>;
+      using Parameters = typename Tiling::Parameters;
       auto* const partial = static_cast<float*>(p.workspace);
-      const typename Tiling::Parameters parameters{
-          make_tma_copy(SM90_TMA_LOAD{}, matrix(p.grad.data, p.m, p.n, p.grad.row_stride), RowsN{}),
-          make_tma_copy(SM90_TMA_LOAD{}, matrix(p.y.data, p.m, p.n, p.y.row_stride), RowsN{}),
-          make_tma_copy(SM90_TMA_LOAD{}, matrix(p.x.data, p.m, p.k, p.x.row_stride), RowsK{}),
-          make_tma_copy(SM90_TMA_LOAD{}, matrix(p.w.data, p.n, p.k, p.w.row_stride), Weight{}),
-          make_tma_copy(SM90_TMA_STORE{}, matrix(p.dx, p.m, p.k, p.k), RowsK{}),
-          partial,
-          p.m,
-          p.n,
-          p.k};
-      if (!are_encoded(parameters.grad, parameters.y, parameters.x, parameters.w, parameters.dx)) {
+      const Parameters parameters{decltype(Parameters::grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n),
+                                  decltype(Parameters::y)::of(p.y.data, p.y.row_stride, p.m, p.n),
+                                  decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.k),
+                                  decltype(Parameters::w)::of(p.w.data, p.w.row_stride, p.n, p.k),
+                                  decltype(Parameters::dx)::of(p.dx, p.k, p.m, p.k),
+                                  partial,
+                                  p.m,
+                                  p.n,
+                                  p.k};
+      if (!are_encoded(parameters.grad.map, parameters.y.map, parameters.x.map, parameters.w.map, parameters.dx.map)) {
         return Status::of(cudaErrorInvalidValue);
       }
       one_pass_gradients_kernel<Tiling>
@@ -393,7 +344,7 @@ struct OnePass {
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
       const int64_t weights = int64_t{p.n} * p.k;
       launch_column_sum<T, float, 4, 32, 16>(partial, static_cast<T*>(p.dw), static_cast<T*>(p.dbias), count, weights,
-                                             weights + p.n, stream);
+                                             weights + p.n, weights + p.n, stream);
       return Status::of(cudaGetLastError());
     }
   };

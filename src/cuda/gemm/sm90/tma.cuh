@@ -1,7 +1,14 @@
 #pragma once
 
+// Tiles of whole rows between device memory and shared memory by TMA, for the kernels that are written by hand.
+
+#include <cutlass/arch/barrier.h>
+
 #include <algorithm>
-#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/atom/copy_traits_sm90_tma.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
 
 #include "cuda/gemm/sm90/cutlass.cuh"
 
@@ -17,5 +24,57 @@ bool are_encoded(const Copy&... copies) {
   };
   return (is_encoded(copies.get_tma_descriptor()) && ...);
 }
+
+/// A matrix in boxes of 64 columns of 16 bits, each with its rows of 128 bytes in the swizzle of that width, as TMA
+/// delivers them; and the same bytes as the transposed matrix.
+template <class Element, int rows, int columns>
+using SwizzledRows = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                  cute::Shape<cute::Int<rows>, cute::Int<columns>>{}));
+template <class Element, int rows, int columns>
+using SwizzledTransposed =
+    decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                 cute::Shape<cute::Int<columns>, cute::Int<rows>>{}, cute::Step<cute::_2, cute::_1>{}));
+
+/// How TMA moves tiles of rows x columns of a matrix of `Element`; Copy is SM90_TMA_LOAD or SM90_TMA_STORE.
+template <class Copy, class Element, int rows, int columns>
+struct TileMap {
+  using Matrix = cute::Layout<cute::Shape<int, int>, cute::Stride<int64_t, cute::_1>>;
+  using Global = decltype(cute::make_tensor(cute::make_gmem_ptr(static_cast<Element*>(nullptr)), Matrix{}));
+  using Tile = SwizzledRows<Element, rows, columns>;
+  using Map = decltype(cute::make_tma_copy(Copy{}, std::declval<Global>(), Tile{}));
+  Map map;
+  int height, width;
+
+  /// For a height x width matrix; what lies beyond it is read as zeros and not written.
+  static TileMap of(const void* data, int64_t row_stride, int height, int width) {
+    using namespace cute;
+    auto* const elements = static_cast<Element*>(const_cast<void*>(data));  // a copy has one type for both directions
+    const auto matrix =
+        make_tensor(make_gmem_ptr(elements), make_layout(make_shape(height, width), make_stride(row_stride, _1{})));
+    return {make_tma_copy(Copy{}, matrix, Tile{}), height, width};
+  }
+
+  /// The tile in this place of the grid of tiles, asked for by one thread.
+  CUTLASS_DEVICE void load(Element* shared, int row, int column,
+                           cutlass::arch::ClusterTransactionBarrier& barrier) const {
+    using namespace cute;
+    const Tensor from = local_tile(map.get_tma_tensor(make_shape(height, width)), Shape<Int<rows>, Int<columns>>{},
+                                   make_coord(row, column));
+    const Tensor to = make_tensor(make_smem_ptr(shared), Tile{});
+    const auto slice = map.get_slice(0);
+    copy(map.with(reinterpret_cast<uint64_t&>(barrier)), slice.partition_S(from), slice.partition_D(to));
+  }
+
+  /// Starts the store as a group of its own; `shared` may be written again after tma_store_wait().
+  CUTLASS_DEVICE void store(Element* shared, int row, int column) const {
+    using namespace cute;
+    const Tensor from = make_tensor(make_smem_ptr(shared), Tile{});
+    const Tensor to = local_tile(map.get_tma_tensor(make_shape(height, width)), Shape<Int<rows>, Int<columns>>{},
+                                 make_coord(row, column));
+    const auto slice = map.get_slice(0);
+    copy(map, slice.partition_S(from), slice.partition_D(to));
+    tma_store_arrive();
+  }
+};
 
 }  // namespace torchops::cuda::gemm

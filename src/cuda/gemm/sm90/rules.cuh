@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cutlass/cutlass.h>
+
+#include "cuda/activation.cuh"
+
+// What narrow.cuh and gated_gradients.cuh make of their products. A rule says how many products there are, whether it
+// reads c, and by what a product and its bias are scaled before they come to it as z (and t, where there are two).
+namespace torchops::cuda::gemm {
+
+/// y = (a @ b.T + bias) * F(a @ b2.T + bias2)
+template <class F>
+struct GluRule {
+  static constexpr int kProducts = 2;
+  static constexpr bool kReadsC = false;
+  CUTLASS_DEVICE static constexpr float scale(int product) { return product == 0 ? 1.f : F::kScale; }
+
+  template <Exactness exactness>
+  CUTLASS_DEVICE static float value(float z, float t, float) {
+    return z * F::template of_scaled<exactness>(t);
+  }
+
+  /// The cotangents of both products for the cotangent g of y.
+  template <Exactness exactness>
+  CUTLASS_DEVICE static void backward(float g, float z, float t, float, float& dz, float& dt) {
+    float slope;
+    dz = g * F::template with_slope<exactness>(t, slope);
+    dt = g * z * slope;
+  }
+};
+
+/// y = c * F(a @ b.T + bias)
+template <class F>
+struct GateRule {
+  static constexpr int kProducts = 1;
+  static constexpr bool kReadsC = true;
+  CUTLASS_DEVICE static constexpr float scale(int) { return F::kScale; }
+
+  template <Exactness exactness>
+  CUTLASS_DEVICE static float value(float t, float, float c) {
+    return c * F::template of_scaled<exactness>(t);
+  }
+
+  /// The cotangents of the product and of c for the cotangent g of y.
+  template <Exactness exactness>
+  CUTLASS_DEVICE static void backward(float g, float t, float, float c, float& dt, float& dc) {
+    float slope;
+    dc = g * F::template with_slope<exactness>(t, slope);
+    dt = g * c * slope;
+  }
+};
+
+}  // namespace torchops::cuda::gemm
