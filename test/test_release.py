@@ -27,6 +27,11 @@ def wheel(folder: Path, local: str, version: str) -> str:
     return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()} {path.as_uri()}"
 
 
+def download(index: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "torchops"]
+    return subprocess.run([*command, "--index-url", index, "--dest", folder], capture_output=True, text=True)
+
+
 def test_pip_finds_the_wheel_for_its_torch(tmp_path: Path) -> None:
     local_versions = ("torch213.cpu", "torch213.cu130", "torch214.cu130")
     lines = [wheel(tmp_path, local, version) for local in local_versions for version in ("0.2.0", "0.2.1")]
@@ -34,8 +39,7 @@ def test_pip_finds_the_wheel_for_its_torch(tmp_path: Path) -> None:
     for local in local_versions:
         got = tmp_path / local
         index = (tmp_path / "index" / local).as_uri()
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--index-url", index, "torchops"]
-        done = subprocess.run([*command, "--dest", got], capture_output=True, text=True)
+        done = download(index, got)
         assert done.returncode == 0, done.stderr
         assert [path.name for path in got.iterdir()] == [f"torchops-0.2.1+{local}-py3-none-any.whl"]
 
@@ -43,9 +47,7 @@ def test_pip_finds_the_wheel_for_its_torch(tmp_path: Path) -> None:
 def test_index_tells_pip_the_digests(tmp_path: Path) -> None:
     line = wheel(tmp_path, "torch213.cpu", "0.2.0")
     write(links([line.replace("sha256:", "sha256:" + "0" * 8)[:71] + line[71:]]), tmp_path / "index")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", tmp_path / "got", "torchops"]
-    index = (tmp_path / "index" / "torch213.cpu").as_uri()
-    done = subprocess.run([*command, "--index-url", index], capture_output=True, text=True)
+    done = download((tmp_path / "index" / "torch213.cpu").as_uri(), tmp_path / "got")
     assert done.returncode != 0
     assert "DO NOT MATCH THE HASHES" in done.stderr
 
