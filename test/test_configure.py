@@ -44,6 +44,9 @@ def run(*command: str | Path, cwd: Path | None = None, environment: dict[str, st
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
+CUTLASS, LEAST, END = re.findall(r'"(nvidia-cutlass>=([0-9.]+),<([0-9.]+))"', (ROOT / "pyproject.toml").read_text())[0]
+
+
 def words(text: str) -> str:
     """CMake breaks the lines of some messages."""
     return " ".join(text.split())
@@ -198,7 +201,7 @@ def test_auto_without_cutlass_warns_and_builds_for_the_cpu(tmp_path: Path) -> No
     done = Machine(tmp_path, cutlass=None).configure()
     assert done.returncode == 0, done.stderr
     assert "CMake Warning" in done.stderr
-    assert f'{sys.executable} -m pip install "nvidia-cutlass>=4.2,<5"' in done.stderr
+    assert f'{sys.executable} -m pip install "{CUTLASS}"' in done.stderr
     assert "CMAKE_CUDA_COMPILER:" not in (tmp_path / "build" / "CMakeCache.txt").read_text()
 
 
@@ -206,8 +209,14 @@ def test_auto_without_cutlass_warns_and_builds_for_the_cpu(tmp_path: Path) -> No
     ("machine", "obstacle"),
     [
         ({"cutlass": None}, "the CUTLASS headers are not installed"),
-        ({"cutlass": "4.1.0"}, "has CUTLASS 4.1.0, while the kernels are written for 4.2 up to, not including, 5"),
-        ({"cutlass": "5.0.0"}, "has CUTLASS 5.0.0, while the kernels are written for 4.2 up to, not including, 5"),
+        (
+            {"cutlass": "4.1.0"},
+            f"has CUTLASS 4.1.0, while the kernels are written for {LEAST} up to, not including, {END}",
+        ),
+        (
+            {"cutlass": "5.0.0"},
+            f"has CUTLASS 5.0.0, while the kernels are written for {LEAST} up to, not including, {END}",
+        ),
         ({"nvcc": "12.8"}, "is CUDA 12.8, while torch was built with CUDA 13.0"),
         ({"nvcc": "unknown"}, "--version does not work"),
     ],
@@ -226,6 +235,11 @@ def test_on_is_an_error_and_auto_a_warning(tmp_path: Path, machine: dict[str, st
     )
     done, local = made.name("OFF")
     assert (done.returncode, done.stderr, local) == (0, "", "torch213.cpu")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_pages_name_the_supported_cutlass(page: str) -> None:
+    assert set(re.findall(r"nvidia-cutlass[^`\"]*", (ROOT / page).read_text())) == {CUTLASS}
 
 
 def test_cutlass_of_ones_own(tmp_path: Path) -> None:
