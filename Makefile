@@ -26,7 +26,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build test demo bench lint format clean test-cuda-build cuda-checks gpu-build test-gpu bench-gpu ptx
+.PHONY: help build test demo bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build test-gpu bench-gpu ptx
 
 BIN := $(VENV)/bin
 RUN := $(abspath $(BIN))/python
@@ -49,6 +49,7 @@ help:
 	@echo "make bench   build, then measure the operators against PyTorch"
 	@echo "make lint    check style and types;  make format  mend the style"
 	@echo "make build   build and install into $(VENV), in editable mode"
+	@echo "make wheel   build a wheel to hand out in dist/, for torch $(TORCH_VERSION), and test it in a bare environment"
 	@echo "make test-cuda-build   compile and load the CUDA kernels in .venv-cuda, and test what needs no GPU"
 	@echo "make test-gpu    on a machine with a GPU: build for the torch of $(PYTHON), then run the tests on CUDA"
 	@echo "make bench-gpu   on a machine with a GPU: the same build, then measure it against PyTorch"
@@ -101,6 +102,38 @@ test: build $(VENV)/.wheel
 	echo "pytest, serial: $$(tail -n 1 build/pytest-serial.log)"; \
 	echo "ctest:          $$(grep 'tests passed' build/ctest.log || echo 'did not run')"; \
 	[ -z "$$failed" ]
+
+# A wheel to hand out: built in a manylinux image where containers run, so that old systems can load it, else for systems
+# like this one. auditwheel puts the oldest that it can prove into the name, and torch's libraries stay torch's:
+# a second OpenMP runtime or libc10 in the process is the end of it.
+WHEEL_IMAGE ?= quay.io/pypa/manylinux_2_28_x86_64
+WHEEL_PYTHON ?= /opt/python/cp312-cp312/bin/python
+WHEEL_BUILD := build/wheel
+# The images set AUDITWHEEL_PLAT.
+CONTAINER ?= $(if $(AUDITWHEEL_PLAT),,$(shell for c in docker podman; do $$c info >/dev/null 2>&1 && echo $$c && break; done))
+TORCHS_OWN := libtorch*.so libc10*.so libcudart.so.* libgomp*.so.* libomp*.so.* libiomp5*.so
+
+wheel:
+ifeq ($(CONTAINER),)
+	$(MAKE) wheel-here
+else
+	$(CONTAINER) run --rm --volume "$(CURDIR)":/src --workdir /src $(WHEEL_IMAGE) make wheel-here \
+	  PYTHON=$(WHEEL_PYTHON) VENV=build/wheel/venv TORCH_VERSION=$(TORCH_VERSION) PIP_FLAGS="$(PIP_FLAGS)" CUDA=$(CUDA)
+endif
+
+wheel-here: $(TORCH) $(VENV)/.group-release
+	@if [ $(CUDA) != OFF ] && $(RUN) -c "import sys, torch; sys.exit(not torch.version.cuda)"; then \
+	  $(PIP) install $(PIP_FLAGS) --group cuda $(NVCC_GROUP) "torch==$(TORCH_VERSION)"; \
+	fi
+	@rm -rf $(WHEEL_BUILD)/{raw,repaired}
+	@$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir $(WHEEL_BUILD)/raw -C build-dir=$(WHEEL_BUILD)/torch-$(TORCH_VERSION) \
+	  -C cmake.define.TORCHOPS_CUDA=$(CUDA)
+	@PATH="$(abspath $(BIN)):$$PATH" $(RUN) -m auditwheel repair $(WHEEL_BUILD)/raw/*.whl --wheel-dir $(WHEEL_BUILD)/repaired \
+	  $(TORCHS_OWN:%=--exclude '%')
+	TORCHOPS_WHEEL_DIR="$(abspath $(WHEEL_BUILD))/repaired" $(RUN) -m pytest --noconftest test/test_packaging.py
+	@mkdir -p dist
+	@cp $(WHEEL_BUILD)/repaired/*.whl dist/
+	@ls dist/*.whl
 
 demo: build $(VENV)/.group-demo
 	$(RUN) examples/digits.py
@@ -166,7 +199,7 @@ ptx:
 	done
 
 CXX_FILES = $(shell find src test/cpp examples/serving -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
-PY_DIRS := cmake torchops test examples benchmarks
+PY_DIRS := cmake release torchops test examples benchmarks
 
 lint: $(VENV)/.group-lint $(VENV)/.group-test $(VENV)/.group-demo
 	$(BIN)/ruff check $(PY_DIRS)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scikit_build_core import build as _backend
+from scikit_build_core._compat import tomllib
 from scikit_build_core.cmake import CMake
 from scikit_build_core.errors import CMakeNotFoundError
 from scikit_build_core.settings.skbuild_read_settings import SettingsReader
@@ -50,7 +51,10 @@ prepare_metadata_for_build_wheel = _noting_options(_backend.prepare_metadata_for
 
 
 class Metadata:
-    """Provider of the fields ``version`` and ``dependencies``; its setting ``torch`` is the supported range."""
+    """Provider of the fields ``version``, ``dependencies`` and ``optional-dependencies``.
+
+    Its settings are ``torch``, the supported range, and ``extras``, the dependency groups that are extras as well.
+    """
 
     def build_state(self, build_state: str) -> None:
         self._sdist = build_state == "sdist"
@@ -58,12 +62,14 @@ class Metadata:
     def dynamic_metadata(self, settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
         match = re.search(r"project\(torchops VERSION ([0-9.]+)", Path("CMakeLists.txt").read_text())
         assert match, "CMakeLists.txt names the version"
-        version = match[1]
-        if self._sdist:
-            return {"version": version, "dependencies": [settings["torch"]]}
-        torch, local = _ask_cmake()
-        from_sdist = Path("PKG-INFO").exists()
-        return {"version": version if from_sdist else f"{version}+{local}", "dependencies": [torch]}
+        version, torch = match[1], settings["torch"]
+        if not self._sdist:
+            torch, local = _ask_cmake()
+            from_sdist = Path("PKG-INFO").exists()
+            version = version if from_sdist else f"{version}+{local}"
+        groups = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]
+        extras = {name: groups[name] for name in settings["extras"]}
+        return {"version": version, "dependencies": [torch], "optional-dependencies": extras}
 
     def dynamic_wheel(self, settings: Mapping[str, Any]) -> dict[str, bool]:
         return {"dependencies": True}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -43,6 +42,9 @@ def run(*command: str | Path, cwd: Path | None = None, environment: dict[str, st
     env = {name: value for name, value in os.environ.items() if name not in _ASKED and not name.startswith("SKBUILD")}
     env.update(environment or {})
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+CUTLASS, LEAST, END = re.findall(r'"(nvidia-cutlass>=([0-9.]+),<([0-9.]+))"', (ROOT / "pyproject.toml").read_text())[0]
 
 
 def words(text: str) -> str:
@@ -136,24 +138,24 @@ class Machine:
     def __init__(self, root: Path, torch: str = "2.13.0+cu130", nvcc: str = "13.0", cutlass: str | None = "4.2.0"):
         self.root = root
         cuda = re.search(r"\+cu(\d+)(\d)$", torch)
-        self._write(
+        self.write(
             "python/torch/__init__.py",
             f"class version: cuda = {f'{cuda[1]}.{cuda[2]}' if cuda else None!r}\n"
             f"class _C: _GLIBCXX_USE_CXX11_ABI = True\n__version__ = {torch!r}\n",
         )
         (root / "python/torch/include/torch/csrc/api/include").mkdir(parents=True)
-        self._write("python/cutlass_library/__init__.py", "")
+        self.write("python/cutlass_library/__init__.py", "")
         if cutlass:
             parts = zip(("MAJOR", "MINOR", "PATCH"), cutlass.split("."), strict=True)
-            self._write(
+            self.write(
                 "python/cutlass_library/source/include/cutlass/version.h",
                 "".join(f"#define CUTLASS_{name} {number}\n" for name, number in parts),
             )
-        compiler = self._write("nvcc", f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V{nvcc}.88'\n")
+        compiler = self.write("nvcc", f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V{nvcc}.88'\n")
         compiler.chmod(0o755)
         self.environment = {"PYTHONPATH": str(root / "python"), "CUDACXX": str(compiler)}
 
-    def _write(self, name: str, text: str) -> Path:
+    def write(self, name: str, text: str) -> Path:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -170,26 +172,36 @@ class Machine:
         done = run(CMAKE, *options, "-P", ROOT / "cmake" / "WheelName.cmake", environment=self.environment)
         return done, output.read_text().split()[1] if output.exists() else ""
 
+    def prepare(
+        self, out: Path, options: dict[str, str] | None = None, *, source: Path = ROOT, kind: str = "wheel"
+    ) -> Done:
+        """Has the build backend write the metadata of what a frontend would build from `source`."""
+        code = f"import build_backend as b; b.prepare_metadata_for_build_{kind}({str(out)!r}, {options or {}!r})"
+        path = os.pathsep.join([str(source / "cmake"), self.environment["PYTHONPATH"]])
+        return run(sys.executable, "-c", code, cwd=source, environment={**self.environment, "PYTHONPATH": path})
+
     def metadata(
         self, options: dict[str, str] | None = None, *, source: Path = ROOT, kind: str = "wheel"
     ) -> tuple[str, Message]:
         """Folder name and metadata of what a frontend would build from `source`."""
         out = self.root / "metadata"
-        shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        code = f"import build_backend as b; b.prepare_metadata_for_build_{kind}({str(out)!r}, {options or {}!r})"
-        path = os.pathsep.join([str(source / "cmake"), self.environment["PYTHONPATH"]])
-        done = run(sys.executable, "-c", code, cwd=source, environment={**self.environment, "PYTHONPATH": path})
+        done = self.prepare(out, options, source=source, kind=kind)
         assert done.returncode == 0, done.stderr
         (folder,) = out.iterdir()
         return folder.name, Parser().parsestr((folder / "METADATA").read_text())
+
+
+def requirements(metadata: Message) -> list[str]:
+    """Those of no extra."""
+    return [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
 
 
 def test_auto_without_cutlass_warns_and_builds_for_the_cpu(tmp_path: Path) -> None:
     done = Machine(tmp_path, cutlass=None).configure()
     assert done.returncode == 0, done.stderr
     assert "CMake Warning" in done.stderr
-    assert f'{sys.executable} -m pip install "nvidia-cutlass>=4.2,<5"' in done.stderr
+    assert f'{sys.executable} -m pip install "{CUTLASS}"' in done.stderr
     assert "CMAKE_CUDA_COMPILER:" not in (tmp_path / "build" / "CMakeCache.txt").read_text()
 
 
@@ -197,8 +209,14 @@ def test_auto_without_cutlass_warns_and_builds_for_the_cpu(tmp_path: Path) -> No
     ("machine", "obstacle"),
     [
         ({"cutlass": None}, "the CUTLASS headers are not installed"),
-        ({"cutlass": "4.1.0"}, "has CUTLASS 4.1.0, while the kernels are written for 4.2 up to, not including, 5"),
-        ({"cutlass": "5.0.0"}, "has CUTLASS 5.0.0, while the kernels are written for 4.2 up to, not including, 5"),
+        (
+            {"cutlass": "4.1.0"},
+            f"has CUTLASS 4.1.0, while the kernels are written for {LEAST} up to, not including, {END}",
+        ),
+        (
+            {"cutlass": "5.0.0"},
+            f"has CUTLASS 5.0.0, while the kernels are written for {LEAST} up to, not including, {END}",
+        ),
         ({"nvcc": "12.8"}, "is CUDA 12.8, while torch was built with CUDA 13.0"),
         ({"nvcc": "unknown"}, "--version does not work"),
     ],
@@ -219,6 +237,11 @@ def test_on_is_an_error_and_auto_a_warning(tmp_path: Path, machine: dict[str, st
     assert (done.returncode, done.stderr, local) == (0, "", "torch213.cpu")
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_pages_name_the_supported_cutlass(page: str) -> None:
+    assert set(re.findall(r"nvidia-cutlass[^`\"]*", (ROOT / page).read_text())) == {CUTLASS}
+
+
 def test_cutlass_of_ones_own(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     done = machine.configure("-DTORCHOPS_CUDA=ON", f"-DTORCHOPS_CUTLASS_DIR={tmp_path}")
@@ -234,6 +257,29 @@ def test_without_torch_says_what_to_do(tmp_path: Path) -> None:
     assert "No module named 'torch'" in done.stderr
     assert f'{python} -m pip install "torch>=2.11,<2.15" scikit-build-core cmake ninja' in done.stderr
     assert f"{python} -m pip install --no-build-isolation ." in done.stderr
+
+
+def test_without_a_compiler_says_what_to_do(tmp_path: Path) -> None:
+    missing = {"CXX": str(tmp_path / "none")}
+    done = run(CMAKE, "-S", ROOT, "-B", tmp_path / "build", environment=missing)
+    assert done.returncode != 0
+    assert "torchops needs a C++20 compiler, and CMake found none that works: install g++" in words(done.stderr)
+
+
+def test_without_torch_or_cmake_a_frontend_says_what_to_do(tmp_path: Path) -> None:
+    """The metadata come first, so nothing has been compiled by then."""
+    machine = Machine(tmp_path)
+    machine.write("python/torch/__init__.py", "raise ImportError('no torch here')")
+    done = machine.prepare(tmp_path)
+    assert done.returncode == 1
+    assert "cannot import torch (ImportError: no torch here)" in words(done.stderr)
+    assert f"{sys.executable} -m pip install --no-build-isolation ." in done.stderr
+    assert "Traceback" not in done.stderr
+    machine.environment["CMAKE_EXECUTABLE"] = str(tmp_path / "none")
+    done = machine.prepare(tmp_path)
+    assert done.returncode == 1
+    assert f"install the build tools with: {sys.executable} -m pip install cmake ninja" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.15.0"])
@@ -263,7 +309,7 @@ def test_what_it_was_built_with_is_in_its_name(tmp_path: Path) -> None:
         folder, metadata = Machine(tmp_path / str(number), torch, nvcc).metadata(options)
         assert folder == f"torchops-{VERSION}+{local}.dist-info"
         assert metadata["Version"] == f"{VERSION}+{local}"
-        assert metadata.get_all("Requires-Dist") == [f"torch=={'.'.join(torch.split('.')[:2])}.*"]
+        assert requirements(metadata) == [f"torch=={'.'.join(torch.split('.')[:2])}.*"]
         versions.add(metadata["Version"])
     assert len(versions) == 4
 
@@ -272,7 +318,7 @@ def test_editable_installs_too(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "2.13.0+cu130")
     folder, metadata = machine.metadata({"cmake.define.TORCHOPS_CUDA": "OFF"}, kind="editable")
     assert folder == f"torchops-{VERSION}+torch213.cpu.dist-info"
-    assert metadata.get_all("Requires-Dist") == ["torch==2.13.*"]
+    assert requirements(metadata) == ["torch==2.13.*"]
 
 
 def test_sdist_leaves_the_torch_open(tmp_path: Path) -> None:
@@ -286,11 +332,15 @@ def test_sdist_leaves_the_torch_open(tmp_path: Path) -> None:
     source = tmp_path / f"torchops-{VERSION}"
     listed = Parser().parsestr((source / "PKG-INFO").read_text())
     assert listed["Version"] == VERSION
-    assert listed.get_all("Requires-Dist") == ["torch<2.15,>=2.11"]
+    assert requirements(listed) == ["torch<2.15,>=2.11"]
     assert listed.get_all("Dynamic") == ["Requires-Dist"]
+    assert listed.get_all("Provides-Extra") == ["onnx", "bench"]
+    assert listed["License-Expression"] == "BSD-3-Clause"
+    assert list(source.rglob("*.png")) == []
+    assert (source / "benchmarks" / "results").is_dir()
     folder, metadata = Machine(tmp_path / "machine").metadata(source=source)
     assert folder == f"torchops-{VERSION}.dist-info"
-    assert metadata.get_all("Requires-Dist") == ["torch==2.13.*"]
+    assert requirements(metadata) == ["torch==2.13.*"]
 
 
 def test_a_build_other_than_its_name_is_refused(tmp_path: Path) -> None:

@@ -1,16 +1,36 @@
 """Fused, in-place operators for PyTorch. Importing this package makes them known as ``torch.ops.myops.*``."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from torchops import _library
 
 # The modules below look their operators up as they are imported.
 _library.load()
 
-from torchops import cuda, flops, inductor, nn, ops  # noqa: E402
+from torchops import cuda, flops, nn, ops  # noqa: E402
 from torchops._info import info  # noqa: E402
 from torchops._when_imported import when_imported  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403
+
+if TYPE_CHECKING:
+    from torchops import distributed as distributed
+    from torchops import inductor
+    from torchops import onnx as onnx
+
+# Imported when they are asked for: torchops.distributed costs far more time than all the rest.
+_LAZY = ("distributed", "inductor", "onnx")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return import_module(f"torchops.{name}")
+    raise AttributeError(f"module 'torchops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 when_imported("torch.utils.flop_counter", flops.register)
 when_imported("torch.distributed.tensor", lambda: import_module("torchops.distributed"))

@@ -1,8 +1,17 @@
-"""Lets torchops extend a module that is costly to import, without importing it."""
+"""Lets torchops extend a module that is costly to import, without importing it.
+
+PyTorch has no hook for this: a sharding rule or a FLOP formula needs the module that it is registered with. So a finder
+stands on ``sys.meta_path``. It must never be what makes an import fail, because ``torch.distributed.tensor`` registers
+things as it is executed and raises when it is executed again: a failure would last as long as the process, and would
+take ``torch.compile`` with it.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -12,47 +21,92 @@ from typing import Any
 def when_imported(module: str, extend: Callable[[], object]) -> None:
     """Call ``extend`` once: now if ``module`` is imported already, else as soon as it is, by whomever.
 
+    An exception of ``extend`` becomes a warning. A module has one extension: another call, as the program reloads
+    torchops, replaces what has not been called yet.
+
     Example::
 
         when_imported("torch.utils.flop_counter", register)
     """
     if module in sys.modules:
-        extend()
+        _call(module, extend)
     else:
-        sys.meta_path.insert(0, _Finder(module, extend))
+        _finder().waiting[module] = extend
+
+
+def _call(module: str, extend: Callable[[], object]) -> None:
+    try:
+        extend()
+    except Exception as error:
+        message = f"torchops could not extend {module}, which does without: {type(error).__name__}: {error}"
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # by a filter, and an exception is what must not leave here
+            logging.getLogger("torchops").warning(message, exc_info=error)
+
+
+def _finder() -> _Finder:
+    """The one finder, which goes first: others may serve any module, and would be asked alone."""
+    for finder in sys.meta_path:
+        # By name: after `del sys.modules["torchops"]` and another import, it is of an earlier copy of this module.
+        if type(finder).__module__ == __name__ and type(finder).__name__ == _Finder.__name__:
+            return finder  # type: ignore[return-value]
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    return finder
 
 
 class _Finder:
-    """Stands on ``sys.meta_path`` until its module is imported. Other finders find it; only its loader is wrapped."""
+    """Other finders find the modules that are waited for; their loaders are wrapped until they have executed them."""
 
-    def __init__(self, module: str, extend: Callable[[], object]):
-        self.module, self.extend = module, extend
+    def __init__(self) -> None:
+        self.waiting: dict[str, Callable[[], object]] = {}
+        self.asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self.module:
+        # The guard is for finders that ask all of sys.meta_path themselves, as this one does.
+        if name not in self.waiting or getattr(self.asking, "others", False):
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None:
+        self.asking.others = True
+        try:
+            spec = self._ask_others(name, path, target)
+        finally:
+            self.asking.others = False
+        # Without exec_module(), an old loader is left alone, as is a package without a file, which has no loader.
+        if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
         return spec
 
+    def _ask_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            # Python passes over finders without this method, too.
+            find_spec = getattr(finder, "find_spec", None)
+            spec = find_spec(name, path, target) if find_spec is not None and finder is not self else None
+            if spec is not None:
+                return spec
+        return None
+
+    def executed(self, name: str) -> None:
+        extend = self.waiting.pop(name, None)
+        if not self.waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if extend is not None:
+            _call(name, extend)
+
 
 class _Loader:
-    """Loads a module as its own loader does, then extends it."""
+    """Executes a module as its own loader does, then has it extended. In all else it is that loader."""
 
     def __init__(self, loader: Any, finder: _Finder):
-        self.loader, self.finder = loader, finder
+        self._loader, self._finder = loader, finder
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
         # From here on nobody sees that another loader was there.
-        module.__loader__ = self.loader
+        module.__loader__ = self._loader
         if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
-            self.finder.extend()
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._finder.executed(module.__name__)
