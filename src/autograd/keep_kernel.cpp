@@ -1,6 +1,6 @@
 #include <ATen/ops/clone.h>
 
-#include "autograd/recipe.h"
+#include "autograd/functional.h"
 
 namespace torchops::autograd {
 namespace {
@@ -16,18 +16,15 @@ struct Keep : torch::autograd::Function<Keep> {
   static variable_list backward(AutogradContext*, const variable_list& grads) { return {grads[0]}; }
 };
 
-Tensor keep_decomposed(const Tensor& x) { return x.clone(); }
+struct KeepFunctional : FunctionalOp<KeepFunctional, detail::keep> {
+  static void check(const Tensor&) {}
+  static Tensor decomposed(const Tensor& x) { return x.clone(); }
+  static Tensor train(const Tensor& x) { return Keep::apply(x); }
+};
 
-Tensor keep_autograd(const Tensor& x) {
-  if (needs_decomposition(x)) return keep_decomposed(x);
-  if (needs_grad(x)) return Keep::apply(x);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return detail::keep(x);
-}
+TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("_keep", KeepFunctional::autograd); }
 
-TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("_keep", keep_autograd); }
-
-TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) { m.impl("_keep", keep_decomposed); }
+TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) { m.impl("_keep", KeepFunctional::batched); }
 
 }  // namespace
 }  // namespace torchops::autograd

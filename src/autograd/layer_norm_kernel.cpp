@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "autograd/autocast.h"
+#include "autograd/functional.h"
 #include "autograd/recipe.h"
 #include "ops/layer_norm.h"
 
@@ -40,16 +41,21 @@ Tensor scale_and_shift(Tensor xhat, const OptionalTensor& weight, const Optional
   return xhat.to(dtype);
 }
 
-Tensor layer_norm_in_aten(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                          const OptionalTensor& bias, double eps) {
-  return scale_and_shift(normalize(x, normalized_shape.size(), eps).xhat, weight, bias, x.scalar_type());
-}
+constexpr Tensor (*functional)(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&,
+                               double) = layer_norm;
 
-Tensor layer_norm_decomposed(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                             const OptionalTensor& bias, double eps) {
-  check_layer_norm(x, normalized_shape, weight, bias);
-  return layer_norm_in_aten(x, normalized_shape, weight, bias, eps);
-}
+struct LayerNormFunctional : FunctionalOp<LayerNormFunctional, functional> {
+  static void check(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                    const OptionalTensor& bias, double) {
+    check_layer_norm(x, normalized_shape, weight, bias);
+  }
+  static Tensor decomposed(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps) {
+    return scale_and_shift(normalize(x, normalized_shape.size(), eps).xhat, weight, bias, x.scalar_type());
+  }
+  static Tensor train(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                      const OptionalTensor& bias, double eps);
+};
 
 struct LayerNormInPlace
     : MutatingOp<LayerNormInPlace, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double> {
@@ -59,7 +65,7 @@ struct LayerNormInPlace
   }
   static Tensor decomposed(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps) {
-    return layer_norm_in_aten(x, normalized_shape, weight, bias, eps);
+    return LayerNormFunctional::decomposed(x, normalized_shape, weight, bias, eps);
   }
   static Tensor traced(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, double eps) {
@@ -196,6 +202,11 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_version_(Tensor& x, c10::SymI
                             [&] { return detail::layer_norm_with_moments_(x, normalized_shape, weight, bias, eps); });
 }
 
+Tensor LayerNormFunctional::train(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, double eps) {
+  return LayerNorm::apply(x, Normalization{normalized_shape, eps}, weight, bias, std::nullopt);
+}
+
 Tensor LayerNormInPlace::train(const Tensor& x, const Tensor& target, c10::SymIntArrayRef normalized_shape,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   const Normalization normalization{normalized_shape, eps};
@@ -203,19 +214,8 @@ Tensor LayerNormInPlace::train(const Tensor& x, const Tensor& target, c10::SymIn
   return LayerNorm::apply(x.clone(), normalization, weight, bias, target);
 }
 
-Tensor layer_norm_autograd(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps) {
-  check_layer_norm(x, normalized_shape, weight, bias);
-  if (needs_decomposition(x, weight, bias)) return layer_norm_decomposed(x, normalized_shape, weight, bias, eps);
-  if (needs_grad(x, weight, bias)) {
-    return LayerNorm::apply(x, Normalization{normalized_shape, eps}, weight, bias, std::nullopt);
-  }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return layer_norm(x, normalized_shape, weight, bias, eps);
-}
-
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("layer_norm", layer_norm_autograd);
+  m.impl("layer_norm", LayerNormFunctional::autograd);
   m.impl("layer_norm_", LayerNormInPlace::autograd);
 }
 
@@ -225,14 +225,12 @@ TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) {
 }
 
 TORCHOPS_AUTOCAST(m) {
-  constexpr Tensor (*functional)(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&,
-                                 double) = layer_norm;
   m.impl("layer_norm", autocast<CastTo::kFloat32, functional>);
   m.impl("layer_norm_", autocast<CastTo::kFirst, LayerNormInPlace::in_place>);
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("layer_norm", autocast<CastTo::kFloat32, layer_norm_decomposed>);
+  m.impl("layer_norm", autocast<CastTo::kFloat32, LayerNormFunctional::batched>);
   m.impl("layer_norm_", autocast<CastTo::kFirst, LayerNormInPlace::batched>);
 }
 

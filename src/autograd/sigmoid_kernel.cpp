@@ -1,21 +1,23 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sigmoid_backward.h>
 
+#include "autograd/functional.h"
 #include "autograd/recipe.h"
 #include "ops/sigmoid.h"
 
 namespace torchops::autograd {
 namespace {
 
-Tensor sigmoid_decomposed(const Tensor& x) {
-  check_sigmoid(x);
-  return at::sigmoid(x);
-}
+struct SigmoidFunctional : FunctionalOp<SigmoidFunctional, torchops::sigmoid> {
+  static void check(const Tensor& x) { check_sigmoid(x); }
+  static Tensor decomposed(const Tensor& x) { return at::sigmoid(x); }
+  static Tensor train(const Tensor& x);
+};
 
 // dx = g * y * (1 - y): the gradient reads only the output, which in place is x itself.
 struct SigmoidInPlace : MutatingOp<SigmoidInPlace> {
   static void check(const Tensor& x) { check_sigmoid_(x); }
-  static Tensor decomposed(const Tensor& x) { return at::sigmoid(x); }
+  static Tensor decomposed(const Tensor& x) { return SigmoidFunctional::decomposed(x); }
   static Tensor traced(const Tensor& x) { return torchops::sigmoid(x); }
   static void in_place(Tensor& x) { torchops::sigmoid_(x); }
   static Tensor train(const Tensor& x, const Tensor& target);
@@ -36,25 +38,19 @@ struct Sigmoid : torch::autograd::Function<Sigmoid> {
   }
 };
 
+Tensor SigmoidFunctional::train(const Tensor& x) { return Sigmoid::apply(x, std::nullopt); }
+
 Tensor SigmoidInPlace::train(const Tensor& x, const Tensor& target) { return Sigmoid::apply(x, target); }
 
-Tensor sigmoid_autograd(const Tensor& x) {
-  check_sigmoid(x);
-  if (needs_decomposition(x)) return sigmoid_decomposed(x);
-  if (needs_grad(x)) return Sigmoid::apply(x, std::nullopt);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return torchops::sigmoid(x);
-}
-
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("sigmoid", sigmoid_autograd);
+  m.impl("sigmoid", SigmoidFunctional::autograd);
   m.impl("sigmoid_", SigmoidInPlace::autograd);
 }
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("sigmoid_", SigmoidInPlace::version); }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("sigmoid", sigmoid_decomposed);
+  m.impl("sigmoid", SigmoidFunctional::batched);
   m.impl("sigmoid_", SigmoidInPlace::batched);
 }
 

@@ -2,20 +2,22 @@
 #include <ATen/ops/softmax.h>
 
 #include "autograd/autocast.h"
+#include "autograd/functional.h"
 #include "autograd/recipe.h"
 #include "ops/softmax.h"
 
 namespace torchops::autograd {
 namespace {
 
-Tensor softmax_decomposed(const Tensor& x, int64_t dim) {
-  check_softmax(x, dim);
-  return at::softmax(x, dim);
-}
+struct SoftmaxFunctional : FunctionalOp<SoftmaxFunctional, torchops::softmax> {
+  static void check(const Tensor& x, int64_t dim) { check_softmax(x, dim); }
+  static Tensor decomposed(const Tensor& x, int64_t dim) { return at::softmax(x, dim); }
+  static Tensor train(const Tensor& x, int64_t dim);
+};
 
 struct SoftmaxInPlace : MutatingOp<SoftmaxInPlace, int64_t> {
   static void check(const Tensor& x, int64_t dim) { check_softmax_(x, dim); }
-  static Tensor decomposed(const Tensor& x, int64_t dim) { return at::softmax(x, dim); }
+  static Tensor decomposed(const Tensor& x, int64_t dim) { return SoftmaxFunctional::decomposed(x, dim); }
   static Tensor traced(const Tensor& x, int64_t dim) { return torchops::softmax(x, dim); }
   static void in_place(Tensor& x, int64_t dim) { torchops::softmax_(x, dim); }
   static Tensor train(const Tensor& x, const Tensor& target, int64_t dim);
@@ -41,16 +43,10 @@ struct Softmax : torch::autograd::Function<Softmax> {
   }
 };
 
+Tensor SoftmaxFunctional::train(const Tensor& x, int64_t dim) { return Softmax::apply(x, dim, std::nullopt); }
+
 Tensor SoftmaxInPlace::train(const Tensor& x, const Tensor& target, int64_t dim) {
   return Softmax::apply(x, dim, target);
-}
-
-Tensor softmax_autograd(const Tensor& x, int64_t dim) {
-  check_softmax(x, dim);
-  if (needs_decomposition(x)) return softmax_decomposed(x, dim);
-  if (needs_grad(x)) return Softmax::apply(x, dim, std::nullopt);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return torchops::softmax(x, dim);
 }
 
 // The cast makes a new tensor, which may as well hold the result.
@@ -61,7 +57,7 @@ Tensor softmax_autocast(const Tensor& x, int64_t dim) {
 }
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("softmax", softmax_autograd);
+  m.impl("softmax", SoftmaxFunctional::autograd);
   m.impl("softmax_", SoftmaxInPlace::autograd);
 }
 
@@ -73,7 +69,7 @@ TORCHOPS_AUTOCAST(m) {
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("softmax", autocast<CastTo::kFloat32, softmax_decomposed>);
+  m.impl("softmax", autocast<CastTo::kFloat32, SoftmaxFunctional::batched>);
   m.impl("softmax_", autocast<CastTo::kFirst, SoftmaxInPlace::batched>);
 }
 

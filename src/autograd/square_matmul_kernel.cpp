@@ -1,21 +1,25 @@
 #include <ATen/ops/mm.h>
 
 #include "autograd/autocast.h"
+#include "autograd/functional.h"
 #include "autograd/recipe.h"
 #include "ops/square_matmul.h"
 
 namespace torchops::autograd {
 namespace {
 
-Tensor square_matmul_decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
-  check_square_matmul(a, b);
-  return matmul(a, transpose_b ? b.t() : b);
-}
+struct SquareMatmulFunctional : FunctionalOp<SquareMatmulFunctional, square_matmul> {
+  static void check(const Tensor& a, const Tensor& b, bool) { check_square_matmul(a, b); }
+  static Tensor decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
+    return matmul(a, transpose_b ? b.t() : b);
+  }
+  static Tensor train(const Tensor& a, const Tensor& b, bool transpose_b);
+};
 
 struct SquareMatmulInPlace : MutatingOp<SquareMatmulInPlace, const Tensor&, bool> {
   static void check(const Tensor& a, const Tensor& b, bool) { check_square_matmul_(a, b); }
   static Tensor decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
-    return matmul(a, transpose_b ? b.t() : b);
+    return SquareMatmulFunctional::decomposed(a, b, transpose_b);
   }
   static Tensor traced(const Tensor& a, const Tensor& b, bool transpose_b) {
     return square_matmul(b.requires_grad() ? detail::keep(a) : a, b, transpose_b);
@@ -51,20 +55,16 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
   }
 };
 
+Tensor SquareMatmulFunctional::train(const Tensor& a, const Tensor& b, bool transpose_b) {
+  return SquareMatmul::apply(a, b, transpose_b, std::nullopt);
+}
+
 Tensor SquareMatmulInPlace::train(const Tensor& a, const Tensor& target, const Tensor& b, bool transpose_b) {
   return SquareMatmul::apply(b.requires_grad() ? a.clone() : a, b, transpose_b, target);
 }
 
-Tensor square_matmul_autograd(const Tensor& a, const Tensor& b, bool transpose_b) {
-  check_square_matmul(a, b);
-  if (needs_decomposition(a, b)) return square_matmul_decomposed(a, b, transpose_b);
-  if (needs_grad(a, b)) return SquareMatmul::apply(a, b, transpose_b, std::nullopt);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return square_matmul(a, b, transpose_b);
-}
-
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("square_matmul", square_matmul_autograd);
+  m.impl("square_matmul", SquareMatmulFunctional::autograd);
   m.impl("square_matmul_", SquareMatmulInPlace::autograd);
 }
 
@@ -76,7 +76,7 @@ TORCHOPS_AUTOCAST(m) {
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("square_matmul", autocast<CastTo::kLowerPrecision, square_matmul_decomposed>);
+  m.impl("square_matmul", autocast<CastTo::kLowerPrecision, SquareMatmulFunctional::batched>);
   m.impl("square_matmul_", autocast<CastTo::kFirst, SquareMatmulInPlace::batched>);
 }
 
