@@ -130,9 +130,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     ctx->save_for_backward({x, weight.value_or(Tensor()), mean, rstd});
     ctx->saved_data["dims"] = static_cast<int64_t>(shape.size());
     ctx->saved_data["eps"] = eps;
-    ctx->saved_data["x_requires_grad"] = requires_grad(x);
-    ctx->saved_data["weight_requires_grad"] = requires_grad(weight);
-    ctx->saved_data["bias_requires_grad"] = requires_grad(bias);
+    ctx->saved_data["has_bias"] = bias.has_value();
     return y;
   }
 
@@ -140,9 +138,10 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &mean = saved[2], &rstd = saved[3];
     const OptionalTensor weight = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
-    const std::array<bool, 3> mask{ctx->saved_data["x_requires_grad"].toBool(),
-                                   ctx->saved_data["weight_requires_grad"].toBool(),
-                                   ctx->saved_data["bias_requires_grad"].toBool()};
+    // Edges are numbered among the tensors that were given.
+    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    const std::array<bool, 3> mask{ctx->needs_input_grad(0), weight && ctx->needs_input_grad(1),
+                                   has_bias && ctx->needs_input_grad(weight ? 2 : 1)};
     const int64_t dims = ctx->saved_data["dims"].toInt();
     std::array<Tensor, 3> out;
     if (at::GradMode::is_enabled()) {

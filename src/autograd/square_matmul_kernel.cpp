@@ -46,12 +46,13 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &a = saved[0], &b = saved[1], &grad = grads[0];
     const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
-    Tensor db;
-    if (a.defined()) {
+    Tensor da, db;
+    if (ctx->needs_input_grad(0)) da = square_matmul(grad, b, !transpose_b);
+    if (ctx->needs_input_grad(1)) {
       const Tensor a_rows = detail::as_rows(a), grad_rows = detail::as_rows(grad);
       db = transpose_b ? at::mm(grad_rows.t(), a_rows) : at::mm(a_rows.t(), grad_rows);
     }
-    return {b.defined() ? square_matmul(grad, b, !transpose_b) : Tensor(), db, Tensor(), Tensor()};
+    return {da, db, Tensor(), Tensor()};
   }
 };
 
