@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from samples import Make
-from sharding import CASES, Communication, ShardingCase, distribute, merges_sharded_dims
+from sharding import CASES, Communication, ShardingCase, distribute, merges_sharded_dims, placement
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,6 +96,18 @@ def check_half(mesh: DeviceMesh) -> None:
         sharded = [distribute(t.bfloat16(), mesh, p) for t, p in zip((x, w, b), where, strict=True)]
         got = full(torchops.dense(*sharded))
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-2)
+
+
+def check_dense_gradients(mesh: DeviceMesh) -> None:
+    """As one operator; what its ranks have of it adds up to the whole."""
+    make = Make(torch.float64, mesh.device_type)
+    tensors = make(3, 5, 6), make(3, 5, 6), make(3, 5, 7), make(6, 7)
+    mask = [True, True, True]
+    expected = torch.ops.myops._dense_gradients(*tensors, mask)
+    for where in ("R R R R", "S0 S0 S0 R", "S1 S1 S1 R", "S2 S2 R S0", "R R S2 S1", "S2 S0 R S1"):
+        sharded = [distribute(t, mesh, placement(text)) for t, text in zip(tensors, where.split(), strict=True)]
+        for got, value in zip(torch.ops.myops._dense_gradients(*sharded, mask), expected, strict=True):
+            assert_same(got, value)
 
 
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
@@ -284,6 +296,7 @@ def checks() -> dict[str, Callable[[DeviceMesh], None]]:
     return {
         **table,
         "half": check_half,
+        "_dense_gradients": check_dense_gradients,
         "pending communication": check_pending_communication,
         "data and tensor parallel": check_data_and_tensor_parallel,
         "sequence parallel": check_sequence_parallel,

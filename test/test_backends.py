@@ -118,7 +118,10 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
 
     x, grad = (random_like(torch.empty(3, 4, 5, dtype=dtype), seed) for seed in (1, 2))
     weight, bias = (random_like(x[0], 3), random_like(x[0], 4)) if affine else (None, None)
-    both("_dense_backward", grad, torch.sigmoid(x))
+    y = torch.sigmoid(x)
+    for wanted in [(True, True), (True, False), (False, True)]:
+        both("_dense_backward", grad, y, wanted)
+        both("_dense_backward", grad.mT, y.mT, wanted)
     both("_layer_norm", x, [4, 5], weight, bias, 1e-5)
     both("_layer_norm_", x.clone(), [4, 5], weight, bias, 1e-5)
     _, mean, rstd = torch.ops.myops._layer_norm(x, [4, 5], weight, bias, 1e-5)

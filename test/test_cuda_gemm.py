@@ -243,6 +243,8 @@ def test_when_dense_gradients_are_one_pass() -> None:
     assert one_pass not in kernels(lambda: gradients(x, w[:63], b[:63], grad[:, :63]))
     assert one_pass not in kernels(lambda: gradients(x.float(), w.float(), b.float(), grad.float()))
     assert one_pass not in kernels(lambda: gradients(x, w, b, grad, path="cublas"))
+    y = torch.compile(torchops.dense, fullgraph=True)(*(t.requires_grad_() for t in (x, w, b)))
+    assert one_pass in kernels(lambda: y.backward(grad))
 
 
 DENSE_COTANGENTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -263,8 +265,7 @@ def test_dense_gradients_of_views(view: str) -> None:
 
 
 @needs_one_pass
-def test_dense_gradients_one_by_one_where_they_are_recorded() -> None:
-    """One pass calls no operator, so a dispatch mode and batched cotangents must not get it."""
+def test_dense_gradients_are_counted_and_batched() -> None:
     x, w = random(3000, 128, dtype=torch.bfloat16), random(64, 128, dtype=torch.bfloat16, scale=0.09)
     grad = random(3000, 64, dtype=torch.bfloat16)
     with FlopCounterMode(display=False) as counter:
@@ -274,6 +275,15 @@ def test_dense_gradients_one_by_one_where_they_are_recorded() -> None:
     batched = gradients(x, w, None, grad.expand(2, 3000, 64), is_grads_batched=True)
     for both, value in zip(batched, expected, strict=True):
         assert error(both[1], value.double()) < 4e-3
+
+
+def test_dense_bias_gradient_has_no_dz() -> None:
+    y, grad = torch.rand(1 << 17, 128, device=DEVICE), random(1 << 17, 128, dtype=torch.float32)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _, db = torch.ops.myops._dense_backward(grad, y, [False, True])
+    assert torch.cuda.max_memory_allocated() - before < y.nbytes // 8
+    assert torch.equal(db, torch.ops.myops._dense_backward(grad, y)[1])
 
 
 @needs_one_pass

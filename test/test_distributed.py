@@ -135,7 +135,8 @@ def test_private_operators(mesh: DeviceMesh, where: str) -> None:
     assert torch.ops.myops._keep(x).placements == on
     y, mean, rstd = torch.ops.myops._layer_norm(x, [8], weight, None, 1e-5)
     assert (y.placements, mean.placements, rstd.placements) == (rows, rows, rows)
-    grads = torch.ops.myops._layer_norm_backward(x, x, [8], mean, rstd, weight, [True, True, True])
+    moments = mean, rstd
+    grads = torch.ops.myops._layer_norm_backward(x, x, [8], *moments, weight, [True, True, True])
     assert [g.placements for g in grads] == [rows, summed, summed]
     expected = torch.ops.myops._layer_norm(x.to_local(), [8], weight.to_local(), None, 1e-5)
     mean, rstd = torch.ops.myops._layer_norm_(x, [8], weight, None, 1e-5)
@@ -145,6 +146,35 @@ def test_private_operators(mesh: DeviceMesh, where: str) -> None:
         assert torch.equal(got.to_local(), value)
     dz, db = torch.ops.myops._dense_backward(x, x)
     assert (dz.placements, db.placements) == (on, summed)
+    # What nobody asked for is an empty tensor on every rank.
+    empty = (Replicate(),)
+    dz, db = torch.ops.myops._dense_backward(x, x, [False, True])
+    assert (dz.placements, db.placements) == (empty, summed)
+    grads = torch.ops.myops._layer_norm_backward(x, x, [8], *moments, weight, [False, True, False])
+    assert [g.placements for g in grads] == [empty, summed, empty]
+
+
+GRADIENTS = {
+    # Placements of (grad, y, x, w), and of (dx, dw, db).
+    "R R R R": "R R R",
+    "S0 S0 S0 R": "S0 P P",
+    "S1 S1 S1 R": "S1 P P",
+    "S2 S2 R S0": "P S0 S0",
+    "R R S2 S1": "S2 S1 R",
+    "S0 R S0 R": "S0 P P",
+}
+
+
+@pytest.mark.parametrize("arguments", GRADIENTS)
+@pytest.mark.parametrize("mask", [(True, True, True), (False, True, False), (True, False, True)], ids=str)
+def test_dense_gradients(mesh: DeviceMesh, arguments: str, mask: tuple[bool, ...]) -> None:
+    tensors = [torch.randn(4, 6, 8), torch.rand(4, 6, 8), torch.randn(4, 6, 10), torch.randn(8, 10)]
+    sharded = [distribute(t, mesh, placement(text)) for t, text in zip(tensors, arguments.split(), strict=True)]
+    grads = torch.ops.myops._dense_gradients(*sharded, list(mask))
+    expected = [placement(text) for text in GRADIENTS[arguments].split()]
+    for got, where, wanted, shape in zip(grads, expected, mask, ((4, 6, 10), (8, 10), (8,)), strict=True):
+        assert got.placements == ((where,) if wanted else (Replicate(),))
+        assert got.shape == (shape if wanted else (0,))
 
 
 def test_fewer_rows_than_ranks(mesh: DeviceMesh) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,16 @@ def test_numbers() -> None:
     assert flops(lambda: torchops.square_matmul_(torch.zeros(4, 3), torch.zeros(3, 3))) == 72
     assert flops(lambda: torchops.square_matmul(torch.zeros(3), torch.zeros(3, 3))) == 18
     assert flops(lambda: torchops.softmax(torchops.sigmoid(x))) == 0
+
+
+@pytest.mark.parametrize("rows", [(6,), (2, 3), ()], ids=str)
+def test_gradients_at_once(rows: tuple[int, ...]) -> None:
+    """Of the two products those that the mask asks for."""
+    x, w, y = torch.randn(*rows, 7), torch.randn(5, 7), torch.rand(*rows, 5)
+    product = 70 * (6 if rows else 1)
+    for mask in itertools.product([False, True], repeat=3):
+        gradients = partial(torch.ops.myops._dense_gradients, y, y, x, w, mask)
+        assert flops(gradients) == product * sum(mask[:2])
 
 
 def test_by_operator_and_module() -> None:

@@ -133,3 +133,34 @@ def test_layer_norm_asks_for_no_more(layer_norm: Callable[..., Tensor], affine: 
             assert list(args[6]) == [i in asked for i in range(3)], (required, asked)
             assert [t.numel() > 0 for t in outputs] == [i in asked for i in range(3)]
             assert [g.shape for g in grads] == [t.shape for t in chosen]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_bias_of_dense_needs_no_dz(compiled: bool) -> None:
+    """The gradient of the bias alone is a sum, and no tensor of the output's size is written for it."""
+    x, w, b = torch.randn(40, 7), torch.randn(3, 7), torch.randn(3, requires_grad=True)
+    dense = torch.compile(torchops.dense, backend="aot_eager", fullgraph=True) if compiled else torchops.dense
+    y = dense(x, w, b)
+    grad = random_like(y.detach())
+    with Calls(torch.ops.myops._dense_backward.default) as calls:
+        (db,) = torch.autograd.grad(y, b, grad)
+    (((*_, mask), outputs),) = calls.made
+    assert list(mask) == [False, True]
+    assert [tuple(t.shape) for t in outputs] == [(0,), (3,)]
+    y = y.detach()
+    torch.testing.assert_close(db, (grad * y * (1 - y)).sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 3), (0, 3), (2, 3, 0), (7,), (3, 5, 7), (70_001, 33)], ids=str)
+def test_dense_backward_mask(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The same bits with and without the other result."""
+    op = torch.ops.myops._dense_backward
+    y = torch.rand(shape, dtype=dtype)
+    grad = random_like(y)
+    dz, db = op(grad, y)
+    for mask in ([True, False], [False, True], [False, False]):
+        got = op(grad, y, mask)
+        for wanted, one, both in zip(mask, got, (dz, db), strict=True):
+            assert torch.equal(one, both) if wanted else one.shape == (0,)
+            assert one.dtype == dtype

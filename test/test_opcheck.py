@@ -56,12 +56,19 @@ def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
     """The operators that only the library calls, and arguments for them."""
     x, grad = (random_like(torch.empty(3, 4, 5), seed) for seed in (1, 2))
     weight = random_like(torch.empty(5), 3)
+    y, z, w = torch.sigmoid(x), random_like(torch.empty(3, 4, 7), 4), random_like(torch.empty(5, 7), 5)
     var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     return [
         ("_keep", (x,)),
         ("_keep", (x.mT,)),
-        ("_dense_backward", (grad, torch.sigmoid(x))),
-        ("_dense_backward", (grad.mT, torch.sigmoid(x).mT)),
+        ("_dense_backward", (grad, y)),
+        ("_dense_backward", (grad.mT, y.mT)),
+        ("_dense_backward", (grad.mT, y.mT, [True, False])),
+        ("_dense_backward", (grad, y, [False, True])),
+        ("_dense_gradients", (grad, y, z, w, [True, True, True])),
+        ("_dense_gradients", (grad[0, 0], y[0, 0], z[0, 0], w, [True, True, True])),
+        ("_dense_gradients", (grad.mT.contiguous().mT, y, z[:1].expand(3, 4, 7), w, [False, True, True])),
+        ("_dense_gradients", (grad, y, z, w.t().contiguous().t(), [True, False, False])),
         ("_layer_norm", (x, [5], weight, weight, 1e-5)),
         ("_layer_norm", (x.bfloat16(), [4, 5], None, None, 1e-5)),
         ("_layer_norm_", (x.clone(), [5], weight, None, 1e-5)),

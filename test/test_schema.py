@@ -31,7 +31,8 @@ class TestSnapshot(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(map(str, operators())),
             """\
-myops::_dense_backward(Tensor grad, Tensor y) -> (Tensor, Tensor)
+myops::_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Tensor, Tensor)
+myops::_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)
 myops::_dense_path(str path) -> str
 myops::_keep(Tensor x) -> Tensor
 myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
@@ -60,6 +61,7 @@ myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()""
             """\
                              CPU  Meta  Autograd  ADInplaceOrView  AutocastCPU  AutocastCUDA  FuncTorchBatched  CompositeExplicitAutograd
 myops::_dense_backward       x    x     x         .                .            .             x                 x
+myops::_dense_gradients      .    x     x         .                .            .             x                 x
 myops::_dense_path           .    .     .         .                .            .             .                 .
 myops::_keep                 .    x     x         .                .            .             x                 x
 myops::_layer_norm           x    x     .         .                .            .             .                 x

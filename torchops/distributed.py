@@ -48,6 +48,11 @@ def _if_given(argument: Any, placement: Any = _REPLICATE) -> Any:
     return None if argument is None else placement
 
 
+def _asked(mask: Sequence[bool], placements: Sequence[Any]) -> list[Any]:
+    """The placements of gradients; those that nobody asked for are empty tensors, the same on every rank."""
+    return [p if wanted else _REPLICATE for wanted, p in zip(mask, placements, strict=True)]
+
+
 def _check_stays(op: str, name: str, x: Any, allowed: Sequence[Any], expected: str) -> None:
     """An operator that overwrites ``x`` does so on each rank's part of it; it never moves ``x``."""
     if not all(p in allowed for p in x.placements):
@@ -124,7 +129,7 @@ def _layer_norm_backward(
     for p in _leading(x, shape):
         # The gradients of weight and bias are sums over rows, so ranks with some of the rows hold a part of the sum.
         affine = _REPLICATE if p == _REPLICATE else Partial()
-        ways.append(([p, affine, affine], [p, p, None, p, p, _if_given(weight), None]))
+        ways.append((_asked(mask, [p, affine, affine]), [p, p, None, p, p, _if_given(weight), None]))
     return ways
 
 
@@ -147,10 +152,19 @@ def _dense(x: Any, w: Any, b: Any = None) -> list[_Way]:
     return [*(([p], [p, _REPLICATE, _if_given(b)]) for p in rows), columns]
 
 
-def _dense_backward(grad: Any, y: Any) -> list[_Way]:
-    rows = [([p, Partial()], [p, p]) for p in _sharded(y, range(y.ndim - 1))]
-    columns = ([Shard(y.ndim - 1), Shard(0)], [Shard(y.ndim - 1), Shard(y.ndim - 1)])
-    return [([_REPLICATE, _REPLICATE], [_REPLICATE, _REPLICATE]), *rows, columns]
+def _dense_backward(grad: Any, y: Any, mask: Sequence[bool] = (True, True)) -> list[_Way]:
+    last = Shard(y.ndim - 1)
+    ways = [(_REPLICATE, _REPLICATE), *((p, Partial()) for p in _sharded(y, range(y.ndim - 1))), (last, Shard(0))]
+    return [(_asked(mask, out), [out[0], out[0], None]) for out in ways]
+
+
+def _dense_gradients(grad: Any, y: Any, x: Any, w: Any, mask: Sequence[bool]) -> list[_Way]:
+    last, part = Shard(y.ndim - 1), Partial()
+    rows = [([p, part, part], [p, p, p, _REPLICATE]) for p in _sharded(y, range(y.ndim - 1))]
+    columns_out = ([part, Shard(0), Shard(0)], [last, last, _REPLICATE, Shard(0)])
+    columns_in = ([last, Shard(1), _REPLICATE], [_REPLICATE, _REPLICATE, last, Shard(1)])
+    replicated = ([_REPLICATE] * 3, [_REPLICATE] * 4)
+    return [(_asked(mask, out), [*on, None]) for out, on in (replicated, *rows, columns_out, columns_in)]
 
 
 def _linear_in(a: Any) -> list[Any]:
@@ -244,6 +258,7 @@ def _square_matmul_sharded_b(_cls: type, op: Any, _types: Any, args: Sequence[An
 for _name, _ways in {
     "dense": _dense,
     "_dense_backward": _dense_backward,
+    "_dense_gradients": _dense_gradients,
     "_keep": _keep,
     "layer_norm": _layer_norm,
     "layer_norm_": _layer_norm_,
@@ -260,7 +275,14 @@ for _name, _ways in {
 
 # What register_sharding registers is remembered, on torch 2.11, by the tensors and integers of a call alone. These
 # depend on a list too; the number is its position.
-for _name, _position in {"layer_norm": 1, "layer_norm_": 1, "_layer_norm": 1, "_layer_norm_backward": 2}.items():
+for _name, _position in {
+    "_dense_backward": 2,
+    "_dense_gradients": 4,
+    "layer_norm": 1,
+    "layer_norm_": 1,
+    "_layer_norm": 1,
+    "_layer_norm_backward": 2,
+}.items():
     _schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     _schema_info[getattr(_myops, _name).default] = RuntimeSchemaInfo(_position, needs_pytree=True)
 

@@ -4,7 +4,7 @@ Nothing has to be called: they are registered when that module is imported, by w
 ``import torchops`` a third of a second where Triton is installed.
 
 A formula gets the arguments of an operator with shapes in place of tensors, and returns multiplications plus additions.
-Operators without one (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. The gradients need none either:
+Operators without one (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. Most gradients need none either:
 their products are ATen's ``mm``, or operators that are listed here.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["dense_flops", "square_matmul_flops"]
+__all__ = ["dense_flops", "dense_gradients_flops", "square_matmul_flops"]
 
 
 def dense_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -28,6 +28,19 @@ def dense_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -
         240
     """
     return 2 * prod(x) * w[0]
+
+
+def dense_gradients_flops(
+    grad: Sequence[int], y: Sequence[int], x: Sequence[int], w: Sequence[int], mask: Sequence[bool], **kwargs: Any
+) -> int:
+    """``2 * rows * in_features * out_features`` for each of dx and dw that ``mask`` asks for.
+
+    Example::
+
+        >>> torchops.flops.dense_gradients_flops((10, 4), (10, 4), (10, 3), (4, 3), [True, True, False])
+        480
+    """
+    return sum(mask[:2]) * dense_flops(x, w)
 
 
 def square_matmul_flops(a: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -47,4 +60,5 @@ def register() -> None:
 
     myops = torch.ops.myops
     register_flop_formula(myops.dense)(dense_flops)
+    register_flop_formula(myops._dense_gradients)(dense_gradients_flops)
     register_flop_formula([myops.square_matmul, myops.square_matmul_])(square_matmul_flops)

@@ -1,4 +1,5 @@
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sigmoid.h>
@@ -6,33 +7,22 @@
 #include <ATen/ops/sum.h>
 
 #include "autograd/autocast.h"
+#include "autograd/functional.h"
 #include "autograd/recipe.h"
 #include "ops/dense.h"
 
 namespace torchops::autograd {
 namespace {
 
-Tensor dense_decomposed(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  check_dense(x, w, b);
-  if (x.dim() > 1) return at::sigmoid(at::linear(x, w, b));
-  const Tensor z = matmul(x, w.t());
-  return at::sigmoid(b ? z + *b : z);
-}
-
-// Nothing stands between this tensor and a CUDA kernel: no subclass, no lazy negation, no other layout.
-bool is_plain_cuda(const Tensor& t) {
-  return (t.key_set() & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId() == c10::DispatchKey::CUDA;
-}
-
-// (dx, dw, db) in one pass, or none where operators have to be called one by one: they are recorded or differentiated,
-// or there is no such kernel.
-auto gradients_at_once(const Tensor& grad, const Tensor& y, const Tensor& x, const Tensor& w)
-    -> std::invoke_result_t<detail::DenseGradients, const Tensor&, const Tensor&, const Tensor&, const Tensor&> {
-  const detail::DenseGradients kernel = detail::dense_gradients();
-  if (kernel == nullptr || at::GradMode::is_enabled() || functorch_active() || is_traced(y)) return std::nullopt;
-  if (!is_plain_cuda(grad) || !is_plain_cuda(y) || !is_plain_cuda(x) || !is_plain_cuda(w)) return std::nullopt;
-  return kernel(grad, y, x, w);
-}
+struct DenseFunctional : FunctionalOp<DenseFunctional, dense> {
+  static void check(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) { check_dense(x, w, b); }
+  static Tensor decomposed(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+    if (x.dim() > 1) return at::sigmoid(at::linear(x, w, b));
+    const Tensor z = matmul(x, w.t());
+    return at::sigmoid(b ? z + *b : z);
+  }
+  static Tensor train(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b);
+};
 
 // With y = sigmoid(z), z = x @ w.T + b and the cotangent g of y:
 //   dz = g * y * (1 - y),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows.
@@ -51,58 +41,83 @@ struct Dense : torch::autograd::Function<Dense<has_bias>> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &y = saved[0], &x = saved[1], &w = saved[2];
-    if (ctx->needs_input_grad(0) && ctx->needs_input_grad(1)) {
-      if (auto all = gradients_at_once(grads[0], y, x, w)) {
-        auto& [dx, dw, db] = *all;
-        return {dx, dw, has_bias && ctx->needs_input_grad(2) ? db : Tensor()};
-      }
+    const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                   has_bias && ctx->needs_input_grad(2)};
+    if (mask[0] && mask[1] && detail::has_one_pass_gradients(w)) {
+      const auto [dx, dw, db] = detail::dense_gradients(grads[0], y, x, w, mask);
+      return {dx, dw, mask[2] ? db : Tensor()};
     }
-    Tensor dz, dx, dw, db;
-    if (has_bias && ctx->needs_input_grad(2)) {
-      std::tie(dz, db) = detail::dense_backward(grads[0], y);
-    } else {
-      dz = at::sigmoid_backward(grads[0], y);
-    }
-    if (ctx->needs_input_grad(0)) dx = matmul(dz, w);
-    if (ctx->needs_input_grad(1)) dw = at::mm(detail::as_rows(dz).t(), detail::as_rows(x));
+    const auto [dx, dw, db] = detail::dense_gradients_in_parts(grads[0], y, x, w, mask);
     return {dx, dw, db};
   }
 };
 
-Tensor dense_autograd(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  check_dense(x, w, b);
-  if (needs_decomposition(x, w, b)) return dense_decomposed(x, w, b);
-  if (needs_grad(x, w, b)) return b ? Dense<true>::apply(x, w, b) : Dense<false>::apply(x, w, b);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return dense(x, w, b);
+Tensor DenseFunctional::train(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  return b ? Dense<true>::apply(x, w, b) : Dense<false>::apply(x, w, b);
 }
 
-std::tuple<Tensor, Tensor> dense_backward_decomposed(const Tensor& grad, const Tensor& y) {
-  const Tensor dz = at::sigmoid_backward(grad, y);
-  return {dz, detail::as_rows(dz).sum(0)};
-}
+// Only double backward differentiates these two.
+struct DenseBackward : FunctionalOp<DenseBackward, detail::dense_backward> {
+  static void check(const Tensor& grad, const Tensor& y, std::array<bool, 2>) { detail::check_dense_backward(grad, y); }
+  static std::tuple<Tensor, Tensor> decomposed(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+    const Tensor none = at::empty({0}, y.options());
+    if (!mask[0] && !mask[1]) return {none, none};
+    const Tensor dz = at::sigmoid_backward(grad, y).contiguous();
+    return {mask[0] ? dz : none, mask[1] ? detail::as_rows(dz).sum(0) : none};
+  }
+};
 
-// Only double backward differentiates this one.
-std::tuple<Tensor, Tensor> dense_backward_autograd(const Tensor& grad, const Tensor& y) {
-  if (needs_decomposition(grad, y) || needs_grad(grad, y)) return dense_backward_decomposed(grad, y);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return detail::dense_backward(grad, y);
-}
+struct DenseGradients : FunctionalOp<DenseGradients, detail::dense_gradients> {
+  static void check(const Tensor& grad, const Tensor& y, const Tensor& x, const Tensor& w, std::array<bool, 3>) {
+    detail::check_dense_gradients(grad, y, x, w);
+  }
+  static std::tuple<Tensor, Tensor, Tensor> decomposed(const Tensor& grad, const Tensor& y, const Tensor& x,
+                                                       const Tensor& w, std::array<bool, 3> mask) {
+    auto out = detail::dense_gradients_in_parts(grad, y, x, w, mask);
+    for (Tensor& t : out) {
+      if (!t.defined()) t = at::empty({0}, y.options());
+    }
+    return {out[0], out[1], out[2]};
+  }
+};
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("dense", dense_autograd);
-  m.impl("_dense_backward", dense_backward_autograd);
+  m.impl("dense", DenseFunctional::autograd);
+  m.impl("_dense_backward", DenseBackward::autograd);
+  m.impl("_dense_gradients", DenseGradients::autograd);
 }
 
 TORCHOPS_AUTOCAST(m) { m.impl("dense", autocast<CastTo::kLowerPrecision, dense>); }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("dense", autocast<CastTo::kLowerPrecision, dense_decomposed>);
-  m.impl("_dense_backward", dense_backward_decomposed);
+  m.impl("dense", autocast<CastTo::kLowerPrecision, DenseFunctional::batched>);
+  m.impl("_dense_backward", DenseBackward::batched);
+  m.impl("_dense_gradients", DenseGradients::batched);
 }
 
 // For a backend that has dense alone.
-TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_dense_backward", dense_backward_decomposed); }
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
+  m.impl("_dense_backward", DenseBackward::batched);
+  m.impl("_dense_gradients", DenseGradients::batched);
+}
 
 }  // namespace
 }  // namespace torchops::autograd
+
+namespace torchops {
+
+std::array<at::Tensor, 3> detail::dense_gradients_in_parts(const at::Tensor& grad, const at::Tensor& y,
+                                                           const at::Tensor& x, const at::Tensor& w,
+                                                           std::array<bool, 3> mask) {
+  at::Tensor dz, dx, dw, db;
+  if (mask[2]) {
+    std::tie(dz, db) = dense_backward(grad, y, {mask[0] || mask[1], true});
+  } else if (mask[0] || mask[1]) {
+    dz = at::sigmoid_backward(grad, y);
+  }
+  if (mask[0]) dx = autograd::matmul(dz, w);
+  if (mask[1]) dw = at::mm(as_rows(dz).t(), as_rows(x));
+  return {dx, dw, db};
+}
+
+}  // namespace torchops

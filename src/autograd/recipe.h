@@ -13,9 +13,9 @@
 #include "ops/common.h"
 #include "ops/keep.h"
 
-// How an operator of this library joins autograd. A functional operator takes one of three ways: written out in ATen
-// operators, an autograd Function, or straight to the backend. A mutating one takes one of four, see MutatingOp. What
-// goes silently wrong without them is pinned down in test/test_traps.py.
+// How an operator of this library joins autograd. A functional operator takes one of three ways, see FunctionalOp in
+// autograd/functional.h; a mutating one takes one of four, see MutatingOp. What goes silently wrong without them is
+// pinned down in test/test_traps.py.
 namespace torchops::autograd {
 
 using at::Tensor;

@@ -58,29 +58,34 @@ Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
 }
 
 // One pass over grad and y for both results. The panels, and with them the order of the additions, depend on the shape
-// alone, so the bias gradient has the same bits with any number of threads.
-std::tuple<Tensor, Tensor> dense_backward_cpu(const Tensor& grad, const Tensor& y) {
-  TORCH_CHECK(grad.sizes() == y.sizes(), "_dense_backward: expected grad of shape ", detail::to_string(y.sym_sizes()),
-              " to match y, got ", detail::to_string(grad.sym_sizes()));
-  detail::check_matches("_dense_backward", "grad", grad, "y", y);
-  Tensor dz = at::detail::empty_cpu(y.sizes(), y.options());
+// alone, so the bias gradient has the same bits with any number of threads, and with or without dz.
+std::tuple<Tensor, Tensor> dense_backward_cpu(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+  detail::check_dense_backward(grad, y);
+  const bool dz_wanted = mask[0], db_wanted = mask[1];
+  const auto empty = [&](at::IntArrayRef sizes) -> Tensor { return at::detail::empty_cpu(sizes, y.options()); };
+  Tensor dz = dz_wanted ? empty(y.sizes()) : empty({0});
+  if (!db_wanted) {
+    if (dz_wanted) at::cpu::sigmoid_backward_out(dz, grad, y);
+    return {dz, empty({0})};
+  }
   const int64_t out_features = y.size(-1);
-  if (dz.numel() == 0) return {dz, at::zeros({out_features}, y.options())};
-  const Tensor grad_rows = detail::as_rows(grad), y_rows = detail::as_rows(y), dz_rows = detail::as_rows(dz);
-  const int64_t rows = dz_rows.size(0);
+  if (y.numel() == 0) return {dz, at::zeros({out_features}, y.options())};
+  const Tensor grad_rows = detail::as_rows(grad), y_rows = detail::as_rows(y);
+  const int64_t rows = y_rows.size(0);
+  const Tensor dz_rows = dz_wanted ? dz.view({rows, out_features}) : Tensor();
   const int64_t rows_per_panel = std::max(kPanelBytes / (out_features * y.element_size()), int64_t{1});
   const auto accumulate = y.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   if (rows <= rows_per_panel) {
-    at::cpu::sigmoid_backward_out(dz, grad, y);
-    return {dz, at::cpu::sum(dz_rows, {0}, /*keepdim=*/false, accumulate).to(y.scalar_type())};
+    Tensor panel = dz_wanted ? dz_rows : empty({rows, out_features});
+    at::cpu::sigmoid_backward_out(panel, grad_rows, y_rows);
+    return {dz, at::cpu::sum(panel, {0}, /*keepdim=*/false, accumulate).to(y.scalar_type())};
   }
   const Tensor partial = at::empty({ceil_div(rows, rows_per_panel), out_features}, y.options().dtype(accumulate));
   for_each_panel(rows, rows_per_panel, [&](int64_t begin, int64_t end) {
-    Tensor dz_panel = dz_rows.narrow(0, begin, end - begin);
-    at::cpu::sigmoid_backward_out(dz_panel, grad_rows.narrow(0, begin, end - begin),
-                                  y_rows.narrow(0, begin, end - begin));
+    Tensor panel = dz_wanted ? dz_rows.narrow(0, begin, end - begin) : empty({end - begin, out_features});
+    at::cpu::sigmoid_backward_out(panel, grad_rows.narrow(0, begin, end - begin), y_rows.narrow(0, begin, end - begin));
     Tensor sum = partial.select(0, begin / rows_per_panel);
-    at::cpu::sum_out(sum, dz_panel, {0}, /*keepdim=*/false, accumulate);
+    at::cpu::sum_out(sum, panel, {0}, /*keepdim=*/false, accumulate);
   });
   return {dz, at::cpu::sum(partial, {0}, /*keepdim=*/false, accumulate).to(y.scalar_type())};
 }

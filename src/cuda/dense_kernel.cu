@@ -3,6 +3,7 @@
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/as_strided_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
+#include <ATen/ops/sigmoid_backward_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -72,22 +73,30 @@ Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   return y;
 }
 
-std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor& y) {
-  TORCH_CHECK(grad.sizes() == y.sizes(), "_dense_backward: expected grad of shape ", detail::to_string(y.sym_sizes()),
-              " to match y, got ", detail::to_string(grad.sym_sizes()));
-  detail::check_matches("_dense_backward", "grad", grad, "y", y);
+std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+  detail::check_dense_backward(grad, y);
   const c10::cuda::CUDAGuard guard(y.device());
-  return gemm::backward_pass<Sigmoid>(grad, y);
+  if (mask[1]) return gemm::backward_pass<Sigmoid>(grad, y, mask[0]);
+  const Tensor none = at::detail::empty_cuda({0}, y.options());
+  return {mask[0] ? at::cuda::sigmoid_backward(grad, y).contiguous() : none, none};
 }
 
-// All gradients by the kernel that makes them in one pass over the rows, or none, with nothing done.
+// The answer is the same for any number of rows.
+bool has_one_pass_kernel(c10::Device device, at::ScalarType dtype, int64_t n, int64_t k) {
+  if (!device.is_cuda() || n % 8 != 0 || k % 8 != 0 || n == 0 || k == 0) return false;
+  const c10::cuda::CUDAGuard guard(device);
+  const auto sm_count = gemm::sm90_multiprocessors();
+  const auto element = gemm::element_of(dtype);
+  return sm_count && element && gemm::has_kernel<gemm::DenseGradients>({1, n, k, 1, *element, *sm_count});
+}
+
+[[maybe_unused]] const auto former = detail::set_one_pass_kernel(has_one_pass_kernel);
+
+// All gradients by the kernel that makes them in one pass over the rows, or none, with nothing done. db may be empty.
 std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tensor& grad, const Tensor& y,
-                                                                     const Tensor& x, const Tensor& w) {
+                                                                     const Tensor& x, const Tensor& w, bool db_wanted) {
   const int64_t n = w.size(0), k = w.size(1);
-  if (detail::dense_path() == detail::DensePath::kCublas || n % 8 != 0 || k % 8 != 0 || y.numel() == 0 || k == 0) {
-    return std::nullopt;
-  }
-  const c10::cuda::CUDAGuard guard(y.device());
+  if (!detail::has_one_pass_gradients(w) || y.numel() == 0) return std::nullopt;
   const auto sm_count = gemm::sm90_multiprocessors();
   const auto element = gemm::element_of(y.scalar_type());
   if (!sm_count || !element) return std::nullopt;
@@ -98,7 +107,8 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tenso
              from_w = gemm::operand(w);
   if (!from_g || !from_y || !from_x || !from_w) return std::nullopt;
   const Tensor dx = at::detail::empty_cuda(x.sizes(), x.options());
-  const Tensor dw = at::detail::empty_cuda({n, k}, w.options()), db = at::detail::empty_cuda({n}, w.options());
+  const Tensor dw = at::detail::empty_cuda({n, k}, w.options());
+  const Tensor db = at::detail::empty_cuda({db_wanted ? n : 0}, w.options());
   gemm::GradientProblem problem;
   problem.m = static_cast<int>(y_rows.size(0));
   problem.n = static_cast<int>(n);
@@ -109,17 +119,28 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tenso
   problem.w = *from_w;
   problem.dx = dx.mutable_data_ptr();
   problem.dw = dw.mutable_data_ptr();
-  problem.dbias = db.mutable_data_ptr();
+  problem.dbias = db_wanted ? db.mutable_data_ptr() : nullptr;
   const gemm::Case c{problem.m, problem.n, problem.k, 1, *element, *sm_count};
   if (!gemm::run_chosen<gemm::DenseGradients>(problem, c, y)) return std::nullopt;
   return std::tuple(dx, dw, db);
 }
 
-[[maybe_unused]] const bool has_gradients = (detail::set_dense_gradients(one_pass_gradients), true);
+std::tuple<Tensor, Tensor, Tensor> dense_gradients_cuda(const Tensor& grad, const Tensor& y, const Tensor& x,
+                                                        const Tensor& w, std::array<bool, 3> mask) {
+  detail::check_dense_gradients(grad, y, x, w);
+  const c10::cuda::CUDAGuard guard(y.device());
+  if (mask[0] && mask[1]) {
+    if (auto all = one_pass_gradients(grad, y, x, w, mask[2])) return *std::move(all);
+  }
+  const auto [dx, dw, db] = detail::dense_gradients_in_parts(grad, y, x, w, mask);
+  const Tensor none = at::detail::empty_cuda({0}, y.options());
+  return {mask[0] ? dx : none, mask[1] ? dw : none, mask[2] ? db : none};
+}
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   m.impl("dense", dense_cuda);
   m.impl("_dense_backward", dense_backward_cuda);
+  m.impl("_dense_gradients", dense_gradients_cuda);
 }
 
 }  // namespace

@@ -33,6 +33,16 @@ void check_matches(const char* op, const char* name, const at::Tensor& tensor, c
               " to match ", reference_name, ", got ", tensor.device().str());
 }
 
+void check_shape(const char* op, const char* name, const at::Tensor& tensor, c10::SymIntArrayRef shape,
+                 const char* reference_name) {
+  TORCH_CHECK(tensor.dim() == static_cast<int64_t>(shape.size()), op, ": expected ", name, " of shape ",
+              to_string(shape), " to match ", reference_name, ", got ", to_string(tensor.sym_sizes()));
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    TORCH_SYM_CHECK(tensor.sym_size(dim).sym_eq(shape[dim]), op, ": expected ", name, " of shape ", to_string(shape),
+                    " to match ", reference_name, ", got ", to_string(tensor.sym_sizes()));
+  }
+}
+
 void check_writable(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": expected ", name,
               " without internal overlap, got shape ", to_string(tensor.sym_sizes()), " with strides ",

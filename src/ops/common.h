@@ -22,6 +22,10 @@ void check_dtype(const char* op, const char* name, const at::Tensor& tensor);
 void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
                    const at::Tensor& reference);
 
+/// Raises unless `tensor` has the shape `shape`, which that of an argument (or of several), `reference_name`, demands.
+void check_shape(const char* op, const char* name, const at::Tensor& tensor, c10::SymIntArrayRef shape,
+                 const char* reference_name);
+
 /// Raises if two indices of `tensor` share one memory location (an expanded tensor): it cannot be written.
 void check_writable(const char* op, const char* name, const at::Tensor& tensor);
 

@@ -19,10 +19,17 @@ Tensor dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   return op.call(x, w, b);
 }
 
-std::tuple<Tensor, Tensor> detail::dense_backward(const Tensor& grad, const Tensor& y) {
+std::tuple<Tensor, Tensor> detail::dense_backward(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::_dense_backward", "").typed<decltype(dense_backward)>();
-  return op.call(grad, y);
+  return op.call(grad, y, mask);
+}
+
+std::tuple<Tensor, Tensor, Tensor> detail::dense_gradients(const Tensor& grad, const Tensor& y, const Tensor& x,
+                                                           const Tensor& w, std::array<bool, 3> mask) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::_dense_gradients", "").typed<decltype(dense_gradients)>();
+  return op.call(grad, y, x, w, mask);
 }
 
 void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
@@ -36,11 +43,7 @@ void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
                   " to match x, got ", detail::to_string(w.sym_sizes()));
   if (!b) return;
   detail::check_matches("dense", "b", *b, "x", x);
-  const c10::SymInt out_features = w.sym_size(0);
-  TORCH_CHECK(b->dim() == 1, "dense: expected b of shape ", detail::to_string({out_features}), " to match w, got ",
-              detail::to_string(b->sym_sizes()));
-  TORCH_SYM_CHECK(b->sym_size(0).sym_eq(out_features), "dense: expected b of shape ", detail::to_string({out_features}),
-                  " to match w, got ", detail::to_string(b->sym_sizes()));
+  detail::check_shape("dense", "b", *b, {w.sym_size(0)}, "w");
 }
 
 namespace {
@@ -66,9 +69,20 @@ std::string set_path(const std::string& name) {
   return kPathNames[static_cast<int>(current_path().exchange(parse_path("_dense_path", name)))];
 }
 
-std::atomic<detail::DenseGradients>& current_gradients() {
-  static std::atomic<detail::DenseGradients> kernel{nullptr};
-  return kernel;
+std::atomic<detail::HasOnePassKernel>& one_pass_kernel() {
+  static std::atomic<detail::HasOnePassKernel> has_kernel{nullptr};
+  return has_kernel;
+}
+
+void check_cotangent(const char* op, const Tensor& grad, const Tensor& y) {
+  TORCH_CHECK(y.dim() >= 1, op, ": expected y with at least 1 dimension, got a 0-dimensional tensor");
+  detail::check_dtype(op, "y", y);
+  detail::check_matches(op, "grad", grad, "y", y);
+  detail::check_shape(op, "grad", grad, y.sym_sizes(), "y");
+}
+
+Tensor empty_if(bool wanted, c10::SymIntArrayRef sizes, const Tensor& like) {
+  return wanted ? at::empty_symint(sizes, like.options()) : at::empty({0}, like.options());
 }
 
 Tensor dense_meta(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
@@ -78,15 +92,24 @@ Tensor dense_meta(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   return at::empty_symint(sizes, x.options());
 }
 
-std::tuple<Tensor, Tensor> dense_backward_meta(const Tensor& grad, const Tensor& y) {
-  TORCH_CHECK(grad.dim() == y.dim(), "_dense_backward: expected grad of shape ", detail::to_string(y.sym_sizes()),
-              " to match y, got ", detail::to_string(grad.sym_sizes()));
-  return {at::empty_symint(y.sym_sizes(), y.options()), at::empty_symint({y.sym_size(-1)}, y.options())};
+std::tuple<Tensor, Tensor> dense_backward_meta(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+  detail::check_dense_backward(grad, y);
+  return {empty_if(mask[0], y.sym_sizes(), y), empty_if(mask[1], {y.sym_size(-1)}, y)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> dense_gradients_meta(const Tensor& grad, const Tensor& y, const Tensor& x,
+                                                        const Tensor& w, std::array<bool, 3> mask) {
+  detail::check_dense_gradients(grad, y, x, w);
+  return {empty_if(mask[0], x.sym_sizes(), x), empty_if(mask[1], w.sym_sizes(), w),
+          empty_if(mask[2], {w.sym_size(0)}, w)};
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
   m.def("dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("_dense_backward(Tensor grad, Tensor y) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
+  m.def("_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Tensor, Tensor)",
+        {at::Tag::pt2_compliant_tag});
+  m.def("_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+        {at::Tag::pt2_compliant_tag});
   // Sets the path and returns the former one.
   m.def("_dense_path(str path) -> str", {at::Tag::pt2_compliant_tag});
   m.impl("_dense_path", set_path);
@@ -95,14 +118,40 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("dense", dense_meta);
   m.impl("_dense_backward", dense_backward_meta);
+  m.impl("_dense_gradients", dense_gradients_meta);
 }
 
 }  // namespace
 
 detail::DensePath detail::dense_path() { return current_path().load(std::memory_order_relaxed); }
 
-detail::DenseGradients detail::dense_gradients() { return current_gradients().load(std::memory_order_relaxed); }
+void detail::check_dense_backward(const Tensor& grad, const Tensor& y) { check_cotangent("_dense_backward", grad, y); }
 
-void detail::set_dense_gradients(DenseGradients kernel) { current_gradients().store(kernel); }
+void detail::check_dense_gradients(const Tensor& grad, const Tensor& y, const Tensor& x, const Tensor& w) {
+  constexpr const char* op = "_dense_gradients";
+  check_cotangent(op, grad, y);
+  const c10::SymInt out_features = y.sym_size(-1);
+  check_matches(op, "w", w, "y", y);
+  TORCH_CHECK(w.dim() == 2, op, ": expected w of shape (out, in) with out = ", out_features, " to match y, got ",
+              to_string(w.sym_sizes()));
+  TORCH_SYM_CHECK(w.sym_size(0).sym_eq(out_features), op, ": expected w of shape (out, in) with out = ", out_features,
+                  " to match y, got ", to_string(w.sym_sizes()));
+  c10::SymDimVector x_sizes(y.sym_sizes());
+  x_sizes.back() = w.sym_size(1);
+  check_matches(op, "x", x, "y", y);
+  check_shape(op, "x", x, x_sizes, "y and w");
+}
+
+bool detail::has_one_pass_gradients(const Tensor& w) {
+  const HasOnePassKernel has_kernel = one_pass_kernel().load(std::memory_order_relaxed);
+  if (has_kernel == nullptr || dense_path() == DensePath::kCublas) return false;
+  // A size that is not known while tracing is not asked for: that would be a guard.
+  const std::optional<int64_t> n = w.sym_size(0).maybe_as_int(), k = w.sym_size(1).maybe_as_int();
+  return n && k && has_kernel(w.device(), w.scalar_type(), *n, *k);
+}
+
+detail::HasOnePassKernel detail::set_one_pass_kernel(HasOnePassKernel has_kernel) {
+  return one_pass_kernel().exchange(has_kernel);
+}
 
 }  // namespace torchops

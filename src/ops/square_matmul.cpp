@@ -31,12 +31,7 @@ void check(const char* op, const Tensor& a, const Tensor& b) {
   detail::check_dtype(op, "a", a);
   detail::check_matches(op, "b", b, "a", a);
   const c10::SymInt n = a.sym_size(-1);
-  TORCH_CHECK(b.dim() == 2, op, ": expected b of shape ", detail::to_string({n, n}), " to match a, got ",
-              detail::to_string(b.sym_sizes()));
-  for (const int64_t dim : {0, 1}) {
-    TORCH_SYM_CHECK(b.sym_size(dim).sym_eq(n), op, ": expected b of shape ", detail::to_string({n, n}),
-                    " to match a, got ", detail::to_string(b.sym_sizes()));
-  }
+  detail::check_shape(op, "b", b, {n, n}, "a");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAException.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "cuda/gemm/choose.h"
@@ -19,6 +20,14 @@ std::optional<Element> element_of(at::ScalarType dtype);
 /// The multiprocessors of the current device if the kernels of sm90/ are for it, otherwise nothing. Warns once if they
 /// would be, but this build lacks them.
 std::optional<int> sm90_multiprocessors();
+
+/// Whether this build has a kernel that the rules of the operation name for such a case.
+template <class Operation>
+bool has_kernel(const Case& c) {
+  return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
+    return rule.suits(c) && find<Operation>(c.element, rule.tiling) != nullptr;
+  });
+}
 
 /// Runs the first kernel that the rules of the operation name, this build has and the problem fits, on the current
 /// stream. `like` tells where its workspace belongs. False, with nothing done, if there is none.

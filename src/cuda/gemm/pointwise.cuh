@@ -107,9 +107,9 @@ void bias_activation_(const at::Tensor& y, const std::optional<at::Tensor>& b) {
 
 constexpr int kBackwardThreads = 256;
 
-/// dz = F::backward(grad, y), and in partial[blockIdx.y] the column sums of this block's rows. A block's threads are
-/// `width` columns (of `count` elements each) by kBackwardThreads / width rows. Adds in an order that only the shape
-/// determines.
+/// dz = F::backward(grad, y), unless dz is null, and in partial[blockIdx.y] the column sums of this block's rows. A
+/// block's threads are `width` columns (of `count` elements each) by kBackwardThreads / width rows. Adds in an order
+/// that only the shape determines.
 template <class F, class T, int count>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_pass_kernel(const T* __restrict__ grad, const T* __restrict__ y, T* __restrict__ dz,
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
           sums[v] += value;
           out.at[v] = static_cast<T>(value);
         }
-        *reinterpret_cast<Access*>(dz + (row + int64_t{i} * height) * columns + column) = out;
+        if (dz != nullptr) *reinterpret_cast<Access*>(dz + (row + int64_t{i} * height) * columns + column) = out;
       }
     }
   }
@@ -181,14 +181,15 @@ struct BackwardGrid {
   }
 };
 
-/// (dz, dz summed over the rows before it is rounded) for the cotangent grad of the output y of F; dz is contiguous.
+/// (dz, dz summed over the rows before it is rounded) for the cotangent grad of the output y of F; dz is contiguous, or
+/// empty where only the sum is wanted.
 template <class F>
-std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const at::Tensor& y) {
+std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const at::Tensor& y, bool dz_wanted) {
   const int64_t columns = y.size(-1);
-  const at::Tensor dz = at::detail::empty_cuda(y.sizes(), y.options());
-  if (dz.numel() == 0) return {dz, at::zeros({columns}, y.options())};
+  const at::Tensor dz = at::detail::empty_cuda(dz_wanted ? y.sizes() : at::IntArrayRef({0}), y.options());
+  if (y.numel() == 0) return {dz, at::zeros({columns}, y.options())};
   const at::Tensor db = at::detail::empty_cuda({columns}, y.options());
-  const int64_t rows = dz.numel() / columns;
+  const int64_t rows = y.numel() / columns;
   const at::Tensor g = grad.contiguous(), s = y.contiguous();
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "backward_pass", [&] {
@@ -203,8 +204,8 @@ std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const a
         in_vectors ? backward_pass_kernel<F, scalar_t, kVectorSize<scalar_t>> : backward_pass_kernel<F, scalar_t, 1>;
     const dim3 blocks(static_cast<unsigned>(grid.column_blocks), static_cast<unsigned>(grid.row_blocks));
     kernel<<<blocks, kBackwardThreads, 0, stream>>>(g.const_data_ptr<scalar_t>(), s.const_data_ptr<scalar_t>(),
-                                                    dz.mutable_data_ptr<scalar_t>(), sums, rows, columns,
-                                                    grid.rows_per_block, grid.width);
+                                                    dz_wanted ? dz.mutable_data_ptr<scalar_t>() : nullptr, sums, rows,
+                                                    columns, grid.rows_per_block, grid.width);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     launch_column_sum<scalar_t, Wide, 1, 32, 32>(sums, db.mutable_data_ptr<scalar_t>(), nullptr, grid.row_blocks,
                                                  columns, columns, columns, stream);
