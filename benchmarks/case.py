@@ -67,7 +67,7 @@ class Operator:
     Args:
         name: the operator; a trailing `_` says that it overwrites its first argument.
         dims: names of the sizes in a shape.
-        make: random arguments for a shape, a dtype and a device, on whose rows the result depends row by row.
+        make: random arguments for a shape, a dtype and a device. The result depends row by row on the rows of `inputs`.
         cost: of a shape and a task.
         cases: for a type of device.
         small: a shape for checks of gradients.
@@ -75,6 +75,7 @@ class Operator:
             arguments, and called with the sets in turn.
         training_references: the same, for forward and backward.
         memory: cases of the memory benchmark, for a type of device.
+        inputs: how many of the first arguments have a row for each row of the result.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Operator:
     references: Mapping[str, Callable[..., Call]] = field(default_factory=dict)
     training_references: Mapping[str, Callable[..., Call]] = field(default_factory=dict)
     memory: Callable[[str], list[Case]] = lambda device_type: []
+    inputs: int = 1
 
     @property
     def mutates(self) -> bool:

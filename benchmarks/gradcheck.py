@@ -25,7 +25,9 @@ from .run import device_of, refusal
 # Compiled graphs have no second derivative, and neither has what autograd cannot look into.
 FIRST_ORDER = {("py", "square_matmul_"), ("triton", "softmax")}
 # The formula overwrites what its own gradient needs, and autograd says so.
-NO_GRADIENT = {(mode, op) for mode in ("eager", "compile", "compile-max") for op in ("layer_norm_", "square_matmul_")}
+NO_GRADIENT = {
+    (mode, op) for mode in ("eager", "compile", "compile-max") for op in ("gate_", "layer_norm_", "square_matmul_")
+}
 # Numerical differences over the thousands of parameters of the perceptron would take minutes; its layers are dense.
 LARGE = ("mlp",)
 

@@ -89,7 +89,8 @@ def relative_error(workload: Workload, name: str) -> float:
     formula = implementations.find(case.op, "eager")
     assert formula is not None
     with torch.no_grad():
-        exact = formula(args[0][rows].double(), *(t.double() for t in args[1:]))
+        inputs = workload.operator.inputs
+        exact = formula(*(t[rows].double() for t in args[:inputs]), *(t.double() for t in args[inputs:]))
         if workload.operator.mutates:
             args[0] = args[0].clone()
         out = call(*args)[rows].double()

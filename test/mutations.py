@@ -27,12 +27,17 @@ class Variant:
     keywords: tuple[tuple[str, Any], ...] = ()
     saves_output: bool = False  # the gradient reads the new value, where it stands
     saves_input: bool = False  # the gradient reads the old value, of which a copy is kept
+    row_parameters: tuple[int, ...] = ()  # those that have a row for each row of what is overwritten
 
     def in_place(self) -> InPlace:
         return InPlace(self)
 
     def reference(self) -> Reference:
         return Reference(self)
+
+    def fit(self, t: Tensor, parameters: tuple[Any, ...]) -> list[Any]:
+        """The parameters for `t`, which may have fewer rows than the input."""
+        return [p[: t.shape[0]] if i in self.row_parameters else p for i, p in enumerate(parameters)]
 
     def input(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """A leaf; what is overwritten must be computed from it."""
@@ -47,7 +52,7 @@ class InPlace:
     variant: Variant
 
     def whole(self, t: Tensor, *parameters: Any) -> Tensor:
-        self.variant.case.op(t, *parameters, **dict(self.variant.keywords))
+        self.variant.case.op(t, *self.variant.fit(t, parameters), **dict(self.variant.keywords))
         return t
 
     def rows(self, t: Tensor, rows: slice, *parameters: Any) -> Tensor:
@@ -60,7 +65,7 @@ class Reference:
     variant: Variant
 
     def whole(self, t: Tensor, *parameters: Any) -> Tensor:
-        return self.variant.case.reference(t, *parameters, **dict(self.variant.keywords))
+        return self.variant.case.reference(t, *self.variant.fit(t, parameters), **dict(self.variant.keywords))
 
     def rows(self, t: Tensor, rows: slice, *parameters: Any) -> Tensor:
         return torch.cat([t[: rows.start], self.whole(t[rows], *parameters), t[rows.stop :]])
@@ -74,10 +79,15 @@ def _affine(x: Tensor) -> tuple[Any, ...]:
     return [5], random_like(x.new_empty(5), 3), random_like(x.new_empty(5), 4)
 
 
+def _gating(x: Tensor) -> tuple[Any, ...]:
+    return tuple(random_like(x.new_empty(shape), 5 + i) for i, shape in enumerate([(x.shape[0], 7), (5, 7), (5,)]))
+
+
 _BY_NAME = {case.name: case for case in OPS}
 
 VARIANTS = (
     Variant("sigmoid_", _BY_NAME["sigmoid_"], lambda x: (), saves_output=True),
+    Variant("gate_", _BY_NAME["gate_"], _gating, saves_input=True, row_parameters=(0,)),
     Variant("square_matmul_", _BY_NAME["square_matmul_"], _square, saves_input=True),
     Variant(
         "square_matmul_tb_", _BY_NAME["square_matmul_"], _square, keywords=(("transpose_b", True),), saves_input=True

@@ -7,11 +7,22 @@ adding its `OpCase` here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from product_samples import (
+    GATE_ERRORS,
+    GLU_ERRORS,
+    SQUARE_MATMUL_ERRORS,
+    gate_reference,
+    gate_samples,
+    glu_reference,
+    glu_samples,
+    square_matmul_reference,
+    square_matmul_samples,
+)
 from samples import (
     ZERO_DIM,
     Arguments,
@@ -46,6 +57,8 @@ class OpCase:
     mutates: int | None = None  # the position of the argument that is overwritten
     twin: str | None = None  # the functional operator that computes the same
     dtypes: tuple[torch.dtype, ...] = DTYPES
+    recomputes: bool = False  # the gradient computes the products of the forward pass again
+    casts_weights: bool = False  # under autocast its weights alone are cast, and it takes float32 inputs beside them
     # Multiples of eps that may be lost beyond 1.5 times what ATen itself loses in that dtype.
     slack: dict[torch.dtype, float] = field(
         default_factory=lambda: {torch.float32: 2.0, torch.float64: 256.0, torch.float16: 0.51, torch.bfloat16: 0.51}
@@ -155,62 +168,6 @@ def _sigmoid_samples(mutates: bool) -> tuple[Sample, ...]:
         Sample("large_strided", lambda t: arguments(t(1031, 517, view=Tensor.t)), large=True),
     )
 
-
-# --- square_matmul ---------------------------------------------------------------------------------------------------
-
-
-def square_matmul_reference(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
-    return a @ (b.mT if transpose_b else b)
-
-
-def _overlapping(t: Make, rows: int, n: int, start: int, transpose_b: bool) -> Arguments:
-    a = t(rows, n, scale=0.5)
-    return arguments(a, a[start : start + n], transpose_b=transpose_b)
-
-
-def _itself(t: Make, n: int, transpose_b: bool) -> Arguments:
-    a = t(n, n, scale=0.5)
-    return arguments(a, a, transpose_b=transpose_b)
-
-
-def _square_matmul_samples(mutates: bool, tb: bool) -> tuple[Sample, ...]:
-    def pair(a: Callable[[Make], Tensor], b: Callable[[Make], Tensor]) -> Callable[[Make], Arguments]:
-        return lambda t: arguments(a(t), b(t), transpose_b=tb)
-
-    def matrix(t: Make) -> Tensor:
-        return t(5, 6)
-
-    samples = (
-        *on_layouts(mutates, lambda t, a: arguments(a, t(a.shape[-1], a.shape[-1]), transpose_b=tb)),
-        Sample("transposed_b", pair(matrix, lambda t: t(6, 6, view=Tensor.t))),
-        Sample("expanded_b", pair(matrix, lambda t: t(1, 6, view=lambda v: v.expand(6, 6)))),
-        Sample("strided_b", pair(matrix, lambda t: t(18, 6, view=every_third_row))),
-        Sample("zero_in", pair(lambda t: t(5, 0), lambda t: t(0, 0))),
-        Sample("b_inside_a", lambda t: _overlapping(t, 11, 5, 3, tb), leaves=False),
-        Sample("b_is_a", lambda t: _itself(t, 7, tb), leaves=False),
-        Sample("many_rows", pair(lambda t: t(40_009, 61), lambda t: t(61, 61, scale=0.3)), large=True),
-        Sample("b_inside_many_rows", lambda t: _overlapping(t, 20_011, 61, 19_950, tb), leaves=False, large=True),
-        Sample("wide", pair(lambda t: t(37, 1031), lambda t: t(1031, 1031, scale=0.05)), large=True),
-    )
-    if tb:
-        return tuple(replace(s, name=s.name + "_tb") for s in samples)
-    return (*samples, Sample("default", lambda t: arguments(t(5, 7), t(7, 7))))
-
-
-_B = "expected b of shape ({0}, {0}) to match a, got {1}"
-
-SQUARE_MATMUL_ERRORS = (
-    ErrorInput("zero_dim_a", lambda t: arguments(t(), t(7, 7)), ZERO_DIM.format("a")),
-    ErrorInput("zero_dim_b", lambda t: arguments(t(5, 7), t()), _B.format(7, "()")),
-    ErrorInput("rank_b_1", lambda t: arguments(t(5, 7), t(7)), _B.format(7, "(7,)")),
-    ErrorInput("rank_b_3", lambda t: arguments(t(5, 7), t(5, 7, 7)), _B.format(7, "(5, 7, 7)")),
-    ErrorInput("inner_size", lambda t: arguments(t(5, 7), t(6, 6)), _B.format(7, "(6, 6)")),
-    ErrorInput("b_not_square", lambda t: arguments(t(5, 7), t(7, 6)), _B.format(7, "(7, 6)")),
-    ErrorInput("b_not_square_tb", lambda t: arguments(t(5, 7), t(6, 7), transpose_b=True), _B.format(7, "(6, 7)")),
-    ErrorInput("inner_size_1", lambda t: arguments(t(1), t(7, 7)), _B.format(1, "(7, 7)")),
-    *dtype_errors("a", lambda t, d: arguments(t(5, 7, dtype=d), t(7, 7, dtype=d))),
-    *match_errors("b", "a", lambda t, **other: arguments(t(5, 7), t(7, 7, **other))),
-)
 
 # --- softmax ---------------------------------------------------------------------------------------------------------
 
@@ -337,6 +294,35 @@ SIGMOID_ERRORS = dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d)))
 
 OPS = (
     OpCase("dense", torchops.dense, dense_reference, DENSE_SAMPLES, DENSE_ERRORS),
+    OpCase(
+        "gate",
+        torchops.gate,
+        gate_reference,
+        gate_samples(False),
+        GATE_ERRORS,
+        recomputes=True,
+        casts_weights=True,
+    ),
+    OpCase(
+        "gate_",
+        torchops.gate_,
+        gate_reference,
+        gate_samples(True),
+        (*GATE_ERRORS, overlap_error("v", lambda t: [t(3, 2), t(4, 2)])),
+        mutates=0,
+        twin="gate",
+        recomputes=True,
+        casts_weights=True,
+    ),
+    OpCase(
+        "glu",
+        torchops.glu,
+        glu_reference,
+        glu_samples("sigmoid") + glu_samples("silu"),
+        GLU_ERRORS,
+        recomputes=True,
+        casts_weights=True,
+    ),
     OpCase("sigmoid", torchops.sigmoid, torch.sigmoid, _sigmoid_samples(False), SIGMOID_ERRORS),
     OpCase(
         "sigmoid_",
@@ -351,14 +337,14 @@ OPS = (
         "square_matmul",
         torchops.square_matmul,
         square_matmul_reference,
-        _square_matmul_samples(False, False) + _square_matmul_samples(False, True),
+        square_matmul_samples(False, False) + square_matmul_samples(False, True),
         SQUARE_MATMUL_ERRORS,
     ),
     OpCase(
         "square_matmul_",
         torchops.square_matmul_,
         square_matmul_reference,
-        _square_matmul_samples(True, False) + _square_matmul_samples(True, True),
+        square_matmul_samples(True, False) + square_matmul_samples(True, True),
         (*SQUARE_MATMUL_ERRORS, overlap_error("a", lambda t: [t(4, 4)])),
         mutates=0,
         twin="square_matmul",

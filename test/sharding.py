@@ -50,7 +50,7 @@ class ShardingCase:
     @property
     def sequence_product(self) -> bool:
         """Whether the gradient of a product merges dimensions of which the second is sharded."""
-        return self.case.name.startswith(("dense", "square_matmul")) and self.line.startswith("S1")
+        return self.case.name.startswith(("dense", "gate", "glu", "square_matmul")) and self.line.startswith("S1")
 
     @property
     def output(self) -> Placement:
@@ -125,6 +125,10 @@ BUILD: dict[str, Callable[[Make], Arguments]] = {
     "dense": lambda t: arguments(t(4, 5, 7), t(9, 7), t(9)),
     "dense no bias": lambda t: arguments(t(4, 5, 7), t(9, 7)),
     "dense vector": lambda t: arguments(t(7), t(9, 7), t(9)),
+    "gate": lambda t: arguments(t(4, 5, 9), t(4, 5, 7), t(9, 7), t(9)),
+    "gate no bias": lambda t: arguments(t(4, 5, 9), t(4, 5, 7), t(9, 7)),
+    "glu": lambda t: arguments(t(4, 5, 7), t(9, 7), t(9, 7), t(9), t(9)),
+    "glu gate bias": lambda t: arguments(t(4, 5, 7), t(9, 7), t(9, 7), None, t(9), activation="silu"),
     "sigmoid": lambda t: arguments(t(4, 5, 7)),
     "square_matmul": lambda t: arguments(t(4, 5, 7), t(7, 7)),
     "square_matmul transposed": lambda t: arguments(t(4, 5, 7), t(7, 7), transpose_b=True),
@@ -157,6 +161,33 @@ LINES: dict[str, str] = {
     "dense vector": """
         R S0 S0 -> S0
         S0 S1 R -> R : all_reduce
+    """,
+    "gate": """
+        R R R R -> R
+        S0 S0 R R -> S0
+        S1 S1 R R -> S1
+        S2 R S0 S0 -> S2
+    """,
+    "gate no bias": """
+        S1 S1 R -> S1
+        S2 R S0 -> S2
+    """,
+    "gate_": """
+        R R R R -> R
+        S0 S0 R R -> S0
+        S1 S1 R R -> S1
+        S2 R S0 S0 -> S2
+        P R R R -> refused
+    """,
+    "glu": """
+        R R R R R -> R
+        S0 R R R R -> S0
+        S1 R R R R -> S1
+        R S0 S0 S0 S0 -> S2
+    """,
+    "glu gate bias": """
+        S1 R R R -> S1
+        R S0 S0 S0 -> S2
     """,
     "sigmoid": """
         R -> R

@@ -96,7 +96,9 @@ def test_in_place_keeps_the_dtype(
     case: OpCase, device: str, sample: Sample, first: torch.dtype, rest: torch.dtype
 ) -> None:
     arguments = mixed(sample(torch.float32, device, requires_grad=True), first, rest)
-    same = mixed(arguments, first, first)
+    if case.casts_weights and first == torch.float64:
+        return  # an error: see test_weights_alone_are_cast
+    same = mixed(arguments, first, LOW if case.casts_weights else first)
     cotangent = random_like(case.mutated(arguments[0]))
     got, got_grads = gradients(under_autocast(case.pure, device), arguments, cotangent)
     expected, expected_grads = gradients(case.pure, same, cotangent)
@@ -141,6 +143,10 @@ def test_rules_of_another_device() -> None:
         for got, reference in [
             (torchops.dense(x, w), torch.nn.functional.linear(x, w)),
             (torchops.dense(low, w, b), torch.nn.functional.linear(x, w)),
+            (torchops.gate(x, x, w, b), x),
+            (torchops.gate(low, x, w, b), low),
+            (torchops.gate_(x, low, w, b), x),
+            (torchops.glu(x, w, w, b), low),
             (torchops.square_matmul(x, w), x @ w),
             (torchops.sigmoid(low), torch.sigmoid(low)),
             (torchops.softmax(low), torch.softmax(low, -1)),
@@ -151,6 +157,23 @@ def test_rules_of_another_device() -> None:
         ]:
             assert got.dtype == reference.dtype
             assert got.device == reference.device
+
+
+def test_weights_alone_are_cast() -> None:
+    """float32 inputs are read as they are, others are cast like the weights; what is overwritten is never cast."""
+    x, v, w = torch.randn(3, 5), torch.randn(3, 4), torch.randn(4, 5)
+    with torch.autocast("cpu", LOW), Casts((3, 5)) as casts:
+        assert torch.equal(torchops.gate(v, x, w), torchops.gate(v, x, w.to(LOW)))
+        assert torch.equal(torchops.glu(x, w, w), torchops.glu(x, w.to(LOW), w.to(LOW)))
+        assert casts.count == 0
+        half = x.half()
+        assert torch.equal(torchops.gate(v, half, w), torchops.gate(v, half.to(LOW), w.to(LOW)))
+        assert torchops.gate(v.half(), half, w).dtype == LOW
+        assert casts.count == 2 + 2  # the casts of these lines, and those of the operators
+        for other in (torch.float16, torch.float64):
+            with pytest.raises(RuntimeError, match="gate_: expected v of dtype bfloat16 or float32 to match w, got"):
+                torchops.gate_(v.to(other), x, w)
+        assert torchops.gate(v.double(), x.double(), w.double()).dtype == torch.float64
 
 
 def test_off_inside() -> None:
@@ -256,7 +279,9 @@ def test_exported(decomposed: bool) -> None:
             assert_all_close([got], [expected])
 
 
-@pytest.mark.parametrize("name", ["dense", "square_matmul", "softmax", "layer_norm", "square_matmul_", "layer_norm_"])
+@pytest.mark.parametrize(
+    "name", ["dense", "gate", "gate_", "glu", "square_matmul", "softmax", "layer_norm", "square_matmul_", "layer_norm_"]
+)
 def test_under_vmap(name: str) -> None:
     """vmap comes before autocast, and takes the operator apart: the casts must come before that too.
 
@@ -265,11 +290,19 @@ def test_under_vmap(name: str) -> None:
     case = BY_NAME[name]
     batch = torch.randn(4, 3, 5).to(LOW)
     weight = torch.randn(5, 5)
-    others = {"dense": (weight,), "square_matmul": (weight,), "softmax": (), "layer_norm": ([5], weight[0])}
+    others: dict[str, tuple[Any, ...]]
+    others = {
+        "dense": (weight,),
+        "gate": (batch[0], weight),
+        "glu": (weight, weight),
+        "square_matmul": (weight,),
+        "softmax": (),
+        "layer_norm": ([5], weight[0]),
+    }
     rest = others[name.rstrip("_")]
     with torch.autocast("cpu", LOW):
         got = vmap(lambda x: case.pure(x, *rest))(batch)
-        expected = case.pure(batch, *rest)
+        expected = torch.stack([case.pure(x, *rest) for x in batch])
     assert got.dtype == expected.dtype
     assert_all_close([got], [expected])
 

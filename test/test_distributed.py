@@ -56,7 +56,7 @@ def test_placement_and_communication(sharding: ShardingCase, mesh: DeviceMesh) -
 def test_refuses_to_move_what_it_overwrites(sharding: ShardingCase, mesh: DeviceMesh) -> None:
     args, kwargs = sharding.sharded(mesh, sharding.build(MAKE))
     before = args[0].to_local().clone()
-    expected = rf"{sharding.case.name}: expected [ax] replicated or sharded.*, got shape \(4, 5, 7\) with placements"
+    expected = rf"{sharding.case.name}: expected [avx] replicated or sharded.*, got shape \(4, 5, \d\) with placements"
     with torch.no_grad(), pytest.raises(RuntimeError, match=expected):
         sharding.case.wrapper(*args, **kwargs)
     assert torch.equal(args[0].to_local(), before)

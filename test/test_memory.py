@@ -53,6 +53,8 @@ def growth(program: str) -> float:
 
 
 CALLS = {
+    "gate_": "torchops.gate_(t, torch.ones(1, 1).to(t).expand(t.shape[0], 1), torch.ones(t.shape[-1], 1).to(t))",
+    "gate_by_itself_": "torchops.gate_(t, t, torch.eye(t.shape[-1], dtype=t.dtype))",
     "sigmoid_": "torchops.sigmoid_(t)",
     "square_matmul_": "torchops.square_matmul_(t, torch.eye(t.shape[-1], dtype=t.dtype) * 0.5)",
     "square_matmul_tb_": "torchops.square_matmul_(t, torch.eye(t.shape[-1], dtype=t.dtype) * 0.5, transpose_b=True)",
@@ -92,7 +94,9 @@ def test_one_long_row(call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [CALLS[name] for name in ("sigmoid_", "square_matmul_", "softmax_", "layer_norm_")], ids=lambda c: c[9:18]
+    "call",
+    [CALLS[name] for name in ("gate_", "sigmoid_", "square_matmul_", "softmax_", "layer_norm_")],
+    ids=lambda c: c[9:18],
 )
 def test_bfloat16(call: str) -> None:
     program = f"""
@@ -154,13 +158,14 @@ def training(call: str, trained: bool) -> str:
 @pytest.mark.parametrize(
     "call",
     [
+        "torchops.gate_(t, torch.ones(1, 1).expand(t.shape[0], 1), w[:, None], w)",
         "torchops.sigmoid_(t)",
         "torchops.square_matmul_(t, b)",
         "torchops.square_matmul_(t, b, transpose_b=True)",
         "torchops.softmax_(t)",
         "torchops.softmax_(t, 0)",
     ],
-    ids=["sigmoid_", "square_matmul_", "square_matmul_tb_", "softmax_", "softmax_dim0_"],
+    ids=["gate_", "sigmoid_", "square_matmul_", "square_matmul_tb_", "softmax_", "softmax_dim0_"],
 )
 def test_training(call: str) -> None:
     assert growth(training(call, trained=False)) <= A_FEW_MIB
@@ -171,7 +176,15 @@ def test_training_of_layer_norm_without_parameters() -> None:
     assert growth(training("torchops.layer_norm_(t, [256])", trained=False)) <= A_FEW_MIB
 
 
-@pytest.mark.parametrize("call", ["torchops.square_matmul_(t, b)", "torchops.layer_norm_(t, [256], w)"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torchops.gate_(t, torch.ones(1, 1).expand(t.shape[0], 1), w[:, None])",
+        "torchops.square_matmul_(t, b)",
+        "torchops.layer_norm_(t, [256], w)",
+    ],
+    ids=["gate_", "square_matmul_", "layer_norm_"],
+)
 def test_training_keeps_one_copy_where_the_gradient_needs_it(call: str) -> None:
     """The gradient of the matrix needs the old value: one copy, and no second."""
     measured = growth(training(call, trained=True))

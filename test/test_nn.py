@@ -1,17 +1,18 @@
-"""torchops.nn.Dense beside nn.Linear followed by a sigmoid."""
+"""torchops.nn.Dense, Gate and GLU beside nn.Linear with the operators that follow it."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+from typing import Literal
 
 import pytest
 import torch
 from checks import assert_all_close, random_like
 from torch import nn
 
-from torchops.nn import Dense
+from torchops.nn import GLU, Dense, Gate
 
 
 def pair(*args: object, **kwargs: object) -> tuple[Dense, nn.Linear]:
@@ -140,3 +141,61 @@ def test_empty_layers(sizes: tuple[int, int]) -> None:
     out = layer(torch.zeros(5, sizes[0]))
     assert out.shape == (5, sizes[1])
     out.sum().backward()
+
+
+# --- Gate and GLU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gate(bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    gate = Gate(13, 9, bias=bias, dtype=dtype)
+    torch.manual_seed(7)
+    linear = nn.Linear(13, 9, bias=bias, dtype=dtype)
+    assert_all_close(list(gate.parameters()), list(linear.parameters()), rtol=0, atol=0)
+    assert list(gate.state_dict()) == list(linear.state_dict())
+    assert repr(gate) == f"Gate(in_features=13, out_features=9, bias={bias})"
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-12
+    for shape in ((5, 13), (13,), (2, 3, 13), (0, 13)):
+        x = random_like(torch.empty(shape, dtype=dtype))
+        v = random_like(torch.empty(*shape[:-1], 9, dtype=dtype), 2)
+        torch.testing.assert_close(gate(v, x), v * torch.sigmoid(linear(x)), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+def test_glu(bias: bool, activation: Literal["sigmoid", "silu"]) -> None:
+    layer = GLU(13, 9, bias, activation, dtype=torch.float64)
+    names = ["value.weight", "value.bias", "gate.weight", "gate.bias"]
+    assert list(layer.state_dict()) == [name for name in names if bias or "weight" in name]
+    x = random_like(torch.empty(2, 5, 13, dtype=torch.float64)).requires_grad_()
+    u = layer.gate(x)
+    got, expected = layer(x), layer.value(x) * (nn.functional.silu(u) if activation == "silu" else torch.sigmoid(u))
+    leaves = [x, *layer.parameters()]
+    cotangent = random_like(expected.detach(), 3)
+    results = [[out, *torch.autograd.grad(out, leaves, cotangent)] for out in (got, expected)]
+    assert_all_close(*results)
+    assert f"activation={activation}" in repr(layer)
+
+
+def test_glu_of_an_activation_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="GLU: expected activation sigmoid or silu, got relu"):
+        GLU(3, 4, activation="relu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("module", [Gate(5, 4), GLU(5, 4, activation="silu")], ids=["gate", "glu"])
+def test_gates_are_copied_pickled_and_trained_in_mixed_precision(module: nn.Module) -> None:
+    x, v = random_like(torch.empty(3, 5)), random_like(torch.empty(3, 4), 2)
+    inputs = (v, x) if isinstance(module, Gate) else (x,)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(*inputs), module(*inputs))
+    half = copy.deepcopy(module).bfloat16()
+    x.requires_grad_()
+    out = half(*inputs)
+    assert out.dtype == (torch.float32 if isinstance(module, Gate) else torch.bfloat16)
+    torch.testing.assert_close(out, module(*inputs), check_dtype=False, atol=0.03, rtol=0.03)
+    out.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in half.parameters())

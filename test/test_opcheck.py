@@ -52,6 +52,27 @@ def test_frozen_arguments(case: OpCase, device: str, dtype: torch.dtype, sample:
         torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=UTILITIES)
 
 
+def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
+    def gate(dtype: torch.dtype, wide: torch.dtype, bias: bool, mask: list[bool]) -> tuple[str, tuple[Any, ...]]:
+        grad, v = (random_like(torch.empty(3, 4, 6, dtype=wide), seed) for seed in (1, 2))
+        x, w = random_like(torch.empty(3, 4, 5, dtype=wide), 3), random_like(torch.empty(6, 5, dtype=dtype), 4)
+        return "_gate_backward", (grad, v, x, w, w[:, 0] if bias else None, mask)
+
+    def glu(dtype: torch.dtype, wide: torch.dtype, bias: bool, mask: list[bool]) -> tuple[str, tuple[Any, ...]]:
+        grad, x = (random_like(torch.empty(4, n, dtype=d), n) for n, d in ((6, dtype), (5, wide)))
+        w, wg = (random_like(torch.empty(6, 5, dtype=dtype), seed) for seed in (1, 2))
+        b, bg = (w[:, 0], wg[:, 1]) if bias else (None, None)
+        return "_glu_backward", (grad, x, w, wg, b, bg, "silu" if bias else "sigmoid", mask)
+
+    low, full = torch.bfloat16, torch.float32
+    return [
+        gate(full, full, True, [True] * 4),
+        gate(low, full, False, [False, True, True, False]),
+        glu(full, full, True, [True] * 5),
+        glu(low, full, False, [True, False, True, False, False]),
+    ]
+
+
 def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
     """The operators that only the library calls, and arguments for them."""
     x, grad = (random_like(torch.empty(3, 4, 5), seed) for seed in (1, 2))
@@ -69,6 +90,7 @@ def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
         ("_dense_gradients", (grad[0, 0], y[0, 0], z[0, 0], w, [True, True, True])),
         ("_dense_gradients", (grad.mT.contiguous().mT, y, z[:1].expand(3, 4, 7), w, [False, True, True])),
         ("_dense_gradients", (grad, y, z, w.t().contiguous().t(), [True, False, False])),
+        *_gate_helpers(),
         ("_layer_norm", (x, [5], weight, weight, 1e-5)),
         ("_layer_norm", (x.bfloat16(), [4, 5], None, None, 1e-5)),
         ("_layer_norm_", (x.clone(), [5], weight, None, 1e-5)),

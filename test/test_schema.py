@@ -34,11 +34,16 @@ class TestSnapshot(expecttest.TestCase):
 myops::_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Tensor, Tensor)
 myops::_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)
 myops::_dense_path(str path) -> str
+myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask) -> (Tensor, Tensor, Tensor, Tensor)
+myops::_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_keep(Tensor x) -> Tensor
 myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] mask) -> (Tensor, Tensor, Tensor)
 myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()
+myops::glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation="sigmoid") -> Tensor
 myops::layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1.0000000000000001e-05) -> Tensor
 myops::layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1.0000000000000001e-05) -> ()
 myops::sigmoid(Tensor x) -> Tensor
@@ -63,11 +68,16 @@ myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()""
 myops::_dense_backward       x    x     x         .                .            .             x                 x
 myops::_dense_gradients      .    x     x         .                .            .             x                 x
 myops::_dense_path           .    .     .         .                .            .             .                 .
+myops::_gate_backward        x    x     x         .                .            .             x                 x
+myops::_glu_backward         x    x     x         .                .            .             x                 x
 myops::_keep                 .    x     x         .                .            .             x                 x
 myops::_layer_norm           x    x     .         .                .            .             .                 x
 myops::_layer_norm_          x    x     .         x                .            .             .                 x
 myops::_layer_norm_backward  x    x     .         .                .            .             .                 x
 myops::dense                 x    x     x         .                x            x             x                 .
+myops::gate                  x    x     x         .                x            x             x                 .
+myops::gate_                 x    x     x         x                x            x             x                 .
+myops::glu                   x    x     x         .                x            x             x                 .
 myops::layer_norm            x    x     x         .                x            x             x                 .
 myops::layer_norm_           x    x     x         x                x            x             x                 .
 myops::sigmoid               x    x     x         .                .            .             x                 .

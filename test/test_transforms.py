@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 SIZES = {
     "dense": ((3, 5), (4, 5), (4,)),
+    "gate": ((3, 4), (3, 5), (4, 5), (4,)),
+    "glu": ((3, 5), (4, 5), (4, 5), (4,), (4,)),
     "sigmoid": ((3, 5),),
     "square_matmul": ((3, 5), (5, 5)),
     "softmax": ((3, 5),),

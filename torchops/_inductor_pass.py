@@ -24,7 +24,7 @@ except ImportError:  # torch 2.11, whose hooks do not tell passes whether a grap
         pass
 
 
-from .nn import _DTYPES
+from .nn.replace import DTYPES
 
 log = logging.getLogger("torchops.inductor")
 
@@ -180,7 +180,7 @@ class _Place:
         operands = [xv, wv, y] if b is None else [xv, wv, y, b]
         if any(t.dtype != z.dtype or t.device != z.device or t.layout != torch.strided for t in operands):
             raise _RefusalError("dtypes, devices or layouts differ")
-        if z.dtype not in _DTYPES:
+        if z.dtype not in DTYPES:
             raise _RefusalError(f"dense has no kernel for {z.dtype}")
         if z.dim() == 3 and not _is(z.shape[0] == 1) and not _is(wv.stride(0) == 0):
             raise _RefusalError("each matrix of the batch has its own weight")

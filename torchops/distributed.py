@@ -167,6 +167,49 @@ def _dense_gradients(grad: Any, y: Any, x: Any, w: Any, mask: Sequence[bool]) ->
     return [(_asked(mask, out), [*on, None]) for out, on in (replicated, *rows, columns_out, columns_in)]
 
 
+def _gate(v: Any, x: Any, w: Any, b: Any = None) -> list[_Way]:
+    rows = [_REPLICATE, *_sharded(v, range(v.ndim - 1))]
+    last = Shard(v.ndim - 1)
+    columns = ([last], [last, _REPLICATE, Shard(0), _if_given(b, Shard(0))])
+    return [*(([p], [p, p, _REPLICATE, _if_given(b)]) for p in rows), columns]
+
+
+def _gate_(v: Any, x: Any, w: Any, b: Any = None) -> list[_Way]:
+    _check_stays("gate_", "v", v, _elementwise(v), "")
+    return [([], arguments) for _, arguments in _gate(v, x, w, b)]
+
+
+def _gate_backward(grad: Any, v: Any, x: Any, w: Any, b: Any, mask: Sequence[bool]) -> list[_Way]:
+    ways = []
+    for [p], arguments in _gate(v, x, w, b):
+        columns = p == Shard(v.ndim - 1)
+        # A sum over rows, or for dx over columns, is partial where these are sharded.
+        dx = Partial() if columns else p
+        dw = Shard(0) if columns else _REPLICATE if p == _REPLICATE else Partial()
+        ways.append(([p, dx, dw, dw], [p, *arguments, None]))
+    return ways
+
+
+def _glu(x: Any, w: Any, wg: Any, b: Any = None, bg: Any = None, activation: str = "sigmoid") -> list[_Way]:
+    rows = [_REPLICATE, *_sharded(x, range(x.ndim - 1))]
+    rest = [_REPLICATE, _REPLICATE, _if_given(b), _if_given(bg)]
+    whole = Shard(0)
+    columns = ([Shard(x.ndim - 1)], [_REPLICATE, whole, whole, _if_given(b, whole), _if_given(bg, whole)])
+    return [*(([p], [p, *rest]) for p in rows), columns]
+
+
+def _glu_backward(
+    grad: Any, x: Any, w: Any, wg: Any, b: Any, bg: Any, activation: str, mask: Sequence[bool]
+) -> list[_Way]:
+    ways = []
+    for [p], arguments in _glu(x, w, wg, b, bg):
+        columns = arguments[1] == Shard(0)
+        dx = Partial() if columns else p
+        dw = Shard(0) if columns else _REPLICATE if p == _REPLICATE else Partial()
+        ways.append(([dx, dw, dw, dw, dw], [p, *arguments, None, None]))
+    return ways
+
+
 def _linear_in(a: Any) -> list[Any]:
     # A product with parts of a sum gives the parts of a sum.
     return [_REPLICATE, *_sharded(a, range(a.ndim - 1)), Partial()]
@@ -259,6 +302,11 @@ for _name, _ways in {
     "dense": _dense,
     "_dense_backward": _dense_backward,
     "_dense_gradients": _dense_gradients,
+    "gate": _gate,
+    "gate_": _gate_,
+    "_gate_backward": _gate_backward,
+    "glu": _glu,
+    "_glu_backward": _glu_backward,
     "_keep": _keep,
     "layer_norm": _layer_norm,
     "layer_norm_": _layer_norm_,
@@ -278,6 +326,8 @@ for _name, _ways in {
 for _name, _position in {
     "_dense_backward": 2,
     "_dense_gradients": 4,
+    "_gate_backward": 5,
+    "_glu_backward": 6,
     "layer_norm": 1,
     "layer_norm_": 1,
     "_layer_norm": 1,

@@ -4,8 +4,8 @@ Nothing has to be called: they are registered when that module is imported, by w
 ``import torchops`` a third of a second where Triton is installed.
 
 A formula gets the arguments of an operator with shapes in place of tensors, and returns multiplications plus additions.
-Operators without one (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. Most gradients need none either:
-their products are ATen's ``mm``, or operators that are listed here.
+Operators without one (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. The gradients are ATen's ``mm`` or
+operators that are listed here; those of gate and glu compute the products of the forward pass again, which counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["dense_flops", "dense_gradients_flops", "square_matmul_flops"]
+__all__ = [
+    "dense_flops",
+    "dense_gradients_flops",
+    "gate_backward_flops",
+    "gate_flops",
+    "glu_backward_flops",
+    "glu_flops",
+    "square_matmul_flops",
+]
 
 
 def dense_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -43,6 +51,61 @@ def dense_gradients_flops(
     return sum(mask[:2]) * dense_flops(x, w)
 
 
+def gate_flops(v: Sequence[int], x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """``2 * rows * in_features * out_features``.
+
+    Example::
+
+        >>> torchops.flops.gate_flops((10, 4), (10, 3), (4, 3))
+        240
+    """
+    return 2 * prod(x) * w[0]
+
+
+def gate_backward_flops(
+    grad: Sequence[int],
+    v: Sequence[int],
+    x: Sequence[int],
+    w: Sequence[int],
+    b: Sequence[int] | None,
+    mask: Sequence[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """A product for the gate, and one for each of the gradients of ``x`` and ``w`` that the mask asks for."""
+    return (1 + mask[1] + mask[2]) * gate_flops(v, x, w)
+
+
+def glu_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """``4 * rows * in_features * out_features``.
+
+    Example::
+
+        >>> torchops.flops.glu_flops((10, 3), (4, 3), (4, 3))
+        480
+    """
+    return 4 * prod(x) * w[0]
+
+
+def glu_backward_flops(
+    grad: Sequence[int],
+    x: Sequence[int],
+    w: Sequence[int],
+    wg: Sequence[int],
+    b: Sequence[int] | None,
+    bg: Sequence[int] | None,
+    activation: str,
+    mask: Sequence[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """The products for the two factors, two for the gradient of ``x`` and one for that of each weight; but not the
+    product that only a gradient reads which the mask does not ask for."""
+    dx, dw, dwg, _, dbg = mask
+    value = dx or dwg or dbg  # the gradient of the gate reads the value
+    return (1 + value + 2 * dx + dw + dwg) * 2 * prod(x) * w[0]
+
+
 def square_matmul_flops(a: Sequence[int], *args: Any, **kwargs: Any) -> int:
     """``2 * rows * n * n``.
 
@@ -61,4 +124,8 @@ def register() -> None:
     myops = torch.ops.myops
     register_flop_formula(myops.dense)(dense_flops)
     register_flop_formula(myops._dense_gradients)(dense_gradients_flops)
+    register_flop_formula([myops.gate, myops.gate_])(gate_flops)
+    register_flop_formula(myops._gate_backward)(gate_backward_flops)
+    register_flop_formula(myops.glu)(glu_flops)
+    register_flop_formula(myops._glu_backward)(glu_backward_flops)
     register_flop_formula([myops.square_matmul, myops.square_matmul_])(square_matmul_flops)

@@ -87,9 +87,22 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     # For any opset from 18: the exporter sets the version that it is asked for, and these operators kept their form.
     op: Any = opset18
 
-    def dense(x: Any, w: Any, b: Any = None) -> Any:
+    def linear(x: Any, w: Any, b: Any) -> Any:
+        x = x if x.dtype == w.dtype else op.CastLike(x, w)
         product = op.MatMul(x, op.Transpose(w, perm=[1, 0]))
-        return op.Sigmoid(product if b is None else op.Add(product, b))
+        return product if b is None else op.Add(product, b)
+
+    def dense(x: Any, w: Any, b: Any = None) -> Any:
+        return op.Sigmoid(linear(x, w, b))
+
+    def gate(v: Any, x: Any, w: Any, b: Any = None) -> Any:
+        z = linear(x, w, b)
+        return op.Mul(v, op.Sigmoid(z if v.dtype == w.dtype else op.CastLike(z, v)))
+
+    def glu(x: Any, w: Any, wg: Any, b: Any = None, bg: Any = None, activation: str = "sigmoid") -> Any:
+        u = linear(x, wg, bg)
+        gate = op.Sigmoid(u)
+        return op.Mul(linear(x, w, b), op.Mul(u, gate) if activation == "silu" else gate)
 
     def sigmoid(x: Any) -> Any:
         return op.Sigmoid(x)
@@ -114,7 +127,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     return {
         getattr(torch.ops.myops, translation.__name__).default: translation
-        for translation in (dense, sigmoid, square_matmul, softmax, layer_norm)
+        for translation in (dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm)
     }
 
 

@@ -4,23 +4,29 @@ They call the dispatcher and nothing else, so whatever PyTorch does with the ope
 subclasses) it does with these. The in-place ones return their first argument, as PyTorch's do; the operators themselves
 return nothing.
 
-All floating-point arguments of one call share one dtype (float32, float64, float16 or bfloat16) and one device. Bad
-arguments raise ``RuntimeError`` with the operator, the argument, what was expected and what came; nothing is modified.
+All floating-point arguments of one call share one dtype (float32, float64, float16 or bfloat16) and one device, except
+that ``gate`` and ``glu`` also take float32 inputs with 16-bit weights. Bad arguments raise ``RuntimeError`` with the
+operator, the argument, what was expected and what came; nothing is modified.
 
 ``torch.autocast`` casts as for the functions of PyTorch that they replace: ``dense`` and ``square_matmul`` run in its
 lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
-in the dtype of ``x``. An in-place operator keeps the dtype of its first argument, to which the others are cast.
+in the dtype of ``x``. Of ``gate`` and ``glu`` it casts the weights, and no float32 input. An in-place operator keeps
+the dtype of its first argument, to which the others are cast, those of ``gate_`` excepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "dense",
+    "gate",
+    "gate_",
+    "glu",
     "layer_norm",
     "layer_norm_",
     "sigmoid",
@@ -33,6 +39,9 @@ __all__ = [
 
 # Not the overloads `.default`: calls of these can be compiled by torch.jit.script.
 _dense = torch.ops.myops.dense
+_gate = torch.ops.myops.gate
+_gate_ = torch.ops.myops.gate_
+_glu = torch.ops.myops.glu
 _layer_norm = torch.ops.myops.layer_norm
 _layer_norm_ = torch.ops.myops.layer_norm_
 _sigmoid = torch.ops.myops.sigmoid
@@ -61,6 +70,79 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
                 [0.5000, 0.5000, 0.5000, 0.5000]])
     """
     return _dense(x, w, b)
+
+
+def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """``v * sigmoid(x @ w.T + b)``; the gate is never stored, in training either.
+
+    Args:
+        v: what is gated, of shape ``(..., out_features)``.
+        x: input of the gate, of shape ``(..., in_features)``, with the leading sizes of ``v``.
+        w: weight of shape ``(out_features, in_features)``.
+        b: bias of shape ``(out_features,)``, or ``None``.
+
+    Where ``w`` and ``b`` are float16 or bfloat16, each of ``v`` and ``x`` may be float32. Such an ``x`` is rounded to
+    their dtype as it is read, without a copy of its size.
+
+    Returns:
+        A new contiguous tensor of the shape and dtype of ``v``.
+
+    Example::
+
+        >>> torchops.gate(torch.tensor([[2.0, 4.0]]), torch.zeros(1, 3), torch.ones(2, 3))
+        tensor([[1., 2.]])
+    """
+    return _gate(v, x, w, b)
+
+
+def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """Overwrites ``v`` with ``gate(v, x, w, b)`` and returns it, without a second buffer of its size.
+
+    Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
+    gradient, which reads the old ``v``. ``v`` must not be expanded; ``x``, ``w`` and ``b`` may overlap it and are then
+    read first. On the CPU, scratch is at most 4 MiB per thread, and a copy of what overlaps, unless ``x`` is ``v``.
+
+    Example::
+
+        >>> v = torch.tensor([[2.0, 4.0]])
+        >>> torchops.gate_(v, torch.zeros(1, 3), torch.ones(2, 3)) is v
+        True
+    """
+    _gate_(v, x, w, b)
+    return v
+
+
+def glu(
+    x: Tensor,
+    w: Tensor,
+    wg: Tensor,
+    b: Tensor | None = None,
+    bg: Tensor | None = None,
+    *,
+    activation: Literal["sigmoid", "silu"] = "sigmoid",
+) -> Tensor:
+    """``(x @ w.T + b) * activation(x @ wg.T + bg)``: a gated linear unit of which neither factor is ever stored.
+
+    ``F.glu(F.linear(x, p))`` with a packed weight ``p`` is ``glu(x, *p.chunk(2))``; the halves are not copied.
+
+    Args:
+        x: input of shape ``(..., in_features)``.
+        w, wg: weights of the value and of the gate, both of shape ``(out_features, in_features)``.
+        b, bg: biases of shape ``(out_features,)``, or ``None``.
+        activation: ``"sigmoid"``, or ``"silu"`` as in SwiGLU.
+
+    Where the weights are float16 or bfloat16, ``x`` may be float32. It is rounded to their dtype as it is read, without
+    a copy of its size.
+
+    Returns:
+        A new contiguous tensor of shape ``(..., out_features)`` and of the dtype of the weights.
+
+    Example::
+
+        >>> torchops.glu(torch.ones(1, 3), torch.ones(2, 3), torch.zeros(2, 3))
+        tensor([[1.5000, 1.5000]])
+    """
+    return _glu(x, w, wg, b, bg, activation=activation)
 
 
 def sigmoid(x: Tensor) -> Tensor:

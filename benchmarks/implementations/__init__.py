@@ -6,12 +6,12 @@
 | `triton` | Triton kernels, on CUDA only: `triton_dense.py`, `triton_softmax.py` |
 | `compile` | `torch.compile` of the formula in `eager.py`; `compile-max` with autotuning |
 | `eager` | the formula in `eager.py`, one PyTorch operator after the other |
-| `py` | an `autograd.Function` with its backward written out: `py_dense.py`, `py_rows.py`, `py_in_place.py` |
+| `py` | an `autograd.Function` with its backward written out: `py_*.py` |
 
 Read them in the order eager, py, triton, and then `src/cpu` and `src/cuda`. All take tensors only, so that they can
-stand in for each other: `dense(x, w, b)`, `sigmoid(x)`, `softmax(x)`, `layer_norm(x, weight, bias)`,
-`square_matmul(a, b)`, and the forms that overwrite their first argument, whose names end in `_`. Triton and torchops
-are imported when they are asked for.
+stand in for each other: `dense(x, w, b)`, `gate(v, x, w, b)`, `glu(x, w, wg, b, bg)` and, with SiLU, `swiglu`,
+`sigmoid(x)`, `softmax(x)`, `layer_norm(x, weight, bias)`, `square_matmul(a, b)`, and the forms that overwrite their
+first argument, whose names end in `_`. Triton and torchops are imported when they are asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MODULES = {
     "eager": ("eager",),
     "cuda": ("library",),
     "cpp": ("library",),
-    "py": ("py_dense", "py_rows", "py_in_place"),
+    "py": ("py_dense", "py_gates", "py_rows", "py_in_place"),
     "triton": ("triton_dense", "triton_softmax"),
 }
 

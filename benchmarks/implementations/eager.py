@@ -18,6 +18,22 @@ def dense(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return torch.sigmoid(F.linear(x, w, b))
 
 
+def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return v * torch.sigmoid(F.linear(x, w, b))
+
+
+def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return v.mul_(torch.sigmoid(F.linear(x, w, b)))
+
+
+def glu(x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor) -> Tensor:
+    return F.linear(x, w, b) * torch.sigmoid(F.linear(x, wg, bg))
+
+
+def swiglu(x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor) -> Tensor:
+    return F.linear(x, w, b) * F.silu(F.linear(x, wg, bg))
+
+
 def softmax(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)
 
@@ -43,6 +59,10 @@ def square_matmul_(a: Tensor, b: Tensor) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "dense": dense,
+    "gate": gate,
+    "gate_": gate_,
+    "glu": glu,
+    "swiglu": swiglu,
     "sigmoid": torch.sigmoid,
     "sigmoid_": torch.sigmoid_,
     "softmax": softmax,

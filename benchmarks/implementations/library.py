@@ -7,6 +7,10 @@ from torch import Tensor
 import torchops
 
 
+def swiglu(x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor) -> Tensor:
+    return torchops.glu(x, w, wg, b, bg, activation="silu")
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torchops.layer_norm(x, weight.shape, weight, bias)
 
@@ -17,6 +21,10 @@ def layer_norm_(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 FUNCTIONS = {
     "dense": torchops.dense,
+    "gate": torchops.gate,
+    "gate_": torchops.gate_,
+    "glu": torchops.glu,
+    "swiglu": swiglu,
     "sigmoid": torchops.sigmoid,
     "sigmoid_": torchops.sigmoid_,
     "softmax": torchops.softmax,

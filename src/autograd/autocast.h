@@ -29,7 +29,12 @@ class Casting {
   std::optional<Tensor> operator()(const std::optional<Tensor>& argument) const {
     return argument ? std::optional<Tensor>((*this)(*argument)) : argument;
   }
+  /// An input that an operator reads as float32 where its weights have 16 bits: cast like them only from other dtypes.
+  Tensor unless_float32(const Tensor& input) const {
+    return input.scalar_type() == at::kFloat ? input : (*this)(input);
+  }
   /// The tensor that is overwritten.
+  Tensor& unless_float32(Tensor& self) const { return self; }
   Tensor& operator()(Tensor& self) const { return self; }
   template <class Other>
   const Other& operator()(const Other& argument) const {

@@ -38,13 +38,10 @@ bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optiona
   problem.bias = b ? b->const_data_ptr() : nullptr;
   if (gemm::run_few_rows<Sigmoid>(problem, x.scalar_type())) return true;
   const auto d = gemm::operand(y);
-  const auto sm_count = gemm::sm90_multiprocessors();
-  const auto element = gemm::element_of(x.scalar_type());
-  if (!d || !sm_count || !element) return false;
+  const auto c = gemm::sm90_case(problem.m, problem.n, problem.k, x.scalar_type());
+  if (!d || !c || (path == detail::DensePath::kAuto && gemm::prefers_cublas(*c))) return false;
   problem.d = *d;
-  const gemm::Case c{problem.m, problem.n, problem.k, 1, *element, *sm_count};
-  if (path == detail::DensePath::kAuto && gemm::prefers_cublas(c)) return false;
-  return gemm::run_chosen<gemm::Dense>(problem, c, y);
+  return gemm::run_chosen<gemm::Dense>(problem, *c, y);
 }
 
 Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
@@ -85,9 +82,8 @@ std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor&
 bool has_one_pass_kernel(c10::Device device, at::ScalarType dtype, int64_t n, int64_t k) {
   if (!device.is_cuda() || n % 8 != 0 || k % 8 != 0 || n == 0 || k == 0) return false;
   const c10::cuda::CUDAGuard guard(device);
-  const auto sm_count = gemm::sm90_multiprocessors();
-  const auto element = gemm::element_of(dtype);
-  return sm_count && element && gemm::has_kernel<gemm::DenseGradients>({1, n, k, 1, *element, *sm_count});
+  const auto c = gemm::sm90_case(/*m=*/1, n, k, dtype);
+  return c && gemm::has_kernel<gemm::DenseGradients>(*c);
 }
 
 [[maybe_unused]] const auto former = detail::set_one_pass_kernel(has_one_pass_kernel);
@@ -97,15 +93,13 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tenso
                                                                      const Tensor& x, const Tensor& w, bool db_wanted) {
   const int64_t n = w.size(0), k = w.size(1);
   if (!detail::has_one_pass_gradients(w) || y.numel() == 0) return std::nullopt;
-  const auto sm_count = gemm::sm90_multiprocessors();
-  const auto element = gemm::element_of(y.scalar_type());
-  if (!sm_count || !element) return std::nullopt;
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
   Tensor g = detail::as_rows(grad);
   if (!gemm::operand(g)) g = g.contiguous();  // a cotangent of a sum has strides of 0
   const auto from_g = gemm::operand(g), from_y = gemm::operand(y_rows), from_x = gemm::operand(x_rows),
              from_w = gemm::operand(w);
-  if (!from_g || !from_y || !from_x || !from_w) return std::nullopt;
+  const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());
+  if (!from_g || !from_y || !from_x || !from_w || !c) return std::nullopt;
   const Tensor dx = at::detail::empty_cuda(x.sizes(), x.options());
   const Tensor dw = at::detail::empty_cuda({n, k}, w.options());
   const Tensor db = at::detail::empty_cuda({db_wanted ? n : 0}, w.options());
@@ -120,8 +114,7 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tenso
   problem.dx = dx.mutable_data_ptr();
   problem.dw = dw.mutable_data_ptr();
   problem.dbias = db_wanted ? db.mutable_data_ptr() : nullptr;
-  const gemm::Case c{problem.m, problem.n, problem.k, 1, *element, *sm_count};
-  if (!gemm::run_chosen<gemm::DenseGradients>(problem, c, y)) return std::nullopt;
+  if (!gemm::run_chosen<gemm::DenseGradients>(problem, *c, y)) return std::nullopt;
   return std::tuple(dx, dw, db);
 }
 

@@ -29,19 +29,17 @@ Tensor square_matmul_cuda(const Tensor& a, const Tensor& b, bool transpose_b) {
 // a = a @ b with the kernel that needs no second buffer; false, with nothing done, where it cannot run.
 bool fused_(const Tensor& a, const Tensor& b) {
   if (a.scalar_type() == at::kFloat || a.size(1) % 8 != 0) return false;  // there is no kernel for TF32
-  const auto sm_count = gemm::sm90_multiprocessors();
-  const auto element = gemm::element_of(a.scalar_type());
   const bool b_k_major = b.stride(0) == 1;
   const auto rows = gemm::operand(a), factor = gemm::operand(b_k_major ? b.t() : b);
-  if (!sm_count || !element || !rows || !factor) return false;
+  const auto c = gemm::sm90_case(a.size(0), a.size(1), a.size(1), a.scalar_type());
+  if (!c || !rows || !factor) return false;
   gemm::Problem problem;
   problem.m = static_cast<int>(a.size(0));
   problem.n = problem.k = static_cast<int>(a.size(1));
   problem.a = problem.d = *rows;
   problem.b = *factor;
-  const gemm::Case c{problem.m, problem.n, problem.k, 1, *element, *sm_count};
-  return b_k_major ? gemm::run_chosen<gemm::SquareMatmulT>(problem, c, a)
-                   : gemm::run_chosen<gemm::SquareMatmul>(problem, c, a);
+  return b_k_major ? gemm::run_chosen<gemm::SquareMatmulT>(problem, *c, a)
+                   : gemm::run_chosen<gemm::SquareMatmul>(problem, *c, a);
 }
 
 // A panel of rows is copied, and the product of the copy goes to where the panel was. cuBLAS makes a copy of its own of

@@ -1,6 +1,7 @@
 #include "ops/common.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
@@ -24,23 +25,54 @@ void check_dtype(const char* op, const char* name, const at::Tensor& tensor) {
               ": expected ", name, " of dtype float32, float64, float16 or bfloat16, got ", to_string(dtype));
 }
 
+void check_device(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
+                  const at::Tensor& reference) {
+  TORCH_CHECK(tensor.device() == reference.device(), op, ": expected ", name, " on device ", reference.device().str(),
+              " to match ", reference_name, ", got ", tensor.device().str());
+}
+
+void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* reference_names,
+                 c10::SymIntArrayRef expected) {
+  TORCH_CHECK(tensor.dim() == static_cast<int64_t>(expected.size()), op, ": expected ", name, " of shape ",
+              to_string(expected), " to match ", reference_names, ", got ", to_string(tensor.sym_sizes()));
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    TORCH_SYM_CHECK(tensor.sym_size(i).sym_eq(expected[i]), op, ": expected ", name, " of shape ", to_string(expected),
+                    " to match ", reference_names, ", got ", to_string(tensor.sym_sizes()));
+  }
+}
+
 void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
                    const at::Tensor& reference) {
   TORCH_CHECK(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", name, " of dtype ",
               to_string(reference.scalar_type()), " to match ", reference_name, ", got ",
               to_string(tensor.scalar_type()));
-  TORCH_CHECK(tensor.device() == reference.device(), op, ": expected ", name, " on device ", reference.device().str(),
-              " to match ", reference_name, ", got ", tensor.device().str());
+  check_device(op, name, tensor, reference_name, reference);
 }
 
-void check_shape(const char* op, const char* name, const at::Tensor& tensor, c10::SymIntArrayRef shape,
-                 const char* reference_name) {
-  TORCH_CHECK(tensor.dim() == static_cast<int64_t>(shape.size()), op, ": expected ", name, " of shape ",
-              to_string(shape), " to match ", reference_name, ", got ", to_string(tensor.sym_sizes()));
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    TORCH_SYM_CHECK(tensor.sym_size(dim).sym_eq(shape[dim]), op, ": expected ", name, " of shape ", to_string(shape),
-                    " to match ", reference_name, ", got ", to_string(tensor.sym_sizes()));
+void check_linear_sizes(const char* op, const at::Tensor& x, const char* w_name, const at::Tensor& w,
+                        const char* b_name, const std::optional<at::Tensor>& b) {
+  TORCH_CHECK(x.dim() >= 1, op, ": expected x with at least 1 dimension, got a 0-dimensional tensor");
+  const c10::SymInt in_features = x.sym_size(-1);
+  TORCH_CHECK(w.dim() == 2, op, ": expected ", w_name, " of shape (out, in) with in = ", in_features,
+              " to match x, got ", to_string(w.sym_sizes()));
+  TORCH_SYM_CHECK(w.sym_size(1).sym_eq(in_features), op, ": expected ", w_name,
+                  " of shape (out, in) with in = ", in_features, " to match x, got ", to_string(w.sym_sizes()));
+  if (b) check_shape(op, b_name, *b, w_name, {w.sym_size(0)});
+}
+
+void check_linear(const char* op, const at::Tensor& x, const char* w_name, const at::Tensor& w, const char* b_name,
+                  const std::optional<at::Tensor>& b) {
+  check_dtype(op, "x", x);
+  if (x.scalar_type() == at::kFloat) {
+    const at::ScalarType dtype = w.scalar_type();
+    TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op, ": expected ", w_name,
+                " of dtype float32, float16 or bfloat16 to match x, got ", to_string(dtype));
+    check_device(op, w_name, w, "x", x);
+  } else {
+    check_matches(op, w_name, w, "x", x);
   }
+  if (b) check_matches(op, b_name, *b, w_name, w);
+  check_linear_sizes(op, x, w_name, w, b_name, b);
 }
 
 void check_writable(const char* op, const char* name, const at::Tensor& tensor) {
@@ -49,9 +81,22 @@ void check_writable(const char* op, const char* name, const at::Tensor& tensor) 
               to_string(tensor.sym_strides()), "; clone() it first");
 }
 
+at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::TensorOptions& options) {
+  return wanted ? at::empty_symint(shape, options) : at::empty({0}, options);
+}
+
 bool may_alias(const at::Tensor& written, const at::Tensor& read) {
   return read.defined() &&
          (written.is_same(read) || (written.has_storage() && read.has_storage() && written.is_alias_of(read)));
+}
+
+at::Tensor read_first(const at::Tensor& written, const at::Tensor& read) {
+  return may_alias(written, read) ? read.clone() : read;
+}
+
+bool coincide(const at::Tensor& written, const at::Tensor& read) {
+  return written.const_data_ptr() == read.const_data_ptr() && written.scalar_type() == read.scalar_type() &&
+         written.sizes() == read.sizes() && written.strides() == read.strides();
 }
 
 at::Tensor as_rows(const at::Tensor& tensor) {

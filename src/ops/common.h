@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 
 // What the argument checks of all operators share. Every error reads
@@ -22,15 +23,38 @@ void check_dtype(const char* op, const char* name, const at::Tensor& tensor);
 void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
                    const at::Tensor& reference);
 
-/// Raises unless `tensor` has the shape `shape`, which that of an argument (or of several), `reference_name`, demands.
-void check_shape(const char* op, const char* name, const at::Tensor& tensor, c10::SymIntArrayRef shape,
-                 const char* reference_name);
+/// Raises unless `tensor` is on the device of `reference`.
+void check_device(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
+                  const at::Tensor& reference);
+
+/// Raises unless `tensor` has the shape `expected`, which follows from the arguments `reference_names`.
+void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* reference_names,
+                 c10::SymIntArrayRef expected);
+
+/// Raises unless x (..., in), w (out, in) and b (out,) or none have the sizes of x @ w.T + b.
+void check_linear_sizes(const char* op, const at::Tensor& x, const char* w_name, const at::Tensor& w,
+                        const char* b_name, const std::optional<at::Tensor>& b);
+
+/// Raises unless x, w and b may be the operands of x @ w.T + b: of one dtype and device, but float32 x with 16-bit w
+/// and b is legal too. Such an x is rounded to w's dtype where it is read.
+void check_linear(const char* op, const at::Tensor& x, const char* w_name, const at::Tensor& w, const char* b_name,
+                  const std::optional<at::Tensor>& b);
 
 /// Raises if two indices of `tensor` share one memory location (an expanded tensor): it cannot be written.
 void check_writable(const char* op, const char* name, const at::Tensor& tensor);
 
+/// An uninitialised tensor, or one of no elements in the place of a gradient that is not wanted.
+at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::TensorOptions& options);
+
 /// Whether writing `written` could change what `read` holds.
 bool may_alias(const at::Tensor& written, const at::Tensor& read);
+
+/// `read`, or a copy of it if writing `written` could change it.
+at::Tensor read_first(const at::Tensor& written, const at::Tensor& read);
+
+/// Whether both are the same elements in the same places: a row of `written` that is overwritten after that row of
+/// `read` has been read changes no other row of it.
+bool coincide(const at::Tensor& written, const at::Tensor& read);
 
 /// `tensor` as a matrix of its last dimension: (..., n) -> (rows, n); a vector is one row. A view where strides allow.
 at::Tensor as_rows(const at::Tensor& tensor);

@@ -43,7 +43,7 @@ void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
                   " to match x, got ", detail::to_string(w.sym_sizes()));
   if (!b) return;
   detail::check_matches("dense", "b", *b, "x", x);
-  detail::check_shape("dense", "b", *b, {w.sym_size(0)}, "w");
+  detail::check_shape("dense", "b", *b, "w", {w.sym_size(0)});
 }
 
 namespace {
@@ -78,7 +78,7 @@ void check_cotangent(const char* op, const Tensor& grad, const Tensor& y) {
   TORCH_CHECK(y.dim() >= 1, op, ": expected y with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_dtype(op, "y", y);
   detail::check_matches(op, "grad", grad, "y", y);
-  detail::check_shape(op, "grad", grad, y.sym_sizes(), "y");
+  detail::check_shape(op, "grad", grad, "y", y.sym_sizes());
 }
 
 Tensor empty_if(bool wanted, c10::SymIntArrayRef sizes, const Tensor& like) {
@@ -139,7 +139,7 @@ void detail::check_dense_gradients(const Tensor& grad, const Tensor& y, const Te
   c10::SymDimVector x_sizes(y.sym_sizes());
   x_sizes.back() = w.sym_size(1);
   check_matches(op, "x", x, "y", y);
-  check_shape(op, "x", x, x_sizes, "y and w");
+  check_shape(op, "x", x, "y and w", x_sizes);
 }
 
 bool detail::has_one_pass_gradients(const Tensor& w) {

@@ -31,7 +31,7 @@ void check(const char* op, const Tensor& a, const Tensor& b) {
   detail::check_dtype(op, "a", a);
   detail::check_matches(op, "b", b, "a", a);
   const c10::SymInt n = a.sym_size(-1);
-  detail::check_shape(op, "b", b, {n, n}, "a");
+  detail::check_shape(op, "b", b, "a", {n, n});
 }
 
 }  // namespace

@@ -21,6 +21,14 @@ std::optional<Element> element_of(at::ScalarType dtype);
 /// would be, but this build lacks them.
 std::optional<int> sm90_multiprocessors();
 
+/// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nothing where the kernels of
+/// sm90/ are not for that.
+inline std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
+  const auto sm_count = sm90_multiprocessors();
+  const auto element = sm_count ? element_of(dtype) : std::nullopt;
+  return element ? std::optional(Case{m, n, k, 1, *element, *sm_count}) : std::nullopt;
+}
+
 /// Whether this build has a kernel that the rules of the operation name for such a case.
 template <class Operation>
 bool has_kernel(const Case& c) {

@@ -1,4 +1,4 @@
-"""Modules over the operators of torchops."""
+"""Layers of torchops in the place of those of an existing model, found by the model's structure."""
 
 from __future__ import annotations
 
@@ -9,42 +9,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .ops import dense
+from .gates import Dense
 
-__all__ = ["Dense", "Replacements", "replace"]
+__all__ = ["Replacements", "replace"]
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-class Dense(nn.Linear):
-    """A fully connected layer with a sigmoid: ``y = sigmoid(x @ weight.T + bias)``.
-
-    It is an ``nn.Linear`` (same parameters, initialisation, state dict) followed by ``nn.Sigmoid``, computed by one
-    operator: :func:`torchops.dense`.
-
-    Args:
-        in_features: size of each input row.
-        out_features: size of each output row.
-        bias: learn an additive bias.
-        device, dtype: of the parameters.
-
-    Shape:
-        ``(..., in_features)`` to ``(..., out_features)``.
-
-    Example::
-
-        >>> layer = torchops.nn.Dense(3, 4)
-        >>> layer(torch.zeros(2, 3)).shape
-        torch.Size([2, 4])
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        return dense(input, self.weight, self.bias)
-
-
-# --- Dense in existing models ----------------------------------------------------------------------------------------
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -165,7 +136,7 @@ def _reason_to_leave(pair: _Pair) -> str | None:
     for name, parameter in linear._parameters.items():
         if parameter is not None and type(parameter) is not nn.Parameter:
             return f"{name} is a {type(parameter).__name__}"
-        if parameter is not None and parameter.dtype not in _DTYPES:
+        if parameter is not None and parameter.dtype not in DTYPES:
             return f"{name} is of {parameter.dtype}"
     return None
 

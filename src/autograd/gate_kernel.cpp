@@ -1,0 +1,142 @@
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sigmoid.h>
+
+#include "autograd/autocast.h"
+#include "autograd/linear.h"
+#include "autograd/recipe.h"
+#include "ops/gate.h"
+
+namespace torchops::autograd {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor gate_in_aten(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  return v * at::sigmoid(linear(x, w, b).to(v.scalar_type()));
+}
+
+Tensor gate_decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  check_gate(v, x, w, b);
+  return gate_in_aten(v, x, w, b);
+}
+
+// Only the gate's gradient reads v; that of v reads x, w and b.
+bool reads_v(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  return requires_grad(x) || requires_grad(w) || requires_grad(b);
+}
+
+struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const OptionalTensor&> {
+  static void check(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+    check_gate_(v, x, w, b);
+  }
+  static Tensor decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+    return gate_in_aten(v, x, w, b);
+  }
+  static Tensor traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+    return gate(reads_v(x, w, b) ? detail::keep(v) : v, x, w, b);
+  }
+  static void in_place(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) { gate_(v, x, w, b); }
+  static Tensor train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w, const OptionalTensor& b);
+};
+
+// Saves no gate: the gradients compute it again from x, w and b, which costs one product and saves a tensor of v's
+// size.
+struct Gate : torch::autograd::Function<Gate> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& v, const Tensor& x, const Tensor& w,
+                        const OptionalTensor& b, const OptionalTensor& target) {
+    at::AutoDispatchBelowAutograd below_autograd;
+    ctx->save_for_backward({reads_v(x, w, b) ? v : Tensor(), x, w, b.value_or(Tensor())});
+    if (!target) return gate(v, x, w, b);
+    return overwrite(*target, [&](Tensor& self) { GateInPlace::in_place(self, x, w, b); });
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &v = saved[0], &x = saved[1], &w = saved[2];
+    const OptionalTensor b = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;
+    const std::array<bool, 4> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
+                                   b && ctx->needs_input_grad(3)};
+    if (!mask[1] && !mask[2] && !mask[3]) {
+      return {mask[0] ? gate(grads[0], x, w, b) : Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    }
+    const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask);
+    return {mask[0] ? dv : Tensor(), mask[1] ? dx : Tensor(), mask[2] ? dw : Tensor(), mask[3] ? db : Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor GateInPlace::train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w,
+                          const OptionalTensor& b) {
+  return Gate::apply(reads_v(x, w, b) ? v.clone() : v, x, w, b, target);
+}
+
+Tensor gate_autograd(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  check_gate(v, x, w, b);
+  if (needs_decomposition(v, x, w, b)) return gate_decomposed(v, x, w, b);
+  if (needs_grad(v, x, w, b)) return Gate::apply(v, x, w, b, std::nullopt);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return gate(v, x, w, b);
+}
+
+// With s = sigmoid(x @ w.T + b) and the cotangent g: dv = g * s, dz = g * v * s * (1 - s), and the rest from dz.
+detail::GateGradients gate_backward_decomposed(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
+                                               const OptionalTensor& b, std::array<bool, 4> mask) {
+  detail::check_gate_backward(grad, v, x, w, b, mask);
+  const Tensor s = at::sigmoid(linear(x, w, b).to(v.scalar_type())), dv = grad * s;
+  const Tensor dz = (dv * v * (1 - s)).to(w.scalar_type());
+  const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
+  return {mask[0] ? dv : none(v), mask[1] ? matmul(dz, w).to(x.scalar_type()) : none(x),
+          mask[2] ? weight_gradient(dz, x) : none(w), mask[3] ? bias_gradient(dz) : none(w)};
+}
+
+// Only double backward differentiates this one.
+detail::GateGradients gate_backward_autograd(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
+                                             const OptionalTensor& b, std::array<bool, 4> mask) {
+  if (needs_decomposition(grad, v, x, w, b) || needs_grad(grad, v, x, w, b)) {
+    return gate_backward_decomposed(grad, v, x, w, b, mask);
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return detail::gate_backward(grad, v, x, w, b, mask);
+}
+
+// The strides that the kernels promise.
+detail::GateGradients gate_backward_composite(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
+                                              const OptionalTensor& b, std::array<bool, 4> mask) {
+  const auto [dv, dx, dw, db] = gate_backward_decomposed(grad, v, x, w, b, mask);
+  return {dv.contiguous(), dx.contiguous(), dw.contiguous(), db.contiguous()};
+}
+
+TORCH_LIBRARY_IMPL(myops, Autograd, m) {
+  m.impl("gate", gate_autograd);
+  m.impl("gate_", GateInPlace::autograd);
+  m.impl("_gate_backward", gate_backward_autograd);
+}
+
+TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("gate_", GateInPlace::version); }
+
+// Calls `function` with w and b cast, and x and v as they come: read as float32, they need no copy in 16 bits.
+template <auto function, class V>
+auto with_cast_weights(V& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  const Casting cast(CastTo::kLowerPrecision, x);
+  return function(cast.unless_float32(v), cast.unless_float32(x), cast(w), cast(b));
+}
+
+TORCHOPS_AUTOCAST(m) {
+  m.impl("gate", with_cast_weights<gate, const Tensor>);
+  m.impl("gate_", with_cast_weights<GateInPlace::in_place, Tensor>);
+}
+
+TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
+  m.impl("gate", with_cast_weights<gate_decomposed, const Tensor>);
+  m.impl("gate_", with_cast_weights<GateInPlace::batched, Tensor>);
+  m.impl("_gate_backward", gate_backward_decomposed);
+}
+
+// For a backend that has gate and gate_ alone.
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_gate_backward", gate_backward_composite); }
+
+}  // namespace
+}  // namespace torchops::autograd

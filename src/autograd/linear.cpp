@@ -1,0 +1,25 @@
+#include "autograd/linear.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+
+#include "autograd/recipe.h"
+
+namespace torchops::autograd {
+
+Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  const Tensor rounded = x.to(w.scalar_type());
+  if (x.dim() > 1) return at::linear(rounded, w, b);
+  const Tensor z = matmul(rounded, w.t());
+  return b ? z + *b : z;
+}
+
+Tensor weight_gradient(const Tensor& dz, const Tensor& x) {
+  return at::mm(detail::as_rows(dz).t(), detail::as_rows(x.to(dz.scalar_type())));
+}
+
+Tensor bias_gradient(const Tensor& dz) { return detail::as_rows(dz).sum(0); }
+
+}  // namespace torchops::autograd

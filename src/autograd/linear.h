@@ -1,0 +1,18 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+// Linear layers in differentiable ATen operators, for operators that are written out in those.
+namespace torchops::autograd {
+
+/// x @ w.T + b; x (..., in) may be float32 where w has 16 bits, and is then rounded.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
+
+/// The gradients of w and b for the cotangent dz (..., out): dz.T @ x, and dz summed over the rows.
+at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x);
+at::Tensor bias_gradient(const at::Tensor& dz);
+
+}  // namespace torchops::autograd

@@ -1,0 +1,102 @@
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_cpu_dispatch.h>
+#include <torch/library.h>
+
+#include "cpu/linear.h"
+#include "ops/common.h"
+#include "ops/gate.h"
+
+namespace torchops::cpu {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// Eager writes the pre-activation, the gate and the product, three tensors of one size. Here a panel of v is multiplied
+// while its gate is in the cache. Panels of fewer rows than this would spend their time on packing w.
+constexpr int64_t kFewestRows = 128;
+
+// sigmoid(x @ w.T + b) of a panel, in the dtype of v, which may be wider than the product's.
+Tensor gate_of(const Tensor& x, const Tensor& w_t, const OptionalTensor& b, at::ScalarType dtype) {
+  const Tensor z = at::empty({x.size(0), w_t.size(1)}, w_t.options());
+  linear_out(z, x, w_t, b);
+  Tensor s = z.to(dtype);
+  at::cpu::sigmoid_(s);
+  return s;
+}
+
+Tensor gate_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  check_gate(v, x, w, b);
+  Tensor y = at::detail::empty_cpu(v.sizes(), v.options());
+  const Tensor w_t = transposed(w);
+  for_each_row_panel({y, v, x}, 1, kFewestRows, [&](const Operands& panel) {
+    Tensor out = panel[0];
+    const Tensor x_panel = panel[2].to(w.scalar_type());
+    if (out.scalar_type() == w.scalar_type()) {
+      // The result's own memory serves as scratch.
+      linear_out(out, x_panel, w_t, b);
+      at::cpu::sigmoid_(out);
+      at::cpu::mul_(out, panel[1]);
+    } else {
+      at::cpu::mul_out(out, gate_of(x_panel, w_t, b, out.scalar_type()), panel[1]);
+    }
+  });
+  return y;
+}
+
+void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  check_gate_(v, x, w, b);
+  const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
+  const OptionalTensor bias = b ? OptionalTensor(detail::read_first(v, *b)) : b;
+  const Tensor w_t = transposed(weight);
+  for_each_row_panel({v, input}, 1, kFewestRows, [&](const Operands& panel) {
+    Tensor out = panel[0];
+    at::cpu::mul_(out, gate_of(panel[1].to(w.scalar_type()), w_t, bias, v.scalar_type()));
+  });
+}
+
+// With z = x @ w.T + b, s = sigmoid(z) and the cotangent g:
+//   dv = g * s,  dz = g * v * s * (1 - s),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows.
+detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
+                                        const OptionalTensor& b, std::array<bool, 4> mask) {
+  detail::check_gate_backward(grad, v, x, w, b, mask);
+  const detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
+  const auto& [dv, dx, dw, db] = gradients;
+  if (v.numel() == 0) {
+    for (const Tensor& t : {dx, dw, db}) t.zero_();
+    return gradients;
+  }
+  const Tensor grad_rows = detail::as_rows(grad), v_rows = detail::as_rows(v), x_rows = detail::as_rows(x);
+  const Tensor dv_rows = mask[0] ? detail::as_rows(dv) : dv, dx_rows = mask[1] ? detail::as_rows(dx) : dx;
+  const Tensor w_t = transposed(w);
+  const Chunks chunks(v_rows.size(0), w, 1);
+  const WeightGradient weight(w, mask[2], mask[3], chunks);
+  chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
+    const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
+    const Tensor s = gate_of(x_panel, w_t, b, v.scalar_type());
+    if (mask[0]) {
+      Tensor dv_panel = panel_of(dv_rows);
+      at::cpu::mul_out(dv_panel, g, s);
+    }
+    if (!mask[1] && !mask[2] && !mask[3]) return;
+    Tensor dz = at::cpu::mul(g, panel_of(v_rows));
+    at::cpu::sigmoid_backward_out(dz, dz, s);
+    dz = dz.to(w.scalar_type());
+    if (mask[1]) input_gradient(panel_of(dx_rows), dz, w);
+    weight.add(chunk, dz, x_panel);
+  });
+  weight.finish(dw, db);
+  return gradients;
+}
+
+TORCH_LIBRARY_IMPL(myops, CPU, m) {
+  m.impl("gate", gate_cpu);
+  m.impl("gate_", gate_cpu_);
+  m.impl("_gate_backward", gate_backward_cpu);
+}
+
+}  // namespace
+}  // namespace torchops::cpu

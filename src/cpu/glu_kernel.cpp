@@ -1,0 +1,101 @@
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_cpu_dispatch.h>
+#include <ATen/ops/silu_backward_cpu_dispatch.h>
+#include <ATen/ops/silu_cpu_dispatch.h>
+#include <torch/library.h>
+
+#include "cpu/linear.h"
+#include "ops/common.h"
+#include "ops/glu.h"
+
+namespace torchops::cpu {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using detail::GluActivation;
+
+void activate_(GluActivation activation, Tensor& z) {
+  activation == GluActivation::kSilu ? at::cpu::silu_(z) : at::cpu::sigmoid_(z);
+}
+
+// Eager writes both products and the activation, three tensors of the result's size. Here the second product is a panel
+// of scratch, and the result is made while both are in the cache.
+Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
+               std::string_view activation) {
+  check_glu(x, w, wg, b, bg, activation);
+  const GluActivation act = detail::glu_activation(activation);
+  at::DimVector sizes(x.sizes());
+  sizes.back() = w.size(0);
+  Tensor y = at::detail::empty_cpu(sizes, w.options());
+  const Tensor w_t = transposed(w), wg_t = transposed(wg);
+  constexpr int64_t fewest_rows = 128;  // with fewer, a panel's time goes into packing the weights
+  for_each_row_panel({y, x}, 1, fewest_rows, [&](const Operands& panel) {
+    Tensor out = panel[0], gate = at::empty(out.sizes(), out.options());
+    const Tensor x_panel = panel[1].to(w.scalar_type());
+    linear_out(gate, x_panel, wg_t, bg);
+    activate_(act, gate);
+    linear_out(out, x_panel, w_t, b);
+    at::cpu::mul_(out, gate);
+  });
+  return y;
+}
+
+// With z = x @ w.T + b, u = x @ wg.T + bg and the cotangent g:
+//   dz = g * act(u),  du = g * z * act'(u),  dx = dz @ w + du @ wg,
+//   dw = dz.T @ x,  dwg = du.T @ x,  db and dbg are dz and du summed over the rows.
+detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
+                                      const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
+                                      std::array<bool, 5> mask) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
+  const GluActivation act = detail::glu_activation(activation);
+  const detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  if (grad.numel() == 0) {
+    for (const Tensor& t : {dx, dw, dwg, db, dbg}) t.zero_();
+    return gradients;
+  }
+  const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(x);
+  const Tensor dx_rows = mask[0] ? detail::as_rows(dx) : dx;
+  const Tensor w_t = transposed(w), wg_t = transposed(wg);
+  const Chunks chunks(grad_rows.size(0), w, 2);
+  const WeightGradient value(w, mask[1], mask[3], chunks), gate(wg, mask[2], mask[4], chunks);
+  const bool needs_dz = mask[0] || mask[1] || mask[3], needs_du = mask[0] || mask[2] || mask[4];
+  chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
+    const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
+    const Tensor dx_panel = mask[0] ? panel_of(dx_rows) : dx_rows;
+    const Tensor u = at::empty(g.sizes(), w.options());
+    linear_out(u, x_panel, wg_t, bg);
+    Tensor a;  // act(u)
+    if (needs_dz || act == GluActivation::kSigmoid) {
+      a = act == GluActivation::kSilu ? at::cpu::silu(u) : at::cpu::sigmoid(u);
+    }
+    if (needs_dz) {
+      const Tensor dz = at::cpu::mul(g, a);
+      if (mask[0]) input_gradient(dx_panel, dz, w);
+      value.add(chunk, dz, x_panel);
+    }
+    if (needs_du) {
+      Tensor du = at::empty(g.sizes(), w.options());
+      linear_out(du, x_panel, w_t, b);
+      at::cpu::mul_(du, g);
+      act == GluActivation::kSilu ? at::cpu::silu_backward_out(du, du, u) : at::cpu::sigmoid_backward_out(du, du, a);
+      if (mask[0]) input_gradient(dx_panel, du, wg, /*accumulate=*/true);
+      gate.add(chunk, du, x_panel);
+    }
+  });
+  value.finish(dw, db);
+  gate.finish(dwg, dbg);
+  return gradients;
+}
+
+TORCH_LIBRARY_IMPL(myops, CPU, m) {
+  m.impl("glu", glu_cpu);
+  m.impl("_glu_backward", glu_backward_cpu);
+}
+
+}  // namespace
+}  // namespace torchops::cpu

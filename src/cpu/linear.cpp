@@ -1,0 +1,94 @@
+#include "cpu/linear.h"
+
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/sum_cpu_dispatch.h>
+#include <ATen/ops/zeros.h>
+
+namespace torchops::cpu {
+
+Tensor transposed(const Tensor& w) {
+  return at::cpu::as_strided(w, {w.size(1), w.size(0)}, {w.stride(1), w.stride(0)}, w.storage_offset());
+}
+
+void linear_out(Tensor out, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b) {
+  b ? at::cpu::addmm_(out.copy_(*b), x, w_t) : at::cpu::mm_out(out, x, w_t);
+}
+
+namespace {
+
+at::ScalarType accumulate_dtype(const Tensor& w) { return w.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+}  // namespace
+
+Chunks::Chunks(int64_t rows, const Tensor& w, int64_t weights) : rows_(rows) {
+  constexpr int64_t most_partial_bytes = int64_t{16} << 20, most_chunks = 64, fewest_chunks = 8;
+  const int64_t out_features = w.size(0), in_features = w.size(1);
+  const int64_t row_bytes = std::max(out_features * static_cast<int64_t>(w.element_size()), int64_t{1});
+  const int64_t partial_bytes =
+      std::max(weights * w.numel() * static_cast<int64_t>(c10::elementSize(accumulate_dtype(w))), int64_t{1});
+  // Every panel's product packs all of w anew, and adds to all of dw.
+  const int64_t fewest_rows = std::clamp(in_features, int64_t{1}, int64_t{512});
+  panel_rows_ = std::max(kPanelBytes / row_bytes, fewest_rows);
+  panels_ = ceil_div(rows, panel_rows_);
+  count_ = std::min({panels_, most_chunks, most_partial_bytes / partial_bytes});
+  if (count_ < fewest_chunks) {
+    panel_rows_ = std::max(kMaxScratchBytes / row_bytes, fewest_rows);
+    panels_ = ceil_div(rows, panel_rows_);
+    count_ = 1;
+  }
+}
+
+void Chunks::for_each_panel(c10::function_ref<void(int64_t, int64_t, int64_t)> f) const {
+  // Not through at::parallel_for, inside which ATen's primitives run on one thread.
+  if (count_ == 1) return for_each_panel_of(0, f);
+  cpu::for_each_panel(count_, 1, [&](int64_t chunk, int64_t) { for_each_panel_of(chunk, f); });
+}
+
+void Chunks::for_each_panel_of(int64_t chunk, c10::function_ref<void(int64_t, int64_t, int64_t)> f) const {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (int64_t panel = panels_ * chunk / count_; panel < panels_ * (chunk + 1) / count_; ++panel) {
+    f(chunk, panel * panel_rows_, std::min(rows_, (panel + 1) * panel_rows_));
+  }
+}
+
+WeightGradient::WeightGradient(const Tensor& w, bool dw, bool db, const Chunks& chunks) {
+  const auto options = w.options().dtype(accumulate_dtype(w));
+  if (dw) dw_ = at::zeros({chunks.count(), w.size(0), w.size(1)}, options);
+  if (db) db_ = at::zeros({chunks.count(), w.size(0)}, options);
+}
+
+void WeightGradient::add(int64_t chunk, const Tensor& dz, const Tensor& x) const {
+  if (dw_.defined()) {
+    Tensor dw = dw_.select(0, chunk);
+    const Tensor dz_t = transposed(dz);
+    if (dw.scalar_type() == x.scalar_type()) {
+      at::cpu::addmm_(dw, dz_t, x);
+    } else {
+      dw.add_(at::cpu::mm(dz_t, x));
+    }
+  }
+  if (db_.defined()) db_.select(0, chunk).add_(at::cpu::sum(dz, {0}, /*keepdim=*/false, db_.scalar_type()));
+}
+
+void WeightGradient::finish(const Tensor& dw, const Tensor& db) const {
+  const auto sum = [](const Tensor& partial, const Tensor& to) {
+    if (partial.defined()) to.copy_(at::cpu::sum(partial, {0}, /*keepdim=*/false, partial.scalar_type()));
+  };
+  sum(dw_, dw);
+  sum(db_, db);
+}
+
+void input_gradient(Tensor dx, const Tensor& dz, const Tensor& w, bool accumulate) {
+  if (dx.scalar_type() != w.scalar_type()) {
+    const Tensor product = at::cpu::mm(dz, w);
+    accumulate ? dx.add_(product) : dx.copy_(product);
+  } else if (accumulate) {
+    at::cpu::addmm_(dx, dz, w);
+  } else {
+    at::cpu::mm_out(dx, dz, w);
+  }
+}
+
+}  // namespace torchops::cpu

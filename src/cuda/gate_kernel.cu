@@ -1,0 +1,270 @@
+#include <ATen/Dispatch.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/operand.h"
+#include "cuda/linear.h"
+#include "cuda/pass.cuh"
+#include "ops/common.h"
+#include "ops/dense.h"
+#include "ops/gate.h"
+
+namespace torchops::cuda {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// T is the weights' type, V that of v: the same, or float.
+
+// y = v * sigmoid(z + bias). y may be z or v.
+template <class T, class V, int N>
+struct GatePass {
+  Rows<const T> z;
+  Rows<const V> v;
+  Rows<V> y;
+  const T* bias;
+
+  using Columns = Biases<T, N>;
+  struct Loaded {
+    Packed<T, N> z;
+    Packed<V, N> v;
+  };
+
+  __device__ Columns columns(int64_t column) const { return {bias, column}; }
+  __device__ Loaded load(int64_t row, int64_t column) const {
+    return {z.template load<N>(row, column), v.template load<N>(row, column)};
+  }
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
+    Accumulate<T> sums[N];
+    Accumulate<V> values[N];
+    biases.add_to(loaded.z, sums);
+    unpack(loaded.v, values);
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] *= logistic<V>(sums[i]);
+    y.template store<N>(row, column, pack<V, N>(values));
+  }
+};
+
+// With s = sigmoid(z + bias): dv = g * s, where dv is not null, and dz = g * v * s * (1 - s) in the place of z.
+template <class T, class V, int N>
+struct GateBackwardPass {
+  Rows<const V> g, v;
+  Rows<V> dv;
+  Rows<T> z;
+  const T* bias;
+
+  using Columns = Biases<T, N>;
+  struct Loaded {
+    Packed<T, N> z;
+    Packed<V, N> g, v;
+  };
+
+  __device__ Columns columns(int64_t column) const { return {bias, column}; }
+  __device__ Loaded load(int64_t row, int64_t column) const {
+    return {z.template load<N>(row, column), g.template load<N>(row, column), v.template load<N>(row, column)};
+  }
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
+    Accumulate<T> dz[N];
+    Accumulate<V> gs[N], values[N];
+    biases.add_to(loaded.z, dz);
+    unpack(loaded.g, gs);
+    unpack(loaded.v, values);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const Accumulate<V> s = logistic<V>(dz[i]);
+      gs[i] *= s;
+      dz[i] = gs[i] * values[i] * (1 - s);
+    }
+    if (dv.data != nullptr) dv.template store<N>(row, column, pack<V, N>(gs));
+    z.template store<N>(row, column, pack<T, N>(dz));
+  }
+};
+
+// Calls f with the types of w and of v as arguments.
+template <class F>
+void dispatch(const Tensor& w, const Tensor& v, const F& f) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "gate", [&] {
+    if constexpr (sizeof(scalar_t) == 2) {
+      if (v.scalar_type() == at::kFloat) return f(scalar_t{}, float{});
+    }
+    f(scalar_t{}, scalar_t{});
+  });
+}
+
+// y = v * sigmoid(z + b), all of unit column stride, z without gaps.
+void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z, const OptionalTensor& b) {
+  const int64_t rows = y.size(0), columns = y.size(1);
+  dispatch(z, v, [&](auto weight, auto value) {
+    using T = decltype(weight);
+    using V = decltype(value);
+    const auto launch = [&](auto width) {
+      launch_pass<width()>(
+          GatePass<T, V, width()>{read_rows<T>(z), read_rows<V>(v), write_rows<V>(y), remaining_bias<T>(b)}, rows,
+          columns);
+    };
+    constexpr int n = kVectorSize<V>;
+    const bool in_vectors =
+        columns % n == 0 && read_rows<T>(z).fits(n) && read_rows<V>(v).fits(n) && write_rows<V>(y).fits(n);
+    in_vectors ? launch(std::integral_constant<int, n>{}) : launch(std::integral_constant<int, 1>{});
+  });
+}
+
+// y = v * sigmoid(x @ w.T + b) by the kernel for few features, which reads and writes each row once; false, with
+// nothing done, where it cannot run. All tensors are matrices; y may be v.
+bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  const at::ScalarType dtype = w.scalar_type();
+  if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || x.scalar_type() != dtype ||
+      x.size(1) == 0) {
+    return false;
+  }
+  const auto from_x = gemm::operand(x), from_w = gemm::operand(w), from_v = gemm::operand(v), to_y = gemm::operand(y);
+  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), dtype);
+  if (!from_x || !from_w || !from_v || !to_y || !c) return false;
+  gemm::Problem problem;
+  problem.m = static_cast<int>(c->m);
+  problem.n = static_cast<int>(c->n);
+  problem.k = static_cast<int>(c->k);
+  problem.a = *from_x;
+  problem.b = *from_w;
+  problem.c = *from_v;
+  problem.d = *to_y;
+  problem.bias = b ? b->const_data_ptr() : nullptr;
+  return gemm::run_chosen<gemm::Gate>(problem, *c, y);
+}
+
+Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  check_gate(v, x, w, b);
+  const c10::cuda::CUDAGuard guard(v.device());
+  Tensor y = at::detail::empty_cuda(v.sizes(), v.options());
+  if (y.numel() == 0) return y;
+  const Tensor y_rows = detail::as_rows(y), v_rows = unit_columns(detail::as_rows(v)), x_rows = detail::as_rows(x);
+  const OptionalTensor bias = contiguous(b);
+  if (fused(y_rows, v_rows, x_rows, w, bias)) return y;
+  // Of v's type, the product has its place in the result.
+  const bool scratch = v.scalar_type() != w.scalar_type();
+  const int64_t product_bytes = scratch ? y_rows.size(1) * static_cast<int64_t>(w.element_size()) : 0;
+  for_each_panel(y_rows.size(0), product_bytes + rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Tensor out = panel(y_rows);
+    const Tensor z = scratch ? Tensor(at::detail::empty_cuda(out.sizes(), w.options())) : out;
+    linear_out(z, panel(x_rows).to(w.scalar_type()), w, bias);
+    gate_rows(out, panel(v_rows), z, bias);
+  });
+  return y;
+}
+
+void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  check_gate_(v, x, w, b);
+  if (v.numel() == 0) return;
+  const c10::cuda::CUDAGuard guard(v.device());
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
+  const OptionalTensor bias = b ? contiguous(detail::read_first(v, *b)) : b;
+  overwrite_rows({v, input}, 1, [&](const detail::Operands& matrices) {
+    const Tensor &target = matrices[0], &x_rows = matrices[1];
+    if (fused(target, target, x_rows, weight, bias)) return;
+    const int64_t product_bytes = target.size(1) * static_cast<int64_t>(w.element_size());
+    for_each_panel(target.size(0), product_bytes + rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+      const Tensor out = target.narrow(0, begin, end - begin);
+      const Tensor z = at::detail::empty_cuda(out.sizes(), w.options());
+      linear_out(z, x_rows.narrow(0, begin, end - begin).to(w.scalar_type()), weight, bias);
+      gate_rows(out, out, z, bias);
+    });
+  });
+}
+
+// dv, where it is wanted, and in the place of z, dz.
+void gate_backward_rows(const Tensor& dv, const Tensor& z, const Tensor& g, const Tensor& v, const OptionalTensor& b,
+                        bool wants_dv) {
+  const int64_t rows = z.size(0), columns = z.size(1);
+  dispatch(z, v, [&](auto weight, auto value) {
+    using T = decltype(weight);
+    using V = decltype(value);
+    const Rows<V> to = wants_dv ? write_rows<V>(dv) : Rows<V>{nullptr, 0};
+    const auto launch = [&](auto width) {
+      launch_pass<width()>(
+          GateBackwardPass<T, V, width()>{read_rows<V>(g), read_rows<V>(v), to, write_rows<T>(z), remaining_bias<T>(b)},
+          rows, columns);
+    };
+    constexpr int n = kVectorSize<V>;
+    const bool in_vectors = columns % n == 0 && read_rows<V>(g).fits(n) && read_rows<V>(v).fits(n) && to.fits(n) &&
+                            write_rows<T>(z).fits(n);
+    in_vectors ? launch(std::integral_constant<int, n>{}) : launch(std::integral_constant<int, 1>{});
+  });
+}
+
+// All gradients in one pass over the rows; false, with nothing done, where that kernel cannot run or not all are
+// wanted. The gradients are contiguous.
+bool in_one_pass(const detail::GateGradients& gradients, const Tensor& g, const Tensor& v, const Tensor& x,
+                 const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask) {
+  const at::ScalarType dtype = w.scalar_type();
+  if (detail::dense_path() == detail::DensePath::kCublas || !mask[0] || !mask[1] || !mask[2] ||
+      v.scalar_type() != dtype || x.scalar_type() != dtype || w.size(0) % 8 != 0 || w.size(1) % 8 != 0 ||
+      w.size(1) == 0) {
+    return false;
+  }
+  const auto from_g = gemm::operand(g), from_v = gemm::operand(v), from_x = gemm::operand(x), from_w = gemm::operand(w);
+  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), dtype);
+  if (!from_g || !from_v || !from_x || !from_w || !c) return false;
+  const auto& [dv, dx, dw, db] = gradients;
+  gemm::GradientProblem problem;
+  problem.m = static_cast<int>(c->m);
+  problem.n = static_cast<int>(c->n);
+  problem.k = static_cast<int>(c->k);
+  problem.grad = *from_g;
+  problem.c = *from_v;
+  problem.x = *from_x;
+  problem.w = *from_w;
+  problem.bias = b ? b->const_data_ptr() : nullptr;
+  problem.dx = dx.mutable_data_ptr();
+  problem.dc = dv.mutable_data_ptr();
+  problem.dw = dw.mutable_data_ptr();
+  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
+  return gemm::run_chosen<gemm::GateGradients>(problem, *c, v);
+}
+
+// The formulas stand beside the CPU kernel. dz is the one scratch of the result's size: the product is made in its
+// place, and the products that read it are each one call of cuBLAS.
+detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
+                                         const OptionalTensor& b, std::array<bool, 4> mask) {
+  detail::check_gate_backward(grad, v, x, w, b, mask);
+  const c10::cuda::CUDAGuard guard(v.device());
+  detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
+  auto& [dv, dx, dw, db] = gradients;
+  if (v.numel() == 0) {
+    for (const Tensor& t : {dx, dw, db}) t.zero_();
+    return gradients;
+  }
+  const Tensor g_rows = unit_columns(detail::as_rows(grad)), v_rows = unit_columns(detail::as_rows(v));
+  const Tensor x_rows = detail::as_rows(x), dv_rows = mask[0] ? detail::as_rows(dv) : dv;
+  const OptionalTensor bias = contiguous(b);
+  if (in_one_pass(gradients, g_rows, v_rows, x_rows, w, bias, mask)) return gradients;
+  const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
+  const bool rounded = x.scalar_type() != w.scalar_type();
+  const WeightGradient weight(w, mask[2] && rounded);
+  for_each_panel(dz.size(0), rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Tensor z = panel(dz), x_panel = panel(x_rows).to(w.scalar_type());
+    linear_out(z, x_panel, w, bias);
+    gate_backward_rows(mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0]);
+    weight.add(z, x_panel);
+  });
+  if (mask[1]) input_gradient(detail::as_rows(dx), dz, w);
+  if (mask[2] && !rounded) at::cuda::mm_out(dw, dz.t(), x_rows);
+  weight.finish(dw);
+  if (mask[3]) bias_gradient(db, dz);
+  return gradients;
+}
+
+TORCH_LIBRARY_IMPL(myops, CUDA, m) {
+  m.impl("gate", gate_cuda);
+  m.impl("gate_", gate_cuda_);
+  m.impl("_gate_backward", gate_backward_cuda);
+}
+
+}  // namespace
+}  // namespace torchops::cuda

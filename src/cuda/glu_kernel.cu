@@ -1,0 +1,268 @@
+#include <ATen/Dispatch.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/operand.h"
+#include "cuda/linear.h"
+#include "cuda/pass.cuh"
+#include "ops/common.h"
+#include "ops/dense.h"
+#include "ops/glu.h"
+
+namespace torchops::cuda {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using detail::GluActivation;
+
+// y = (z + bias) * act(u + gate_bias) in the place of z.
+template <class T, GluActivation activation, int N>
+struct GluPass {
+  Rows<T> z;
+  Rows<const T> u;
+  const T *bias, *gate_bias;
+
+  struct Columns {
+    Biases<T, N> value, gate;
+  };
+  struct Loaded {
+    Packed<T, N> z, u;
+  };
+
+  __device__ Columns columns(int64_t column) const { return {{bias, column}, {gate_bias, column}}; }
+  __device__ Loaded load(int64_t row, int64_t column) const {
+    return {z.template load<N>(row, column), u.template load<N>(row, column)};
+  }
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
+    Accumulate<T> values[N], gates[N];
+    biases.value.add_to(loaded.z, values);
+    biases.gate.add_to(loaded.u, gates);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      values[i] *= logistic<T>(gates[i]);
+      if constexpr (activation == GluActivation::kSilu) values[i] *= gates[i];
+    }
+    z.template store<N>(row, column, pack<T, N>(values));
+  }
+};
+
+// dz = g * act(u + gate_bias) in the place of z, and du = g * (z + bias) * act'(u + gate_bias) in that of u.
+template <class T, GluActivation activation, int N>
+struct GluBackwardPass {
+  Rows<const T> g;
+  Rows<T> z, u;
+  const T *bias, *gate_bias;
+
+  struct Columns {
+    Biases<T, N> value, gate;
+  };
+  struct Loaded {
+    Packed<T, N> g, z, u;
+  };
+
+  __device__ Columns columns(int64_t column) const { return {{bias, column}, {gate_bias, column}}; }
+  __device__ Loaded load(int64_t row, int64_t column) const {
+    return {g.template load<N>(row, column), z.template load<N>(row, column), u.template load<N>(row, column)};
+  }
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
+    Accumulate<T> grads[N], values[N], gates[N];
+    unpack(loaded.g, grads);
+    biases.value.add_to(loaded.z, values);
+    biases.gate.add_to(loaded.u, gates);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const Accumulate<T> s = logistic<T>(gates[i]), product = grads[i] * values[i] * s;
+      if constexpr (activation == GluActivation::kSilu) {
+        values[i] = grads[i] * gates[i] * s;
+        gates[i] = product * (1 + gates[i] * (1 - s));
+      } else {
+        values[i] = grads[i] * s;
+        gates[i] = product * (1 - s);
+      }
+    }
+    z.template store<N>(row, column, pack<T, N>(values));
+    u.template store<N>(row, column, pack<T, N>(gates));
+  }
+};
+
+// Calls f with the type of w, the activation and the width of vectors, that of 16 bytes where `in_vectors` allows it,
+// as arguments; in_vectors gets the type and that width.
+template <class InVectors, class F>
+void dispatch(const Tensor& w, GluActivation activation, const InVectors& in_vectors, const F& f) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "glu", [&] {
+    constexpr int n = kVectorSize<scalar_t>;
+    const auto of_width = [&](auto act) {
+      in_vectors(scalar_t{}, n) ? f(scalar_t{}, act, std::integral_constant<int, n>{})
+                                : f(scalar_t{}, act, std::integral_constant<int, 1>{});
+    };
+    activation == GluActivation::kSilu ? of_width(std::integral_constant<GluActivation, GluActivation::kSilu>{})
+                                       : of_width(std::integral_constant<GluActivation, GluActivation::kSigmoid>{});
+  });
+}
+
+// z and u have no gaps.
+void glu_rows(const Tensor& z, const Tensor& u, const OptionalTensor& b, const OptionalTensor& bg,
+              GluActivation activation) {
+  const int64_t rows = z.size(0), columns = z.size(1);
+  const auto in_vectors = [&](auto type, int n) {
+    using T = decltype(type);
+    return columns % n == 0 && write_rows<T>(z).fits(n) && read_rows<T>(u).fits(n);
+  };
+  dispatch(z, activation, in_vectors, [&](auto type, auto act, auto width) {
+    using T = decltype(type);
+    const GluPass<T, act(), width()> pass{write_rows<T>(z), read_rows<T>(u), remaining_bias<T>(b),
+                                          remaining_bias<T>(bg)};
+    launch_pass<width()>(pass, rows, columns);
+  });
+}
+
+// glu of the rows of x by the kernel for few features, which reads and writes each row once; false, with nothing done,
+// where it cannot run. All tensors are matrices.
+bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+           const OptionalTensor& bg, GluActivation activation) {
+  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0) {
+    return false;
+  }
+  const auto from_x = gemm::operand(x), from_w = gemm::operand(w), from_wg = gemm::operand(wg), to_y = gemm::operand(y);
+  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
+  if (!from_x || !from_w || !from_wg || !to_y || !c) return false;
+  gemm::Problem problem;
+  problem.m = static_cast<int>(c->m);
+  problem.n = static_cast<int>(c->n);
+  problem.k = static_cast<int>(c->k);
+  problem.a = *from_x;
+  problem.b = *from_w;
+  problem.b2 = *from_wg;
+  problem.d = *to_y;
+  problem.bias = b ? b->const_data_ptr() : nullptr;
+  problem.bias2 = bg ? bg->const_data_ptr() : nullptr;
+  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSilu>(problem, *c, y)
+                                            : gemm::run_chosen<gemm::GluSigmoid>(problem, *c, y);
+}
+
+Tensor glu_cuda(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
+                std::string_view activation) {
+  check_glu(x, w, wg, b, bg, activation);
+  const c10::cuda::CUDAGuard guard(x.device());
+  at::DimVector sizes(x.sizes());
+  sizes.back() = w.size(0);
+  Tensor y = at::detail::empty_cuda(sizes, w.options());
+  if (y.numel() == 0) return y;
+  const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
+  const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
+  if (fused(y_rows, x_rows, w, wg, bias, gate_bias, detail::glu_activation(activation))) return y;
+  const int64_t row_bytes = w.size(0) * static_cast<int64_t>(w.element_size()) + rounded_row_bytes(x, w);
+  for_each_panel(y_rows.size(0), row_bytes, [&](int64_t begin, int64_t end) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Tensor z = panel(y_rows), x_panel = panel(x_rows).to(w.scalar_type());
+    const Tensor u = at::detail::empty_cuda(z.sizes(), w.options());
+    linear_out(z, x_panel, w, bias);
+    linear_out(u, x_panel, wg, gate_bias);
+    glu_rows(z, u, bias, gate_bias, detail::glu_activation(activation));
+  });
+  return y;
+}
+
+void glu_backward_rows(const Tensor& g, const Tensor& z, const Tensor& u, const OptionalTensor& b,
+                       const OptionalTensor& bg, GluActivation activation) {
+  const int64_t rows = z.size(0), columns = z.size(1);
+  const auto in_vectors = [&](auto type, int n) {
+    using T = decltype(type);
+    return columns % n == 0 && read_rows<T>(g).fits(n) && write_rows<T>(z).fits(n) && write_rows<T>(u).fits(n);
+  };
+  dispatch(z, activation, in_vectors, [&](auto type, auto act, auto width) {
+    using T = decltype(type);
+    const GluBackwardPass<T, act(), width()> pass{read_rows<T>(g), write_rows<T>(z), write_rows<T>(u),
+                                                  remaining_bias<T>(b), remaining_bias<T>(bg)};
+    launch_pass<width()>(pass, rows, columns);
+  });
+}
+
+// All gradients in one pass over the rows; false, with nothing done, where that kernel cannot run or not all are
+// wanted. The gradients are contiguous.
+bool in_one_pass(const detail::GluGradients& gradients, const Tensor& g, const Tensor& x, const Tensor& w,
+                 const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation,
+                 std::array<bool, 5> mask) {
+  if (detail::dense_path() == detail::DensePath::kCublas || !mask[0] || !mask[1] || !mask[2] ||
+      x.scalar_type() != w.scalar_type() || w.size(0) % 8 != 0 || w.size(1) % 8 != 0 || w.size(1) == 0) {
+    return false;
+  }
+  const auto from_g = gemm::operand(g), from_x = gemm::operand(x), from_w = gemm::operand(w),
+             from_wg = gemm::operand(wg);
+  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
+  if (!from_g || !from_x || !from_w || !from_wg || !c) return false;
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  gemm::GradientProblem problem;
+  problem.m = static_cast<int>(c->m);
+  problem.n = static_cast<int>(c->n);
+  problem.k = static_cast<int>(c->k);
+  problem.grad = *from_g;
+  problem.x = *from_x;
+  problem.w = *from_w;
+  problem.w2 = *from_wg;
+  problem.bias = b ? b->const_data_ptr() : nullptr;
+  problem.bias2 = bg ? bg->const_data_ptr() : nullptr;
+  problem.dx = dx.mutable_data_ptr();
+  problem.dw = dw.mutable_data_ptr();
+  problem.dw2 = dwg.mutable_data_ptr();
+  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluGradients>(problem, *c, x)
+                                            : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, *c, x);
+}
+
+// The formulas stand beside the CPU kernel. dz and du are the scratch: the products are made in their places, and those
+// that read them are each one call of cuBLAS.
+detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
+                                       const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
+                                       std::array<bool, 5> mask) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
+  const c10::cuda::CUDAGuard guard(x.device());
+  detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
+  auto& [dx, dw, dwg, db, dbg] = gradients;
+  if (grad.numel() == 0) {
+    for (const Tensor& t : {dx, dw, dwg, db, dbg}) t.zero_();
+    return gradients;
+  }
+  const Tensor g_rows = unit_columns(detail::as_rows(grad)), x_rows = detail::as_rows(x);
+  const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
+  if (in_one_pass(gradients, g_rows, x_rows, w, wg, bias, gate_bias, detail::glu_activation(activation), mask)) {
+    return gradients;
+  }
+  const Tensor dz = at::detail::empty_cuda(g_rows.sizes(), w.options());
+  const Tensor du = at::detail::empty_cuda(g_rows.sizes(), w.options());
+  const bool rounded = x.scalar_type() != w.scalar_type();
+  const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
+  for_each_panel(dz.size(0), rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Tensor z = panel(dz), u = panel(du), x_panel = panel(x_rows).to(w.scalar_type());
+    linear_out(z, x_panel, w, bias);
+    linear_out(u, x_panel, wg, gate_bias);
+    glu_backward_rows(panel(g_rows), z, u, bias, gate_bias, detail::glu_activation(activation));
+    value.add(z, x_panel);
+    gate.add(u, x_panel);
+  });
+  if (mask[0]) {
+    const Tensor dx_rows = detail::as_rows(dx);
+    input_gradient(dx_rows, dz, w);
+    input_gradient(dx_rows, du, wg, /*accumulate=*/true);
+  }
+  if (mask[1] && !rounded) at::cuda::mm_out(dw, dz.t(), x_rows);
+  if (mask[2] && !rounded) at::cuda::mm_out(dwg, du.t(), x_rows);
+  value.finish(dw);
+  gate.finish(dwg);
+  if (mask[3]) bias_gradient(db, dz);
+  if (mask[4]) bias_gradient(dbg, du);
+  return gradients;
+}
+
+TORCH_LIBRARY_IMPL(myops, CUDA, m) {
+  m.impl("glu", glu_cuda);
+  m.impl("_glu_backward", glu_backward_cuda);
+}
+
+}  // namespace
+}  // namespace torchops::cuda

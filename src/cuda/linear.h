@@ -1,0 +1,85 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/addmm_cuda_dispatch.h>
+#include <ATen/ops/mm_cuda_dispatch.h>
+#include <ATen/ops/sum_cuda_dispatch.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/FunctionRef.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "cuda/overwrite_rows.h"
+
+// Linear layers by cuBLAS and their gradients, for operators whose own kernel is the pass after the products. All
+// tensors are matrices of rows. float32 rows with 16-bit weights are rounded panel by panel.
+namespace torchops::cuda {
+
+/// Calls f(begin, end) for panels of rows for which scratch of `row_bytes` each stays within kMaxScratchBytes; for all
+/// rows at once where none is needed.
+inline void for_each_panel(int64_t rows, int64_t row_bytes, c10::function_ref<void(int64_t, int64_t)> f) {
+  const int64_t step = row_bytes == 0 ? rows : std::max(kMaxScratchBytes / row_bytes, int64_t{1});
+  for (int64_t begin = 0; begin < rows; begin += step) f(begin, std::min(rows, begin + step));
+}
+
+/// out = x @ w.T, and + b in float32 and float64: the product rounds once with its bias inside, and a second rounding
+/// would be as large as the first. In 16 bits the pass that follows adds it, before it has been rounded.
+inline void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b) {
+  if (b && out.element_size() >= 4) {
+    at::cuda::addmm_out(out, *b, x, w.t());
+  } else {
+    at::cuda::mm_out(out, x, w.t());
+  }
+}
+
+/// The bias that linear_out() has left to the pass that follows, or null.
+template <class T>
+const T* remaining_bias(const std::optional<at::Tensor>& b) {
+  return b && sizeof(T) == 2 ? b->const_data_ptr<T>() : nullptr;
+}
+
+/// dx = dz @ w, or with `accumulate` dx += dz @ w. float32 dx of 16-bit factors is not rounded in between.
+inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor& w, bool accumulate = false) {
+  const bool wide = dx.scalar_type() != w.scalar_type();
+  if (accumulate) {
+    wide ? dx.add_(at::cuda::mm(dz, w, dx.scalar_type())) : at::cuda::addmm_(dx, dz, w);
+  } else {
+    wide ? at::cuda::mm_out(dx, dz, w, dx.scalar_type()) : at::cuda::mm_out(dx, dz, w);
+  }
+}
+
+/// dw = dz.T @ x for rows that come in panels, which are added up in float32.
+class WeightGradient {
+ public:
+  WeightGradient(const at::Tensor& w, bool wanted) {
+    if (wanted) sum_ = at::zeros(w.sizes(), w.options().dtype(at::kFloat));
+  }
+  void add(const at::Tensor& dz, const at::Tensor& x) const {
+    if (sum_.defined()) sum_.add_(at::cuda::mm(dz.t(), x, at::kFloat));
+  }
+  void finish(const at::Tensor& dw) const {
+    if (sum_.defined()) dw.copy_(sum_);
+  }
+
+ private:
+  at::Tensor sum_;
+};
+
+/// db = dz summed over the rows, in a fixed order.
+inline void bias_gradient(at::Tensor db, const at::Tensor& dz) { at::cuda::sum_out(db, dz, at::IntArrayRef{0}); }
+
+/// t with columns side by side, as the passes read it.
+inline at::Tensor unit_columns(const at::Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); }
+
+inline std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& b) {
+  return b ? std::optional<at::Tensor>(b->contiguous()) : b;
+}
+
+/// The bytes of scratch that a row of x takes where it is rounded to w's dtype.
+inline int64_t rounded_row_bytes(const at::Tensor& x, const at::Tensor& w) {
+  return x.scalar_type() == w.scalar_type() ? 0 : x.size(-1) * static_cast<int64_t>(w.element_size());
+}
+
+}  // namespace torchops::cuda

@@ -1,0 +1,106 @@
+#include "ops/glu.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "ops/common.h"
+
+namespace torchops {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor glu(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
+           std::string_view activation) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("myops::glu", "").typed<decltype(glu)>();
+  return op.call(x, w, wg, b, bg, activation);
+}
+
+detail::GluGradients detail::glu_backward(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
+                                          const OptionalTensor& b, const OptionalTensor& bg,
+                                          std::string_view activation, std::array<bool, 5> mask) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::_glu_backward", "").typed<decltype(glu_backward)>();
+  return op.call(grad, x, w, wg, b, bg, activation, mask);
+}
+
+namespace {
+
+void check(const char* op, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+           const OptionalTensor& bg, std::string_view activation) {
+  detail::check_linear(op, x, "w", w, "b", b);
+  detail::check_matches(op, "wg", wg, "w", w);
+  detail::check_shape(op, "wg", wg, "w", w.sym_sizes());
+  if (bg) {
+    detail::check_matches(op, "bg", *bg, "w", w);
+    detail::check_shape(op, "bg", *bg, "wg", {w.sym_size(0)});
+  }
+  TORCH_CHECK(activation == "sigmoid" || activation == "silu", op, ": expected activation sigmoid or silu, got ",
+              activation);
+}
+
+}  // namespace
+
+detail::GluActivation detail::glu_activation(std::string_view activation) {
+  return activation == "silu" ? GluActivation::kSilu : GluActivation::kSigmoid;
+}
+
+void check_glu(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
+               std::string_view activation) {
+  check("glu", x, w, wg, b, bg, activation);
+}
+
+void detail::check_glu_backward(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
+                                const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
+                                std::array<bool, 5> mask) {
+  check("_glu_backward", x, w, wg, b, bg, activation);
+  check_matches("_glu_backward", "grad", grad, "w", w);
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = w.sym_size(0);
+  check_shape("_glu_backward", "grad", grad, "x and w", sizes);
+  TORCH_CHECK((b || !mask[3]) && (bg || !mask[4]),
+              "_glu_backward: expected a mask without gradients of b and bg where there is none, got one with them");
+}
+
+detail::GluGradients detail::empty_glu_gradients(const Tensor& x, const Tensor& w, std::array<bool, 5> mask) {
+  const c10::SymInt out_features = w.sym_size(0);
+  return {empty_if(mask[0], x.sym_sizes(), x.options()), empty_if(mask[1], w.sym_sizes(), w.options()),
+          empty_if(mask[2], w.sym_sizes(), w.options()), empty_if(mask[3], {out_features}, w.options()),
+          empty_if(mask[4], {out_features}, w.options())};
+}
+
+namespace {
+
+Tensor glu_meta(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
+                std::string_view activation) {
+  check_glu(x, w, wg, b, bg, activation);
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = w.sym_size(0);
+  return at::empty_symint(sizes, w.options());
+}
+
+detail::GluGradients glu_backward_meta(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
+                                       const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
+                                       std::array<bool, 5> mask) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
+  return detail::empty_glu_gradients(x, w, mask);
+}
+
+TORCH_LIBRARY_FRAGMENT(myops, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation=\"sigmoid\") -> Tensor",
+        tags);
+  m.def(
+      "_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(myops, Meta, m) {
+  m.impl("glu", glu_meta);
+  m.impl("_glu_backward", glu_backward_meta);
+}
+
+}  // namespace
+}  // namespace torchops

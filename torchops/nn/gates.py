@@ -1,0 +1,115 @@
+"""Gates, and layers that end in one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchops.ops import dense, gate, glu
+
+__all__ = ["GLU", "Dense", "Gate"]
+
+
+class Dense(nn.Linear):
+    """A fully connected layer with a sigmoid: ``y = sigmoid(x @ weight.T + bias)``.
+
+    It is an ``nn.Linear`` (same parameters, initialisation, state dict) followed by ``nn.Sigmoid``, computed by one
+    operator: :func:`torchops.dense`.
+
+    Args:
+        in_features: size of each input row.
+        out_features: size of each output row.
+        bias: learn an additive bias.
+        device, dtype: of the parameters.
+
+    Shape:
+        ``(..., in_features)`` to ``(..., out_features)``.
+
+    Example::
+
+        >>> layer = torchops.nn.Dense(3, 4)
+        >>> layer(torch.zeros(2, 3)).shape
+        torch.Size([2, 4])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return dense(input, self.weight, self.bias)
+
+
+class Gate(nn.Linear):
+    """Gates one tensor by another: ``v * sigmoid(x @ weight.T + bias)``.
+
+    It is an ``nn.Linear`` (same parameters, initialisation, state dict), the sigmoid of whose output multiplies ``v``,
+    computed by one operator: :func:`torchops.gate`. With 16-bit parameters, ``v`` and ``x`` may be float32.
+
+    Args:
+        in_features: size of each row of ``x``.
+        out_features: size of each row of ``v``.
+        bias: learn an additive bias.
+        device, dtype: of the parameters.
+
+    Shape:
+        ``v`` of ``(..., out_features)`` and ``x`` of ``(..., in_features)`` to ``(..., out_features)``.
+
+    Example::
+
+        >>> layer = torchops.nn.Gate(3, 4)
+        >>> layer(torch.ones(2, 4), torch.zeros(2, 3)).shape
+        torch.Size([2, 4])
+    """
+
+    def forward(self, v: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return gate(v, x, self.weight, self.bias)
+
+
+class GLU(nn.Module):
+    """A gated linear unit: ``value(x) * activation(gate(x))`` with two linear layers, ``value`` and ``gate``.
+
+    Both are ``nn.Linear`` (parameters, initialisation, names in the state dict), of which one operator,
+    :func:`torchops.glu`, reads the parameters. They are not called, so their hooks do not run. With 16-bit parameters,
+    ``x`` may be float32.
+
+    Args:
+        in_features: size of each input row.
+        out_features: size of each output row.
+        bias: learn additive biases.
+        activation: ``"sigmoid"``, or ``"silu"`` as in SwiGLU.
+        device, dtype: of the parameters.
+
+    Shape:
+        ``(..., in_features)`` to ``(..., out_features)``.
+
+    Raises:
+        ValueError: an activation that does not exist.
+
+    Example::
+
+        >>> layer = torchops.nn.GLU(3, 4, activation="silu")
+        >>> layer(torch.zeros(2, 3)).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: Literal["sigmoid", "silu"] = "sigmoid",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ("sigmoid", "silu"):
+            raise ValueError(f"GLU: expected activation sigmoid or silu, got {activation}")
+        self.activation = activation
+        self.value = nn.Linear(in_features, out_features, bias, device, dtype)
+        self.gate = nn.Linear(in_features, out_features, bias, device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        value, gate = self.value, self.gate
+        return glu(input, value.weight, gate.weight, value.bias, gate.bias, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
