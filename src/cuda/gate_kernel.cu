@@ -44,7 +44,7 @@ struct GatePass {
     biases.add_to(loaded.z, sums);
     unpack(loaded.v, values);
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] *= logistic<V>(sums[i]);
+    for (int i = 0; i < N; ++i) values[i] *= activate<Sigmoid, V>(sums[i]);
     y.template store<N>(row, column, pack<V, N>(values));
   }
 };
@@ -75,9 +75,10 @@ struct GateBackwardPass {
     unpack(loaded.v, values);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const Accumulate<V> s = logistic<V>(dz[i]);
+      Accumulate<V> slope;
+      const Accumulate<V> s = activate<Sigmoid, V>(dz[i], slope);
+      dz[i] = gs[i] * values[i] * slope;
       gs[i] *= s;
-      dz[i] = gs[i] * values[i] * (1 - s);
     }
     if (dv.data != nullptr) dv.template store<N>(row, column, pack<V, N>(gs));
     z.template store<N>(row, column, pack<T, N>(dz));

@@ -18,8 +18,8 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
 
-// y = (z + bias) * act(u + gate_bias) in the place of z.
-template <class T, GluActivation activation, int N>
+// y = (z + bias) * F(u + gate_bias) in the place of z.
+template <class F, class T, int N>
 struct GluPass {
   Rows<T> z;
   Rows<const T> u;
@@ -42,15 +42,14 @@ struct GluPass {
     biases.gate.add_to(loaded.u, gates);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      values[i] *= logistic<T>(gates[i]);
-      if constexpr (activation == GluActivation::kSilu) values[i] *= gates[i];
+      values[i] *= activate<F, T>(gates[i]);
     }
     z.template store<N>(row, column, pack<T, N>(values));
   }
 };
 
-// dz = g * act(u + gate_bias) in the place of z, and du = g * (z + bias) * act'(u + gate_bias) in that of u.
-template <class T, GluActivation activation, int N>
+// dz = g * F(u + gate_bias) in the place of z, and du = g * (z + bias) * F'(u + gate_bias) in that of u.
+template <class F, class T, int N>
 struct GluBackwardPass {
   Rows<const T> g;
   Rows<T> z, u;
@@ -74,32 +73,27 @@ struct GluBackwardPass {
     biases.gate.add_to(loaded.u, gates);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const Accumulate<T> s = logistic<T>(gates[i]), product = grads[i] * values[i] * s;
-      if constexpr (activation == GluActivation::kSilu) {
-        values[i] = grads[i] * gates[i] * s;
-        gates[i] = product * (1 + gates[i] * (1 - s));
-      } else {
-        values[i] = grads[i] * s;
-        gates[i] = product * (1 - s);
-      }
+      Accumulate<T> slope;
+      const Accumulate<T> gate = activate<F, T>(gates[i], slope);
+      gates[i] = grads[i] * values[i] * slope;
+      values[i] = grads[i] * gate;
     }
     z.template store<N>(row, column, pack<T, N>(values));
     u.template store<N>(row, column, pack<T, N>(gates));
   }
 };
 
-// Calls f with the type of w, the activation and the width of vectors, that of 16 bytes where `in_vectors` allows it,
+// Calls f with the activation, the type of w and the width of vectors, that of 16 bytes where `in_vectors` allows it,
 // as arguments; in_vectors gets the type and that width.
-template <class InVectors, class F>
-void dispatch(const Tensor& w, GluActivation activation, const InVectors& in_vectors, const F& f) {
+template <class InVectors, class Call>
+void dispatch(const Tensor& w, GluActivation activation, const InVectors& in_vectors, const Call& f) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "glu", [&] {
     constexpr int n = kVectorSize<scalar_t>;
     const auto of_width = [&](auto act) {
-      in_vectors(scalar_t{}, n) ? f(scalar_t{}, act, std::integral_constant<int, n>{})
-                                : f(scalar_t{}, act, std::integral_constant<int, 1>{});
+      in_vectors(scalar_t{}, n) ? f(act, scalar_t{}, std::integral_constant<int, n>{})
+                                : f(act, scalar_t{}, std::integral_constant<int, 1>{});
     };
-    activation == GluActivation::kSilu ? of_width(std::integral_constant<GluActivation, GluActivation::kSilu>{})
-                                       : of_width(std::integral_constant<GluActivation, GluActivation::kSigmoid>{});
+    activation == GluActivation::kSilu ? of_width(Silu{}) : of_width(Sigmoid{});
   });
 }
 
@@ -111,10 +105,10 @@ void glu_rows(const Tensor& z, const Tensor& u, const OptionalTensor& b, const O
     using T = decltype(type);
     return columns % n == 0 && write_rows<T>(z).fits(n) && read_rows<T>(u).fits(n);
   };
-  dispatch(z, activation, in_vectors, [&](auto type, auto act, auto width) {
+  dispatch(z, activation, in_vectors, [&](auto act, auto type, auto width) {
+    using F = decltype(act);
     using T = decltype(type);
-    const GluPass<T, act(), width()> pass{write_rows<T>(z), read_rows<T>(u), remaining_bias<T>(b),
-                                          remaining_bias<T>(bg)};
+    const GluPass<F, T, width()> pass{write_rows<T>(z), read_rows<T>(u), remaining_bias<T>(b), remaining_bias<T>(bg)};
     launch_pass<width()>(pass, rows, columns);
   });
 }
@@ -173,10 +167,11 @@ void glu_backward_rows(const Tensor& g, const Tensor& z, const Tensor& u, const 
     using T = decltype(type);
     return columns % n == 0 && read_rows<T>(g).fits(n) && write_rows<T>(z).fits(n) && write_rows<T>(u).fits(n);
   };
-  dispatch(z, activation, in_vectors, [&](auto type, auto act, auto width) {
+  dispatch(z, activation, in_vectors, [&](auto act, auto type, auto width) {
+    using F = decltype(act);
     using T = decltype(type);
-    const GluBackwardPass<T, act(), width()> pass{read_rows<T>(g), write_rows<T>(z), write_rows<T>(u),
-                                                  remaining_bias<T>(b), remaining_bias<T>(bg)};
+    const GluBackwardPass<F, T, width()> pass{read_rows<T>(g), write_rows<T>(z), write_rows<T>(u), remaining_bias<T>(b),
+                                              remaining_bias<T>(bg)};
     launch_pass<width()>(pass, rows, columns);
   });
 }

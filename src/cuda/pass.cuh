@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "cuda/activation.cuh"
 #include "cuda/vector.cuh"
 
 // An elementwise pass over matrices of which each column has values of its own (a bias), as the step after a product.
@@ -95,5 +96,17 @@ struct Biases {
     for (int i = 0; i < N; ++i) sums[i] += of[i];
   }
 };
+
+/// F(z) and its derivative, as exact as elements of type T need.
+template <class F, class T, class A>
+__device__ inline A activate(A z, A& slope) {
+  if constexpr (sizeof(T) == 2) {
+    return F::template with_slope<Exactness::kFast>(F::kScale * z, slope);
+  } else {
+    const A y = F::value(z);
+    slope = F::backward(A{1}, z, y);
+    return y;
+  }
+}
 
 }  // namespace torchops::cuda
