@@ -41,6 +41,15 @@ def _itself(t: Make, n: int, transpose_b: bool) -> Arguments:
     return arguments(a, a, transpose_b=transpose_b)
 
 
+def _batch_first(base: Tensor) -> Tensor:
+    return base.permute(2, 0, 1)
+
+
+def _column_blocks(base: Tensor) -> Tensor:
+    """The left and the right half of the columns, as a batch."""
+    return base.unflatten(-1, (2, -1)).transpose(0, 1)
+
+
 def square_matmul_samples(mutates: bool, tb: bool) -> tuple[Sample, ...]:
     def pair(a: Callable[[Make], Tensor], b: Callable[[Make], Tensor]) -> Callable[[Make], Arguments]:
         return lambda t: arguments(a(t), b(t), transpose_b=tb)
@@ -54,6 +63,19 @@ def square_matmul_samples(mutates: bool, tb: bool) -> tuple[Sample, ...]:
         Sample("expanded_b", pair(matrix, lambda t: t(1, 6, view=lambda v: v.expand(6, 6)))),
         Sample("strided_b", pair(matrix, lambda t: t(18, 6, view=every_third_row))),
         Sample("zero_in", pair(lambda t: t(5, 0), lambda t: t(0, 0))),
+        Sample("batch", pair(lambda t: t(3, 4, 6), lambda t: t(3, 6, 6))),
+        Sample("batch_of_two_dims", pair(lambda t: t(2, 3, 4, 5), lambda t: t(2, 3, 5, 5))),
+        Sample("batch_of_one", pair(lambda t: t(1, 4, 6), lambda t: t(1, 6, 6))),
+        Sample("batch_last", pair(lambda t: t(6, 4, 3, view=swapped), lambda t: t(6, 6, 3, view=_batch_first))),
+        Sample("batch_in_columns", pair(lambda t: t(4, 12, view=_column_blocks), lambda t: t(2, 6, 6))),
+        Sample(
+            "batch_of_one_matrix", pair(lambda t: t(3, 4, 6), lambda t: t(1, 6, 6, view=lambda b: b.expand(3, 6, 6)))
+        ),
+        Sample("no_batch", pair(lambda t: t(0, 4, 6), lambda t: t(0, 6, 6))),
+        Sample("batch_of_no_rows", pair(lambda t: t(3, 0, 6), lambda t: t(3, 6, 6))),
+        Sample("batch_b_is_a", lambda t: arguments(*[t(3, 6, 6)] * 2, transpose_b=tb), leaves=False),
+        Sample("many_matrices", pair(lambda t: t(517, 37, 61), lambda t: t(517, 61, 61, scale=0.3)), large=True),
+        Sample("a_large_matrix", pair(lambda t: t(1, 20_011, 61), lambda t: t(1, 61, 61, scale=0.3)), large=True),
         Sample("b_inside_a", lambda t: _overlapping(t, 11, 5, 3, tb), leaves=False),
         Sample("b_is_a", lambda t: _itself(t, 7, tb), leaves=False),
         Sample("many_rows", pair(lambda t: t(40_009, 61), lambda t: t(61, 61, scale=0.3)), large=True),
@@ -67,11 +89,18 @@ def square_matmul_samples(mutates: bool, tb: bool) -> tuple[Sample, ...]:
 
 _B = "expected b of shape ({0}, {0}) to match a, got {1}"
 
+_BATCH = "expected b of shape (4, {0}, {0}) to match a, got {1}"
+
 SQUARE_MATMUL_ERRORS = (
     ErrorInput("zero_dim_a", lambda t: arguments(t(), t(7, 7)), ZERO_DIM.format("a")),
     ErrorInput("zero_dim_b", lambda t: arguments(t(5, 7), t()), _B.format(7, "()")),
     ErrorInput("rank_b_1", lambda t: arguments(t(5, 7), t(7)), _B.format(7, "(7,)")),
     ErrorInput("rank_b_3", lambda t: arguments(t(5, 7), t(5, 7, 7)), _B.format(7, "(5, 7, 7)")),
+    ErrorInput("batch_size", lambda t: arguments(t(4, 5, 7), t(3, 7, 7)), _BATCH.format(7, "(3, 7, 7)")),
+    ErrorInput("batch_size_1", lambda t: arguments(t(4, 5, 7), t(1, 7, 7)), _BATCH.format(7, "(1, 7, 7)")),
+    ErrorInput("batch_rank", lambda t: arguments(t(4, 5, 7), t(2, 4, 7, 7)), _B.format(7, "(2, 4, 7, 7)")),
+    ErrorInput("batch_not_square", lambda t: arguments(t(4, 5, 7), t(4, 6, 7)), _BATCH.format(7, "(4, 6, 7)")),
+    ErrorInput("batch_or_matrix", lambda t: arguments(t(4, 5, 7), t(6, 6)), _B.format(7, "(6, 6)")),
     ErrorInput("inner_size", lambda t: arguments(t(5, 7), t(6, 6)), _B.format(7, "(6, 6)")),
     ErrorInput("b_not_square", lambda t: arguments(t(5, 7), t(7, 6)), _B.format(7, "(7, 6)")),
     ErrorInput("b_not_square_tb", lambda t: arguments(t(5, 7), t(6, 7), transpose_b=True), _B.format(7, "(6, 7)")),

@@ -132,6 +132,7 @@ BUILD: dict[str, Callable[[Make], Arguments]] = {
     "sigmoid": lambda t: arguments(t(4, 5, 7)),
     "square_matmul": lambda t: arguments(t(4, 5, 7), t(7, 7)),
     "square_matmul transposed": lambda t: arguments(t(4, 5, 7), t(7, 7), transpose_b=True),
+    "square_matmul batch": lambda t: arguments(t(4, 5, 7), t(4, 7, 7)),
     "softmax": lambda t: arguments(t(4, 5, 7)),
     "softmax 1": lambda t: arguments(t(4, 5, 7), 1),
     "layer_norm": _layer_norm(1, affine=True),
@@ -218,6 +219,17 @@ LINES: dict[str, str] = {
         R S1 -> P
         S2 S0 -> S2 : all_gather / all_gather
         S2 S1 -> P
+    """,
+    "square_matmul batch": """
+        R R -> R
+        S0 S0 -> S0
+        S1 R -> S1
+        P R -> P
+    """,
+    "square_matmul_ batch": """
+        S0 S0 -> S0
+        S1 R -> S1
+        S2 R -> refused
     """,
     "square_matmul_": """
         R R -> R

@@ -55,9 +55,13 @@ def growth(program: str) -> float:
 CALLS = {
     "gate_": "torchops.gate_(t, torch.ones(1, 1).to(t).expand(t.shape[0], 1), torch.ones(t.shape[-1], 1).to(t))",
     "gate_by_itself_": "torchops.gate_(t, t, torch.eye(t.shape[-1], dtype=t.dtype))",
+    "gate_mixed_": "torchops.gate_(t, t, torch.eye(t.shape[-1], dtype=torch.bfloat16))",
     "sigmoid_": "torchops.sigmoid_(t)",
     "square_matmul_": "torchops.square_matmul_(t, torch.eye(t.shape[-1], dtype=t.dtype) * 0.5)",
     "square_matmul_tb_": "torchops.square_matmul_(t, torch.eye(t.shape[-1], dtype=t.dtype) * 0.5, transpose_b=True)",
+    "square_matmul_of_a_batch_": (
+        "torchops.square_matmul_(t.view(-1, 64, 256), torch.eye(256).to(t).expand(len(t) // 64, 256, 256))"
+    ),
     "softmax_": "torchops.softmax_(t)",
     "softmax_dim0_": "torchops.softmax_(t, 0)",
     "layer_norm_": "torchops.layer_norm_(t, [t.shape[-1]])",

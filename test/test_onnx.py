@@ -80,7 +80,17 @@ def test_operator(case: OpCase) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["float64", "float16"])
 def test_dtype(dtype: torch.dtype) -> None:
-    names = {"matrix", "matrix_silu", "float32_x", "float32_both", "no_bias", "vector", "weight_only", "middle_dim", "default"}
+    names = {
+        "matrix",
+        "matrix_silu",
+        "float32_x",
+        "float32_both",
+        "no_bias",
+        "vector",
+        "weight_only",
+        "middle_dim",
+        "default",
+    }
     calls = Calls([(c, s(dtype, "cpu")) for c in OPS for s in c.samples if s.name in names and wanted(c, s)])
     inputs = calls.inputs()
     got = run(torchops.onnx.export(calls, inputs, verbose=False), *inputs)

@@ -216,12 +216,14 @@ def _linear_in(a: Any) -> list[Any]:
 
 
 def _square_matmul(a: Any, b: Any, transpose_b: bool = False) -> list[_Way]:
-    return [([p], [p, _REPLICATE]) for p in _linear_in(a)]
+    # A batch of matrices is cut together with the rows that they multiply.
+    batch = range(b.ndim - 2)
+    return [([p], [p, p if getattr(p, "dim", None) in batch else _REPLICATE]) for p in _linear_in(a)]
 
 
 def _square_matmul_(a: Any, b: Any, transpose_b: bool = False) -> list[_Way]:
     _check_stays("square_matmul_", "a", a, _linear_in(a), " along dimensions before the last")
-    return [([], [p, _REPLICATE]) for p in _linear_in(a)]
+    return [([], arguments) for _, arguments in _square_matmul(a, b)]
 
 
 def _local(x: Any, placements: Sequence[Any]) -> Tensor:
@@ -291,7 +293,7 @@ def _square_matmul_sharded_b(_cls: type, op: Any, _types: Any, args: Sequence[An
     # A part of b is no square matrix, so the operator itself cannot take it.
     a, b = args
     last = Shard(a.ndim - 1)
-    if not any(p == last or (p == _REPLICATE and q != _REPLICATE) for p, q in _pairs(a, b)):
+    if b.ndim > 2 or not any(p == last or (p == _REPLICATE and q != _REPLICATE) for p, q in _pairs(a, b)):
         return NotImplemented
     return _product(a, b, contracted=1 if kwargs.get("transpose_b", False) else 0)
 

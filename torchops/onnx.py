@@ -108,7 +108,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.Sigmoid(x)
 
     def square_matmul(a: Any, b: Any, transpose_b: bool = False) -> Any:
-        return op.MatMul(a, op.Transpose(b, perm=[1, 0]) if transpose_b else b)
+        *batch, rows, columns = range(len(b.shape))
+        return op.MatMul(a, op.Transpose(b, perm=[*batch, columns, rows]) if transpose_b else b)
 
     def softmax(x: Any, dim: int = -1) -> Any:
         if len(x.shape) > 0:

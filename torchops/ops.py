@@ -172,12 +172,13 @@ def sigmoid_(x: Tensor) -> Tensor:
 
 
 def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
-    """``a @ b``, or ``a @ b.T`` with ``transpose_b``, for a square ``b``.
+    """``a @ b``, or ``a @ b.T`` with ``transpose_b``, for a square ``b``, or for one of each of a batch.
 
     Args:
         a: matrix, or stack of matrices, of shape ``(..., n)``.
-        b: matrix of shape ``(n, n)``.
-        transpose_b: multiply with the transpose of ``b``.
+        b: matrix of shape ``(n, n)``; or ``(*batch, n, n)`` for ``a`` of shape ``(*batch, m, n)``, with exactly these
+            batch sizes.
+        transpose_b: multiply with the transpose of ``b``, or of each matrix of it.
 
     Returns:
         A new contiguous tensor of the shape of ``a``.

@@ -1,4 +1,4 @@
-#include <ATen/ops/mm.h>
+#include <ATen/ops/matmul.h>
 
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
@@ -11,7 +11,7 @@ namespace {
 struct SquareMatmulFunctional : FunctionalOp<SquareMatmulFunctional, square_matmul> {
   static void check(const Tensor& a, const Tensor& b, bool) { check_square_matmul(a, b); }
   static Tensor decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
-    return matmul(a, transpose_b ? b.t() : b);
+    return matmul(a, transpose_b ? b.mT() : b);
   }
   static Tensor train(const Tensor& a, const Tensor& b, bool transpose_b);
 };
@@ -38,6 +38,7 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
     at::AutoDispatchBelowAutograd below_autograd;
     ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()});
     ctx->saved_data["transpose_b"] = transpose_b;
+    ctx->saved_data["batched"] = b.dim() > 2;
     if (!target) return square_matmul(a, b, transpose_b);
     return overwrite(*target, [&](Tensor& self) { SquareMatmulInPlace::in_place(self, b, transpose_b); });
   }
@@ -45,12 +46,13 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &a = saved[0], &b = saved[1], &grad = grads[0];
-    const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
+    const bool transpose_b = ctx->saved_data["transpose_b"].toBool(), batched = ctx->saved_data["batched"].toBool();
     Tensor da, db;
     if (ctx->needs_input_grad(0)) da = square_matmul(grad, b, !transpose_b);
     if (ctx->needs_input_grad(1)) {
-      const Tensor a_rows = detail::as_rows(a), grad_rows = detail::as_rows(grad);
-      db = transpose_b ? at::mm(grad_rows.t(), a_rows) : at::mm(a_rows.t(), grad_rows);
+      // One matrix for each of the batch, or for all rows.
+      const Tensor left = batched ? a : detail::as_rows(a), right = batched ? grad : detail::as_rows(grad);
+      db = transpose_b ? at::matmul(right.mT(), left) : at::matmul(left.mT(), right);
     }
     return {da, db, Tensor(), Tensor()};
   }

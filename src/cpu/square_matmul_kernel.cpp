@@ -1,3 +1,4 @@
+#include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <torch/library.h>
@@ -13,22 +14,46 @@ Tensor square_matmul_cpu(const Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul(a, b);
   Tensor out = at::empty(a.sizes(), a.options());
   if (out.numel() == 0) return out;
-  Tensor out_rows = detail::as_rows(out);
-  at::cpu::mm_out(out_rows, detail::as_rows(a), transpose_b ? b.t() : b);
+  const Tensor factor = transpose_b ? b.mT() : b;
+  if (b.dim() == 2) {
+    Tensor out_rows = detail::as_rows(out);
+    at::cpu::mm_out(out_rows, detail::as_rows(a), factor);
+  } else {
+    Tensor matrices = out.flatten(0, -3);
+    at::cpu::bmm_out(matrices, a.flatten(0, -3), factor.flatten(0, -3));
+  }
   return out;
 }
 
 // A row of the result depends on that row of a alone. So a panel of rows is copied to scratch and the product of the
 // copy, which is in the cache, goes straight to where the panel was: about 1/min(n, rows per panel) more traffic than
 // the product into a second buffer. Panels of fewer rows than this would spend their time on packing b.
-void square_matmul_cpu_(Tensor& a, const Tensor& b, bool transpose_b) {
-  check_square_matmul_(a, b);
+void multiply_rows_(const Tensor& a, const Tensor& factor) {
   constexpr int64_t fewest_rows = 128;
-  const Tensor right = detail::may_alias(a, b) ? b.clone() : b;
-  const Tensor factor = transpose_b ? right.t() : right;
   for_each_row_panel({a}, 1, fewest_rows, [&](const Operands& panel) {
     Tensor out = panel[0];
     at::cpu::mm_out(out, out.clone(at::MemoryFormat::Contiguous), factor);
+  });
+}
+
+// The same with whole matrices for rows, as many as fit a panel.
+void multiply_matrices_(const Tensor& a, const Tensor& factors) {
+  for_each_row_panel({a, factors}, 2, 1, [&](const Operands& panel) {
+    Tensor out = panel[0];
+    at::cpu::bmm_out(out, out.clone(at::MemoryFormat::Contiguous), panel[1]);
+  });
+}
+
+void square_matmul_cpu_(Tensor& a, const Tensor& b, bool transpose_b) {
+  check_square_matmul_(a, b);
+  const Tensor right = detail::read_first(a, b), factor = transpose_b ? right.mT() : right;
+  if (b.dim() == 2) return multiply_rows_(a, factor);
+  const int64_t matrix_bytes = a.size(-2) * a.size(-1) * static_cast<int64_t>(a.element_size());
+  const int64_t batch = c10::multiply_integers(a.sizes().slice(0, a.dim() - 2));
+  if (matrix_bytes <= kMaxScratchBytes && batch >= at::get_num_threads()) return multiply_matrices_(a, factor);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for_each_matrix({a, factor}, 2, [](const Operands& part) {
+    for (int64_t i = 0; i < part[0].size(0); ++i) multiply_rows_(part[0].select(0, i), part[1].select(0, i));
   });
 }
 

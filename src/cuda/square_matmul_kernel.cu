@@ -1,5 +1,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/bmm_cuda_dispatch.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -21,8 +22,14 @@ Tensor square_matmul_cuda(const Tensor& a, const Tensor& b, bool transpose_b) {
   const c10::cuda::CUDAGuard guard(a.device());
   Tensor out = at::detail::empty_cuda(a.sizes(), a.options());
   if (out.numel() == 0) return out;
-  Tensor out_rows = detail::as_rows(out);
-  at::cuda::mm_out(out_rows, detail::as_rows(a), transpose_b ? b.t() : b);
+  const Tensor factor = transpose_b ? b.mT() : b;
+  if (b.dim() == 2) {
+    Tensor out_rows = detail::as_rows(out);
+    at::cuda::mm_out(out_rows, detail::as_rows(a), factor);
+  } else {
+    Tensor matrices = out.flatten(0, -3);
+    at::cuda::bmm_out(matrices, a.flatten(0, -3), factor.flatten(0, -3));
+  }
   return out;
 }
 
@@ -59,10 +66,16 @@ void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
   if (a.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(a.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Tensor right = detail::may_alias(a, b) ? b.clone() : b;
-  const Tensor factor = transpose_b ? right.t() : right;
-  detail::for_each_matrix({a}, 1, [&](const detail::Operands& matrix) {
-    if (!fused_(matrix[0], factor)) multiply_panels_(matrix[0], factor);
+  const Tensor right = detail::read_first(a, b), factor = transpose_b ? right.mT() : right;
+  const auto multiply = [](const Tensor& rows, const Tensor& by) {
+    if (!fused_(rows, by)) multiply_panels_(rows, by);
+  };
+  if (b.dim() == 2) {
+    detail::for_each_matrix({a}, 1, [&](const detail::Operands& matrix) { multiply(matrix[0], factor); });
+    return;
+  }
+  detail::for_each_matrix({a, factor}, 2, [&](const detail::Operands& part) {
+    for (int64_t i = 0; i < part[0].size(0); ++i) multiply(part[0].select(0, i), part[1].select(0, i));
   });
 }
 

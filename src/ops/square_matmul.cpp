@@ -31,7 +31,12 @@ void check(const char* op, const Tensor& a, const Tensor& b) {
   detail::check_dtype(op, "a", a);
   detail::check_matches(op, "b", b, "a", a);
   const c10::SymInt n = a.sym_size(-1);
-  detail::check_shape(op, "b", b, "a", {n, n});
+  c10::SymDimVector expected{n, n};
+  if (b.dim() > 2 && b.dim() == a.dim()) {
+    expected.assign(a.sym_sizes().begin(), a.sym_sizes().end());
+    expected[a.dim() - 2] = n;
+  }
+  detail::check_shape(op, "b", b, "a", expected);
 }
 
 }  // namespace

@@ -6,7 +6,8 @@
 
 namespace torchops {
 
-/// a @ b, or a @ b.T with transpose_b, for a square b: a (..., n), b (n, n), one floating-point dtype and device.
+/// a @ b, or a @ b.T with transpose_b, for a square b: a (..., n), b (n, n); or a (*batch, m, n), b (*batch, n, n) with
+/// exactly these batch sizes, one matrix for each of the batch. One floating-point dtype and device.
 /// Returns a new contiguous tensor of a's shape. Throws c10::Error when shapes, dtypes or devices do not fit.
 TORCHOPS_API at::Tensor square_matmul(const at::Tensor& a, const at::Tensor& b, bool transpose_b = false);
 
