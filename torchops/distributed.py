@@ -186,7 +186,7 @@ def _gate_backward(grad: Any, v: Any, x: Any, w: Any, b: Any, mask: Sequence[boo
         # A sum over rows, or for dx over columns, is partial where these are sharded.
         dx = Partial() if columns else p
         dw = Shard(0) if columns else _REPLICATE if p == _REPLICATE else Partial()
-        ways.append(([p, dx, dw, dw], [p, *arguments, None]))
+        ways.append((_asked(mask, [p, dx, dw, dw]), [p, *arguments, None]))
     return ways
 
 
@@ -206,7 +206,7 @@ def _glu_backward(
         columns = arguments[1] == Shard(0)
         dx = Partial() if columns else p
         dw = Shard(0) if columns else _REPLICATE if p == _REPLICATE else Partial()
-        ways.append(([dx, dw, dw, dw, dw], [p, *arguments, None, None]))
+        ways.append((_asked(mask, [dx, dw, dw, dw, dw]), [p, *arguments, None, None]))
     return ways
 
 

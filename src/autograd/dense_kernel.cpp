@@ -1,13 +1,10 @@
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sigmoid_backward.h>
-#include <ATen/ops/sum.h>
 
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
+#include "autograd/linear.h"
 #include "autograd/recipe.h"
 #include "ops/dense.h"
 
@@ -17,9 +14,7 @@ namespace {
 struct DenseFunctional : FunctionalOp<DenseFunctional, dense> {
   static void check(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) { check_dense(x, w, b); }
   static Tensor decomposed(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-    if (x.dim() > 1) return at::sigmoid(at::linear(x, w, b));
-    const Tensor z = matmul(x, w.t());
-    return at::sigmoid(b ? z + *b : z);
+    return at::sigmoid(linear(x, w, b));
   }
   static Tensor train(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b);
 };
@@ -63,7 +58,7 @@ struct DenseBackward : FunctionalOp<DenseBackward, detail::dense_backward> {
     const Tensor none = at::empty({0}, y.options());
     if (!mask[0] && !mask[1]) return {none, none};
     const Tensor dz = at::sigmoid_backward(grad, y).contiguous();
-    return {mask[0] ? dz : none, mask[1] ? detail::as_rows(dz).sum(0) : none};
+    return {mask[0] ? dz : none, mask[1] ? bias_gradient(dz) : none};
   }
 };
 
@@ -116,7 +111,7 @@ std::array<at::Tensor, 3> detail::dense_gradients_in_parts(const at::Tensor& gra
     dz = at::sigmoid_backward(grad, y);
   }
   if (mask[0]) dx = autograd::matmul(dz, w);
-  if (mask[1]) dw = at::mm(as_rows(dz).t(), as_rows(x));
+  if (mask[1]) dw = autograd::weight_gradient(dz, x);
   return {dx, dw, db};
 }
 

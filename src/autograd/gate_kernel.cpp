@@ -3,6 +3,7 @@
 #include <ATen/ops/sigmoid.h>
 
 #include "autograd/autocast.h"
+#include "autograd/functional.h"
 #include "autograd/linear.h"
 #include "autograd/recipe.h"
 #include "ops/gate.h"
@@ -12,14 +13,15 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-Tensor gate_in_aten(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  return v * at::sigmoid(linear(x, w, b).to(v.scalar_type()));
-}
-
-Tensor gate_decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  check_gate(v, x, w, b);
-  return gate_in_aten(v, x, w, b);
-}
+struct GateFunctional : FunctionalOp<GateFunctional, gate> {
+  static void check(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+    check_gate(v, x, w, b);
+  }
+  static Tensor decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+    return v * at::sigmoid(linear(x, w, b).to(v.scalar_type()));
+  }
+  static Tensor train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b);
+};
 
 // Only the gate's gradient reads v; that of v reads x, w and b.
 bool reads_v(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
@@ -31,7 +33,7 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
     check_gate_(v, x, w, b);
   }
   static Tensor decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-    return gate_in_aten(v, x, w, b);
+    return GateFunctional::decomposed(v, x, w, b);
   }
   static Tensor traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
     return gate(reads_v(x, w, b) ? detail::keep(v) : v, x, w, b);
@@ -73,46 +75,38 @@ Tensor GateInPlace::train(const Tensor& v, const Tensor& target, const Tensor& x
   return Gate::apply(reads_v(x, w, b) ? v.clone() : v, x, w, b, target);
 }
 
-Tensor gate_autograd(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  check_gate(v, x, w, b);
-  if (needs_decomposition(v, x, w, b)) return gate_decomposed(v, x, w, b);
-  if (needs_grad(v, x, w, b)) return Gate::apply(v, x, w, b, std::nullopt);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return gate(v, x, w, b);
+Tensor GateFunctional::train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  return Gate::apply(v, x, w, b, std::nullopt);
 }
 
 // With s = sigmoid(x @ w.T + b) and the cotangent g: dv = g * s, dz = g * v * s * (1 - s), and the rest from dz.
-detail::GateGradients gate_backward_decomposed(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                               const OptionalTensor& b, std::array<bool, 4> mask) {
-  detail::check_gate_backward(grad, v, x, w, b, mask);
-  const Tensor s = at::sigmoid(linear(x, w, b).to(v.scalar_type())), dv = grad * s;
-  const Tensor dz = (dv * v * (1 - s)).to(w.scalar_type());
-  const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
-  return {mask[0] ? dv : none(v), mask[1] ? matmul(dz, w).to(x.scalar_type()) : none(x),
-          mask[2] ? weight_gradient(dz, x) : none(w), mask[3] ? bias_gradient(dz) : none(w)};
-}
-
 // Only double backward differentiates this one.
-detail::GateGradients gate_backward_autograd(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                             const OptionalTensor& b, std::array<bool, 4> mask) {
-  if (needs_decomposition(grad, v, x, w, b) || needs_grad(grad, v, x, w, b)) {
-    return gate_backward_decomposed(grad, v, x, w, b, mask);
+struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
+  static void check(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
+                    std::array<bool, 4> mask) {
+    detail::check_gate_backward(grad, v, x, w, b, mask);
   }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return detail::gate_backward(grad, v, x, w, b, mask);
-}
+  static detail::GateGradients decomposed(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
+                                          const OptionalTensor& b, std::array<bool, 4> mask) {
+    const Tensor s = at::sigmoid(linear(x, w, b).to(v.scalar_type())), dv = grad * s;
+    const Tensor dz = (dv * v * (1 - s)).to(w.scalar_type());
+    const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
+    return {mask[0] ? dv : none(v), mask[1] ? matmul(dz, w).to(x.scalar_type()) : none(x),
+            mask[2] ? weight_gradient(dz, x) : none(w), mask[3] ? bias_gradient(dz) : none(w)};
+  }
+};
 
 // The strides that the kernels promise.
 detail::GateGradients gate_backward_composite(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
                                               const OptionalTensor& b, std::array<bool, 4> mask) {
-  const auto [dv, dx, dw, db] = gate_backward_decomposed(grad, v, x, w, b, mask);
+  const auto [dv, dx, dw, db] = GateBackward::batched(grad, v, x, w, b, mask);
   return {dv.contiguous(), dx.contiguous(), dw.contiguous(), db.contiguous()};
 }
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("gate", gate_autograd);
+  m.impl("gate", GateFunctional::autograd);
   m.impl("gate_", GateInPlace::autograd);
-  m.impl("_gate_backward", gate_backward_autograd);
+  m.impl("_gate_backward", GateBackward::autograd);
 }
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("gate_", GateInPlace::version); }
@@ -130,9 +124,9 @@ TORCHOPS_AUTOCAST(m) {
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("gate", with_cast_weights<gate_decomposed, const Tensor>);
+  m.impl("gate", with_cast_weights<GateFunctional::batched, const Tensor>);
   m.impl("gate_", with_cast_weights<GateInPlace::batched, Tensor>);
-  m.impl("_gate_backward", gate_backward_decomposed);
+  m.impl("_gate_backward", GateBackward::batched);
 }
 
 // For a backend that has gate and gate_ alone.

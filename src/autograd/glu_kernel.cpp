@@ -4,6 +4,7 @@
 #include <ATen/ops/silu.h>
 
 #include "autograd/autocast.h"
+#include "autograd/functional.h"
 #include "autograd/linear.h"
 #include "autograd/recipe.h"
 #include "ops/glu.h"
@@ -14,13 +15,20 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
 
-Tensor glu_decomposed(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
-                      const OptionalTensor& bg, std::string_view activation) {
-  check_glu(x, w, wg, b, bg, activation);
-  const Tensor u = linear(x, wg, bg);
-  const bool silu = detail::glu_activation(activation) == GluActivation::kSilu;
-  return linear(x, w, b) * (silu ? at::silu(u) : at::sigmoid(u));
-}
+struct GluFunctional : FunctionalOp<GluFunctional, glu> {
+  static void check(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                    const OptionalTensor& bg, std::string_view activation) {
+    check_glu(x, w, wg, b, bg, activation);
+  }
+  static Tensor decomposed(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                           const OptionalTensor& bg, std::string_view activation) {
+    const Tensor u = linear(x, wg, bg);
+    const bool silu = detail::glu_activation(activation) == GluActivation::kSilu;
+    return linear(x, w, b) * (silu ? at::silu(u) : at::sigmoid(u));
+  }
+  static Tensor train(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                      const OptionalTensor& bg, std::string_view activation);
+};
 
 // Saves its arguments and neither factor: the gradients compute both again, which costs two products and saves two
 // tensors of the result's size.
@@ -49,54 +57,45 @@ struct Glu : torch::autograd::Function<Glu> {
   }
 };
 
-Tensor glu_autograd(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
-                    const OptionalTensor& bg, std::string_view activation) {
-  check_glu(x, w, wg, b, bg, activation);
-  if (needs_decomposition(x, w, wg, b, bg)) return glu_decomposed(x, w, wg, b, bg, activation);
-  if (needs_grad(x, w, wg, b, bg)) return Glu::apply(x, w, wg, b, bg, activation);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return glu(x, w, wg, b, bg, activation);
+Tensor GluFunctional::train(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                            const OptionalTensor& bg, std::string_view activation) {
+  return Glu::apply(x, w, wg, b, bg, activation);
 }
 
 // With z = x @ w.T + b, u = x @ wg.T + bg, s = sigmoid(u) and the cotangent g: dz = g * act(u), du = g * z * act'(u),
 // where sigmoid' = s * (1 - s) and silu' = s * (1 + u * (1 - s)); the rest from dz and du.
-detail::GluGradients glu_backward_decomposed(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
-                                             const OptionalTensor& b, const OptionalTensor& bg,
-                                             std::string_view activation, std::array<bool, 5> mask) {
-  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
-  const Tensor u = linear(x, wg, bg), s = at::sigmoid(u);
-  const bool silu = detail::glu_activation(activation) == GluActivation::kSilu;
-  const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
-  Tensor dz, du;
-  if (mask[0] || mask[1] || mask[3]) dz = grad * (silu ? u * s : s);
-  if (mask[0] || mask[2] || mask[4]) du = grad * linear(x, w, b) * s * (silu ? 1 + u * (1 - s) : 1 - s);
-  return {mask[0] ? (matmul(dz, w) + matmul(du, wg)).to(x.scalar_type()) : none(x),
-          mask[1] ? weight_gradient(dz, x) : none(w), mask[2] ? weight_gradient(du, x) : none(wg),
-          mask[3] ? bias_gradient(dz) : none(w), mask[4] ? bias_gradient(du) : none(wg)};
-}
-
 // Only double backward differentiates this one.
-detail::GluGradients glu_backward_autograd(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
-                                           const OptionalTensor& b, const OptionalTensor& bg,
-                                           std::string_view activation, std::array<bool, 5> mask) {
-  if (needs_decomposition(grad, x, w, wg, b, bg) || needs_grad(grad, x, w, wg, b, bg)) {
-    return glu_backward_decomposed(grad, x, w, wg, b, bg, activation, mask);
+struct GluBackward : FunctionalOp<GluBackward, detail::glu_backward> {
+  static void check(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                    const OptionalTensor& bg, std::string_view activation, std::array<bool, 5> mask) {
+    detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
   }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return detail::glu_backward(grad, x, w, wg, b, bg, activation, mask);
-}
+  static detail::GluGradients decomposed(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
+                                         const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
+                                         std::array<bool, 5> mask) {
+    const Tensor u = linear(x, wg, bg), s = at::sigmoid(u);
+    const bool silu = detail::glu_activation(activation) == GluActivation::kSilu;
+    const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
+    Tensor dz, du;
+    if (mask[0] || mask[1] || mask[3]) dz = grad * (silu ? u * s : s);
+    if (mask[0] || mask[2] || mask[4]) du = grad * linear(x, w, b) * s * (silu ? 1 + u * (1 - s) : 1 - s);
+    return {mask[0] ? (matmul(dz, w) + matmul(du, wg)).to(x.scalar_type()) : none(x),
+            mask[1] ? weight_gradient(dz, x) : none(w), mask[2] ? weight_gradient(du, x) : none(wg),
+            mask[3] ? bias_gradient(dz) : none(w), mask[4] ? bias_gradient(du) : none(wg)};
+  }
+};
 
 // The strides that the kernels promise.
 detail::GluGradients glu_backward_composite(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                             const OptionalTensor& b, const OptionalTensor& bg,
                                             std::string_view activation, std::array<bool, 5> mask) {
-  const auto [dx, dw, dwg, db, dbg] = glu_backward_decomposed(grad, x, w, wg, b, bg, activation, mask);
+  const auto [dx, dw, dwg, db, dbg] = GluBackward::batched(grad, x, w, wg, b, bg, activation, mask);
   return {dx.contiguous(), dw.contiguous(), dwg.contiguous(), db.contiguous(), dbg.contiguous()};
 }
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("glu", glu_autograd);
-  m.impl("_glu_backward", glu_backward_autograd);
+  m.impl("glu", GluFunctional::autograd);
+  m.impl("_glu_backward", GluBackward::autograd);
 }
 
 // Calls `function` with the weights cast, and x as it comes: read as float32, it needs no copy in 16 bits.
@@ -110,8 +109,8 @@ Tensor with_cast_weights(const Tensor& x, const Tensor& w, const Tensor& wg, con
 TORCHOPS_AUTOCAST(m) { m.impl("glu", with_cast_weights<glu>); }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("glu", with_cast_weights<glu_decomposed>);
-  m.impl("_glu_backward", glu_backward_decomposed);
+  m.impl("glu", with_cast_weights<GluFunctional::batched>);
+  m.impl("_glu_backward", GluBackward::batched);
 }
 
 // For a backend that has glu alone.

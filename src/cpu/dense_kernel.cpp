@@ -1,25 +1,20 @@
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/addmm_cpu_dispatch.h>
-#include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
 #include <ATen/ops/sigmoid_cpu_dispatch.h>
 #include <ATen/ops/sum_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "cpu/panels.h"
+#include "cpu/linear.h"
 #include "ops/common.h"
 #include "ops/dense.h"
 
 namespace torchops::cpu {
 namespace {
 
-// y = sigmoid(x @ w.T + b). The bias is the start value of the product's accumulators: at::addmm_out would put it there
-// too, but expands it to the shape of y first.
 void dense_rows(Tensor y, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b) {
-  b ? at::cpu::addmm_(y.copy_(*b), x, w_t) : at::cpu::mm_out(y, x, w_t);
+  linear_out(y, x, w_t, b);
   at::cpu::sigmoid_(y);
 }
 
@@ -37,9 +32,7 @@ Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
   if (y.numel() == 0) return y;
   const int64_t rows = y.numel() / out_features, threads = at::get_num_threads();
   const Tensor x_rows = detail::as_rows(x), y_rows = detail::as_rows(y);
-  // w.t(), without its two trips through the dispatcher.
-  const Tensor w_t =
-      at::cpu::as_strided(w, {in_features, out_features}, {w.stride(1), w.stride(0)}, w.storage_offset());
+  const Tensor w_t = transposed(w);
 
   const int64_t rows_per_thread = ceil_div(rows, threads);
   constexpr int64_t fewest_rows = 32;         // with fewer a thread's product is bound by packing w: let BLAS split it

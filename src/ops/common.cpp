@@ -81,8 +81,8 @@ void check_writable(const char* op, const char* name, const at::Tensor& tensor) 
               to_string(tensor.sym_strides()), "; clone() it first");
 }
 
-at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::TensorOptions& options) {
-  return wanted ? at::empty_symint(shape, options) : at::empty({0}, options);
+at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::Tensor& like) {
+  return wanted ? at::empty_symint(shape, like.options()) : at::empty({0}, like.options());
 }
 
 bool may_alias(const at::Tensor& written, const at::Tensor& read) {

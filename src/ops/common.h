@@ -43,8 +43,9 @@ void check_linear(const char* op, const at::Tensor& x, const char* w_name, const
 /// Raises if two indices of `tensor` share one memory location (an expanded tensor): it cannot be written.
 void check_writable(const char* op, const char* name, const at::Tensor& tensor);
 
-/// An uninitialised tensor, or one of no elements in the place of a gradient that is not wanted.
-at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::TensorOptions& options);
+/// An uninitialised tensor of the dtype and on the device of `like`, or one of no elements in the place of a gradient
+/// that is not wanted.
+at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::Tensor& like);
 
 /// Whether writing `written` could change what `read` holds.
 bool may_alias(const at::Tensor& written, const at::Tensor& read);

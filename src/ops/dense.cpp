@@ -33,17 +33,10 @@ std::tuple<Tensor, Tensor, Tensor> detail::dense_gradients(const Tensor& grad, c
 }
 
 void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  TORCH_CHECK(x.dim() >= 1, "dense: expected x with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_dtype("dense", "x", x);
   detail::check_matches("dense", "w", w, "x", x);
-  const c10::SymInt in_features = x.sym_size(-1);
-  TORCH_CHECK(w.dim() == 2, "dense: expected w of shape (out, in) with in = ", in_features, " to match x, got ",
-              detail::to_string(w.sym_sizes()));
-  TORCH_SYM_CHECK(w.sym_size(1).sym_eq(in_features), "dense: expected w of shape (out, in) with in = ", in_features,
-                  " to match x, got ", detail::to_string(w.sym_sizes()));
-  if (!b) return;
-  detail::check_matches("dense", "b", *b, "x", x);
-  detail::check_shape("dense", "b", *b, "w", {w.sym_size(0)});
+  if (b) detail::check_matches("dense", "b", *b, "x", x);
+  detail::check_linear_sizes("dense", x, "w", w, "b", b);
 }
 
 namespace {
@@ -81,10 +74,6 @@ void check_cotangent(const char* op, const Tensor& grad, const Tensor& y) {
   detail::check_shape(op, "grad", grad, "y", y.sym_sizes());
 }
 
-Tensor empty_if(bool wanted, c10::SymIntArrayRef sizes, const Tensor& like) {
-  return wanted ? at::empty_symint(sizes, like.options()) : at::empty({0}, like.options());
-}
-
 Tensor dense_meta(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   c10::SymDimVector sizes(x.sym_sizes());
@@ -94,14 +83,14 @@ Tensor dense_meta(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
 
 std::tuple<Tensor, Tensor> dense_backward_meta(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
   detail::check_dense_backward(grad, y);
-  return {empty_if(mask[0], y.sym_sizes(), y), empty_if(mask[1], {y.sym_size(-1)}, y)};
+  return {detail::empty_if(mask[0], y.sym_sizes(), y), detail::empty_if(mask[1], {y.sym_size(-1)}, y)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> dense_gradients_meta(const Tensor& grad, const Tensor& y, const Tensor& x,
                                                         const Tensor& w, std::array<bool, 3> mask) {
   detail::check_dense_gradients(grad, y, x, w);
-  return {empty_if(mask[0], x.sym_sizes(), x), empty_if(mask[1], w.sym_sizes(), w),
-          empty_if(mask[2], {w.sym_size(0)}, w)};
+  return {detail::empty_if(mask[0], x.sym_sizes(), x), detail::empty_if(mask[1], w.sym_sizes(), w),
+          detail::empty_if(mask[2], {w.sym_size(0)}, w)};
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {

@@ -68,8 +68,8 @@ void detail::check_gate_backward(const Tensor& grad, const Tensor& v, const Tens
 
 detail::GateGradients detail::empty_gate_gradients(const Tensor& v, const Tensor& x, const Tensor& w,
                                                    std::array<bool, 4> mask) {
-  return {empty_if(mask[0], v.sym_sizes(), v.options()), empty_if(mask[1], x.sym_sizes(), x.options()),
-          empty_if(mask[2], w.sym_sizes(), w.options()), empty_if(mask[3], {w.sym_size(0)}, w.options())};
+  return {empty_if(mask[0], v.sym_sizes(), v), empty_if(mask[1], x.sym_sizes(), x), empty_if(mask[2], w.sym_sizes(), w),
+          empty_if(mask[3], {w.sym_size(0)}, w)};
 }
 
 namespace {

@@ -65,9 +65,8 @@ void detail::check_glu_backward(const Tensor& grad, const Tensor& x, const Tenso
 
 detail::GluGradients detail::empty_glu_gradients(const Tensor& x, const Tensor& w, std::array<bool, 5> mask) {
   const c10::SymInt out_features = w.sym_size(0);
-  return {empty_if(mask[0], x.sym_sizes(), x.options()), empty_if(mask[1], w.sym_sizes(), w.options()),
-          empty_if(mask[2], w.sym_sizes(), w.options()), empty_if(mask[3], {out_features}, w.options()),
-          empty_if(mask[4], {out_features}, w.options())};
+  return {empty_if(mask[0], x.sym_sizes(), x), empty_if(mask[1], w.sym_sizes(), w), empty_if(mask[2], w.sym_sizes(), w),
+          empty_if(mask[3], {out_features}, w), empty_if(mask[4], {out_features}, w)};
 }
 
 namespace {

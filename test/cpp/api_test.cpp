@@ -2,12 +2,15 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 
 #include <fstream>
 #include <vector>
 
 #include "expect.h"
 #include "ops/dense.h"
+#include "ops/gate.h"
+#include "ops/glu.h"
 #include "ops/layer_norm.h"
 #include "ops/sigmoid.h"
 #include "ops/softmax.h"
@@ -39,6 +42,23 @@ void test_dense(at::ScalarType dtype) {
   EXPECT_CLOSE(torchops::dense(x, w), at::sigmoid(at::linear(wide(x), wide(w))));
   EXPECT_CLOSE(torchops::dense(x, w, b), at::sigmoid(at::linear(wide(x), wide(w), wide(b))));
   EXPECT(torchops::dense(x, w, b).scalar_type() == dtype);
+}
+
+void test_gate(at::ScalarType dtype) {
+  const Tensor v = random({3, 5, 11}, dtype), x = random({3, 5, 7}, dtype), w = random({11, 7}, dtype);
+  const Tensor b = random({11}, dtype);
+  EXPECT_CLOSE(torchops::gate(v, x, w), wide(v) * at::sigmoid(at::linear(wide(x), wide(w))));
+  const Tensor reference = wide(v) * at::sigmoid(at::linear(wide(x), wide(w), wide(b)));
+  EXPECT_CLOSE(torchops::gate(v, x, w, b), reference);
+  expect_in_place(v, reference, [&](Tensor& t) -> Tensor& { return torchops::gate_(t, x, w, b); });
+}
+
+void test_glu(at::ScalarType dtype) {
+  const Tensor x = random({3, 5, 7}, dtype), w = random({11, 7}, dtype), wg = random({11, 7}, dtype);
+  const Tensor b = random({11}, dtype), bg = random({11}, dtype);
+  const Tensor value = at::linear(wide(x), wide(w), wide(b)), gate = at::linear(wide(x), wide(wg), wide(bg));
+  EXPECT_CLOSE(torchops::glu(x, w, wg, b, bg), value * at::sigmoid(gate));
+  EXPECT_CLOSE(torchops::glu(x, w, wg, b, bg, "silu"), value * at::silu(gate));
 }
 
 void test_sigmoid(at::ScalarType dtype) {
@@ -103,6 +123,8 @@ int main() {
   at::manual_seed(0);
   for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
     test_dense(dtype);
+    test_gate(dtype);
+    test_glu(dtype);
     test_sigmoid(dtype);
     test_square_matmul(dtype);
     test_softmax(dtype);

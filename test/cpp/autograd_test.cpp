@@ -7,6 +7,7 @@
 
 #include "expect.h"
 #include "ops/dense.h"
+#include "ops/gate.h"
 #include "ops/layer_norm.h"
 #include "ops/sigmoid.h"
 #include "ops/softmax.h"
@@ -28,6 +29,18 @@ void test_dense() {
   EXPECT_CLOSE(grads[0], dz.mm(w.detach()));
   EXPECT_CLOSE(grads[1], dz.t().mm(x.detach()));
   EXPECT_CLOSE(grads[2], dz.sum(0));
+}
+
+void test_gate_in_place() {
+  const Tensor start = leaf({5, 4}), x = leaf({5, 3}), w = leaf({4, 3}), b = leaf({4}), g = random({5, 4});
+  Tensor v = start * 2;
+  torchops::gate_(v, x, w, b);
+  const auto grads = grad({v}, {start, x, w, b}, {g});
+  const Tensor s = at::sigmoid(at::linear(x, w, b)).detach(), dz = g * start.detach() * 2 * s * (1 - s);
+  EXPECT_CLOSE(grads[0], 2 * g * s);
+  EXPECT_CLOSE(grads[1], dz.mm(w.detach()));
+  EXPECT_CLOSE(grads[2], dz.t().mm(x.detach()));
+  EXPECT_CLOSE(grads[3], dz.sum(0));
 }
 
 void test_square_matmul_in_place() {
@@ -107,6 +120,7 @@ void test_overwritten_result(Call call) {
 int main() {
   at::manual_seed(0);
   test_dense();
+  test_gate_in_place();
   test_square_matmul_in_place();
   test_saved_results();
   test_layer_norm_in_place();

@@ -13,6 +13,10 @@ using c10::DispatchKey;
 
 const std::vector<std::string> kSchemas = {
     "myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor",
+    "myops::gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor",
+    "myops::gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()",
+    "myops::glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation=\"sigmoid\") -> "
+    "Tensor",
     "myops::sigmoid(Tensor x) -> Tensor",
     "myops::sigmoid_(Tensor(a!) x) -> ()",
     "myops::square_matmul(Tensor a, Tensor b, *, bool transpose_b=False) -> Tensor",
