@@ -158,7 +158,11 @@ def check_python(arguments: list[str]) -> None:
         check_program([ROOT / arguments[0]], arguments[1:])
 
 
-@pytest.mark.parametrize("page", READ, ids=name)
+def checked(page: Path) -> bool:
+    return any(words[0] == "make" or re.search(r"python|torchrun|^\.", words[0]) for words in commands(page))
+
+
+@pytest.mark.parametrize("page", [p for p in READ if checked(p)], ids=name)
 def test_commands_of(page: Path) -> None:
     for program, *arguments in commands(page):
         if program == "make":
