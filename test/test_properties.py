@@ -115,7 +115,7 @@ def strided(
     kinds = ["plain", "plain", "plain", "step", "margin", *(["expanded"] if expand else [])]
     picked = [draw(st.sampled_from(kinds)) for _ in shape]
     sizes = {"plain": lambda n: n, "step": lambda n: 3 * n, "margin": lambda n: n + 3, "expanded": lambda n: 1}
-    scale = draw(st.sampled_from([1.0, 1.0, 30.0]))
+    scale = draw(st.sampled_from([1.0, 1.0, 8.0]))
     base = torch.randn([sizes[picked[d]](shape[d]) for d in order], dtype=torch.float64) * scale
     if base.numel() and draw(st.integers(0, 9)) == 0:
         base.view(-1)[draw(st.integers(0, base.numel() - 1))] = draw(
@@ -171,7 +171,7 @@ def fresh(values: Arguments, dtype: torch.dtype | None = None) -> Arguments:
     return tree_map_only(Tensor, lambda t: t.detach().to(dtype or t.dtype, copy=True).resolve_neg(), values)
 
 
-def assert_like_aten(got: Tensor, aten: Tensor, exact: Tensor) -> None:
+def assert_like_aten(case: OpCase, got: Tensor, aten: Tensor, exact: Tensor) -> None:
     """At most a few roundings farther from the value in float64 than ATen; not finite in the same places."""
     assert (got.shape, got.dtype, got.device) == (aten.shape, aten.dtype, aten.device)
     finite = aten.isfinite() & exact.isfinite()
@@ -179,7 +179,7 @@ def assert_like_aten(got: Tensor, aten: Tensor, exact: Tensor) -> None:
     assert torch.equal(got.isfinite() & exact.isfinite(), finite)
     got, aten, exact = got[finite], aten[finite], exact[finite]
     scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
-    assert worst(got, exact) <= 3 * worst(aten, exact) + 8 * torch.finfo(got.dtype).eps * scale
+    assert worst(got, exact) <= 3 * worst(aten, exact) + 4 * case.slack[got.dtype] * torch.finfo(got.dtype).eps * scale
 
 
 DTYPE = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -207,7 +207,7 @@ def test_values(case: OpCase, device: str, data: st.DataObject) -> None:
         assert out is None
         out = case.mutated(args)
         assert out._version == versions[0] + 1
-    assert_like_aten(out, aten, exact)
+    assert_like_aten(case, out, aten, exact)
     for now in tensors((args, kwargs)):
         bytes_now, bytes_then = (
             torch.empty(0, dtype=dtype, device=device).set_(s)
@@ -244,7 +244,7 @@ def test_gradients(case: OpCase, device: str, data: st.DataObject) -> None:
     aten = gradients(case.reference, fresh((args, kwargs)), cotangent)
     exact = gradients(case.reference, fresh((args, kwargs), torch.float64), cotangent.double())
     for values in zip(got, aten, exact, strict=True):
-        assert_like_aten(*values)
+        assert_like_aten(case, *values)
 
 
 # --- autograd state --------------------------------------------------------------------------------------------------
