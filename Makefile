@@ -26,7 +26,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build test demo bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build test-gpu bench-gpu ptx
+.PHONY: help build test test-sanitized coverage demo bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build test-gpu bench-gpu ptx
 
 BIN := $(VENV)/bin
 RUN := $(abspath $(BIN))/python
@@ -50,6 +50,8 @@ help:
 	@echo "make lint    check style and types;  make format  mend the style"
 	@echo "make build   build and install into $(VENV), in editable mode"
 	@echo "make wheel   build a wheel to hand out in dist/, for torch $(TORCH_VERSION), and test it in a bare environment"
+	@echo "make test-sanitized    run the C++ tests and the property tests with the address and undefined-behaviour sanitizers"
+	@echo "make coverage    run the tests and show which lines of C++ and Python they reach"
 	@echo "make test-cuda-build   compile and load the CUDA kernels in .venv-cuda, and test what needs no GPU"
 	@echo "make test-gpu    on a machine with a GPU: build for the torch of $(PYTHON), then run the tests on CUDA"
 	@echo "make bench-gpu   on a machine with a GPU: the same build, then measure it against PyTorch"
@@ -134,6 +136,45 @@ wheel-here: $(TORCH) $(VENV)/.group-release
 	@mkdir -p dist
 	@cp $(WHEEL_BUILD)/repaired/*.whl dist/
 	@ls dist/*.whl
+
+# Builds of the CPU library with other compiler flags, beside the one that is installed. -S leaves out the .pth files of
+# the environment, by which the editable install would come first.
+INSTRUMENTED = $(PIP) install . --no-build-isolation --no-deps --upgrade --target $(1)/site -C build-dir=$(1)/cmake \
+  -C cmake.build-type=RelWithDebInfo -C cmake.define.CMAKE_CXX_FLAGS="$(2)" \
+  -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=OFF
+SITE_PATH = $$($(RUN) -c "import sys; print(':'.join(p for p in sys.path if p.endswith('-packages')))")
+IN_SITE = PYTHONPATH="$(abspath $(1))/site:$(SITE_PATH)" $(RUN) -S
+# Those that run in this process with nothing but the library.
+CPP_TESTS := ^(api|registration|autograd|errors)$$
+
+# Leaks are not looked for: Python and torch keep memory until the process ends. torch's own code is not instrumented, so
+# annotations of containers that cross its border are wrong, and types that it hides have no vptr to check.
+SANITIZED := build/sanitized
+SANITIZED_SUITE ?= test/test_properties.py
+SANITIZE := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined
+test-sanitized: $(VENV)/.group-test
+	@$(call INSTRUMENTED,$(SANITIZED),$(SANITIZE))
+	@failed=; export UBSAN_OPTIONS=print_stacktrace=1; \
+	export ASAN_OPTIONS=detect_leaks=0:detect_container_overflow=0:strict_string_checks=1:check_initialization_order=1; \
+	$(abspath $(BIN))/ctest --test-dir $(SANITIZED)/cmake --output-on-failure -R "$(CPP_TESTS)" || failed=yes; \
+	cxx=$$(sed -n 's/^CMAKE_CXX_COMPILER:[^=]*=//p' $(SANITIZED)/cmake/CMakeCache.txt); \
+	preload="$$($$cxx -print-file-name=libasan.so) $$($$cxx -print-file-name=libstdc++.so)"; \
+	LD_PRELOAD="$$preload" $(call IN_SITE,$(SANITIZED)) -m pytest $(SANITIZED_SUITE) $(PYTEST_FLAGS) || failed=yes; \
+	[ -z "$$failed" ]
+
+# Lines that the tests reach. In one process, since -S does not reach those that pytest-xdist starts.
+COVERAGE := build/coverage
+COVERAGE_SUITE ?= test
+coverage: $(VENV)/.group-test $(VENV)/.group-coverage
+	@$(call INSTRUMENTED,$(COVERAGE),-O1 -g --coverage -fprofile-update=atomic)
+	@find $(COVERAGE)/cmake -name "*.gcda" -delete
+	@failed=; \
+	$(abspath $(BIN))/ctest --test-dir $(COVERAGE)/cmake --output-on-failure -R "$(CPP_TESTS)" || failed=yes; \
+	COVERAGE_FILE=$(COVERAGE)/python $(call IN_SITE,$(COVERAGE)) -m pytest -m "not serial" $(COVERAGE_SUITE) $(PYTEST_FLAGS) \
+	  --cov=$(COVERAGE)/site/torchops --cov-report=term --cov-report=html:$(COVERAGE)/html-python || failed=yes; \
+	mkdir -p $(COVERAGE)/html; \
+	$(RUN) -m gcovr --root . --filter src/ $(COVERAGE)/cmake --txt --html-details $(COVERAGE)/html/index.html || failed=yes; \
+	[ -z "$$failed" ]
 
 demo: build $(VENV)/.group-demo
 	$(RUN) examples/digits.py

@@ -22,7 +22,7 @@ SIZES = {"cpu": [2**n for n in (12, 15, 18, 21, 24, 27)], "cuda": [2**n for n in
 
 
 def bench(device: torch.device, machine: str, sizes: list[int] | None = None, rounds: int = 25) -> dict[str, Any]:
-    """Times all contenders in turns on float32 messages; all processes of the default group call it together.
+    """Times all of them, interleaved, on float32 messages; all processes of the default group call it together.
 
     A time is the median over the rounds of the slowest process. Before it is timed, each contender has to give the
     exact sum. Returns what is written as JSON.

@@ -64,6 +64,6 @@ def random_like(x: Tensor, seed: int = 1) -> Tensor:
 
 
 def assert_all_close(got: Sequence[Tensor], expected: Sequence[Tensor], **tolerances: Any) -> None:
-    assert len(got) == len(expected)
+    assert 0 < len(got) == len(expected)
     for g, e in zip(got, expected, strict=True):
         torch.testing.assert_close(g, e, **tolerances)

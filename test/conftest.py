@@ -6,13 +6,18 @@ A test that takes `case` runs for every operator of `op_db.OPS`; one that also t
     @pytest.mark.ops(mutating=True, dtypes=[torch.float64], leaves=True, large=False)
     def test_something(case, device, dtype, sample): ...
 
-CUDA is among the devices when there is one and the operator has a kernel for it.
+`where` is a predicate for what these cannot say; it is called with the chosen values as keyword arguments. CUDA is
+among the devices when there is one and the operator has a kernel for it.
+
+A test that passes without having executed an assertion fails: an `assert`, `pytest.raises` or one of `ASSERTING`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+import unittest
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -21,14 +26,75 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from _pytest.assertion import rewrite
 from op_db import OPS, OpCase
 from samples import dtype_name
+
+# --- every test asserts ----------------------------------------------------------------------------------------------
+
+# What these assert counts and explains itself as in the tests.
+pytest.register_assert_rewrite("checks", "distributed_worker", "mutations", "sharding")
+
+ASSERTING: tuple[tuple[Any, str], ...] = (
+    (pytest, "raises"),
+    (pytest, "warns"),
+    (torch.testing, "assert_close"),
+    (torch.library, "opcheck"),
+    (unittest.TestCase, "assertMultiLineEqual"),  # of expecttest
+)
+
+
+class Executed:
+    """The number of assertions that were executed."""
+
+    count = 0
+
+    @classmethod
+    def passed(cls) -> bool:
+        cls.count += 1
+        return False
+
+    @classmethod
+    def calls_of(cls, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            cls.count += 1
+            return function(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+
+# With `enable_assertion_pass_hook`, pytest asks this after each `assert` that holds, and if it is true describes all
+# values for the hook `pytest_assertion_pass`. Describing tensors takes longer than the tests, and calls operators under
+# whatever mode a test is in; the question alone is enough to count.
+rewrite._check_if_assertion_pass_impl = Executed.passed
+for _owner, _name in ASSERTING:
+    Executed.calls_of(_owner, _name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    before = Executed.count
+    yield
+    if Executed.count == before:
+        pytest.fail(
+            "passed without an executed assertion: don't generate this case, or skip it with the reason "
+            "(if all tests say so, delete test/__pycache__, which another configuration wrote)",
+            pytrace=False,
+        )
+
+
+# --- parametrisation -------------------------------------------------------------------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Cached graphs are found by their operators' names, so they may come from another build of the library.
     torch._inductor.config.force_disable_caches = True
-    config.addinivalue_line("markers", "ops(mutating, dtypes, samples, leaves, large): narrows the cases of a test")
+    config.addinivalue_line(
+        "markers", "ops(mutating, dtypes, samples, leaves, large, where): narrows the cases of a test"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,7 +135,8 @@ def _rows(case: OpCase, names: list[str], only: dict[str, Any]) -> Iterator[dict
     rows: list[dict[str, Any]] = [{}]
     for name in names:
         rows = [{**row, name: choice} for row in rows for choice in choices[name]]
-    yield from rows
+    where: Callable[..., bool] = only.get("where", lambda **_: True)
+    yield from (row for row in rows if where(**row))
 
 
 def _id(value: Any) -> str:

@@ -64,6 +64,10 @@ class OpCase:
         default_factory=lambda: {torch.float32: 2.0, torch.float64: 256.0, torch.float16: 0.51, torch.bfloat16: 0.51}
     )
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How hypothesis prints it."""
+        printer.text(self.name)
+
     @property
     def op(self) -> torch._ops.OpOverload:
         return getattr(torch.ops.myops, self.name).default

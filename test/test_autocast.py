@@ -58,6 +58,10 @@ def aten_has_it(case: OpCase, device: str, sample: Sample, first: torch.dtype, r
     return first == LOW and sample.name != "bias_only"
 
 
+def empty(sample: Sample) -> bool:
+    return tensors(sample(torch.float32, "cpu"))[0].numel() == 0
+
+
 def under_autocast(function: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
     """The forward pass alone: what autocast is on in, a backward pass should not be."""
 
@@ -69,16 +73,20 @@ def under_autocast(function: Callable[..., Tensor], device: str) -> Callable[...
 
 
 @pytest.mark.parametrize(("first", "rest"), [(FULL, FULL), (LOW, FULL), (FULL, LOW)])
-@pytest.mark.ops(mutating=False, leaves=True, large=False)
+@pytest.mark.ops(
+    mutating=False,
+    leaves=True,
+    large=False,
+    # ATen's layer_norm has no gradient for the moments of no elements.
+    where=lambda case, sample, **_: case.name != "layer_norm" or not empty(sample),
+)
 def test_like_aten(case: OpCase, device: str, sample: Sample, first: torch.dtype, rest: torch.dtype) -> None:
     """Values, gradients and the dtypes of both, for input and parameters of one dtype and of two."""
     if not aten_has_it(case, device, sample, first, rest):
-        return
+        pytest.skip("ATen's layer_norm takes no parameters of this dtype on the CPU")
     arguments = mixed(sample(torch.float32, device, requires_grad=True), first, rest)
     exact_arguments = to_float64(arguments)
     exact = case.reference(*exact_arguments[0], **exact_arguments[1])
-    if exact.numel() == 0 and case.name == "layer_norm":
-        return  # ATen has no gradient for the moments of no elements
     cotangent = random_like(exact)
     got, got_grads = gradients(under_autocast(case.op, device), arguments, cotangent)
     aten, aten_grads = gradients(under_autocast(case.reference, device), arguments, cotangent)

@@ -33,6 +33,9 @@ def _timing(seconds: float, ratio: float = 1.0) -> Timing:
 @pytest.mark.parametrize("op", OPERATORS)
 def test_derivatives(op: str, mode: str) -> None:
     outcomes = gradcheck.checks(OPERATORS[op], mode, CPU)
+    if not outcomes and mode != "cpp":
+        pytest.skip(f"mode {mode} has no {op} with a gradient")
+    assert outcomes
     assert {name: problem for name, problem in outcomes.items() if problem} == {}
     if op in ("dense", "softmax"):
         assert len(outcomes) == 5

@@ -241,4 +241,5 @@ LOADED = "('torchops.distributed' in sys.modules, 'torch.distributed.tensor' in 
 def test_registered_by(steps: tuple[str, ...]) -> None:
     """In a fresh process: torchops alone does not load torch.distributed.tensor, but joins it before or after."""
     program = "\n".join(["import sys", *steps]).replace("{}", LOADED)
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -4,7 +4,7 @@ Conventions of docs/*.md and README.md:
 
 - All ``python`` blocks of a page run from top to bottom in one namespace, in an empty folder. In a block with comments
   ``# -> text``, these are all that the block prints, line by line.
-- ``python no-run`` blocks are only parsed; the text around them says why.
+- ``python no-run`` blocks are only parsed: those of `NO_RUN`, which docs/README.md lists with what else does not run.
 - The table between ``<!-- dispatch table -->`` and ``<!-- end -->`` is generated: with EXPECTTEST_ACCEPT=1 the test
   writes it anew.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import doctest
 import gc
 import io
 import os
@@ -21,15 +22,21 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_schema import operators
 
+import torchops
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 RUN = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 READ = [ROOT / "CONTRIBUTING.md", *RUN]
+
+# By page, their first words.
+NO_RUN = {"docs/serving.md": ["torch._inductor.aoti_compile_and_package"]}
 
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
 EXPECTED = re.compile(r"#\s->\s?(.*)")
@@ -91,8 +98,30 @@ def test_other_blocks_of(page: Path) -> None:
     known = {"python", "python no-run", "cpp", "cuda", "cmake", "bash", "mermaid", "text", "ptx", "diff", "make"}
     infos = {fence["info"].strip() for fence in FENCE.finditer(page.read_text())}
     assert infos <= known, "a block without a known language is neither run nor checked"
-    for line, code in blocks(page, "python no-run"):
+    skipped = list(blocks(page, "python no-run"))
+    assert [re.split(r"[ (\n]", code)[0] for _, code in skipped] == NO_RUN.get(name(page), [])
+    for line, code in skipped:
         compile("\n" * line + code, str(page), "exec", ast.PyCF_ONLY_AST)
+
+
+# By page, the sources that ctest builds and that its C++ and CMake quote.
+QUOTED = {
+    "README.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
+    "docs/serving.md": ["examples/serving/serve.cpp"],
+}
+
+
+def words(code: str) -> set[str]:
+    return set(re.findall(r"[\w/]+(?:::\w+)*", re.sub(r"//[^\n]*", "", code)))
+
+
+@pytest.mark.parametrize("page", [p for p in RUN if next(blocks(p, "cpp", "cmake"), None)], ids=name)
+def test_quotations_of(page: Path) -> None:
+    """What C++ and CMake call and include is what a program calls and includes that is built and run."""
+    built = words("\n".join((ROOT / source).read_text() for source in QUOTED[name(page)]))
+    for _, code in blocks(page, "cpp", "cmake"):
+        used = {word for word in words(code) if "::" in word or "/" in word or word.startswith(("find_", "target_"))}
+        assert {word for word in used if not word.startswith(("/path", "std::"))} <= built
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -158,7 +187,11 @@ def check_python(arguments: list[str]) -> None:
         check_program([ROOT / arguments[0]], arguments[1:])
 
 
-@pytest.mark.parametrize("page", READ, ids=name)
+def checked(page: Path) -> bool:
+    return any(words[0] == "make" or re.search(r"python|torchrun|^\.", words[0]) for words in commands(page))
+
+
+@pytest.mark.parametrize("page", [p for p in READ if checked(p)], ids=name)
 def test_commands_of(page: Path) -> None:
     for program, *arguments in commands(page):
         if program == "make":
@@ -201,6 +234,22 @@ def test_links_of(page: Path) -> None:
 
 def test_index_has_every_page() -> None:
     assert {p.name for p in DOCS.glob("*.md")} - {"README.md"} <= set(links(DOCS / "README.md"))
+
+
+# --- docstrings ------------------------------------------------------------------------------------------------------
+
+FUNCTIONS = [getattr(torchops.ops, function) for function in torchops.ops.__all__]
+
+
+@pytest.mark.parametrize("public", [*FUNCTIONS, torchops.nn.Dense, torchops.nn.replace], ids=lambda f: f.__name__)
+def test_docstring_of(public: Any) -> None:
+    """Says what is raised where something can be, and its example prints what it shows."""
+    assert public is torchops.nn.replace or re.search(r"^ *Raises:\n +\w+Error: ", public.__doc__, re.MULTILINE)
+    scope = {"torch": torch, "torchops": torchops, "nn": torch.nn}
+    (found,) = doctest.DocTestFinder(recurse=False).find(public, globs=scope)
+    assert found.examples
+    printed: list[str] = []
+    assert doctest.DocTestRunner().run(found, out=printed.append).failed == 0, "".join(printed)
 
 
 # --- the table of kernels --------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def load() -> None:
 
     Raises:
         ImportError: the library was built for another minor version of torch, is missing, or does not load. The
-            message says what was built, what is installed and which command mends it.
+            message says what was built, what is installed and which command fixes it.
     """
     library = prefix / _build_info.library
     built = f"torch {_build_info.torch_version} (CUDA {_build_info.cuda_version or 'off'})"

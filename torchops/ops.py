@@ -4,11 +4,11 @@ They call the dispatcher and nothing else, so whatever PyTorch does with the ope
 subclasses) it does with these. The in-place ones return their first argument, as PyTorch's do; the operators themselves
 return nothing.
 
-All floating-point arguments of one call share one dtype (float32, float64, float16 or bfloat16) and one device, except
-that ``gate`` and ``glu`` also take float32 inputs with 16-bit weights. Bad arguments raise ``RuntimeError`` with the
-operator, the argument, what was expected and what came; nothing is modified.
+All tensors of one call share one device and one dtype, except that ``gate`` and ``glu`` also take float32 inputs with
+16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that names the
+operator, the argument, what was expected and what was passed; nothing is modified.
 
-``torch.autocast`` casts as for the functions of PyTorch that they replace: ``dense`` and ``square_matmul`` run in its
+``torch.autocast`` casts as for the PyTorch functions that they replace: ``dense`` and ``square_matmul`` run in its
 lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
 in the dtype of ``x``. Of ``gate`` and ``glu`` it casts the weights, and no float32 input. An in-place operator keeps
 the dtype of its first argument, to which the others are cast, those of ``gate_`` excepted.
@@ -62,6 +62,10 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
+
+    Raises:
+        RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; dtypes or devices differ; or the dtype is not
+            supported.
 
     Example::
 
@@ -148,6 +152,9 @@ def glu(
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))`` of every element, as a new contiguous tensor of the shape of ``x``.
 
+    Raises:
+        RuntimeError: the dtype is not supported.
+
     Example::
 
         >>> torchops.sigmoid(torch.zeros(2))
@@ -159,7 +166,11 @@ def sigmoid(x: Tensor) -> Tensor:
 def sigmoid_(x: Tensor) -> Tensor:
     """Overwrites ``x`` with ``sigmoid(x)`` and returns it.
 
-    Training keeps no second tensor, since the gradient reads the result. ``x`` must not be expanded.
+    Training keeps no second tensor, since the gradient reads the result.
+
+    Raises:
+        RuntimeError: the dtype is not supported; ``x`` has several elements in one place, as after ``expand``; or ``x``
+            is a leaf that requires grad.
 
     Example::
 
@@ -183,6 +194,10 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     Returns:
         A new contiguous tensor of the shape of ``a``.
 
+    Raises:
+        RuntimeError: ``b`` is not of shape ``(n, n)``, or ``a`` is 0-dimensional; dtypes or devices differ; or the
+            dtype is not supported.
+
     Example::
 
         >>> torchops.square_matmul(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -195,7 +210,11 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
     Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient.
-    ``a`` must not be expanded; ``b`` may overlap it and is then read first.
+    ``b`` may overlap ``a``, and is then copied first.
+
+    Raises:
+        RuntimeError: as :func:`square_matmul`; ``a`` has several elements in one place, as after ``expand``; or ``a``
+            is a leaf that requires grad.
 
     Example::
 
@@ -212,7 +231,9 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """``exp(x) / sum(exp(x))`` along ``dim``, shifted by the maximum, as a new contiguous tensor.
 
-    ``dim`` out of range raises ``IndexError``.
+    Raises:
+        IndexError: ``dim`` is out of range.
+        RuntimeError: the dtype is not supported.
 
     Example::
 
@@ -225,7 +246,12 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 def softmax_(x: Tensor, dim: int = -1) -> Tensor:
     """Overwrites ``x`` with ``softmax(x, dim)`` and returns it.
 
-    Training keeps no second tensor, since the gradient reads the result. ``x`` must not be expanded.
+    Training keeps no second tensor, since the gradient reads the result.
+
+    Raises:
+        IndexError: ``dim`` is out of range.
+        RuntimeError: the dtype is not supported; ``x`` has several elements in one place, as after ``expand``; or ``x``
+            is a leaf that requires grad.
 
     Example::
 
@@ -256,6 +282,10 @@ def layer_norm(
     Returns:
         A new contiguous tensor of the shape of ``x``.
 
+    Raises:
+        RuntimeError: ``normalized_shape`` is empty, or not the trailing sizes of ``x``; ``weight`` or ``bias`` is not
+            of that shape; dtypes or devices differ; or the dtype is not supported.
+
     Example::
 
         >>> torchops.layer_norm(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
@@ -273,8 +303,12 @@ def layer_norm_(
 ) -> Tensor:
     """Overwrites ``x`` with ``layer_norm(x, ...)`` and returns it.
 
-    Training copies the old ``x``, except without ``weight`` and ``bias``, where it keeps two numbers per row. ``x``
-    must not be expanded; ``weight`` and ``bias`` may overlap it and are then read first.
+    Training copies the old ``x``, except without ``weight`` and ``bias``, where it keeps two numbers per row.
+    ``weight`` and ``bias`` may overlap ``x``, and are then copied first.
+
+    Raises:
+        RuntimeError: as :func:`layer_norm`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
+            leaf that requires grad.
 
     Example::
 

@@ -176,7 +176,7 @@ def to_markdown(document: dict[str, Any]) -> str:
     )
     lines = [
         f"{about}. Command: `{document['command']}`. {document['dtype']}; median time of {document['rounds']}",
-        "calls, the contenders in turns, and the most memory that a call takes beside parameters and input.",
+        "calls, interleaved, and the most memory that a call takes beside parameters and input.",
         "",
         f"| model, input | gates | call | {EAGER} | {COMPILED} | {OURS} |",
         "|---" * 6 + "|",

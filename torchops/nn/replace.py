@@ -32,7 +32,7 @@ class Replacements:
 
 
 def replace(model: nn.Module) -> Replacements:
-    """Puts :class:`Dense` in the place of each ``nn.Linear`` that an ``nn.Sigmoid`` follows in an ``nn.Sequential``.
+    """Replaces each ``nn.Linear`` that is followed by an ``nn.Sigmoid`` in an ``nn.Sequential`` by a :class:`Dense`.
 
     The model is changed in place. A ``Dense`` takes over the parameters themselves, so optimizers go on, and all other
     state of its layer (training mode, ``requires_grad``, dtype, device, attributes). An ``nn.Identity`` takes the place

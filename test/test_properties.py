@@ -1,0 +1,339 @@
+"""Every operator against ATen on arguments that nobody thought of: shapes, strides, dtypes, aliasing, autograd state.
+
+The examples are the same in every run. `TORCHOPS_PROPERTIES=nightly` draws new ones for a few minutes; a failure prints
+the smallest example that it found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_all_close, random_like, tensors, worst
+from op_db import OPS, OpCase
+from samples import Arguments, arguments
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+
+from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import strategies as st
+
+settings.register_profile(
+    "fixed",
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+settings.register_profile("nightly", settings.get_profile("fixed"), max_examples=1000, derandomize=False)
+settings.load_profile(os.environ.get("TORCHOPS_PROPERTIES", "fixed"))
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+Shape = tuple[int, ...]
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+SIZE = st.one_of(st.integers(1, 9), st.just(0), st.sampled_from([1, 16, 17, 31, 33, 64, 67]))
+# Many rows reach other threads and panels; the product of all sizes stays small.
+LEADING = st.one_of(st.lists(SIZE, max_size=3).map(tuple), st.sampled_from([(257,), (3, 129), (1031,)]))
+
+
+@dataclass(frozen=True)
+class Call:
+    """The shapes of the tensor arguments, of which None is not given, and what makes arguments of the tensors."""
+
+    shapes: tuple[Shape | None, ...]
+    build: Callable[[Sequence[Tensor | None]], Arguments]
+
+
+def dense_call(draw: Draw) -> Call:
+    leading, inner, out = draw(LEADING), draw(SIZE), draw(SIZE)
+    bias = (out,) if draw(st.booleans()) else None
+    return Call(((*leading, inner), (out, inner), bias), lambda t: arguments(*t))
+
+
+def sigmoid_call(draw: Draw) -> Call:
+    return Call((draw(LEADING),), lambda t: arguments(*t))
+
+
+def square_matmul_call(draw: Draw) -> Call:
+    leading, n, transposed = draw(LEADING), draw(SIZE), draw(st.booleans())
+    return Call(((*leading, n), (n, n)), lambda t: arguments(*t, transpose_b=transposed))
+
+
+def softmax_call(draw: Draw) -> Call:
+    shape = (*draw(LEADING), *draw(st.sampled_from([(), (1,), (67,)])))
+    dim = draw(st.integers(-max(len(shape), 1), max(len(shape), 1) - 1))
+    return Call((shape,), lambda t: arguments(*t, dim))
+
+
+def layer_norm_call(draw: Draw) -> Call:
+    # ATen's layer_norm has no gradient where there is nothing to normalise.
+    normalized = draw(st.lists(SIZE.filter(bool), min_size=1, max_size=2).map(tuple))
+    affine = (draw(st.sampled_from([normalized, None])), draw(st.sampled_from([normalized, None])))
+    eps = draw(st.sampled_from([1e-5, 0.1]))
+    shape = (*draw(LEADING), *normalized)
+    return Call((shape, *affine), lambda t: arguments(t[0], list(normalized), *t[1:], eps))
+
+
+CALLS: dict[str, Callable[[Draw], Call]] = {
+    "dense": dense_call,
+    "sigmoid": sigmoid_call,
+    "square_matmul": square_matmul_call,
+    "softmax": softmax_call,
+    "layer_norm": layer_norm_call,
+}
+
+
+def test_every_operator_has_calls() -> None:
+    assert {case.twin or case.name for case in OPS} == CALLS.keys()
+
+
+def call(case: OpCase, draw: Draw) -> Call:
+    drawn = CALLS[case.twin or case.name](draw)
+    assume(all(torch.Size(shape).numel() <= 1 << 17 for shape in drawn.shapes if shape is not None))
+    note(f"shapes {drawn.shapes}")
+    return drawn
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def strided(
+    draw: Draw, shape: Shape, dtype: torch.dtype, device: str, *, expand: bool = True, negate: bool = True
+) -> Tensor:
+    """Normal values under any strides: permuted, with steps and margins, expanded, negated by a bit, seldom NaN."""
+    order = draw(st.permutations(range(len(shape))))
+    kinds = ["plain", "plain", "plain", "step", "margin", *(["expanded"] if expand else [])]
+    picked = [draw(st.sampled_from(kinds)) for _ in shape]
+    sizes = {"plain": lambda n: n, "step": lambda n: 3 * n, "margin": lambda n: n + 3, "expanded": lambda n: 1}
+    scale = draw(st.sampled_from([1.0, 1.0, 8.0]))
+    base = torch.randn([sizes[picked[d]](shape[d]) for d in order], dtype=torch.float64) * scale
+    if base.numel() and draw(st.integers(0, 9)) == 0:
+        base.view(-1)[draw(st.integers(0, base.numel() - 1))] = draw(
+            st.sampled_from([torch.inf, -torch.inf, torch.nan])
+        )
+    view = base.to(dtype).to(device).permute([order.index(d) for d in range(len(shape))])
+    for d, kind in enumerate(picked):
+        if kind == "step":
+            view = view[(slice(None),) * d + (slice(1, None, 3),)]
+        elif kind == "margin":
+            view = view.narrow(d, 2, shape[d])
+    view = view.expand(shape)
+    if negate and draw(st.integers(0, 9)) == 0:
+        view = torch._neg_view(view)
+    note(f"{tuple(view.shape)} with strides {view.stride()}, offset {view.storage_offset()}, neg {view.is_neg()}")
+    return view
+
+
+def overlapping(draw: Draw, shapes: Sequence[Shape | None], dtype: torch.dtype, device: str) -> list[Tensor | None]:
+    """Contiguous pieces of one storage, anywhere in it."""
+    sizes = [torch.Size(shape).numel() for shape in shapes if shape is not None]
+    base = torch.randn(max(sizes) + 7, dtype=torch.float64).to(dtype).to(device)
+    pieces: list[Tensor | None] = []
+    for shape in shapes:
+        if shape is None:
+            pieces.append(None)
+            continue
+        size = torch.Size(shape).numel()
+        start = draw(st.integers(0, base.numel() - size))
+        pieces.append(base[start : start + size].view(shape))
+    note(f"pieces {[p if p is None else (p.storage_offset(), tuple(p.shape)) for p in pieces]} of {base.numel()}")
+    return pieces
+
+
+def drawn_arguments(case: OpCase, data: st.DataObject, dtype: torch.dtype, device: str) -> Arguments:
+    """Any arguments that are allowed: what is overwritten may not have two elements in one place."""
+    drawn = call(case, data.draw)
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    if data.draw(st.integers(0, 3)) == 0:
+        return drawn.build(overlapping(data.draw, drawn.shapes, dtype, device))
+    # ATen's fallback for the key Negative writes past the stack for an operator that returns nothing.
+    negatable = torch._C._dispatch_has_kernel_for_dispatch_key(case.qualified, "Negative")
+    made: list[Tensor | None] = []
+    for number, shape in enumerate(drawn.shapes):
+        written = number == case.mutates
+        options = {"expand": not written, "negate": not written or negatable}
+        made.append(None if shape is None else strided(data.draw, shape, dtype, device, **options))
+    return drawn.build(made)
+
+
+def fresh(values: Arguments, dtype: torch.dtype | None = None) -> Arguments:
+    """The same values in memory of their own."""
+    return tree_map_only(Tensor, lambda t: t.detach().to(dtype or t.dtype, copy=True).resolve_neg(), values)
+
+
+def assert_like_aten(case: OpCase, got: Tensor, aten: Tensor, exact: Tensor) -> None:
+    """At most a few roundings farther from the value in float64 than ATen; not finite in the same places."""
+    assert (got.shape, got.dtype, got.device) == (aten.shape, aten.dtype, aten.device)
+    finite = aten.isfinite() & exact.isfinite()
+    assert torch.equal(got.isnan(), aten.isnan())
+    assert torch.equal(got.isfinite() & exact.isfinite(), finite)
+    got, aten, exact = got[finite], aten[finite], exact[finite]
+    scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
+    assert worst(got, exact) <= 3 * worst(aten, exact) + 4 * case.slack[got.dtype] * torch.finfo(got.dtype).eps * scale
+
+
+DTYPE = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_values(case: OpCase, device: str, data: st.DataObject) -> None:
+    """Nothing else changes: not the other arguments, nor the memory between the elements of the one overwritten."""
+    dtype = data.draw(DTYPE)
+    args, kwargs = drawn_arguments(case, data, dtype, device)
+    exact_args, _ = fresh((args, kwargs), torch.float64)
+    aten_args, _ = fresh((args, kwargs))
+    exact, aten = case.reference(*exact_args, **kwargs), case.reference(*aten_args, **kwargs)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().clone() for t in tensors((args, kwargs))}
+    versions = [t._version for t in tensors((args, kwargs))]
+
+    out = case.op(*args, **kwargs)
+
+    if case.mutates is None:
+        assert out.is_contiguous()
+        assert [t._version for t in tensors((args, kwargs))] == versions
+    else:
+        assert out is None
+        out = case.mutated(args)
+        assert out._version == versions[0] + 1
+    assert_like_aten(case, out, aten, exact)
+    for now in tensors((args, kwargs)):
+        bytes_now, bytes_then = (
+            torch.empty(0, dtype=dtype, device=device).set_(s)
+            for s in (now.untyped_storage(), storages[now.untyped_storage().data_ptr()])
+        )
+        changed = torch.zeros(bytes_now.numel(), dtype=torch.bool, device=device)
+        if case.mutates is not None and now.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+            changed.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(True)
+        torch.testing.assert_close(bytes_now[~changed], bytes_then[~changed], rtol=0, atol=0, equal_nan=True)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_gradients(case: OpCase, device: str, data: st.DataObject) -> None:
+    """For any of the arguments that require one, and a cotangent of any strides."""
+    dtype = data.draw(DTYPE)
+    args, kwargs = drawn_arguments(case, data, dtype, device)
+    assume(all(t.isfinite().all() for t in tensors((args, kwargs))))
+    wanted = [data.draw(st.booleans()) for _ in tensors((args, kwargs))]
+    assume(any(wanted))
+    shape = case.reference(*fresh((args, kwargs))[0], **kwargs).shape
+    cotangent = strided(data.draw, tuple(shape), dtype, device)
+    assume(bool(cotangent.isfinite().all()))
+
+    def gradients(function: Callable[..., Tensor], values: Arguments, g: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.requires_grad_() for t, needed in zip(tensors(values), wanted, strict=True) if needed]
+        out = function(*values[0], **values[1])
+        assert out.requires_grad
+        return torch.autograd.grad(out, leaves, g)
+
+    got = gradients(case.pure, tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs)), cotangent)
+    aten = gradients(case.reference, fresh((args, kwargs)), cotangent)
+    exact = gradients(case.reference, fresh((args, kwargs), torch.float64), cotangent.double())
+    for values in zip(got, aten, exact, strict=True):
+        assert_like_aten(case, *values)
+
+
+# --- autograd state --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """What autograd knows of the tensor that is overwritten, and what happens around it."""
+
+    x_requires_grad: bool
+    parameters_require_grad: bool
+    target: str  # of which the operator overwrites a part or the whole
+    mode: str  # in which it runs
+    saved_before: bool  # another operation has saved the tensor
+    saved_after: bool
+    twice: bool
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+TARGETS = ("leaf", "view of a leaf", "intermediate", "view", "view of a view", "detached")
+STATES = [
+    State(x, parameters, target, mode, before, after, twice)
+    for x, parameters, before, after, twice in itertools.product((False, True), repeat=5)
+    for target in TARGETS
+    for mode in MODES
+]
+
+
+def outcome(state: State, overwrite: Callable[..., Any], x: Tensor, rest: Sequence[Tensor]) -> list[Any]:
+    """Values, flags and gradients of a program that overwrites the first rows of a tensor; or where it raises."""
+    x = x.clone().requires_grad_(state.x_requires_grad)
+    rest = [t.clone().requires_grad_(state.parameters_require_grad) for t in rest]
+    whole = x if state.target in ("leaf", "view of a leaf") else x.detach() if state.target == "detached" else x * 1
+    t = whole[2:] if "view" in state.target else whole
+    if state.target == "view of a view":
+        t = t.transpose(0, 1)[:, :4].transpose(0, 1)
+    results: list[Any] = []
+    try:
+        outputs = [t * t] if state.saved_before else []
+        with MODES[state.mode]():
+            for _ in range(2 if state.twice else 1):
+                overwrite(t, *rest)
+        outputs += [t.sin()] if state.saved_after else []
+        outputs += [t, whole]
+        results += [out.detach().clone() for out in outputs]
+        results += [(out.requires_grad, out.is_leaf, out._version) for out in outputs]
+    except RuntimeError as error:
+        return [*results, "overwriting raises", str(error).split(" ")[0:6]]
+    leaves = [leaf for leaf in (x, *rest) if leaf.requires_grad]
+    differentiable = [out for out in outputs if out.requires_grad]
+    if not leaves or not differentiable:
+        return results
+    try:
+        cotangents = [random_like(out.detach(), i) for i, out in enumerate(differentiable)]
+        results += torch.autograd.grad(differentiable, leaves, cotangents, allow_unused=True)
+    except RuntimeError as error:
+        results += ["backward raises", "modified by an inplace operation" in str(error)]
+    return results
+
+
+@pytest.mark.ops(mutating=True)
+def test_autograd_state(case: OpCase, device: str) -> None:
+    """As `copy_` of the value that ATen computes: the same values, flags, versions, gradients and refusals.
+
+    One thing differs, as for ATen's own in-place operators: a gradient that reads the result needs it where it was.
+    """
+    sample = next(s for s in case.samples if s.name == "matrix")
+    args, kwargs = sample(torch.float64, device)
+    x = random_like(torch.empty(9, args[0].shape[-1], dtype=torch.float64, device=device))
+    rest = tensors((args[1:], kwargs))
+
+    def call(function: Callable[..., Any], t: Tensor, *parameters: Tensor) -> Any:
+        values = iter(parameters)
+        return function(t, *(next(values) if isinstance(a, Tensor) else a for a in args[1:]), **kwargs)
+
+    reads_result = hasattr(call(case.reference, x.clone().requires_grad_(), *rest).grad_fn, "_saved_result")
+    for state in STATES:
+        got = outcome(state, lambda t, *p: call(case.op, t, *p), x, rest)
+        if reads_result and state.twice and state.x_requires_grad and state.mode == "grad" and "backward raises" in got:
+            assert state.target in ("intermediate", "view", "view of a view"), state
+            continue
+        expected = outcome(state, lambda t, *p: t.copy_(call(case.reference, t.clone(), *p)), x, rest)
+        assert [g for g in got if not isinstance(g, Tensor)] == [e for e in expected if not isinstance(e, Tensor)], (
+            state
+        )
+        values = [[v for v in results if isinstance(v, Tensor)] for results in (got, expected)]
+        if values[1]:
+            assert_all_close(*values, msg=lambda text, state=state: f"{state}: {text}")
