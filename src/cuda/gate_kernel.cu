@@ -10,6 +10,7 @@
 #include "cuda/pass.cuh"
 #include "ops/common.h"
 #include "ops/dense.h"
+#include "ops/dense_path.h"
 #include "ops/gate.h"
 
 namespace torchops::cuda {

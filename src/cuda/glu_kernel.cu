@@ -9,6 +9,7 @@
 #include "cuda/pass.cuh"
 #include "ops/common.h"
 #include "ops/dense.h"
+#include "ops/dense_path.h"
 #include "ops/glu.h"
 
 namespace torchops::cuda {
