@@ -32,8 +32,8 @@ std::tuple<Tensor, Tensor, Tensor> detail::dense_gradients(const Tensor& grad, c
 }
 
 void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  TORCH_CHECK(x.dim() >= 1, "dense: expected x with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_dtype("dense", "x", x);
+  TORCH_CHECK(x.dim() >= 1, "dense: expected x with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_matches("dense", "w", w, "x", x);
   const c10::SymInt in_features = x.sym_size(-1);
   TORCH_CHECK(w.dim() == 2, "dense: expected w of shape (out, in) with in = ", in_features, " to match x, got ",
@@ -53,8 +53,8 @@ std::atomic<detail::HasOnePassKernel>& one_pass_kernel() {
 }
 
 void check_cotangent(const char* op, const Tensor& grad, const Tensor& y) {
-  TORCH_CHECK(y.dim() >= 1, op, ": expected y with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_dtype(op, "y", y);
+  TORCH_CHECK(y.dim() >= 1, op, ": expected y with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_matches(op, "grad", grad, "y", y);
   detail::check_shape(op, "grad", grad, "y", y.sym_sizes());
 }
