@@ -18,7 +18,7 @@ Tensor gate_in_aten(const Tensor& v, const Tensor& x, const Tensor& w, const Opt
 
 Tensor gate_decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   check_gate(v, x, w, b);
-  return gate_in_aten(v, x, w, b);
+  return gate_in_aten(v, x, w, b).contiguous();
 }
 
 // Only the gate's gradient reads v; that of v reads x, w and b.
@@ -111,11 +111,10 @@ detail::GateGradients gate_backward_composite(const Tensor& grad, const Tensor& 
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("gate", gate_autograd);
-  m.impl("gate_", GateInPlace::autograd);
   m.impl("_gate_backward", gate_backward_autograd);
 }
 
-TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("gate_", GateInPlace::version); }
+TORCHOPS_MUTATING("gate_", GateInPlace)
 
 // Calls `function` with w and b cast, and x and v as they come: read as float32, they need no copy in 16 bits.
 template <auto function, class V>
