@@ -24,12 +24,17 @@ Tensor square_matmul_cpu(const Tensor& a, const Tensor& b, bool transpose_b) {
 void square_matmul_cpu_(Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul_(a, b);
   constexpr int64_t fewest_rows = 128;
-  const Tensor right = detail::may_alias(a, b) ? b.clone() : b;
+  const auto for_blas = [](const Tensor& t) { return t.stride(0) == 1 || t.stride(1) == 1; };
+  const Tensor right = detail::may_alias(a, b) || !for_blas(b) ? b.clone(at::MemoryFormat::Contiguous) : b;
   const Tensor factor = transpose_b ? right.t() : right;
-  for_each_row_panel({a}, 1, fewest_rows, [&](const Operands& panel) {
-    Tensor out = panel[0];
-    at::cpu::mm_out(out, out.clone(at::MemoryFormat::Contiguous), factor);
-  });
+  // Where rows and columns of the output both have gaps, ATen would make a copy of its own for BLAS.
+  const bool gaps = a.stride(-1) != 1 && !(a.dim() == 2 && a.stride(0) == 1);
+  for_each_row_panel(a, {a}, {.min_rows = fewest_rows, .scratch = gaps ? 2 : 1},
+                     [&](const Operands& panel, const Operands& scratch) {
+                       Tensor out = gaps ? scratch[1] : panel[0];
+                       at::cpu::mm_out(out, scratch[0].copy_(panel[0]), factor);
+                       if (gaps) panel[0].copy_(out);
+                     });
 }
 
 TORCH_LIBRARY_IMPL(myops, CPU, m) {
