@@ -5,6 +5,9 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "ops/common.h"
@@ -42,28 +45,49 @@ bool fused_(const Tensor& a, const Tensor& b) {
                    : gemm::run_chosen<gemm::SquareMatmul>(problem, *c, a);
 }
 
-// A panel of rows is copied, and the product of the copy goes to where the panel was. cuBLAS makes a copy of its own of
-// an output whose rows and columns both have gaps, so that a panel takes half of the promised 32 MiB.
-void multiply_panels_(const Tensor& a, const Tensor& b) {
+// For BLAS, a matrix without gaps in its rows or in its columns.
+bool has_unit_stride(const Tensor& matrix) { return matrix.stride(0) == 1 || matrix.stride(1) == 1; }
+
+// For a panel of rows of `a`: its copy and, where cuBLAS cannot write to `a` as it is, the product. At most 32 MiB, or
+// two rows.
+Tensor panel_scratch(const Tensor& a) {
   constexpr int64_t panel_bytes = int64_t{16} << 20;
   const int64_t row_bytes = a.size(1) * static_cast<int64_t>(a.element_size());
-  const int64_t step = std::max(panel_bytes / row_bytes, int64_t{1});
+  const int64_t rows = std::clamp(panel_bytes / row_bytes, int64_t{1}, a.size(0));
+  return at::detail::empty_cuda({has_unit_stride(a) ? 1 : 2, rows, a.size(1)}, a.options());
+}
+
+// A panel of rows is copied, and the product of the copy goes to where the panel was.
+void multiply_panels_(const Tensor& a, const Tensor& b, const Tensor& scratch) {
+  const bool direct = scratch.size(0) == 1;
+  const int64_t step = scratch.size(1);
   for (int64_t begin = 0; begin < a.size(0); begin += step) {
-    Tensor panel = a.narrow(0, begin, std::min(step, a.size(0) - begin));
-    at::cuda::mm_out(panel, panel.clone(at::MemoryFormat::Contiguous), b);
+    const int64_t rows = std::min(step, a.size(0) - begin);
+    const Tensor panel = a.narrow(0, begin, rows), copy = scratch.select(0, 0).narrow(0, 0, rows);
+    copy.copy_(panel);
+    Tensor product = direct ? panel : scratch.select(0, 1).narrow(0, 0, rows);
+    at::cuda::mm_out(product, copy, b);
+    if (!direct) panel.copy_(product);
   }
 }
 
+// All scratch is allocated before anything is written, so that no lack of memory stops it halfway.
 void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul_(a, b);
   if (a.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(a.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Tensor right = detail::may_alias(a, b) ? b.clone() : b;
+  const Tensor right = detail::may_alias(a, b) || !has_unit_stride(b) ? b.clone(at::MemoryFormat::Contiguous) : b;
   const Tensor factor = transpose_b ? right.t() : right;
-  detail::for_each_matrix({a}, 1, [&](const detail::Operands& matrix) {
-    if (!fused_(matrix[0], factor)) multiply_panels_(matrix[0], factor);
-  });
+  std::vector<Tensor> matrices;
+  detail::for_each_matrix({a}, 1, [&](const detail::Operands& matrix) { matrices.push_back(matrix[0]); });
+  // All of one shape. Where there is but one, fused_() has written nothing when it returns false.
+  Tensor scratch = matrices.size() > 1 ? panel_scratch(matrices[0]) : Tensor();
+  for (const Tensor& matrix : matrices) {
+    if (fused_(matrix, factor)) continue;
+    if (!scratch.defined()) scratch = panel_scratch(matrix);
+    multiply_panels_(matrix, factor, scratch);
+  }
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
