@@ -8,6 +8,9 @@ All floating-point arguments of one call share one dtype (float32, float64, floa
 that ``gate`` and ``glu`` also take float32 inputs with 16-bit weights. Bad arguments raise ``RuntimeError`` with the
 operator, the argument, what was expected and what came; nothing is modified.
 
+The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
+and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
+
 ``torch.autocast`` casts as for the functions of PyTorch that they replace: ``dense`` and ``square_matmul`` run in its
 lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
 in the dtype of ``x``. Of ``gate`` and ``glu`` it casts the weights, and no float32 input. An in-place operator keeps
@@ -159,7 +162,8 @@ def sigmoid(x: Tensor) -> Tensor:
 def sigmoid_(x: Tensor) -> Tensor:
     """Overwrites ``x`` with ``sigmoid(x)`` and returns it.
 
-    Training keeps no second tensor, since the gradient reads the result. ``x`` must not be expanded.
+    Training keeps no second tensor, since the gradient reads the result. ``x`` must not overlap itself, as
+    an expanded tensor does.
 
     Example::
 
@@ -194,7 +198,7 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
     Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient.
-    ``a`` must not be expanded; ``b`` may overlap it and is then read first.
+    ``a`` must not overlap itself, as an expanded tensor does; ``b`` may overlap it and is then read first.
 
     Example::
 
@@ -224,7 +228,8 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 def softmax_(x: Tensor, dim: int = -1) -> Tensor:
     """Overwrites ``x`` with ``softmax(x, dim)`` and returns it.
 
-    Training keeps no second tensor, since the gradient reads the result. ``x`` must not be expanded.
+    Training keeps no second tensor, since the gradient reads the result. ``x`` must not overlap itself, as
+    an expanded tensor does.
 
     Example::
 
@@ -273,7 +278,7 @@ def layer_norm_(
     """Overwrites ``x`` with ``layer_norm(x, ...)`` and returns it.
 
     Training copies the old ``x``, except without ``weight`` and ``bias``, where it keeps two numbers per row. ``x``
-    must not be expanded; ``weight`` and ``bias`` may overlap it and are then read first.
+    must not overlap itself, as an expanded tensor does; ``weight`` and ``bias`` may overlap it and are then read first.
 
     Example::
 
