@@ -128,11 +128,22 @@ def match_errors(name: str, first: str, build: Callable[..., Arguments]) -> tupl
     return (*dtypes, device)
 
 
-def overlap_error(name: str, rest: Callable[[Make], list[Any]]) -> ErrorInput:
-    return ErrorInput(
-        "expanded",
-        lambda t: arguments(t(1, 4, view=lambda v: v.expand(3, 4)), *rest(t)),
-        f"expected {name} without internal overlap, got shape (3, 4) with strides (0, 1); clone() it first",
+def overlap_errors(name: str, rest: Callable[[Make], list[Any]]) -> tuple[ErrorInput, ...]:
+    """Views, of which several elements share a place, as the argument that is overwritten."""
+    views = {
+        "expanded": (lambda t: t(1, 4, view=lambda v: v.expand(3, 4)), "(3, 4) with strides (0, 1)"),
+        "unfolded": (lambda t: t(9, view=lambda v: v.unfold(0, 4, 1)), "(6, 4) with strides (1, 1)"),
+    }
+    text = (
+        "expected {} without internal overlap, got shape {}: more than one element of the written-to tensor refers to "
+        "a single memory location. Please clone() the tensor before performing the operation."
+    )
+
+    def of(view: Callable[[Make], Tensor]) -> Callable[[Make], Arguments]:
+        return lambda t: arguments(view(t), *rest(t))
+
+    return tuple(
+        ErrorInput(f"overlap_{kind}", of(view), text.format(name, what)) for kind, (view, what) in views.items()
     )
 
 

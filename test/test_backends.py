@@ -137,6 +137,35 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
         both("_layer_norm_backward", grad, x, [4, 5], mean, rstd, weight, mask)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize(("shape", "dims"), [((3, 0), 1), ((0, 5), 1), ((0, 0), 1), ((2, 0, 4), 2), ((0,), 1)], ids=str)
+def test_helpers_without_elements(shape: tuple[int, ...], dims: int, dtype: torch.dtype) -> None:
+    """All backends agree: the moments of no elements are NaN, sums over no rows 0; the shapes are those of Meta."""
+    trailing = list(shape[-dims:])
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+    def arguments(device: str) -> dict[str, list[Any]]:
+        x, row = torch.ones(shape, dtype=dtype, device=device), torch.ones(trailing, dtype=dtype, device=device)
+        moment = torch.ones(*shape[:-dims], *[1] * dims, device=device)
+        return {
+            "_dense_backward": [x, x],
+            "_layer_norm": [x, trailing, row, None, 1e-5],
+            "_layer_norm_": [x, trailing, None, row, 1e-5],
+            "_layer_norm_backward": [x, x, trailing, moment, moment, row, [True, True, True]],
+        }
+
+    for name in arguments("cpu"):
+        op = getattr(torch.ops.myops, name).default
+        composite = op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *arguments("cpu")[name])
+        meta = op(*arguments("meta")[name])
+        poison = [torch.full((64,), 7.0) for _ in range(64)]  # what memory held before must not show
+        del poison
+        for device in devices:
+            got = op(*arguments(device)[name])
+            assert_all_close([t.cpu() for t in got], composite, equal_nan=True)
+            assert [(t.shape, t.stride(), t.dtype) for t in got] == [(t.shape, t.stride(), t.dtype) for t in meta]
+
+
 # --- __torch_function__ ----------------------------------------------------------------------------------------------
 
 

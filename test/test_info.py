@@ -55,12 +55,6 @@ def test_dispatch_keys() -> None:
         assert ("CUDA" in keys[case.qualified]) == bool(_build_info.cuda_version)
 
 
-def test_dense_path() -> None:
-    with torchops.cuda.dense_path("cublas"):
-        assert torchops.info()["dense_path"] == "cublas"
-        assert torchops.info()["dense_path"] == "cublas"
-
-
 @pytest.mark.parametrize(
     ("capability", "architectures", "code"),
     [

@@ -91,6 +91,7 @@ def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
         ("_dense_gradients", (grad.mT.contiguous().mT, y, z[:1].expand(3, 4, 7), w, [False, True, True])),
         ("_dense_gradients", (grad, y, z, w.t().contiguous().t(), [True, False, False])),
         *_gate_helpers(),
+        ("_dense_on_path", (z, w, None, "cublas")),
         ("_layer_norm", (x, [5], weight, weight, 1e-5)),
         ("_layer_norm", (x.bfloat16(), [4, 5], None, None, 1e-5)),
         ("_layer_norm_", (x.clone(), [5], weight, None, 1e-5)),

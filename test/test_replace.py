@@ -189,6 +189,13 @@ def subclass_weight(model: nn.Sequential) -> None:
     model[0].weight = nn.Parameter(torch.ones(6, 6).as_subclass(Tagged))
 
 
+def with_parameter(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    def change(model: nn.Sequential) -> None:
+        setattr(model[0], name, nn.Parameter(make(getattr(model[0], name).detach())))
+
+    return changed(change)
+
+
 LEFT = {
     "forward_hook": (changed(lambda m: m[0].register_forward_hook(lambda *a: None)), "Linear has hooks"),
     "pre_hook": (changed(lambda m: m[0].register_forward_pre_hook(lambda *a: None)), "Linear has hooks"),
@@ -209,11 +216,15 @@ LEFT = {
     "sequential_forward": (lambda: Backwards(nn.Linear(6, 6), nn.Sigmoid()), "Backwards has a forward of its own"),
     "sequential_order": (lambda: Reversed(nn.Linear(6, 6), nn.Sigmoid()), "Reversed has a forward of its own"),
     "tensor_subclass": (changed(subclass_weight), "weight is a Tagged"),
+    "sparse": (with_parameter("weight", Tensor.to_sparse), "weight is of torch.sparse_coo"),
+    "sparse_csr": (with_parameter("weight", Tensor.to_sparse_csr), "weight is of torch.sparse_csr"),
+    "elsewhere": (with_parameter("bias", lambda t: t.to("meta")), "bias is of another dtype or device than weight"),
+    "mixed": (with_parameter("bias", Tensor.double), "bias is of another dtype or device than weight"),
     "complex": (changed(lambda m: m.to(torch.complex64)), "weight is of torch.complex64"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.filterwarnings("ignore:Complex modules", "ignore:Sparse CSR")
 @pytest.mark.parametrize("name", LEFT)
 def test_leaves(name: str) -> None:
     """What does more than nn.Linear and nn.Sigmoid stays, with the reason, and the rest is replaced."""

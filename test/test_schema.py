@@ -33,7 +33,8 @@ class TestSnapshot(expecttest.TestCase):
             """\
 myops::_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Tensor, Tensor)
 myops::_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)
-myops::_dense_path(str path) -> str
+myops::_dense_on_path(Tensor x, Tensor w, Tensor? b, str path) -> Tensor
+myops::_dense_path(str? path=None) -> str
 myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_keep(Tensor x) -> Tensor
@@ -67,6 +68,7 @@ myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()""
                              CPU  Meta  Autograd  ADInplaceOrView  AutocastCPU  AutocastCUDA  FuncTorchBatched  CompositeExplicitAutograd
 myops::_dense_backward       x    x     x         .                .            .             x                 x
 myops::_dense_gradients      .    x     x         .                .            .             x                 x
+myops::_dense_on_path        .    .     x         .                x            x             x                 x
 myops::_dense_path           .    .     .         .                .            .             .                 .
 myops::_gate_backward        x    x     x         .                .            .             x                 x
 myops::_glu_backward         x    x     x         .                .            .             x                 x

@@ -126,8 +126,6 @@ def info() -> dict[str, Any]:
         [entry for entry in entries.split(";") if entry]
         for entries in (_build_info.cuda_architectures, _build_info.gemm_architectures)
     )
-    path = torch.ops.myops._dense_path("auto")
-    torch.ops.myops._dense_path(path)
     return {
         "version": _library.version,
         "library": str(_library.prefix / _build_info.library),
@@ -145,7 +143,7 @@ def info() -> dict[str, Any]:
         "cuda_architectures": architectures,
         "gemm_architectures": gemm_architectures,
         "devices": _devices(architectures, gemm_architectures),
-        "dense_path": path,
+        "dense_path": torch.ops.myops._dense_path(),
         "dispatch_keys": dispatch_keys(),
     }
 

@@ -2,33 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["dense_path"]
 
+_PATHS = ("auto", "fused", "cublas")
 
-@contextmanager
-def dense_path(path: Literal["auto", "fused", "cublas"]) -> Iterator[None]:
-    """Within it, :func:`torchops.dense` takes one path on CUDA.
+
+class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
+    """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_`` and ``glu`` take on CUDA: from the call on, or within
+    a ``with`` statement.
 
     ``"fused"`` is the kernel with bias and sigmoid in its epilogue, wherever it can run (compute capability 9.0;
     float16, bfloat16 or TF32; aligned rows); ``"cublas"`` a product by cuBLAS and a pass for bias and sigmoid;
     ``"auto"`` the faster of them. Gradients come from one pass over the rows, where there is a kernel for that (compute
     capability 9.0; float16 or bfloat16; multiples of 8 features, at most 128 in and out, or 256 of one of them), except
-    on ``"cublas"``. The path is the process's, not the thread's. It starts as the environment variable
-    ``TORCHOPS_DENSE_PATH`` says, or as ``"auto"``.
+    on ``"cublas"``.
+
+    The path is that of the thread; backward takes the one of its forward pass. Threads begin with what the environment
+    variable ``TORCHOPS_DENSE_PATH`` says, or with ``"auto"``.
+
+    Inside a function that ``torch.compile`` or ``torch.export`` traces, the ``with`` statement is the form that counts
+    (a mere call is not part of the graph), and the graph keeps the path, forward and backward. Only ``dense`` can do
+    that: ``gate`` and ``glu`` are refused there. Around a compiled function, it is the path of the forward passes that
+    run meanwhile, but not of their compiled backward.
+
+    Raises:
+        ValueError: for another name.
+        NotImplementedError: for ``gate`` and ``glu`` within the ``with`` statement of a traced function, unless the
+            path is ``"auto"``.
 
     Example::
 
         >>> with torchops.cuda.dense_path("cublas"):
         ...     y = torchops.dense(torch.zeros(2, 3), torch.ones(4, 3))
     """
-    former = torch.ops.myops._dense_path(path)
-    try:
-        yield
-    finally:
-        torch.ops.myops._dense_path(former)
+
+    def __init__(self, path: Literal["auto", "fused", "cublas"]) -> None:
+        if path not in _PATHS:
+            raise ValueError(f"dense_path: expected path auto, fused or cublas, got {path}")
+        self._traced = _OnPath(path) if torch.compiler.is_compiling() else None
+        self._former = "" if self._traced else torch.ops.myops._dense_path(path)
+
+    def __enter__(self) -> None:
+        if self._traced:
+            self._traced.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._traced:
+            self._traced.__exit__(kind, error, trace)
+        else:
+            torch.ops.myops._dense_path(self._former)
+
+
+_myops = torch.ops.myops
+_NOT_IN_GRAPHS = (*(p for op in (_myops.gate, _myops.gate_, _myops.glu) for p in (op, op.default)),)
+
+
+class _OnPath(TorchFunctionMode):
+    """While a graph is traced: calls of ``dense`` become those of an operator that carries the path."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.myops.dense or func is torch.ops.myops.dense.default:
+            return _on_path(self.path, *args, **kwargs)
+        if self.path != "auto" and func in _NOT_IN_GRAPHS:
+            raise NotImplementedError(f"dense_path: expected dense within a traced function, got {func}")
+        return func(*args, **kwargs)
+
+
+def _on_path(path: str, x: Any, w: Any, b: Any = None) -> Any:
+    return torch.ops.myops._dense_on_path(x, w, b, path)

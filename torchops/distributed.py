@@ -152,6 +152,10 @@ def _dense(x: Any, w: Any, b: Any = None) -> list[_Way]:
     return [*(([p], [p, _REPLICATE, _if_given(b)]) for p in rows), columns]
 
 
+def _dense_on_path(x: Any, w: Any, b: Any, path: str) -> list[_Way]:
+    return [(outputs, [*arguments, None]) for outputs, arguments in _dense(x, w, b)]
+
+
 def _dense_backward(grad: Any, y: Any, mask: Sequence[bool] = (True, True)) -> list[_Way]:
     last = Shard(y.ndim - 1)
     ways = [(_REPLICATE, _REPLICATE), *((p, Partial()) for p in _sharded(y, range(y.ndim - 1))), (last, Shard(0))]
@@ -304,6 +308,7 @@ for _name, _ways in {
     "dense": _dense,
     "_dense_backward": _dense_backward,
     "_dense_gradients": _dense_gradients,
+    "_dense_on_path": _dense_on_path,
     "gate": _gate,
     "gate_": _gate_,
     "_gate_backward": _gate_backward,
@@ -341,6 +346,7 @@ for _name, _position in {
 # These come before the above; by returning NotImplemented they leave a call to it.
 for _name, _rule in {
     "dense": _dense_row_parallel,
+    "_dense_on_path": _dense_row_parallel,
     "_layer_norm_": _layer_norm_moments_,
     "square_matmul": _square_matmul_sharded_b,
 }.items():

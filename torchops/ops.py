@@ -8,6 +8,9 @@ All tensors of one call share one device and one dtype, except that ``gate`` and
 16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that names the
 operator, the argument, what was expected and what was passed; nothing is modified.
 
+The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
+and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
+
 ``torch.autocast`` casts as for the PyTorch functions that they replace: ``dense`` and ``square_matmul`` run in its
 lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
 in the dtype of ``x``. Of ``gate`` and ``glu`` it casts the weights, and no float32 input. An in-place operator keeps

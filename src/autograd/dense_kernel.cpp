@@ -5,6 +5,7 @@
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
 #include "autograd/linear.h"
+#include "autograd/path.h"
 #include "autograd/recipe.h"
 #include "ops/dense.h"
 
@@ -19,6 +20,17 @@ struct DenseFunctional : FunctionalOp<DenseFunctional, dense> {
   static Tensor train(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b);
 };
 
+struct DenseOnPath : FunctionalOp<DenseOnPath, detail::dense_on_path> {
+  static void check(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, std::string_view path) {
+    detail::parse_dense_path("_dense_on_path", std::string(path));
+    check_dense(x, w, b);
+  }
+  static Tensor decomposed(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, std::string_view) {
+    return DenseFunctional::decomposed(x, w, b);
+  }
+  static Tensor train(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, std::string_view path);
+};
+
 // With y = sigmoid(z), z = x @ w.T + b and the cotangent g of y:
 //   dz = g * y * (1 - y),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows.
 // Saves y, and of x and w what the gradients asked for read; never z.
@@ -26,9 +38,11 @@ template <bool has_bias>
 struct Dense : torch::autograd::Function<Dense<has_bias>> {
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b,
+                        OptionalPath path) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Tensor y = dense(x, w, b);
+    save_path(ctx, path);
+    Tensor y = path ? detail::dense_on_path(x, w, b, detail::to_string(*path)) : dense(x, w, b);
     ctx->save_for_backward({y, w.requires_grad() ? x : Tensor(), x.requires_grad() ? w : Tensor()});
     return y;
   }
@@ -36,19 +50,28 @@ struct Dense : torch::autograd::Function<Dense<has_bias>> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &y = saved[0], &x = saved[1], &w = saved[2];
+    const detail::DensePathGuard on_path(saved_path(ctx));
     const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                    has_bias && ctx->needs_input_grad(2)};
     if (mask[0] && mask[1] && detail::has_one_pass_gradients(w)) {
       const auto [dx, dw, db] = detail::dense_gradients(grads[0], y, x, w, mask);
-      return {dx, dw, mask[2] ? db : Tensor()};
+      return {dx, dw, mask[2] ? db : Tensor(), Tensor()};
     }
     const auto [dx, dw, db] = detail::dense_gradients_in_parts(grads[0], y, x, w, mask);
-    return {dx, dw, db};
+    return {dx, dw, db, Tensor()};
   }
 };
 
+Tensor train_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, OptionalPath path) {
+  return b ? Dense<true>::apply(x, w, b, path) : Dense<false>::apply(x, w, b, path);
+}
+
 Tensor DenseFunctional::train(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  return b ? Dense<true>::apply(x, w, b) : Dense<false>::apply(x, w, b);
+  return train_dense(x, w, b, std::nullopt);
+}
+
+Tensor DenseOnPath::train(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, std::string_view path) {
+  return train_dense(x, w, b, detail::parse_dense_path("_dense_on_path", std::string(path)));
 }
 
 // Only double backward differentiates these two.
@@ -78,14 +101,19 @@ struct DenseGradients : FunctionalOp<DenseGradients, detail::dense_gradients> {
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("dense", DenseFunctional::autograd);
+  m.impl("_dense_on_path", DenseOnPath::autograd);
   m.impl("_dense_backward", DenseBackward::autograd);
   m.impl("_dense_gradients", DenseGradients::autograd);
 }
 
-TORCHOPS_AUTOCAST(m) { m.impl("dense", autocast<CastTo::kLowerPrecision, dense>); }
+TORCHOPS_AUTOCAST(m) {
+  m.impl("dense", autocast<CastTo::kLowerPrecision, dense>);
+  m.impl("_dense_on_path", autocast<CastTo::kLowerPrecision, detail::dense_on_path>);
+}
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("dense", autocast<CastTo::kLowerPrecision, DenseFunctional::batched>);
+  m.impl("_dense_on_path", autocast<CastTo::kLowerPrecision, DenseOnPath::batched>);
   m.impl("_dense_backward", DenseBackward::batched);
   m.impl("_dense_gradients", DenseGradients::batched);
 }

@@ -8,7 +8,7 @@ namespace torchops::autograd {
 ///
 /// `Op` derives from this and provides
 ///   static void check(Args...)         the argument checks
-///   static Return decomposed(Args...)  the operator in ATen operators
+///   static Return decomposed(Args...)  the operator in ATen operators, with results of the same strides
 ///   static Return train(Args...)       applies an autograd Function whose backward is written in dispatcher operators,
 ///   so
 ///                                      that it can be traced and differentiated; may be left out, and is then

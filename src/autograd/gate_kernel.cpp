@@ -5,6 +5,7 @@
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
 #include "autograd/linear.h"
+#include "autograd/path.h"
 #include "autograd/recipe.h"
 #include "ops/gate.h"
 
@@ -50,6 +51,7 @@ struct Gate : torch::autograd::Function<Gate> {
   static Tensor forward(AutogradContext* ctx, const Tensor& v, const Tensor& x, const Tensor& w,
                         const OptionalTensor& b, const OptionalTensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
+    save_path(ctx);
     ctx->save_for_backward({reads_v(x, w, b) ? v : Tensor(), x, w, b.value_or(Tensor())});
     if (!target) return gate(v, x, w, b);
     return overwrite(*target, [&](Tensor& self) { GateInPlace::in_place(self, x, w, b); });
@@ -57,6 +59,7 @@ struct Gate : torch::autograd::Function<Gate> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
+    const detail::DensePathGuard on_path(saved_path(ctx));
     const Tensor &v = saved[0], &x = saved[1], &w = saved[2];
     const OptionalTensor b = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;
     const std::array<bool, 4> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
@@ -105,11 +108,10 @@ detail::GateGradients gate_backward_composite(const Tensor& grad, const Tensor& 
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("gate", GateFunctional::autograd);
-  m.impl("gate_", GateInPlace::autograd);
   m.impl("_gate_backward", GateBackward::autograd);
 }
 
-TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("gate_", GateInPlace::version); }
+TORCHOPS_MUTATING("gate_", GateInPlace)
 
 // Calls `function` with w and b cast, and x and v as they come: read as float32, they need no copy in 16 bits.
 template <auto function, class V>

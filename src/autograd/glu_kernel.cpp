@@ -6,6 +6,7 @@
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
 #include "autograd/linear.h"
+#include "autograd/path.h"
 #include "autograd/recipe.h"
 #include "ops/glu.h"
 
@@ -38,6 +39,7 @@ struct Glu : torch::autograd::Function<Glu> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const Tensor& wg,
                         const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
+    save_path(ctx);
     ctx->save_for_backward({x, w, wg, b.value_or(Tensor()), bg.value_or(Tensor())});
     ctx->saved_data["activation"] = std::string(activation);
     return glu(x, w, wg, b, bg, activation);
@@ -45,6 +47,7 @@ struct Glu : torch::autograd::Function<Glu> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
+    const detail::DensePathGuard on_path(saved_path(ctx));
     const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
     const OptionalTensor b = optional(saved[3]), bg = optional(saved[4]);
     // Inputs that are none have no number.

@@ -51,7 +51,7 @@ struct LayerNormFunctional : FunctionalOp<LayerNormFunctional, functional> {
   }
   static Tensor decomposed(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps) {
-    return scale_and_shift(normalize(x, normalized_shape.size(), eps).xhat, weight, bias, x.scalar_type());
+    return scale_and_shift(normalize(x, normalized_shape.size(), eps).xhat, weight, bias, x.scalar_type()).contiguous();
   }
   static Tensor train(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                       const OptionalTensor& bias, double eps);
@@ -213,15 +213,13 @@ Tensor LayerNormInPlace::train(const Tensor& x, const Tensor& target, c10::SymIn
   return LayerNorm::apply(x.clone(), normalization, weight, bias, target);
 }
 
-TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("layer_norm", LayerNormFunctional::autograd);
-  m.impl("layer_norm_", LayerNormInPlace::autograd);
-}
+TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("layer_norm", LayerNormFunctional::autograd); }
 
-TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) {
-  m.impl("layer_norm_", LayerNormInPlace::version);
-  m.impl("_layer_norm_", layer_norm_with_moments_version_);
-}
+TORCHOPS_MUTATING("layer_norm_", LayerNormInPlace)
+
+TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("_layer_norm_", layer_norm_with_moments_version_); }
+
+TORCHOPS_LAZY("_layer_norm_", detail::layer_norm_with_moments_)
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("layer_norm", autocast<CastTo::kFloat32, functional>);
@@ -257,6 +255,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_composite(const Tensor& g
                                                                  const Tensor& mean, const Tensor& rstd,
                                                                  const OptionalTensor& weight,
                                                                  std::array<bool, 3> mask) {
+  detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
   const at::ScalarType wide = rstd.scalar_type();
   const Normalized normalized{(x.to(wide) - mean) * rstd, mean, rstd};
   auto out = gradients(grad.to(wide), normalized, static_cast<int64_t>(normalized_shape.size()), weight, mask,

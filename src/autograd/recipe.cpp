@@ -17,6 +17,11 @@ bool is_traced(const Tensor& input) {
                               input.key_set().has(c10::DispatchKey::Functionalize) || input.is_meta()));
 }
 
+bool is_recorded() {
+  using c10::impl::TorchDispatchModeTLS;
+  return TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
+}
+
 Tensor without_alias(const Tensor& mutated, const Tensor& argument) {
   return detail::may_alias(mutated, argument) ? detail::keep(argument) : argument;
 }

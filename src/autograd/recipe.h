@@ -9,7 +9,9 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <type_traits>
 
+#include "autograd/lazy.h"
 #include "ops/common.h"
 #include "ops/keep.h"
 
@@ -28,6 +30,9 @@ bool functorch_active();
 /// What runs now is recorded rather than executed (torch.compile, export, a dispatch mode, a tensor subclass, a meta
 /// tensor), so history cannot be moved by hand.
 bool is_traced(const Tensor& input);
+
+/// What runs now becomes part of a graph (torch.compile, torch.export, make_fx) that runs later, elsewhere and often.
+bool is_recorded();
 
 inline bool requires_grad(const Tensor& input) { return input.requires_grad(); }
 inline bool has_tangent(const Tensor& input) { return torch::autograd::isFwGradDefined(input); }
@@ -91,21 +96,26 @@ Tensor overwrite(const Tensor& target, InPlace in_place) {
 }
 
 /// Calls `in_place()`, which overwrites `self`, below ADInplaceOrView, and moves the version counter, which kernels
-/// that write raw memory do not: by it autograd finds a saved tensor that was overwritten.
+/// that write raw memory do not: by it autograd finds a saved tensor that was overwritten. A call that raises has
+/// written nothing and moves nothing (see for_each_row_panel() for the one that has).
 template <class InPlace>
 auto bump_version_after(Tensor& self, InPlace in_place) {
   TORCH_CHECK(!self.is_inference() || c10::InferenceMode::is_enabled(),
               "Inplace update to inference tensor outside InferenceMode is not allowed. You can make a clone to get a "
               "normal tensor before doing inplace update.");
-  struct Bump {
-    Tensor& self;
-    ~Bump() { torch::autograd::impl::bump_version(self); }
-  } bump{self};
   at::AutoDispatchBelowADInplaceOrView below_version_counter;
-  return in_place();
+  if constexpr (std::is_void_v<std::invoke_result_t<InPlace>>) {
+    in_place();
+    torch::autograd::impl::bump_version(self);
+  } else {
+    auto out = in_place();
+    torch::autograd::impl::bump_version(self);
+    return out;
+  }
 }
 
-/// The kernels that a mutating operator `self <- f(self, args...)` registers above its backends.
+/// The kernels that a mutating operator `self <- f(self, args...)` registers above its backends: those that
+/// TORCHOPS_MUTATING registers, and `batched`.
 ///
 /// `Op` derives from this and provides
 ///   static void check(const Tensor& self, Args...)         the argument checks
@@ -167,3 +177,9 @@ struct MutatingOp {
 };
 
 }  // namespace torchops::autograd
+
+/// Registers the kernels of `Op`, a MutatingOp, for the keys Autograd and ADInplaceOrView and those of lazy.h.
+#define TORCHOPS_MUTATING(name, Op)                                            \
+  TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl(name, Op::autograd); }       \
+  TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl(name, Op::version); } \
+  TORCHOPS_LAZY(name, Op::in_place)

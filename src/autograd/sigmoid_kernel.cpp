@@ -10,7 +10,7 @@ namespace {
 
 struct SigmoidFunctional : FunctionalOp<SigmoidFunctional, torchops::sigmoid> {
   static void check(const Tensor& x) { check_sigmoid(x); }
-  static Tensor decomposed(const Tensor& x) { return at::sigmoid(x); }
+  static Tensor decomposed(const Tensor& x) { return at::sigmoid(x).contiguous(); }
   static Tensor train(const Tensor& x);
 };
 
@@ -42,12 +42,9 @@ Tensor SigmoidFunctional::train(const Tensor& x) { return Sigmoid::apply(x, std:
 
 Tensor SigmoidInPlace::train(const Tensor& x, const Tensor& target) { return Sigmoid::apply(x, target); }
 
-TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("sigmoid", SigmoidFunctional::autograd);
-  m.impl("sigmoid_", SigmoidInPlace::autograd);
-}
+TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("sigmoid", SigmoidFunctional::autograd); }
 
-TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("sigmoid_", SigmoidInPlace::version); }
+TORCHOPS_MUTATING("sigmoid_", SigmoidInPlace)
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("sigmoid", SigmoidFunctional::batched);

@@ -11,7 +11,7 @@ namespace {
 
 struct SoftmaxFunctional : FunctionalOp<SoftmaxFunctional, torchops::softmax> {
   static void check(const Tensor& x, int64_t dim) { check_softmax(x, dim); }
-  static Tensor decomposed(const Tensor& x, int64_t dim) { return at::softmax(x, dim); }
+  static Tensor decomposed(const Tensor& x, int64_t dim) { return at::softmax(x, dim).contiguous(); }
   static Tensor train(const Tensor& x, int64_t dim);
 };
 
@@ -56,12 +56,9 @@ Tensor softmax_autocast(const Tensor& x, int64_t dim) {
   return y.is_same(x) ? torchops::softmax(x, dim) : torchops::softmax_(y, dim);
 }
 
-TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("softmax", SoftmaxFunctional::autograd);
-  m.impl("softmax_", SoftmaxInPlace::autograd);
-}
+TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("softmax", SoftmaxFunctional::autograd); }
 
-TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("softmax_", SoftmaxInPlace::version); }
+TORCHOPS_MUTATING("softmax_", SoftmaxInPlace)
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("softmax", softmax_autocast);

@@ -11,7 +11,7 @@ namespace {
 struct SquareMatmulFunctional : FunctionalOp<SquareMatmulFunctional, square_matmul> {
   static void check(const Tensor& a, const Tensor& b, bool) { check_square_matmul(a, b); }
   static Tensor decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
-    return matmul(a, transpose_b ? b.mT() : b);
+    return autograd::matmul(a, transpose_b ? b.mT() : b);
   }
   static Tensor train(const Tensor& a, const Tensor& b, bool transpose_b);
 };
@@ -66,12 +66,9 @@ Tensor SquareMatmulInPlace::train(const Tensor& a, const Tensor& target, const T
   return SquareMatmul::apply(b.requires_grad() ? a.clone() : a, b, transpose_b, target);
 }
 
-TORCH_LIBRARY_IMPL(myops, Autograd, m) {
-  m.impl("square_matmul", SquareMatmulFunctional::autograd);
-  m.impl("square_matmul_", SquareMatmulInPlace::autograd);
-}
+TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("square_matmul", SquareMatmulFunctional::autograd); }
 
-TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("square_matmul_", SquareMatmulInPlace::version); }
+TORCHOPS_MUTATING("square_matmul_", SquareMatmulInPlace)
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("square_matmul", autocast<CastTo::kLowerPrecision, square_matmul>);

@@ -31,7 +31,7 @@ Tensor gate_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const Optiona
   check_gate(v, x, w, b);
   Tensor y = at::detail::empty_cpu(v.sizes(), v.options());
   const Tensor w_t = transposed(w);
-  for_each_row_panel({y, v, x}, 1, kFewestRows, [&](const Operands& panel) {
+  for_each_row_panel(y, {y, v, x}, {.min_rows = kFewestRows}, [&](const Operands& panel, const Operands&) {
     Tensor out = panel[0];
     const Tensor x_panel = panel[2].to(w.scalar_type());
     if (out.scalar_type() == w.scalar_type()) {
@@ -51,7 +51,7 @@ void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = b ? OptionalTensor(detail::read_first(v, *b)) : b;
   const Tensor w_t = transposed(weight);
-  for_each_row_panel({v, input}, 1, kFewestRows, [&](const Operands& panel) {
+  for_each_row_panel(v, {v, input}, {.min_rows = kFewestRows}, [&](const Operands& panel, const Operands&) {
     Tensor out = panel[0];
     at::cpu::mul_(out, gate_of(panel[1].to(w.scalar_type()), w_t, bias, v.scalar_type()));
   });

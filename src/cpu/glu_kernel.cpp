@@ -32,7 +32,7 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
   Tensor y = at::detail::empty_cpu(sizes, w.options());
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
   constexpr int64_t fewest_rows = 128;  // with fewer, a panel's time goes into packing the weights
-  for_each_row_panel({y, x}, 1, fewest_rows, [&](const Operands& panel) {
+  for_each_row_panel(y, {y, x}, {.min_rows = fewest_rows}, [&](const Operands& panel, const Operands&) {
     Tensor out = panel[0], gate = at::empty(out.sizes(), out.options());
     const Tensor x_panel = panel[1].to(w.scalar_type());
     linear_out(gate, x_panel, wg_t, bg);

@@ -5,6 +5,8 @@
 #include <ATen/ops/ones.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "cpu/panels.h"
 #include "ops/common.h"
 #include "ops/layer_norm.h"
@@ -27,10 +29,21 @@ struct Affine {
   }
 };
 
+// Where x has no elements: mean and variance of nothing are 0 / 0.
+std::tuple<Tensor, Tensor> moments_of_nothing(const Tensor& x, size_t trailing_dims) {
+  const auto [mean, rstd] = detail::empty_moments(x, trailing_dims);
+  constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+  return {mean.fill_(nan), rstd.fill_(nan)};
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_cpu(const Tensor& x, at::IntArrayRef normalized_shape,
                                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                                double eps) {
   check_layer_norm(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
+  if (x.numel() == 0) {
+    return std::tuple_cat(std::tuple(at::empty(x.sizes(), x.options())),
+                          moments_of_nothing(x, normalized_shape.size()));
+  }
   const Affine affine(x, normalized_shape, weight, bias);
   return at::cpu::native_layer_norm(x.contiguous(), normalized_shape, affine.weight, affine.bias, eps);
 }
@@ -76,21 +89,25 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayR
                                                         const OptionalTensor& weight, const OptionalTensor& bias,
                                                         double eps) {
   check_layer_norm_(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
+  if (x.numel() == 0) return moments_of_nothing(x, normalized_shape.size());
   const auto read_first = [&](const OptionalTensor& t) {
     return t && detail::may_alias(x, *t) ? OptionalTensor(t->clone()) : t;
   };
   const OptionalTensor w = read_first(weight), b = read_first(bias);
   const auto dims = static_cast<int64_t>(normalized_shape.size());
   const auto [mean, rstd] = detail::empty_moments(x, normalized_shape.size());
+  // Unlike the other operators this one takes memory while it writes: ATen returns a panel's result in new tensors.
   if (c10::multiply_integers(normalized_shape) * static_cast<int64_t>(x.element_size()) > kMaxScratchBytes) {
-    for_each_matrix({x, mean, rstd}, dims, [&](const Operands& rows) {
-      for (int64_t i = 0; i < rows[0].size(0); ++i) {
-        overwrite_long_row(rows[0].select(0, i), w, b, eps, rows[1].select(0, i), rows[2].select(0, i));
-      }
+    overwriting(x, [&] {
+      for_each_matrix({x, mean, rstd}, dims, [&](const Operands& rows) {
+        for (int64_t i = 0; i < rows[0].size(0); ++i) {
+          overwrite_long_row(rows[0].select(0, i), w, b, eps, rows[1].select(0, i), rows[2].select(0, i));
+        }
+      });
     });
   } else {
     const Affine affine(x, normalized_shape, w, b);
-    for_each_row_panel({x, mean, rstd}, dims, 1, [&](const Operands& panel) {
+    for_each_row_panel(x, {x, mean, rstd}, {.trailing_dims = dims}, [&](const Operands& panel, const Operands&) {
       const auto [y, panel_mean, panel_rstd] =
           at::cpu::native_layer_norm(panel[0].contiguous(), normalized_shape, affine.weight, affine.bias, eps);
       panel[0].copy_(y);
@@ -110,6 +127,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cpu(const Tensor& grad, c
                                                            at::IntArrayRef normalized_shape, const Tensor& mean,
                                                            const Tensor& rstd, const OptionalTensor& weight,
                                                            std::array<bool, 3> mask) {
+  detail::check_layer_norm_backward(grad, x, c10::fromIntArrayRefSlow(normalized_shape), mean, rstd, weight);
   Affine affine(x, normalized_shape, weight, std::nullopt);
   // ATen takes shape and dtype of the parameters' gradients from the parameters.
   if (!affine.weight && (mask[1] || mask[2])) affine.weight = at::ones(normalized_shape, x.options());

@@ -41,10 +41,32 @@ void for_each_panel(int64_t rows, int64_t rows_per_panel, const F& f) {
 using detail::for_each_matrix;
 using detail::Operands;
 
-/// Calls f on panels of rows of the operands; f overwrites the first one's rows and may use scratch of the panel's
-/// size. A panel is one thread's work as long as that leaves each thread `min_panel_rows` rows, else the panels come
-/// one by one and the primitives inside f use the threads. Rows must not be longer than kMaxScratchBytes.
-void for_each_row_panel(Operands operands, int64_t trailing_dims, int64_t min_panel_rows,
-                        c10::function_ref<void(const Operands&)> f);
+/// Runs f, which overwrites `self` by and by and takes memory meanwhile. If it throws, a part is overwritten: the
+/// version counter says so to autograd.
+template <class F>
+void overwriting(const Tensor& self, const F& f) {
+  try {
+    f();
+  } catch (...) {
+    if (!self.is_inference()) self.unsafeGetTensorImpl()->bump_version();
+    throw;
+  }
+}
+
+/// Panels of rows that are overwritten, and how.
+struct RowPanels {
+  int64_t trailing_dims = 1;
+  /// A panel is one thread's work as long as that leaves each thread as many rows, else the panels come one by one and
+  /// the primitives inside f use the threads.
+  int64_t min_rows = 1;
+  /// Contiguous tensors of the panel's shape and dtype that f gets beside it. They are allocated before f runs first,
+  /// so that no lack of memory stops it halfway.
+  int64_t scratch = 0;
+};
+
+/// Calls f(panel, scratch) on panels of rows of the operands, of which f overwrites the first, `self` or a view of it.
+/// Rows must not be longer than kMaxScratchBytes / max(scratch, 1).
+void for_each_row_panel(const Tensor& self, Operands operands, RowPanels panels,
+                        c10::function_ref<void(const Operands& panel, const Operands& scratch)> f);
 
 }  // namespace torchops::cpu

@@ -1,4 +1,5 @@
 #include <ATen/TensorOperators.h>
+#include <ATen/WrapDimUtils.h>
 #include <ATen/ops/_softmax_cpu_dispatch.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
@@ -26,10 +27,16 @@ void overwrite_long_lines(const Tensor& x, int64_t dim) {
   const int64_t length = x.size(dim);
   const int64_t slice_bytes = x.numel() / length * static_cast<int64_t>(c10::elementSize(accumulate));
   const int64_t step = std::max(kSliceBytes / slice_bytes, int64_t{1});
+  at::DimVector slice_shape(x.sizes());
+  slice_shape[at::maybe_wrap_dim(dim, x.dim())] = std::min(step, length);
+  // The second pass writes: whatever it needs is there before.
+  const Tensor scratch = at::empty(slice_shape, x.options().dtype(accumulate));
   const auto for_each_slice = [&](const auto& f) {
     for (int64_t begin = 0; begin < length; begin += step) {
-      const Tensor slice = x.narrow(dim, begin, std::min(step, length - begin));
-      f(slice, (slice.to(accumulate) - max).exp_());
+      const int64_t size = std::min(step, length - begin);
+      const Tensor slice = x.narrow(dim, begin, size), exponentials = scratch.narrow(dim, 0, size);
+      exponentials.copy_(slice);
+      f(slice, exponentials.sub_(max).exp_());
     }
   };
   Tensor sum = at::zeros_like(max);
@@ -47,9 +54,15 @@ void softmax_cpu_(Tensor& x, int64_t dim) {
     overwrite_long_lines(x, dim);
     return;
   }
-  for_each_row_panel({lines}, 1, together, [](const Operands& panel) {
-    panel[0].copy_(at::cpu::_softmax(panel[0], -1, /*half_to_float=*/false));
-  });
+  for_each_row_panel(x, {lines}, {.min_rows = together, .scratch = 1},
+                     [](const Operands& panel, const Operands& scratch) {
+                       const Tensor& rows = panel[0];
+                       Tensor y = scratch[0];
+                       // ATen would make a contiguous copy of its own.
+                       if (!rows.is_contiguous()) y.copy_(rows);
+                       at::cpu::_softmax_out(y, rows.is_contiguous() ? rows : y, -1, /*half_to_float=*/false);
+                       rows.copy_(y);
+                     });
 }
 
 TORCH_LIBRARY_IMPL(myops, CPU, m) {

@@ -25,35 +25,45 @@ Tensor square_matmul_cpu(const Tensor& a, const Tensor& b, bool transpose_b) {
   return out;
 }
 
+bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
+
 // A row of the result depends on that row of a alone. So a panel of rows is copied to scratch and the product of the
 // copy, which is in the cache, goes straight to where the panel was: about 1/min(n, rows per panel) more traffic than
-// the product into a second buffer. Panels of fewer rows than this would spend their time on packing b.
-void multiply_rows_(const Tensor& a, const Tensor& factor) {
+// the product into a second buffer. Panels of fewer rows than this would spend their time on packing b. `rows` is self
+// or a view of it.
+void multiply_rows_(const Tensor& self, const Tensor& rows, const Tensor& factor) {
   constexpr int64_t fewest_rows = 128;
-  for_each_row_panel({a}, 1, fewest_rows, [&](const Operands& panel) {
-    Tensor out = panel[0];
-    at::cpu::mm_out(out, out.clone(at::MemoryFormat::Contiguous), factor);
-  });
+  // Where rows and columns of the output both have gaps, ATen would make a copy of its own for BLAS.
+  const bool gaps = rows.stride(-1) != 1 && !(rows.dim() == 2 && rows.stride(0) == 1);
+  for_each_row_panel(self, {rows}, {.min_rows = fewest_rows, .scratch = gaps ? 2 : 1},
+                     [&](const Operands& panel, const Operands& scratch) {
+                       Tensor out = gaps ? scratch[1] : panel[0];
+                       at::cpu::mm_out(out, scratch[0].copy_(panel[0]), factor);
+                       if (gaps) panel[0].copy_(out);
+                     });
 }
 
-// The same with whole matrices for rows, as many as fit a panel.
+// The same with whole matrices for rows, as many as fit a panel. bmm_out() writes to contiguous memory.
 void multiply_matrices_(const Tensor& a, const Tensor& factors) {
-  for_each_row_panel({a, factors}, 2, 1, [&](const Operands& panel) {
-    Tensor out = panel[0];
-    at::cpu::bmm_out(out, out.clone(at::MemoryFormat::Contiguous), panel[1]);
-  });
+  for_each_row_panel(a, {a, factors}, {.trailing_dims = 2, .scratch = 2},
+                     [&](const Operands& panel, const Operands& scratch) {
+                       Tensor out = scratch[1];
+                       at::cpu::bmm_out(out, scratch[0].copy_(panel[0]), panel[1]);
+                       panel[0].copy_(out);
+                     });
 }
 
 void square_matmul_cpu_(Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul_(a, b);
-  const Tensor right = detail::read_first(a, b), factor = transpose_b ? right.mT() : right;
-  if (b.dim() == 2) return multiply_rows_(a, factor);
+  const Tensor right = detail::may_alias(a, b) || !has_unit_stride(b) ? b.clone(at::MemoryFormat::Contiguous) : b;
+  const Tensor factor = transpose_b ? right.mT() : right;
+  if (b.dim() == 2) return multiply_rows_(a, a, factor);
   const int64_t matrix_bytes = a.size(-2) * a.size(-1) * static_cast<int64_t>(a.element_size());
   const int64_t batch = c10::multiply_integers(a.sizes().slice(0, a.dim() - 2));
-  if (matrix_bytes <= kMaxScratchBytes && batch >= at::get_num_threads()) return multiply_matrices_(a, factor);
+  if (2 * matrix_bytes <= kMaxScratchBytes && batch >= at::get_num_threads()) return multiply_matrices_(a, factor);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for_each_matrix({a, factor}, 2, [](const Operands& part) {
-    for (int64_t i = 0; i < part[0].size(0); ++i) multiply_rows_(part[0].select(0, i), part[1].select(0, i));
+  for_each_matrix({a, factor}, 2, [&](const Operands& part) {
+    for (int64_t i = 0; i < part[0].size(0); ++i) multiply_rows_(a, part[0].select(0, i), part[1].select(0, i));
   });
 }
 

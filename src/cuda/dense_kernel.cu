@@ -15,6 +15,7 @@
 #include "cuda/gemm/pointwise.cuh"
 #include "ops/common.h"
 #include "ops/dense.h"
+#include "ops/dense_path.h"
 
 namespace torchops::cuda {
 namespace {

@@ -9,7 +9,7 @@
 #include "cuda/linear.h"
 #include "cuda/pass.cuh"
 #include "ops/common.h"
-#include "ops/dense.h"
+#include "ops/dense_path.h"
 #include "ops/gate.h"
 
 namespace torchops::cuda {

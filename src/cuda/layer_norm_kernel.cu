@@ -209,6 +209,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, 
                                                             at::IntArrayRef normalized_shape, const Tensor& mean,
                                                             const Tensor& rstd, const OptionalTensor& weight,
                                                             std::array<bool, 3> mask) {
+  detail::check_layer_norm_backward(grad, x, c10::fromIntArrayRefSlow(normalized_shape), mean, rstd, weight);
   const c10::cuda::CUDAGuard on_device(x.device());
   // ATen takes shape and dtype of the parameters' gradients from the parameters.
   OptionalTensor w = weight;

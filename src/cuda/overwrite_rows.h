@@ -3,8 +3,10 @@
 #include <ATen/TensorUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/FunctionRef.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "ops/matrices.h"
@@ -27,10 +29,11 @@ inline std::optional<at::Tensor> as_unit_rows(const at::Tensor& x, int64_t trail
 
 /// Splits the operands (..., *trailing) into views of many rows and calls f on each, with the first operand, which f
 /// overwrites, as (rows, columns) of unit column stride: itself where its layout allows that, else a copy of a few
-/// rows.
+/// rows. Their scratch is allocated before f runs first, so that no lack of memory stops it halfway.
 inline void overwrite_rows(const detail::Operands& operands, int64_t trailing_dims,
                            c10::function_ref<void(const detail::Operands&)> f) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor scratch;
   detail::for_each_matrix(operands, trailing_dims, [&](const detail::Operands& matrices) {
     detail::Operands part = matrices;
     if (const auto x = as_unit_rows(matrices[0], trailing_dims)) {
@@ -38,13 +41,20 @@ inline void overwrite_rows(const detail::Operands& operands, int64_t trailing_di
       return f(part);
     }
     const int64_t rows = matrices[0].size(0), row_bytes = static_cast<int64_t>(matrices[0].nbytes()) / rows;
-    const int64_t step = std::max(kMaxScratchBytes / row_bytes, int64_t{1});
+    const int64_t step = std::clamp(kMaxScratchBytes / row_bytes, int64_t{1}, rows);
+    // All matrices have the same shape and strides.
+    if (!scratch.defined()) {
+      at::DimVector shape(matrices[0].sizes());
+      shape[0] = step;
+      scratch = at::empty(shape, matrices[0].options());
+    }
     for (int64_t begin = 0; begin < rows; begin += step) {
       for (size_t i = 0; i < part.size(); ++i) part[i] = matrices[i].narrow(0, begin, std::min(step, rows - begin));
-      const at::Tensor target = part[0], scratch = target.contiguous();
-      part[0] = scratch.flatten(1);
+      const at::Tensor target = part[0], copy = scratch.narrow(0, 0, target.size(0));
+      copy.copy_(target);
+      part[0] = copy.flatten(1);
       f(part);
-      target.copy_(scratch);
+      target.copy_(copy);
     }
   });
 }

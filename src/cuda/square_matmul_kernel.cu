@@ -6,6 +6,11 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "ops/common.h"
@@ -33,50 +38,78 @@ Tensor square_matmul_cuda(const Tensor& a, const Tensor& b, bool transpose_b) {
   return out;
 }
 
-// a = a @ b with the kernel that needs no second buffer; false, with nothing done, where it cannot run.
+// a = a @ b with the kernel that needs no second buffer, for matrices or batches of them; false, with nothing done,
+// where it cannot run.
 bool fused_(const Tensor& a, const Tensor& b) {
-  if (a.scalar_type() == at::kFloat || a.size(1) % 8 != 0) return false;  // there is no kernel for TF32
-  const bool b_k_major = b.stride(0) == 1;
-  const auto rows = gemm::operand(a), factor = gemm::operand(b_k_major ? b.t() : b);
-  const auto c = gemm::sm90_case(a.size(0), a.size(1), a.size(1), a.scalar_type());
+  if (a.scalar_type() == at::kFloat || a.size(-1) % 8 != 0) return false;  // there is no kernel for TF32
+  const bool b_k_major = b.stride(-2) == 1;
+  const auto rows = gemm::operand(a), factor = gemm::operand(b_k_major ? b.mT() : b);
+  auto c = gemm::sm90_case(a.size(-2), a.size(-1), a.size(-1), a.scalar_type());
   if (!c || !rows || !factor) return false;
+  c->batch = a.dim() == 3 ? a.size(0) : 1;
+  if (c->batch > std::numeric_limits<int>::max()) return false;
   gemm::Problem problem;
-  problem.m = static_cast<int>(a.size(0));
-  problem.n = problem.k = static_cast<int>(a.size(1));
+  problem.m = static_cast<int>(c->m);
+  problem.n = problem.k = static_cast<int>(c->n);
+  problem.batch = static_cast<int>(c->batch);
   problem.a = problem.d = *rows;
   problem.b = *factor;
   return b_k_major ? gemm::run_chosen<gemm::SquareMatmulT>(problem, *c, a)
                    : gemm::run_chosen<gemm::SquareMatmul>(problem, *c, a);
 }
 
-// A panel of rows is copied, and the product of the copy goes to where the panel was. cuBLAS makes a copy of its own of
-// an output whose rows and columns both have gaps, so that a panel takes half of the promised 32 MiB.
-void multiply_panels_(const Tensor& a, const Tensor& b) {
+// For BLAS, matrices without gaps in their rows or in their columns.
+bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
+
+// For a panel of rows of `a`: its copy and, where cuBLAS cannot write to `a` as it is, the product. At most 32 MiB, or
+// two rows.
+Tensor panel_scratch(const Tensor& a) {
   constexpr int64_t panel_bytes = int64_t{16} << 20;
-  const int64_t row_bytes = a.size(1) * static_cast<int64_t>(a.element_size());
-  const int64_t step = std::max(panel_bytes / row_bytes, int64_t{1});
+  const int64_t row_bytes = a.size(-1) * static_cast<int64_t>(a.element_size());
+  const int64_t rows = std::clamp(panel_bytes / row_bytes, int64_t{1}, a.size(-2));
+  return at::detail::empty_cuda({has_unit_stride(a) ? 1 : 2, rows, a.size(-1)}, a.options());
+}
+
+// A panel of rows is copied, and the product of the copy goes to where the panel was.
+void multiply_panels_(const Tensor& a, const Tensor& b, const Tensor& scratch) {
+  if (a.dim() == 3) {
+    for (int64_t i = 0; i < a.size(0); ++i) multiply_panels_(a.select(0, i), b.select(0, i), scratch);
+    return;
+  }
+  const bool direct = scratch.size(0) == 1;
+  const int64_t step = scratch.size(1);
   for (int64_t begin = 0; begin < a.size(0); begin += step) {
-    Tensor panel = a.narrow(0, begin, std::min(step, a.size(0) - begin));
-    at::cuda::mm_out(panel, panel.clone(at::MemoryFormat::Contiguous), b);
+    const int64_t rows = std::min(step, a.size(0) - begin);
+    const Tensor panel = a.narrow(0, begin, rows), copy = scratch.select(0, 0).narrow(0, 0, rows);
+    copy.copy_(panel);
+    Tensor product = direct ? panel : scratch.select(0, 1).narrow(0, 0, rows);
+    at::cuda::mm_out(product, copy, b);
+    if (!direct) panel.copy_(product);
   }
 }
 
+// All scratch is allocated before anything is written, so that no lack of memory stops it halfway.
 void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul_(a, b);
   if (a.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(a.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Tensor right = detail::read_first(a, b), factor = transpose_b ? right.mT() : right;
-  const auto multiply = [](const Tensor& rows, const Tensor& by) {
-    if (!fused_(rows, by)) multiply_panels_(rows, by);
-  };
+  const Tensor right = detail::may_alias(a, b) || !has_unit_stride(b) ? b.clone(at::MemoryFormat::Contiguous) : b;
+  const Tensor factor = transpose_b ? right.mT() : right;
+  std::vector<std::pair<Tensor, Tensor>> products;
   if (b.dim() == 2) {
-    detail::for_each_matrix({a}, 1, [&](const detail::Operands& matrix) { multiply(matrix[0], factor); });
-    return;
+    detail::for_each_matrix({a}, 1, [&](const detail::Operands& part) { products.emplace_back(part[0], factor); });
+  } else {
+    detail::for_each_matrix({a, factor}, 2,
+                            [&](const detail::Operands& part) { products.emplace_back(part[0], part[1]); });
   }
-  detail::for_each_matrix({a, factor}, 2, [&](const detail::Operands& part) {
-    for (int64_t i = 0; i < part[0].size(0); ++i) multiply(part[0].select(0, i), part[1].select(0, i));
-  });
+  // All panels are of one shape. Where there is but one product, fused_() has written nothing when it returns false.
+  Tensor scratch = products.size() > 1 ? panel_scratch(products[0].first) : Tensor();
+  for (const auto& [rows, by] : products) {
+    if (fused_(rows, by)) continue;
+    if (!scratch.defined()) scratch = panel_scratch(rows);
+    multiply_panels_(rows, by, scratch);
+  }
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {

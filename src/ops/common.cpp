@@ -1,6 +1,5 @@
 #include "ops/common.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -19,7 +18,37 @@ std::string to_string(c10::SymIntArrayRef shape) {
 
 std::string to_string(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
+std::string to_string(at::Layout layout) {
+  switch (layout) {
+    case at::kStrided:
+      return "strided";
+    case at::kSparse:
+      return "sparse_coo";
+    case at::kSparseCsr:
+      return "sparse_csr";
+    case at::kSparseCsc:
+      return "sparse_csc";
+    case at::kSparseBsr:
+      return "sparse_bsr";
+    case at::kSparseBsc:
+      return "sparse_bsc";
+    case at::kMkldnn:
+      return "_mkldnn";
+    case at::kJagged:
+      return "jagged";
+    default:
+      return "unknown";
+  }
+}
+
+void check_layout(const char* op, const char* name, const at::Tensor& tensor) {
+  const at::Layout layout = tensor.layout();
+  TORCH_CHECK(layout == at::kStrided, op, ": expected ", name, " of layout strided, got ", to_string(layout));
+  TORCH_CHECK(!tensor.is_nested(), op, ": expected ", name, " of layout strided, got a nested tensor");
+}
+
 void check_dtype(const char* op, const char* name, const at::Tensor& tensor) {
+  check_layout(op, name, tensor);
   const at::ScalarType dtype = tensor.scalar_type();
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16, op,
               ": expected ", name, " of dtype float32, float64, float16 or bfloat16, got ", to_string(dtype));
@@ -43,6 +72,7 @@ void check_shape(const char* op, const char* name, const at::Tensor& tensor, con
 
 void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
                    const at::Tensor& reference) {
+  check_layout(op, name, tensor);
   TORCH_CHECK(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", name, " of dtype ",
               to_string(reference.scalar_type()), " to match ", reference_name, ", got ",
               to_string(tensor.scalar_type()));
@@ -64,6 +94,7 @@ void check_linear(const char* op, const at::Tensor& x, const char* w_name, const
                   const std::optional<at::Tensor>& b) {
   check_dtype(op, "x", x);
   if (x.scalar_type() == at::kFloat) {
+    check_layout(op, w_name, w);
     const at::ScalarType dtype = w.scalar_type();
     TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, op, ": expected ", w_name,
                 " of dtype float32, float16 or bfloat16 to match x, got ", to_string(dtype));
@@ -75,19 +106,17 @@ void check_linear(const char* op, const at::Tensor& x, const char* w_name, const
   check_linear_sizes(op, x, w_name, w, b_name, b);
 }
 
-void check_writable(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": expected ", name,
-              " without internal overlap, got shape ", to_string(tensor.sym_sizes()), " with strides ",
-              to_string(tensor.sym_strides()), "; clone() it first");
-}
-
 at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::Tensor& like) {
   return wanted ? at::empty_symint(shape, like.options()) : at::empty({0}, like.options());
 }
 
-bool may_alias(const at::Tensor& written, const at::Tensor& read) {
-  return read.defined() &&
-         (written.is_same(read) || (written.has_storage() && read.has_storage() && written.is_alias_of(read)));
+void check_writable(const char* op, const char* name, const at::Tensor& tensor) {
+  const Overlap overlap = internal_overlap(tensor);
+  TORCH_CHECK(overlap == Overlap::kNo, op, ": expected ", name, " without internal overlap, got shape ",
+              to_string(tensor.sym_sizes()), " with strides ", to_string(tensor.sym_strides()), ": ",
+              overlap == Overlap::kYes ? "" : "it could not be ruled out that ",
+              "more than one element of the written-to tensor refers to a single memory location. Please clone() the "
+              "tensor before performing the operation.");
 }
 
 at::Tensor read_first(const at::Tensor& written, const at::Tensor& read) {

@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "ops/memory.h"
+
 // What the argument checks of all operators share. Every error reads
 //   <op>: expected <argument> <what was expected>, got <what came>
 // and every check works on symbolic sizes, so that eager, Meta, FakeTensor and export raise the same text.
@@ -16,10 +18,17 @@ std::string to_string(c10::SymIntArrayRef shape);
 /// "float32": a dtype as Python prints it, without the "torch." prefix.
 std::string to_string(at::ScalarType dtype);
 
-/// Raises unless `tensor` has one of the four floating-point dtypes of the library.
+/// "sparse_coo": a layout as Python prints it, without the "torch." prefix.
+std::string to_string(at::Layout layout);
+
+/// Raises unless `tensor` is strided, neither sparse nor nested. Comes before all other checks: shapes, strides and
+/// storage are not there to be asked for in every layout.
+void check_layout(const char* op, const char* name, const at::Tensor& tensor);
+
+/// Raises unless `tensor` is strided and has one of the four floating-point dtypes of the library.
 void check_dtype(const char* op, const char* name, const at::Tensor& tensor);
 
-/// Raises unless `tensor` has the dtype and the device of `reference`.
+/// Raises unless `tensor` is strided and has the dtype and the device of `reference`.
 void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
                    const at::Tensor& reference);
 
@@ -40,15 +49,12 @@ void check_linear_sizes(const char* op, const at::Tensor& x, const char* w_name,
 void check_linear(const char* op, const at::Tensor& x, const char* w_name, const at::Tensor& w, const char* b_name,
                   const std::optional<at::Tensor>& b);
 
-/// Raises if two indices of `tensor` share one memory location (an expanded tensor): it cannot be written.
+/// Raises if two indices of `tensor` share one memory location (an expanded or unfolded tensor): it cannot be written.
 void check_writable(const char* op, const char* name, const at::Tensor& tensor);
 
 /// An uninitialised tensor of the dtype and on the device of `like`, or one of no elements in the place of a gradient
 /// that is not wanted.
 at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::Tensor& like);
-
-/// Whether writing `written` could change what `read` holds.
-bool may_alias(const at::Tensor& written, const at::Tensor& read);
 
 /// `read`, or a copy of it if writing `written` could change it.
 at::Tensor read_first(const at::Tensor& written, const at::Tensor& read);

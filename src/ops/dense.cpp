@@ -5,10 +5,9 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <cstdlib>
-#include <string>
 
 #include "ops/common.h"
+#include "ops/dense_path.h"
 
 namespace torchops {
 
@@ -34,6 +33,7 @@ std::tuple<Tensor, Tensor, Tensor> detail::dense_gradients(const Tensor& grad, c
 
 void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   detail::check_dtype("dense", "x", x);
+  TORCH_CHECK(x.dim() >= 1, "dense: expected x with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_matches("dense", "w", w, "x", x);
   if (b) detail::check_matches("dense", "b", *b, "x", x);
   detail::check_linear_sizes("dense", x, "w", w, "b", b);
@@ -41,35 +41,14 @@ void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
 
 namespace {
 
-constexpr const char* kPathNames[] = {"auto", "fused", "cublas"};
-
-detail::DensePath parse_path(const char* source, const std::string& name) {
-  for (const auto path : {detail::DensePath::kAuto, detail::DensePath::kFused, detail::DensePath::kCublas}) {
-    if (name == kPathNames[static_cast<int>(path)]) return path;
-  }
-  TORCH_CHECK(false, source, ": expected auto, fused or cublas, got ", name);
-}
-
-std::atomic<detail::DensePath>& current_path() {
-  static std::atomic<detail::DensePath> path = [] {
-    const char* const name = std::getenv("TORCHOPS_DENSE_PATH");
-    return name == nullptr || *name == '\0' ? detail::DensePath::kAuto : parse_path("TORCHOPS_DENSE_PATH", name);
-  }();
-  return path;
-}
-
-std::string set_path(const std::string& name) {
-  return kPathNames[static_cast<int>(current_path().exchange(parse_path("_dense_path", name)))];
-}
-
 std::atomic<detail::HasOnePassKernel>& one_pass_kernel() {
   static std::atomic<detail::HasOnePassKernel> has_kernel{nullptr};
   return has_kernel;
 }
 
 void check_cotangent(const char* op, const Tensor& grad, const Tensor& y) {
-  TORCH_CHECK(y.dim() >= 1, op, ": expected y with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_dtype(op, "y", y);
+  TORCH_CHECK(y.dim() >= 1, op, ": expected y with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_matches(op, "grad", grad, "y", y);
   detail::check_shape(op, "grad", grad, "y", y.sym_sizes());
 }
@@ -99,9 +78,6 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
         {at::Tag::pt2_compliant_tag});
   m.def("_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)",
         {at::Tag::pt2_compliant_tag});
-  // Sets the path and returns the former one.
-  m.def("_dense_path(str path) -> str", {at::Tag::pt2_compliant_tag});
-  m.impl("_dense_path", set_path);
 }
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
@@ -111,8 +87,6 @@ TORCH_LIBRARY_IMPL(myops, Meta, m) {
 }
 
 }  // namespace
-
-detail::DensePath detail::dense_path() { return current_path().load(std::memory_order_relaxed); }
 
 void detail::check_dense_backward(const Tensor& grad, const Tensor& y) { check_cotangent("_dense_backward", grad, y); }
 

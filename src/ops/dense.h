@@ -22,13 +22,6 @@ TORCHOPS_API void check_dense(const at::Tensor& x, const at::Tensor& w, const st
 
 namespace detail {
 
-/// Which kernels dense() and its gradients take on CUDA: the fused ones where they are faster, wherever they can run,
-/// or never.
-enum class DensePath { kAuto, kFused, kCublas };
-
-/// The path in force: that of TORCHOPS_DENSE_PATH (auto, fused or cublas) until the operator _dense_path sets another.
-DensePath dense_path();
-
 /// Through the sigmoid of dense(): dz = grad * y * (1 - y), and its sum over the rows, the gradient of the bias.
 /// grad, y: (..., out) of one dtype. Returns (dz like y, db of shape (out,)) where `mask` asks for them, empty tensors
 /// elsewhere; dz is not stored for db alone.

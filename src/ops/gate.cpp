@@ -36,6 +36,7 @@ namespace {
 void check(const char* op, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   detail::check_linear(op, x, "w", w, "b", b);
   if (w.element_size() == 2) {
+    detail::check_layout(op, "v", v);
     TORCH_CHECK(v.scalar_type() == at::kFloat || v.scalar_type() == w.scalar_type(), op, ": expected v of dtype ",
                 detail::to_string(w.scalar_type()), " or float32 to match w, got ", detail::to_string(v.scalar_type()));
     detail::check_device(op, "v", v, "w", w);

@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "ops/common.h"
+
 namespace torchops {
 
 using at::Tensor;
@@ -16,9 +18,17 @@ Tensor detail::keep(const Tensor& x) {
 
 namespace {
 
-Tensor keep_kernel(const Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
+void check_keep(const Tensor& x) { detail::check_dtype("_keep", "x", x); }
 
-Tensor keep_meta(const Tensor& x) { return at::empty_symint(x.sym_sizes(), x.options()); }
+Tensor keep_kernel(const Tensor& x) {
+  check_keep(x);
+  return x.clone(at::MemoryFormat::Contiguous);
+}
+
+Tensor keep_meta(const Tensor& x) {
+  check_keep(x);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
 
 TORCH_LIBRARY_FRAGMENT(myops, m) { m.def("_keep(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag}); }
 

@@ -79,16 +79,16 @@ void check(const char* op, const Tensor& x, c10::SymIntArrayRef normalized_shape
   const auto check_affine = [&](const char* name, const OptionalTensor& parameter) {
     if (!parameter) return;
     detail::check_matches(op, name, *parameter, "x", x);
-    TORCH_CHECK(parameter->dim() == dims, op, ": expected ", name, " of shape ", detail::to_string(normalized_shape),
-                " to match normalized_shape, got ", detail::to_string(parameter->sym_sizes()));
-    for (int64_t i = 0; i < dims; ++i) {
-      TORCH_SYM_CHECK(parameter->sym_size(i).sym_eq(normalized_shape[i]), op, ": expected ", name, " of shape ",
-                      detail::to_string(normalized_shape), " to match normalized_shape, got ",
-                      detail::to_string(parameter->sym_sizes()));
-    }
+    detail::check_shape(op, name, *parameter, "normalized_shape", normalized_shape);
   };
   check_affine("weight", weight);
   check_affine("bias", bias);
+}
+
+c10::SymDimVector moments_shape(const Tensor& x, size_t trailing_dims) {
+  c10::SymDimVector shape(x.sym_sizes());
+  std::fill(shape.end() - static_cast<std::ptrdiff_t>(trailing_dims), shape.end(), c10::SymInt(1));
+  return shape;
 }
 
 }  // namespace
@@ -104,9 +104,26 @@ void check_layer_norm_(const Tensor& x, c10::SymIntArrayRef normalized_shape, co
   detail::check_writable("layer_norm_", "x", x);
 }
 
+void detail::check_layer_norm_backward(const Tensor& grad, const Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                       const Tensor& mean, const Tensor& rstd, const OptionalTensor& weight) {
+  constexpr const char* op = "_layer_norm_backward";
+  check(op, x, normalized_shape, weight, std::nullopt);
+  check_matches(op, "grad", grad, "x", x);
+  check_shape(op, "grad", grad, "x", x.sym_sizes());
+  const c10::SymDimVector shape = moments_shape(x, normalized_shape.size());
+  for (const auto& [name, moment] : {std::pair("mean", &mean), std::pair("rstd", &rstd)}) {
+    const at::ScalarType expected = moments_dtype(x.scalar_type());
+    check_dtype(op, name, *moment);
+    TORCH_CHECK(moment->scalar_type() == expected, op, ": expected ", name, " of dtype ", to_string(expected),
+                " for x of dtype ", to_string(x.scalar_type()), ", got ", to_string(moment->scalar_type()));
+    TORCH_CHECK(moment->device() == x.device(), op, ": expected ", name, " on device ", x.device().str(),
+                " to match x, got ", moment->device().str());
+    check_shape(op, name, *moment, "x", shape);
+  }
+}
+
 std::tuple<Tensor, Tensor> detail::empty_moments(const Tensor& x, size_t trailing_dims) {
-  c10::SymDimVector sizes(x.sym_sizes());
-  std::fill(sizes.end() - static_cast<std::ptrdiff_t>(trailing_dims), sizes.end(), c10::SymInt(1));
+  const c10::SymDimVector sizes = moments_shape(x, trailing_dims);
   const auto options = x.options().dtype(moments_dtype(x.scalar_type()));
   return {at::empty_symint(sizes, options), at::empty_symint(sizes, options)};
 }
@@ -138,10 +155,11 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_meta_(Tensor& x, c10::SymIntA
   return detail::empty_moments(x, normalized_shape.size());
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor&, const Tensor& x,
-                                                            c10::SymIntArrayRef normalized_shape, const Tensor&,
-                                                            const Tensor&, const OptionalTensor&,
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, const Tensor& x,
+                                                            c10::SymIntArrayRef normalized_shape, const Tensor& mean,
+                                                            const Tensor& rstd, const OptionalTensor& weight,
                                                             std::array<bool, 3> mask) {
+  detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
   const auto empty = [&](bool wanted, c10::SymIntArrayRef sizes) {
     return wanted ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
   };

@@ -18,7 +18,8 @@ TORCHOPS_API at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef norm
                                    const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
 
 /// Overwrites x with layer_norm(x, ...) and returns x. Training keeps one copy of x, or, without weight and bias, only
-/// two numbers per row. weight and bias may overlap x; they are then read first. A failed call leaves x untouched.
+/// two numbers per row. weight and bias may overlap x; they are then read first. A call that its checks refuse leaves x
+/// untouched; where memory runs out on the CPU, a part may be overwritten, and x's version counter has moved.
 TORCHOPS_API at::Tensor& layer_norm_(at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                      const std::optional<at::Tensor>& weight = {},
                                      const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
@@ -46,7 +47,7 @@ namespace detail {
 /// The dtype in which mean and 1 / sqrt(var + eps) are kept: at least float32.
 inline at::ScalarType moments_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
-/// Uninitialised (mean, rstd) for rows of the last `trailing_dims` dimensions of x.
+/// Uninitialised (mean, rstd), both of shape (..., 1, ..., 1), for rows of the last `trailing_dims` dimensions of x.
 std::tuple<at::Tensor, at::Tensor> empty_moments(const at::Tensor& x, size_t trailing_dims);
 
 /// layer_norm() and what its gradient reads: (y, mean, rstd), the moments of shape (..., 1, ..., 1) in moments_dtype.
@@ -67,6 +68,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(const at::Ten
                                                                    const at::Tensor& mean, const at::Tensor& rstd,
                                                                    const std::optional<at::Tensor>& weight,
                                                                    std::array<bool, 3> mask);
+
+/// Its argument checks, for every backend.
+void check_layer_norm_backward(const at::Tensor& grad, const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                               const at::Tensor& mean, const at::Tensor& rstd, const std::optional<at::Tensor>& weight);
 
 }  // namespace detail
 }  // namespace torchops

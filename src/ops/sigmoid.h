@@ -11,7 +11,7 @@ namespace torchops {
 TORCHOPS_API at::Tensor sigmoid(const at::Tensor& x);
 
 /// Overwrites x with sigmoid(x) and returns x. Training keeps no second tensor: the gradient reads the result.
-/// Throws c10::Error, with x untouched, for other dtypes and for an expanded x.
+/// Throws c10::Error, with x untouched, for other dtypes and for an x whose elements overlap.
 TORCHOPS_API at::Tensor& sigmoid_(at::Tensor& x);
 
 /// The argument checks of sigmoid() and sigmoid_(), for kernels of other backends.

@@ -12,7 +12,7 @@ namespace torchops {
 TORCHOPS_API at::Tensor softmax(const at::Tensor& x, int64_t dim = -1);
 
 /// Overwrites x with softmax(x, dim) and returns x. Training keeps no second tensor: the gradient reads the result.
-/// A failed call (also for an expanded x) leaves x untouched.
+/// A failed call (also for an x whose elements overlap) leaves x untouched.
 TORCHOPS_API at::Tensor& softmax_(at::Tensor& x, int64_t dim = -1);
 
 /// The argument checks of softmax() and softmax_(), for kernels of other backends.

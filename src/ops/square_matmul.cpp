@@ -27,8 +27,8 @@ Tensor& square_matmul_(Tensor& a, const Tensor& b, bool transpose_b) {
 namespace {
 
 void check(const char* op, const Tensor& a, const Tensor& b) {
-  TORCH_CHECK(a.dim() >= 1, op, ": expected a with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_dtype(op, "a", a);
+  TORCH_CHECK(a.dim() >= 1, op, ": expected a with at least 1 dimension, got a 0-dimensional tensor");
   detail::check_matches(op, "b", b, "a", a);
   const c10::SymInt n = a.sym_size(-1);
   c10::SymDimVector expected{n, n};

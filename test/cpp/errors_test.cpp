@@ -54,7 +54,9 @@ void test_in_place() {
   expect_untouched<c10::Error>("sigmoid_: expected x of dtype float32, float64, float16 or bfloat16, got int64",
                                a.to(at::kLong), [](Tensor& t) { torchops::sigmoid_(t); });
   expect_untouched<c10::Error>(
-      "sigmoid_: expected x without internal overlap, got shape (3, 4) with strides (0, 1); clone() it first",
+      "sigmoid_: expected x without internal overlap, got shape (3, 4) with strides (0, 1): more than one element of "
+      "the written-to "
+      "tensor refers to a single memory location. Please clone() the tensor before performing the operation.",
       at::randn({4}).expand({3, 4}), [](Tensor& t) { torchops::sigmoid_(t); });
 }
 

@@ -25,7 +25,8 @@ class Dense(nn.Linear):
         device, dtype: of the parameters.
 
     Shape:
-        ``(..., in_features)`` to ``(..., out_features)``.
+        ``(..., in_features)`` to ``(..., out_features)``. A nested tensor goes through ``linear`` and ``sigmoid``, as
+        it did before :func:`replace`.
 
     Example::
 
@@ -35,6 +36,8 @@ class Dense(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.is_nested:
+            return torch.sigmoid(nn.functional.linear(input, self.weight, self.bias))
         return dense(input, self.weight, self.bias)
 
 

@@ -43,8 +43,8 @@ def replace(model: nn.Module) -> Replacements:
     - the linear layer or the sigmoid is of a subclass, parametrized or quantized;
     - either of them has a hook, a forward of its own or a compiled one. A hook would see other values: those before the
       sigmoid exist no longer. Hooks of the ``nn.Sequential`` and of everything else see the same values and are kept;
-    - a parameter is a tensor subclass (DTensor, for one), or has a dtype that :func:`torchops.dense` does not compute
-      in;
+    - a parameter is a tensor subclass (DTensor, for one), sparse, or of a dtype or on a device that
+      :func:`torchops.dense` does not compute in; or weight and bias differ in one of them;
     - the linear layer also stands in a place where no sigmoid follows it. A layer that is followed by a sigmoid
       wherever it stands is replaced by one ``Dense`` in all places;
     - the ``nn.Sequential`` is of a subclass with a forward or an iteration of its own.
@@ -134,11 +134,24 @@ def _reason_to_leave(pair: _Pair) -> str | None:
         if "forward" in vars(module) or module._compiled_call_impl is not None:
             return f"{plain.__name__} has a forward of its own"
     for name, parameter in linear._parameters.items():
-        if parameter is not None and type(parameter) is not nn.Parameter:
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter:
             return f"{name} is a {type(parameter).__name__}"
-        if parameter is not None and parameter.dtype not in DTYPES:
+        if parameter.layout != torch.strided:
+            return f"{name} is of {parameter.layout}"
+        if parameter.dtype not in DTYPES:
             return f"{name} is of {parameter.dtype}"
+        if not _has_kernel(parameter.device):
+            return f"{name} is on {parameter.device}"
+        if parameter.dtype != linear.weight.dtype or parameter.device != linear.weight.device:
+            return f"{name} is of another dtype or device than weight"
     return None
+
+
+def _has_kernel(device: torch.device) -> bool:
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("myops::dense", key)
 
 
 def _dense_like(linear: nn.Linear) -> Dense:

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <type_traits>
+
+// Tensors whose memory does not hold their values: a bit says that they are to be negated (x.conj().imag) or
+// conjugated, or that they are zero and have no memory at all. The keys Negative, Conjugate and ZeroTensor stand
+// between ADInplaceOrView and the backends. For functional operators ATen's fallbacks there do what is needed. For one
+// that overwrites its argument they expect it back as the first return, and write past the end of the stack where an
+// operator returns nothing: so every such operator registers a kernel of its own for these keys.
+namespace torchops::autograd {
+
+using at::Tensor;
+
+/// `argument` with its values in memory: itself, where they are.
+inline Tensor materialize(const Tensor& argument) {
+  return argument._is_zerotensor() ? argument.clone() : argument.resolve_neg().resolve_conj();
+}
+inline std::optional<Tensor> materialize(const std::optional<Tensor>& argument) {
+  return argument ? std::optional<Tensor>(materialize(*argument)) : argument;
+}
+template <class Other>
+const Other& materialize(const Other& argument) {
+  return argument;
+}
+
+template <auto in_place>
+struct Materialized;
+
+template <class Return, class... Args, Return (*in_place)(Tensor&, Args...)>
+struct Materialized<in_place> {
+  static Return call(Tensor& self, Args... args) {
+    TORCH_CHECK(!self._is_zerotensor(),
+                "ZeroTensors are immutable. Please use the materialized zero tensor obtained using .clone() if you "
+                "want a mutable tensor.");
+    const at::AutoDispatchBelowADInplaceOrView below_version_counter;
+    // The profiler has this call already.
+    const at::DisableRecordFunctionGuard not_recorded;
+    Tensor value = materialize(self);
+    if constexpr (std::is_void_v<Return>) {
+      in_place(value, materialize(args)...);
+      if (!value.is_same(self)) self.copy_(value);
+    } else {
+      Return out = in_place(value, materialize(args)...);
+      if (!value.is_same(self)) self.copy_(value);
+      return out;
+    }
+  }
+};
+
+/// `in_place`, which calls an operator that overwrites its first argument, with all arguments materialized and the
+/// result copied back: a kernel of that operator for the keys Negative, Conjugate and ZeroTensor.
+template <auto in_place>
+constexpr auto materialized = &Materialized<in_place>::call;
+
+}  // namespace torchops::autograd
+
+/// Registers that kernel for the operator `name`.
+#define TORCHOPS_LAZY(name, ...)                                                                             \
+  TORCH_LIBRARY_IMPL(myops, Negative, m) { m.impl(name, ::torchops::autograd::materialized<__VA_ARGS__>); }  \
+  TORCH_LIBRARY_IMPL(myops, Conjugate, m) { m.impl(name, ::torchops::autograd::materialized<__VA_ARGS__>); } \
+  TORCH_LIBRARY_IMPL(myops, ZeroTensor, m) { m.impl(name, ::torchops::autograd::materialized<__VA_ARGS__>); }

@@ -1,0 +1,329 @@
+"""Tensors whose memory is not what their indices say: lazy bits, other layouts, elements and tensors that overlap."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_all_close, random_like
+from op_db import OPS, OpCase
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import torchops
+
+MUTATING = [case for case in OPS if case.mutates is not None]
+mutating = pytest.mark.parametrize("op", MUTATING, ids=lambda case: case.name)
+every = pytest.mark.parametrize("op", OPS, ids=lambda case: case.name)
+
+
+def arguments_of(op: OpCase, x: Tensor) -> list[Any]:
+    """x and what the operator takes beside it, all of one size."""
+    n = x.shape[-1]
+    matrix, vector = random_like(x.new_empty(n, n), 5), random_like(x.new_empty(n), 6)
+    rest: dict[str, list[Any]] = {
+        "dense": [matrix, vector],
+        "gate": [random_like(x, 7), matrix, vector],
+        "glu": [matrix, random_like(matrix, 8), vector, vector],
+        "layer_norm": [[n], vector, vector],
+        "square_matmul": [matrix],
+    }
+    return [x, *rest.get(op.name.rstrip("_"), [])]
+
+
+# --- lazy bits -------------------------------------------------------------------------------------------------------
+
+
+def negative(base: Tensor) -> Tensor:
+    """The imaginary part of a conjugate: a view with the negative bit."""
+    return base.conj().imag
+
+
+def complex_base(seed: int = 1) -> Tensor:
+    return random_like(torch.empty(6, 8, 2), seed).view(torch.cfloat).squeeze(-1)
+
+
+@mutating
+def test_negative_bit(op: OpCase) -> None:
+    """Many times: what was written past the end of the dispatcher's stack shows only now and then."""
+    for seed in range(50):
+        base = complex_base(seed)
+        x = negative(base)
+        args = arguments_of(op, x)
+        expected = op.reference(*(a.clone() if isinstance(a, Tensor) else a for a in args))
+        assert op.wrapper(*args) is x
+        assert x.is_neg()
+        assert x._version == 1
+        assert_all_close([x, -base.imag], [expected, expected])
+
+
+@mutating
+def test_negative_bit_of_the_other_arguments(op: OpCase) -> None:
+    x = random_like(torch.empty(8, 8))
+    args = [negative(torch.complex(a, -a)) if isinstance(a, Tensor) and a is not x else a for a in arguments_of(op, x)]
+    expected = op.reference(*(a.clone() if isinstance(a, Tensor) else a for a in args))
+    op.wrapper(*args)
+    assert_all_close([x], [expected])
+
+
+@mutating
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"], ids=str)
+def test_negative_bit_in_training(op: OpCase, backend: str | None) -> None:
+    def overwrite(base: Tensor, *args: Any) -> Tensor:
+        x = negative(base * 1)
+        op.op(x, *args)
+        return x * 2
+
+    leaf = complex_base().requires_grad_()
+    _, *args = arguments_of(op, negative(complex_base()))
+    parameters = [a.requires_grad_() for a in args if isinstance(a, Tensor)]
+    expected = op.reference(negative(leaf), *args) * 2
+    cotangent = random_like(expected.detach(), 3)
+    expected_grads = torch.autograd.grad(expected, [leaf, *parameters], cotangent)
+    function = torch.compile(overwrite, backend=backend) if backend else overwrite
+    out = function(leaf, *args)
+    assert_all_close([out, *torch.autograd.grad(out, [leaf, *parameters], cotangent)], [expected, *expected_grads])
+
+
+@mutating
+def test_negative_bit_of_a_compiled_input(op: OpCase) -> None:
+    """Not with Inductor, which writes such an input as if it had no bit, with ATen's own operators too (2.13)."""
+    x = negative(complex_base())
+    args = arguments_of(op, x)
+    expected = op.reference(x.clone(), *args[1:])
+    torch.compile(lambda *a: op.op(*a), backend="aot_eager")(*args)
+    assert_all_close([x], [expected])
+
+
+@mutating
+def test_negative_bit_under_vmap(op: OpCase) -> None:
+    x = negative(complex_base().repeat(3, 1, 1))
+    _, *rest = arguments_of(op, x)
+    expected = torch.stack([op.reference(part.clone(), *rest) for part in x])
+    torch.vmap(lambda part: op.wrapper(part, *rest))(x)
+    assert_all_close([x], [expected])
+
+
+@mutating
+def test_inference_mode(op: OpCase) -> None:
+    with torch.inference_mode():
+        x = negative(complex_base())
+        args = arguments_of(op, x)
+        expected = op.reference(x.clone(), *args[1:])
+        op.wrapper(*args)
+        assert_all_close([x], [expected])
+
+
+def test_private_operator_with_negative_bit() -> None:
+    for seed in range(50):
+        x = negative(complex_base(seed))
+        y, mean, rstd = torch.ops.myops._layer_norm(x, [8], None, None, 1e-5)
+        assert_all_close(torch.ops.myops._layer_norm_(x, [8], None, None, 1e-5), [mean, rstd])
+        assert_all_close([x], [y])
+
+
+@mutating
+def test_zero_tensors(op: OpCase) -> None:
+    """They have no memory that could be written; as another argument they are zeros."""
+    zero = torch._efficientzerotensor((8, 8))
+    with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+        op.wrapper(*arguments_of(op, zero))
+    x = random_like(torch.empty(8, 8))
+    args = arguments_of(op, x)
+    expected = op.reference(x.clone(), *(torch.zeros_like(a) if isinstance(a, Tensor) else a for a in args[1:]))
+    op.wrapper(x, *(torch._efficientzerotensor(a.shape) if isinstance(a, Tensor) else a for a in args[1:]))
+    assert_all_close([x], [expected])
+
+
+def test_every_operator_that_overwrites_has_kernels_for_lazy_bits() -> None:
+    for name in map(str, torch._C._dispatch_get_all_op_names()):
+        if not name.startswith("myops::"):
+            continue
+        writes = any(
+            a.alias_info is not None and a.alias_info.is_write for a in torch._C._get_schema(name, "").arguments
+        )
+        for key in ("Negative", "Conjugate", "ZeroTensor"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key) == writes, (name, key)
+
+
+# --- other layouts ---------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse_coo": (Tensor.to_sparse, "sparse_coo"),
+    "sparse_csr": (Tensor.to_sparse_csr, "sparse_csr"),
+    "mkldnn": (lambda t: t.to_mkldnn(), "_mkldnn"),
+    "nested": (lambda t: torch.nested.as_nested_tensor([t, t]), "a nested tensor"),
+    "jagged": (lambda t: torch.nested.as_nested_tensor([t, t], layout=torch.jagged), "jagged"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every
+def test_layout_is_named(op: OpCase, layout: str) -> None:
+    """Of every argument, before anything else is asked of it; and nothing has happened."""
+    convert, shown = LAYOUTS[layout]
+    x = random_like(torch.empty(8, 8))
+    names = [a.name for a in op.op._schema.arguments]
+    args = arguments_of(op, x)
+    for i, name in enumerate(names[: len(args)]):
+        if not isinstance(args[i], Tensor) or (args[i].dim() < 2 and layout not in ("sparse_coo", "mkldnn")):
+            continue
+        given = [*args[:i], convert(args[i]), *args[i + 1 :]]
+        with pytest.raises(RuntimeError, match=f"^{op.name}: expected {name} of layout strided, got {shown}"):
+            op.wrapper(*given)
+    assert x._version == 0
+
+
+def test_nested_inputs_after_a_swap() -> None:
+    """A model that took them takes them still, forward and backward."""
+    parts = [random_like(torch.empty(rows, 6)) for rows in (2, 5)]
+    model = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid())
+    results = []
+    for _ in range(2):
+        out = model(torch.nested.as_nested_tensor(parts, layout=torch.jagged))
+        assert out.is_nested
+        results.append([out.values(), *torch.autograd.grad(out.values().square().sum(), list(model.parameters()))])
+        torchops.nn.replace(model)
+    assert isinstance(model[0], torchops.nn.Dense)
+    assert_all_close(*results)
+
+
+# --- elements that share a place -------------------------------------------------------------------------------------
+
+
+def overlaps(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    places = [
+        sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*map(range, sizes))
+    ]
+    return len(set(places)) < len(places)
+
+
+def accepted(x: Tensor) -> bool:
+    try:
+        torchops.sigmoid_(x)
+    except RuntimeError as error:
+        assert "more than one element of the written-to tensor" in str(error)  # noqa: PT017
+        return False
+    return True
+
+
+def test_overlap_is_decided() -> None:
+    """Sizes and strides at random, one to five dimensions: refused exactly where two indices are one place."""
+    generator = random.Random(0)
+    seen = {True: 0, False: 0}
+    for _ in range(4000):
+        dims = generator.randint(1, 5)
+        sizes = tuple(generator.choice([0, 1, 2, 2, 3, 4, 5]) for _ in range(dims))
+        strides = tuple(generator.choice([0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 20, 31, 60]) for _ in range(dims))
+        expected = overlaps(sizes, strides)
+        seen[expected] += 1
+        assert accepted(torch.zeros(1000).as_strided(sizes, strides)) != expected, (sizes, strides)
+    assert min(seen.values()) > 500
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "expected"),
+    [
+        ((1 << 20, 1 << 20), (1 << 20, 1), False),
+        ((1 << 20, 1 << 20), ((1 << 20) - 1, 1), True),
+        ((1000, 3001), (3000, 1), True),
+        ((3, 1000), (2, 3), False),  # 2 i = 3 j has no solution with i below 3
+        ((4, 1000), (2, 3), True),
+        ((1009, 1013), (1013, 1009), False),
+        ((1010, 1014), (1013, 1009), True),
+        ((1000, 1000, 1000), (1_000_000, 1000, 1), False),
+        ((1001, 1001, 1000), (1_000_000, 1000, 1), True),
+    ],
+)
+def test_overlap_of_large_tensors_is_decided(sizes: Any, strides: Any, expected: bool) -> None:
+    """By arithmetic, not by counting places."""
+    assert accepted(torch.empty_strided(sizes, strides, device="meta")) != expected
+
+
+def test_what_cannot_be_decided_is_refused() -> None:
+    """Four interleaved dimensions, in which the search for a place that is taken twice is given up."""
+    x = torch.empty_strided((40, 40, 40, 40), (1000003, 1618033, 2718281, 3141592), device="meta")
+    with pytest.raises(RuntimeError, match="it could not be ruled out that more than one element"):
+        torchops.sigmoid_(x)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda t: t[:, ::2],
+    "rows": lambda t: t[::3],
+    "transposed": Tensor.t,
+    "block": lambda t: t[2:7, 3:9],
+    "diagonal": lambda t: t.diagonal(),
+    "windows": lambda t: t.unfold(1, 4, 4),
+    "spread": lambda t: t.unfold(0, 2, 3),
+    "moved": lambda t: t.view(3, 4, 12).permute(2, 0, 1)[::2],
+    "interleaved": lambda t: t.flatten().as_strided((3, 2), (2, 3)),
+}
+
+
+@mutating
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_without_overlap_go_on_working(op: OpCase, view: str) -> None:
+    base = random_like(torch.empty(12, 12))
+    x = VIEWS[view](base)
+    args = arguments_of(op, x)
+    expected = op.reference(x.clone(), *args[1:])
+    op.wrapper(*args)
+    assert_all_close([x], [expected])
+
+
+# --- strides of results ------------------------------------------------------------------------------------------------
+
+
+@every
+def test_results_are_contiguous_with_a_tangent(op: OpCase) -> None:
+    """Where the operator is written out in ATen's, which follow the strides of what they get, as well as elsewhere."""
+    x = random_like(torch.empty(8, 6, 8)).transpose(0, 1)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, random_like(x, 2))
+        y = forward_ad.unpack_dual(op.pure(*arguments_of(op, dual)))
+    assert y.primal.is_contiguous() == (op.mutates is None)
+    assert y.tangent is not None
+
+
+# --- tensors that share memory ---------------------------------------------------------------------------------------
+
+
+def shared(rows: int, start: int, count: int, how: str) -> tuple[Tensor, Tensor]:
+    """A tensor, and another over some of the same memory that has a storage of its own."""
+    array = random_like(torch.empty(rows, 8)).numpy()
+    if how == "from_numpy":
+        return torch.from_numpy(array), torch.from_numpy(array[start : start + count])
+    whole = torch.from_numpy(array)
+    return whole, torch.utils.dlpack.from_dlpack(whole[start : start + count])
+
+
+def shared_arguments(name: str, rows: int, how: str) -> list[Any]:
+    if name == "square_matmul_":
+        return list(shared(rows, rows - 8, 8, how))
+    x, last = shared(rows, rows - 1, 1, how)
+    return [x, [8], last[0], last[0]]
+
+
+@pytest.mark.parametrize("how", ["from_numpy", "from_dlpack"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("rows", [8, 50, 20_000])
+@pytest.mark.parametrize("name", ["square_matmul_", "layer_norm_"])
+def test_arguments_over_the_same_memory(name: str, rows: int, training: bool, how: str) -> None:
+    """What overlaps the overwritten tensor is read first, whichever storage says so."""
+    (op,) = (case for case in MUTATING if case.name == name)
+    x, *rest = shared_arguments(name, rows, how)
+    assert x.untyped_storage()._cdata != rest[-1].untyped_storage()._cdata
+    old, *old_rest = (a.clone() if isinstance(a, Tensor) else a for a in (x, *rest))
+    expected = op.reference(old.requires_grad_(training), *old_rest)
+    leaf = torch.zeros_like(x, requires_grad=training)
+    op.wrapper(x.add_(leaf), *rest)
+    assert_all_close([x], [expected], rtol=1e-4, atol=1e-5)
+    if training:
+        cotangent = random_like(expected.detach(), 3)
+        got, wanted = (torch.autograd.grad(y, of, cotangent) for y, of in ((x, leaf), (expected, old)))
+        assert_all_close(got, wanted, rtol=1e-4, atol=1e-4)
