@@ -105,7 +105,7 @@ def test_in_place_keeps_the_dtype(
 ) -> None:
     arguments = mixed(sample(torch.float32, device, requires_grad=True), first, rest)
     if case.casts_weights and first == torch.float64:
-        return  # an error: see test_weights_alone_are_cast
+        pytest.skip("an error: see test_weights_alone_are_cast")
     same = mixed(arguments, first, LOW if case.casts_weights else first)
     cotangent = random_like(case.mutated(arguments[0]))
     got, got_grads = gradients(under_autocast(case.pure, device), arguments, cotangent)
@@ -114,7 +114,8 @@ def test_in_place_keeps_the_dtype(
     assert_all_close([got], [expected])
     for got_grad, expected_grad, leaf in zip(got_grads, expected_grads, tensors(arguments), strict=True):
         assert got_grad.dtype == leaf.dtype
-        assert_all_close([got_grad], [expected_grad.to(leaf.dtype)])
+        # A float32 leaf beside 16-bit weights may get its gradient unrounded.
+        assert_all_close([got_grad.to(expected_grad.dtype)], [expected_grad])
 
 
 @pytest.mark.ops(samples=["matrix"], mutating=False, dtypes=[torch.float32, torch.float64])

@@ -41,6 +41,10 @@ struct NarrowKernel {
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
   static_assert(kStages >= kWarpgroups && (Rule::kReadsC || kN <= kK));
+  // A warpgroup that meets a stage only every other time could take the phase before the one in between for its own:
+  // the barrier tells phases by their parity. Where the stages are not divided among the warpgroups, they look at them
+  // in turn, so that none is a whole ring ahead.
+  static constexpr bool kInTurn = kStages % kWarpgroups != 0;
   using PipelineState = cutlass::PipelineState<kStages>;
 
   template <bool reads_c, class = void>
@@ -59,7 +63,7 @@ struct NarrowKernel {
     StageOf<Rule::kReadsC> stages[kStages];
     alignas(16) float bias[kProducts][kN];  // scaled as the rule wants it
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier stored[kStages];
+    cutlass::arch::ClusterBarrier stored[kStages], turn[kWarpgroups];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 
@@ -144,13 +148,22 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
   PipelineState at;
   at.advance(warpgroup);
   int stage_of_store = -1;
+  uint32_t round = 0;
   for (int tile = p.first() + warpgroup * p.step(); tile < p.tiles(); tile += kWarpgroups * p.step()) {
     auto& stage = shared.stages[at.index()];
     if (thread == 0 && stage_of_store >= 0) {
       tma_store_wait<0>();
       shared.stored[stage_of_store].arrive();
     }
+    if constexpr (kInTurn) {
+      // The first warpgroup waits for the others' former round, the others for the one before them in this round.
+      if (warpgroup > 0 || round > 0) shared.turn[warpgroup].wait((warpgroup > 0 ? round : round - 1) & 1);
+    }
     shared.loaded[at.index()].wait(at.phase());
+    if constexpr (kInTurn) {
+      if (thread == 0) shared.turn[(warpgroup + 1) % kWarpgroups].arrive();
+    }
+    ++round;
     const Tensor a = slice.make_fragment_A(
         slice.partition_A(make_tensor(make_smem_ptr(stage.a.data()), SwizzledRows<Element, kRows, kK>{})));
     warpgroup_fence_operand(z);
@@ -215,6 +228,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
       shared.loaded[stage].init(1);
       shared.stored[stage].init(1);
     }
+    for (int warpgroup = 0; warpgroup < Kernel::kWarpgroups; ++warpgroup) shared.turn[warpgroup].init(1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
