@@ -128,8 +128,8 @@ def match_errors(name: str, first: str, build: Callable[..., Arguments]) -> tupl
     return (*dtypes, device)
 
 
-def overlap_errors(name: str, rest: Callable[[Make], list[Any]]) -> tuple[ErrorInput, ...]:
-    """Views, of which several elements share a place, as the argument that is overwritten."""
+def overlap_errors(name: str, rest: Callable[[Make, int], list[Any]]) -> tuple[ErrorInput, ...]:
+    """Views, of which several elements share a place, as the argument that is overwritten; `rest` gets their rows."""
     views = {
         "expanded": (lambda t: t(1, 4, view=lambda v: v.expand(3, 4)), "(3, 4) with strides (0, 1)"),
         "unfolded": (lambda t: t(9, view=lambda v: v.unfold(0, 4, 1)), "(6, 4) with strides (1, 1)"),
@@ -140,7 +140,11 @@ def overlap_errors(name: str, rest: Callable[[Make], list[Any]]) -> tuple[ErrorI
     )
 
     def of(view: Callable[[Make], Tensor]) -> Callable[[Make], Arguments]:
-        return lambda t: arguments(view(t), *rest(t))
+        def build(t: Make) -> Arguments:
+            x = view(t)
+            return arguments(x, *rest(t, x.shape[0]))
+
+        return build
 
     return tuple(
         ErrorInput(f"overlap_{kind}", of(view), text.format(name, what)) for kind, (view, what) in views.items()

@@ -148,7 +148,7 @@ def test_derivatives() -> None:
         def function(*arguments: Tensor, mask: list[bool] = mask) -> tuple[Tensor, ...]:
             return tuple(t for t, wanted in zip(OP(*arguments, mask), mask, strict=True) if wanted)
 
-        torch.autograd.gradcheck(function, (grad, y, x, w), check_forward_ad=True, check_batched_grad=True)
+        assert torch.autograd.gradcheck(function, (grad, y, x, w), check_forward_ad=True, check_batched_grad=True)
 
 
 # --- who takes it ----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_negative_bit_of_a_compiled_input(op: OpCase) -> None:
 @mutating
 def test_negative_bit_under_vmap(op: OpCase) -> None:
     x = negative(complex_base().repeat(3, 1, 1))
-    _, *rest = arguments_of(op, x)
+    _, *rest = arguments_of(op, x[0])
     expected = torch.stack([op.reference(part.clone(), *rest) for part in x])
     torch.vmap(lambda part: op.wrapper(part, *rest))(x)
     assert_all_close([x], [expected])
@@ -276,7 +276,7 @@ def test_views_without_overlap_go_on_working(op: OpCase, view: str) -> None:
     assert_all_close([x], [expected])
 
 
-# --- strides of results ------------------------------------------------------------------------------------------------
+# --- strides of results ----------------------------------------------------------------------------------------------
 
 
 @every

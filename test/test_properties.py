@@ -84,8 +84,24 @@ def layer_norm_call(draw: Draw) -> Call:
     return Call((shape, *affine), lambda t: arguments(t[0], list(normalized), *t[1:], eps))
 
 
+def gate_call(draw: Draw) -> Call:
+    leading, inner, out = draw(LEADING), draw(SIZE), draw(SIZE)
+    bias = (out,) if draw(st.booleans()) else None
+    return Call(((*leading, out), (*leading, inner), (out, inner), bias), lambda t: arguments(*t))
+
+
+def glu_call(draw: Draw) -> Call:
+    leading, inner, out = draw(LEADING), draw(SIZE), draw(SIZE)
+    biases = [(out,) if draw(st.booleans()) else None for _ in range(2)]
+    activation = draw(st.sampled_from(["sigmoid", "silu"]))
+    shapes = ((*leading, inner), (out, inner), (out, inner), *biases)
+    return Call(shapes, lambda t: arguments(*t, activation=activation))
+
+
 CALLS: dict[str, Callable[[Draw], Call]] = {
     "dense": dense_call,
+    "gate": gate_call,
+    "glu": glu_call,
     "sigmoid": sigmoid_call,
     "square_matmul": square_matmul_call,
     "softmax": softmax_call,
@@ -319,9 +335,13 @@ def test_autograd_state(case: OpCase, device: str) -> None:
     args, kwargs = sample(torch.float64, device)
     x = random_like(torch.empty(9, args[0].shape[-1], dtype=torch.float64, device=device))
     rest = tensors((args[1:], kwargs))
+    follows_rows = case.name == "gate_"  # its x has a row for each of v
+    if follows_rows:
+        rest[0] = random_like(rest[0].new_empty(9, rest[0].shape[-1]))
 
     def call(function: Callable[..., Any], t: Tensor, *parameters: Tensor) -> Any:
-        values = iter(parameters)
+        first = parameters[:1]
+        values = iter((*(p[: t.shape[0]] if follows_rows else p for p in first), *parameters[1:]))
         return function(t, *(next(values) if isinstance(a, Tensor) else a for a in args[1:]), **kwargs)
 
     reads_result = hasattr(call(case.reference, x.clone().requires_grad_(), *rest).grad_fn, "_saved_result")

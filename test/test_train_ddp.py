@@ -108,7 +108,11 @@ def _worker(rank: int, file: str) -> None:
 def test_ring_of_one_to_four_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    spawn(_worker, args=(str(tmp_path / "store"),), nprocs=PROCESSES)
+    processes = spawn(_worker, args=(str(tmp_path / "store"),), nprocs=PROCESSES, join=False)
+    assert processes is not None
+    while not processes.join():
+        pass
+    assert [p.exitcode for p in processes.processes] == [0] * PROCESSES
 
 
 def _torchrun(folder: Path, processes: int, *options: str) -> Any:

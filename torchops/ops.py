@@ -94,6 +94,10 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
 
+    Raises:
+        RuntimeError: the shapes do not match, or ``v`` or ``x`` is 0-dimensional; devices differ; or the dtypes are not
+            supported together.
+
     Example::
 
         >>> torchops.gate(torch.tensor([[2.0, 4.0]]), torch.zeros(1, 3), torch.ones(2, 3))
@@ -108,6 +112,10 @@ def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
     gradient, which reads the old ``v``. ``v`` must not be expanded; ``x``, ``w`` and ``b`` may overlap it and are then
     read first. On the CPU, scratch is at most 4 MiB per thread, and a copy of what overlaps, unless ``x`` is ``v``.
+
+    Raises:
+        RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf
+            that requires grad.
 
     Example::
 
@@ -143,6 +151,10 @@ def glu(
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)`` and of the dtype of the weights.
+
+    Raises:
+        RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; the dtypes are not supported
+            together; or there is no such activation.
 
     Example::
 

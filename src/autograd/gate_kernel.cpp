@@ -19,7 +19,7 @@ struct GateFunctional : FunctionalOp<GateFunctional, gate> {
     check_gate(v, x, w, b);
   }
   static Tensor decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-    return v * at::sigmoid(linear(x, w, b).to(v.scalar_type()));
+    return (v * at::sigmoid(linear(x, w, b).to(v.scalar_type()))).contiguous();
   }
   static Tensor train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b);
 };

@@ -28,6 +28,9 @@ class Dense(nn.Linear):
         ``(..., in_features)`` to ``(..., out_features)``. A nested tensor goes through ``linear`` and ``sigmoid``, as
         it did before :func:`replace`.
 
+    Raises:
+        RuntimeError: as :func:`torchops.dense`, when called.
+
     Example::
 
         >>> layer = torchops.nn.Dense(3, 4)
