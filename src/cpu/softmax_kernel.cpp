@@ -44,10 +44,32 @@ void overwrite_long_lines(const Tensor& x, int64_t dim) {
   for_each_slice([&](const Tensor& slice, Tensor exponentials) { slice.copy_(exponentials.div_(sum)); });
 }
 
+// ATen's kernels read what they overwrite before they write it, so input and output may be one tensor. There is one for
+// lines of neighbouring elements, and one for lines side by side that is fast if at least a cache line of them are; both
+// want a contiguous tensor. For half precision they keep a line, or a cache line's worth of them, twice in float32.
+bool overwrite_contiguous(const Tensor& x, const Tensor& lines, int64_t dim) {
+  const int64_t length = lines.size(-1), in_cache_line = 64 / x.element_size();
+  const int64_t float_bytes = at::isReducedFloatingType(x.scalar_type()) ? 2 * sizeof(float) : 0;
+  if (lines.is_contiguous() && length * float_bytes <= kMaxScratchBytes) {
+    Tensor rows = lines.view({-1, length});
+    at::cpu::_softmax_out(rows, rows, 1, /*half_to_float=*/false);
+    return true;
+  }
+  const int64_t side_by_side = x.stride(dim);
+  if (x.is_contiguous() && side_by_side >= in_cache_line && length * in_cache_line * float_bytes <= kMaxScratchBytes) {
+    Tensor columns = x.view({-1, length, side_by_side});
+    at::cpu::_softmax_out(columns, columns, 1, /*half_to_float=*/false);
+    return true;
+  }
+  return false;
+}
+
 void softmax_cpu_(Tensor& x, int64_t dim) {
   check_softmax_(x, dim);
   if (x.numel() == 0) return;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor lines = x.dim() == 0 ? x.view({1, 1}) : x.movedim(dim, -1);
+  if (overwrite_contiguous(x.dim() == 0 ? lines : x, lines, dim)) return;
   // A line whose elements lie apart is read by the cache line, so it is worked on together with its neighbours.
   const int64_t together = lines.stride(-1) == 1 || lines.size(-1) == 1 ? 1 : 64 / x.element_size();
   if (lines.size(-1) * x.element_size() * together > kMaxScratchBytes) {
