@@ -1,4 +1,4 @@
-"""Entry of `python -m benchmarks`: `run`, `memory`, `compare`, `gradcheck` and `list`; see `--help` of each."""
+"""Entry of `python -m benchmarks`; `--help` lists the commands, and `COMMAND --help` the options of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from . import compare, gradcheck, implementations, memory, run
+from . import compare, gradcheck, implementations, memory, render, run
 from .case import Task
 from .operators import OPERATORS
 
@@ -77,6 +77,10 @@ def parser() -> argparse.ArgumentParser:
     ratios.add_argument("--tolerance", type=float, default=0.1, help="how much slower is still equal (default: 0.1)")
     ratios.add_argument("--against", default="", metavar="CONTENDER", help="compare multiples of this one's time")
     command("list", show_cases, "print the names of all cases")
+    text = "write every table and picture of the results anew, and the tables of the pages; measures nothing"
+    pages = commands.add_parser("render", help=text, description=text)
+    pages.set_defaults(function=render.run)
+    pages.add_argument("--no-plots", action="store_true", help="no pictures")
     return main
 
 

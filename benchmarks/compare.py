@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from . import machine, report, timing
-from .case import Case
 from .operators import OPERATORS
 from .progress import Progress
 from .report import Report
@@ -96,19 +95,12 @@ def _measure(old: list[Document], options: argparse.Namespace, contenders: list[
         known = {case.name: case for case in operator.cases(device.type)}
         results = []
         for entry in document["cases"]:
-            case = known.get(entry["name"]) or _case(document["op"], entry)
+            case = known.get(entry["name"]) or report.case_of(document["op"], entry, known)
             modes = [c for c in entry["timings"] if c in contenders and c not in operator.references]
             references = any(c in operator.references for c in contenders)
             results.append(measure_case(case, modes, device, effort, roofline, busy, progress, references))
         new.append(json.loads(report.to_json(Report(operator.name, {}, "", {}, results))))
     return new
-
-
-def _case(op: str, entry: Mapping[str, Any]) -> Case:
-    import torch
-
-    dtype, _, tf32 = entry["dtype"].partition(" ")
-    return Case(op, tuple(entry["shape"]), getattr(torch, dtype), entry["task"], tf32=bool(tf32))
 
 
 def run(options: argparse.Namespace) -> int:

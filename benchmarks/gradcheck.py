@@ -26,8 +26,11 @@ from .run import device_of, refusal
 FIRST_ORDER = {("py", "square_matmul_"), ("triton", "softmax")}
 # The formula overwrites what its own gradient needs, and autograd says so.
 NO_GRADIENT = {
-    (mode, op) for mode in ("eager", "compile", "compile-max") for op in ("gate_", "layer_norm_", "square_matmul_")
+    *((mode, op) for mode in ("eager", "compile", "compile-max") for op in ("gate_", "layer_norm_", "square_matmul_")),
+    *(("eager-in-place", op) for op in ("gate_", "softmax_")),
 }
+# Made for float32 and less.
+NO_FLOAT64 = ("quack", "liger")
 # Numerical differences over the thousands of parameters of the perceptron would take minutes; its layers are dense.
 LARGE = ("mlp",)
 
@@ -83,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"python -m benchmarks gradcheck: {reason}", file=sys.stderr)
         return 2
     available = [mode for mode in implementations.MODES if not implementations.unavailable(mode, device.type)]
-    modes = options.mode or [mode for mode in available if not mode.startswith("compile")]
+    modes = options.mode or [mode for mode in available if not mode.startswith("compile") and mode not in NO_FLOAT64]
     failed = 0
     for op in options.op or OPERATORS:
         for mode in modes:

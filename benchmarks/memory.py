@@ -89,7 +89,7 @@ def _cases(options: argparse.Namespace, device_type: str) -> list[Case]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints and writes `memory.{json,md,png}`; the status is 1 when a bound is exceeded."""
+    """Measures, prints and writes `memory.{json,md,png}`; the status is 1 when ours failed."""
     device = device_of(options)
     cases = _cases(options, device.type)
     if not cases:
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
 
     progress = Progress(len(cases))
-    rows, misses = [], []
+    rows, misses, failures = [], [], []
     for case in cases:
         progress.case(f"{case.op} {case.name}")
         peaks: dict[str, int] = {}
@@ -122,9 +122,11 @@ def run(options: argparse.Namespace) -> int:
             print(f"    {name:<14} {value / MIB:10.2f} MiB", flush=True)
         for name, problem in errors.items():
             print(f"    {name:<14} {problem}")
-        own = peaks.get(workload.ours(device.type), 0)
+        ours = workload.ours(device.type)
+        failures += [f"FAILED  {case.op} {case.name}: {errors[ours]}"] if ours in errors else []
+        own = peaks.get(ours, 0)
         if case.most_bytes is not None and own >= case.most_bytes:
-            misses.append(f"{case.op} {case.name}: {own / MIB:.2f} MiB, bound {case.most_bytes / MIB:.0f} MiB")
+            misses.append(f"| {case.op} {case.name} | {own / MIB:.2f} MiB | {case.most_bytes / MIB:.0f} MiB |")
 
     description = machine.describe(device)
     folder = options.output or (PART_RESULTS if options.op or options.case or options.mode else RESULTS)
@@ -136,6 +138,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.no_plots:
         print(plots.draw_memory(folder, rows, description, workload.ours(device.type)))
     print(f"written to {folder}")
-    for miss in misses:
-        print(f"MISSED  {miss}")
-    return 1 if misses else 0
+    if misses:
+        print("\n".join(["", "| missed bound | is | bound |", "|---|---|---|", *misses]))
+    print("\n".join(failures), end="\n" if failures else "")
+    return 1 if failures else 0

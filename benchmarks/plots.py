@@ -21,17 +21,27 @@ MIB = 2**20
 COLORS = {
     "cuda": "#d62728",
     "cpp": "#d62728",
+    "compile-ours": "#e377c2",
+    "quack": "#2ca02c",
+    "liger": "#98df8a",
     "triton": "#9467bd",
     "compile": "#1f77b4",
     "compile-max": "#17becf",
     "eager": "#ff7f0e",
+    "eager-in-place": "#ffbb78",
     "py": "#8c564b",
     "linear": "#7f7f7f",
     "products": "#7f7f7f",
+    "packed product": "#7f7f7f",
     "out-of-place": "#bcbd22",
+    "preallocated": "#dbdb8d",
     "copy": "#7f7f7f",
 }
 LABELS = {
+    "compile-ours": "torchops, torch.compile",
+    "eager-in-place": "eager, out=x and the like",
+    "out-of-place": "eager, new tensor",
+    "preallocated": "eager, out= another tensor",
     "cuda": "torchops (cuda)",
     "cpp": "torchops (cpp)",
     "compile": "torch.compile",
@@ -171,7 +181,8 @@ def _finish(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def _caption(figure: Any, description: dict[str, str]) -> None:
-    figure.supxlabel(f"{description['machine']}, torch {description['torch']}", fontsize=7, color="gray")
+    revision = f", revision {description['revision of src']}" if "revision of src" in description else ""
+    figure.supxlabel(f"{description['machine']}, torch {description['torch']}{revision}", fontsize=7, color="gray")
 
 
 def draw_memory(folder: Path, rows: Sequence[dict[str, Any]], description: dict[str, str], ours: str) -> str:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from . import timing
 from .case import OVERHEAD, OVERHEAD_GRAD, Case, Cost
 from .operators import OPERATORS
 from .timing import Timing
 
+# How a sample is taken, by the `method` of a result.
+METHODS = {
+    "clock": "clock: calls one after the other, between two readings of the processor's clock.",
+    "events": "events: about 1 ms of calls queued back to back, or one longer call, between two events on the device.\n"
+    "  The chip is neither idle before a call, as before a single one, nor as hot as after seconds of the same work.",
+    "graph replay": "graph replay: the same for a CUDA graph of at most 64 calls, so that no launch is seen.",
+}
 # Two measurements of one thing differ by about this much, so a target counts as missed only beyond it.
 NOISE = 0.01
 
@@ -38,6 +48,12 @@ class Result:
         return next(iter(self.timings), "")
 
     @property
+    def cold(self) -> bool:
+        """Whether the inputs have left the caches before each call."""
+        meta = torch.device("meta")
+        return timing.cold(OPERATORS[self.case.op].make(self.case.shape, self.case.dtype, meta))
+
+    @property
     def bytes(self) -> int:
         return self.cost.elements * self.case.dtype.itemsize
 
@@ -52,10 +68,10 @@ class Result:
         ours = self.first in ("cuda", "cpp")
         return ours and self.timings[name].ratio < self.case.targets[name] * (1 - NOISE)
 
-    def misses(self) -> list[str]:
-        """The targets that were missed, one sentence each."""
+    def misses(self) -> list[tuple[str, str, float, float]]:
+        """The targets that were missed: case, contender, ratio and target."""
         return [
-            f"{self.case.name}: {self.timings[name].ratio:.2f}x of {name}, target {target:.2f}x"
+            (f"{self.case.op} {self.case.name}", name, self.timings[name].ratio, target)
             for name, target in self.case.targets.items()
             if name in self.timings and self.missed(name)
         ]
@@ -94,12 +110,12 @@ def format_rates(rates: Mapping[str, float]) -> str:
 def to_text(result: Result) -> str:
     """A few lines for the terminal."""
     lines = [f"  {result.case.name}"]
-    for name, timing in result.timings.items():
+    for name, time in result.timings.items():
         share = result.share(name)
         roofline = "" if share is None else f"   {share:6.1%}"
-        lines.append(f"    {name:<14} {format_seconds(timing.seconds):>10}   {timing.ratio:6.3f}x{roofline}")
+        lines.append(f"    {name:<14} {format_seconds(time.seconds):>10}   {time.ratio:6.3f}x{roofline}")
     lines += [f"    {name:<14} {error}" for name, error in result.errors.items()]
-    lines += [f"    MISSED {miss}" for miss in result.misses()]
+    lines += [f"    MISSED {ratio:.2f}x of {name}, target {target:.2f}x" for _, name, ratio, target in result.misses()]
     return "\n".join(lines)
 
 
@@ -116,7 +132,7 @@ def to_json(report: Report) -> str:
             "floor_seconds": result.floor,
             "method": result.method,
             "targets": dict(result.case.targets),
-            "timings": {name: asdict(timing) for name, timing in result.timings.items()},
+            "timings": {name: asdict(time) for name, time in result.timings.items()},
             "relative_errors": result.accuracy,
             "errors": result.errors,
         }
@@ -132,6 +148,33 @@ def to_json(report: Report) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False)
 
 
+def from_json(text: str) -> Report:
+    """What :func:`to_json` wrote. What a picture needs and JSON lacks is taken from the case of the same name."""
+    document = json.loads(text)
+    op, command, rates, cases = (document.pop(key) for key in ("op", "command", "rates", "cases"))
+    known = {case.name: case for device in ("cpu", "cuda") for case in OPERATORS[op].cases(device)}
+    results = [
+        Result(
+            case_of(op, entry, known),
+            Cost(entry["bytes"] // case_of(op, entry, known).dtype.itemsize, entry["flops"]),
+            entry["floor_seconds"],
+            {name: Timing(**time) for name, time in entry["timings"].items()},
+            entry["errors"],
+            entry["method"],
+            entry["relative_errors"],
+        )
+        for entry in cases
+    ]
+    return Report(op, document, command, rates, results)
+
+
+def case_of(op: str, entry: Mapping[str, Any], known: Mapping[str, Case]) -> Case:
+    """The case of an entry of JSON, with the targets of its time."""
+    dtype, _, tf32 = entry["dtype"].partition(" ")
+    case = Case(op, tuple(entry["shape"]), getattr(torch, dtype), entry["task"], entry["targets"], tf32=bool(tf32))
+    return replace(case, sweep=known[case.name].sweep) if case.name in known else case
+
+
 def facts(description: Mapping[str, str], command: str) -> str:
     """One line on machine, versions and command."""
     items = "; ".join(value if name == "machine" else f"{name} {value}" for name, value in description.items())
@@ -141,14 +184,22 @@ def facts(description: Mapping[str, str], command: str) -> str:
 def to_markdown(report: Report) -> str:
     """Tables of times, the targets among them, and a note for each contender that failed."""
     dims = ", ".join(OPERATORS[report.op].dims)
+    methods = dict.fromkeys(result.method for result in report.results if result.method)
     lines = [
         f"# {report.op}",
         "",
         facts(report.description, report.command),
         "",
-        f"Median time of a call for ({dims}); in brackets that time over the time of the first contender (above 1: the",
-        "first is faster), as the median of the ratios within the rounds. Roofline: the least time that",
-        f"{format_rates(report.rates)}",
+        f"Median time of a call for ({dims}). Contenders are interleaved, one sample each per round. In brackets: the",
+        "median over the rounds of that time over the first contender's in the same round (above 1: the first is",
+        "faster), which can differ from the quotient of the medians. Names that begin with `compile` are called",
+        "through `torch.compile`, all others eagerly.",
+        "",
+        *(f"- {METHODS[method]}" for method in methods),
+        "- cold: sets of inputs take turns, over 256 MiB of them, so that a call finds none of its inputs in a cache;",
+        "  warm: 64 small sets take turns, which may stay there.",
+        "",
+        f"Roofline: the least time that {format_rates(report.rates)}",
         "(measured in this run) allow, over the time of the first contender. A target is the least ratio that we hold",
         f"ourselves to; it counts as missed beyond {NOISE:.0%}, the noise of the measurement.",
         "",
@@ -159,9 +210,10 @@ def to_markdown(report: Report) -> str:
         if columns != header:
             lines += [""] if header else []
             header = columns
-            cells = ["case", *columns, "roofline", "targets"]
+            cells = ["case", *columns, "roofline", "targets", "measured"]
             lines += [_row(cells), "|---" * len(cells) + "|"]
-        lines.append(_row([result.case.name, *_times(result), *_judgement(result)]))
+        regime = f"{result.method}, {'cold' if result.cold else 'warm'}" if result.method else ""
+        lines.append(_row([result.case.name, *_times(result), *_judgement(result), regime]))
     failed = [(result, name, error) for result in report.results for name, error in result.errors.items()]
     if failed:
         lines += ["", "Without a time:", ""]
@@ -175,8 +227,8 @@ def _row(cells: list[str]) -> str:
 
 def _times(result: Result) -> list[str]:
     return [
-        format_seconds(timing.seconds) + ("" if name == result.first else f" ({timing.ratio:.2f}x)")
-        for name, timing in result.timings.items()
+        format_seconds(time.seconds) + ("" if name == result.first else f" ({time.ratio:.2f}x)")
+        for name, time in result.timings.items()
     ]
 
 
@@ -195,6 +247,12 @@ def write(folder: Path, report: Report) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{report.op}.json").write_text(to_json(report) + "\n")
     (folder / f"{report.op}.md").write_text(to_markdown(report))
+
+
+def missed_table(misses: list[tuple[str, str, float, float]]) -> list[str]:
+    """A Markdown table of missed targets: operator and case, contender, ratio and target."""
+    lines = ["| missed target | contender | is | target |", "|---|---|---|---|"]
+    return [*lines, *(_row([case, name, f"{ratio:.2f}x", f"{target:.2f}x"]) for case, name, ratio, target in misses)]
 
 
 def memory_markdown(description: Mapping[str, str], command: str, rows: list[dict[str, Any]]) -> str:

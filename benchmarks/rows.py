@@ -21,6 +21,16 @@ CUDA_COLUMNS = {
 CUDA_COLUMNS_COMPILED = {torch.bfloat16: (256, 1024, 4096, 16384, 65536, 262144)}
 
 
+def preallocated(function: Callable[..., Tensor]) -> Callable[..., Call]:
+    """PyTorch's `out=` another tensor, which is there already: the reference for what a new one costs."""
+
+    def make(x: Tensor, *others: Tensor) -> Call:
+        out = torch.empty_like(x)
+        return lambda *args: function(*args, out=out)
+
+    return make
+
+
 def copy_reference(x: Tensor, *others: Tensor) -> Call:
     """A copy of the first argument into memory that is there already: one read, one write."""
     target = torch.empty_like(x)
@@ -40,7 +50,9 @@ def row_cost(shape: Shape, task: Task) -> Cost:
 def cases_over_columns(op: str, device_type: str) -> list[Case]:
     """Tensors of one size in bytes, from many short rows to few long ones."""
     if device_type == "cpu":
-        return [_case(op, device_type, torch.float32, columns) for columns in CPU_COLUMNS]
+        # The last one fits the caches.
+        cached = [Case(op, (1024, 1024))] if op.endswith("_") else []
+        return [*(_case(op, device_type, torch.float32, columns) for columns in CPU_COLUMNS), *cached]
     sizes = CUDA_COLUMNS if op.endswith("_") else CUDA_COLUMNS_COMPILED
     return [_case(op, device_type, dtype, size) for dtype, columns in sizes.items() for size in columns]
 
@@ -64,14 +76,17 @@ def row_operators(
     name: str,
     make: Callable[[Shape, torch.dtype, torch.device], tuple[Tensor, ...]],
     cases: Callable[[str, str], list[Case]] = cases_over_columns,
+    out: Callable[..., Tensor] | None = None,
 ) -> tuple[Operator, Operator]:
-    """The operator that makes a new tensor, and the one that overwrites its argument."""
+    """The operator that makes a new tensor, and the one that overwrites its argument; `out` is PyTorch's own."""
 
     def out_of_place(*args: Tensor) -> Call:
         return eager.FUNCTIONS[name]
 
     dims, small = ("rows", "columns"), (3, 5)
     references: dict[str, Callable[..., Call]] = {"copy": copy_reference}
+    if out is not None:
+        references = {"preallocated": preallocated(out), **references}
     in_place = {"out-of-place": out_of_place, **references}
     other = f"{name}_"
     return (

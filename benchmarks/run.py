@@ -150,7 +150,10 @@ def measure_cases(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures the chosen cases, prints and writes the results; the status is 1 when a target is missed."""
+    """Measures the chosen cases, prints and writes the results, and prints the targets that were missed.
+
+    The status is 1 when an operator of ours failed, gave a wrong result or was not measured.
+    """
     device = device_of(options)
     cases = selected(options, device.type)
     if reason := refusal(options, device) or ("" if cases else "no case matches"):
@@ -187,9 +190,12 @@ def run(options: argparse.Namespace) -> int:
     print(f"written to {folder}")
     if device.type == "cpu" and (load.share() or 0.0) > MAX_OTHER_LOAD:
         print(f"WARNING: other processes used {load.share():.1%} of the processor time; the times say little")
-    problems = _problems([result for item in reports for result in item.results], workload.ours(device.type))
-    print("\n".join(problems), end="\n" if problems else "")
-    return 1 if problems else 0
+    results = [result for item in reports for result in item.results]
+    if misses := [miss for result in results for miss in result.misses()]:
+        print("\n".join(["", *report.missed_table(misses)]))
+    failures = _failures(results, workload.ours(device.type))
+    print("\n".join(failures), end="\n" if failures else "")
+    return 1 if failures else 0
 
 
 def _draw(folder: Path, reports: list[Report], options: argparse.Namespace, device: torch.device) -> None:
@@ -197,13 +203,11 @@ def _draw(folder: Path, reports: list[Report], options: argparse.Namespace, devi
         print(f"  {plots.draw(folder, reports, workload.ours(device.type))}")
 
 
-def _problems(results: list[Result], ours: str) -> list[str]:
-    """Missed targets, and the cases in which ours has no time; that others fail is a note in the report."""
-    missed = [f"MISSED  {result.case.op}: {miss}" for result in results for miss in result.misses()]
-    failed = [
+def _failures(results: list[Result], ours: str) -> list[str]:
+    """The cases in which ours has no time; that others fail is a note in the report."""
+    return [
         f"FAILED  {result.case.op}: {result.case.name}: {result.errors[name]}"
         for result in results
         for name in (ours, "all")
         if name in result.errors
     ]
-    return missed + failed

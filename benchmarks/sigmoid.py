@@ -21,4 +21,4 @@ def _cases(op: str, device_type: str) -> list[Case]:
     ]
 
 
-OPERATORS = row_operators("sigmoid", random_matrix, _cases)
+OPERATORS = row_operators("sigmoid", random_matrix, _cases, out=torch.sigmoid)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .case import FORWARD, OVERHEAD, Call, Case, Cost, Operator, Shape, Task
+from .rows import preallocated
 
 # Up to this size b is orthogonal. Beyond, where finding one takes seconds, it keeps the length of a row on average.
 LARGEST_ORTHOGONAL = 2048
@@ -76,7 +77,15 @@ def _out_of_place(a: Tensor, b: Tensor) -> Call:
 
 
 OPERATORS = (
-    Operator("square_matmul", ("rows", "n"), _make, _cost, _functional_cases, (5, 7)),
+    Operator(
+        "square_matmul",
+        ("rows", "n"),
+        _make,
+        _cost,
+        _functional_cases,
+        (5, 7),
+        references={"preallocated": preallocated(torch.mm)},
+    ),
     Operator(
         "square_matmul_",
         ("rows", "n"),
@@ -84,7 +93,7 @@ OPERATORS = (
         _cost,
         _cases,
         (5, 7),
-        references={"out-of-place": _out_of_place},
+        references={"out-of-place": _out_of_place, "preallocated": preallocated(torch.mm)},
         memory=_memory,
     ),
 )

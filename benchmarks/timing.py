@@ -85,9 +85,20 @@ class _Sampler:
 def rotate(make: Callable[[], tuple[Tensor, ...]], most: int = MAX_ROTATED) -> list[tuple[Tensor, ...]]:
     """Makes enough sets of inputs, up to `most`, that none is still in a cache when its turn comes again."""
     first = make()
-    size = sum(tensor.nbytes for tensor in first)
-    count = min(most, 1 + -(-ROTATED_BYTES // max(1, size))) if size < LARGEST_ROTATED else 1
-    return [first, *(make() for _ in range(count - 1))]
+    return [first, *(make() for _ in range(min(most, _sets(_size(first))) - 1))]
+
+
+def cold(inputs: tuple[Tensor, ...]) -> bool:
+    """Whether a set of inputs, which may be on the device meta, has left the caches when its turn comes again."""
+    return _sets(_size(inputs)) <= MAX_ROTATED
+
+
+def _size(inputs: tuple[Tensor, ...]) -> int:
+    return sum(tensor.nbytes for tensor in inputs)
+
+
+def _sets(size: int) -> int:
+    return 1 + -(-ROTATED_BYTES // max(1, size)) if size < LARGEST_ROTATED else 1
 
 
 def contender(function: Callable[..., Any], task: Task) -> Callable[..., Any]:

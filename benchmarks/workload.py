@@ -28,7 +28,7 @@ def ours(device_type: str) -> str:
 
 def default_modes(case: Case, device_type: str) -> list[str]:
     """Every mode that runs here and does not compile for long without being asked."""
-    left_out = set() if case.compiled else {"compile"}
+    left_out = set() if case.compiled else {"compile", "compile-ours"}
     left_out |= set() if case.autotuned else {"compile-max"}
     return [
         mode

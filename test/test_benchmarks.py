@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import compare, gradcheck, implementations, plots, progress, report, run, timing, workload
+from benchmarks import compare, gradcheck, implementations, plots, progress, render, report, run, timing, workload
 from benchmarks.__main__ import main, parser
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, STEP, Case, Cost
 from benchmarks.operators import OPERATORS
@@ -21,7 +22,7 @@ from benchmarks.timing import Timing
 
 CPU = torch.device("cpu")
 # Compiling takes seconds and is tested elsewhere.
-MODES = ("cpp", "eager", "py")
+MODES = ("cpp", "eager", "eager-in-place", "py")
 DESCRIPTION = {"machine": "a machine", "torch": "2"}
 
 
@@ -37,7 +38,7 @@ def test_derivatives(op: str, mode: str) -> None:
         pytest.skip(f"mode {mode} has no {op} with a gradient")
     assert outcomes
     assert {name: problem for name, problem in outcomes.items() if problem} == {}
-    if op in ("dense", "softmax"):
+    if op == "dense" or (op == "softmax" and mode != "eager-in-place"):
         assert len(outcomes) == 5
 
 
@@ -121,6 +122,55 @@ def test_ours_failing_fails_the_run(
     assert "eager" in output
 
 
+def test_a_missed_target_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case("sigmoid", (9, 9), targets={"eager": 1e9})
+    monkeypatch.setattr(run, "selected", lambda options, device_type: [case])
+    command = ["run", "-o", "sigmoid", "-m", "cpp,eager", "--quick", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "| missed target | contender | is | target |" in output
+    assert "| sigmoid forward (9, 9) float32 | eager |" in output
+
+
+@pytest.mark.parametrize(("mode", "module"), [("quack", "quack"), ("liger", "liger_kernel")])
+def test_a_peer_that_is_missing_or_broken_is_left_out(mode: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = implementations.importlib.util.find_spec
+    for spec, reason in ((None, "is not installed"), (object(), "does not load: ")):
+        monkeypatch.setattr(
+            implementations.importlib.util,
+            "find_spec",
+            lambda name, spec=spec: spec if name == module else find_spec(name),
+        )
+        monkeypatch.setitem(sys.modules, module, None)  # what makes `import` fail
+        implementations._broken.cache_clear()
+        assert reason in implementations.unavailable(mode, "cuda")
+        assert mode not in workload.default_modes(Case("softmax", (9, 9)), "cuda")
+    implementations._broken.cache_clear()
+
+
+def test_compiled_ours() -> None:
+    x = torch.randn(9, 9)
+    function = implementations.find("softmax_", "compile-ours")
+    assert function is not None
+    expected = torch.softmax(x, -1)
+    torch.testing.assert_close(function(x), expected)
+    torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op.endswith("_")])
+def test_in_place_contenders_overwrite(op: str) -> None:
+    for mode in MODES:
+        function = implementations.find(op, mode)
+        if function is not None:
+            args = OPERATORS[op].make(OPERATORS[op].small, torch.float32, CPU)
+            pointer = args[0].data_ptr()
+            with torch.no_grad():
+                out = function(*args)
+            assert (out.data_ptr(), out.tolist()) == (pointer, args[0].tolist()), mode
+
+
 def test_times_and_ratios_are_of_the_calls() -> None:
     import time
 
@@ -141,6 +191,10 @@ def test_inputs_rotate_past_the_cache() -> None:
     sets = timing.rotate(lambda: (torch.empty(2**24),))
     assert sum(x.nbytes for (x,) in sets) >= timing.ROTATED_BYTES
     assert len({x.data_ptr() for (x,) in sets}) == len(sets)
+    assert timing.cold(sets[0])
+    assert not timing.cold((torch.empty(2**10),))
+    assert not Result(Case("dense", (1, 1, 1)), Cost(1, 1), 0.0).cold
+    assert Result(Case("dense", (2**20, 128, 128), torch.bfloat16), Cost(1, 1), 0.0).cold
 
 
 @pytest.mark.parametrize("op", OPERATORS)
@@ -196,10 +250,11 @@ def test_report_shows_ratios_targets_and_errors() -> None:
     case = Case("dense", (1, 2, 3), targets={"eager": 1.5, "linear": 0.9})
     timings = {"cpp": _timing(1e-3), "eager": _timing(1.2e-3, 1.2), "linear": _timing(9e-4, 0.9)}
     result = Result(case, Cost(10, 20), 5e-4, timings, {"compile": "KeyError: 'buf1'"}, "clock")
-    assert result.misses() == ["forward (1, 2, 3) float32: 1.20x of eager, target 1.50x"]
+    assert result.misses() == [("dense forward (1, 2, 3) float32", "eager", 1.2, 1.5)]
+    assert report.missed_table(result.misses())[2:] == ["| dense forward (1, 2, 3) float32 | eager | 1.20x | 1.50x |"]
     text = report.to_markdown(_report(result))
     row = "| forward (1, 2, 3) float32 | 1.00 ms | 1.20 ms (1.20x) | 900 µs (0.90x) | 50% |"
-    assert f"{row} **MISSED** eager 1.50, linear 0.90 |" in text
+    assert f"{row} **MISSED** eager 1.50, linear 0.90 | clock, warm |" in text
     assert "- forward (1, 2, 3) float32, compile: KeyError: 'buf1'" in text
     assert "copy 2.00 GB/s, float32 product 3.00 TFLOP/s" in text
     document = json.loads(report.to_json(_report(result)))
@@ -227,7 +282,7 @@ def test_run_then_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert file.with_suffix(".md").read_text().startswith("# dense")
     document = json.loads(file.read_text())
     (case,) = document["cases"]
-    assert list(case["timings"]) == ["cpp", "eager", "py", "linear"]
+    assert list(case["timings"]) == ["cpp", "eager", "py", "preallocated", "linear"]
     assert document["command"].startswith("python -m benchmarks run -o dense")
     assert case["relative_errors"]["cpp"] < 1e-6
 
@@ -242,6 +297,11 @@ def test_run_then_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["compare", str(file), str(other), "--tolerance", "0.6"]) == 0
     # Measured now, whatever the time: the ratio to itself is 1.
     assert main(["compare", str(file), "run", "--quick", "--against", "cpp", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("path", sorted(render.RESULTS.glob("*/dense.json")), ids=lambda path: path.parent.name)
+def test_results_are_read_as_they_were_written(path: Path) -> None:
+    assert json.loads(report.to_json(report.from_json(path.read_text()))) == json.loads(path.read_text())
 
 
 def test_compare_reports_what_was_not_measured() -> None:

@@ -3,9 +3,12 @@
 | mode | what runs |
 |---|---|
 | `cuda`, `cpp` | the operator of torchops, on CUDA and on the CPU |
+| `compile-ours` | `torch.compile` of that operator |
+| `quack`, `liger` | two libraries of GPU kernels, if they are installed (group `peers`): `quack_rows.py`, `liger.py` |
 | `triton` | Triton kernels, on CUDA only: `triton_dense.py`, `triton_softmax.py` |
 | `compile` | `torch.compile` of the formula in `eager.py`; `compile-max` with autotuning |
 | `eager` | the formula in `eager.py`, one PyTorch operator after the other |
+| `eager-in-place` | the same formula where every operator overwrites what it can, `torch.softmax(x, -1, out=x)` say |
 | `py` | an `autograd.Function` with its backward written out: `py_*.py` |
 
 Read them in the order eager, py, triton, and then `src/cpu` and `src/cuda`. All take tensors only, so that they can
@@ -16,6 +19,7 @@ first argument, whose names end in `_`. Triton and torchops are imported when th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -28,30 +32,65 @@ from torch import Tensor, nn
 Function = Callable[..., Any]
 
 # In the order in which tables and pictures show them.
-MODES = ("cuda", "cpp", "triton", "compile", "compile-max", "eager", "py")
+MODES = (
+    "cuda",
+    "cpp",
+    "compile-ours",
+    "quack",
+    "liger",
+    "triton",
+    "compile",
+    "compile-max",
+    "eager",
+    "eager-in-place",
+    "py",
+)
 OURS = ("cuda", "cpp")
 
-_COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
-    "compile": {},
-    "compile-max": {"mode": "max-autotune-no-cudagraphs"},
+# What is compiled, and the options.
+_COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
+    "compile-ours": ("cpp", {}),
+    "compile": ("eager", {}),
+    "compile-max": ("eager", {"mode": "max-autotune-no-cudagraphs"}),
 }
 _MODULES = {
     "eager": ("eager",),
+    "eager-in-place": ("eager_in_place",),
     "cuda": ("library",),
     "cpp": ("library",),
     "py": ("py_dense", "py_gates", "py_rows", "py_in_place"),
     "triton": ("triton_dense", "triton_softmax"),
+    "quack": ("quack_rows",),
+    "liger": ("liger",),
+}
+# Packages that a mode needs, by the name of their distribution and of their module. They run on CUDA only.
+_PACKAGES = {
+    "triton": ("triton", "triton"),
+    "quack": ("quack-kernels", "quack"),
+    "liger": ("liger-kernel", "liger_kernel"),
 }
 
 
 def unavailable(mode: str, device_type: str) -> str:
     """Why a mode cannot run on a kind of device here, or an empty string."""
-    needed = {"cuda": "cuda", "triton": "cuda", "cpp": "cpu"}.get(mode, device_type)
-    if mode == "triton" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    needed = {"cuda": "cuda", "cpp": "cpu"}.get(mode, "cuda" if mode in _PACKAGES else device_type)
+    distribution, module = _PACKAGES.get(mode, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        return f"{distribution} is not installed"
     interpreted = mode == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if needed != device_type and not interpreted:
         return f"mode {mode} runs on {needed}, not on {device_type}"
+    return _broken(mode)
+
+
+@functools.cache
+def _broken(mode: str) -> str:
+    """Why a peer that is installed cannot be imported here, or an empty string."""
+    try:
+        for name in _MODULES[mode] if mode in ("quack", "liger") else ():
+            importlib.import_module(f"{__name__}.{name}")
+    except Exception as error:
+        return f"{_PACKAGES[mode][0]} does not load: {type(error).__name__}: {error}".splitlines()[0]
     return ""
 
 
@@ -65,9 +104,10 @@ def find(op: str, mode: str) -> Function | None:
         >>> find("softmax", "py")(torch.zeros(1, 2))
         tensor([[0.5000, 0.5000]])
     """
-    if mode in _COMPILE_OPTIONS:
-        formula = find(op, "eager")
-        return formula and torch.compile(formula, dynamic=False, fullgraph=True, **_COMPILE_OPTIONS[mode])
+    if mode in _COMPILED:
+        source, options = _COMPILED[mode]
+        function = find(op, source)
+        return function and torch.compile(function, dynamic=False, fullgraph=True, **options)
     if op == "mlp":
         dense = find("dense", mode)
         return dense and mlp(dense)

@@ -1,7 +1,7 @@
 """Mode `eager`: the formulas in PyTorch's operators, which are also what is compiled and what others are checked by.
 
 Each operator below is at least one pass over memory: `torch.sigmoid(F.linear(x, w, b))` writes the pre-activation,
-reads it back and writes the result.
+reads it back and writes the result. `eager_in_place.py` has what PyTorch can do without a new tensor for each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias)
 
 
-# PyTorch has no in-place form of these three: the result is a second tensor, which is copied back.
+# The plain way to overwrite: the result is a second tensor, which is copied back.
 
 
 def softmax_(x: Tensor) -> Tensor:

@@ -1,0 +1,194 @@
+"""`python -m benchmarks render`: every table and picture anew, from the JSON of the results; nothing is measured.
+
+Pages show results between `<!-- benchmarks NAME -->` and `<!-- end -->`; `TABLES` has the names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from . import plots, report
+from .report import Report, Result
+from .run import RESULTS
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md")
+BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)
+
+H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
+OURS = ("cuda", "cpp")
+# These compute less than the operator: bounds, and no way to do what it does.
+BOUNDS = ("linear", "products", "packed product", "copy")
+# In the order of columns.
+NAMES = {
+    "eager": "eager",
+    "eager-in-place": "eager, in place",
+    "out-of-place": "eager, new tensor",
+    "preallocated": "eager, `out=`",
+    "compile": "`torch.compile`",
+    "compile-max": "its max-autotune",
+    "compile-ours": "torchops, compiled",
+    "triton": "Triton",
+    "quack": "quack",
+    "liger": "Liger",
+    "py": "`autograd.Function`",
+    "linear": "`F.linear` alone",
+}
+
+
+def documents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The results of one machine that are made here: of `run`, and of `memory`."""
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text())
+        if "op" in document or path.stem == "memory":
+            yield path, document
+
+
+def markdown(path: Path, document: dict[str, Any]) -> str:
+    """The page that belongs to a file of results."""
+    if "op" in document:
+        return report.to_markdown(report.from_json(path.read_text()))
+    description, rows = dict(document), document["cases"]
+    command = description.pop("command")
+    del description["cases"]
+    return report.memory_markdown(description, command, rows)
+
+
+@cache
+def reports(machine: str) -> dict[str, Report]:
+    """The reports of one machine by operator."""
+    found = (path for path, document in documents(RESULTS / machine) if "op" in document)
+    return {path.stem: report.from_json(path.read_text()) for path in found}
+
+
+def source(machine: str, ops: Sequence[str]) -> str:
+    """Machine, versions and revisions of what a table shows."""
+    used = [reports(machine)[op].description for op in ops]
+    (name,) = {description["machine"] for description in used}
+    torch = ", ".join(sorted({description["torch"] for description in used}))
+    revisions = ", ".join(sorted({description["revision of src"] for description in used}))
+    return f"{name}, torch {torch}, revision {revisions} of `src`."
+
+
+def chosen(machine: str, what: str, columns: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
+    """Some cases, a row each: `(operator, name of the case)`."""
+    cases = {(op, result.case.name): result for op, item in reports(machine).items() for result in item.results}
+    head = [what, "torchops", *(NAMES[name] for name in columns)]
+    lines = [_row(head), "|---" * len(head) + "|"]
+    for op, case in rows:
+        result = cases[op, case]
+        label = case.removeprefix("forward ") if case.startswith("forward (") else case
+        cells = [_cell(result, name) for name in columns]
+        lines.append(_row([f"`{op}` {label}", report.format_seconds(result.timings[result.first].seconds), *cells]))
+    used = dict.fromkeys(op for op, _ in rows)
+    return "\n".join([*lines, "", source(machine, list(used)), ""])
+
+
+def _cell(result: Result, name: str) -> str:
+    if name not in result.timings:
+        return ""
+    return f"{report.format_seconds(result.timings[name].seconds)} ({result.timings[name].ratio:.2f}x)"
+
+
+def ratios(machine: str) -> str:
+    """By operator and task the time of every other way over ours: median, least and most over the cases."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for op, item in reports(machine).items():
+        for result in item.results:
+            if result.first in OURS:
+                groups.setdefault((op, result.case.task), []).append(result)
+    present = {name for results in groups.values() for result in results for name in result.timings}
+    columns = [name for name in NAMES if name in present and name not in BOUNDS]
+    head = ["operator", "cases", *(NAMES[name] for name in columns), "share of the roofline"]
+    lines = [_row(head), "|---" * len(head) + "|"]
+    for (op, task), results in groups.items():
+        cells = [
+            _spread([r.timings[name].ratio for r in results if name in r.timings], "{:.2f}x", "{:.2f}")
+            for name in columns
+        ]
+        shares = [share for r in results if (share := r.share(r.first)) is not None]
+        lines.append(_row([f"`{op}`, {task}", str(len(results)), *cells, _spread(shares, "{:.0%}", "{:.0%}")]))
+    return "\n".join([*lines, "", source(machine, list(reports(machine))), ""])
+
+
+def _spread(values: list[float], one: str, several: str) -> str:
+    if not values:
+        return ""
+    middle = one.format(statistics.median(values))
+    least, most = several.format(min(values)), several.format(max(values))
+    return middle if least == most else f"{middle} ({least} to {most})"
+
+
+def behind(machine: str) -> str:
+    """Every case in which another way is faster than ours by more than the noise."""
+    lines = ["| case | faster | its time over ours |", "|---|---|---|"]
+    for op, item in reports(machine).items():
+        for result in item.results:
+            for name, time in result.timings.items():
+                if result.first in OURS and name not in (*OURS, *BOUNDS) and time.ratio < 1 - report.NOISE:
+                    lines.append(_row([f"`{op}` {result.case.name}", NAMES[name], f"{time.ratio:.2f}"]))
+    return "\n".join([*lines, ""])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+_DENSE = [
+    ("dense", "forward (1048576, 128, 128) bfloat16"),
+    ("dense", "forward (262144, 128, 128) bfloat16"),
+    ("dense", "forward (65536, 256, 1024) bfloat16"),
+    ("dense", "forward (4096, 4096, 4096) bfloat16"),
+    ("dense", "forward and backward (1048576, 128, 128) bfloat16"),
+]
+_IN_PLACE = [
+    ("square_matmul_", "forward (1048576, 128) bfloat16"),
+    ("square_matmul_", "forward (131072, 1024) bfloat16"),
+    ("softmax_", "forward (65536, 4096) bfloat16"),
+    ("layer_norm_", "forward (65536, 4096) bfloat16"),
+]
+_CPU = [
+    ("dense", "forward (4096, 64, 4096) float32"),
+    ("square_matmul_", "forward (65536, 256) float32"),
+    ("layer_norm_", "forward (4096, 4096) float32"),
+]
+TABLES: dict[str, Callable[[], str]] = {
+    "dense-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "compile-max", "linear"), _DENSE),
+    "in-place-h100": partial(chosen, H100, "in place", ("eager", "out-of-place"), _IN_PLACE),
+    "cpu": partial(chosen, EPYC, "on two cores", ("eager", "out-of-place", "compile"), _CPU),
+    "ratios-h100": partial(ratios, H100),
+    "behind-h100": partial(behind, H100),
+    "ratios-cpu": partial(ratios, EPYC),
+    "behind-cpu": partial(behind, EPYC),
+}
+
+
+def rendered(text: str) -> str:
+    """The text of a page with its tables as the results have them."""
+    return BLOCK.sub(lambda block: block["name"] + block[2] + "\n" + TABLES[block["name"]]() + "\n", text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the Markdown and the pictures of all results, and the tables of the pages that show them."""
+    reports.cache_clear()
+    for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
+        for path, document in documents(folder):
+            path.with_suffix(".md").write_text(markdown(path, document))
+            if options.no_plots:
+                continue
+            if "op" in document:
+                item = report.from_json(path.read_text())
+                print(f"{folder.name}: {plots.draw(folder, [item], item.results[0].first)}")
+            else:
+                ours = next(name for name in OURS if name in document["cases"][0]["peak_bytes"])
+                print(f"{folder.name}: {plots.draw_memory(folder, document['cases'], document, ours)}")
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
+    return 0
