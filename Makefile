@@ -26,7 +26,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build test test-sanitized coverage demo bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build test-gpu bench-gpu ptx
+.PHONY: help build test test-sanitized coverage demo bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build \
+  test-gpu bench-gpu results results-gpu site ptx
 
 BIN := $(VENV)/bin
 RUN := $(abspath $(BIN))/python
@@ -45,7 +46,7 @@ BUILD_FLAGS = --no-build-isolation --no-deps -C build-dir=$(BUILD) \
 
 help:
 	@echo "make test    build, then run the Python and the C++ tests"
-	@echo "make demo    build, then train on handwritten digits and show the memory that in-place saves"
+	@echo "make demo    build, then show what the operators save in time and memory, in a picture"
 	@echo "make bench   build, then measure the operators against PyTorch"
 	@echo "make lint    check style and types;  make format  mend the style"
 	@echo "make build   build and install into $(VENV), in editable mode"
@@ -55,6 +56,8 @@ help:
 	@echo "make test-cuda-build   compile and load the CUDA kernels in .venv-cuda, and test what needs no GPU"
 	@echo "make test-gpu    on a machine with a GPU: build for the torch of $(PYTHON), then run the tests on CUDA"
 	@echo "make bench-gpu   on a machine with a GPU: the same build, then measure it against PyTorch"
+	@echo "make results     measure what benchmarks/results has of this CPU, and make the tables and pictures; results-gpu of this GPU"
+	@echo "make site    build the API reference into build/site"
 	@echo "make ptx     compile the sigmoid kernel to build/ptx/sigmoid.ptx, and assemble it and the edited examples/ptx/*.ptx"
 	@echo "make clean   remove $(VENV) and everything built"
 	@echo "Variables: PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) VENV=$(VENV) PIP_FLAGS PYTEST_FLAGS CUDA=$(CUDA)"
@@ -177,9 +180,9 @@ coverage: $(VENV)/.group-test $(VENV)/.group-coverage
 	[ -z "$$failed" ]
 
 demo: build $(VENV)/.group-demo
-	$(RUN) examples/digits.py
+	$(RUN) examples/demo.py
 
-# Both fail where a target is missed, after they have measured everything.
+# A missed target is a line of a table at the end; the status is 1 when an operator of ours failed or was wrong.
 bench: build $(VENV)/.group-demo
 	@failed=; \
 	$(RUN) -m benchmarks run $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=yes; \
@@ -226,6 +229,36 @@ bench-gpu: gpu-build
 	$(GPU_PATH) $(PYTHON) -m benchmarks run --device cuda $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=yes; \
 	$(GPU_PATH) $(PYTHON) -m benchmarks memory --device cuda $(BENCH_OUTPUT:%=--output %) || failed=yes; \
 	[ -z "$$failed" ]
+
+# The API reference from the docstrings, whose examples are run. SITE_FLAGS="-D intersphinx_disabled_reftypes=*" and the like
+# go to sphinx-build.
+SITE_FLAGS ?=
+site: build $(VENV)/.group-site
+	$(RUN) -m sphinx -q -W --keep-going -b html $(SITE_FLAGS) docs/site build/site
+	$(RUN) -m sphinx -q -W -b doctest $(SITE_FLAGS) docs/site build/site/doctest
+
+# Everything in benchmarks/results that this machine can measure, on one revision, and the tables and pictures made of it.
+# A copy without a history is told it: BENCH_REVISION=<hash>. With BENCH_OUTPUT all goes to another folder, and no page is written.
+RESULTS = $(abspath $(or $(BENCH_OUTPUT),benchmarks/results))
+COMMITTED = [ -n "$$BENCH_REVISION" ] || git diff --quiet HEAD -- src || { echo "commit first: results name the revision of src"; exit 1; }
+MACHINE = $$($(1) -c "import torch; from benchmarks import machine as m; print(m.slug(m.describe(torch.device('$(2)'))))")
+
+results: build $(VENV)/.group-demo
+	@$(COMMITTED)
+	$(MAKE) bench BENCH_FLAGS="--device cpu"
+	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py --bench \
+	  --json $(RESULTS)/$(call MACHINE,$(RUN),cpu)/allreduce.json
+	$(if $(BENCH_OUTPUT),,$(RUN) -m benchmarks render)
+
+# all-reduce is measured by hand: it takes several GPUs (docs/ring_allreduce.md).
+results-gpu:
+	@$(COMMITTED)
+	$(MAKE) bench-gpu
+	cd $(GPU_BUILD); $(GPU_PATH) $(PYTHON) $(CURDIR)/examples/models/measure.py --output $(RESULTS)
+	$(MAKE) ptx
+	cd $(GPU_BUILD); export $(GPU_PATH); $(PYTHON) $(CURDIR)/examples/ptx/ptx_errors.py \
+	  --json $(RESULTS)/$(call MACHINE,$(PYTHON),cuda)/ptx.json; \
+	$(if $(BENCH_OUTPUT),,$(PYTHON) -m benchmarks render)
 
 # Needs nvcc and ptxas, and neither torch nor a GPU. -v tells the registers that a kernel takes.
 PTX_BUILD := build/ptx
