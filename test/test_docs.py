@@ -5,8 +5,8 @@ Conventions of docs/*.md and README.md:
 - All ``python`` blocks of a page run from top to bottom in one namespace, in an empty folder. In a block with comments
   ``# -> text``, these are all that the block prints, line by line.
 - ``python no-run`` blocks are only parsed: those of `NO_RUN`, which docs/README.md lists with what else does not run.
-- The table between ``<!-- dispatch table -->`` and ``<!-- end -->`` is generated: with EXPECTTEST_ACCEPT=1 the test
-  writes it anew.
+- Tables between ``<!-- dispatch table -->`` or ``<!-- benchmarks NAME -->`` and ``<!-- end -->`` are generated: with
+  EXPECTTEST_ACCEPT=1 the tests write them anew.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from test_schema import operators
 
 import torchops
+from benchmarks import render
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -251,6 +252,24 @@ def test_docstring_of(public: Any) -> None:
     assert found.examples
     printed: list[str] = []
     assert doctest.DocTestRunner().run(found, out=printed.append).failed == 0, "".join(printed)
+
+
+# --- measurements ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", render.PAGES, ids=name)
+def test_tables_of_results_in(page: Path) -> None:
+    assert render.BLOCK.search(page.read_text())
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        page.write_text(render.rendered(page.read_text()))
+    assert page.read_text() == render.rendered(page.read_text()), "python -m benchmarks render writes it anew"
+
+
+@pytest.mark.parametrize("folder", sorted(p for p in render.RESULTS.iterdir() if p.is_dir()), ids=lambda p: p.name)
+def test_tables_of(folder: Path) -> None:
+    for path, document in render.documents(folder):
+        expected = render.markdown(path, document)
+        assert path.with_suffix(".md").read_text() == expected, "python -m benchmarks render writes it anew"
 
 
 # --- the table of kernels --------------------------------------------------------------------------------------------
