@@ -26,12 +26,23 @@ def worst(got: Tensor, exact: Tensor) -> float:
     return error.nan_to_num(nan=float("inf")).max().item()
 
 
-def assert_as_good_as_aten(case: OpCase, got: Tensor, aten: Tensor, exact: Tensor, what: str = "output") -> None:
-    """Asserts that `got` is about as near to the float64 value `exact` as what ATen computes in the same dtype."""
+def assert_as_good_as_aten(
+    case: OpCase,
+    got: Tensor,
+    aten: Tensor,
+    exact: Tensor,
+    what: str = "output",
+    computed_in: torch.dtype | None = None,
+) -> None:
+    """Asserts that `got` is about as near to the float64 value `exact` as what ATen computes in the same dtype.
+
+    `computed_in` is the dtype of its products where that is not its own.
+    """
+    dtype = computed_in or got.dtype
     assert got.dtype == aten.dtype, what
     assert got.shape == exact.shape, what
     scale = max(1.0, exact.detach().abs().max().item()) if exact.numel() else 1.0
-    allowed = 1.5 * worst(aten, exact) + case.slack[got.dtype] * torch.finfo(got.dtype).eps * scale
+    allowed = 1.5 * worst(aten, exact) + case.slack[dtype] * torch.finfo(dtype).eps * scale
     error = worst(got, exact)
     assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g} (ATen's {worst(aten, exact):.3g})"
 

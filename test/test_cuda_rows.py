@@ -236,8 +236,8 @@ def test_no_synchronisation(name: str) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for x, (w, b) in zip(tensors, affine, strict=True):
-            op(x, w, b)
-            in_place(x, w, b)
+            y = op(x, w, b)
+            assert in_place(x, w, b).shape == y.shape
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

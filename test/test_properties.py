@@ -208,6 +208,8 @@ def test_values(case: OpCase, device: str, data: st.DataObject) -> None:
     """Nothing else changes: not the other arguments, nor the memory between the elements of the one overwritten."""
     dtype = data.draw(DTYPE)
     args, kwargs = drawn_arguments(case, data, dtype, device)
+    # A gate that ATen rounds to 0 makes NaN of an infinite value, one that is not rounded leaves it infinite.
+    assume(not case.recomputes or all(t.isfinite().all() for t in tensors((args, kwargs))))
     exact_args, _ = fresh((args, kwargs), torch.float64)
     aten_args, _ = fresh((args, kwargs))
     exact, aten = case.reference(*exact_args, **kwargs), case.reference(*aten_args, **kwargs)

@@ -119,7 +119,7 @@ void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z, const Optional
 bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   const at::ScalarType dtype = w.scalar_type();
   if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || x.scalar_type() != dtype ||
-      x.size(1) == 0) {
+      x.size(1) == 0 || w.size(0) % 8 != 0) {  // TMA writes whole pieces of 16 bytes
     return false;
   }
   const auto from_x = gemm::operand(x), from_w = gemm::operand(w), from_v = gemm::operand(v), to_y = gemm::operand(y);

@@ -117,7 +117,8 @@ void glu_rows(const Tensor& z, const Tensor& u, const OptionalTensor& b, const O
 // where it cannot run. All tensors are matrices.
 bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
            const OptionalTensor& bg, GluActivation activation) {
-  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0) {
+  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0 ||
+      w.size(0) % 8 != 0) {  // TMA writes whole pieces of 16 bytes
     return false;
   }
   const auto from_x = gemm::operand(x), from_w = gemm::operand(w), from_wg = gemm::operand(wg), to_y = gemm::operand(y);

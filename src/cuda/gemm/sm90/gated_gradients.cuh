@@ -420,6 +420,9 @@ struct GatedGradients {
       int count = 0;
       if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
       using Parameters = typename Kernel::Parameters;
+      if (!are_encodable<T>(p.x, p.grad, Rule::kReadsC ? p.c : p.grad, p.w, Kernel::kProducts == 2 ? p.w2 : p.w)) {
+        return Status::of(cudaErrorInvalidValue);
+      }
       Parameters parameters{};
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.k);
       parameters.grad = decltype(Parameters::grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n);

@@ -272,6 +272,9 @@ struct Narrow {
       int count = 0;
       if (const cudaError_t error = blocks(count); error != cudaSuccess) return Status::of(error);
       const Operand& c = Rule::kReadsC ? p.c : p.d;
+      if (!are_encodable<T>(p.a, p.b, Kernel::kProducts == 2 ? p.b2 : p.b, c, p.d)) {
+        return Status::of(cudaErrorInvalidValue);
+      }
       Parameters parameters{};
       parameters.a = decltype(Parameters::a)::of(p.a.data, p.a.row_stride, p.m, p.k);
       for (int i = 0; i < Kernel::kProducts; ++i) {

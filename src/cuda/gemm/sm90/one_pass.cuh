@@ -326,6 +326,7 @@ struct OnePass {
       int count = 0;
       if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
       using Parameters = typename Tiling::Parameters;
+      if (!are_encodable<T>(p.grad, p.y, p.x, p.w)) return Status::of(cudaErrorInvalidValue);
       auto* const partial = static_cast<float*>(p.workspace);
       const Parameters parameters{decltype(Parameters::grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n),
                                   decltype(Parameters::y)::of(p.y.data, p.y.row_stride, p.m, p.n),

@@ -28,6 +28,7 @@ struct Linear {
 
     static Status run(const Problem& p, cudaStream_t stream) {
       int clusters = 0;
+      if (!are_encodable<T>(p.a, p.b, p.d)) return Status::of(cudaErrorInvalidValue);
       if (const Status status = Product::grid_clusters(p.n, clusters); !status.done()) return status;
       auto arguments = Product::arguments(p, clusters);
       arguments.epilogue.thread = {{{static_cast<const T*>(p.bias)}, {}, {}}, {}};
@@ -71,6 +72,7 @@ struct Overwrite {
     static Status run(const Problem& p, cudaStream_t stream) {
       int64_t workspace_bytes = 0;
       int clusters = 0;
+      if (!are_encodable<T>(p.a, p.b, p.d)) return Status::of(cudaErrorInvalidValue);
       if (const Status status = prepare(p, workspace_bytes); !status.done()) return status;
       if (const Status status = Product::grid_clusters(p.n, clusters); !status.done()) return status;
       if (workspace_bytes > 0) {

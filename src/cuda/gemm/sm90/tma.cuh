@@ -14,8 +14,22 @@
 
 namespace torchops::cuda::gemm {
 
-/// Whether the driver has made these descriptors for TMA. CUTLASS only asserts it, which is compiled out here, and
-/// would launch with the zeros that a failure leaves.
+/// Whether TMA can take these operands: what the driver would refuse, CUTLASS only asserts, which is compiled out here,
+/// and it would launch with whatever the driver has left in the descriptor.
+template <class Element, class... Operands>
+bool are_encodable(const Operands&... operands) {
+  const auto is_encodable = [](const Operand& operand) {
+    constexpr int64_t size = sizeof(Element), most_bytes = int64_t{1} << 40;
+    const auto fits = [](int64_t stride) {
+      return stride >= 0 && stride * size % 16 == 0 && stride * size < most_bytes;
+    };
+    return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && fits(operand.row_stride) &&
+           fits(operand.batch_stride);
+  };
+  return (is_encodable(operands) && ...);
+}
+
+/// Whether the driver has made these descriptors for TMA. Where it cannot be asked at all, they are zeros.
 template <class... Copy>
 bool are_encoded(const Copy&... copies) {
   const auto is_encoded = [](const cute::TmaDescriptor* descriptor) {
