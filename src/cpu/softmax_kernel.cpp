@@ -45,8 +45,9 @@ void overwrite_long_lines(const Tensor& x, int64_t dim) {
 }
 
 // ATen's kernels read what they overwrite before they write it, so input and output may be one tensor. There is one for
-// lines of neighbouring elements, and one for lines side by side that is fast if at least a cache line of them are; both
-// want a contiguous tensor. For half precision they keep a line, or a cache line's worth of them, twice in float32.
+// lines of neighbouring elements, and one for lines side by side that is fast if at least a cache line of them are;
+// both want a contiguous tensor. For half precision they keep a line, or a cache line's worth of them, twice in
+// float32.
 bool overwrite_contiguous(const Tensor& x, const Tensor& lines, int64_t dim) {
   const int64_t length = lines.size(-1), in_cache_line = 64 / x.element_size();
   const int64_t float_bytes = at::isReducedFloatingType(x.scalar_type()) ? 2 * sizeof(float) : 0;
