@@ -16,7 +16,7 @@ from typing import Any
 
 from . import plots, report
 from .report import Report, Result
-from .run import RESULTS
+from .run import RESULTS as RESULTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md")

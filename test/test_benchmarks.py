@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import sys
@@ -136,10 +137,10 @@ def test_a_missed_target_does_not(
 
 @pytest.mark.parametrize(("mode", "module"), [("quack", "quack"), ("liger", "liger_kernel")])
 def test_a_peer_that_is_missing_or_broken_is_left_out(mode: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = implementations.importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     for spec, reason in ((None, "is not installed"), (object(), "does not load: ")):
         monkeypatch.setattr(
-            implementations.importlib.util,
+            importlib.util,
             "find_spec",
             lambda name, spec=spec: spec if name == module else find_spec(name),
         )
