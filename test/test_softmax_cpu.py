@@ -46,7 +46,7 @@ def test_bit_equal(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None
 
 # Lines and blocks of lines beyond the 4 MiB of scratch that a thread may hold.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("shape", "dim"), [((1, 2**20 + 3), -1), ((2**20 + 3, 1), 0), ((2**17, 40), 0)], ids=str)
+@pytest.mark.parametrize(("shape", "dim"), [((1, 2**20 + 3), -1), ((2**17, 40), 0)], ids=str)
 def test_bit_equal_in_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
     test_bit_equal(shape, dim, dtype)
 
