@@ -20,8 +20,8 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
     ``"fused"`` is the kernel with bias and sigmoid in its epilogue, wherever it can run (compute capability 9.0;
     float16, bfloat16 or TF32; aligned rows); ``"cublas"`` a product by cuBLAS and a pass for bias and sigmoid;
     ``"auto"`` the faster of them. Gradients come from one pass over the rows, where there is a kernel for that (compute
-    capability 9.0; float16 or bfloat16; multiples of 8 features, at most 192 in and out, or 256 of one and 128 of the other), except
-    on ``"cublas"``.
+    capability 9.0; float16 or bfloat16; multiples of 8 features, at most 192 in and out, or 256 of
+    one and 128 of the other), except on ``"cublas"``.
 
     The path is that of the thread; backward takes the one of its forward pass. Threads begin with what the environment
     variable ``TORCHOPS_DENSE_PATH`` says, or with ``"auto"``.
