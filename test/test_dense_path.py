@@ -182,6 +182,45 @@ def test_a_failed_trace_leaves_no_path_behind() -> None:
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
+@pytest.mark.parametrize("op", ["gate", "gate_", "glu"])
+def test_gates_are_refused_in_graphs(op: str) -> None:
+    """No operator of theirs carries a path, and a graph that silently took another would be worse."""
+    x, w = torch.ones(4, 4), torch.ones(4, 4)
+
+    def on_path(path: Any) -> Tensor:
+        with torchops.cuda.dense_path(path):
+            return getattr(torchops, op)(x.clone(), x, w) if op != "glu" else torchops.glu(x, w, w)
+
+    compiled = torch.compile(on_path, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled("auto"), on_path("cublas"))
+    with pytest.raises(Exception, match=f"dense_path: expected dense within a traced function, got myops.{op}"):
+        compiled("cublas")
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_backward_of_gates_takes_the_path_of_forward() -> None:
+    seen: list[str] = []
+
+    def gate_backward(grad: Tensor, v: Tensor, x: Tensor, w: Tensor, b: Any, mask: Any) -> tuple[Tensor, ...]:
+        seen.append(f"gate {current()}")
+        return v.clone(), x.clone(), w.clone(), w.new_empty(0)
+
+    def glu_backward(grad: Tensor, x: Tensor, w: Tensor, wg: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        seen.append(f"glu {current()}")
+        return x.clone(), w.clone(), wg.clone(), w.new_empty(0), w.new_empty(0)
+
+    x, w = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+    with warnings.catch_warnings(), torch.library._scoped_library("myops", "IMPL") as library:
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        library.impl("_gate_backward", gate_backward, "CPU")
+        library.impl("_glu_backward", glu_backward, "CPU")
+        with dense_path("cublas"):
+            results = [torchops.gate(x, x, w), torchops.gate_(x.clone(), x, w), torchops.glu(x, w, w)]
+        for y in results:
+            y.sum().backward()
+    assert seen == ["gate cublas", "gate cublas", "glu cublas"]
+
+
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(strict: bool) -> None:
