@@ -110,8 +110,8 @@ def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Overwrites ``v`` with ``gate(v, x, w, b)`` and returns it, without a second buffer of its size.
 
     Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
-    gradient, which reads the old ``v``. ``v`` must not be expanded; ``x``, ``w`` and ``b`` may overlap it and are then
-    read first. On the CPU, scratch is at most 4 MiB per thread, and a copy of what overlaps, unless ``x`` is ``v``.
+    gradient, which reads the old ``v``. ``x``, ``w`` and ``b`` may overlap ``v``, and are then copied first, unless
+    ``x`` is ``v``. Apart from that, scratch is at most 4 MiB per thread on the CPU.
 
     Raises:
         RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf
