@@ -51,10 +51,21 @@ void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = b ? OptionalTensor(detail::read_first(v, *b)) : b;
   const Tensor w_t = transposed(weight);
-  for_each_row_panel(v, {v, input}, {.min_rows = kFewestRows}, [&](const Operands& panel, const Operands&) {
-    Tensor out = panel[0];
-    at::cpu::mul_(out, gate_of(panel[1].to(w.scalar_type()), w_t, bias, v.scalar_type()));
-  });
+  // Gates of v's dtype are made in scratch that was allocated first.
+  const bool mixed = v.scalar_type() != w.scalar_type();
+  for_each_row_panel(v, {v, input}, {.min_rows = kFewestRows, .scratch = mixed ? 0 : 1},
+                     [&](const Operands& panel, const Operands& scratch) {
+                       Tensor out = panel[0];
+                       const Tensor x_panel = panel[1].to(w.scalar_type());
+                       if (mixed) {
+                         at::cpu::mul_(out, gate_of(x_panel, w_t, bias, v.scalar_type()));
+                       } else {
+                         Tensor gate = scratch[0];
+                         linear_out(gate, x_panel, w_t, bias);
+                         at::cpu::sigmoid_(gate);
+                         at::cpu::mul_(out, gate);
+                       }
+                     });
 }
 
 // With z = x @ w.T + b, s = sigmoid(z) and the cotangent g:

@@ -165,14 +165,23 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = b ? contiguous(detail::read_first(v, *b)) : b;
+  // For a panel of rows: its product, and x where that is rounded. All matrices are of one shape, so that scratch is
+  // allocated before anything is written.
+  const int64_t product_bytes = w.size(0) * static_cast<int64_t>(w.element_size());
+  const bool rounded = x.scalar_type() != w.scalar_type();
+  Tensor products, rounded_rows;
   overwrite_rows({v, input}, 1, [&](const detail::Operands& matrices) {
     const Tensor &target = matrices[0], &x_rows = matrices[1];
     if (fused(target, target, x_rows, weight, bias)) return;
-    const int64_t product_bytes = target.size(1) * static_cast<int64_t>(w.element_size());
     for_each_panel(target.size(0), product_bytes + rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
-      const Tensor out = target.narrow(0, begin, end - begin);
-      const Tensor z = at::detail::empty_cuda(out.sizes(), w.options());
-      linear_out(z, x_rows.narrow(0, begin, end - begin).to(w.scalar_type()), weight, bias);
+      const int64_t rows = end - begin;
+      if (!products.defined()) {
+        products = at::detail::empty_cuda({rows, w.size(0)}, w.options());
+        if (rounded) rounded_rows = at::detail::empty_cuda({rows, w.size(1)}, w.options());
+      }
+      const Tensor out = target.narrow(0, begin, rows), x_panel = x_rows.narrow(0, begin, rows);
+      const Tensor z = products.narrow(0, 0, rows);
+      linear_out(z, rounded ? rounded_rows.narrow(0, 0, rows).copy_(x_panel) : x_panel, weight, bias);
       gate_rows(out, out, z, bias);
     });
   });

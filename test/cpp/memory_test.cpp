@@ -91,7 +91,9 @@ int main() {
   expect_all_or_nothing(rows(1500, 512), false, [](Tensor& x) { torchops::sigmoid_(x); });
   expect_all_or_nothing(rows(1500, 512), true, [](Tensor& x) { torchops::layer_norm_(x, at::IntArrayRef{512}); });
   const Tensor gates = rows(1500, 512);
-  expect_all_or_nothing(rows(1500, 512), true, [&](Tensor& x) { torchops::gate_(x, gates, b); });
+  expect_all_or_nothing(rows(1500, 512), false, [&](Tensor& x) { torchops::gate_(x, gates, b); });
+  const Tensor half = b.to(at::kBFloat16);
+  expect_all_or_nothing(rows(1500, 512), true, [&](Tensor& x) { torchops::gate_(x, gates, half); });
   expect_all_or_nothing(rows(2, 1'100'003), true,
                         [](Tensor& x) { torchops::layer_norm_(x, at::IntArrayRef{1'100'003}); });
   return expect::result();
