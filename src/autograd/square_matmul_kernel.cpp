@@ -1,5 +1,3 @@
-#include <ATen/ops/matmul.h>
-
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
 #include "autograd/recipe.h"
@@ -52,7 +50,7 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
     if (ctx->needs_input_grad(1)) {
       // One matrix for each of the batch, or for all rows.
       const Tensor left = batched ? a : detail::as_rows(a), right = batched ? grad : detail::as_rows(grad);
-      db = transpose_b ? at::matmul(right.mT(), left) : at::matmul(left.mT(), right);
+      db = transpose_b ? matmul(right.mT(), left) : matmul(left.mT(), right);
     }
     return {da, db, Tensor(), Tensor()};
   }
