@@ -230,12 +230,10 @@ bench-gpu: gpu-build
 	$(GPU_PATH) $(PYTHON) -m benchmarks memory --device cuda $(BENCH_OUTPUT:%=--output %) || failed=yes; \
 	[ -z "$$failed" ]
 
-# The API reference from the docstrings, whose examples are run. SITE_FLAGS="-D intersphinx_disabled_reftypes=*" and the like
-# go to sphinx-build.
-SITE_FLAGS ?=
+# The API reference from the docstrings, whose examples are run. Without a network: SITE_OFFLINE=1 make site.
 site: build $(VENV)/.group-site
-	$(RUN) -m sphinx -q -W --keep-going -b html $(SITE_FLAGS) docs/site build/site
-	$(RUN) -m sphinx -q -W -b doctest $(SITE_FLAGS) docs/site build/site/doctest
+	$(RUN) -m sphinx -q -W --keep-going -b html docs/site build/site
+	$(RUN) -m sphinx -q -W -b doctest docs/site build/doctest
 
 # Everything in benchmarks/results that this machine can measure, on one revision, and the tables and pictures made of it.
 # A copy without a history is told it: BENCH_REVISION=<hash>. With BENCH_OUTPUT all goes to another folder, and no page is written.

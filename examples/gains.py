@@ -16,10 +16,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks import memory, timing, workload
 from benchmarks.case import BACKWARD, Case
+from benchmarks.implementations import MODES
 
 MIB = 2**20
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OURS = workload.ours(DEVICE.type)
+# Seconds per way and per sample, and the least and the most rounds.
+EFFORT = timing.Effort(0.5, 5e-3, 7, 51)
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
@@ -79,16 +82,17 @@ def measure() -> list[Gain]:
 
 
 def _gain(case: Case, labels: dict[str, str], bar: Progress) -> Gain:
-    work = workload.build(case, list(labels), DEVICE)
+    modes = [name for name in labels if name in MODES]
+    work = workload.build(case, modes, DEVICE)
     _, wrong = workload.check(work)
     if wrong:
         raise AssertionError(f"{case.op} {case.name}: {wrong}")
     contenders = {name: work.contenders[name] for name in labels}
-    measured = timing.measure(contenders, work.inputs, case.task, DEVICE, timing.effort(DEVICE.type, quick=False))
+    measured = timing.measure(contenders, work.inputs, case.task, DEVICE, EFFORT)
     if measured.errors:
         raise AssertionError(f"{case.op} {case.name}: {measured.errors}")
     del work, contenders
-    alone = workload.build(case, list(labels), DEVICE, rotated=False)
+    alone = workload.build(case, modes, DEVICE, rotated=False)
     ways = []
     for name, label in labels.items():
         peak = memory.peak(alone, name, DEVICE) / MIB if memory.supported(DEVICE) else None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import compare, gradcheck, implementations, plots, progress, render, report, run, timing, workload
+from benchmarks import compare, gradcheck, implementations, plots, progress, report, run, timing, workload
 from benchmarks.__main__ import main, parser
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, STEP, Case, Cost
 from benchmarks.operators import OPERATORS
@@ -144,6 +144,8 @@ def test_a_peer_that_is_missing_or_broken_is_left_out(mode: str, module: str, mo
             "find_spec",
             lambda name, spec=spec: spec if name == module else find_spec(name),
         )
+        for name in [name for name in sys.modules if name.startswith((f"{module}.", f"{implementations.__name__}."))]:
+            monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, module, None)  # what makes `import` fail
         implementations._broken.cache_clear()
         assert reason in implementations.unavailable(mode, "cuda")
@@ -300,7 +302,7 @@ def test_run_then_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["compare", str(file), "run", "--quick", "--against", "cpp", "--device", "cpu"]) == 0
 
 
-@pytest.mark.parametrize("path", sorted(render.RESULTS.glob("*/dense.json")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", sorted(run.RESULTS.glob("*/dense.json")), ids=lambda path: path.parent.name)
 def test_results_are_read_as_they_were_written(path: Path) -> None:
     assert json.loads(report.to_json(report.from_json(path.read_text()))) == json.loads(path.read_text())
 

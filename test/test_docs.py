@@ -29,7 +29,7 @@ import torch
 from test_schema import operators
 
 import torchops
-from benchmarks import render
+from benchmarks import render, run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -268,7 +268,7 @@ def test_tables_of_results_in(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "folder",
-    sorted(p for p in render.RESULTS.iterdir() if p.is_dir() and any(True for _ in render.documents(p))),
+    sorted(p for p in run.RESULTS.iterdir() if p.is_dir() and any(True for _ in render.documents(p))),
     ids=lambda p: p.name,
 )
 def test_tables_of(folder: Path) -> None:
