@@ -230,7 +230,7 @@ bench-gpu: gpu-build
 	$(GPU_PATH) $(PYTHON) -m benchmarks memory --device cuda $(BENCH_OUTPUT:%=--output %) || failed=yes; \
 	[ -z "$$failed" ]
 
-# The API reference from the docstrings, whose examples are run. Without a network: SITE_OFFLINE=1 make site.
+# The API reference from the docstrings, whose examples are run.
 site: build $(VENV)/.group-site
 	$(RUN) -m sphinx -q -W --keep-going -b html docs/site build/site
 	$(RUN) -m sphinx -q -W -b doctest docs/site build/doctest
