@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.serial,
-    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure peak memory"),
-]
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure peak memory"
+)
 
 # Stacks and heaps of threads, and pages of code that run for the first time.
 A_FEW_MIB = 16
@@ -220,6 +219,7 @@ def available_gib() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 2**20
 
 
+@pytest.mark.serial
 @pytest.mark.skipif(available_gib() < 6, reason="needs 6 GiB of free memory")
 def test_more_elements_than_32_bits_can_count() -> None:
     """Every operator on 2^31 elements and a few: both ends and what lies around the 2^31st element are right."""
