@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -28,6 +29,11 @@ class Casting {
   Tensor operator()(const Tensor& argument) const;
   std::optional<Tensor> operator()(const std::optional<Tensor>& argument) const {
     return argument ? std::optional<Tensor>((*this)(*argument)) : argument;
+  }
+  c10::List<std::optional<Tensor>> operator()(const c10::List<std::optional<Tensor>>& arguments) const {
+    c10::List<std::optional<Tensor>> cast;
+    for (size_t i = 0; i < arguments.size(); ++i) cast.push_back((*this)(arguments.get(i)));
+    return cast;
   }
   /// An input that an operator reads as float32 where its weights have 16 bits: cast like them only from other dtypes.
   Tensor unless_float32(const Tensor& input) const {

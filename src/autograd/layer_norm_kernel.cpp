@@ -1,12 +1,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
-#include <ATen/ops/rsqrt.h>
-#include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
+#include "autograd/normalize.h"
 #include "autograd/recipe.h"
 #include "ops/layer_norm.h"
 
@@ -14,32 +13,6 @@ namespace torchops::autograd {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
-
-std::vector<int64_t> trailing_dims(size_t count) {
-  std::vector<int64_t> dims;
-  for (auto dim = -static_cast<int64_t>(count); dim < 0; ++dim) dims.push_back(dim);
-  return dims;
-}
-
-struct Normalized {
-  Tensor xhat, mean, rstd;
-};
-
-// xhat = (x - mean) * rstd with the moments as functions of x, in at least float32. at::layer_norm is no substitute
-// where this is differentiated twice: its backward formula takes the moments for constants in the gradient of the
-// weight.
-Normalized normalize(const Tensor& x, size_t dims, double eps) {
-  const Tensor wide = x.to(detail::moments_dtype(x.scalar_type()));
-  const auto moments = at::var_mean(wide, trailing_dims(dims), /*correction=*/0, /*keepdim=*/true);
-  const Tensor rstd = at::rsqrt(std::get<0>(moments) + eps);
-  return {(wide - std::get<1>(moments)) * rstd, std::get<1>(moments), rstd};
-}
-
-Tensor scale_and_shift(Tensor xhat, const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
-  if (weight) xhat = xhat * *weight;
-  if (bias) xhat = xhat + *bias;
-  return xhat.to(dtype);
-}
 
 constexpr Tensor (*functional)(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&,
                                double) = layer_norm;
@@ -85,30 +58,10 @@ struct Normalization {
   double eps;
 };
 
-// The gradient in differentiable operators. With h = grad * weight:
-//   dx = rstd * (h - mean(h) - xhat * mean(h * xhat)),  dweight = sum(grad * xhat),  dbias = sum(grad) over the rows.
-std::array<Tensor, 3> gradients(const Tensor& grad, const Normalized& normalized, int64_t dims,
-                                const OptionalTensor& weight, std::array<bool, 3> mask, at::ScalarType dtype) {
-  const std::vector<int64_t> over = trailing_dims(dims);
-  const auto& [xhat, mean, rstd] = normalized;
-  std::array<Tensor, 3> out;
-  if (mask[0]) {
-    const Tensor h = weight ? grad * *weight : grad;
-    out[0] = rstd * (h - h.mean(over, true) - xhat * (h * xhat).mean(over, true));
-  }
-  const auto sum_rows = [&](const Tensor& t) { return dims == t.dim() ? t : t.flatten(0, -dims - 1).sum(0); };
-  if (mask[1]) out[1] = sum_rows(grad * xhat);
-  if (mask[2]) out[2] = sum_rows(grad);
-  for (Tensor& t : out) {
-    if (t.defined()) t = t.to(dtype);
-  }
-  return out;
-}
-
 // For double backward, which differentiates through the moments.
 std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& x, int64_t dims,
                                               const OptionalTensor& weight, double eps, std::array<bool, 3> mask) {
-  return gradients(grad, normalize(x, dims, eps), dims, weight, mask, x.scalar_type());
+  return normalization_gradients(grad, normalize(x, dims, eps), dims, weight, mask, x.scalar_type());
 }
 
 // Saves x and its moments. With a `target` it overwrites that in place of returning a new tensor.
@@ -258,8 +211,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_composite(const Tensor& g
   detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
   const at::ScalarType wide = rstd.scalar_type();
   const Normalized normalized{(x.to(wide) - mean) * rstd, mean, rstd};
-  auto out = gradients(grad.to(wide), normalized, static_cast<int64_t>(normalized_shape.size()), weight, mask,
-                       x.scalar_type());
+  auto out = normalization_gradients(grad.to(wide), normalized, static_cast<int64_t>(normalized_shape.size()), weight,
+                                     mask, x.scalar_type());
   for (Tensor& t : out) t = t.defined() ? t.contiguous() : at::empty({0}, x.options());
   return {out[0], out[1], out[2]};
 }

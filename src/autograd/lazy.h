@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <torch/library.h>
@@ -23,6 +24,11 @@ inline Tensor materialize(const Tensor& argument) {
 }
 inline std::optional<Tensor> materialize(const std::optional<Tensor>& argument) {
   return argument ? std::optional<Tensor>(materialize(*argument)) : argument;
+}
+inline c10::List<std::optional<Tensor>> materialize(const c10::List<std::optional<Tensor>>& arguments) {
+  c10::List<std::optional<Tensor>> out;
+  for (size_t i = 0; i < arguments.size(); ++i) out.push_back(materialize(arguments.get(i)));
+  return out;
 }
 template <class Other>
 const Other& materialize(const Other& argument) {

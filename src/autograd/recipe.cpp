@@ -17,6 +17,28 @@ bool is_traced(const Tensor& input) {
                               input.key_set().has(c10::DispatchKey::Functionalize) || input.is_meta()));
 }
 
+namespace {
+
+template <class Question>
+bool any(const OptionalTensorList& inputs, const Question& question) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (question(inputs.get(i))) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+bool is_traced(const OptionalTensorList& inputs) {
+  return any(inputs, [](const std::optional<Tensor>& input) { return is_traced(input); });
+}
+bool requires_grad(const OptionalTensorList& inputs) {
+  return any(inputs, [](const std::optional<Tensor>& input) { return requires_grad(input); });
+}
+bool has_tangent(const OptionalTensorList& inputs) {
+  return any(inputs, [](const std::optional<Tensor>& input) { return has_tangent(input); });
+}
+
 bool is_recorded() {
   using c10::impl::TorchDispatchModeTLS;
   return TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
@@ -48,6 +49,14 @@ inline bool has_tangent(const std::optional<Tensor>& input) { return input && ha
 inline std::optional<Tensor> without_alias(const Tensor& mutated, const std::optional<Tensor>& argument) {
   return argument ? std::optional<Tensor>(without_alias(mutated, *argument)) : argument;
 }
+
+using OptionalTensorList = c10::List<std::optional<Tensor>>;
+
+// And to a list.
+bool is_traced(const OptionalTensorList& inputs);
+bool requires_grad(const OptionalTensorList& inputs);
+bool has_tangent(const OptionalTensorList& inputs);
+
 template <class Other>
 bool is_traced(const Other&) {
   return false;

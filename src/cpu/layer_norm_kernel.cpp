@@ -2,11 +2,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
-#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include <limits>
 
+#include "cpu/layer_norm.h"
 #include "cpu/panels.h"
 #include "ops/common.h"
 #include "ops/layer_norm.h"
@@ -15,19 +15,6 @@ namespace torchops::cpu {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
-
-// ATen keeps the moments of a half-precision input in float32 if weight and bias are float32, else in half precision.
-// They are a row's worth of numbers, so they are handed over in float32, with a weight of ones where there is none.
-struct Affine {
-  OptionalTensor weight, bias;
-
-  Affine(const Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& w, const OptionalTensor& b) {
-    const at::ScalarType dtype = detail::moments_dtype(x.scalar_type());
-    if (w) weight = w->to(dtype);
-    if (b) bias = b->to(dtype);
-    if (!w && x.scalar_type() != dtype) weight = at::ones(normalized_shape, x.options().dtype(dtype));
-  }
-};
 
 // Where x has no elements: mean and variance of nothing are 0 / 0.
 std::tuple<Tensor, Tensor> moments_of_nothing(const Tensor& x, size_t trailing_dims) {

@@ -1,0 +1,332 @@
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sigmoid.h>
+
+#include "autograd/autocast.h"
+#include "autograd/functional.h"
+#include "autograd/linear.h"
+#include "autograd/normalize.h"
+#include "autograd/recipe.h"
+#include "ops/triangle_multiplicative_update.h"
+
+namespace torchops::autograd {
+namespace {
+
+using detail::OptionalTensor;
+using detail::TriangleArguments;
+using detail::TriangleMask;
+using detail::TriangleParameterList;
+using detail::TriangleParameters;
+using detail::TriangleUpdate;
+
+// The operator and its gradients in differentiable ATen operators.
+class WrittenOut {
+ public:
+  explicit WrittenOut(const TriangleUpdate& t)
+      : t_(t),
+        mask_(t.mask ? OptionalTensor(t.mask->to(t.dtype()).unsqueeze(-1)) : t.mask),
+        // A size that is symbolic has no logarithm; such a product is scaled where it runs.
+        scale_(t.x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()
+                   ? 1
+                   : detail::triangle_scale(t.x.size(-2), t.dtype())),
+        norm_in_(normalize(t.x, 1, t.eps)),
+        z_(scale_and_shift(norm_in_.xhat, t.parameters[detail::kNormIn], t.parameters[detail::kNormIn + 1], t.dtype())),
+        a_(gated(detail::kPA, detail::kGA)),
+        b_(gated(detail::kPB, detail::kGB)) {
+    const Tensor a = (a_.product * scale_).movedim(-1, -3), b = b_.product.movedim(-1, -3);
+    const Tensor o = t.outgoing ? matmul(a, b.mT()) : matmul(a.mT(), b);
+    norm_out_ = normalize(o.movedim(-3, -1), 1, t.eps * scale_ * scale_);
+    n_ = scale_and_shift(norm_out_.xhat, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.dtype());
+    y_ = linear(n_, t.weight(detail::kPOut), t.bias(detail::kPOut));
+    s_ = at::sigmoid(linear(z_, t.weight(detail::kGOut), t.bias(detail::kGOut)));
+  }
+
+  Tensor result() const { return (y_ * s_).contiguous(); }
+
+  /// With the cotangent g: dy = g * s and du = g * y * s * (1 - s); back through the projection and norm of o to do;
+  /// outgoing da = do b, db = do^T a, incoming da = b do^T, db = a do; and for each of a and b as for a gate. All parts
+  /// of dz meet in the norm of x.
+  std::vector<Tensor> gradients(const Tensor& grad, const TriangleMask& wanted) const {
+    std::vector<Tensor> out(detail::kTriangleGradients);
+    const auto layer = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Tensor& input) {
+      if (wanted[2 + layer]) out[2 + layer] = weight_gradient(cotangent, input);
+      if (wanted[3 + layer]) out[3 + layer] = bias_gradient(cotangent);
+    };
+    const auto norm = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Normalized& normalized,
+                          at::ScalarType dtype) {
+      const auto& weight = t_.parameters[layer];
+      const auto [dx, dweight, dbias] =
+          normalization_gradients(cotangent.to(normalized.xhat.scalar_type()), normalized, 1, weight,
+                                  {true, wanted[2 + layer], wanted[3 + layer]}, dtype);
+      if (wanted[2 + layer]) out[2 + layer] = dweight.to(t_.dtype());
+      if (wanted[3 + layer]) out[3 + layer] = dbias.to(t_.dtype());
+      return dx;
+    };
+
+    const Tensor dy = grad * s_, du = dy * y_ * (1 - s_);
+    layer(detail::kPOut, dy, n_);
+    layer(detail::kGOut, du, z_);
+    const Tensor d_o =
+        norm(detail::kNormOut, matmul(dy, t_.weight(detail::kPOut)), norm_out_, t_.dtype()).movedim(-1, -3);
+    const Tensor a = (a_.product * scale_).movedim(-1, -3), b = b_.product.movedim(-1, -3);
+    const Tensor da = (t_.outgoing ? matmul(d_o, b) : matmul(b, d_o.mT())).movedim(-3, -1) * scale_;
+    const Tensor db = (t_.outgoing ? matmul(d_o.mT(), a) : matmul(a, d_o)).movedim(-3, -1);
+    Tensor dz = matmul(du, t_.weight(detail::kGOut));
+    const auto gate = [&](const Gated& gated, const Tensor& cotangent, detail::TriangleParameter p,
+                          detail::TriangleParameter g) {
+      if (wanted[1]) {
+        const Tensor dmask = (cotangent * gated.p * gated.s).sum(-1);
+        out[1] = out[1].defined() ? out[1] + dmask : dmask;
+      }
+      const Tensor masked = mask_ ? cotangent * *mask_ : cotangent;
+      const Tensor dp = masked * gated.s, dg = dp * gated.p * (1 - gated.s);
+      layer(p, dp, z_);
+      layer(g, dg, z_);
+      dz = dz + matmul(dp, t_.weight(p)) + matmul(dg, t_.weight(g));
+    };
+    gate(a_, da, detail::kPA, detail::kGA);
+    gate(b_, db, detail::kPB, detail::kGB);
+    const Tensor dx = norm(detail::kNormIn, dz, norm_in_, t_.x.scalar_type());
+    if (wanted[0]) out[0] = dx;
+    if (wanted[1]) out[1] = out[1].to(t_.mask->scalar_type());
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (!out[i].defined()) out[i] = at::empty({0}, (i == 0 ? t_.x : t_.weight(detail::kPA)).options());
+    }
+    return out;
+  }
+
+ private:
+  struct Gated {
+    Tensor p, s, product;
+  };
+
+  Gated gated(detail::TriangleParameter p_layer, detail::TriangleParameter g_layer) const {
+    const Tensor p = linear(z_, t_.weight(p_layer), t_.bias(p_layer));
+    const Tensor s = at::sigmoid(linear(z_, t_.weight(g_layer), t_.bias(g_layer)));
+    return {p, s, mask_ ? p * s * *mask_ : p * s};
+  }
+
+  const TriangleUpdate& t_;
+  OptionalTensor mask_;
+  double scale_;
+  Normalized norm_in_;
+  Tensor z_;
+  Gated a_, b_;
+  Normalized norm_out_;
+  Tensor n_, y_, s_;
+};
+
+// Function::apply knows lists of tensors, but none with gaps. So it gets those that are there, of x, mask and
+// parameters, and this says which they are.
+struct Form {
+  TriangleMask given;
+  bool outgoing;
+  double eps;
+};
+
+struct Inputs {
+  Tensor x;
+  OptionalTensor mask;
+  TriangleParameterList parameters;
+
+  Inputs(at::TensorList tensors, const TriangleMask& given) : x(tensors[0]) {
+    size_t next = 1;
+    const auto take = [&](bool there) { return there ? OptionalTensor(tensors[next++]) : std::nullopt; };
+    mask = take(given[1]);
+    for (size_t i = 2; i < given.size(); ++i) parameters.push_back(take(given[i]));
+  }
+};
+
+// Saves x, the mask, the parameters and o, and computes everything else again. With a `target` it adds to that in place
+// of returning a new tensor.
+struct Update : torch::autograd::Function<Update> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, at::TensorList tensors, const Form& form, const OptionalTensor& target) {
+    at::AutoDispatchBelowAutograd below_autograd;
+    const auto [x, mask, parameters] = Inputs(tensors, form.given);
+    Tensor out, product;
+    if (target) {
+      out = overwrite(*target, [&, &mask = mask, &parameters = parameters](Tensor& self) {
+        product = detail::triangle_update_(self, mask, parameters, form.outgoing, form.eps, /*keep_product=*/true);
+      });
+    } else {
+      std::tie(out, product) =
+          detail::triangle_update(x, mask, parameters, form.outgoing, form.eps, /*keep_product=*/true);
+    }
+    variable_list saved = tensors.vec();
+    saved.push_back(product);
+    ctx->save_for_backward(saved);
+    ctx->saved_data["given"] = c10::List<bool>(form.given);
+    ctx->saved_data["outgoing"] = form.outgoing;
+    ctx->saved_data["eps"] = form.eps;
+    ctx->saved_data["adds"] = target.has_value();
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    TriangleMask given, wanted{};
+    const c10::List<bool> saved_given = ctx->saved_data["given"].toBoolList();
+    std::copy(saved_given.begin(), saved_given.end(), given.begin());
+    size_t edges = 0;
+    for (size_t i = 0; i < given.size(); ++i) wanted[i] = given[i] && ctx->needs_input_grad(edges++);
+    const auto [x, mask, parameters] = Inputs(at::TensorList(saved).slice(0, edges), given);
+    // That of the update, whose dtype is the parameters'.
+    const Tensor grad = grads[0].to(parameters.get(detail::kPA)->scalar_type());
+    const variable_list gradients =
+        detail::triangle_update_backward(grad, x, saved.back(), mask, parameters, ctx->saved_data["outgoing"].toBool(),
+                                         ctx->saved_data["eps"].toDouble(), wanted);
+    variable_list out;
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (given[i]) out.push_back(wanted[i] ? gradients[i] : Tensor());
+    }
+    if (wanted[0] && ctx->saved_data["adds"].toBool()) out[0] = out[0] + grads[0];
+    out.resize(out.size() + 2);  // of form and target
+    return out;
+  }
+};
+
+Tensor train(const TriangleUpdate& t, const OptionalTensor& target = std::nullopt) {
+  variable_list tensors{t.x};
+  Form form{{true, t.mask.has_value()}, t.outgoing, t.eps};
+  if (t.mask) tensors.push_back(*t.mask);
+  for (size_t i = 0; i < t.parameters.size(); ++i) {
+    form.given[2 + i] = t.parameters[i].has_value();
+    if (t.parameters[i]) tensors.push_back(*t.parameters[i]);
+  }
+  return Update::apply(at::TensorList(tensors), form, target);
+}
+
+// --- the public operators, whose weights are packed
+
+struct Functional : FunctionalOp<Functional, triangle_multiplicative_update> {
+  template <class... Args>
+  static void check(const Args&... args) {
+    detail::check_triangle("triangle_multiplicative_update", {args...}, false);
+  }
+  template <class... Args>
+  static Tensor decomposed(const Args&... args) {
+    return WrittenOut(detail::split({args...})).result();
+  }
+  template <class... Args>
+  static Tensor train(const Args&... args) {
+    return autograd::train(detail::split({args...}));
+  }
+};
+
+template <auto function>
+struct InPlaceOf;
+
+template <class... Args, Tensor (*function)(const Tensor&, Args...)>
+struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
+  static void check(const Tensor& x, Args... args) {
+    detail::check_triangle("triangle_multiplicative_update_", {x, args...}, true);
+  }
+  static Tensor decomposed(const Tensor& x, Args... args) {
+    return x + Functional::decomposed(x, args...).to(x.scalar_type());
+  }
+  static Tensor traced(const Tensor& x, Args... args) {
+    const Tensor old = detail::keep(x);
+    return old + function(old, args...).to(x.scalar_type());
+  }
+  static void in_place(Tensor& x, Args... args) { triangle_multiplicative_update_(x, args...); }
+  static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
+    return autograd::train(detail::split({x.clone(), args...}), target);
+  }
+};
+using InPlace = InPlaceOf<triangle_multiplicative_update>;
+
+// --- those beneath
+
+struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
+  static void check(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+                    double eps, bool) {
+    detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
+  }
+  // Without a product: what needs one is the gradient, and that is ATen's here.
+  static std::tuple<Tensor, Tensor> without_product(const Tensor& y) { return {y, at::empty({0}, y.options())}; }
+  static std::tuple<Tensor, Tensor> decomposed(const Tensor& x, const OptionalTensor& mask,
+                                               const TriangleParameterList& parameters, bool outgoing, double eps,
+                                               bool keep_product) {
+    TORCH_CHECK(!keep_product, "_triangle_multiplicative_update: expected keep_product=False under autograd, got True");
+    return without_product(WrittenOut({x, mask, detail::to_array(parameters), outgoing, eps}).result());
+  }
+  static std::tuple<Tensor, Tensor> train(const Tensor& x, const OptionalTensor& mask,
+                                          const TriangleParameterList& parameters, bool outgoing, double eps,
+                                          bool keep_product) {
+    TORCH_CHECK(!keep_product, "_triangle_multiplicative_update: expected keep_product=False under autograd, got True");
+    return without_product(autograd::train({x, mask, detail::to_array(parameters), outgoing, eps}));
+  }
+};
+
+// The adapters of models call it in inference alone.
+Tensor beneath_autograd_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+                         double eps, bool keep_product) {
+  detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
+  TORCH_CHECK(!needs_decomposition(x, mask, parameters) && !needs_grad(x, mask, parameters),
+              "_triangle_multiplicative_update_: expected no argument that needs a gradient or has a tangent, got one");
+  at::AutoDispatchBelowAutograd below_autograd;
+  return detail::triangle_update_(x, mask, parameters, outgoing, eps, keep_product);
+}
+
+Tensor beneath_version_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+                        double eps, bool keep_product) {
+  return bump_version_after(x,
+                            [&] { return detail::triangle_update_(x, mask, parameters, outgoing, eps, keep_product); });
+}
+
+// Only double backward differentiates this one: through o too, which is therefore computed again.
+struct Backward : FunctionalOp<Backward, detail::triangle_update_backward> {
+  static void check(const Tensor& grad, const Tensor& x, const Tensor& product, const OptionalTensor& mask,
+                    const TriangleParameterList& parameters, bool outgoing, double eps, const TriangleMask& wanted) {
+    detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
+  }
+  static std::vector<Tensor> decomposed(const Tensor& grad, const Tensor& x, const Tensor&, const OptionalTensor& mask,
+                                        const TriangleParameterList& parameters, bool outgoing, double eps,
+                                        const TriangleMask& wanted) {
+    return WrittenOut({x, mask, detail::to_array(parameters), outgoing, eps}).gradients(grad, wanted);
+  }
+};
+
+TORCH_LIBRARY_IMPL(myops, Autograd, m) {
+  m.impl("triangle_multiplicative_update", Functional::autograd);
+  m.impl("_triangle_multiplicative_update", Beneath::autograd);
+  m.impl("_triangle_multiplicative_update_", beneath_autograd_);
+  m.impl("_triangle_multiplicative_update_backward", Backward::autograd);
+}
+
+TORCHOPS_MUTATING("triangle_multiplicative_update_", InPlace)
+
+TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("_triangle_multiplicative_update_", beneath_version_); }
+
+TORCHOPS_LAZY("_triangle_multiplicative_update_", detail::triangle_update_)
+
+// Calls `function` with mask and parameters cast, and x as it comes: read as float32, it needs no copy in 16 bits.
+template <auto function>
+struct CastParameters;
+
+template <class Return, class X, class... Args, Return (*function)(X&, Args...)>
+struct CastParameters<function> {
+  static Return call(X& x, Args... args) {
+    const Casting cast(CastTo::kLowerPrecision, x);
+    return function(cast.unless_float32(x), cast(args)...);
+  }
+};
+
+TORCHOPS_AUTOCAST(m) {
+  m.impl("triangle_multiplicative_update", CastParameters<triangle_multiplicative_update>::call);
+  m.impl("triangle_multiplicative_update_", CastParameters<InPlace::in_place>::call);
+  m.impl("_triangle_multiplicative_update", CastParameters<detail::triangle_update>::call);
+  m.impl("_triangle_multiplicative_update_", CastParameters<detail::triangle_update_>::call);
+}
+
+TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
+  m.impl("triangle_multiplicative_update", CastParameters<Functional::batched>::call);
+  m.impl("triangle_multiplicative_update_", CastParameters<InPlace::batched>::call);
+  m.impl("_triangle_multiplicative_update", CastParameters<Beneath::batched>::call);
+  m.impl("_triangle_multiplicative_update_backward", Backward::batched);
+}
+
+}  // namespace
+}  // namespace torchops::autograd

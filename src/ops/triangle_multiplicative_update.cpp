@@ -1,0 +1,380 @@
+#include "ops/triangle_multiplicative_update.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "ops/common.h"
+
+namespace torchops {
+
+using at::Tensor;
+using detail::OptionalTensor;
+using detail::TriangleArguments;
+using detail::TriangleMask;
+using detail::TriangleParameterList;
+using detail::TriangleParameters;
+using detail::TriangleUpdate;
+
+Tensor triangle_multiplicative_update(const Tensor& x, std::string_view direction, const OptionalTensor& mask,
+                                      const OptionalTensor& norm_in_weight, const OptionalTensor& norm_in_bias,
+                                      const Tensor& p_in_weight, const OptionalTensor& p_in_bias,
+                                      const Tensor& g_in_weight, const OptionalTensor& g_in_bias,
+                                      const OptionalTensor& norm_out_weight, const OptionalTensor& norm_out_bias,
+                                      const Tensor& p_out_weight, const OptionalTensor& p_out_bias,
+                                      const Tensor& g_out_weight, const OptionalTensor& g_out_bias, double eps) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("myops::triangle_multiplicative_update", "")
+                             .typed<decltype(triangle_multiplicative_update)>();
+  return op.call(x, direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias,
+                 norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias, eps);
+}
+
+Tensor& triangle_multiplicative_update_(Tensor& x, std::string_view direction, const OptionalTensor& mask,
+                                        const OptionalTensor& norm_in_weight, const OptionalTensor& norm_in_bias,
+                                        const Tensor& p_in_weight, const OptionalTensor& p_in_bias,
+                                        const Tensor& g_in_weight, const OptionalTensor& g_in_bias,
+                                        const OptionalTensor& norm_out_weight, const OptionalTensor& norm_out_bias,
+                                        const Tensor& p_out_weight, const OptionalTensor& p_out_bias,
+                                        const Tensor& g_out_weight, const OptionalTensor& g_out_bias, double eps) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("myops::triangle_multiplicative_update_", "")
+          .typed<void(Tensor&, std::string_view, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                      const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                      const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+                      double)>();
+  op.call(x, direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias,
+          norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias, eps);
+  return x;
+}
+
+std::tuple<Tensor, Tensor> detail::triangle_update(const Tensor& x, const OptionalTensor& mask,
+                                                   const TriangleParameterList& parameters, bool outgoing, double eps,
+                                                   bool keep_product) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("myops::_triangle_multiplicative_update", "")
+                             .typed<decltype(triangle_update)>();
+  return op.call(x, mask, parameters, outgoing, eps, keep_product);
+}
+
+Tensor detail::triangle_update_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                bool outgoing, double eps, bool keep_product) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("myops::_triangle_multiplicative_update_", "")
+                             .typed<decltype(triangle_update_)>();
+  return op.call(x, mask, parameters, outgoing, eps, keep_product);
+}
+
+std::vector<Tensor> detail::triangle_update_backward(const Tensor& grad, const Tensor& x, const Tensor& product,
+                                                     const OptionalTensor& mask,
+                                                     const TriangleParameterList& parameters, bool outgoing, double eps,
+                                                     TriangleMask wanted) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("myops::_triangle_multiplicative_update_backward", "")
+                             .typed<decltype(triangle_update_backward)>();
+  return op.call(grad, x, product, mask, parameters, outgoing, eps, wanted);
+}
+
+namespace {
+
+// What both forms share: x and the mask. `reference` is a weight, whose dtype is that of all parameters.
+void check_pair(const char* op, const Tensor& x, const OptionalTensor& mask, const char* reference_name,
+                const Tensor& reference) {
+  detail::check_layout(op, "x", x);
+  detail::check_dtype(op, reference_name, reference);
+  const at::ScalarType dtype = reference.scalar_type();
+  const bool mixed = reference.element_size() == 2 && x.scalar_type() == at::kFloat;
+  TORCH_CHECK(mixed || x.scalar_type() == dtype, op, ": expected x of dtype ", detail::to_string(dtype),
+              reference.element_size() == 2 ? " or float32" : "", " to match ", reference_name, ", got ",
+              detail::to_string(x.scalar_type()));
+  detail::check_device(op, "x", x, reference_name, reference);
+  TORCH_CHECK(x.dim() >= 3, op, ": expected x of shape (..., N, N, c), got ", detail::to_string(x.sym_sizes()));
+  TORCH_SYM_CHECK(x.sym_size(-3).sym_eq(x.sym_size(-2)), op, ": expected x of shape (..., N, N, c), got ",
+                  detail::to_string(x.sym_sizes()));
+  if (!mask) return;
+  detail::check_layout(op, "mask", *mask);
+  TORCH_CHECK(mask->scalar_type() == at::kBool || at::isFloatingType(mask->scalar_type()), op,
+              ": expected mask of dtype bool or a floating-point dtype, got ", detail::to_string(mask->scalar_type()));
+  detail::check_device(op, "mask", *mask, "x", x);
+  detail::check_shape(op, "mask", *mask, "x", x.sym_sizes().slice(0, x.dim() - 1));
+}
+
+// A parameter of the shape that follows from `reason`.
+void check_parameter(const char* op, const std::string& name, const OptionalTensor& parameter, const char* reason,
+                     c10::SymIntArrayRef shape, const char* reference_name, const Tensor& reference) {
+  if (!parameter) return;
+  detail::check_matches(op, name.c_str(), *parameter, reference_name, reference);
+  detail::check_shape(op, name.c_str(), *parameter, reason, shape);
+}
+
+void check_output(const char* op, const char* prefix, const OptionalTensor& norm_weight,
+                  const OptionalTensor& norm_bias, const Tensor& p, const OptionalTensor& p_bias, const Tensor& g,
+                  const OptionalTensor& g_bias, const c10::SymInt& c, const c10::SymInt& d, const char* reference_name,
+                  const Tensor& reference) {
+  const auto check = [&](const char* name, const OptionalTensor& parameter, c10::SymIntArrayRef shape) {
+    const std::string reason = std::string("x and ") + reference_name;
+    check_parameter(op, std::string(prefix) + name, parameter, reason.c_str(), shape, reference_name, reference);
+  };
+  check("norm_out_weight", norm_weight, {d});
+  check("norm_out_bias", norm_bias, {d});
+  check("p_out_weight", p, {c, d});
+  check("p_out_bias", p_bias, {c});
+  check("g_out_weight", g, {c, c});
+  check("g_out_bias", g_bias, {c});
+}
+
+}  // namespace
+
+void detail::check_triangle(const char* op, const TriangleArguments& t, bool writes) {
+  TORCH_CHECK(t.direction == "outgoing" || t.direction == "incoming", op,
+              ": expected direction outgoing or incoming, got ", t.direction);
+  check_pair(op, t.x, t.mask, "p_in_weight", t.p_in_weight);
+  const c10::SymInt c = t.x.sym_size(-1);
+  const auto packed_shape = [&] {
+    return detail::to_string(t.p_in_weight.sym_sizes()) + " for c = " + detail::to_string({c});
+  };
+  TORCH_CHECK(t.p_in_weight.dim() == 2, op, ": expected p_in_weight of shape (2d, c) to match x, got ", packed_shape());
+  TORCH_SYM_CHECK(t.p_in_weight.sym_size(1).sym_eq(c), op, ": expected p_in_weight of shape (2d, c) to match x, got ",
+                  packed_shape());
+  const c10::SymInt rows = t.p_in_weight.sym_size(0), d = rows / 2;
+  TORCH_SYM_CHECK((d * 2).sym_eq(rows), op, ": expected p_in_weight of shape (2d, c) to match x, got ", packed_shape());
+  const auto check = [&](const char* name, const OptionalTensor& parameter, const char* reason,
+                         c10::SymIntArrayRef shape) {
+    check_parameter(op, name, parameter, reason, shape, "p_in_weight", t.p_in_weight);
+  };
+  check("norm_in_weight", t.norm_in_weight, "x", {c});
+  check("norm_in_bias", t.norm_in_bias, "x", {c});
+  check("p_in_bias", t.p_in_bias, "p_in_weight", {rows});
+  check("g_in_weight", t.g_in_weight, "p_in_weight", {rows, c});
+  check("g_in_bias", t.g_in_bias, "p_in_weight", {rows});
+  check_output(op, "", t.norm_out_weight, t.norm_out_bias, t.p_out_weight, t.p_out_bias, t.g_out_weight, t.g_out_bias,
+               c, d, "p_in_weight", t.p_in_weight);
+  if (writes) detail::check_writable(op, "x", t.x);
+}
+
+TriangleUpdate detail::split(const TriangleArguments& t) {
+  const c10::SymInt d = t.p_in_weight.sym_size(0) / 2;
+  const auto half = [&](const OptionalTensor& packed, int64_t i) {
+    return packed ? OptionalTensor(packed->narrow_symint(0, d * i, d)) : packed;
+  };
+  return {
+      t.x,
+      t.mask,
+      {t.norm_in_weight, t.norm_in_bias, half(t.p_in_weight, 0), half(t.p_in_bias, 0), half(t.p_in_weight, 1),
+       half(t.p_in_bias, 1), half(t.g_in_weight, 0), half(t.g_in_bias, 0), half(t.g_in_weight, 1), half(t.g_in_bias, 1),
+       t.norm_out_weight, t.norm_out_bias, t.p_out_weight, t.p_out_bias, t.g_out_weight, t.g_out_bias},
+      t.direction == "outgoing",
+      t.eps};
+}
+
+TriangleParameters detail::to_array(const TriangleParameterList& parameters) {
+  TriangleParameters out;
+  for (size_t i = 0; i < std::min(out.size(), parameters.size()); ++i) out[i] = parameters.get(i);
+  return out;
+}
+
+TriangleParameterList detail::to_list(const TriangleParameters& parameters) {
+  TriangleParameterList out;
+  out.reserve(parameters.size());
+  for (const OptionalTensor& parameter : parameters) out.push_back(parameter);
+  return out;
+}
+
+namespace {
+
+TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& mask,
+                       const TriangleParameterList& parameters, bool outgoing, double eps) {
+  TORCH_CHECK(parameters.size() == detail::kTriangleParameters, op, ": expected ", detail::kTriangleParameters,
+              " parameters, got ", parameters.size());
+  TriangleUpdate t{x, mask, detail::to_array(parameters), outgoing, eps};
+  for (const auto layer : {detail::kPA, detail::kPB, detail::kGA, detail::kGB, detail::kPOut, detail::kGOut}) {
+    TORCH_CHECK(t.parameters[layer], op, ": expected a weight as parameters[", static_cast<size_t>(layer),
+                "], got none");
+  }
+  const Tensor& w = t.weight(detail::kPA);
+  check_pair(op, x, mask, "a_p_weight", w);
+  const c10::SymInt c = x.sym_size(-1);
+  TORCH_CHECK(w.dim() == 2, op, ": expected a_p_weight of shape (d, c) to match x, got ",
+              detail::to_string(w.sym_sizes()));
+  TORCH_SYM_CHECK(w.sym_size(1).sym_eq(c), op, ": expected a_p_weight of shape (d, c) to match x, got ",
+                  detail::to_string(w.sym_sizes()));
+  const c10::SymInt d = w.sym_size(0);
+  const auto check = [&](const std::string& name, size_t index, const char* reason, c10::SymIntArrayRef shape) {
+    check_parameter(op, name, t.parameters[index], reason, shape, "a_p_weight", w);
+  };
+  check("norm_in_weight", detail::kNormIn, "x", {c});
+  check("norm_in_bias", detail::kNormIn + 1, "x", {c});
+  const std::array<std::string, 4> names{"a_p", "b_p", "a_g", "b_g"};
+  for (size_t i = 0; i < names.size(); ++i) {
+    check(names[i] + "_weight", detail::kPA + 2 * i, "a_p_weight", {d, c});
+    check(names[i] + "_bias", detail::kPA + 2 * i + 1, "a_p_weight", {d});
+  }
+  check_output(op, "", t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.weight(detail::kPOut),
+               t.bias(detail::kPOut), t.weight(detail::kGOut), t.bias(detail::kGOut), c, d, "a_p_weight", w);
+  return t;
+}
+
+c10::SymDimVector product_shape(const TriangleUpdate& t) {
+  c10::SymDimVector shape(t.x.sym_sizes().slice(0, t.x.dim() - 3));
+  const c10::SymInt n = t.x.sym_size(-2);
+  shape.push_back(t.weight(detail::kPA).sym_size(0));
+  shape.push_back(n);
+  shape.push_back(detail::padded_size(n, t.dtype()));
+  return shape;
+}
+
+}  // namespace
+
+TriangleUpdate detail::checked_triangle_update(const Tensor& x, const OptionalTensor& mask,
+                                               const TriangleParameterList& parameters, bool outgoing, double eps) {
+  return checked("_triangle_multiplicative_update", x, mask, parameters, outgoing, eps);
+}
+
+TriangleUpdate detail::checked_triangle_update_(const Tensor& x, const OptionalTensor& mask,
+                                                const TriangleParameterList& parameters, bool outgoing, double eps) {
+  constexpr const char* op = "_triangle_multiplicative_update_";
+  TriangleUpdate t = checked(op, x, mask, parameters, outgoing, eps);
+  check_writable(op, "x", x);
+  return t;
+}
+
+TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, const Tensor& x, const Tensor& product,
+                                                        const OptionalTensor& mask,
+                                                        const TriangleParameterList& parameters, bool outgoing,
+                                                        double eps, const TriangleMask& wanted) {
+  constexpr const char* op = "_triangle_multiplicative_update_backward";
+  TriangleUpdate t = checked(op, x, mask, parameters, outgoing, eps);
+  check_matches(op, "grad", grad, "a_p_weight", t.weight(kPA));
+  check_shape(op, "grad", grad, "x", x.sym_sizes());
+  check_matches(op, "product", product, "a_p_weight", t.weight(kPA));
+  check_shape(op, "product", product, "x and a_p_weight", product_shape(t));
+  TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), op,
+              ": expected wanted without the gradient of a mask that is none or bool, got it");
+  for (size_t i = 0; i < kTriangleParameters; ++i) {
+    TORCH_CHECK(!wanted[2 + i] || t.parameters[i], op, ": expected wanted without the gradient of parameters[", i,
+                "], which is none, got it");
+  }
+  return t;
+}
+
+std::vector<Tensor> detail::empty_triangle_gradients(const TriangleUpdate& t, const TriangleMask& wanted) {
+  std::vector<Tensor> gradients{empty_if(wanted[0], t.x.sym_sizes(), t.x)};
+  const auto like = [](bool wanted, const OptionalTensor& argument, const Tensor& otherwise) {
+    const Tensor& reference = argument ? *argument : otherwise;
+    return empty_if(wanted, reference.sym_sizes(), reference);
+  };
+  gradients.push_back(like(wanted[1], t.mask, t.weight(kPA)));
+  for (size_t i = 0; i < kTriangleParameters; ++i) {
+    gradients.push_back(like(wanted[2 + i], t.parameters[i], t.weight(kPA)));
+  }
+  return gradients;
+}
+
+double detail::triangle_scale(int64_t n, at::ScalarType dtype) {
+  if (dtype != at::kHalf || n <= 1) return 1;
+  return std::exp2(-std::ceil(std::log2(static_cast<double>(n)) / 2));
+}
+
+int64_t detail::batch_size(const Tensor& t, int64_t trailing_dims) {
+  return c10::multiply_integers(t.sizes().slice(0, t.dim() - trailing_dims));
+}
+
+Tensor detail::batch_element(const Tensor& t, int64_t trailing_dims, int64_t index) {
+  Tensor element = t;
+  for (int64_t of_batch = t.dim() - trailing_dims; of_batch > 0; --of_batch) {
+    const int64_t size = element.size(of_batch - 1);
+    element = element.select(of_batch - 1, index % size);
+    index /= size;
+  }
+  return element;
+}
+
+namespace {
+
+// The public operators are those beneath, with the halves of the packed weights.
+template <auto function>
+struct Public;
+
+template <class... Args, Tensor (*function)(const Tensor&, Args...)>
+struct Public<function> {
+  static Tensor update(const Tensor& x, Args... args) {
+    const TriangleArguments arguments{x, args...};
+    detail::check_triangle("triangle_multiplicative_update", arguments, false);
+    const TriangleUpdate t = detail::split(arguments);
+    return std::get<0>(detail::triangle_update(x, t.mask, detail::to_list(t.parameters), t.outgoing, t.eps, false));
+  }
+  static void update_(Tensor& x, Args... args) {
+    const TriangleArguments arguments{x, args...};
+    detail::check_triangle("triangle_multiplicative_update_", arguments, true);
+    const TriangleUpdate t = detail::split(arguments);
+    detail::triangle_update_(x, t.mask, detail::to_list(t.parameters), t.outgoing, t.eps, false);
+  }
+  static Tensor meta(const Tensor& x, Args... args) {
+    const TriangleArguments arguments{x, args...};
+    detail::check_triangle("triangle_multiplicative_update", arguments, false);
+    return at::empty_symint(x.sym_sizes(), arguments.p_in_weight.options());
+  }
+  static void meta_(Tensor& x, Args... args) {
+    detail::check_triangle("triangle_multiplicative_update_", {x, args...}, true);
+  }
+};
+using PublicKernels = Public<triangle_multiplicative_update>;
+
+std::tuple<Tensor, Tensor> update_meta(const Tensor& x, const OptionalTensor& mask,
+                                       const TriangleParameterList& parameters, bool outgoing, double eps,
+                                       bool keep_product) {
+  const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
+  const auto options = t.weight(detail::kPA).options();
+  return {at::empty_symint(x.sym_sizes(), options),
+          detail::empty_if(keep_product, product_shape(t), t.weight(detail::kPA))};
+}
+
+Tensor update_meta_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+                    double eps, bool keep_product) {
+  const TriangleUpdate t = detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
+  return detail::empty_if(keep_product, product_shape(t), t.weight(detail::kPA));
+}
+
+std::vector<Tensor> update_backward_meta(const Tensor& grad, const Tensor& x, const Tensor& product,
+                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                         bool outgoing, double eps, TriangleMask wanted) {
+  return detail::empty_triangle_gradients(
+      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted), wanted);
+}
+
+TORCH_LIBRARY_FRAGMENT(myops, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  const auto define = [&](const std::string& schema) { m.def(schema.c_str(), tags); };
+  const std::string arguments =
+      "str direction=\"outgoing\", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, "
+      "Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, "
+      "Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, "
+      "Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1e-5";
+  define("triangle_multiplicative_update(Tensor x, " + arguments + ") -> Tensor");
+  define("triangle_multiplicative_update_(Tensor(a!) x, " + arguments + ") -> ()");
+  const std::string beneath = "Tensor? mask, Tensor?[] parameters, bool outgoing, float eps";
+  define("_triangle_multiplicative_update(Tensor x, " + beneath + ", bool keep_product=False) -> (Tensor, Tensor)");
+  define("_triangle_multiplicative_update_(Tensor(a!) x, " + beneath + ", bool keep_product=False) -> Tensor");
+  define("_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor product, " + beneath +
+         ", bool[18] wanted) -> Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(myops, Meta, m) {
+  m.impl("triangle_multiplicative_update", PublicKernels::meta);
+  m.impl("triangle_multiplicative_update_", PublicKernels::meta_);
+  m.impl("_triangle_multiplicative_update", update_meta);
+  m.impl("_triangle_multiplicative_update_", update_meta_);
+  m.impl("_triangle_multiplicative_update_backward", update_backward_meta);
+}
+
+}  // namespace
+
+void detail::register_triangle_update(torch::Library& backend) {
+  backend.impl("triangle_multiplicative_update", PublicKernels::update);
+  backend.impl("triangle_multiplicative_update_", PublicKernels::update_);
+}
+
+}  // namespace torchops

@@ -1,0 +1,159 @@
+#pragma once
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "export.h"
+
+namespace torch {
+class Library;
+}
+
+namespace torchops {
+
+/// The triangle multiplicative update of a pair tensor (Jumper et al. 2021, supplement, algorithms 11 and 12):
+///   z = layer_norm(x),  (a, b) = (z @ p_in.T + ...) * sigmoid(z @ g_in.T + ...) * mask
+///   outgoing o[i, j] = sum_k a[i, k] b[j, k],  incoming o[i, j] = sum_k a[k, i] b[k, j],  for each channel
+///   (layer_norm(o) @ p_out.T + ...) * sigmoid(z @ g_out.T + ...)
+///
+/// x: (*batch, N, N, c); direction: "outgoing" or "incoming"; mask: (*batch, N, N), bool or floating-point, or none;
+/// p_in_weight, g_in_weight: (2d, c), first the d rows of a, then those of b; p_out_weight: (c, d); g_out_weight:
+/// (c, c); norms (c,) and (d,); biases as the weights' rows, or none. All parameters of one floating-point dtype, and x
+/// too, except that x may be float32 where they are float16 or bfloat16. Returns a new contiguous tensor of x's shape
+/// and the parameters' dtype. Throws c10::Error, with nothing computed, when arguments do not fit.
+TORCHOPS_API at::Tensor triangle_multiplicative_update(
+    const at::Tensor& x, std::string_view direction, const std::optional<at::Tensor>& mask,
+    const std::optional<at::Tensor>& norm_in_weight, const std::optional<at::Tensor>& norm_in_bias,
+    const at::Tensor& p_in_weight, const std::optional<at::Tensor>& p_in_bias, const at::Tensor& g_in_weight,
+    const std::optional<at::Tensor>& g_in_bias, const std::optional<at::Tensor>& norm_out_weight,
+    const std::optional<at::Tensor>& norm_out_bias, const at::Tensor& p_out_weight,
+    const std::optional<at::Tensor>& p_out_bias, const at::Tensor& g_out_weight,
+    const std::optional<at::Tensor>& g_out_bias, double eps = 1e-5);
+
+/// x += triangle_multiplicative_update(x, ...), in x's dtype; returns x. mask and parameters may overlap x; they are
+/// then read first. A call that its checks refuse leaves x untouched; where memory runs out halfway, a part may be
+/// overwritten, and x's version counter has moved.
+TORCHOPS_API at::Tensor& triangle_multiplicative_update_(
+    at::Tensor& x, std::string_view direction, const std::optional<at::Tensor>& mask,
+    const std::optional<at::Tensor>& norm_in_weight, const std::optional<at::Tensor>& norm_in_bias,
+    const at::Tensor& p_in_weight, const std::optional<at::Tensor>& p_in_bias, const at::Tensor& g_in_weight,
+    const std::optional<at::Tensor>& g_in_bias, const std::optional<at::Tensor>& norm_out_weight,
+    const std::optional<at::Tensor>& norm_out_bias, const at::Tensor& p_out_weight,
+    const std::optional<at::Tensor>& p_out_bias, const at::Tensor& g_out_weight,
+    const std::optional<at::Tensor>& g_out_bias, double eps = 1e-5);
+
+namespace detail {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// The parameters of a triangle update, those of a and b apart. A weight and its bias are neighbours.
+enum TriangleParameter : size_t {
+  kNormIn = 0,
+  kPA = 2,
+  kPB = 4,
+  kGA = 6,
+  kGB = 8,
+  kNormOut = 10,
+  kPOut = 12,
+  kGOut = 14,
+};
+constexpr size_t kTriangleParameters = 16;
+using TriangleParameters = std::array<OptionalTensor, kTriangleParameters>;
+using TriangleParameterList = c10::List<OptionalTensor>;
+
+/// Gradients are numbered x, mask, then the parameters.
+constexpr size_t kTriangleGradients = 2 + kTriangleParameters;
+using TriangleMask = std::array<bool, kTriangleGradients>;
+
+/// The arguments that every form of the operator shares, once they have been checked.
+struct TriangleUpdate {
+  at::Tensor x;
+  OptionalTensor mask;
+  TriangleParameters parameters;
+  bool outgoing;
+  double eps;
+
+  const at::Tensor& weight(TriangleParameter layer) const { return *parameters[layer]; }
+  const OptionalTensor& bias(TriangleParameter layer) const { return parameters[layer + 1]; }
+  /// The dtype of the products and of the result.
+  at::ScalarType dtype() const { return weight(kPA).scalar_type(); }
+};
+
+/// The arguments of triangle_multiplicative_update(), in its order.
+struct TriangleArguments {
+  at::Tensor x;
+  std::string_view direction;
+  OptionalTensor mask, norm_in_weight, norm_in_bias;
+  at::Tensor p_in_weight;
+  OptionalTensor p_in_bias;
+  at::Tensor g_in_weight;
+  OptionalTensor g_in_bias, norm_out_weight, norm_out_bias;
+  at::Tensor p_out_weight;
+  OptionalTensor p_out_bias;
+  at::Tensor g_out_weight;
+  OptionalTensor g_out_bias;
+  double eps;
+};
+
+/// Raises unless they fit, and, where `writes`, x can be overwritten.
+void check_triangle(const char* op, const TriangleArguments& arguments, bool writes);
+
+/// Checked arguments with the packed weights taken apart: views, differentiable where autograd is on.
+TriangleUpdate split(const TriangleArguments& arguments);
+
+TriangleParameters to_array(const TriangleParameterList& parameters);
+TriangleParameterList to_list(const TriangleParameters& parameters);
+
+/// The operators beneath, which take weights of a and b that lie anywhere. Each returns the product o too, which the
+/// gradients read, as a contiguous (*batch, d, N, padded) whose rows are padded_size(N) long, with anything behind
+/// their N elements; or, without keep_product, a tensor of no elements.
+std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const OptionalTensor& mask,
+                                                   const TriangleParameterList& parameters, bool outgoing, double eps,
+                                                   bool keep_product);
+at::Tensor triangle_update_(at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                            bool outgoing, double eps, bool keep_product);
+
+/// The gradients where `wanted` asks for them, and empty tensors elsewhere. Everything but the product is computed
+/// again.
+std::vector<at::Tensor> triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& product,
+                                                 const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                                 bool outgoing, double eps, TriangleMask wanted);
+
+/// Their argument checks, for every backend, which return the arguments in one piece.
+TriangleUpdate checked_triangle_update(const at::Tensor& x, const OptionalTensor& mask,
+                                       const TriangleParameterList& parameters, bool outgoing, double eps);
+TriangleUpdate checked_triangle_update_(const at::Tensor& x, const OptionalTensor& mask,
+                                        const TriangleParameterList& parameters, bool outgoing, double eps);
+TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& product,
+                                                const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                                bool outgoing, double eps, const TriangleMask& wanted);
+
+/// Registers the public operators for a backend that has those beneath.
+void register_triangle_update(torch::Library& backend);
+
+/// Uninitialised gradients, the parameters' in the dtype of the parameters.
+std::vector<at::Tensor> empty_triangle_gradients(const TriangleUpdate& update, const TriangleMask& wanted);
+
+/// N rounded up so that rows of a product begin at multiples of 16 bytes, as matrix kernels like them.
+template <class Int>
+Int padded_size(const Int& n, at::ScalarType dtype) {
+  const auto step = static_cast<int64_t>(16 / c10::elementSize(dtype));
+  return (n + (step - 1)) / step * step;
+}
+
+/// By what a is scaled, so that o stays far from the largest number of float16, 65504: a power of 2 near 1 / sqrt(N),
+/// by which products of numbers of random signs grow. The layer norm of o is the same, with eps times its square.
+/// 1 in all other types.
+double triangle_scale(int64_t n, at::ScalarType dtype);
+
+/// x (*batch, N, N, c), mask or result as the i-th of its batch elements, (N, N, ...).
+at::Tensor batch_element(const at::Tensor& t, int64_t trailing_dims, int64_t index);
+int64_t batch_size(const at::Tensor& t, int64_t trailing_dims);
+
+}  // namespace detail
+}  // namespace torchops

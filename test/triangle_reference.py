@@ -1,0 +1,53 @@
+"""The triangle multiplicative update as papers write it, in PyTorch's own operators: what tests compare with.
+
+Jumper et al. 2021, supplement, algorithms 11 and 12; Abramson et al. 2024, algorithms 12 and 13.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear
+
+PRODUCTS = {"outgoing": "...ikc,...jkc->...ijc", "incoming": "...kic,...kjc->...ijc"}
+
+
+def triangle_multiplicative_update(
+    x: Tensor,
+    direction: str = "outgoing",
+    *,
+    mask: Tensor | None = None,
+    norm_in_weight: Tensor | None = None,
+    norm_in_bias: Tensor | None = None,
+    p_in_weight: Tensor,
+    p_in_bias: Tensor | None = None,
+    g_in_weight: Tensor,
+    g_in_bias: Tensor | None = None,
+    norm_out_weight: Tensor | None = None,
+    norm_out_bias: Tensor | None = None,
+    p_out_weight: Tensor,
+    p_out_bias: Tensor | None = None,
+    g_out_weight: Tensor,
+    g_out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Any floating dtype, float64 for a result to compare with. A float32 `x` with 16-bit weights is normalised in
+    float32, and what follows has the weights' dtype."""
+    dtype = p_in_weight.dtype
+    z = _norm(x, norm_in_weight, norm_in_bias, eps).to(dtype)
+    ab = linear(z, p_in_weight, p_in_bias) * torch.sigmoid(linear(z, g_in_weight, g_in_bias))
+    if mask is not None:
+        ab = ab * mask.to(dtype).unsqueeze(-1)
+    o = torch.einsum(PRODUCTS[direction], *ab.chunk(2, -1))
+    out = linear(_norm(o, norm_out_weight, norm_out_bias, eps), p_out_weight, p_out_bias)
+    return out * torch.sigmoid(linear(z, g_out_weight, g_out_bias))
+
+
+def triangle_multiplicative_update_(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """What the form that overwrites `x` leaves in it, as a new tensor."""
+    return x + triangle_multiplicative_update(x, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    return layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -1,0 +1,171 @@
+"""Operators of pair tensors ``(*batch, N, N, c)``, as models of the AlphaFold kind have them; for dtypes, errors and
+autocast see :mod:`torchops.ops`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["triangle_multiplicative_update", "triangle_multiplicative_update_"]
+
+_triangle_multiplicative_update = torch.ops.myops.triangle_multiplicative_update
+_triangle_multiplicative_update_ = torch.ops.myops.triangle_multiplicative_update_
+
+
+def triangle_multiplicative_update(
+    x: Tensor,
+    direction: Literal["outgoing", "incoming"] = "outgoing",
+    *,
+    mask: Tensor | None = None,
+    norm_in_weight: Tensor | None = None,
+    norm_in_bias: Tensor | None = None,
+    p_in_weight: Tensor,
+    p_in_bias: Tensor | None = None,
+    g_in_weight: Tensor,
+    g_in_bias: Tensor | None = None,
+    norm_out_weight: Tensor | None = None,
+    norm_out_bias: Tensor | None = None,
+    p_out_weight: Tensor,
+    p_out_bias: Tensor | None = None,
+    g_out_weight: Tensor,
+    g_out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **other: object,
+) -> Tensor:
+    """The triangle multiplicative update of AlphaFold and its successors, as one operator (`Jumper et al. 2021
+    <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 11 and 12).
+
+    .. code-block:: text
+
+        z = layer_norm(x)
+        a, b = ((z @ p_in.T + p_in_bias) * sigmoid(z @ g_in.T + g_in_bias) * mask).chunk(2, -1)
+        o[i, j] = sum over k of a[i, k] * b[j, k]     outgoing
+        o[i, j] = sum over k of a[k, i] * b[k, j]     incoming
+        (layer_norm(o) @ p_out.T + p_out_bias) * sigmoid(z @ g_out.T + g_out_bias)
+
+    Args:
+        x: pair tensor of shape ``(*batch, N, N, c)``, with any number of batch dimensions.
+        direction: ``"outgoing"`` or ``"incoming"``.
+        mask: factors of shape ``(*batch, N, N)``, bool or floating-point, or ``None``.
+        norm_in_weight, norm_in_bias: of the layer norm of ``x``, of shape ``(c,)``, or ``None``.
+        p_in_weight, g_in_weight: projections and their gates, of shape ``(2 * d, c)``: the rows of ``a``, then those of
+            ``b``. The biases have shape ``(2 * d,)``, or are ``None``.
+        norm_out_weight, norm_out_bias: of the layer norm of ``o``, of shape ``(d,)``, or ``None``.
+        p_out_weight: of shape ``(c, d)``; its bias ``(c,)``, or ``None``.
+        g_out_weight: of shape ``(c, c)``; its bias ``(c,)``, or ``None``.
+        eps: of both layer norms.
+
+    All parameters share one dtype. Where that is float16 or bfloat16, ``x`` may be float32: it is normalised in float32
+    and then rounded. Under ``torch.autocast`` the mask and the parameters are cast, and no float32 ``x``. In float16
+    nothing has to be scaled by the caller: ``a`` is scaled so that ``o`` does not overflow for want of range.
+
+    Returns:
+        The update, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the parameters.
+
+    Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), the result included, and at most 64 MiB. For
+    backward, ``o`` is kept besides the arguments; everything else is computed again.
+
+    Raises:
+        TypeError: a keyword that does not exist, or a weight that is missing.
+        RuntimeError: shapes do not match; devices differ; dtypes are not supported together; or the direction does not
+            exist.
+
+    Example::
+
+        >>> x, p, w = torch.randn(5, 5, 3), torch.randn(4, 3), torch.randn(3, 3)
+        >>> out = torchops.triangle_multiplicative_update(
+        ...     x, "outgoing", p_in_weight=p, g_in_weight=p, p_out_weight=torch.randn(3, 2), g_out_weight=w
+        ... )
+        >>> out.shape
+        torch.Size([5, 5, 3])
+    """
+    if other:
+        raise _unknown("triangle_multiplicative_update", other)
+    return _triangle_multiplicative_update(
+        x,
+        direction,
+        mask=mask,
+        norm_in_weight=norm_in_weight,
+        norm_in_bias=norm_in_bias,
+        p_in_weight=p_in_weight,
+        p_in_bias=p_in_bias,
+        g_in_weight=g_in_weight,
+        g_in_bias=g_in_bias,
+        norm_out_weight=norm_out_weight,
+        norm_out_bias=norm_out_bias,
+        p_out_weight=p_out_weight,
+        p_out_bias=p_out_bias,
+        g_out_weight=g_out_weight,
+        g_out_bias=g_out_bias,
+        eps=eps,
+    )
+
+
+def triangle_multiplicative_update_(
+    x: Tensor,
+    direction: Literal["outgoing", "incoming"] = "outgoing",
+    *,
+    mask: Tensor | None = None,
+    norm_in_weight: Tensor | None = None,
+    norm_in_bias: Tensor | None = None,
+    p_in_weight: Tensor,
+    p_in_bias: Tensor | None = None,
+    g_in_weight: Tensor,
+    g_in_bias: Tensor | None = None,
+    norm_out_weight: Tensor | None = None,
+    norm_out_bias: Tensor | None = None,
+    p_out_weight: Tensor,
+    p_out_bias: Tensor | None = None,
+    g_out_weight: Tensor,
+    g_out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **other: object,
+) -> Tensor:
+    """Adds :func:`triangle_multiplicative_update` to ``x``, as a model's residual connection does, and returns ``x``.
+
+    The sum is in the dtype of ``x``. ``mask`` and parameters may overlap ``x``, and are then copied first.
+
+    Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), and at most 64 MiB. Training keeps ``o`` and a
+    copy of the old ``x``. Where memory runs out halfway, a part of ``x`` may be overwritten.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`triangle_multiplicative_update`; ``x`` has several elements in one place, as
+            after ``expand``; or ``x`` is a leaf that requires grad.
+
+    Example::
+
+        >>> x, p, w = torch.randn(5, 5, 3), torch.randn(4, 3), torch.randn(3, 3)
+        >>> torchops.triangle_multiplicative_update_(
+        ...     x, "incoming", p_in_weight=p, g_in_weight=p, p_out_weight=torch.randn(3, 2), g_out_weight=w
+        ... ) is x
+        True
+    """
+    if other:
+        raise _unknown("triangle_multiplicative_update_", other)
+    _triangle_multiplicative_update_(
+        x,
+        direction,
+        mask=mask,
+        norm_in_weight=norm_in_weight,
+        norm_in_bias=norm_in_bias,
+        p_in_weight=p_in_weight,
+        p_in_bias=p_in_bias,
+        g_in_weight=g_in_weight,
+        g_in_bias=g_in_bias,
+        norm_out_weight=norm_out_weight,
+        norm_out_bias=norm_out_bias,
+        p_out_weight=p_out_weight,
+        p_out_bias=p_out_bias,
+        g_out_weight=g_out_weight,
+        g_out_bias=g_out_bias,
+        eps=eps,
+    )
+    return x
+
+
+def _unknown(op: str, other: dict[str, object]) -> TypeError:
+    known = "direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, "
+    known += "norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias and eps"
+    return TypeError(f"{op}: expected the keywords {known}, got {', '.join(other)}")
