@@ -73,6 +73,8 @@ class Layers {
   const Affine& affine_in() const { return in_; }
   const Affine& affine_out() const { return out_; }
 
+  /// Channels of padded matrices without what is behind the N rows and columns.
+  Tensor matrices(const Tensor& channels) const { return channels.narrow(1, 0, n_).narrow(2, 0, n_); }
   /// rows @ weight.T + bias.
   Tensor linear(const Tensor& rows, TriangleParameter layer) const {
     const Tensor& w = t_.weight(layer);
@@ -127,7 +129,7 @@ void make_a_and_b(const Layers& layers, const Element& e) {
   });
 }
 
-// A buffer of (channels + spare, N, padded) in which products overwrite one of their factors: that begins `spare`
+// A buffer of (channels + spare, padded, padded) in which products overwrite one of their factors: that begins `spare`
 // channels behind the result, so that a group of results lies where factors have been used up.
 struct Rotating {
   int64_t spare;
@@ -141,17 +143,13 @@ struct Rotating {
   }
   /// For `results` channels.
   Rotating(const Layers& layers, int64_t results) : spare(spare_channels(layers)) {
-    const at::ScalarType dtype = layers.update().dtype();
-    memory = at::empty({results + spare, layers.n(), detail::padded_size(layers.n(), dtype)},
-                       layers.update().weight(detail::kPA).options());
-    // Nobody reads what is behind the rows of a product, but it is handed out.
-    memory.narrow(2, layers.n(), memory.size(2) - layers.n()).zero_();
+    const int64_t n = layers.n(), padded = detail::padded_size(n, layers.update().dtype());
+    memory = at::empty({results + spare, padded, padded}, layers.update().weight(detail::kPA).options());
+    for (const int64_t dim : {1, 2}) memory.narrow(dim, n, padded - n).zero_();
   }
   Tensor results(int64_t first, int64_t count) const { return memory.narrow(0, first, count); }
   /// Where the factors of these results are to be written.
-  Tensor factors(int64_t first, int64_t count, int64_t n) const {
-    return memory.narrow(0, first + spare, count).narrow(2, 0, n);
-  }
+  Tensor factors(int64_t first, int64_t count) const { return memory.narrow(0, first + spare, count); }
 };
 
 // o = a @ b.T for each channel, group by group.
@@ -184,9 +182,9 @@ Element element_of(const Layers& layers, int64_t index, const Rotating& memory, 
     if (t.mask) e.mask = e.mask.transpose(0, 1);
   }
   if (t.mask) e.mask = e.mask.to(t.dtype());
-  e.a = memory.factors(first_result, layers.channels(), layers.n());
+  e.a = layers.matrices(memory.factors(first_result, layers.channels()));
   e.b = b;
-  e.product = memory.results(first_result, layers.channels()).narrow(2, 0, layers.n());
+  e.product = layers.matrices(memory.results(first_result, layers.channels()));
   return e;
 }
 
@@ -209,7 +207,7 @@ Tensor for_each_element(const Layers& layers, bool keep_product, const Finish& f
   }
   if (!keep_product) return at::empty({0}, b.options());
   at::DimVector shape(t.x.sizes().slice(0, t.x.dim() - 3));
-  for (const int64_t size : {d, layers.n(), memory.memory.size(2)}) shape.push_back(size);
+  for (const int64_t size : {d, memory.memory.size(1), memory.memory.size(2)}) shape.push_back(size);
   return memory.results(0, batch * d).view(shape);
 }
 
@@ -391,7 +389,7 @@ std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, con
   const Tensor b = empty_channels(layers), d_o = empty_channels(layers);
   for (int64_t index = 0; index < detail::batch_size(x, 3); ++index) {
     Element e = element_of(layers, index, memory, 0, b);
-    e.product = detail::batch_element(product, 3, index).narrow(2, 0, n);
+    e.product = layers.matrices(detail::batch_element(product, 3, index));
     const Tensor x_pair = detail::batch_element(x, 3, index), grad_pair = detail::batch_element(grad, 3, index);
     Tensor dz_pair = detail::batch_element(dx, 3, index);
     for_each_chunk([&](int64_t chunk, const Panel& panel) {
@@ -399,7 +397,7 @@ std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, con
     });
     make_a_and_b(layers, e);
     // da = do @ b and db = do.T @ a, over a and b: da where factors a have been used up.
-    const Tensor da = memory.results(0, d).narrow(2, 0, n);
+    const Tensor da = layers.matrices(memory.results(0, d));
     for (int64_t begin = 0; begin < d; begin += memory.spare) {
       const auto group = [&](const Tensor& t) { return t.narrow(0, begin, std::min(memory.spare, d - begin)); };
       Tensor da_group = group(da), db_group = group(e.b);

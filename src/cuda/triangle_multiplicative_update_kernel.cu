@@ -9,16 +9,18 @@
 
 #include "cuda/channels.cuh"
 #include "cuda/linear.h"
+#include "cuda/pair_steps.h"
 #include "ops/common.h"
 #include "ops/gate.h"
 #include "ops/glu.h"
 #include "ops/layer_norm.h"
 #include "ops/triangle_multiplicative_update.h"
 
-// For each element of the batch: panels of x, small enough for the second-level cache, go through layer_norm and glu
-// and are stored channels first as a and b; batched products overwrite a with o; panels of o and x go through
-// layer_norm, the projection and gate. No other tensor of x's size is made. For the incoming direction x is read
-// transposed: a'[i, k] = a[k, i] makes of it the outgoing one.
+// Where the kernels of pair_steps.h can run, they make the steps around the products. Elsewhere, for each element of
+// the batch: panels of x, small enough for the second-level cache, go through layer_norm and glu and are stored
+// channels first as a and b; batched products overwrite a with o; panels of o and x go through layer_norm, the
+// projection and gate. No other tensor of x's size is made. For the incoming direction x is read transposed: a'[i, k] =
+// a[k, i] makes of it the outgoing one.
 namespace torchops::cuda {
 namespace {
 
@@ -54,7 +56,6 @@ class Layers {
   }
 
   const TriangleUpdate& update() const { return t_; }
-  int64_t n() const { return n_; }
   int64_t padded() const { return padded_; }
   int64_t channels() const { return t_.weight(detail::kPA).size(0); }
   double scale() const { return scale_; }
@@ -88,7 +89,8 @@ class Layers {
   }
 
   enum class To { kChannels, kRows };
-  /// Moves a panel of (rows, d) to its places in channels (d, N, padded) or back, times the mask (N, N) and a factor.
+  /// Moves a panel of (rows, d) to its places in channels (d, padded, padded) or back, times the mask (N, N) and a
+  /// factor.
   void transpose(To to, const Panel& panel, const Tensor& rows, const Tensor& channels, const Tensor& mask,
                  double factor) const {
     AT_DISPATCH_FLOATING_TYPES_AND2(
@@ -110,12 +112,17 @@ class Layers {
     return rows;
   }
 
-  /// Channels of (N, padded), as the products see them.
-  Tensor matrices(const Tensor& channels) const { return channels.narrow(2, 0, n_); }
-  Tensor empty_channels(int64_t count) const { return at::detail::empty_cuda({count, n_, padded_}, options()); }
+  /// With zeros behind the N rows and columns, which the products of padded matrices need and keep.
+  Tensor empty_channels(int64_t count) const {
+    const Tensor channels = at::detail::empty_cuda({count, padded_, padded_}, options());
+    for (const int64_t dim : {1, 2}) {
+      if (padded_ > n_) channels.narrow(dim, n_, padded_ - n_).zero_();
+    }
+    return channels;
+  }
   /// How many channels a group of products has that is done with before the next overwrites its factors.
   int64_t group() const {
-    const int64_t bytes = n_ * padded_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
+    const int64_t bytes = padded_ * padded_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
     return std::clamp(kMaxScratchBytes / std::max(bytes, int64_t{1}), int64_t{1}, std::max(channels(), int64_t{1}));
   }
 
@@ -144,15 +151,13 @@ struct Rotating {
   Tensor memory;
 
   Rotating(const Layers& layers, int64_t results)
-      : group(layers.group()), memory(layers.empty_channels(results + group)) {
-    // Nobody reads what is behind the rows of a product, but it is handed out.
-    if (layers.padded() > layers.n()) memory.narrow(2, layers.n(), layers.padded() - layers.n()).zero_();
-  }
+      : group(layers.group()), memory(layers.empty_channels(results + group)) {}
   Tensor results(int64_t first, int64_t count) const { return memory.narrow(0, first, count); }
   Tensor factors(int64_t first, int64_t count) const { return memory.narrow(0, first + group, count); }
 };
 
 void make_a_and_b(const Layers& layers, const Element& e, const Tensor& a, const Tensor& b) {
+  if (step_in(layers.update(), e.x, e.mask, a, b, layers.scale())) return;
   layers.for_each_panel([&](const Panel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
     const auto make = [&](const Tensor& to, TriangleParameter p, TriangleParameter g, double factor) {
@@ -183,16 +188,16 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
       const Tensor b = layers.empty_channels(d);
       make_a_and_b(layers, Element(t, index), a, b);
       for_each_group(d, memory.group, [&](int64_t begin, int64_t count) {
-        const auto matrices = [&](const Tensor& channels) { return layers.matrices(channels.narrow(0, begin, count)); };
-        Tensor out = matrices(o);
-        at::cuda::bmm_out(out, matrices(a), matrices(b).mT());
+        const auto of_group = [&](const Tensor& channels) { return channels.narrow(0, begin, count); };
+        Tensor out = of_group(o);
+        at::cuda::bmm_out(out, of_group(a), of_group(b).mT());
       });
     }
     finish(index, o);
   }
   if (!keep_product) return at::detail::empty_cuda({0}, layers.options());
   at::DimVector shape(t.x.sizes().slice(0, t.x.dim() - 3));
-  for (const int64_t size : {d, layers.n(), layers.padded()}) shape.push_back(size);
+  for (const int64_t size : {d, layers.padded(), layers.padded()}) shape.push_back(size);
   return memory.results(0, batch * d).view(shape);
 }
 
@@ -218,6 +223,7 @@ std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& ma
     // Only now, so that it can have the memory of b.
     if (!out.defined()) out = at::detail::empty_cuda(x.sizes(), layers.options());
     const Tensor pair = detail::batch_element(x, 3, index), result = detail::batch_element(out, 3, index);
+    if (step_out(t, o, pair, result, /*adds=*/false, layers.eps_out())) return;
     layers.for_each_panel(
         [&](const Panel& panel) { update_panel(layers, panel, o, panel.rows_of(pair), panel.rows_of(result)); });
   });
@@ -236,6 +242,7 @@ Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
   const Layers layers(t);
   return for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     const Tensor pair = detail::batch_element(x, 3, index);
+    if (step_out(t, o, pair, pair, /*adds=*/true, layers.eps_out())) return;
     layers.for_each_panel([&](const Panel& panel) {
       Tensor target = panel.of(pair);
       const Tensor rows = panel.rows_of(pair), update = at::detail::empty_cuda(rows.sizes(), layers.options());
@@ -373,10 +380,10 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
     make_a_and_b(layers, e, a, b);
     // da = do @ b and db = do.T @ a, over a and b: da where factors a have been used up.
     for_each_group(d, memory.group, [&](int64_t begin, int64_t count) {
-      const auto matrices = [&](const Tensor& channels) { return layers.matrices(channels.narrow(0, begin, count)); };
-      Tensor da_group = matrices(da), db_group = matrices(b);
-      at::cuda::bmm_out(da_group, matrices(d_o), db_group);
-      at::cuda::bmm_out(db_group, matrices(d_o).mT(), matrices(a));
+      const auto of_group = [&](const Tensor& channels) { return channels.narrow(0, begin, count); };
+      Tensor da_group = of_group(da), db_group = of_group(b);
+      at::cuda::bmm_out(da_group, of_group(d_o), db_group);
+      at::cuda::bmm_out(db_group, of_group(d_o).mT(), of_group(a));
     });
     const auto in_direction = [&](const Tensor& pair) {
       return outgoing || !pair.defined() ? pair : pair.transpose(0, 1);

@@ -219,10 +219,8 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
 
 c10::SymDimVector product_shape(const TriangleUpdate& t) {
   c10::SymDimVector shape(t.x.sym_sizes().slice(0, t.x.dim() - 3));
-  const c10::SymInt n = t.x.sym_size(-2);
-  shape.push_back(t.weight(detail::kPA).sym_size(0));
-  shape.push_back(n);
-  shape.push_back(detail::padded_size(n, t.dtype()));
+  const c10::SymInt padded = detail::padded_size(t.x.sym_size(-2), t.dtype());
+  for (const c10::SymInt& size : {t.weight(detail::kPA).sym_size(0), padded, padded}) shape.push_back(size);
   return shape;
 }
 

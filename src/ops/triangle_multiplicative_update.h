@@ -139,7 +139,7 @@ void register_triangle_update(torch::Library& backend);
 /// Uninitialised gradients, the parameters' in the dtype of the parameters.
 std::vector<at::Tensor> empty_triangle_gradients(const TriangleUpdate& update, const TriangleMask& wanted);
 
-/// N rounded up so that rows of a product begin at multiples of 16 bytes, as matrix kernels like them.
+/// N rounded up so that rows of a product are multiples of 16 bytes, as matrix kernels need them to be fast.
 template <class Int>
 Int padded_size(const Int& n, at::ScalarType dtype) {
   const auto step = static_cast<int64_t>(16 / c10::elementSize(dtype));

@@ -56,6 +56,8 @@ constexpr Rule<NarrowTiling> kNarrow[] = {
     {[](const Case& c) { return c.k <= 256; }, NarrowTiling::k64x128x256},
 };
 
+constexpr Rule<NarrowTiling> kPair[] = {{always, NarrowTiling::k64x128x128}};
+
 constexpr Rule<GradientTiling> kGated[] = {
     {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, GradientTiling::k64x64},
     {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
@@ -82,6 +84,8 @@ TORCHOPS_RULES(SquareMatmulT, kSquareMatmul)
 TORCHOPS_RULES(Gate, kNarrow)
 TORCHOPS_RULES(GluSigmoid, kNarrow)
 TORCHOPS_RULES(GluSilu, kNarrow)
+TORCHOPS_RULES(TriangleIn, kPair)
+TORCHOPS_RULES(TriangleOut, kPair)
 TORCHOPS_RULES(DenseGradients, kDenseGradients)
 TORCHOPS_RULES(GateGradients, kGated)
 TORCHOPS_RULES(GluSigmoidGradients, kGated)

@@ -36,6 +36,40 @@ struct GradientProblem {
   void* workspace = nullptr;
 };
 
+/// A linear layer of up to 128 features in and out: its weight, and its bias or null.
+struct Layer {
+  Operand weight;
+  const void* bias = nullptr;
+};
+
+/// A layer norm of features: weight and bias may be null.
+struct Norm {
+  const void *weight = nullptr, *bias = nullptr;
+  float eps = 0;
+};
+
+/// A step of a triangle update, on an n x n matrix of positions (i, k): x has c features at each, of which rows of k
+/// are x.row_stride and those of i x.batch_stride apart. Channels are matrices of their own: rows of k that begin at
+/// multiples of 16 bytes, row_stride apart, and channel_stride from one channel to the next.
+struct PairProblem {
+  int n = 0, c = 0, d = 0;
+  Operand x;
+  Norm norm_x;
+  int64_t row_stride = 0, channel_stride = 0;
+  /// The step in: value and gate of each of two results of d channels; factors of positions, or null, and of all.
+  Layer value[2], gate[2];
+  void* channels[2] = {nullptr, nullptr};
+  const void* mask = nullptr;
+  int64_t mask_row_stride = 0, mask_stride = 0;
+  float scale[2] = {1, 1};
+  /// The step out: from channels[0], value[0] and gate[0] to d, of x's strides; or, where it adds, to x, which is d.
+  Norm norm_o;
+  void* out = nullptr;
+  int64_t out_row_stride = 0, out_stride = 0;
+  bool adds = false;
+  void* workspace = nullptr;
+};
+
 /// How a call ended. An error of CUDA is always a failure: it never stands for "another kernel should do this".
 struct Status {
   enum Kind { kDone, kNotForMe, kFailed } kind = kDone;

@@ -73,6 +73,11 @@ inline constexpr int kSpec = 0;
     using Problem = gemm::Problem; \
     using Tiling = NarrowTiling;   \
   };
+#define TORCHOPS_PAIR(name, ...)       \
+  struct name {                        \
+    using Problem = gemm::PairProblem; \
+    using Tiling = NarrowTiling;       \
+  };
 #define TORCHOPS_GRADIENT(name, ...) \
   struct name {                      \
     using Problem = GradientProblem; \

@@ -1,0 +1,258 @@
+#pragma once
+
+// The first step of a triangle update: layer norm, two gated linear units and the mask, from rows of features to
+// channels of positions, in one pass over x.
+//
+// A CTA keeps all weights in shared memory, and tiles of 64 positions stream through it (see pair.cuh). A computing
+// warpgroup multiplies its tile for a, and then for b, and stores the results transposed; TMA takes them to the
+// channels.
+
+#include "cuda/gemm/sm90/pair.cuh"
+
+namespace torchops::cuda::gemm {
+
+template <class Element_, class Gate, NarrowTiling tiling>
+struct PairInKernel {
+  using Element = Element_;
+  static constexpr int kRows = kPairRows, kColumns = kPairColumns, kN = kSpec<tiling>.tile_n, kK = kSpec<tiling>.most_k;
+  static constexpr int kParts = kN / kColumns, kProducts = 2, kWeights = 2 * kParts * kProducts;
+  static constexpr int kSize = static_cast<int>(sizeof(Element));
+  static constexpr int kStageBytes = kRows * kK * kSize, kWeightBytes = kColumns * kK * kSize;
+  static constexpr int kRoom =
+      227 * 1024 - 512 - kWeights * (kWeightBytes + 8 * kColumns) - kPairComputing * kColumns * kRows * kSize - 8 * kK;
+  static constexpr int kStages = std::min(kSpec<tiling>.stages, kRoom / kStageBytes);
+  // Of the gate's product: the terms of its columns have it too.
+  static constexpr float kGateScale = Gate::kTanhScale;
+  static_assert(kSpec<tiling>.rows == kRows && kStages > kPairComputing);
+  using PipelineState = cutlass::PipelineState<kStages>;
+
+  struct Shared {
+    cute::array_aligned<Element, kColumns * kK, 1024> w[2][kParts][kProducts];
+    cute::array_aligned<Element, kColumns * kRows, 1024> results[kPairComputing];
+    cute::array_aligned<Element, kRows * kK, 1024> stages[kStages];
+    alignas(16) ColumnTerms terms[2][kParts][kProducts][kColumns];
+    NormVectors<kK> norm;
+    PairBarriers<kStages> barriers;
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024);
+
+  using Weights = TileMap<cute::SM90_TMA_LOAD, Element, kColumns, kK>;
+  using Channels = PlaneMap<cute::SM90_TMA_STORE, Element, kColumns, kRows>;
+  struct Side {
+    Weights w[kProducts];
+    Channels channels;
+    const Element* bias[kProducts];
+    float scale;
+  };
+  struct Parameters {
+    PlaneMap<cute::SM90_TMA_LOAD, Element, kRows, kK> x;
+    Side sides[2];
+    const Element *mask, *norm[2];
+    int64_t mask_row_stride, mask_stride;
+    float eps;
+    int c, d;
+    PairTiles tiles;
+  };
+
+  using Product = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float,
+                                 cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kK>>,
+                                 cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+
+  CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
+    auto& barriers = shared.barriers;
+    barriers.w_loaded.arrive_and_expect_tx(kWeights * kWeightBytes);
+    CUTLASS_PRAGMA_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < kParts; ++part) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kProducts; ++i) {
+          p.sides[side].w[i].load(shared.w[side][part][i].data(), part, 0, barriers.w_loaded);
+        }
+      }
+    }
+    PipelineState at;
+    for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
+      auto& loaded = barriers.loaded[at.index()];
+      barriers.free[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      loaded.arrive_and_expect_tx(kStageBytes);
+      p.x.load(shared.stages[at.index()].data(), p.tiles.place_in_row(tile), 0, p.tiles.row(tile), loaded);
+    }
+  }
+
+  // By the computing warpgroups, while the first tiles are on their way.
+  CUTLASS_DEVICE static void fold_norms(const Parameters& p, Shared& shared) {
+    constexpr int threads = 128 * kPairComputing;
+    shared.norm.load(p.norm[0], p.norm[1], p.c, threads);
+    sync_computing();
+    shared.barriers.w_loaded.wait(0);
+    for (int i = static_cast<int>(threadIdx.x); i < kWeights * kColumns; i += threads) {
+      const int side = i / (kWeights * kColumns / 2), part = i / (kProducts * kColumns) % kParts;
+      const int product = i / kColumns % kProducts, row = i % kColumns, channel = part * kColumns + row;
+      const Element* const bias = p.sides[side].bias[product];
+      shared.terms[side][part][product][row] = fold_norm<Element, kK>(
+          shared.w[side][part][product].data(), row, shared.norm,
+          bias == nullptr || channel >= p.d ? nullptr : bias + channel, product == 0 ? 1.f : kGateScale);
+    }
+    cutlass::arch::fence_view_async_shared();
+    sync_computing();
+  }
+
+  CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+};
+
+template <class Element, class Gate, NarrowTiling tiling>
+CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameters& p, Shared& shared, int warpgroup) {
+  using namespace cute;
+  const int thread = threadIdx.x % 128;
+  Product product;
+  const auto slice = product.get_slice(thread);
+  Tensor z = partition_fragment_C(product, Shape<Int<kRows>, Int<kColumns>>{});
+  Tensor t = make_fragment_like(z);
+  const Tensor places = slice.partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{}));
+  const auto write = make_tiled_copy_C(Copy_Atom<SM90_U16x8_STSM_T, Element>{}, product);
+  const auto write_slice = write.get_slice(thread);
+  Element* const results = shared.results[warpgroup].data();
+  Tensor to_results = write_slice.partition_D(as_position_independent_swizzle_tensor(
+      make_tensor(make_smem_ptr(results), SwizzledTransposed<Element, kColumns, kRows>{})));
+  const int parts = (p.d + kColumns - 1) / kColumns;
+
+  fold_norms(p, shared);
+  PipelineState at;
+  at.advance(warpgroup);
+  uint32_t round = 0;
+  for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
+       tile += int64_t{kPairComputing} * gridDim.x) {
+    const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
+    // A thread has two positions of the tile. Behind the last of a row stand zeros, which add nothing to the products.
+    float factors[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int position = place * kRows + get<0>(places(2 * i));
+      factors[i] = position < p.tiles.n ? 1.f : 0.f;
+      if (p.mask != nullptr && position < p.tiles.n) {
+        factors[i] = static_cast<float>(p.mask[row * p.mask_row_stride + position * p.mask_stride]);
+      }
+    }
+    shared.barriers.wait_for(at.index(), at.phase(), warpgroup, round++);
+    Element* const stage = shared.stages[at.index()].data();
+    const Tensor a =
+        slice.make_fragment_A(slice.partition_A(make_tensor(make_smem_ptr(stage), SwizzledRows<Element, kRows, kK>{})));
+    Moments moments;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int step = 0; step < 2 * parts; ++step) {
+      const int side = step / parts, part = step % parts;
+      const auto factor = [&](int i) {
+        const Tensor w =
+            make_tensor(make_smem_ptr(shared.w[side][part][i].data()), SwizzledRows<Element, kColumns, kK>{});
+        return slice.make_fragment_B(slice.partition_B(w));
+      };
+      warpgroup_fence_operand(z);
+      warpgroup_fence_operand(t);
+      warpgroup_arrive();
+      product.accumulate_ = GMMA::ScaleOut::Zero;
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < size<2>(a); ++block) {
+        cute::gemm(product, a(_, _, block), factor(0)(_, _, block), z);
+        cute::gemm(product, a(_, _, block), factor(1)(_, _, block), t);
+        product.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      if (step == 0) moments = row_moments<Element, kK>(stage, p.c, p.eps);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(z);
+      warpgroup_fence_operand(t);
+
+      Tensor result = make_tensor_like<Element>(z);
+      const cutlass::NumericArrayConverter<Element, float, 2> to_element;
+      Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
+      const float half = 0.5f * p.sides[side].scale;
+      const float halves[2] = {half * factors[0], half * factors[1]};
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(z); i += 2) {  // pairs of neighbouring columns, in one row and the other by turns
+        const int in_tile = get<1>(places(i)), of_thread = i / 2 % 2;
+        const float4 value_terms = *reinterpret_cast<const float4*>(&shared.terms[side][part][0][in_tile]);
+        const float4 gate_terms = *reinterpret_cast<const float4*>(&shared.terms[side][part][1][in_tile]);
+        const float by = moments.scale[of_thread], gate_by = kGateScale * by, shift = moments.shift[of_thread];
+        cutlass::Array<float, 2> values;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < 2; ++v) {
+          const float value =
+              fmaf(by, z(i + v),
+                   v == 0 ? fmaf(shift, value_terms.x, value_terms.y) : fmaf(shift, value_terms.z, value_terms.w));
+          const float gate =
+              fmaf(gate_by, t(i + v),
+                   v == 0 ? fmaf(shift, gate_terms.x, gate_terms.y) : fmaf(shift, gate_terms.z, gate_terms.w));
+          // What a gate lets through when it is nearly closed is lost in the sum that follows.
+          values[v] = Gate::from_tanh(halves[of_thread] * value, tanh_approximate(gate));
+        }
+        pairs(i / 2) = to_element(values);
+      }
+      if (thread == 0) tma_store_wait<0>();
+      sync_warpgroup(warpgroup);  // the products have read the tile, and TMA the last results
+      if (step + 1 == 2 * parts && thread == 0) shared.barriers.free[at.index()].arrive();
+      copy(write, write_slice.retile_S(result), to_results);
+      cutlass::arch::fence_view_async_shared();
+      sync_warpgroup(warpgroup);
+      if (thread == 0) p.sides[side].channels.store(results, part, place, row);
+    }
+    at.advance(kPairComputing);
+  }
+  if (thread == 0) tma_store_wait<0>();
+}
+
+/// channels[s][h][i][k] = (z @ value[s].T + bias) * sigmoid(z @ gate[s].T + bias) * mask[i][k] * scale[s] for the h-th
+/// column, with z the layer norm of x[i][k]; 0 behind the n-th k, up to the next multiple of 16 bytes.
+template <class Gate>
+struct PairIn {
+  template <Element element, NarrowTiling tiling>
+  struct With {
+    using T = typename ElementOf<element>::Type;
+    using Kernel = PairInKernel<T, Gate, tiling>;
+
+    static Status prepare(const PairProblem& p, int64_t& workspace_bytes) {
+      workspace_bytes = 0;
+      int count = 0;
+      if (p.c > Kernel::kK || p.d > Kernel::kN) return Status::not_for_me();
+      return Status::of(pair_blocks<Kernel>(p.n, count));
+    }
+
+    static Status run(const PairProblem& p, cudaStream_t stream) {
+      using Parameters = typename Kernel::Parameters;
+      int blocks = 0;
+      if (const cudaError_t error = pair_blocks<Kernel>(p.n, blocks); error != cudaSuccess) return Status::of(error);
+      constexpr int vector = 16 / sizeof(T);
+      const int padded = (p.n + vector - 1) / vector * vector;
+      Parameters parameters{};
+      bool encoded = are_encodable<T>(p.x);
+      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);
+      for (int s = 0; s < 2; ++s) {
+        auto& side = parameters.sides[s];
+        const Operand channels{p.channels[s], p.row_stride, p.channel_stride};
+        encoded = encoded && are_encodable<T>(p.value[s].weight, p.gate[s].weight, channels);
+        side.w[0] = Kernel::Weights::of(p.value[s].weight.data, p.value[s].weight.row_stride, p.d, p.c);
+        side.w[1] = Kernel::Weights::of(p.gate[s].weight.data, p.gate[s].weight.row_stride, p.d, p.c);
+        side.channels = Kernel::Channels::of(p.channels[s], p.channel_stride, p.row_stride, p.d, padded, p.n);
+        side.bias[0] = static_cast<const T*>(p.value[s].bias);
+        side.bias[1] = static_cast<const T*>(p.gate[s].bias);
+        side.scale = p.scale[s];
+        encoded = encoded && are_encoded(side.w[0].map, side.w[1].map, side.channels.map);
+      }
+      if (!encoded || !are_encoded(parameters.x.map)) return Status::of(cudaErrorInvalidValue);
+      parameters.mask = static_cast<const T*>(p.mask);
+      parameters.mask_row_stride = p.mask_row_stride;
+      parameters.mask_stride = p.mask_stride;
+      parameters.norm[0] = static_cast<const T*>(p.norm_x.weight);
+      parameters.norm[1] = static_cast<const T*>(p.norm_x.bias);
+      parameters.eps = p.norm_x.eps;
+      parameters.c = p.c;
+      parameters.d = p.d;
+      parameters.tiles = {p.n};
+      pair_kernel<Kernel><<<blocks, kPairThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
+      return Status::of(cudaGetLastError());
+    }
+  };
+};
+
+}  // namespace torchops::cuda::gemm

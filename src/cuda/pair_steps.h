@@ -1,0 +1,131 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/operand.h"
+#include "cuda/linear.h"
+#include "ops/dense_path.h"
+#include "ops/triangle_multiplicative_update.h"
+
+// The two steps of a triangle update around its products, by the kernels for compute capability 9.0 that make each one
+// pass over memory. Both return false, with nothing done, where these cannot run.
+namespace torchops::cuda {
+
+namespace pair_steps {
+
+using at::Tensor;
+using detail::OptionalTensor;
+using detail::TriangleParameter;
+using detail::TriangleUpdate;
+
+/// A tensor of positions (N, N, features) as TMA can read and write it, with row_stride for its second dimension.
+inline std::optional<gemm::Operand> positions(const Tensor& t) {
+  const int64_t vector = 16 / static_cast<int64_t>(t.element_size());
+  const auto fits = [&](int64_t stride) { return stride > 0 && stride % vector == 0; };
+  if (t.stride(2) != 1 || t.size(2) % vector != 0 || !fits(t.stride(0)) || !fits(t.stride(1)) ||
+      !gemm::is_aligned(t.const_data_ptr())) {
+    return std::nullopt;
+  }
+  return gemm::Operand{t.const_data_ptr(), t.stride(1), t.stride(0)};
+}
+
+/// The problem of one element of the batch as far as both steps share it, and what keeps its memory.
+struct Step {
+  gemm::PairProblem problem;
+  c10::SmallVector<Tensor, 8> kept;
+  bool fits = true;
+
+  Step(const TriangleUpdate& t, const Tensor& x) {
+    const auto from = positions(x);
+    problem.n = static_cast<int>(x.size(0));
+    problem.c = static_cast<int>(x.size(2));
+    problem.d = static_cast<int>(t.weight(detail::kPA).size(0));
+    fits = from && problem.d % 8 == 0;
+    if (!fits) return;
+    problem.x = *from;
+    problem.norm_x = norm(t, detail::kNormIn, t.eps);
+  }
+
+  gemm::Norm norm(const TriangleUpdate& t, TriangleParameter layer, double eps) {
+    return {vector(t.parameters[layer]), vector(t.parameters[layer + 1]), static_cast<float>(eps)};
+  }
+  gemm::Layer layer(const TriangleUpdate& t, TriangleParameter layer) {
+    const auto weight = gemm::operand(t.weight(layer));
+    fits = fits && weight;
+    return {weight.value_or(gemm::Operand{}), vector(t.bias(layer))};
+  }
+  /// Of channels (d, padded, padded).
+  void set_channels(const Tensor& channels) {
+    problem.channel_stride = channels.stride(0);
+    problem.row_stride = channels.stride(1);
+    fits = fits && channels.stride(2) == 1 && gemm::is_aligned(channels.const_data_ptr());
+  }
+
+ private:
+  const void* vector(const OptionalTensor& parameter) {
+    if (!parameter) return nullptr;
+    kept.push_back(parameter->contiguous());
+    return kept.back().const_data_ptr();
+  }
+};
+
+inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
+  if (detail::dense_path() == detail::DensePath::kCublas || t.x.scalar_type() != t.dtype() || t.x.size(-2) == 0) {
+    return std::nullopt;
+  }
+  return gemm::sm90_case(t.x.size(-2), t.weight(detail::kPA).size(0), t.x.size(-1), t.dtype());
+}
+
+}  // namespace pair_steps
+
+/// From x (N, N, c) and the mask (N, N) or none of one element of the batch, both in the direction of the update, to a
+/// and b.
+inline bool step_in(const detail::TriangleUpdate& t, const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a,
+                    const at::Tensor& b, double scale) {
+  const auto c = pair_steps::chosen_case(t);
+  if (!c) return false;
+  pair_steps::Step step(t, x);
+  gemm::PairProblem& p = step.problem;
+  p.value[0] = step.layer(t, detail::kPA);
+  p.value[1] = step.layer(t, detail::kPB);
+  p.gate[0] = step.layer(t, detail::kGA);
+  p.gate[1] = step.layer(t, detail::kGB);
+  step.set_channels(b);
+  step.set_channels(a);
+  if (!step.fits || a.stride(0) != b.stride(0) || a.stride(1) != b.stride(1)) return false;
+  p.channels[0] = a.mutable_data_ptr();
+  p.channels[1] = b.mutable_data_ptr();
+  p.scale[0] = static_cast<float>(scale);
+  if (mask.defined()) {
+    p.mask = mask.const_data_ptr();
+    p.mask_row_stride = mask.stride(0);
+    p.mask_stride = mask.stride(1);
+  }
+  return gemm::run_chosen<gemm::TriangleIn>(p, *c, a);
+}
+
+/// From the product o and x (N, N, c) to the update, in `out`; or, where it adds, x += update, and `out` is x.
+inline bool step_out(const detail::TriangleUpdate& t, const at::Tensor& o, const at::Tensor& x, const at::Tensor& out,
+                     bool adds, double eps_out) {
+  const auto c = pair_steps::chosen_case(t);
+  const auto to = pair_steps::positions(out);
+  if (!c || !to) return false;
+  pair_steps::Step step(t, x);
+  gemm::PairProblem& p = step.problem;
+  p.value[0] = step.layer(t, detail::kPOut);
+  p.gate[0] = step.layer(t, detail::kGOut);
+  p.norm_o = step.norm(t, detail::kNormOut, eps_out);
+  step.set_channels(o);
+  if (!step.fits) return false;
+  p.channels[0] = const_cast<void*>(o.const_data_ptr());  // read
+  p.out = out.mutable_data_ptr();
+  p.out_row_stride = to->row_stride;
+  p.out_stride = to->batch_stride;
+  p.adds = adds;
+  return gemm::run_chosen<gemm::TriangleOut>(p, *c, out);
+}
+
+}  // namespace torchops::cuda
