@@ -96,6 +96,17 @@ def test_one_long_row(call: str) -> None:
     assert growth(program) <= A_FEW_MIB
 
 
+@pytest.mark.parametrize("shape", ["1, 2**26", "2, 2**25", "2**13, 2**13", "2, 2, 2**24"])
+def test_long_rows_of_several_dimensions(shape: str) -> None:
+    """256 MiB in one row, whose first dimension is no measure of what a slice of it takes."""
+    program = f"""
+    torchops.layer_norm_(filled(1, 2**21), [1, 2**21])
+    t = filled({shape})
+    growth(lambda: torchops.layer_norm_(t, t.shape))
+    """
+    assert growth(program) <= A_FEW_MIB
+
+
 @pytest.mark.parametrize(
     "call",
     [CALLS[name] for name in ("gate_", "sigmoid_", "square_matmul_", "softmax_", "layer_norm_")],
