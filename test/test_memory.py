@@ -107,6 +107,20 @@ def test_long_rows_of_several_dimensions(shape: str) -> None:
     assert growth(program) <= A_FEW_MIB
 
 
+def test_matrices_with_gaps() -> None:
+    """256 MiB of matrices that BLAS cannot read are not copied as a whole."""
+    for matrices, n in ((2**14, 64), (16, 2**11)):
+        program = f"""
+        def matrices(count):
+            return filled(count, {n}, {n}), filled(count, {n}, {n}, 2)[..., 0]
+
+        torchops.square_matmul_(*matrices(4))
+        a, b = matrices({matrices})
+        growth(lambda: torchops.square_matmul_(a, b))
+        """
+        assert growth(program) <= A_FEW_MIB + n * n * 4 / 2**20
+
+
 @pytest.mark.parametrize(
     "call",
     [CALLS[name] for name in ("gate_", "sigmoid_", "square_matmul_", "softmax_", "layer_norm_")],
