@@ -121,6 +121,57 @@ def test_matrices_with_gaps() -> None:
         assert growth(program) <= A_FEW_MIB + n * n * 4 / 2**20
 
 
+# Of an x of 512 MiB, with 8 output features, so that many rows of the result fit a panel.
+ROUNDED_X = {
+    "gate": "torchops.gate(v, x, w)",
+    "gate_16_bits": "torchops.gate(v.bfloat16(), x, w)",
+    "gate_": "torchops.gate_(v, x, w)",
+    "gate_16_bits_": "torchops.gate_(v.bfloat16(), x, w)",
+    "glu": "torchops.glu(x, w, w)",
+    "gate_dw": "torch.ops.myops._gate_backward(v, v, x, w, None, [True, False, True, False])",
+    "glu_dw": "torch.ops.myops._glu_backward(v.bfloat16(), x, w, w, None, None, 'silu', [False, True, True, False, False])",
+}
+
+
+@pytest.mark.parametrize("call", ROUNDED_X.values(), ids=ROUNDED_X)
+@pytest.mark.parametrize("features", [2**7, 2**13])
+def test_float32_input_of_few_gates(call: str, features: int) -> None:
+    """x is rounded to 16 bits panel by panel."""
+    program = f"""
+    def arguments(rows):
+        return filled(rows, 8), filled(rows, {features}), filled(8, {features}).bfloat16()
+
+    v, x, w = arguments(64)
+    {call}
+    v, x, w = arguments({2**27 // features})
+    growth(lambda: {call})
+    """
+    small = 2 * 8 * 4 * 2**27 // features / 2**20  # results of the size of v
+    assert growth(program) <= 2 * A_FEW_MIB + small
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.ops.myops._gate_backward(v, v, x, w, None, [False, True, False, False])",
+        "torch.ops.myops._glu_backward(v.bfloat16(), x, w, w, None, None, 'silu', [True, False, False, False, False])",
+    ],
+    ids=["gate", "glu"],
+)
+def test_gradient_of_a_float32_input_of_few_gates(call: str) -> None:
+    """512 MiB for the gradient itself, and no product of its size in 16 bits."""
+    program = f"""
+    def arguments(rows):
+        return filled(rows, 8), filled(rows, 128), filled(8, 128).bfloat16()
+
+    v, x, w = arguments(64)
+    {call}
+    v, x, w = arguments(2**20)
+    growth(lambda: {call})
+    """
+    assert growth(program) <= 512 + 2 * A_FEW_MIB + 16
+
+
 @pytest.mark.parametrize(
     "call",
     [CALLS[name] for name in ("gate_", "sigmoid_", "square_matmul_", "softmax_", "layer_norm_")],
