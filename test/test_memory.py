@@ -129,7 +129,9 @@ ROUNDED_X = {
     "gate_16_bits_": "torchops.gate_(v.bfloat16(), x, w)",
     "glu": "torchops.glu(x, w, w)",
     "gate_dw": "torch.ops.myops._gate_backward(v, v, x, w, None, [True, False, True, False])",
-    "glu_dw": "torch.ops.myops._glu_backward(v.bfloat16(), x, w, w, None, None, 'silu', [False, True, True, False, False])",
+    "glu_dw": (
+        "torch.ops.myops._glu_backward(v.bfloat16(), x, w, w, None, None, 'silu', [False, True, True, False, False])"
+    ),
 }
 
 

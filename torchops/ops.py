@@ -5,8 +5,8 @@ subclasses) it does with these. The in-place ones return their first argument, a
 return nothing.
 
 All tensors of one call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
-inputs with 16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that names the
-operator, the argument, what was expected and what was passed; nothing is modified.
+inputs with 16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that
+names the operator, the argument, what was expected and what was passed; nothing is modified.
 
 The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
 and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
@@ -226,8 +226,8 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
     Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient.
-    ``b`` may overlap ``a``, and is then copied first. So is a ``b`` of which neither rows nor columns are contiguous; on
-    the CPU, one matrix of a batch at a time.
+    ``b`` may overlap ``a``, and is then copied first. So is a ``b`` of which neither rows nor columns are contiguous;
+    on the CPU, one matrix of a batch at a time.
 
     Raises:
         RuntimeError: as :func:`square_matmul`; ``a`` has several elements in one place, as after ``expand``; or ``a``
