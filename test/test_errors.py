@@ -196,6 +196,15 @@ def _helper_errors() -> list[tuple[str, str, Callable[[Callable[..., Tensor]], l
             lambda t: [t(4, 8), [7], None, None, 1e-5],
             "expected x of shape (..., 7) to match normalized_shape, got (4, 8)",
         ),
+        *(
+            (
+                name,
+                "rank",
+                lambda t: [t(3), [2, 2, 3], None, None, 1e-5],
+                "expected x of shape (..., 2, 2, 3) to match normalized_shape, got (3,)",
+            )
+            for name in ("_layer_norm", "_layer_norm_")
+        ),
         (
             "_dense_on_path",
             "shape",

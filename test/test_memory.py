@@ -96,6 +96,84 @@ def test_one_long_row(call: str) -> None:
     assert growth(program) <= A_FEW_MIB
 
 
+@pytest.mark.parametrize("shape", ["1, 2**26", "2, 2**25", "2**13, 2**13", "2, 2, 2**24"])
+def test_long_rows_of_several_dimensions(shape: str) -> None:
+    """256 MiB in one row, whose first dimension is no measure of what a slice of it takes."""
+    program = f"""
+    torchops.layer_norm_(filled(1, 2**21), [1, 2**21])
+    t = filled({shape})
+    growth(lambda: torchops.layer_norm_(t, t.shape))
+    """
+    assert growth(program) <= A_FEW_MIB
+
+
+def test_matrices_with_gaps() -> None:
+    """256 MiB of matrices that BLAS cannot read are not copied as a whole."""
+    for matrices, n in ((2**14, 64), (16, 2**11)):
+        program = f"""
+        def matrices(count):
+            return filled(count, {n}, {n}), filled(count, {n}, {n}, 2)[..., 0]
+
+        torchops.square_matmul_(*matrices(4))
+        a, b = matrices({matrices})
+        growth(lambda: torchops.square_matmul_(a, b))
+        """
+        assert growth(program) <= A_FEW_MIB + n * n * 4 / 2**20
+
+
+# Of an x of 512 MiB, with 8 output features, so that many rows of the result fit a panel.
+ROUNDED_X = {
+    "gate": "torchops.gate(v, x, w)",
+    "gate_16_bits": "torchops.gate(v.bfloat16(), x, w)",
+    "gate_": "torchops.gate_(v, x, w)",
+    "gate_16_bits_": "torchops.gate_(v.bfloat16(), x, w)",
+    "glu": "torchops.glu(x, w, w)",
+    "gate_dw": "torch.ops.myops._gate_backward(v, v, x, w, None, [True, False, True, False])",
+    "glu_dw": (
+        "torch.ops.myops._glu_backward(v.bfloat16(), x, w, w, None, None, 'silu', [False, True, True, False, False])"
+    ),
+}
+
+
+@pytest.mark.parametrize("call", ROUNDED_X.values(), ids=ROUNDED_X)
+@pytest.mark.parametrize("features", [2**7, 2**13])
+def test_float32_input_of_few_gates(call: str, features: int) -> None:
+    """x is rounded to 16 bits panel by panel."""
+    program = f"""
+    def arguments(rows):
+        return filled(rows, 8), filled(rows, {features}), filled(8, {features}).bfloat16()
+
+    v, x, w = arguments(64)
+    {call}
+    v, x, w = arguments({2**27 // features})
+    growth(lambda: {call})
+    """
+    small = 2 * 8 * 4 * 2**27 // features / 2**20  # results of the size of v
+    assert growth(program) <= 2 * A_FEW_MIB + small
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.ops.myops._gate_backward(v, v, x, w, None, [False, True, False, False])",
+        "torch.ops.myops._glu_backward(v.bfloat16(), x, w, w, None, None, 'silu', [True, False, False, False, False])",
+    ],
+    ids=["gate", "glu"],
+)
+def test_gradient_of_a_float32_input_of_few_gates(call: str) -> None:
+    """512 MiB for the gradient itself, and no product of its size in 16 bits."""
+    program = f"""
+    def arguments(rows):
+        return filled(rows, 8), filled(rows, 128), filled(8, 128).bfloat16()
+
+    v, x, w = arguments(64)
+    {call}
+    v, x, w = arguments(2**20)
+    growth(lambda: {call})
+    """
+    assert growth(program) <= 512 + 2 * A_FEW_MIB + 16
+
+
 @pytest.mark.parametrize(
     "call",
     [CALLS[name] for name in ("gate_", "sigmoid_", "square_matmul_", "softmax_", "layer_norm_")],

@@ -83,6 +83,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer = torchops.nn.Dense(7, 6)
         self.bare = torchops.nn.Dense(6, 6, bias=False)
+        self.gate = torchops.nn.Gate(6, 6)
         self.register_buffer("state", random_like(torch.empty(6, 6)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,8 @@ class Block(nn.Module):
         u = self.bare(t + 1)  # of a copy, since the gradient reads it after t has been overwritten
         torch.ops.myops.layer_norm_(t, [6], self.layer.bias)
         torchops.softmax_(t[1:], dim=0)
-        v = torchops.softmax(torchops.dense(t, self.bare.weight))
+        v = self.gate(torchops.softmax(torchops.dense(t, self.bare.weight)), t)
+        torchops.gate_(v, torchops.gate(u, u, self.bare.weight), self.bare.weight)
         w = torchops.sigmoid_(torchops.sigmoid(t) * 2)
         return t * v, torch.ops.myops.square_matmul(u, self.state) + torch.ops.myops.layer_norm(w, [6])
 
@@ -101,6 +103,8 @@ class Block(nn.Module):
         t = nn.functional.layer_norm(t, [6], self.layer.bias)
         t = torch.cat([t[:1], t[1:].softmax(0)])
         v = torch.sigmoid(t @ self.bare.weight.mT).softmax(-1)
+        v = v * torch.sigmoid(nn.functional.linear(t, self.gate.weight, self.gate.bias))
+        v = v * torch.sigmoid(u * torch.sigmoid(u @ self.bare.weight.mT) @ self.bare.weight.mT)
         w = torch.sigmoid(torch.sigmoid(t) * 2)
         return t * v, u @ self.state + nn.functional.layer_norm(w, [6])
 

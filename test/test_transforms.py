@@ -13,7 +13,7 @@ import torch
 from checks import assert_all_close, random_like
 from op_db import OpCase
 from torch import Tensor
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
 
 SIZES = {
@@ -219,6 +219,15 @@ def test_vmap_writes_the_outer_tensor(case: OpCase) -> None:
     out = vmap(function)(batch)
     assert_all_close([out, batch], [expected, expected])
     assert batch.data_ptr() == pointer
+
+
+def test_functionalize(case: OpCase) -> None:
+    """PyTorch's own fallback refuses operators of others that overwrite an argument."""
+    if case.mutates is not None:
+        with pytest.raises(RuntimeError, match="alias annotations"):
+            functionalize(of_tensors(case, reference=False))(*inputs(case))
+    else:
+        compare(case, lambda f, t: functionalize(f)(*t))
 
 
 def test_ensemble() -> None:

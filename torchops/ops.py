@@ -4,9 +4,9 @@ They call the dispatcher and nothing else, so whatever PyTorch does with the ope
 subclasses) it does with these. The in-place ones return their first argument, as PyTorch's do; the operators themselves
 return nothing.
 
-All tensors of one call share one device and one dtype, except that ``gate`` and ``glu`` also take float32 inputs with
-16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that names the
-operator, the argument, what was expected and what was passed; nothing is modified.
+All tensors of one call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
+inputs with 16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that
+names the operator, the argument, what was expected and what was passed; nothing is modified.
 
 The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
 and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
@@ -80,7 +80,7 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """``v * sigmoid(x @ w.T + b)``; the gate is never stored, in training either.
+    """``v * sigmoid(x @ w.T + b)``; no tensor of the gate is made, nor saved for the gradient.
 
     Args:
         v: what is gated, of shape ``(..., out_features)``.
@@ -111,7 +111,8 @@ def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
     Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
     gradient, which reads the old ``v``. ``x``, ``w`` and ``b`` may overlap ``v``, and are then copied first, unless
-    ``x`` is ``v``. Apart from that, scratch is at most 4 MiB per thread on the CPU.
+    ``x`` is ``v``. Apart from that, scratch on the CPU is at most 4 MiB per thread, or one row per thread if rows are
+    longer.
 
     Raises:
         RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf
@@ -225,7 +226,8 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
     Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient.
-    ``b`` may overlap ``a``, and is then copied first.
+    ``b`` may overlap ``a``, and is then copied first. So is a ``b`` of which neither rows nor columns are contiguous;
+    on the CPU, one matrix of a batch at a time.
 
     Raises:
         RuntimeError: as :func:`square_matmul`; ``a`` has several elements in one place, as after ``expand``; or ``a``

@@ -27,11 +27,19 @@ Tensor gate_of(const Tensor& x, const Tensor& w_t, const OptionalTensor& b, at::
   return s;
 }
 
+// What that takes per row, and x in the dtype of the product.
+int64_t row_temporaries(const Tensor& v, const Tensor& x, const Tensor& w) {
+  const bool wider = v.scalar_type() != w.scalar_type();
+  const auto bytes = static_cast<int64_t>(v.element_size() + w.element_size());
+  return rounded_row_bytes(x, w) + (wider ? w.size(0) * bytes : 0);
+}
+
 Tensor gate_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   check_gate(v, x, w, b);
   Tensor y = at::detail::empty_cpu(v.sizes(), v.options());
   const Tensor w_t = transposed(w);
-  for_each_row_panel(y, {y, v, x}, {.min_rows = kFewestRows}, [&](const Operands& panel, const Operands&) {
+  const RowPanels panels{.min_rows = kFewestRows, .row_temporaries = row_temporaries(v, x, w)};
+  for_each_row_panel(y, {y, v, x}, panels, [&](const Operands& panel, const Operands&) {
     Tensor out = panel[0];
     const Tensor x_panel = panel[2].to(w.scalar_type());
     if (out.scalar_type() == w.scalar_type()) {
@@ -53,19 +61,20 @@ void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor
   const Tensor w_t = transposed(weight);
   // Gates of v's dtype are made in scratch that was allocated first.
   const bool mixed = v.scalar_type() != w.scalar_type();
-  for_each_row_panel(v, {v, input}, {.min_rows = kFewestRows, .scratch = mixed ? 0 : 1},
-                     [&](const Operands& panel, const Operands& scratch) {
-                       Tensor out = panel[0];
-                       const Tensor x_panel = panel[1].to(w.scalar_type());
-                       if (mixed) {
-                         at::cpu::mul_(out, gate_of(x_panel, w_t, bias, v.scalar_type()));
-                       } else {
-                         Tensor gate = scratch[0];
-                         linear_out(gate, x_panel, w_t, bias);
-                         at::cpu::sigmoid_(gate);
-                         at::cpu::mul_(out, gate);
-                       }
-                     });
+  const RowPanels panels{
+      .min_rows = kFewestRows, .scratch = mixed ? 0 : 1, .row_temporaries = row_temporaries(v, x, w)};
+  for_each_row_panel(v, {v, input}, panels, [&](const Operands& panel, const Operands& scratch) {
+    Tensor out = panel[0];
+    const Tensor x_panel = panel[1].to(w.scalar_type());
+    if (mixed) {
+      at::cpu::mul_(out, gate_of(x_panel, w_t, bias, v.scalar_type()));
+    } else {
+      Tensor gate = scratch[0];
+      linear_out(gate, x_panel, w_t, bias);
+      at::cpu::sigmoid_(gate);
+      at::cpu::mul_(out, gate);
+    }
+  });
 }
 
 // With z = x @ w.T + b, s = sigmoid(z) and the cotangent g:
@@ -82,7 +91,7 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
   const Tensor grad_rows = detail::as_rows(grad), v_rows = detail::as_rows(v), x_rows = detail::as_rows(x);
   const Tensor dv_rows = mask[0] ? detail::as_rows(dv) : dv, dx_rows = mask[1] ? detail::as_rows(dx) : dx;
   const Tensor w_t = transposed(w);
-  const Chunks chunks(v_rows.size(0), w, 1);
+  const Chunks chunks(x_rows, w, 1);
   const WeightGradient weight(w, mask[2], mask[3], chunks);
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };

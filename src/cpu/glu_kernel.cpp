@@ -32,8 +32,9 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
   Tensor y = at::detail::empty_cpu(sizes, w.options());
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
   constexpr int64_t fewest_rows = 128;  // with fewer, a panel's time goes into packing the weights
-  for_each_row_panel(y, {y, x}, {.min_rows = fewest_rows}, [&](const Operands& panel, const Operands&) {
-    Tensor out = panel[0], gate = at::empty(out.sizes(), out.options());
+  const RowPanels panels{.min_rows = fewest_rows, .scratch = 1, .row_temporaries = rounded_row_bytes(x, w)};
+  for_each_row_panel(y, {y, x}, panels, [&](const Operands& panel, const Operands& scratch) {
+    Tensor out = panel[0], gate = scratch[0];
     const Tensor x_panel = panel[1].to(w.scalar_type());
     linear_out(gate, x_panel, wg_t, bg);
     activate_(act, gate);
@@ -60,7 +61,7 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
   const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(x);
   const Tensor dx_rows = mask[0] ? detail::as_rows(dx) : dx;
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
-  const Chunks chunks(grad_rows.size(0), w, 2);
+  const Chunks chunks(x_rows, w, 2);
   const WeightGradient value(w, mask[1], mask[3], chunks), gate(wg, mask[2], mask[4], chunks);
   const bool needs_dz = mask[0] || mask[1] || mask[3], needs_du = mask[0] || mask[2] || mask[4];
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {

@@ -40,34 +40,51 @@ Tensor layer_norm_cpu(const Tensor& x, at::IntArrayRef normalized_shape, const O
   return std::get<0>(layer_norm_with_moments_cpu(x, normalized_shape, weight, bias, eps));
 }
 
-// One row longer than scratch, in slices of its first normalised dimension. The moments are merged slice by slice
-// (Chan, Golub and LeVeque 1983): with the difference d of the means of n and m elements,
+// Calls f(slice, weight, bias) on slices of a row along the first dimension of which a slice is short enough.
+void for_each_slice(const Tensor& row, const OptionalTensor& weight, const OptionalTensor& bias,
+                    c10::function_ref<void(const Tensor&, const OptionalTensor&, const OptionalTensor&)> f) {
+  const auto of = [](const OptionalTensor& t, const auto& part) { return t ? OptionalTensor(part(*t)) : t; };
+  const int64_t length = row.size(0), width = row.numel() / length;
+  const int64_t width_bytes = width * static_cast<int64_t>(c10::elementSize(detail::moments_dtype(row.scalar_type())));
+  if (row.dim() > 1 && width_bytes > kSliceBytes) {
+    for (int64_t i = 0; i < length; ++i) {
+      const auto part = [&](const Tensor& t) { return t.select(0, i); };
+      for_each_slice(part(row), of(weight, part), of(bias, part), f);
+    }
+    return;
+  }
+  const int64_t step = std::max(kSliceBytes / width_bytes, int64_t{1});
+  for (int64_t begin = 0; begin < length; begin += step) {
+    const auto part = [&](const Tensor& t) { return t.narrow(0, begin, std::min(step, length - begin)); };
+    f(part(row), of(weight, part), of(bias, part));
+  }
+}
+
+// One row longer than scratch. The moments are merged slice by slice (Chan, Golub and LeVeque 1983): with the
+// difference d of the means of n and m elements,
 //   mean += d * m / (n + m),  M2 += M2' + d^2 * n * m / (n + m).
 void overwrite_long_row(const Tensor& row, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                         const Tensor& row_mean, const Tensor& row_rstd) {
   const at::ScalarType accumulate = detail::moments_dtype(row.scalar_type());
-  const int64_t length = row.size(0), width = row.numel() / length;
-  const int64_t step = std::max(kSliceBytes / (width * static_cast<int64_t>(c10::elementSize(accumulate))), int64_t{1});
   double mean = 0, squares = 0, count = 0;
-  for (int64_t begin = 0; begin < length; begin += step) {
-    const Tensor slice = row.narrow(0, begin, std::min(step, length - begin)).to(accumulate);
-    const auto more = static_cast<double>(slice.numel());
-    const double slice_mean = slice.mean(at::kDouble).item<double>();
-    const double difference = slice_mean - mean;
-    mean += difference * more / (count + more);
-    squares += (slice - slice_mean).square_().sum(at::kDouble).item<double>() +
-               difference * difference * count * more / (count + more);
-    count += more;
-  }
+  for_each_slice(row, std::nullopt, std::nullopt,
+                 [&](const Tensor& part, const OptionalTensor&, const OptionalTensor&) {
+                   const Tensor slice = part.to(accumulate);
+                   const auto more = static_cast<double>(slice.numel());
+                   const double slice_mean = slice.mean(at::kDouble).item<double>();
+                   const double difference = slice_mean - mean;
+                   mean += difference * more / (count + more);
+                   squares += (slice - slice_mean).square_().sum(at::kDouble).item<double>() +
+                              difference * difference * count * more / (count + more);
+                   count += more;
+                 });
   const double rstd = 1 / std::sqrt(squares / count + eps);
-  for (int64_t begin = 0; begin < length; begin += step) {
-    const int64_t size = std::min(step, length - begin);
-    const Tensor slice = row.narrow(0, begin, size);
+  for_each_slice(row, weight, bias, [&](const Tensor& slice, const OptionalTensor& w, const OptionalTensor& b) {
     Tensor y = (slice.to(accumulate) - mean).mul_(rstd);
-    if (weight) y.mul_(weight->narrow(0, begin, size));
-    if (bias) y.add_(bias->narrow(0, begin, size));
+    if (w) y.mul_(*w);
+    if (b) y.add_(*b);
     slice.copy_(y);
-  }
+  });
   row_mean.fill_(mean);
   row_rstd.fill_(rstd);
 }

@@ -22,7 +22,11 @@ at::ScalarType accumulate_dtype(const Tensor& w) { return w.scalar_type() == at:
 
 }  // namespace
 
-Chunks::Chunks(int64_t rows, const Tensor& w, int64_t weights) : rows_(rows) {
+int64_t rounded_row_bytes(const Tensor& x, const Tensor& w) {
+  return x.scalar_type() == w.scalar_type() ? 0 : w.size(1) * static_cast<int64_t>(w.element_size());
+}
+
+Chunks::Chunks(const Tensor& x, const Tensor& w, int64_t weights) : rows_(x.size(0)) {
   constexpr int64_t most_partial_bytes = int64_t{16} << 20, most_chunks = 64, fewest_chunks = 8;
   const int64_t out_features = w.size(0), in_features = w.size(1);
   const int64_t row_bytes = std::max(out_features * static_cast<int64_t>(w.element_size()), int64_t{1});
@@ -30,12 +34,15 @@ Chunks::Chunks(int64_t rows, const Tensor& w, int64_t weights) : rows_(rows) {
       std::max(weights * w.numel() * static_cast<int64_t>(c10::elementSize(accumulate_dtype(w))), int64_t{1});
   // Every panel's product packs all of w anew, and adds to all of dw.
   const int64_t fewest_rows = std::clamp(in_features, int64_t{1}, int64_t{512});
-  panel_rows_ = std::max(kPanelBytes / row_bytes, fewest_rows);
-  panels_ = ceil_div(rows, panel_rows_);
+  const int64_t most_rows = kMaxScratchBytes / std::max(2 * rounded_row_bytes(x, w), int64_t{1});
+  const auto divide = [&](int64_t panel_bytes) {
+    panel_rows_ = std::max(std::min(std::max(panel_bytes / row_bytes, fewest_rows), most_rows), int64_t{1});
+    panels_ = ceil_div(rows_, panel_rows_);
+  };
+  divide(kPanelBytes);
   count_ = std::min({panels_, most_chunks, most_partial_bytes / partial_bytes});
   if (count_ < fewest_chunks) {
-    panel_rows_ = std::max(kMaxScratchBytes / row_bytes, fewest_rows);
-    panels_ = ceil_div(rows, panel_rows_);
+    divide(kMaxScratchBytes);
     count_ = 1;
   }
 }

@@ -17,13 +17,17 @@ Tensor transposed(const Tensor& w);
 /// but expands it to the shape of out first.
 void linear_out(Tensor out, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b);
 
+/// Bytes per row of x in the dtype of w, where that is a copy.
+int64_t rounded_row_bytes(const Tensor& x, const Tensor& w);
+
 /// How the rows are divided for gradients. A chunk is one thread's work, panel after panel, and has a gradient of the
 /// weights of its own; their sum is the result. The division depends on sizes alone, and with it the order of the
 /// additions. Large weights, or few rows, make one chunk, whose products are divided among the threads by BLAS.
 class Chunks {
  public:
-  /// Of `rows` rows with `weights` weights of the shape of w; scratch of a panel is (panel rows, out).
-  Chunks(int64_t rows, const Tensor& w, int64_t weights);
+  /// Of the rows of x with `weights` weights of the shape of w; scratch of a panel is (panel rows, out), and twice
+  /// (panel rows, in) where x is rounded to w's dtype and its gradient widened.
+  Chunks(const Tensor& x, const Tensor& w, int64_t weights);
 
   int64_t count() const { return count_; }
 

@@ -32,8 +32,8 @@ void for_each_row_panel(const Tensor& self, Operands operands, RowPanels panels,
     const Tensor& x = matrices[0];
     const int64_t rows = x.size(0), threads = at::get_num_threads();
     const int64_t row_bytes = x.numel() / rows * static_cast<int64_t>(x.element_size());
-    const int64_t most_bytes = kMaxScratchBytes / std::max(panels.scratch, int64_t{1});
-    const int64_t most_rows = std::max(most_bytes / row_bytes, int64_t{1});
+    const int64_t row_scratch = std::max(panels.scratch, int64_t{1}) * row_bytes + panels.row_temporaries;
+    const int64_t most_rows = std::max(kMaxScratchBytes / row_scratch, int64_t{1});
     const int64_t rows_per_thread = ceil_div(rows, threads);
     const bool one_by_one = std::min(most_rows, rows_per_thread) < panels.min_rows;
     const int64_t step =

@@ -62,10 +62,12 @@ struct RowPanels {
   /// Contiguous tensors of the panel's shape and dtype that f gets beside it. They are allocated before f runs first,
   /// so that no lack of memory stops it halfway.
   int64_t scratch = 0;
+  /// Bytes that f takes for itself per row beside that.
+  int64_t row_temporaries = 0;
 };
 
 /// Calls f(panel, scratch) on panels of rows of the operands, of which f overwrites the first, `self` or a view of it.
-/// Rows must not be longer than kMaxScratchBytes / max(scratch, 1).
+/// A thread holds at most kMaxScratchBytes of scratch and temporaries, or those of one row if that is more.
 void for_each_row_panel(const Tensor& self, Operands operands, RowPanels panels,
                         c10::function_ref<void(const Operands& panel, const Operands& scratch)> f);
 

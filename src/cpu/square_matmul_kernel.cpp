@@ -53,18 +53,36 @@ void multiply_matrices_(const Tensor& a, const Tensor& factors) {
                      });
 }
 
+// The same matrix by matrix, for large or few ones. A factor that BLAS cannot read is copied once for all panels.
+void multiply_each_matrix_(const Tensor& a, const Tensor& factors) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t n = factors.size(-1);
+  const Tensor packed = has_unit_stride(factors) ? Tensor() : at::empty({n, n}, factors.options());
+  bool written = false;
+  for_each_matrix({a, factors}, 2, [&](const Operands& part) {
+    for (int64_t i = 0; i < part[0].size(0); ++i) {
+      const auto multiply = [&] {
+        const Tensor factor = part[1].select(0, i);
+        multiply_rows_(a, part[0].select(0, i), packed.defined() ? packed.copy_(factor) : factor);
+      };
+      // Each of them allocates scratch.
+      written ? overwriting(a, multiply) : multiply();
+      written = true;
+    }
+  });
+}
+
 void square_matmul_cpu_(Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul_(a, b);
-  const Tensor right = detail::may_alias(a, b) || !has_unit_stride(b) ? b.clone(at::MemoryFormat::Contiguous) : b;
+  const bool one_factor = b.dim() == 2;
+  const bool copied = detail::may_alias(a, b) || (one_factor && !has_unit_stride(b));
+  const Tensor right = copied ? b.clone(at::MemoryFormat::Contiguous) : b;
   const Tensor factor = transpose_b ? right.mT() : right;
-  if (b.dim() == 2) return multiply_rows_(a, a, factor);
+  if (one_factor) return multiply_rows_(a, a, factor);
   const int64_t matrix_bytes = a.size(-2) * a.size(-1) * static_cast<int64_t>(a.element_size());
   const int64_t batch = c10::multiply_integers(a.sizes().slice(0, a.dim() - 2));
   if (2 * matrix_bytes <= kMaxScratchBytes && batch >= at::get_num_threads()) return multiply_matrices_(a, factor);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for_each_matrix({a, factor}, 2, [&](const Operands& part) {
-    for (int64_t i = 0; i < part[0].size(0); ++i) multiply_rows_(a, part[0].select(0, i), part[1].select(0, i));
-  });
+  multiply_each_matrix_(a, factor);
 }
 
 TORCH_LIBRARY_IMPL(myops, CPU, m) {

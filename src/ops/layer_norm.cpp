@@ -144,8 +144,9 @@ void layer_norm_meta_(Tensor& x, c10::SymIntArrayRef normalized_shape, const Opt
 std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_meta(const Tensor& x, c10::SymIntArrayRef normalized_shape,
                                                                 const OptionalTensor& weight,
                                                                 const OptionalTensor& bias, double eps) {
-  return std::tuple_cat(std::tuple{layer_norm_meta(x, normalized_shape, weight, bias, eps)},
-                        detail::empty_moments(x, normalized_shape.size()));
+  // Not in one expression: there is no shape of moments before the check.
+  const Tensor y = layer_norm_meta(x, normalized_shape, weight, bias, eps);
+  return std::tuple_cat(std::tuple(y), detail::empty_moments(x, normalized_shape.size()));
 }
 
 std::tuple<Tensor, Tensor> layer_norm_with_moments_meta_(Tensor& x, c10::SymIntArrayRef normalized_shape,
