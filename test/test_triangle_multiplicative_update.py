@@ -104,3 +104,280 @@ def test_values_and_gradients(shape: str, direction: str, dtype: torch.dtype, de
     overwrite: Any = torchops.triangle_multiplicative_update_
     assert overwrite(in_place, direction, **given) is in_place
     assert distance(in_place, x.double() + exact["out"]) <= 2 * eps if x.numel() else True
+
+
+# --- beyond values ---------------------------------------------------------------------------------------------------
+
+
+def small(dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    given = parameters(3, 2, dtype=dtype) | {"mask": torch.rand(2, 4, 4, dtype=torch.float64).to(dtype)}
+    x = torch.randn(2, 4, 4, 3, dtype=torch.float64).to(dtype)
+    for t in (x, *given.values()):
+        t.requires_grad_(requires_grad)
+    return x, given
+
+
+def beneath(given: dict[str, Tensor]) -> list[Tensor | None]:
+    """The parameters of the operator beneath, in its order."""
+
+    def halves(name: str) -> list[Tensor | None]:
+        weight, bias = given[f"{name}_weight"], given.get(f"{name}_bias")
+        biases = (None, None) if bias is None else bias.chunk(2)
+        return [t for pair in zip(weight.chunk(2), biases, strict=True) for t in pair]
+
+    def layer(name: str) -> list[Tensor | None]:
+        return [given.get(f"{name}_weight"), given.get(f"{name}_bias")]
+
+    return [*layer("norm_in"), *halves("p_in"), *halves("g_in"), *layer("norm_out"), *layer("p_out"), *layer("g_out")]
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_derivatives(direction: str) -> None:
+    x, given = small(requires_grad=True)
+    names = list(given)
+
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        return OPS.triangle_multiplicative_update(x, direction, **dict(zip(names, values, strict=True)))
+
+    inputs = (x, *given.values())
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("kept", ["x", "mask", "p_in_weight", "g_out_bias", "norm_out_weight"])
+def test_one_gradient_alone(kept: str) -> None:
+    """What is not wanted is not computed, and changes nothing of what is."""
+    x, given = small(requires_grad=True)
+    everything = {"x": x} | given
+    grad = torch.randn_like(x)
+    whole = torch.autograd.grad(OPS.triangle_multiplicative_update(x, **given), everything[kept], grad)
+    for name, t in everything.items():
+        t.requires_grad_(name == kept)
+    alone = torch.autograd.grad(OPS.triangle_multiplicative_update(x, **given), everything[kept], grad)
+    assert torch.equal(alone[0], whole[0])
+
+
+@pytest.mark.parametrize("op", ["", "_"])
+def test_opcheck(op: str) -> None:
+    x, given = small(torch.float32)
+    public = getattr(OPS, f"triangle_multiplicative_update{op}").default
+    private = getattr(OPS, f"_triangle_multiplicative_update{op}").default
+    x.requires_grad_(not op)  # a leaf is not overwritten
+    given["p_in_weight"].requires_grad_()
+    torch.library.opcheck(public, (x, "incoming"), given)
+    with torch.no_grad():
+        frozen = {name: t.detach() for name, t in given.items()}
+        torch.library.opcheck(private, (x.detach(), frozen["mask"], beneath(frozen), True, 1e-5, True))
+
+
+def test_opcheck_of_gradients() -> None:
+    x, given = small(torch.float32)
+    parameters = beneath(given)
+    _, product = OPS._triangle_multiplicative_update(x, given["mask"], parameters, True, 1e-5, True)
+    wanted = [True] * 18
+    torch.library.opcheck(
+        OPS._triangle_multiplicative_update_backward.default,
+        (torch.randn_like(x), x, product, given["mask"], parameters, True, 1e-5, wanted),
+    )
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_training_in_place(direction: str) -> None:
+    x, given = small(requires_grad=True)
+    cotangent = torch.randn_like(x)
+    expected_x, expected_given = to_leaves(x, given)
+    out = expected_x * 1.5
+    out = out + reference(out, direction, **expected_given)
+    expected = torch.autograd.grad(out, [expected_x, *expected_given.values()], cotangent)
+    hidden = x * 1.5
+    overwrite: Any = torchops.triangle_multiplicative_update_
+    result = overwrite(hidden, direction, **given)
+    assert result is hidden
+    torch.testing.assert_close(result, out)
+    got = torch.autograd.grad(result, [x, *given.values()], cotangent)
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_transforms() -> None:
+    x, given = small()
+    del given["mask"]
+    single = torch.stack([reference(t, **given) for t in x])
+    mapped = torch.func.vmap(lambda t: OPS.triangle_multiplicative_update(t, **given))(x)
+    torch.testing.assert_close(mapped, single)
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return OPS.triangle_multiplicative_update(x, "incoming", **given | {"p_out_weight": w}).square().sum()
+
+    def expected_loss(x: Tensor, w: Tensor) -> Tensor:
+        return reference(x, "incoming", **given | {"p_out_weight": w}).square().sum()
+
+    w = given["p_out_weight"]
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        got, expected = (transform(f, argnums=(0, 1))(x, w) for f in (loss, expected_loss))
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e)
+
+
+def test_compiled() -> None:
+    """One graph for all sizes, with the operator in it; training and in place too."""
+    _, given = small(torch.float32, requires_grad=True)
+    del given["mask"]
+
+    def model(x: Tensor) -> Tensor:
+        h = x * 2
+        torchops.triangle_multiplicative_update_(h, **given)  # type: ignore[arg-type]
+        return h + torchops.triangle_multiplicative_update(h, "incoming", **given)  # type: ignore[arg-type]
+
+    def expected_model(x: Tensor) -> Tensor:
+        h = x * 2
+        h = h + reference(h, **given)
+        return h + reference(h, "incoming", **given)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (4, 5, 9):
+        x = torch.randn(n, n, 3, requires_grad=True)
+        out, expected = compiled(x), expected_model(x)
+        torch.testing.assert_close(out, expected)
+        leaves = [x, *given.values()]
+        cotangent = torch.randn_like(out)
+        got = torch.autograd.grad(out, leaves, cotangent)
+        for g, e in zip(got, torch.autograd.grad(expected, leaves, cotangent), strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-3)
+
+
+def test_float32_stream() -> None:
+    """float32 x with parameters of 16 bits, given or cast by autocast: sum and gradient stay float32."""
+    x, given = small(torch.float32)
+    low = {name: t.bfloat16() for name, t in given.items()}
+    out = OPS.triangle_multiplicative_update(x, **low)
+    assert out.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(OPS.triangle_multiplicative_update(x, **given), out)
+        in_place = x.clone()
+        OPS.triangle_multiplicative_update_(in_place, **given)
+        below = OPS._triangle_multiplicative_update(x, given["mask"], beneath(given), True, 1e-5)[0]
+    assert torch.equal(below, out)
+    torch.testing.assert_close(in_place, x + out.float())
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(OPS.triangle_multiplicative_update(leaf, **low), leaf, torch.ones_like(out))
+    exact = x.double().requires_grad_()
+    (expected,) = torch.autograd.grad(
+        reference(exact, **{name: t.double() for name, t in low.items()}), exact, torch.ones_like(exact)
+    )
+    assert grad.dtype == torch.float32
+    assert distance(grad, expected) < 0.1
+
+
+def test_products_beyond_float16() -> None:
+    """o has elements that float16 has no number for: 400 products of 20 * 20."""
+    x = torch.ones(400, 400, 4, dtype=torch.float16)
+    x[..., 0] = torch.linspace(-3, 3, 400).half()
+    torch.manual_seed(0)
+    given = parameters(4, 4, norm=False, dtype=torch.float16)
+    given["p_in_bias"] = torch.full((8,), 20.0, dtype=torch.float16)
+    given["g_in_bias"] = torch.full((8,), 10.0, dtype=torch.float16)
+    exact = reference(x.double(), **{name: t.double() for name, t in given.items()})
+    got = OPS.triangle_multiplicative_update(x, **given)
+    assert got.isfinite().all()
+    assert distance(got, exact) < 0.05
+
+
+def test_strided() -> None:
+    x, given = small()
+    expected = reference(x, **given)
+    for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([x, x], -1)[..., 0], x.flip(1).flip(1)):
+        torch.testing.assert_close(OPS.triangle_multiplicative_update(strided, **given), expected)
+        target = strided.clone(memory_format=torch.preserve_format)
+        OPS.triangle_multiplicative_update_(target, **given)
+        torch.testing.assert_close(target, x + expected)
+    negative = torch.randn(2, 4, 4, 3, dtype=torch.complex128).conj().imag
+    expected = negative + reference(negative, **given)
+    OPS.triangle_multiplicative_update_(negative, **given)
+    torch.testing.assert_close(negative, expected)
+
+
+def test_repeatable() -> None:
+    x, given = arguments("panels", torch.float32, "cpu")
+    runs = []
+    for _ in range(2):
+        leaf, leaves = to_leaves(x, given)
+        runs.append(run(torchops.triangle_multiplicative_update, leaf, "incoming", leaves, x))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"x": (4, 3)}, r"expected x of shape \(..., N, N, c\), got \(4, 3\)"),
+    ({"x": (4, 5, 3)}, r"expected x of shape \(..., N, N, c\), got \(4, 5, 3\)"),
+    ({"mask": (4, 4)}, r"expected mask of shape \(2, 4, 4\) to match x, got \(4, 4\)"),
+    ({"mask": (2, 4, 4, 1)}, r"expected mask of shape \(2, 4, 4\) to match x, got \(2, 4, 4, 1\)"),
+    ({"p_in_weight": (3, 3)}, r"expected p_in_weight of shape \(2d, c\) to match x, got \(3, 3\)"),
+    ({"p_in_weight": (4, 4)}, r"expected p_in_weight of shape \(2d, c\) to match x, got \(4, 4\)"),
+    ({"p_in_weight": (4,)}, r"expected p_in_weight of shape \(2d, c\) to match x, got \(4,\)"),
+    ({"g_in_weight": (2, 3)}, r"expected g_in_weight of shape \(4, 3\) to match p_in_weight, got \(2, 3\)"),
+    ({"p_in_bias": (2,)}, r"expected p_in_bias of shape \(4,\) to match p_in_weight, got \(2,\)"),
+    ({"norm_in_weight": (2,)}, r"expected norm_in_weight of shape \(3,\) to match x, got \(2,\)"),
+    ({"norm_out_weight": (3,)}, r"expected norm_out_weight of shape \(2,\) to match x and p_in_weight, got \(3,\)"),
+    ({"p_out_weight": (2, 3)}, r"expected p_out_weight of shape \(3, 2\) to match x and p_in_weight, got \(2, 3\)"),
+    ({"g_out_weight": (3, 2)}, r"expected g_out_weight of shape \(3, 3\) to match x and p_in_weight, got \(3, 2\)"),
+    ({"g_out_bias": (1,)}, r"expected g_out_bias of shape \(3,\) to match x and p_in_weight, got \(1,\)"),
+    ({"p_out_weight": torch.float32}, "expected p_out_weight of dtype float64 to match p_in_weight, got float32"),
+    ({"x": torch.float32}, "expected x of dtype float64 to match p_in_weight, got float32"),
+    ({"p_in_weight": torch.int64}, "expected p_in_weight of dtype float32, float64, float16 or bfloat16, got int64"),
+    ({"mask": torch.int64}, "expected mask of dtype bool or a floating-point dtype, got int64"),
+    ({"direction": "both"}, "expected direction outgoing or incoming, got both"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("op", ["triangle_multiplicative_update", "triangle_multiplicative_update_"])
+@pytest.mark.parametrize(
+    ("changed", "text"), ERRORS, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
+)
+def test_errors(changed: dict[str, Any], text: str, op: str, device: str) -> None:
+    x, given = small()
+    everything: dict[str, Any] = {"x": x} | given
+    for name, change in changed.items():
+        if isinstance(change, tuple):
+            everything[name] = torch.zeros(change, dtype=torch.float64)
+        else:
+            everything[name] = everything[name].to(change) if isinstance(change, torch.dtype) else change
+    everything = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in everything.items()}
+    before = everything["x"].clone()
+    with pytest.raises(RuntimeError, match=f"^{op}: {text}"):
+        getattr(OPS, op)(**everything)
+    assert device == "meta" or torch.equal(everything["x"], before)
+    assert everything["x"]._version == 0
+
+
+def test_errors_of_python_and_of_overwriting() -> None:
+    x, given = small()
+    function: Any = torchops.triangle_multiplicative_update
+    with pytest.raises(TypeError, match=r"expected the keywords direction, mask, .* got precision"):
+        function(x, **given, precision="high")
+    del given["p_in_weight"]
+    with pytest.raises(TypeError, match="p_in_weight"):
+        function(x, **given)
+    x, given = small()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        OPS.triangle_multiplicative_update_(x[:1].expand(2, 4, 4, 3), **given)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        OPS.triangle_multiplicative_update_(x.requires_grad_(), **given)
+
+
+def test_private_arguments_are_checked() -> None:
+    x, given = small()
+    layers = beneath(given)
+    _, product = OPS._triangle_multiplicative_update(x, None, layers, True, 1e-5, True)
+    backward = OPS._triangle_multiplicative_update_backward
+    nothing = [False] * 18
+    for arguments, text in (
+        ((x, x, product[..., :-1], None, layers, True, 1e-5, nothing), "expected product of shape"),
+        ((x[:1], x, product, None, layers, True, 1e-5, nothing), "expected grad of shape"),
+        ((x, x, product, None, layers, True, 1e-5, [False, True, *nothing[2:]]), "without the gradient of a mask"),
+        ((x, x, product, None, layers[:-1], True, 1e-5, nothing), "expected 16 parameters, got 15"),
+        ((x, x, product, None, [*layers[:2], None, *layers[3:]], True, 1e-5, nothing), r"a weight as parameters\[2\]"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            backward(*arguments)

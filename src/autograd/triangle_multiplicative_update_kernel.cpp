@@ -1,6 +1,8 @@
+#include <ATen/LegacyVmapTransforms.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/stack.h>
 
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
@@ -327,6 +329,48 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("_triangle_multiplicative_update", CastParameters<Beneath::batched>::call);
   m.impl("_triangle_multiplicative_update_backward", Backward::batched);
 }
+
+// The batching of gradients (torch.autograd.grad(..., is_grads_batched=True)) has a key of its own, whose fallback runs
+// an operator for each of the batch, but not one with lists of tensors. So does this.
+std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const Tensor& product,
+                                  const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+                                  double eps, TriangleMask wanted) {
+  std::vector<Tensor> given{grad, x, product};
+  if (mask) given.push_back(*mask);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters.get(i)) given.push_back(*parameters.get(i));
+  }
+  const auto views = at::MultiBatchVmapTransform::logicalToPhysical(at::TensorList(given));
+  const int64_t batch_dims = views[0].numBatchDims();
+  const at::DimVector batch(views[0].tensor().sizes().slice(0, batch_dims));
+  std::vector<std::vector<Tensor>> results(detail::kTriangleGradients);
+  for (int64_t index = 0; index < c10::multiply_integers(batch); ++index) {
+    size_t next = 0;
+    const auto take = [&] {
+      const Tensor& physical = views[next++].tensor();
+      return detail::batch_element(physical, physical.dim() - batch_dims, index);
+    };
+    const Tensor grad_i = take(), x_i = take(), product_i = take();
+    const OptionalTensor mask_i = mask ? OptionalTensor(take()) : mask;
+    TriangleParameterList parameters_i;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      parameters_i.push_back(parameters.get(i) ? OptionalTensor(take()) : std::nullopt);
+    }
+    const auto gradients =
+        detail::triangle_update_backward(grad_i, x_i, product_i, mask_i, parameters_i, outgoing, eps, wanted);
+    for (size_t i = 0; i < results.size(); ++i) results[i].push_back(gradients[i]);
+  }
+  std::vector<Tensor> out;
+  for (const std::vector<Tensor>& of_batch : results) {
+    const Tensor stacked = of_batch.empty() ? at::empty({0}, x.options()) : at::stack(of_batch);
+    at::DimVector shape(batch);
+    shape.append(stacked.sizes().begin() + 1, stacked.sizes().end());
+    out.push_back(views[0].getPhysicalToLogicalMap().apply(stacked.reshape(shape)));
+  }
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(myops, Batched, m) { m.impl("_triangle_multiplicative_update_backward", each_of_batch); }
 
 }  // namespace
 }  // namespace torchops::autograd
