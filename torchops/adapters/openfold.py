@@ -44,27 +44,19 @@ class InPlaceTriangleUpdate(TriangleUpdate):
         return ({}, {"inplace_safe": True}, {"inplace_safe": True, "_add_with_inplace": True})
 
     def _forward(self, z: Tensor, mask: Tensor | None, inplace: bool, add: bool) -> Tensor:
-        weights = self.weights()
-        dtype = weights["p_out_weight"].dtype
-        if z.dtype != torch.bfloat16 or dtype == torch.bfloat16:
-            return self._compute(z, mask, inplace, add, weights)
+        if z.dtype != torch.bfloat16:
+            return self._compute(z, mask, inplace, add, self.weights())
         with torch.autocast(z.device.type, enabled=False):
-            return self._compute(z, mask, inplace, add, _cast(weights, z.dtype))
+            weights = [None if t is None else t.to(z.dtype) for t in self.weights()]
+            return self._compute(z, mask, inplace, add, weights)
 
-    def _compute(self, z: Tensor, mask: Tensor | None, inplace: bool, add: bool, weights: Mapping[str, Any]) -> Tensor:
+    def _compute(
+        self, z: Tensor, mask: Tensor | None, inplace: bool, add: bool, weights: list[Tensor | None]
+    ) -> Tensor:
         if inplace and add:
             return self.update_(z, mask, weights)
         update = self.update(z, mask, weights)
         return z.copy_(update) if inplace and self.overwrites else update
-
-
-def _cast(weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    def cast(value: Any) -> Any:
-        if isinstance(value, list):
-            return [cast(item) for item in value]
-        return None if value is None else value.to(dtype)
-
-    return {name: cast(value) for name, value in weights.items()}
 
 
 class KernelsTriangleUpdate(InPlaceTriangleUpdate):

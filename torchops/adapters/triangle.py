@@ -102,42 +102,41 @@ class TriangleUpdate(nn.Module):
         tensors = (self._get(name, parameter) for name in self.names.ins)
         return [part for t in tensors for part in ((None,) * parts if t is None else t.chunk(parts))]
 
-    def weights(self) -> dict[str, Any]:
-        """Arguments of `_triangle_update`."""
+    def weights(self) -> list[Tensor | None]:
+        """Weight and bias by turns of norm_in, the projections to a, b, and their gates, norm_out, p_out and g_out: the
+        order of the operator beneath, which takes weights of a and b that lie anywhere."""
         names = self.names
-        return {
-            "norm_in_weight": self._get(names.norm_in, "weight"),
-            "norm_in_bias": self._get(names.norm_in, "bias"),
-            "in_weights": self._ins("weight"),
-            "in_biases": self._ins("bias"),
-            "norm_out_weight": self._get(names.norm_out, "weight"),
-            "norm_out_bias": self._get(names.norm_out, "bias"),
-            "p_out_weight": self._get(names.p_out, "weight"),
-            "p_out_bias": self._get(names.p_out, "bias"),
-            "g_out_weight": self._get(names.g_out, "weight"),
-            "g_out_bias": self._get(names.g_out, "bias"),
-        }
+
+        def of(layer: str) -> list[Tensor | None]:
+            return [self._get(layer, "weight"), self._get(layer, "bias")]
+
+        ins = [t for pair in zip(self._ins("weight"), self._ins("bias"), strict=True) for t in pair]
+        return [*of(names.norm_in), *ins, *of(names.norm_out), *of(names.p_out), *of(names.g_out)]
 
     def packed(self) -> dict[str, Tensor | None]:
         """Copies of the values by the names of :class:`torchops.nn.TriangleMultiplicativeUpdate`."""
-        weights = self.weights()
         values: dict[str, Tensor | None] = {}
-        for kind, parts in (("weight", weights.pop("in_weights")), ("bias", weights.pop("in_biases"))):
-            for name, pair in (("p_in", parts[:2]), ("g_in", parts[2:])):
-                filled = [p for p in pair if p is not None]
-                zero = [torch.zeros_like(filled[0]) if p is None else p for p in pair] if filled else None
-                values[f"{name}.{kind}"] = None if zero is None else torch.cat(zero).detach()
-        for name, value in weights.items():
-            layer, _, kind = name.rpartition("_")
-            values[f"{layer}.{kind}"] = None if value is None else value.detach()
+        for i, kind in enumerate(("weight", "bias")):
+            norm_in, p_a, p_b, g_a, g_b, norm_out, p_out, g_out = self.weights()[i::2]
+            values |= {f"p_in.{kind}": _concatenated(p_a, p_b), f"g_in.{kind}": _concatenated(g_a, g_b)}
+            values |= {f"norm_in.{kind}": norm_in, f"norm_out.{kind}": norm_out}
+            values |= {f"p_out.{kind}": p_out, f"g_out.{kind}": g_out}
         return values
 
-    def update(self, x: Tensor, mask: Tensor | None, weights: Mapping[str, Any] | None = None) -> Tensor:
-        return _triangle_update(x, self.direction, _mask_for(x, mask), self.eps, weights or self.weights())
+    def update(self, x: Tensor, mask: Tensor | None, weights: list[Tensor | None] | None = None) -> Tensor:
+        """The update of ``x``, by other weights than those that the module has if they are given."""
+        weights = self.weights() if weights is None else weights
+        outgoing = self.direction == "outgoing"
+        return torch.ops.myops._triangle_multiplicative_update(x, _mask_for(x, mask), weights, outgoing, self.eps)[0]
 
-    def update_(self, x: Tensor, mask: Tensor | None, weights: Mapping[str, Any] | None = None) -> Tensor:
+    def update_(self, x: Tensor, mask: Tensor | None, weights: list[Tensor | None] | None = None) -> Tensor:
         """``x += update(x)``; returns ``x``."""
-        return _triangle_update_(x, self.direction, _mask_for(x, mask), self.eps, weights or self.weights())
+        mask, weights = _mask_for(x, mask), self.weights() if weights is None else weights
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, mask, *weights)):
+            return x.add_(self.update(x, mask, weights))
+        outgoing = self.direction == "outgoing"
+        torch.ops.myops._triangle_multiplicative_update_(x, mask, weights, outgoing, self.eps)
+        return x
 
     @classmethod
     def probes(cls) -> Iterable[Mapping[str, Any]]:
@@ -155,13 +154,10 @@ def _mask_for(x: Tensor, mask: Tensor | None) -> Tensor | None:
     return mask if mask.is_floating_point() or mask.dtype == torch.bool else mask.to(x.dtype)
 
 
-def _triangle_update(x: Tensor, direction: str, mask: Tensor | None, eps: float, weights: Mapping[str, Any]) -> Tensor:
-    return torch.ops.myops._triangle_update(x, direction, mask=mask, eps=eps, **weights)
-
-
-def _triangle_update_(x: Tensor, direction: str, mask: Tensor | None, eps: float, weights: Mapping[str, Any]) -> Tensor:
-    torch.ops.myops._triangle_update_(x, direction, mask=mask, eps=eps, **weights)
-    return x
+def _concatenated(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """A part that only one of them has is 0 for the other."""
+    given = b if a is None else a
+    return None if given is None else torch.cat([torch.zeros_like(given) if t is None else t for t in (a, b)])
 
 
 # --- which module it is ----------------------------------------------------------------------------------------------
@@ -240,7 +236,7 @@ class TriangleAdapter:
         for name in names.linears:
             if parameters.get(f"{name}.weight") is None:
                 return f"{name} has no weight"
-        if reason := parameters_reason(parameters, f"{names.p_out}.weight", "myops::triangle_multiplicative_update"):
+        if reason := parameters_reason(parameters, f"{names.p_out}.weight", "myops::_triangle_multiplicative_update"):
             return reason
         if children[names.norm_in].eps != children[names.norm_out].eps:
             return "its layer norms have different eps"
