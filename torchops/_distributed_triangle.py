@@ -1,0 +1,350 @@
+"""The triangle multiplicative update of ``DTensor``; imported by :mod:`torchops.distributed`.
+
+Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
+
+- replicated, or sharded along the batch: every rank calls the operator on its part;
+- sharded along rows, dimension -3: of what a rank needs of others' rows only ``b`` is gathered. With row i of a and all of
+  b, rank after rank has row i of ``o[i, j] = sum_k a[i, k] b[j, k]``. The incoming direction is the outgoing one of ``x``
+  transposed, so x goes from rows to columns first, by an all-to-all.
+
+Anything else is moved to one of these. The operator itself takes whole pair matrices, so rows go through layer_norm, glu
+and gate. Its gradient is written out here, since DTensor's rules run below autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.functional import linear, pad
+
+_myops = torch.ops.myops
+
+Placements = tuple[Any, ...]
+
+
+class _Layers(NamedTuple):
+    """The parameters in the order of the operator beneath, weight and bias by turns."""
+
+    norm_in: Tensor | None
+    norm_in_bias: Tensor | None
+    p_a: Tensor
+    p_a_bias: Tensor | None
+    p_b: Tensor
+    p_b_bias: Tensor | None
+    g_a: Tensor
+    g_a_bias: Tensor | None
+    g_b: Tensor
+    g_b_bias: Tensor | None
+    norm_out: Tensor | None
+    norm_out_bias: Tensor | None
+    p_out: Tensor
+    p_out_bias: Tensor | None
+    g_out: Tensor
+    g_out_bias: Tensor | None
+
+
+def _stays(x: Any, p: Any) -> bool:
+    return p == Replicate() or (type(p) is Shard and p.dim <= x.ndim - 3)
+
+
+def _placements(x: Any) -> Placements:
+    """Those in which `x` is computed with. Columns are moved to rows, which is less than gathering them."""
+    rows = Shard(x.ndim - 3)
+    return tuple(p if _stays(x, p) else rows if p == Shard(x.ndim - 2) else Replicate() for p in x.placements)
+
+
+def _moved(x: Any, placements: Sequence[Any]) -> Any:
+    """Autograd is above this; redistribute() must not see that x requires a gradient."""
+    return x if x.placements == tuple(placements) else x.detach().redistribute(placements=placements)
+
+
+def _wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+    stride = [math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape))]
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def _padded(n: int, dtype: torch.dtype) -> int:
+    step = 16 // dtype.itemsize
+    return -(-n // step) * step
+
+
+class _Call:
+    """One call: what every rank has of the arguments."""
+
+    def __init__(
+        self, op: str, x: Any, mask: Any, parameters: Sequence[Any], outgoing: bool, eps: float, writes: bool = False
+    ) -> None:
+        mesh = x.device_mesh if isinstance(x, DTensor) else None
+        for t in (x, mask, *parameters):
+            if t is not None and not (isinstance(t, DTensor) and t.device_mesh == mesh):
+                raise RuntimeError(f"{op}: expected DTensors on one mesh, got a {type(t).__name__} or another mesh")
+        if writes and not all(_stays(x, p) for p in x.placements):
+            raise RuntimeError(
+                f"{op}: expected x replicated or sharded along rows or the batch, got shape {tuple(x.shape)} with "
+                f"placements {tuple(x.placements)}; redistribute() it first, or use {op.rstrip('_')}"
+            )
+        self.whole, self.placements = x, _placements(x)
+        self.rows, self.columns = Shard(x.ndim - 3), Shard(x.ndim - 2)
+        self.dx = _moved(x, self.placements)
+        self.x = self.dx.to_local()
+        self.dmask = None if mask is None else _moved(mask, self.placements)
+        self.mask = None if mask is None else self.dmask.to_local()
+        replicated = [Replicate()] * len(self.placements)
+        self.parameters = [None if p is None else _moved(p, replicated).to_local() for p in parameters]
+        self.outgoing, self.eps = outgoing, eps
+
+    @property
+    def by_rows(self) -> bool:
+        return self.rows in self.placements
+
+    def with_rows_as(self, placement: Any) -> Placements:
+        return tuple(placement if p == self.rows else p for p in self.placements)
+
+    def product_shape(self) -> tuple[int, ...]:
+        *batch, n, _, _ = self.whole.shape
+        dtype, d = self.parameters[_P_OUT].dtype, self.parameters[_P_OUT].shape[1]
+        return (*batch, d, n, _padded(n, dtype))
+
+    def wrapped(self, update: Tensor, product: Tensor, keep: bool) -> tuple[Any, Any]:
+        out = _wrap(update, self.whole, self.placements, self.whole.shape)
+        # Rows of the pair matrix are the last but one of the product.
+        places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else [Replicate()] * len(self.placements)
+        return out, _wrap(product, self.whole, places, self.product_shape() if keep else (0,))
+
+    def update(self, keep: bool) -> tuple[Tensor, Tensor]:
+        if self.by_rows:
+            return _Rows(self).update(keep)
+        arguments = (self.x, self.mask, self.parameters, self.outgoing, self.eps, keep)
+        return _myops._triangle_multiplicative_update(*arguments)
+
+    def gradients(self, grad: Any, product: Any, wanted: Sequence[bool]) -> list[Any]:
+        grad = _moved(grad, self.placements).to_local()
+        product = _moved(product, self.with_rows_as(Shard(self.whole.ndim - 2))).to_local()
+        if self.by_rows:
+            gradients = _Rows(self).gradients(grad, product, wanted)
+        else:
+            gradients = _myops._triangle_multiplicative_update_backward(
+                grad, self.x, product, self.mask, self.parameters, self.outgoing, self.eps, wanted
+            )
+        # What is summed over rows or the batch is a part of the sum where these are sharded.
+        sums = [Partial() if isinstance(p, Shard) else p for p in self.placements]
+        places = [self.placements, self.placements, *[sums] * len(self.parameters)]
+        shapes = [t.shape if t is not None else (0,) for t in (self.whole, self.dmask, *self.parameters)]
+        nowhere = [Replicate()] * len(self.placements)
+        return [
+            _wrap(g, self.whole, p, shape) if asked else _wrap(self.x.new_empty(0), self.whole, nowhere, (0,))
+            for g, p, shape, asked in zip(gradients, places, shapes, wanted, strict=True)
+        ]
+
+
+_P_OUT = _Layers._fields.index("p_out")
+
+
+class _Rows:
+    """The update of a rank's rows, and its gradient."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call, self.w = call, _Layers(*call.parameters)  # type: ignore[arg-type]
+        self.dtype, n = self.w.p_out.dtype, call.whole.shape[-2]
+        # As in the operator: a is scaled so that o stays in the range of float16, and so is eps.
+        self.scale = 2.0 ** -round(math.log2(max(n, 1)) / 2) if self.dtype == torch.float16 else 1.0
+        self.z_moments = self._norm(call.x, self.w.norm_in, self.w.norm_in_bias, call.eps)
+        self.z = self.z_moments[0].to(self.dtype)
+        # y: x, or its transpose; always this rank's rows of it.
+        self.y = call.x if call.outgoing else self._transposed(call.dx)
+        self.y_moments = (
+            self.z_moments
+            if call.outgoing
+            else self._norm(self.y, self.w.norm_in, self.w.norm_in_bias, call.eps)
+        )
+        self.zy = self.y_moments[0].to(self.dtype)
+        self.mask: Tensor | None = None
+        if call.mask is not None:
+            self.mask = (call.mask if call.outgoing else self._transposed(call.dmask)).to(self.dtype).unsqueeze(-1)
+        w = self.w
+        self.ungated = [
+            _myops.glu(self.zy, p, g, pb, gb)
+            for p, g, pb, gb in ((w.p_a, w.g_a, w.p_a_bias, w.g_a_bias), (w.p_b, w.g_b, w.p_b_bias, w.g_b_bias))
+        ]
+        a, b = (t if self.mask is None else t * self.mask for t in self.ungated)
+        self.a = self._channels(a if self.scale == 1 else a * self.scale)
+        self.b = self._gathered(self._channels(b))
+
+    @staticmethod
+    def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+        return _myops._layer_norm(x.contiguous(), x.shape[-1:], weight, bias, eps)
+
+    def _transposed(self, t: Any) -> Tensor:
+        """This rank's rows of the transpose of a pair tensor or mask."""
+        rows = self.call.rows.dim
+        return t.redistribute(placements=self.call.with_rows_as(self.call.columns)).to_local().transpose(rows, rows + 1)
+
+    def _transposed_back(self, t: Tensor, shape: Sequence[int]) -> Tensor:
+        rows = self.call.rows.dim
+        local = t.transpose(rows, rows + 1).contiguous()
+        whole = _wrap(local, self.call.whole, self.call.with_rows_as(self.call.columns), shape)
+        return whole.redistribute(placements=self.call.placements).to_local()
+
+    @staticmethod
+    def _channels(t: Tensor) -> Tensor:
+        """(*batch, rows, N, d) -> (*batch, d, rows, N)."""
+        return t.movedim(-1, -3).contiguous()
+
+    def _all_channels(self) -> tuple[int, ...]:
+        *batch, n, _, _ = self.call.whole.shape
+        return (*batch, self.w.p_out.shape[1], n, n)
+
+    def _gathered(self, b: Tensor) -> Tensor:
+        places = self.call.with_rows_as(Shard(self.call.whole.ndim - 2))
+        everywhere = self.call.with_rows_as(Replicate())
+        whole = _wrap(b, self.call.whole, places, self._all_channels())
+        return whole.redistribute(placements=everywhere).to_local()
+
+    def _scattered_sum(self, b: Tensor) -> Tensor:
+        """The rows of this rank of what all ranks have a part of."""
+        whole = _wrap(b, self.call.whole, self.call.with_rows_as(Partial()), self._all_channels())
+        return whole.redistribute(placements=self.call.with_rows_as(Shard(self.call.whole.ndim - 2))).to_local()
+
+    def _projected(self, o: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Rows of o, their norm with its moments, and the projection of that."""
+        rows, w = o.movedim(-3, -1).contiguous(), self.w
+        normed, mean, rstd = self._norm(rows, w.norm_out, w.norm_out_bias, self.call.eps * self.scale**2)
+        return rows, normed, mean, rstd, linear(normed, w.p_out, w.p_out_bias)
+
+    def update(self, keep: bool) -> tuple[Tensor, Tensor]:
+        o = self.a @ self.b.mT
+        *_, projected = self._projected(o)
+        padding = self.call.product_shape()[-1] - o.shape[-1]
+        product = (pad(o, (0, padding)) if padding else o) if keep else o.new_empty(0)
+        return _myops.gate(projected, self.z, self.w.g_out, self.w.g_out_bias), product
+
+    def gradients(self, grad: Tensor, product: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+        w, every = self.w, True
+        rows, normed, mean, rstd, projected = self._projected(product[..., : self.b.shape[-1]])
+        dv, dz, dg_out, dg_out_bias = _myops._gate_backward(
+            grad.contiguous(), projected, self.z, w.g_out, w.g_out_bias, [every, every, wanted[-2], wanted[-1]]
+        )
+        dp_out = dv.flatten(0, -2).t() @ normed.flatten(0, -2)
+        do, dnorm_out, dnorm_out_bias = _myops._layer_norm_backward(
+            dv @ w.p_out, rows, rows.shape[-1:], mean, rstd, w.norm_out, [every, *self._norm_asked(wanted, "norm_out")]
+        )
+        do = self._channels(do)
+        # In the order of a and b, which this rank has rows of.
+        dab = [self.scale * (do @ self.b), self._scattered_sum(do.mT @ self.a)]
+        dab = [t.movedim(-3, -1) for t in dab]
+        dmask = sum((t * ungated).sum(-1) for t, ungated in zip(dab, self.ungated, strict=True))
+        if self.mask is not None:
+            dab = [t * self.mask for t in dab]
+        weights = ((w.p_a, w.g_a, w.p_a_bias, w.g_a_bias), (w.p_b, w.g_b, w.p_b_bias, w.g_b_bias))
+        ins = [
+            _myops._glu_backward(t.contiguous(), self.zy, *ws, "sigmoid", [every] * 3 + [b is not None for b in ws[2:]])
+            for t, ws in zip(dab, weights, strict=True)
+        ]
+        dzy = ins[0][0] + ins[1][0]
+        if self.call.outgoing:
+            dx, *dnorm_in = self._norm_in_backward(dz + dzy, self.call.x, self.z_moments, wanted)
+        else:
+            dx, *dnorm_in = self._norm_in_backward(dz, self.call.x, self.z_moments, wanted)
+            dy, *more = self._norm_in_backward(dzy, self.y, self.y_moments, wanted)
+            dx = dx + self._transposed_back(dy, self.call.whole.shape)
+            dnorm_in = [t + u for t, u in zip(dnorm_in, more, strict=True)]
+            if wanted[1]:
+                dmask = self._transposed_back(dmask, self.call.dmask.shape)  # type: ignore[arg-type]
+        (_, dp_a, dg_a, dp_a_bias, dg_a_bias), (_, dp_b, dg_b, dp_b_bias, dg_b_bias) = ins
+        of_parameters = [*dnorm_in, dp_a, dp_a_bias, dp_b, dp_b_bias, dg_a, dg_a_bias, dg_b, dg_b_bias]
+        of_parameters += [dnorm_out, dnorm_out_bias, dp_out, dv.flatten(0, -2).sum(0), dg_out, dg_out_bias]
+        if self.call.dmask is not None and wanted[1]:
+            dmask = dmask.to(self.call.dmask.dtype)  # type: ignore[union-attr]
+        return [dx, dmask, *(t.to(self.dtype) for t in of_parameters)]  # type: ignore[list-item]
+
+    def _norm_asked(self, wanted: Sequence[bool], layer: str) -> list[bool]:
+        first = 2 + _Layers._fields.index(layer)
+        return [bool(wanted[first]), bool(wanted[first + 1])]
+
+    def _norm_in_backward(self, dz: Tensor, x: Tensor, moments: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+        weight = None if self.w.norm_in is None else self.w.norm_in.to(x.dtype)
+        asked = [True, *self._norm_asked(wanted, "norm_in")]
+        arguments = (dz.to(x.dtype), x.contiguous(), x.shape[-1:], *moments[1:], weight, asked)
+        return list(_myops._layer_norm_backward(*arguments))
+
+
+# --- what the operators become ---------------------------------------------------------------------------------------
+
+
+def _beneath(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    x, mask, parameters, outgoing, eps, keep = (*args, False)[:6]
+    call = _Call("_triangle_multiplicative_update", x, mask, parameters, outgoing, eps)
+    return call.wrapped(*call.update(keep), keep)
+
+
+def _beneath_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    x, mask, parameters, outgoing, eps, keep = (*args, False)[:6]
+    call = _Call("_triangle_multiplicative_update_", x, mask, parameters, outgoing, eps, writes=True)
+    return _in_place(call, keep)
+
+
+def _in_place(call: _Call, keep: bool) -> Any:
+    if not call.by_rows:
+        arguments = (call.x, call.mask, call.parameters, call.outgoing, call.eps, keep)
+        product = _myops._triangle_multiplicative_update_(*arguments)
+        return call.wrapped(call.x, product, keep)[1]
+    update, product = call.update(keep)
+    call.x.add_(update)
+    return call.wrapped(update, product, keep)[1]
+
+
+def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
+    grad, x, product, mask, parameters, outgoing, eps, wanted = args
+    call = _Call("_triangle_multiplicative_update_backward", x, mask, parameters, outgoing, eps)
+    return call.gradients(grad, product, wanted)
+
+
+def _parted(kwargs: Any) -> list[Any]:
+    """The parameters of the public operators, in the order of those beneath."""
+    replicated = {}
+    for name in ("p_in", "g_in"):
+        for kind in ("weight", "bias"):
+            t = kwargs.get(f"{name}_{kind}")
+            places = None if not isinstance(t, DTensor) else [Replicate()] * len(t.placements)
+            replicated[f"{name}_{kind}"] = (
+                (None, None) if t is None else _moved(t, places).chunk(2) if places is not None else (t, t)
+            )
+    ins = [replicated[f"{name}_{kind}"][i] for name in ("p_in", "g_in") for i in (0, 1) for kind in ("weight", "bias")]
+
+    def of(layer: str) -> list[Any]:
+        return [kwargs.get(f"{layer}_weight"), kwargs.get(f"{layer}_bias")]
+
+    return [*of("norm_in"), *ins, *of("norm_out"), *of("p_out"), *of("g_out")]
+
+
+def _public_call(op: str, args: Sequence[Any], kwargs: Any, writes: bool) -> _Call:
+    x, direction = (*args, kwargs.get("direction", "outgoing"))[:2]
+    outgoing, eps = direction == "outgoing", kwargs.get("eps", 1e-5)
+    return _Call(op, x, kwargs.get("mask"), _parted(kwargs), outgoing, eps, writes)
+
+
+def _public(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    call = _public_call("triangle_multiplicative_update", args, kwargs or {}, writes=False)
+    return call.wrapped(*call.update(False), False)[0]
+
+
+def _public_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:
+    _in_place(_public_call("triangle_multiplicative_update_", args, kwargs or {}, writes=True), False)
+
+
+for _name, _rule in {
+    "triangle_multiplicative_update": _public,
+    "triangle_multiplicative_update_": _public_,
+    "_triangle_multiplicative_update": _beneath,
+    "_triangle_multiplicative_update_": _beneath_,
+    "_triangle_multiplicative_update_backward": _backward,
+}.items():
+    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
