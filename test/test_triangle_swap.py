@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchops
 from torchops.adapters.boltz import BoltzTriangleUpdate
@@ -210,3 +211,23 @@ def test_parameters_cannot_be_called(release: Release) -> None:
         model[0].p_in(torch.zeros(8))
     assert not any(isinstance(m, nn.Linear) for m in model.modules())
     assert "p_in" in repr(model)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compiles(release: Release, training: bool) -> None:
+    """In one graph, and for other sizes in no more than one further."""
+    model = nn.Sequential(release(with_method("product", Update.product))(8))
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) / 3
+    replace(model)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model[0], backend=graphs, fullgraph=True)
+    for n in (5, 6, 9):
+        x, mask = torch.randn(2, n, n, 8, requires_grad=training), torch.rand(2, n, n)
+        with torch.set_grad_enabled(training):
+            results = [[m(x, mask)] for m in (compiled, model[0])]
+        if training:
+            results = [[out, *torch.autograd.grad(out.sum(), [x, *model.parameters()])] for (out,) in results]
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert graphs.frame_count <= 2

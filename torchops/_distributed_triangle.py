@@ -3,12 +3,12 @@
 Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
 
 - replicated, or sharded along the batch: every rank calls the operator on its part;
-- sharded along rows, dimension -3: of what a rank needs of others' rows only ``b`` is gathered. With row i of a and all of
-  b, rank after rank has row i of ``o[i, j] = sum_k a[i, k] b[j, k]``. The incoming direction is the outgoing one of ``x``
+- sharded along rows, dimension -3: all that a rank needs of others' rows is ``b``, which is gathered. With row i of a
+  and all of b it has row i of ``o[i, j] = sum_k a[i, k] b[j, k]``. The incoming direction is the outgoing one of ``x``
   transposed, so x goes from rows to columns first, by an all-to-all.
 
-Anything else is moved to one of these. The operator itself takes whole pair matrices, so rows go through layer_norm, glu
-and gate. Its gradient is written out here, since DTensor's rules run below autograd.
+Anything else is moved to one of these. The operator itself takes whole pair matrices, so rows go through layer_norm,
+glu and gate. Their gradient is written out here, since DTensor's rules run below autograd.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import linear, pad
 
@@ -60,7 +61,11 @@ def _placements(x: Any) -> Placements:
 
 def _moved(x: Any, placements: Sequence[Any]) -> Any:
     """Autograd is above this; redistribute() must not see that x requires a gradient."""
-    return x if x.placements == tuple(placements) else x.detach().redistribute(placements=placements)
+    return x if x is None or x.placements == tuple(placements) else x.detach().redistribute(placements=placements)
+
+
+def _local(x: Any, placements: Sequence[Any]) -> Any:
+    return None if x is None else _moved(x, placements).to_local()
 
 
 def _wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
@@ -92,12 +97,10 @@ class _Call:
             )
         self.whole, self.placements = x, _placements(x)
         self.rows, self.columns = Shard(x.ndim - 3), Shard(x.ndim - 2)
-        self.dx = _moved(x, self.placements)
-        self.x = self.dx.to_local()
-        self.dmask = None if mask is None else _moved(mask, self.placements)
-        self.mask = None if mask is None else self.dmask.to_local()
+        self.dx, self.dmask = _moved(x, self.placements), _moved(mask, self.placements)
+        self.x, self.mask = _local(self.dx, self.placements), _local(self.dmask, self.placements)
         replicated = [Replicate()] * len(self.placements)
-        self.parameters = [None if p is None else _moved(p, replicated).to_local() for p in parameters]
+        self.parameters: list[Any] = [_local(p, replicated) for p in parameters]
         self.outgoing, self.eps = outgoing, eps
 
     @property
@@ -125,8 +128,9 @@ class _Call:
         return _myops._triangle_multiplicative_update(*arguments)
 
     def gradients(self, grad: Any, product: Any, wanted: Sequence[bool]) -> list[Any]:
-        grad = _moved(grad, self.placements).to_local()
-        product = _moved(product, self.with_rows_as(Shard(self.whole.ndim - 2))).to_local()
+        grad = _local(grad, self.placements)
+        product = _local(product, self.with_rows_as(Shard(self.whole.ndim - 2)))
+        gradients: list[Any]
         if self.by_rows:
             gradients = _Rows(self).gradients(grad, product, wanted)
         else:
@@ -138,20 +142,31 @@ class _Call:
         places = [self.placements, self.placements, *[sums] * len(self.parameters)]
         shapes = [t.shape if t is not None else (0,) for t in (self.whole, self.dmask, *self.parameters)]
         nowhere = [Replicate()] * len(self.placements)
+        nothing = _wrap(self.x.new_empty(0), self.whole, nowhere, (0,))
         return [
-            _wrap(g, self.whole, p, shape) if asked else _wrap(self.x.new_empty(0), self.whole, nowhere, (0,))
+            _wrap(g, self.whole, p, shape) if asked else nothing
             for g, p, shape, asked in zip(gradients, places, shapes, wanted, strict=True)
         ]
 
 
+# Of channels; more would hide more of the first group, and make the products smaller.
+_GROUPS = 4
+
+
+def _arrived(t: Tensor) -> Tensor:
+    return t.wait() if isinstance(t, AsyncCollectiveTensor) else t
+
+
 _P_OUT = _Layers._fields.index("p_out")
+_GRADIENTS = ("x", "mask", *_Layers._fields)
+_BEFORE_PRODUCT = _GRADIENTS[: _GRADIENTS.index("norm_out")]
 
 
 class _Rows:
     """The update of a rank's rows, and its gradient."""
 
     def __init__(self, call: _Call) -> None:
-        self.call, self.w = call, _Layers(*call.parameters)  # type: ignore[arg-type]
+        self.call, self.w = call, _Layers(*call.parameters)
         self.dtype, n = self.w.p_out.dtype, call.whole.shape[-2]
         # As in the operator: a is scaled so that o stays in the range of float16, and so is eps.
         self.scale = 2.0 ** -round(math.log2(max(n, 1)) / 2) if self.dtype == torch.float16 else 1.0
@@ -160,9 +175,7 @@ class _Rows:
         # y: x, or its transpose; always this rank's rows of it.
         self.y = call.x if call.outgoing else self._transposed(call.dx)
         self.y_moments = (
-            self.z_moments
-            if call.outgoing
-            else self._norm(self.y, self.w.norm_in, self.w.norm_in_bias, call.eps)
+            self.z_moments if call.outgoing else self._norm(self.y, self.w.norm_in, self.w.norm_in_bias, call.eps)
         )
         self.zy = self.y_moments[0].to(self.dtype)
         self.mask: Tensor | None = None
@@ -198,20 +211,43 @@ class _Rows:
         """(*batch, rows, N, d) -> (*batch, d, rows, N)."""
         return t.movedim(-1, -3).contiguous()
 
-    def _all_channels(self) -> tuple[int, ...]:
-        *batch, n, _, _ = self.call.whole.shape
-        return (*batch, self.w.p_out.shape[1], n, n)
+    # b of other ranks comes, and their parts of its gradient go, as (rows, *batch, channels, N): whole blocks of
+    # memory, which no copy has to put together. A group of channels is on its way while another is multiplied.
 
-    def _gathered(self, b: Tensor) -> Tensor:
-        places = self.call.with_rows_as(Shard(self.call.whole.ndim - 2))
-        everywhere = self.call.with_rows_as(Replicate())
-        whole = _wrap(b, self.call.whole, places, self._all_channels())
-        return whole.redistribute(placements=everywhere).to_local()
+    def _in_groups(self, t: Tensor) -> tuple[Tensor, ...]:
+        """Of (*batch, d, rows, N)."""
+        return t.chunk(_GROUPS, dim=-3)
 
-    def _scattered_sum(self, b: Tensor) -> Tensor:
-        """The rows of this rank of what all ranks have a part of."""
-        whole = _wrap(b, self.call.whole, self.call.with_rows_as(Partial()), self._all_channels())
-        return whole.redistribute(placements=self.call.with_rows_as(Shard(self.call.whole.ndim - 2))).to_local()
+    def _moved_rows(self, t: Tensor, here: Any, there: Any) -> Tensor:
+        """(*batch, channels, rows, N) with rows placed `there` and not `here`; the movement may still be under way."""
+        batch = [Shard(p.dim + 1) if type(p) is Shard and p != self.call.rows else p for p in self.call.placements]
+        places, targets = (
+            [r if p == self.call.rows else q for p, q in zip(self.call.placements, batch, strict=True)]
+            for r in (here, there)
+        )
+        *sizes, n, _, _ = self.call.whole.shape
+        whole = _wrap(t.movedim(-2, 0).contiguous(), self.call.whole, places, (n, *sizes, t.shape[-3], n))
+        return whole.redistribute(placements=targets, async_op=True).to_local().movedim(0, -2)
+
+    def _gathered(self, b: Tensor) -> list[Tensor]:
+        return [self._moved_rows(group, Shard(0), Replicate()) for group in self._in_groups(b)]
+
+    def _product(self) -> Tensor:
+        """(*batch, d, rows, N)"""
+        o = self.a.new_empty(*self.a.shape[:-1], self.call.whole.shape[-2])
+        for out, a, b in zip(self._in_groups(o), self._in_groups(self.a), self.b, strict=True):
+            torch.matmul(a, _arrived(b).mT, out=out)
+        return o
+
+    def _factor_gradients(self, do: Tensor) -> list[Tensor]:
+        """Of this rank's rows of a and of b, in the order of x."""
+        da, db = torch.empty_like(self.a), []
+        groups = zip(self._in_groups(da), self._in_groups(do), self._in_groups(self.a), self.b, strict=True)
+        for out, do_group, a, b in groups:
+            db.append(self._moved_rows(do_group.mT @ a, Partial(), Shard(0)))
+            torch.matmul(do_group, _arrived(b), out=out)
+        parts = (da * self.scale if self.scale != 1 else da, torch.cat([_arrived(t) for t in db], -3))
+        return [t.movedim(-3, -1) for t in parts]
 
     def _projected(self, o: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Rows of o, their norm with its moments, and the projection of that."""
@@ -220,60 +256,87 @@ class _Rows:
         return rows, normed, mean, rstd, linear(normed, w.p_out, w.p_out_bias)
 
     def update(self, keep: bool) -> tuple[Tensor, Tensor]:
-        o = self.a @ self.b.mT
+        o = self._product()
         *_, projected = self._projected(o)
         padding = self.call.product_shape()[-1] - o.shape[-1]
         product = (pad(o, (0, padding)) if padding else o) if keep else o.new_empty(0)
         return _myops.gate(projected, self.z, self.w.g_out, self.w.g_out_bias), product
 
-    def gradients(self, grad: Tensor, product: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-        w, every = self.w, True
-        rows, normed, mean, rstd, projected = self._projected(product[..., : self.b.shape[-1]])
-        dv, dz, dg_out, dg_out_bias = _myops._gate_backward(
-            grad.contiguous(), projected, self.z, w.g_out, w.g_out_bias, [every, every, wanted[-2], wanted[-1]]
+    def gradients(self, grad: Tensor, product: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Of x, the mask and the parameters; None where none is wanted."""
+        asked, w = _Asked(wanted), self.w
+        out: dict[str, Tensor | None] = {}
+        through_product, through_z = asked.any(*_BEFORE_PRODUCT), asked.any("x", "norm_in", "norm_in_bias")
+        rows, normed, mean, rstd, projected = self._projected(product[..., : self.a.shape[-1]])
+        dv_asked = through_product or asked.any("norm_out", "norm_out_bias", "p_out", "p_out_bias")
+        dv, dz, out["g_out"], out["g_out_bias"] = _myops._gate_backward(
+            grad, projected, self.z, w.g_out, w.g_out_bias, [dv_asked, through_z, *asked("g_out", "g_out_bias")]
         )
-        dp_out = dv.flatten(0, -2).t() @ normed.flatten(0, -2)
-        do, dnorm_out, dnorm_out_bias = _myops._layer_norm_backward(
-            dv @ w.p_out, rows, rows.shape[-1:], mean, rstd, w.norm_out, [every, *self._norm_asked(wanted, "norm_out")]
-        )
-        do = self._channels(do)
-        # In the order of a and b, which this rank has rows of.
-        dab = [self.scale * (do @ self.b), self._scattered_sum(do.mT @ self.a)]
-        dab = [t.movedim(-3, -1) for t in dab]
-        dmask = sum((t * ungated).sum(-1) for t, ungated in zip(dab, self.ungated, strict=True))
-        if self.mask is not None:
-            dab = [t * self.mask for t in dab]
-        weights = ((w.p_a, w.g_a, w.p_a_bias, w.g_a_bias), (w.p_b, w.g_b, w.p_b_bias, w.g_b_bias))
-        ins = [
-            _myops._glu_backward(t.contiguous(), self.zy, *ws, "sigmoid", [every] * 3 + [b is not None for b in ws[2:]])
-            for t, ws in zip(dab, weights, strict=True)
-        ]
-        dzy = ins[0][0] + ins[1][0]
+        if asked.any("p_out"):
+            out["p_out"] = dv.flatten(0, -2).t() @ normed.flatten(0, -2)
+        if asked.any("p_out_bias"):
+            out["p_out_bias"] = dv.flatten(0, -2).sum(0)
+        if through_product or asked.any("norm_out", "norm_out_bias"):
+            norm_asked = [through_product, *asked("norm_out", "norm_out_bias")]
+            do, out["norm_out"], out["norm_out_bias"] = _myops._layer_norm_backward(
+                dv @ w.p_out, rows, rows.shape[-1:], mean, rstd, w.norm_out, norm_asked
+            )
+        dzy = self._through_product(do, asked, out) if through_product else None
+        if through_z:
+            assert dzy is not None
+            self._through_norm_in(dz, dzy, asked, out)
+        return [out.get(name) for name in _GRADIENTS]
+
+    def _through_product(self, do: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> Tensor:
+        """The gradients of the mask and the projections into `out`; returns that of z, in y's layout."""
+        dab = self._factor_gradients(self._channels(do))
+        if asked.any("mask"):
+            dmask = sum((t * ungated).sum(-1) for t, ungated in zip(dab, self.ungated, strict=True))
+            whole = self.call.dmask
+            assert whole is not None
+            out["mask"] = (dmask if self.call.outgoing else self._transposed_back(dmask, whole.shape)).to(whole.dtype)
+        parts = []
+        for t, name in zip(dab, "ab", strict=True):
+            names = (f"p_{name}", f"g_{name}", f"p_{name}_bias", f"g_{name}_bias")
+            weights = [getattr(self.w, n) for n in names]
+            masked = (t if self.mask is None else t * self.mask).contiguous()
+            part, *grads = _myops._glu_backward(masked, self.zy, *weights, "sigmoid", [True, *asked(*names)])
+            out |= dict(zip(names, grads, strict=True))
+            parts.append(part)
+        return parts[0] + parts[1]
+
+    def _through_norm_in(self, dz: Tensor, dzy: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> None:
+        names = ("norm_in", "norm_in_bias")
+        wanted = [asked.any("x"), *asked(*names)]
+        weight = None if self.w.norm_in is None else self.w.norm_in.to(self.call.x.dtype)
+
+        def backward(grad: Tensor, x: Tensor, moments: Sequence[Tensor]) -> list[Tensor]:
+            arguments = (grad.to(x.dtype), x.contiguous(), x.shape[-1:], *moments[1:], weight, wanted)
+            return list(_myops._layer_norm_backward(*arguments))
+
         if self.call.outgoing:
-            dx, *dnorm_in = self._norm_in_backward(dz + dzy, self.call.x, self.z_moments, wanted)
+            dx, *affine = backward(dz + dzy, self.call.x, self.z_moments)
         else:
-            dx, *dnorm_in = self._norm_in_backward(dz, self.call.x, self.z_moments, wanted)
-            dy, *more = self._norm_in_backward(dzy, self.y, self.y_moments, wanted)
-            dx = dx + self._transposed_back(dy, self.call.whole.shape)
-            dnorm_in = [t + u for t, u in zip(dnorm_in, more, strict=True)]
-            if wanted[1]:
-                dmask = self._transposed_back(dmask, self.call.dmask.shape)  # type: ignore[arg-type]
-        (_, dp_a, dg_a, dp_a_bias, dg_a_bias), (_, dp_b, dg_b, dp_b_bias, dg_b_bias) = ins
-        of_parameters = [*dnorm_in, dp_a, dp_a_bias, dp_b, dp_b_bias, dg_a, dg_a_bias, dg_b, dg_b_bias]
-        of_parameters += [dnorm_out, dnorm_out_bias, dp_out, dv.flatten(0, -2).sum(0), dg_out, dg_out_bias]
-        if self.call.dmask is not None and wanted[1]:
-            dmask = dmask.to(self.call.dmask.dtype)  # type: ignore[union-attr]
-        return [dx, dmask, *(t.to(self.dtype) for t in of_parameters)]  # type: ignore[list-item]
+            dx, *affine = backward(dz, self.call.x, self.z_moments)
+            dy, *others = backward(dzy, self.y, self.y_moments)
+            affine = [t + u for t, u in zip(affine, others, strict=True)]
+            if asked.any("x"):
+                dx = dx + self._transposed_back(dy, self.call.whole.shape)
+        out["x"] = dx
+        out |= {name: t.to(self.dtype) for name, t in zip(names, affine, strict=True)}
 
-    def _norm_asked(self, wanted: Sequence[bool], layer: str) -> list[bool]:
-        first = 2 + _Layers._fields.index(layer)
-        return [bool(wanted[first]), bool(wanted[first + 1])]
 
-    def _norm_in_backward(self, dz: Tensor, x: Tensor, moments: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-        weight = None if self.w.norm_in is None else self.w.norm_in.to(x.dtype)
-        asked = [True, *self._norm_asked(wanted, "norm_in")]
-        arguments = (dz.to(x.dtype), x.contiguous(), x.shape[-1:], *moments[1:], weight, asked)
-        return list(_myops._layer_norm_backward(*arguments))
+class _Asked:
+    """Which gradients are wanted, by name."""
+
+    def __init__(self, wanted: Sequence[bool]) -> None:
+        self.wanted = dict(zip(_GRADIENTS, wanted, strict=True))
+
+    def __call__(self, *names: str) -> list[bool]:
+        return [self.wanted[name] for name in names]
+
+    def any(self, *names: str) -> bool:
+        return any(self(*names))
 
 
 # --- what the operators become ---------------------------------------------------------------------------------------
@@ -309,19 +372,17 @@ def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: A
 
 def _parted(kwargs: Any) -> list[Any]:
     """The parameters of the public operators, in the order of those beneath."""
-    replicated = {}
-    for name in ("p_in", "g_in"):
-        for kind in ("weight", "bias"):
-            t = kwargs.get(f"{name}_{kind}")
-            places = None if not isinstance(t, DTensor) else [Replicate()] * len(t.placements)
-            replicated[f"{name}_{kind}"] = (
-                (None, None) if t is None else _moved(t, places).chunk(2) if places is not None else (t, t)
-            )
-    ins = [replicated[f"{name}_{kind}"][i] for name in ("p_in", "g_in") for i in (0, 1) for kind in ("weight", "bias")]
 
     def of(layer: str) -> list[Any]:
         return [kwargs.get(f"{layer}_weight"), kwargs.get(f"{layer}_bias")]
 
+    def halves(t: Any) -> Sequence[Any]:
+        if not isinstance(t, DTensor):
+            return (t, t)  # none; or a tensor that _Call refuses
+        return _moved(t, [Replicate()] * len(t.placements)).chunk(2)
+
+    p_in, g_in = (list(zip(*map(halves, of(layer)), strict=True)) for layer in ("p_in", "g_in"))
+    ins = [t for weight_and_bias in (*p_in, *g_in) for t in weight_and_bias]
     return [*of("norm_in"), *ins, *of("norm_out"), *of("p_out"), *of("g_out")]
 
 
