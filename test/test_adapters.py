@@ -221,6 +221,23 @@ def test_whole_signature(package: Package) -> None:
         model[0](x, mask, another=True)
 
 
+@pytest.mark.parametrize("name", [name for name in PACKAGES if PACKAGES[name].in_place and installed(name)])
+def test_update_in_place_can_be_trained(name: str) -> None:
+    """Which these packages do not offer."""
+    model: Any = nn.Sequential(Block(PACKAGES[name]).out)
+    replace(model)
+    x, mask = inputs()
+    grads = []
+    for in_place in (True, False):
+        leaf = x.clone().requires_grad_()
+        z = leaf * 1
+        out = model[0](z, mask, True, _add_with_inplace=True) if in_place else z + model[0](z, mask)
+        assert (out is z) == in_place
+        grads.append(torch.autograd.grad(out.square().sum(), [leaf, *model.parameters()]))
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+
+
 OPENFOLD = [name for name in PACKAGES if "openfold" in name and installed(name)]
 
 

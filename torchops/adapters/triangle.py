@@ -133,7 +133,7 @@ class TriangleUpdate(nn.Module):
         """``x += update(x)``; returns ``x``."""
         mask, weights = _mask_for(x, mask), self.weights() if weights is None else weights
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, mask, *weights)):
-            return x.add_(self.update(x, mask, weights))
+            return x.add_(self.update(x.clone(), mask, weights))  # the gradient reads the old x
         outgoing = self.direction == "outgoing"
         torch.ops.myops._triangle_multiplicative_update_(x, mask, weights, outgoing, self.eps)
         return x
