@@ -24,7 +24,7 @@ Direction = Literal["outgoing", "incoming"]
 
 class Names(NamedTuple):
     """What a package calls the layers. `ins` are those that project `z` to a, b and their gates, in this order: one
-    each, one for a and b and one for both gates, or one for all."""
+    each, or one for a and b and one for both gates."""
 
     norm_in: str
     ins: tuple[str, ...]
@@ -46,7 +46,6 @@ SEPARATE = Names(
     "layer_norm_in", ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g"), "layer_norm_out", "linear_z", "linear_g"
 )
 FUSED = SEPARATE._replace(ins=("linear_ab_p", "linear_ab_g"))
-BUNDLED = Names("norm_start", ("proj_bundle",), "norm_mix", "proj_emit", "proj_gate")
 
 
 class Parameters(nn.Module):
@@ -275,7 +274,7 @@ def known_update(module: nn.Module) -> TriangleUpdate | str | None:
     for adapter in adapters:
         if adapter.derives(module):
             return f"{name} is a subclass of one in {adapter.file}"
-    for names in (PACKED, SEPARATE, FUSED, BUNDLED):
+    for names in (PACKED, SEPARATE, FUSED):
         if {*names.norms, *names.linears} <= module._modules.keys():
             return f"{name} has the layers of a triangle update, but is of no known package"
     return None
