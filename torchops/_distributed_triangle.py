@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 _myops = torch.ops.myops
 
@@ -111,13 +111,15 @@ class _Call:
         return tuple(placement if p == self.rows else p for p in self.placements)
 
     def product_shape(self) -> tuple[int, ...]:
+        """As the operator beneath has it."""
         *batch, n, _, _ = self.whole.shape
         dtype, d = self.parameters[_P_OUT].dtype, self.parameters[_P_OUT].shape[1]
-        return (*batch, d, n, _padded(n, dtype))
+        return (*batch, d, _padded(n, dtype), _padded(n, dtype))
 
     def wrapped(self, update: Tensor, product: Tensor, keep: bool) -> tuple[Any, Any]:
         out = _wrap(update, self.whole, self.placements, self.whole.shape)
-        # Rows of the pair matrix are the last but one of the product.
+        # Rows of the pair matrix are the last but one of the product. Of sharded rows it is o without padding, which
+        # none but `gradients` reads, on the same ranks.
         places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else [Replicate()] * len(self.placements)
         return out, _wrap(product, self.whole, places, self.product_shape() if keep else (0,))
 
@@ -258,16 +260,15 @@ class _Rows:
     def update(self, keep: bool) -> tuple[Tensor, Tensor]:
         o = self._product()
         *_, projected = self._projected(o)
-        padding = self.call.product_shape()[-1] - o.shape[-1]
-        product = (pad(o, (0, padding)) if padding else o) if keep else o.new_empty(0)
-        return _myops.gate(projected, self.z, self.w.g_out, self.w.g_out_bias), product
+        update = _myops.gate(projected, self.z, self.w.g_out, self.w.g_out_bias)
+        return update, o if keep else o.new_empty(0)
 
     def gradients(self, grad: Tensor, product: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Of x, the mask and the parameters; None where none is wanted."""
         asked, w = _Asked(wanted), self.w
         out: dict[str, Tensor | None] = {}
         through_product, through_z = asked.any(*_BEFORE_PRODUCT), asked.any("x", "norm_in", "norm_in_bias")
-        rows, normed, mean, rstd, projected = self._projected(product[..., : self.a.shape[-1]])
+        rows, normed, mean, rstd, projected = self._projected(product)
         dv_asked = through_product or asked.any("norm_out", "norm_out_bias", "p_out", "p_out_bias")
         dv, dz, out["g_out"], out["g_out_bias"] = _myops._gate_backward(
             grad, projected, self.z, w.g_out, w.g_out_bias, [dv_asked, through_z, *asked("g_out", "g_out_bias")]
