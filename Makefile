@@ -80,6 +80,11 @@ $(VENV)/.group-%: pyproject.toml $(TORCH)
 	@$(PIP) install $(PIP_FLAGS) --group $* "torch==$(TORCH_VERSION)"
 	@touch $@
 
+# The packages of which test_adapters.py swaps modules.
+$(VENV)/.adapters: $(VENV)/.group-adapters
+	@$(PIP) install $(PIP_FLAGS) --no-deps --group adapters-bare
+	@touch $@
+
 $(VENV)/.built: $(SOURCES) $(TORCH) $(VENV)/.group-test
 	@echo "building"
 	@rm -rf $(TORCHINDUCTOR_CACHE_DIR)
@@ -98,7 +103,7 @@ $(VENV)/.wheel: $(VENV)/.built
 	@touch $@
 
 # Every suite runs even if one before it fails. pytest's status 5 says that no test was selected.
-test: build $(VENV)/.wheel
+test: build $(VENV)/.wheel $(VENV)/.adapters
 	@failed=; export TORCHOPS_WHEEL_DIR="$(abspath $(BUILD))/wheel"; \
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) | tee build/pytest.log || failed=yes; \
 	{ $(RUN) -m pytest -m serial $(PYTEST_FLAGS) | tee build/pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \

@@ -305,7 +305,9 @@ def checks() -> dict[str, Callable[[DeviceMesh], None]]:
     }
 
 
-def main(rank: int, device: str, rendezvous: str, result: str) -> None:
+def run(
+    table: dict[str, Callable[[DeviceMesh], None]], world: int, rank: int, device: str, rendezvous: str, result: str
+) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -313,12 +315,12 @@ def main(rank: int, device: str, rendezvous: str, result: str) -> None:
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
-        world_size=2,
+        world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )
-    mesh = init_device_mesh(device, (2,))
-    outcomes = dict.fromkeys(checks(), "not run, after a failure before it")
-    for name, check in checks().items():
+    mesh = init_device_mesh(device, (world,))
+    outcomes = dict.fromkeys(table, "not run, after a failure before it")
+    for name, check in table.items():
         try:
             check(mesh)
             outcomes[name] = ""
@@ -331,4 +333,4 @@ def main(rank: int, device: str, rendezvous: str, result: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    run(checks(), 2, int(sys.argv[1]), *sys.argv[2:])

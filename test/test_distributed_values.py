@@ -12,20 +12,20 @@ import pytest
 import torch
 from distributed_worker import checks
 
-WORKER = Path(__file__).parent / "distributed_worker.py"
+FOLDER = Path(__file__).parent
 CHECKS = list(checks())
 GPUS = torch.cuda.device_count()
 
 
-def _outcomes(device: str, folder: Path) -> list[dict[str, str]]:
-    """What each rank says of each check."""
+def outcomes(worker: str, checks: list[str], ranks: int, device: str, folder: Path) -> list[dict[str, str]]:
+    """What each rank of `worker` says of each check."""
     # One machine: no name of it needs to be found in a network.
     env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    results = [folder / f"rank{rank}.json" for rank in range(2)]
-    ranks = [
+    results = [folder / f"rank{rank}.json" for rank in range(ranks)]
+    processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), device, str(folder / "rendezvous"), str(result)],
+            [sys.executable, str(FOLDER / worker), str(rank), device, str(folder / "rendezvous"), str(result)],
             env={**env, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
@@ -33,24 +33,24 @@ def _outcomes(device: str, folder: Path) -> list[dict[str, str]]:
         for rank, result in enumerate(results)
     ]
     try:
-        errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+        errors = [process.communicate(timeout=240)[1] for process in processes]
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in processes:
+            process.kill()
     return [
-        json.loads(result.read_text()) if result.exists() else dict.fromkeys(CHECKS, f"the process ended: {error}")
+        json.loads(result.read_text()) if result.exists() else dict.fromkeys(checks, f"the process ended: {error}")
         for result, error in zip(results, errors, strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return _outcomes("cpu", tmp_path_factory.mktemp("gloo"))
+    return outcomes("distributed_worker.py", CHECKS, 2, "cpu", tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.fixture(scope="module")
 def nccl(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return _outcomes("cuda", tmp_path_factory.mktemp("nccl"))
+    return outcomes("distributed_worker.py", CHECKS, 2, "cuda", tmp_path_factory.mktemp("nccl"))
 
 
 @pytest.mark.xdist_group("gloo")

@@ -8,7 +8,7 @@ from torchops import _library
 # The modules below look their operators up as they are imported.
 _library.load()
 
-from torchops import cuda, flops, nn, ops, pair  # noqa: E402
+from torchops import adapters, cuda, flops, nn, ops, pair  # noqa: E402, F401
 from torchops._info import info  # noqa: E402
 from torchops._when_imported import when_imported  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403

@@ -351,3 +351,5 @@ for _name, _rule in {
     "square_matmul": _square_matmul_sharded_b,
 }.items():
     torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
+
+import torchops._distributed_triangle  # noqa: E402, F401

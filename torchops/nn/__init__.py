@@ -1,6 +1,7 @@
 """Modules over the operators of torchops, and :func:`replace`, which puts them into existing models."""
 
 from torchops.nn.gates import GLU, Dense, Gate
+from torchops.nn.pair import TriangleMultiplicativeUpdate
 from torchops.nn.replace import Replacements, replace
 
-__all__ = ["GLU", "Dense", "Gate", "Replacements", "replace"]
+__all__ = ["GLU", "Dense", "Gate", "Replacements", "TriangleMultiplicativeUpdate", "replace"]

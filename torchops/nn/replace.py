@@ -1,8 +1,13 @@
-"""Layers of torchops in the place of those of an existing model, found by the model's structure."""
+"""Layers of torchops in the place of those of an existing model.
+
+:func:`replace` asks every *swapper* in turn: a function that finds one kind of layer, replaces it in place, and reports
+what it replaced and what it left. `swapper` makes one known. What they have in common is here: whether a module or its
+parameters do more than their classes say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,37 +28,57 @@ class Replacements:
     """What :func:`replace` did.
 
     Attributes:
-        replaced: names of the layers that are :class:`Dense` now, in the order of ``model.named_modules()``.
-        left: names of the layers followed by a sigmoid that stay as they are, with the reason.
+        replaced: names of the layers in whose place there is one of torchops now, in the order of
+            ``model.named_modules()``.
+        left: names of the layers that look as if they could be replaced and stay as they are, with the reason.
     """
 
     replaced: tuple[str, ...]
     left: Mapping[str, str]
 
 
+Swapper = Callable[[nn.Module], Replacements]
+
+_swappers: list[Swapper] = []
+
+
+def swapper(function: Swapper) -> Swapper:
+    """Has `replace` call `function` after those that are known."""
+    _swappers.append(function)
+    return function
+
+
 def replace(model: nn.Module) -> Replacements:
-    """Replaces each ``nn.Linear`` that is followed by an ``nn.Sigmoid`` in an ``nn.Sequential`` by a :class:`Dense`.
+    """Replaces layers of ``model`` by layers of torchops that compute the same, and takes over their parameters.
 
-    The model is changed in place. A ``Dense`` takes over the parameters themselves, so optimizers go on, and all other
-    state of its layer (training mode, ``requires_grad``, dtype, device, attributes). An ``nn.Identity`` takes the place
-    of the sigmoid, so every name in the state dict stays and state dicts load both ways. Calling it again does nothing.
+    The model is changed in place. A new layer has the parameters themselves, so optimizers go on, and all other state
+    of its predecessor (training mode, ``requires_grad``, dtype, device, attributes). Every name in the state dict
+    stays, and state dicts load both ways. Calling it again does nothing. Replaced are
 
-    A pair is left as it is, and reported, where its parts do more than their classes say or are seen from outside:
+    - an ``nn.Linear`` that is followed by an ``nn.Sigmoid`` in an ``nn.Sequential``, by :class:`Dense` and an
+      ``nn.Identity``;
+    - the triangle multiplicative updates of Boltz, OpenFold, OpenFold-3 and transformers' ESMFold, by a module with the
+      signature of the original that calls :func:`torchops.triangle_multiplicative_update` (:mod:`torchops.adapters`).
 
-    - the linear layer or the sigmoid is of a subclass, parametrized or quantized;
-    - either of them has a hook, a forward of its own or a compiled one. A hook would see other values: those before the
-      sigmoid exist no longer. Hooks of the ``nn.Sequential`` and of everything else see the same values and are kept;
-    - a parameter is a tensor subclass (DTensor, for one), sparse, or of a dtype or on a device that
-      :func:`torchops.dense` does not compute in; or weight and bias differ in one of them;
+    A layer is left as it is, and reported, where its parts do more than their classes say or are seen from outside:
+
+    - it is of a subclass, parametrized or quantized;
+    - it has a hook, a forward of its own or a compiled one. A hook of a linear layer would see other values: those
+      before the sigmoid exist no longer. Hooks of the ``nn.Sequential`` and of everything else see the same values and
+      are kept;
+    - a parameter is a tensor subclass (DTensor, for one), sparse, or of a dtype or on a device that the operator does
+      not compute in; or the parameters differ in one of them;
     - the linear layer also stands in a place where no sigmoid follows it. A layer that is followed by a sigmoid
       wherever it stands is replaced by one ``Dense`` in all places;
-    - the ``nn.Sequential`` is of a subclass with a forward or an iteration of its own.
+    - the ``nn.Sequential`` is of a subclass with a forward or an iteration of its own;
+    - a triangle update is of no known class, has other layers, or computes something else. Every one is computed beside
+      its replacement first, as a small problem with random parameters, on the CPU.
 
     Only an ``nn.Sequential`` says what follows what; code that takes a layer out of it and calls it alone is not seen.
     :mod:`torchops.inductor` follows the computation itself and needs no such structure.
 
     Returns:
-        What was replaced and what was left. ``model`` itself, where it is an ``nn.Linear``, is never replaced.
+        What was replaced and what was left. ``model`` itself is never replaced, only what is in it.
 
     Example::
 
@@ -66,6 +91,62 @@ def replace(model: nn.Module) -> Replacements:
           (1): Identity()
         )
     """
+    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    reports = [swap(model) for swap in _swappers]
+    replaced = sorted((name for report in reports for name in report.replaced), key=order.__getitem__)
+    return Replacements(tuple(replaced), {name: why for report in reports for name, why in report.left.items()})
+
+
+# --- what every swapper asks -----------------------------------------------------------------------------------------
+
+
+def module_reason(module: nn.Module, plain: type[nn.Module]) -> str | None:
+    """Why `module` may do more, or be seen from outside, than its being a `plain` says; None if it does not."""
+    if type(module) is not plain:
+        return f"{type(module).__name__} is not {plain.__name__} itself"
+    if any(value for name, value in vars(module).items() if name.endswith("_hooks")):
+        return f"{plain.__name__} has hooks"
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
+        return f"{plain.__name__} has a forward of its own"
+    return None
+
+
+def parameters_reason(parameters: Mapping[str, nn.Parameter | None], like: str, operator: str) -> str | None:
+    """Why `operator` cannot compute with these parameters, all like the one named `like`; None if it can."""
+    first = parameters[like]
+    assert first is not None
+    for name, parameter in parameters.items():
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter:
+            return f"{name} is a {type(parameter).__name__}"
+        if parameter.layout != torch.strided:
+            return f"{name} is of {parameter.layout}"
+        if parameter.dtype not in DTYPES:
+            return f"{name} is of {parameter.dtype}"
+        if not _has_kernel(operator, parameter.device):
+            return f"{name} is on {parameter.device}"
+        if parameter.dtype != first.dtype or parameter.device != first.device:
+            return f"{name} is of another dtype or device than {like}"
+    return None
+
+
+def _has_kernel(operator: str, device: torch.device) -> bool:
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def join(prefix: str, key: str) -> str:
+    """The name of the child `key` of the module named `prefix`."""
+    return f"{prefix}.{key}" if prefix else key
+
+
+# --- a linear layer and the sigmoid that follows it ------------------------------------------------------------------
+
+
+@swapper
+def replace_sigmoids(model: nn.Module) -> Replacements:
+    """Pairs of nn.Linear and nn.Sigmoid in an nn.Sequential, by Dense."""
     names = {parent: name for name, parent in model.named_modules()}
     pairs = [pair for parent in names if isinstance(parent, nn.Sequential) for pair in _pairs(parent)]
     follows = {(pair.parent, pair.linear_key) for pair in pairs}
@@ -77,12 +158,12 @@ def replace(model: nn.Module) -> Replacements:
     for parent, name in names.items():
         for key, child in parent._modules.items():
             if id(child) in layers and (parent, key) not in follows:
-                reasons.setdefault(id(child), f"no sigmoid follows it as {_join(name, key)}")
+                reasons.setdefault(id(child), f"no sigmoid follows it as {join(name, key)}")
 
     dense: dict[int, Dense] = {}
     replaced, left = [], {}
     for pair in pairs:
-        name = _join(names[pair.parent], pair.linear_key)
+        name = join(names[pair.parent], pair.linear_key)
         if reason := reasons.get(id(pair.linear)):
             left[name] = reason
             continue
@@ -117,41 +198,15 @@ def _pairs(parent: nn.Sequential) -> list[_Pair]:
     ]
 
 
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
-
-
 def _reason_to_leave(pair: _Pair) -> str | None:
     parent, linear, sigmoid = pair.parent, pair.linear, pair.sigmoid
     own = any(getattr(type(parent), name) is not getattr(nn.Sequential, name) for name in ("forward", "__iter__"))
     if own or "forward" in vars(parent):
         return f"{type(parent).__name__} has a forward of its own"
     for module, plain in ((linear, nn.Linear), (sigmoid, nn.Sigmoid)):
-        if type(module) is not plain:
-            return f"{type(module).__name__} is not {plain.__name__} itself"
-        if any(value for name, value in vars(module).items() if name.endswith("_hooks")):
-            return f"{plain.__name__} has hooks"
-        if "forward" in vars(module) or module._compiled_call_impl is not None:
-            return f"{plain.__name__} has a forward of its own"
-    for name, parameter in linear._parameters.items():
-        if parameter is None:
-            continue
-        if type(parameter) is not nn.Parameter:
-            return f"{name} is a {type(parameter).__name__}"
-        if parameter.layout != torch.strided:
-            return f"{name} is of {parameter.layout}"
-        if parameter.dtype not in DTYPES:
-            return f"{name} is of {parameter.dtype}"
-        if not _has_kernel(parameter.device):
-            return f"{name} is on {parameter.device}"
-        if parameter.dtype != linear.weight.dtype or parameter.device != linear.weight.device:
-            return f"{name} is of another dtype or device than weight"
-    return None
-
-
-def _has_kernel(device: torch.device) -> bool:
-    key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("myops::dense", key)
+        if reason := module_reason(module, plain):
+            return reason
+    return parameters_reason(linear._parameters, "weight", "myops::dense")
 
 
 def _dense_like(linear: nn.Linear) -> Dense:

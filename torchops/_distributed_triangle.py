@@ -1,0 +1,412 @@
+"""The triangle multiplicative update of ``DTensor``; imported by :mod:`torchops.distributed`.
+
+Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
+
+- replicated, or sharded along the batch: every rank calls the operator on its part;
+- sharded along rows, dimension -3: all that a rank needs of others' rows is ``b``, which is gathered. With row i of a
+  and all of b it has row i of ``o[i, j] = sum_k a[i, k] b[j, k]``. The incoming direction is the outgoing one of ``x``
+  transposed, so x goes from rows to columns first, by an all-to-all.
+
+Anything else is moved to one of these. The operator itself takes whole pair matrices, so rows go through layer_norm,
+glu and gate. Their gradient is written out here, since DTensor's rules run below autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.functional import linear
+
+_myops = torch.ops.myops
+
+Placements = tuple[Any, ...]
+
+
+class _Layers(NamedTuple):
+    """The parameters in the order of the operator beneath, weight and bias by turns."""
+
+    norm_in: Tensor | None
+    norm_in_bias: Tensor | None
+    p_a: Tensor
+    p_a_bias: Tensor | None
+    p_b: Tensor
+    p_b_bias: Tensor | None
+    g_a: Tensor
+    g_a_bias: Tensor | None
+    g_b: Tensor
+    g_b_bias: Tensor | None
+    norm_out: Tensor | None
+    norm_out_bias: Tensor | None
+    p_out: Tensor
+    p_out_bias: Tensor | None
+    g_out: Tensor
+    g_out_bias: Tensor | None
+
+
+def _stays(x: Any, p: Any) -> bool:
+    return p == Replicate() or (type(p) is Shard and p.dim <= x.ndim - 3)
+
+
+def _placements(x: Any) -> Placements:
+    """Those in which `x` is computed with. Columns are moved to rows, which is less than gathering them."""
+    rows = Shard(x.ndim - 3)
+    return tuple(p if _stays(x, p) else rows if p == Shard(x.ndim - 2) else Replicate() for p in x.placements)
+
+
+def _moved(x: Any, placements: Sequence[Any]) -> Any:
+    """Autograd is above this; redistribute() must not see that x requires a gradient."""
+    return x if x is None or x.placements == tuple(placements) else x.detach().redistribute(placements=placements)
+
+
+def _local(x: Any, placements: Sequence[Any]) -> Any:
+    return None if x is None else _moved(x, placements).to_local()
+
+
+def _wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+    stride = [math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape))]
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def _padded(n: int, dtype: torch.dtype) -> int:
+    step = 16 // dtype.itemsize
+    return -(-n // step) * step
+
+
+class _Call:
+    """One call: what every rank has of the arguments."""
+
+    def __init__(
+        self, op: str, x: Any, mask: Any, parameters: Sequence[Any], outgoing: bool, eps: float, writes: bool = False
+    ) -> None:
+        mesh = x.device_mesh if isinstance(x, DTensor) else None
+        for t in (x, mask, *parameters):
+            if t is not None and not (isinstance(t, DTensor) and t.device_mesh == mesh):
+                raise RuntimeError(f"{op}: expected DTensors on one mesh, got a {type(t).__name__} or another mesh")
+        if writes and not all(_stays(x, p) for p in x.placements):
+            raise RuntimeError(
+                f"{op}: expected x replicated or sharded along rows or the batch, got shape {tuple(x.shape)} with "
+                f"placements {tuple(x.placements)}; redistribute() it first, or use {op.rstrip('_')}"
+            )
+        self.whole, self.placements = x, _placements(x)
+        self.rows, self.columns = Shard(x.ndim - 3), Shard(x.ndim - 2)
+        self.dx, self.dmask = _moved(x, self.placements), _moved(mask, self.placements)
+        self.x, self.mask = _local(self.dx, self.placements), _local(self.dmask, self.placements)
+        replicated = [Replicate()] * len(self.placements)
+        self.parameters: list[Any] = [_local(p, replicated) for p in parameters]
+        self.outgoing, self.eps = outgoing, eps
+
+    @property
+    def by_rows(self) -> bool:
+        return self.rows in self.placements
+
+    def with_rows_as(self, placement: Any) -> Placements:
+        return tuple(placement if p == self.rows else p for p in self.placements)
+
+    def product_shape(self) -> tuple[int, ...]:
+        """As the operator beneath has it."""
+        *batch, n, _, _ = self.whole.shape
+        dtype, d = self.parameters[_P_OUT].dtype, self.parameters[_P_OUT].shape[1]
+        return (*batch, d, _padded(n, dtype), _padded(n, dtype))
+
+    def wrapped(self, update: Tensor, product: Tensor, keep: bool) -> tuple[Any, Any]:
+        out = _wrap(update, self.whole, self.placements, self.whole.shape)
+        # Rows of the pair matrix are the last but one of the product. Of sharded rows it is o without padding, which
+        # none but `gradients` reads, on the same ranks.
+        places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else [Replicate()] * len(self.placements)
+        return out, _wrap(product, self.whole, places, self.product_shape() if keep else (0,))
+
+    def update(self, keep: bool) -> tuple[Tensor, Tensor]:
+        if self.by_rows:
+            return _Rows(self).update(keep)
+        arguments = (self.x, self.mask, self.parameters, self.outgoing, self.eps, keep)
+        return _myops._triangle_multiplicative_update(*arguments)
+
+    def gradients(self, grad: Any, product: Any, wanted: Sequence[bool]) -> list[Any]:
+        grad = _local(grad, self.placements)
+        product = _local(product, self.with_rows_as(Shard(self.whole.ndim - 2)))
+        gradients: list[Any]
+        if self.by_rows:
+            gradients = _Rows(self).gradients(grad, product, wanted)
+        else:
+            gradients = _myops._triangle_multiplicative_update_backward(
+                grad, self.x, product, self.mask, self.parameters, self.outgoing, self.eps, wanted
+            )
+        # What is summed over rows or the batch is a part of the sum where these are sharded.
+        sums = [Partial() if isinstance(p, Shard) else p for p in self.placements]
+        places = [self.placements, self.placements, *[sums] * len(self.parameters)]
+        shapes = [t.shape if t is not None else (0,) for t in (self.whole, self.dmask, *self.parameters)]
+        nowhere = [Replicate()] * len(self.placements)
+        nothing = _wrap(self.x.new_empty(0), self.whole, nowhere, (0,))
+        return [
+            _wrap(g, self.whole, p, shape) if asked else nothing
+            for g, p, shape, asked in zip(gradients, places, shapes, wanted, strict=True)
+        ]
+
+
+# Of channels; more would hide more of the first group, and make the products smaller.
+_GROUPS = 4
+
+
+def _arrived(t: Tensor) -> Tensor:
+    return t.wait() if isinstance(t, AsyncCollectiveTensor) else t
+
+
+_P_OUT = _Layers._fields.index("p_out")
+_GRADIENTS = ("x", "mask", *_Layers._fields)
+_BEFORE_PRODUCT = _GRADIENTS[: _GRADIENTS.index("norm_out")]
+
+
+class _Rows:
+    """The update of a rank's rows, and its gradient."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call, self.w = call, _Layers(*call.parameters)
+        self.dtype, n = self.w.p_out.dtype, call.whole.shape[-2]
+        # As in the operator: a is scaled so that o stays in the range of float16, and so is eps.
+        self.scale = 2.0 ** -round(math.log2(max(n, 1)) / 2) if self.dtype == torch.float16 else 1.0
+        self.z_moments = self._norm(call.x, self.w.norm_in, self.w.norm_in_bias, call.eps)
+        self.z = self.z_moments[0].to(self.dtype)
+        # y: x, or its transpose; always this rank's rows of it.
+        self.y = call.x if call.outgoing else self._transposed(call.dx)
+        self.y_moments = (
+            self.z_moments if call.outgoing else self._norm(self.y, self.w.norm_in, self.w.norm_in_bias, call.eps)
+        )
+        self.zy = self.y_moments[0].to(self.dtype)
+        self.mask: Tensor | None = None
+        if call.mask is not None:
+            self.mask = (call.mask if call.outgoing else self._transposed(call.dmask)).to(self.dtype).unsqueeze(-1)
+        w = self.w
+        self.ungated = [
+            _myops.glu(self.zy, p, g, pb, gb)
+            for p, g, pb, gb in ((w.p_a, w.g_a, w.p_a_bias, w.g_a_bias), (w.p_b, w.g_b, w.p_b_bias, w.g_b_bias))
+        ]
+        a, b = (t if self.mask is None else t * self.mask for t in self.ungated)
+        self.a = self._channels(a if self.scale == 1 else a * self.scale)
+        self.b = self._gathered(self._channels(b))
+
+    @staticmethod
+    def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+        return _myops._layer_norm(x.contiguous(), x.shape[-1:], weight, bias, eps)
+
+    def _transposed(self, t: Any) -> Tensor:
+        """This rank's rows of the transpose of a pair tensor or mask."""
+        rows = self.call.rows.dim
+        return t.redistribute(placements=self.call.with_rows_as(self.call.columns)).to_local().transpose(rows, rows + 1)
+
+    def _transposed_back(self, t: Tensor, shape: Sequence[int]) -> Tensor:
+        rows = self.call.rows.dim
+        local = t.transpose(rows, rows + 1).contiguous()
+        whole = _wrap(local, self.call.whole, self.call.with_rows_as(self.call.columns), shape)
+        return whole.redistribute(placements=self.call.placements).to_local()
+
+    @staticmethod
+    def _channels(t: Tensor) -> Tensor:
+        """(*batch, rows, N, d) -> (*batch, d, rows, N)."""
+        return t.movedim(-1, -3).contiguous()
+
+    # b of other ranks comes, and their parts of its gradient go, as (rows, *batch, channels, N): whole blocks of
+    # memory, which no copy has to put together. A group of channels is on its way while another is multiplied.
+
+    def _in_groups(self, t: Tensor) -> tuple[Tensor, ...]:
+        """Of (*batch, d, rows, N)."""
+        return t.chunk(_GROUPS, dim=-3)
+
+    def _moved_rows(self, t: Tensor, here: Any, there: Any) -> Tensor:
+        """(*batch, channels, rows, N) with rows placed `there` and not `here`; the movement may still be under way."""
+        batch = [Shard(p.dim + 1) if type(p) is Shard and p != self.call.rows else p for p in self.call.placements]
+        places, targets = (
+            [r if p == self.call.rows else q for p, q in zip(self.call.placements, batch, strict=True)]
+            for r in (here, there)
+        )
+        *sizes, n, _, _ = self.call.whole.shape
+        whole = _wrap(t.movedim(-2, 0).contiguous(), self.call.whole, places, (n, *sizes, t.shape[-3], n))
+        return whole.redistribute(placements=targets, async_op=True).to_local().movedim(0, -2)
+
+    def _gathered(self, b: Tensor) -> list[Tensor]:
+        return [self._moved_rows(group, Shard(0), Replicate()) for group in self._in_groups(b)]
+
+    def _product(self) -> Tensor:
+        """(*batch, d, rows, N)"""
+        o = self.a.new_empty(*self.a.shape[:-1], self.call.whole.shape[-2])
+        for out, a, b in zip(self._in_groups(o), self._in_groups(self.a), self.b, strict=True):
+            torch.matmul(a, _arrived(b).mT, out=out)
+        return o
+
+    def _factor_gradients(self, do: Tensor) -> list[Tensor]:
+        """Of this rank's rows of a and of b, in the order of x."""
+        da, db = torch.empty_like(self.a), []
+        groups = zip(self._in_groups(da), self._in_groups(do), self._in_groups(self.a), self.b, strict=True)
+        for out, do_group, a, b in groups:
+            db.append(self._moved_rows(do_group.mT @ a, Partial(), Shard(0)))
+            torch.matmul(do_group, _arrived(b), out=out)
+        parts = (da * self.scale if self.scale != 1 else da, torch.cat([_arrived(t) for t in db], -3))
+        return [t.movedim(-3, -1) for t in parts]
+
+    def _projected(self, o: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Rows of o, their norm with its moments, and the projection of that."""
+        rows, w = o.movedim(-3, -1).contiguous(), self.w
+        normed, mean, rstd = self._norm(rows, w.norm_out, w.norm_out_bias, self.call.eps * self.scale**2)
+        return rows, normed, mean, rstd, linear(normed, w.p_out, w.p_out_bias)
+
+    def update(self, keep: bool) -> tuple[Tensor, Tensor]:
+        o = self._product()
+        *_, projected = self._projected(o)
+        update = _myops.gate(projected, self.z, self.w.g_out, self.w.g_out_bias)
+        return update, o if keep else o.new_empty(0)
+
+    def gradients(self, grad: Tensor, product: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Of x, the mask and the parameters; None where none is wanted."""
+        asked, w = _Asked(wanted), self.w
+        out: dict[str, Tensor | None] = {}
+        through_product, through_z = asked.any(*_BEFORE_PRODUCT), asked.any("x", "norm_in", "norm_in_bias")
+        rows, normed, mean, rstd, projected = self._projected(product)
+        dv_asked = through_product or asked.any("norm_out", "norm_out_bias", "p_out", "p_out_bias")
+        dv, dz, out["g_out"], out["g_out_bias"] = _myops._gate_backward(
+            grad, projected, self.z, w.g_out, w.g_out_bias, [dv_asked, through_z, *asked("g_out", "g_out_bias")]
+        )
+        if asked.any("p_out"):
+            out["p_out"] = dv.flatten(0, -2).t() @ normed.flatten(0, -2)
+        if asked.any("p_out_bias"):
+            out["p_out_bias"] = dv.flatten(0, -2).sum(0)
+        if through_product or asked.any("norm_out", "norm_out_bias"):
+            norm_asked = [through_product, *asked("norm_out", "norm_out_bias")]
+            do, out["norm_out"], out["norm_out_bias"] = _myops._layer_norm_backward(
+                dv @ w.p_out, rows, rows.shape[-1:], mean, rstd, w.norm_out, norm_asked
+            )
+        dzy = self._through_product(do, asked, out) if through_product else None
+        if through_z:
+            assert dzy is not None
+            self._through_norm_in(dz, dzy, asked, out)
+        return [out.get(name) for name in _GRADIENTS]
+
+    def _through_product(self, do: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> Tensor:
+        """The gradients of the mask and the projections into `out`; returns that of z, in y's layout."""
+        dab = self._factor_gradients(self._channels(do))
+        if asked.any("mask"):
+            dmask = sum((t * ungated).sum(-1) for t, ungated in zip(dab, self.ungated, strict=True))
+            whole = self.call.dmask
+            assert whole is not None
+            out["mask"] = (dmask if self.call.outgoing else self._transposed_back(dmask, whole.shape)).to(whole.dtype)
+        parts = []
+        for t, name in zip(dab, "ab", strict=True):
+            names = (f"p_{name}", f"g_{name}", f"p_{name}_bias", f"g_{name}_bias")
+            weights = [getattr(self.w, n) for n in names]
+            masked = (t if self.mask is None else t * self.mask).contiguous()
+            part, *grads = _myops._glu_backward(masked, self.zy, *weights, "sigmoid", [True, *asked(*names)])
+            out |= dict(zip(names, grads, strict=True))
+            parts.append(part)
+        return parts[0] + parts[1]
+
+    def _through_norm_in(self, dz: Tensor, dzy: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> None:
+        names = ("norm_in", "norm_in_bias")
+        wanted = [asked.any("x"), *asked(*names)]
+        weight = None if self.w.norm_in is None else self.w.norm_in.to(self.call.x.dtype)
+
+        def backward(grad: Tensor, x: Tensor, moments: Sequence[Tensor]) -> list[Tensor]:
+            arguments = (grad.to(x.dtype), x.contiguous(), x.shape[-1:], *moments[1:], weight, wanted)
+            return list(_myops._layer_norm_backward(*arguments))
+
+        if self.call.outgoing:
+            dx, *affine = backward(dz + dzy, self.call.x, self.z_moments)
+        else:
+            dx, *affine = backward(dz, self.call.x, self.z_moments)
+            dy, *others = backward(dzy, self.y, self.y_moments)
+            affine = [t + u for t, u in zip(affine, others, strict=True)]
+            if asked.any("x"):
+                dx = dx + self._transposed_back(dy, self.call.whole.shape)
+        out["x"] = dx
+        out |= {name: t.to(self.dtype) for name, t in zip(names, affine, strict=True)}
+
+
+class _Asked:
+    """Which gradients are wanted, by name."""
+
+    def __init__(self, wanted: Sequence[bool]) -> None:
+        self.wanted = dict(zip(_GRADIENTS, wanted, strict=True))
+
+    def __call__(self, *names: str) -> list[bool]:
+        return [self.wanted[name] for name in names]
+
+    def any(self, *names: str) -> bool:
+        return any(self(*names))
+
+
+# --- what the operators become ---------------------------------------------------------------------------------------
+
+
+def _beneath(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    x, mask, parameters, outgoing, eps, keep = (*args, False)[:6]
+    call = _Call("_triangle_multiplicative_update", x, mask, parameters, outgoing, eps)
+    return call.wrapped(*call.update(keep), keep)
+
+
+def _beneath_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    x, mask, parameters, outgoing, eps, keep = (*args, False)[:6]
+    call = _Call("_triangle_multiplicative_update_", x, mask, parameters, outgoing, eps, writes=True)
+    return _in_place(call, keep)
+
+
+def _in_place(call: _Call, keep: bool) -> Any:
+    if not call.by_rows:
+        arguments = (call.x, call.mask, call.parameters, call.outgoing, call.eps, keep)
+        product = _myops._triangle_multiplicative_update_(*arguments)
+        return call.wrapped(call.x, product, keep)[1]
+    update, product = call.update(keep)
+    call.x.add_(update)
+    return call.wrapped(update, product, keep)[1]
+
+
+def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
+    grad, x, product, mask, parameters, outgoing, eps, wanted = args
+    call = _Call("_triangle_multiplicative_update_backward", x, mask, parameters, outgoing, eps)
+    return call.gradients(grad, product, wanted)
+
+
+def _parted(kwargs: Any) -> list[Any]:
+    """The parameters of the public operators, in the order of those beneath."""
+
+    def of(layer: str) -> list[Any]:
+        return [kwargs.get(f"{layer}_weight"), kwargs.get(f"{layer}_bias")]
+
+    def halves(t: Any) -> Sequence[Any]:
+        if not isinstance(t, DTensor):
+            return (t, t)  # none; or a tensor that _Call refuses
+        return _moved(t, [Replicate()] * len(t.placements)).chunk(2)
+
+    p_in, g_in = (list(zip(*map(halves, of(layer)), strict=True)) for layer in ("p_in", "g_in"))
+    ins = [t for weight_and_bias in (*p_in, *g_in) for t in weight_and_bias]
+    return [*of("norm_in"), *ins, *of("norm_out"), *of("p_out"), *of("g_out")]
+
+
+def _public_call(op: str, args: Sequence[Any], kwargs: Any, writes: bool) -> _Call:
+    x, direction = (*args, kwargs.get("direction", "outgoing"))[:2]
+    outgoing, eps = direction == "outgoing", kwargs.get("eps", 1e-5)
+    return _Call(op, x, kwargs.get("mask"), _parted(kwargs), outgoing, eps, writes)
+
+
+def _public(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    call = _public_call("triangle_multiplicative_update", args, kwargs or {}, writes=False)
+    return call.wrapped(*call.update(False), False)[0]
+
+
+def _public_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:
+    _in_place(_public_call("triangle_multiplicative_update_", args, kwargs or {}, writes=True), False)
+
+
+for _name, _rule in {
+    "triangle_multiplicative_update": _public,
+    "triangle_multiplicative_update_": _public_,
+    "_triangle_multiplicative_update": _beneath,
+    "_triangle_multiplicative_update_": _beneath_,
+    "_triangle_multiplicative_update_backward": _backward,
+}.items():
+    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)

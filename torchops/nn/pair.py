@@ -1,0 +1,150 @@
+"""Layers of the pair representation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import torchops
+
+__all__ = ["TriangleMultiplicativeUpdate"]
+
+# The standard deviation of a normal distribution of width 1 that is cut off at -2 and 2.
+_TRUNCATED_STD = 0.87962566103423978
+
+
+class TriangleMultiplicativeUpdate(nn.Module):
+    """AlphaFold's triangle multiplicative update, computed by one operator:
+    :func:`torchops.triangle_multiplicative_update`.
+
+    With ``z = norm_in(x)``, ``a, b = (p_in(z) * sigmoid(g_in(z)) * mask).chunk(2, -1)`` and, for each channel,
+    ``o[i, j] = sum_k a[i, k] * b[j, k]`` (outgoing) or ``sum_k a[k, i] * b[k, j]`` (incoming), it returns
+    ``p_out(norm_out(o)) * sigmoid(g_out(z))``. The caller adds that to ``x``, usually behind a dropout.
+
+    Args:
+        c: channels of ``x``.
+        d: channels of the product; ``c`` if it is not given.
+        direction: ``"outgoing"`` or ``"incoming"`` edges.
+        bias: learn biases of the projections and gates, as AlphaFold 2 does; AlphaFold 3 and Boltz have none.
+        eps: of both layer norms.
+        device, dtype: of the parameters.
+
+    The state dict has the names of Boltz, so that it loads Boltz's: ``norm_in.weight``, ``norm_in.bias`` ``(c,)``;
+    ``p_in.weight``, ``g_in.weight`` ``(2 d, c)``, first ``a``, then ``b``; ``norm_out.weight``, ``norm_out.bias``
+    ``(d,)``; ``p_out.weight`` ``(c, d)``; ``g_out.weight`` ``(c, c)``; and with ``bias`` ``p_in.bias``, ``g_in.bias``
+    ``(2 d,)``, ``p_out.bias``, ``g_out.bias`` ``(c,)``.
+
+    It starts as AlphaFold does: ``p_in`` normal with variance ``1 / c``, cut off at two standard deviations; gates with
+    weights of 0 and biases of 1, thus open at ``sigmoid(1)``, or at a half without biases; ``p_out`` 0, so the first
+    update is 0; norms with weights of 1 and biases of 0.
+
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``, of which the operator reads the parameters. They are
+    not called, so their hooks do not run.
+
+    Shape:
+        ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``. The
+        result is of ``x``'s shape and the dtype of the parameters; with 16-bit parameters, ``x`` may be float32.
+
+    Raises:
+        ValueError: a direction that does not exist.
+        RuntimeError: as :func:`torchops.triangle_multiplicative_update`, when called.
+
+    Example::
+
+        >>> layer = torchops.nn.TriangleMultiplicativeUpdate(8, direction="incoming")
+        >>> layer(torch.randn(5, 5, 8), mask=torch.ones(5, 5)).shape
+        torch.Size([5, 5, 8])
+    """
+
+    def __init__(
+        self,
+        c: int,
+        d: int | None = None,
+        direction: Literal["outgoing", "incoming"] = "outgoing",
+        *,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if direction not in ("outgoing", "incoming"):
+            raise ValueError(f"TriangleMultiplicativeUpdate: expected direction outgoing or incoming, got {direction}")
+        self.c, self.d, self.direction, self.eps = c, c if d is None else d, direction, eps
+        where: Any = {"device": device, "dtype": dtype}
+        self.norm_in = nn.LayerNorm(c, eps, **where)
+        self.p_in = nn.Linear(c, 2 * self.d, bias, **where)
+        self.g_in = nn.Linear(c, 2 * self.d, bias, **where)
+        self.norm_out = nn.LayerNorm(self.d, eps, **where)
+        self.p_out = nn.Linear(self.d, c, bias, **where)
+        self.g_out = nn.Linear(c, c, bias, **where)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises all parameters as described above."""
+        self.norm_in.reset_parameters()
+        self.norm_out.reset_parameters()
+        std = self.c**-0.5 / _TRUNCATED_STD
+        nn.init.trunc_normal_(self.p_in.weight, std=std, a=-2 * std, b=2 * std)
+        for linear, weight, bias in ((self.p_in, None, 0), (self.g_in, 0, 1), (self.p_out, 0, 0), (self.g_out, 0, 1)):
+            if weight is not None:
+                nn.init.constant_(linear.weight, weight)
+            if linear.bias is not None:
+                nn.init.constant_(linear.bias, bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False) -> Tensor:
+        """The update of ``x``; or, with ``inplace``, ``x`` itself after ``x += update(x)``, which needs no tensor for
+        the update and is meant for inference."""
+        operator = torchops.triangle_multiplicative_update_ if inplace else torchops.triangle_multiplicative_update
+        return operator(
+            x,
+            self.direction,
+            mask=mask,
+            norm_in_weight=self.norm_in.weight,
+            norm_in_bias=self.norm_in.bias,
+            p_in_weight=self.p_in.weight,
+            p_in_bias=self.p_in.bias,
+            g_in_weight=self.g_in.weight,
+            g_in_bias=self.g_in.bias,
+            norm_out_weight=self.norm_out.weight,
+            norm_out_bias=self.norm_out.bias,
+            p_out_weight=self.p_out.weight,
+            p_out_bias=self.p_out.bias,
+            g_out_weight=self.g_out.weight,
+            g_out_bias=self.g_out.bias,
+            eps=self.eps,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.c}, {self.d}, direction={self.direction}, eps={self.eps}"
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> TriangleMultiplicativeUpdate:
+        """A layer with the values of a module of Boltz, OpenFold, OpenFold-3 or ESMFold, which stays as it is.
+
+        The values are copies, packed where the module has separate layers for ``a`` and ``b``. A bias that only some of
+        its layers have is 0 for the others. To keep parameters and their names, use :func:`replace`.
+
+        Raises:
+            TypeError: it is not such a module, or does not compute what this layer computes; with the reason.
+        """
+        from torchops.adapters.triangle import TriangleUpdate, known_update
+
+        update = module if isinstance(module, TriangleUpdate) else known_update(module)
+        if not isinstance(update, TriangleUpdate):
+            got = update or type(module).__name__
+            raise TypeError(f"TriangleMultiplicativeUpdate: expected a triangle update of a known package, got {got}")
+        values = update.packed()
+        p_out = values["p_out.weight"]
+        assert p_out is not None
+        c, d = p_out.shape
+        bias = any(values[f"{name}.bias"] is not None for name in ("p_in", "g_in", "p_out", "g_out"))
+        layer = cls(c, d, update.direction, bias=bias, eps=update.eps, device="meta", dtype=p_out.dtype)
+        layer.to_empty(device=p_out.device).train(module.training)
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                value = values[name]
+                parameter.copy_(torch.full_like(parameter, name.endswith("weight")) if value is None else value)
+        return layer
