@@ -244,7 +244,7 @@ def test_index_has_every_page() -> None:
 
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
-FUNCTIONS = [getattr(torchops.ops, function) for function in torchops.ops.__all__]
+FUNCTIONS = [getattr(module, function) for module in (torchops.ops, torchops.pair) for function in module.__all__]
 
 
 MODULES = [torchops.nn.Dense, torchops.nn.TriangleMultiplicativeUpdate, torchops.nn.replace]

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import triangle_reference
 from torch import Tensor
-from triangle_reference import triangle_multiplicative_update as reference
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
 
 OPS = torch.ops.myops
+reference: Any = triangle_reference.triangle_multiplicative_update
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
@@ -145,7 +147,7 @@ def test_derivatives(direction: str) -> None:
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("kept", ["x", "mask", "p_in_weight", "g_out_bias", "norm_out_weight"])
+@pytest.mark.parametrize("kept", ["x", "mask", "p_in_weight", "g_out_bias", "norm_out_weight", "norm_in_bias", "p_out_weight"])
 def test_one_gradient_alone(kept: str) -> None:
     """What is not wanted is not computed, and changes nothing of what is."""
     x, given = small(requires_grad=True)
@@ -156,6 +158,31 @@ def test_one_gradient_alone(kept: str) -> None:
         t.requires_grad_(name == kept)
     alone = torch.autograd.grad(OPS.triangle_multiplicative_update(x, **given), everything[kept], grad)
     assert torch.equal(alone[0], whole[0])
+
+
+def test_flops() -> None:
+    """Products that nobody asked for are not computed."""
+    x, given = small(torch.float32)
+    pairs, n, c, d = 2 * 4 * 4, 4, 3, 2
+
+    def count(*trained: Tensor) -> int:
+        for t in trained:
+            t.requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            out = OPS.triangle_multiplicative_update(x, **given)
+            if trained:
+                out.sum().backward()
+        for t in trained:
+            t.requires_grad_(False)
+        return counter.get_total_flops() // (2 * pairs)
+
+    forward = 4 * c * d + n * d + c * d + c * c
+    assert count() == forward
+    assert count(given["p_out_weight"]) == forward + 2 * c * d + c * c
+    assert count(given["g_out_bias"]) == forward + c * d + c * c
+    assert count(given["norm_out_bias"]) == forward + 2 * c * d + c * c
+    assert count(given["p_in_weight"]) == forward + 2 * c * d + c * c + 10 * c * d + 2 * n * d
+    assert count(x) == forward + 2 * c * d + 2 * c * c + 12 * c * d + 2 * n * d
 
 
 @pytest.mark.parametrize("op", ["", "_"])

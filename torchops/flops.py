@@ -24,6 +24,8 @@ __all__ = [
     "glu_backward_flops",
     "glu_flops",
     "square_matmul_flops",
+    "triangle_backward_flops",
+    "triangle_multiplicative_update_flops",
 ]
 
 
@@ -117,6 +119,54 @@ def square_matmul_flops(a: Sequence[int], *args: Any, **kwargs: Any) -> int:
     return 2 * prod(a) * a[-1]
 
 
+def triangle_multiplicative_update_flops(
+    x: Sequence[int], *args: Any, p_in_weight: Sequence[int], **kwargs: Any
+) -> int:
+    """For each of the pairs: ``4 * d`` products of ``c`` features on the way in, ``d`` of ``N`` in the middle, and
+    ``c`` of ``d`` and of ``c`` on the way out.
+
+    Example::
+
+        >>> torchops.flops.triangle_multiplicative_update_flops((5, 5, 3), p_in_weight=(4, 3))
+        2450
+    """
+    return _triangle_flops(x, p_in_weight[0] // 2)
+
+
+def _triangle_flops(x: Sequence[int], d: int) -> int:
+    n, c = x[-2:]
+    return 2 * prod(x[:-1]) * (4 * d * c + n * d + c * d + c * c)
+
+
+def _triangle_beneath_flops(
+    x: Sequence[int], mask: Any, parameters: Sequence[Sequence[int]], *args: Any, **kwargs: Any
+) -> int:
+    return _triangle_flops(x, parameters[2][0])
+
+
+def triangle_backward_flops(
+    grad: Sequence[int],
+    x: Sequence[int],
+    product: Sequence[int],
+    mask: Any,
+    parameters: Sequence[Sequence[int]],
+    outgoing: bool,
+    eps: float,
+    wanted: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    """The projections of the forward pass again, on the way in twice, once for the products and once for their own
+    gradients; two products of matrices; and one product for each gradient of a weight and each step back to ``x`` that
+    ``wanted`` asks for."""
+    (n, c), d = x[-2:], parameters[2][0]
+    to_z = wanted[0] or any(wanted[2:4])
+    to_inputs = to_z or wanted[1] or any(wanted[4:12])
+    back_to_o = to_inputs or any(wanted[12:14])
+    out = c * d * (1 + back_to_o + wanted[14]) + c * c * (1 + to_z + wanted[16])
+    into = c * d * (8 + 4 * to_z + sum(wanted[4:12:2])) + 2 * n * d if to_inputs else 0
+    return 2 * prod(x[:-1]) * (out + into)
+
+
 def register() -> None:
     """Import the counter and give it the formulas."""
     from torch.utils.flop_counter import register_flop_formula
@@ -129,3 +179,10 @@ def register() -> None:
     register_flop_formula(myops.glu)(glu_flops)
     register_flop_formula(myops._glu_backward)(glu_backward_flops)
     register_flop_formula([myops.square_matmul, myops.square_matmul_])(square_matmul_flops)
+    register_flop_formula([myops.triangle_multiplicative_update, myops.triangle_multiplicative_update_])(
+        triangle_multiplicative_update_flops
+    )
+    register_flop_formula([myops._triangle_multiplicative_update, myops._triangle_multiplicative_update_])(
+        _triangle_beneath_flops
+    )
+    register_flop_formula(myops._triangle_multiplicative_update_backward)(triangle_backward_flops)

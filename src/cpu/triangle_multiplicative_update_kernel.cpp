@@ -317,11 +317,16 @@ void output_backward(const Layers& layers, const Gradients& sums, const Triangle
   at::cpu::sigmoid_backward_out(du, du, s);
   sums.add_layer(chunk, detail::kPOut, transposed(dy), n);
   sums.add_layer(chunk, detail::kGOut, transposed(du), z);
+  if (detail::wants_z(wanted)) {
+    panel.of(dz_pair).copy_(at::cpu::mm(du, t.weight(detail::kGOut)).view(panel.of(dz_pair).sizes()));
+  }
+  const bool wants_do = detail::wants_a_and_b(wanted);
+  if (!wants_do && !wanted[2 + detail::kNormOut] && !wanted[3 + detail::kNormOut]) return;
   const Tensor dn = at::cpu::mm(dy, t.weight(detail::kPOut));
   const Tensor do_rows = norm_backward(sums, chunk, detail::kNormOut, wanted, dn, o, normalized, layers.affine_out());
+  if (!wants_do) return;
   Tensor target = panel.channels_of(d_o);
   target.copy_(do_rows.t().view(target.sizes()));
-  panel.of(dz_pair).copy_(at::cpu::mm(du, t.weight(detail::kGOut)).view(panel.of(dz_pair).sizes()));
 }
 
 // From da and db, and dz so far: dx in its place, and the mask's gradient.
@@ -332,7 +337,8 @@ void input_backward(const Layers& layers, const Gradients& sums, const TriangleM
   const Tensor rows = panel.rows_of(e.x).contiguous();
   const Layers::Moments normalized = layers.norm_in(rows);
   const Tensor z = std::get<0>(normalized).to(t.dtype());
-  Tensor dz = panel.of(dz_pair).reshape(rows.sizes()).clone();
+  const bool wants_z = detail::wants_z(wanted);
+  Tensor dz = wants_z ? panel.of(dz_pair).reshape(rows.sizes()).clone() : Tensor();
   const auto gate = [&](const Tensor& cotangent, TriangleParameter p, TriangleParameter g, double factor) {
     const Tensor value = layers.channels_first(z, p);
     Tensor s = layers.channels_first(z, g);
@@ -349,11 +355,13 @@ void input_backward(const Layers& layers, const Gradients& sums, const TriangleM
     at::cpu::sigmoid_backward_out(dg, dg, s);
     sums.add_layer(chunk, p, dp, z);
     sums.add_layer(chunk, g, dg, z);
+    if (!wants_z) return;
     input_gradient(dz, transposed(dp), t.weight(p), /*accumulate=*/true);
     input_gradient(dz, transposed(dg), t.weight(g), /*accumulate=*/true);
   };
   gate(da, detail::kPA, detail::kGA, layers.scale());
   gate(db, detail::kPB, detail::kGB, 1);
+  if (!wants_z) return;
   const Tensor dx = norm_backward(sums, chunk, detail::kNormIn, wanted, dz, rows, normalized, layers.affine_in());
   panel.of(dz_pair).copy_(dx.view(panel.of(dz_pair).sizes()));
 }
@@ -382,7 +390,10 @@ std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, con
       }
     });
   };
-  const Tensor dx = wanted[0] ? gradients[0] : at::empty(x.sizes(), x.options());
+  // Where nothing is written to it, it has no memory of its own.
+  const Tensor dx = wanted[0]                 ? gradients[0]
+                    : detail::wants_z(wanted) ? at::empty(x.sizes(), x.options())
+                                              : at::empty({1}, x.options()).expand(x.sizes());
   const Tensor dmask =
       wanted[1] ? at::zeros(mask->sizes(), x.options().dtype(detail::moments_dtype(t.dtype()))) : Tensor();
   const Rotating memory(layers, d);
@@ -395,6 +406,7 @@ std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, con
     for_each_chunk([&](int64_t chunk, const Panel& panel) {
       output_backward(layers, sums, wanted, chunk, panel, e, x_pair, grad_pair, d_o, dz_pair);
     });
+    if (!detail::wants_a_and_b(wanted)) continue;
     make_a_and_b(layers, e);
     // da = do @ b and db = do.T @ a, over a and b: da where factors a have been used up.
     const Tensor da = layers.matrices(memory.results(0, d));

@@ -266,6 +266,8 @@ class Gradients {
   }
 
   bool wants(size_t parameter) const { return wanted_[2 + parameter]; }
+  bool want_z() const { return detail::wants_z(wanted_); }
+  bool want_a_and_b() const { return detail::wants_a_and_b(wanted_); }
   void add(size_t parameter, const Tensor& part) {
     if (wants(parameter)) sums_[parameter].add_(part);
   }
@@ -310,14 +312,16 @@ void output_backward(const Layers& layers, Gradients& sums, const Panel& panel, 
   const OptionalTensor& b = t.bias(detail::kGOut);
   const auto [dy, dz, dw, db] =
       detail::gate_backward(panel.rows_of(grad_pair), y, z, t.weight(detail::kGOut), b,
-                            {true, true, sums.wants(detail::kGOut), b && sums.wants(detail::kGOut + 1)});
+                            {true, sums.want_z(), sums.wants(detail::kGOut), b && sums.wants(detail::kGOut + 1)});
   sums.add(detail::kGOut, dw);
   sums.add(detail::kGOut + 1, db);
   if (sums.wants(detail::kPOut)) sums.add(detail::kPOut, at::cuda::mm(dy.t(), n.y));
   if (sums.wants(detail::kPOut + 1)) sums.add(detail::kPOut + 1, dy.sum(0));
+  if (sums.want_z()) panel.of(dz_pair).copy_(dz.view(panel.of(dz_pair).sizes()));
+  if (!sums.want_a_and_b() && !sums.wants(detail::kNormOut) && !sums.wants(detail::kNormOut + 1)) return;
   const Tensor dn = at::cuda::mm(dy, t.weight(detail::kPOut));
-  layers.transpose(Layers::To::kChannels, panel, n.backward(dn, norm_weight, detail::kNormOut, sums), d_o, {}, 1);
-  panel.of(dz_pair).copy_(dz.view(panel.of(dz_pair).sizes()));
+  const Tensor d_rows = n.backward(dn, norm_weight, detail::kNormOut, sums);
+  if (sums.want_a_and_b()) layers.transpose(Layers::To::kChannels, panel, d_rows, d_o, {}, 1);
 }
 
 // From da and db, and dz so far: dx in its place, and the mask's gradient.
@@ -326,7 +330,7 @@ void input_backward(const Layers& layers, Gradients& sums, const Panel& panel, c
   const TriangleUpdate& t = layers.update();
   const NormalizedRows normalized(panel.rows_of(e.x), layers.norm_weight(), layers.norm_bias(), t.eps);
   const Tensor z = normalized.y.to(t.dtype());
-  Tensor dz = panel.rows_of(dz_pair).clone();
+  Tensor dz = sums.want_z() ? panel.rows_of(dz_pair).clone() : Tensor();
   const auto gate = [&](const Tensor& channels, TriangleParameter p, TriangleParameter g, double factor) {
     if (dmask.defined()) {
       const Tensor unmasked = layers.rows_of(channels, panel, {}, factor).mul_(layers.gated(z, p, g));
@@ -335,16 +339,16 @@ void input_backward(const Layers& layers, Gradients& sums, const Panel& panel, c
     }
     const OptionalTensor &b = t.bias(p), &bg = t.bias(g);
     const auto [dx, dw, dwg, dbias, dbias_g] = detail::glu_backward(
-        layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg, "sigmoid",
-        {true, sums.wants(p), sums.wants(g), b && sums.wants(p + 1), bg && sums.wants(g + 1)});
+        layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg, "sigmoid", {sums.want_z(), sums.wants(p), sums.wants(g), b && sums.wants(p + 1), bg && sums.wants(g + 1)});
     sums.add(p, dw);
     sums.add(g, dwg);
     sums.add(p + 1, dbias);
     sums.add(g + 1, dbias_g);
-    dz.add_(dx);
+    if (sums.want_z()) dz.add_(dx);
   };
   gate(da, detail::kPA, detail::kGA, layers.scale());
   gate(db, detail::kPB, detail::kGB, 1);
+  if (!sums.want_z()) return;
   const Tensor dx = normalized.backward(dz, layers.norm_weight(), detail::kNormIn, sums);
   panel.of(dz_pair).copy_(dx.view(panel.of(dz_pair).sizes()));
 }
@@ -364,7 +368,10 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
   const Layers layers(t);
   Gradients sums(layers, wanted);
   const int64_t d = layers.channels();
-  const Tensor dx = wanted[0] ? gradients[0] : Tensor(at::detail::empty_cuda(x.sizes(), x.options()));
+  // Where nothing is written to it, it has no memory of its own.
+  const Tensor dx = wanted[0]       ? gradients[0]
+                    : sums.want_z() ? Tensor(at::detail::empty_cuda(x.sizes(), x.options()))
+                                    : Tensor(at::detail::empty_cuda({1}, x.options())).expand(x.sizes());
   const Tensor dmask =
       wanted[1] ? at::zeros(mask->sizes(), x.options().dtype(detail::moments_dtype(t.dtype()))) : Tensor();
   const Tensor d_o = layers.empty_channels(d), b = layers.empty_channels(d);
@@ -377,6 +384,7 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
     const Tensor dz_pair = detail::batch_element(dx, 3, index);
     layers.for_each_panel(
         [&](const Panel& panel) { output_backward(layers, sums, panel, o, x_pair, grad_pair, d_o, dz_pair); });
+    if (!sums.want_a_and_b()) continue;
     make_a_and_b(layers, e, a, b);
     // da = do @ b and db = do.T @ a, over a and b: da where factors a have been used up.
     for_each_group(d, memory.group, [&](int64_t begin, int64_t count) {
