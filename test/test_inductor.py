@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import torchops
-from torchops._inductor_pass import CountMatches, RewriteSigmoidLinear
+from torchops._inductor import CountMatches, RewriteGates, table
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
 
@@ -35,7 +35,15 @@ from gated_graph_network import GatedGraph
 from triangle_update import TriangleBlock
 
 DENSE = torch.ops.myops.dense.default
+GATE = torch.ops.myops.gate.default
+GLU = torch.ops.myops.glu.default
 SIGMOID = torch.ops.aten.sigmoid.default
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is rewritten, wherever it is faster; the tests of the table bring their own."""
+    monkeypatch.setattr(table, "TABLE", table.Everywhere())
 
 
 @dataclass
@@ -51,7 +59,7 @@ class Backend:
 
     def _rewrite(self, module: fx.GraphModule) -> None:
         if self.on:
-            RewriteSigmoidLinear()(module.graph)
+            RewriteGates()(module.graph)
         module.graph.lint()
         module.recompile()
 
@@ -290,7 +298,7 @@ def test_graphs_of_other_passes() -> None:
         for node in module.graph.nodes:
             if not shapes and node.op == "call_function":
                 node.meta.pop("val", None)
-        RewriteSigmoidLinear()(module.graph)
+        RewriteGates()(module.graph)
         module.recompile()
         assert len(module.graph.find_nodes(op="call_function", target=DENSE)) == expected
         assert_all_close(list(module(*in_out(5, 7)())), list(function(*in_out(5, 7)())))
@@ -316,7 +324,7 @@ def test_models(name: str, dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.2}[dtype]
     for train in (False, True) if dtype == torch.float64 else (True,):
         backend = check(model, [t(*shape, dtype=dtype)], train, atol=tolerance, rtol=tolerance)
-        assert backend.count(DENSE) == gates
+        assert sum(map(backend.count, (DENSE, GATE, GLU))) == gates
     x = t(*shape, dtype=dtype).requires_grad_()
     without = Backend(on=False)
     values(torch.compile(model, backend=without), [x], True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_all_close
-from test_inductor import SIGMOID, t, values
+from test_inductor import SIGMOID, everywhere, t, values
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
