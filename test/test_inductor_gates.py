@@ -62,11 +62,26 @@ FORMS = [
     Form("gate_2d", GATE, lambda v, x, w, b: v * torch.sigmoid(F.linear(x, w, b)), ((4, 6), (4, 8), (6, 8), (6,))),
     Form("gate_matmul", GATE, lambda v, x, w, b: v * torch.sigmoid(x @ w.T + b), GATED),
     Form("gate_in_out", GATE, lambda v, x, w, b: v * torch.sigmoid(x @ w + b), (*GATED[:2], (8, 6), (6,))),
-    Form("gate_of_linear", GATE, lambda o, wo, x, w: F.linear(o, wo) * torch.sigmoid(F.linear(x, w)), ((2, 4, 5), (6, 5), (2, 4, 8), (6, 8))),
+    Form(
+        "gate_of_linear",
+        GATE,
+        lambda o, wo, x, w: F.linear(o, wo) * torch.sigmoid(F.linear(x, w)),
+        ((2, 4, 5), (6, 5), (2, 4, 8), (6, 8)),
+    ),
     Form("gate_of_itself", GATE, lambda x, w, b: x * torch.sigmoid(F.linear(x, w, b)), ((4, 6), (6, 6), (6,))),
-    Form("gate_twice", GATE, lambda v, x, w, b: v * torch.sigmoid(F.linear(x, w, b)) * torch.sigmoid(F.linear(x, w + 1, b)), GATED),
-    Form("gate_heads", GATE, lambda v, x, w, b: v.unflatten(-1, (2, 3)) * torch.sigmoid(F.linear(x, w, b)).unflatten(-1, (2, 3)), GATED),
-    Form("gate_in_place", GATE, lambda v, x, w, b: v.clone().mul_(F.linear(x, w, b).sigmoid_()), GATED),
+    Form(
+        "gate_twice",
+        GATE,
+        lambda v, x, w, b: v * torch.sigmoid(F.linear(x, w, b)) * torch.sigmoid(F.linear(x, w + 1, b)),
+        GATED,
+    ),
+    Form(
+        "gate_heads",
+        GATE,
+        lambda v, x, w, b: v.unflatten(-1, (2, 3)) * torch.sigmoid(F.linear(x, w, b)).unflatten(-1, (2, 3)),
+        GATED,
+    ),
+    Form("gate_in_place", GATE, lambda v, x, w, b: v.clone().mul_(F.linear(x, w, b).sigmoid()), GATED),
     Form("sigmoid", GLU, lambda x, w, wg: F.linear(x, w) * torch.sigmoid(F.linear(x, wg)), TWO),
     Form("sigmoid_reversed", GLU, lambda x, w, wg: torch.sigmoid(F.linear(x, wg)) * F.linear(x, w), TWO),
     Form("silu", GLU, lambda x, w, wg: F.silu(F.linear(x, wg)) * F.linear(x, w), TWO),
@@ -79,6 +94,8 @@ FORMS = [
     Form("residual", GLU, residual, ((2, 4, 8), (6, 8), (6, 8))),
     Form("dropout", GLU, lambda x, w, wg: F.dropout(F.linear(x, w) * torch.sigmoid(F.linear(x, wg)), 0.0), TWO),
     Form("masked", GLU, lambda x, w, b: F.glu(F.linear(x, w, b)) * (x[..., :1] > 0), PACKED),
+    Form("read_by_linear", GATE, lambda v, x, w, u: (v * torch.sigmoid(F.linear(x, w))) @ u, (*GATED[:3], (6, 5))),
+    Form("read_transposed", GATE, lambda v, x, w: (lambda y: y @ y.mT)(v * torch.sigmoid(F.linear(x, w))), GATED[:3]),
     Form("stack", GLU, stack, ((4, 8), (16, 8), (16,))),
 ]
 
@@ -148,22 +165,56 @@ def test_saves_no_gate() -> None:
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-REFUSED = [
-    ("gate_returned", "left as it is", lambda v, x, w, b: (lambda s: (v * s, s))(torch.sigmoid(F.linear(x, w, b))), GATED),
-    ("gate_reused", "", lambda v, x, w, b: (lambda s: v * s + (1 - s))(torch.sigmoid(F.linear(x, w, b))), GATED),
-    ("value_used", "", lambda x, w, wg: (lambda z: z * torch.sigmoid(F.linear(x, wg)) + z.cos())(F.linear(x, w)), TWO),
-    ("computed", "what is gated is computed by Inductor", lambda v, x, w, b: v.sin() * torch.sigmoid(F.linear(x, w, b)), GATED),
-    ("broadcast", "what is gated has another shape", lambda v, x, w, b: v[:1, :1] * torch.sigmoid(F.linear(x, w, b)), GATED),
-    ("transposed", "what is gated would have to be copied", lambda v, x, w, b: v.mT * torch.sigmoid(F.linear(x, w, b)), ((2, 6, 4), *GATED[1:])),
-    ("scaled", "addmm scales its terms", lambda v, x, w, b: v * torch.sigmoid(torch.addmm(b, x, w, alpha=2)), ((4, 6), (4, 8), (8, 6), (6,))),
-    ("wider", "", lambda v, x, w, b: v * torch.sigmoid(F.linear(x.float(), w.float(), b.float())).double(), GATED),
-    ("thirds", "", lambda x, w, b: (lambda a, b, c: a * torch.sigmoid(b) + c)(*F.linear(x, w, b).chunk(3, -1)), PACKED),
-    ("rows_split", "", lambda x, w, b: (lambda a, b: a * torch.sigmoid(b))(*F.linear(x, w, b).chunk(2, 1)), PACKED),
+
+def sigmoid(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.sigmoid(F.linear(x, w, b))
+
+
+def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return v * sigmoid(x, w, b)
+
+
+def nearly_silu(x: Tensor, w: Tensor, wg: Tensor) -> Tensor:
+    u = F.linear(x, wg)
+    return u / (1 + torch.exp(-u) + 1e-3) * F.linear(x, w)
+
+
+def thirds(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    first, second, third = F.linear(x, w, b).chunk(3, -1)
+    return first * torch.sigmoid(second) + third
+
+
+def rows_split(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    first, second = F.linear(x, w, b).chunk(2, 1)
+    return first * torch.sigmoid(second)
+
+
+REFUSED: list[tuple[str, str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = [
+    ("gate_returned", "left as it is", lambda v, x, w, b: (lambda s: (v * s, s))(sigmoid(x, w, b)), GATED),
+    ("gate_reused", "", lambda v, x, w, b: (lambda s: v * s + (1 - s))(sigmoid(x, w, b)), GATED),
+    ("value_used", "", lambda x, w, u: (lambda z: z * torch.sigmoid(F.linear(x, u)) + z.cos())(F.linear(x, w)), TWO),
+    ("computed", "what is gated is computed by Inductor", lambda v, x, w, b: gate(v.sin(), x, w, b), GATED),
+    ("broadcast", "what is gated has another shape", lambda v, x, w, b: gate(v[:1, :1], x, w, b), GATED),
+    (
+        "transposed",
+        "what is gated would have to be copied",
+        lambda v, x, w, b: gate(v.mT, x, w, b),
+        ((2, 6, 4), *GATED[1:]),
+    ),
+    (
+        "scaled",
+        "addmm scales its terms",
+        lambda v, x, w, b: v * torch.sigmoid(torch.addmm(b, x, w, alpha=2)),
+        ((4, 6), (4, 8), (8, 6), (6,)),
+    ),
+    ("wider", "", lambda v, *a: v * sigmoid(*(t.float() for t in a)).double(), GATED),
+    ("thirds", "", thirds, PACKED),
+    ("rows_split", "", rows_split, PACKED),
     ("glu_of_rows", "", lambda x, w, b: F.glu(F.linear(x, w, b), 1), PACKED),
     ("other_silu", "", lambda x, wg: F.silu(F.linear(x, wg)) * x[..., :6], TWO[:2]),
     ("tanh", "", lambda x, w, wg: torch.tanh(F.linear(x, wg)) * F.linear(x, w), TWO),
-    ("nearly_silu", "", lambda x, w, wg: (lambda u: u / (1 + torch.exp(-u) + 1e-3))(F.linear(x, wg)) * F.linear(x, w), TWO),
-]  # fmt: skip
+    ("nearly_silu", "", nearly_silu, TWO),
+]
 
 
 class OnlyGates(table.Everywhere):

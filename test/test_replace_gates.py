@@ -58,7 +58,7 @@ class Packed(nn.Module):
 
 
 class Functional(nn.Module):
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor], out: int = 6) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], out: int = 6) -> None:
         super().__init__()
         self.a, self.b, self.act = nn.Linear(6, out), nn.Linear(6, out), nn.SiLU()
         self.function = function
@@ -164,11 +164,11 @@ def changed(change: Callable[[SwiGLU], object]) -> Callable[[], nn.Module]:
     return make
 
 
-def branches(m: nn.Module, x: Tensor) -> Tensor:
+def branches(m: Any, x: Tensor) -> Tensor:
     return m.a(x) * m.b(x).sigmoid() if x.sum() > 0 else x
 
 
-def overwrites(m: nn.Module, x: Tensor) -> Tensor:
+def overwrites(m: Any, x: Tensor) -> Tensor:
     z = m.a(x)
     x.zero_()
     return z.sigmoid() * m.b(x)
@@ -177,6 +177,10 @@ def overwrites(m: nn.Module, x: Tensor) -> Tensor:
 def counts(m: Any, x: Tensor) -> Tensor:
     m.calls = getattr(m, "calls", 0) + 1
     return m.calls * (m.a(x) * m.b(x).sigmoid())
+
+
+def hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *a: None)
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -198,7 +202,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counts": (lambda: Functional(counts), "its forward differs between training and evaluation"),
     "glu_dim": (lambda: nn.Sequential(nn.Linear(6, 6), nn.GLU(1)), "the GLU is along dimension 1, not the last one"),
     "glu_hook": (
-        lambda: nn.Sequential(nn.Linear(6, 6), nn.GLU()).apply(lambda m: m.register_forward_hook(lambda *a: None)),
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.GLU()).apply(hook),
         "Linear has hooks",
     ),
 }
@@ -232,7 +236,7 @@ def test_what_is_no_gate() -> None:
 
 def test_a_trial_sees_what_the_graph_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator that computes something else is not put anywhere."""
-    monkeypatch.setattr(torchops.nn.gated, "glu", lambda x, w, wg, b, bg, *, activation: F.linear(x, w, b))
+    monkeypatch.setattr(torchops.nn.gate_forms, "glu", lambda x, w, wg, b, bg, *, activation: F.linear(x, w, b))
     model = SwiGLU()
     assert replace(model) == Replacements((), {"": "a trial gave other results"})
     assert type(model) is SwiGLU

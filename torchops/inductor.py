@@ -1,4 +1,4 @@
-"""Puts :func:`torchops.gate`, :func:`torchops.glu` and :func:`torchops.dense` into models compiled by ``torch.compile``.
+"""Puts :func:`torchops.gate`, :func:`torchops.glu` and :func:`torchops.dense` into compiled models.
 
 Switch it on before the model is compiled, which is when it runs first, and read what became of its gates::
 

@@ -39,9 +39,7 @@ class Dense:
         n_in, n_out = linear.features()
         device, capability = table.runs_on(y.device)
         dtype = str(y.dtype).removeprefix("torch.")
-        return table.Use(
-            "dense", device, capability, dtype, n_in, n_out, linear.rows(), training, is_fused(sigmoid)
-        )
+        return table.Use("dense", device, capability, dtype, n_in, n_out, linear.rows(), training, is_fused(sigmoid))
 
     def rewrite(self) -> None:
         linear, sigmoid = self.linear, self.sigmoid

@@ -108,7 +108,7 @@ class UnknownError(Exception):
 
 
 class Evaluator:
-    """Values of nodes at random points. `leaf` has the first word on each node: its values, or None to go on upwards."""
+    """Values of nodes at random points. `leaf` has the first word on each: its values, or None to go on upwards."""
 
     def __init__(self, leaf: Callable[[fx.Node], Values | None]) -> None:
         self._leaf = leaf

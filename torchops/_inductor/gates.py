@@ -15,7 +15,6 @@ from .gradients import Gradients
 from .graph import (
     PARTS,
     PERMUTATIONS,
-    RESHAPES,
     VIEWS,
     Refusal,
     aten,
@@ -29,7 +28,6 @@ from .graph import (
     out_in,
     same_sizes,
     size_node,
-    source,
     val,
 )
 from .linear import Linear
@@ -84,7 +82,13 @@ def _part_of(node: fx.Node) -> Term | None:
     base, casts = _below_casts(whole)
     linear = Linear(base)
     value, part = val(base), val(node)
-    if not linear.found or value is None or part is None or value.dim() < 1 or int(dim) % value.dim() != value.dim() - 1:  # type: ignore
+    if (
+        not linear.found
+        or value is None
+        or part is None
+        or value.dim() < 1
+        or int(dim) % value.dim() != value.dim() - 1
+    ):
         return None
     # Rows of the product must be rows of what is split.
     if not holds(value.shape[-1] == known(linear.product).shape[-1]) or not isinstance(value.shape[-1], int):
@@ -94,7 +98,7 @@ def _part_of(node: fx.Node) -> Term | None:
         sizes = split.args[1]
         begin = node.args[1] * sizes if isinstance(sizes, int) else sum(sizes[: node.args[1]])  # type: ignore
     else:
-        begin = node.args[2] if len(node.args) > 2 else 0  # type: ignore[assignment]
+        begin = node.args[2] if len(node.args) > 2 else 0
         if len(node.args) > 4 and node.args[4] != 1:
             return None
     if not isinstance(begin, int) or not isinstance(width, int):
@@ -319,6 +323,8 @@ MARK = "torchops"
 
 # --- what surrounds it -----------------------------------------------------------------------------------------------
 
+# What Inductor computes by looking at memory otherwise.
+_FREE = VIEWS | PERMUTATIONS | {aten.alias.default, aten.expand.default}
 _ATEN_KERNELS = {
     *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default),
     aten._scaled_dot_product_flash_attention.default,
@@ -339,7 +345,8 @@ def is_kernel(node: fx.Node) -> bool:
 
 def is_in_memory(node: fx.Node) -> bool:
     """Whether a value is written to memory before it is gated, or was there."""
-    node, _ = source(node, RESHAPES | PERMUTATIONS)
+    while is_call(node, _FREE) or (is_call(node, {aten.clone.default}) and contiguous(known(node.args[0]))):
+        node = node.args[0]  # type: ignore[assignment]
     if is_call(node, {operator.getitem}):
         node = node.args[0]  # type: ignore[assignment]
     # The bias of a product is added by its kernel.
@@ -349,12 +356,10 @@ def is_in_memory(node: fx.Node) -> bool:
     return node.op == "get_attr" or is_kernel(node)
 
 
-_FREE = VIEWS | PERMUTATIONS | {aten.alias.default, aten.expand.default}
-
-
 def is_fused(node: fx.Node) -> bool:
     """Whether Inductor would compute `node` in a kernel that reads it, for one of its users at least."""
-    waiting, users = [node], []
+    waiting = [node]
+    users: list[fx.Node] = []
     while waiting:
         for user in waiting.pop().users:
             (waiting if is_call(user, _FREE) else users).append(user)

@@ -17,8 +17,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from .expressions import ACTIVATIONS, Evaluator, UnknownError, Values, formula, is_arrangement, is_pointwise, points, root, slope
-from .graph import PARTS, Refusal, aten, cast, emit, is_call, key, known, same_sizes
+from .expressions import (
+    ACTIVATIONS,
+    Evaluator,
+    UnknownError,
+    Values,
+    formula,
+    is_arrangement,
+    is_pointwise,
+    points,
+    root,
+    slope,
+)
+from .graph import PARTS, Refusal, aten, cast, emit, holds, is_call, key, known, same_sizes
 
 if TYPE_CHECKING:
     from .gates import Gated, Term
@@ -76,7 +87,10 @@ class Sinks:
         if is_call(user, {aten.sum.dim_IntList}):
             dims: Any = user.args[1]
             rank = known(node).dim()
-            if sorted(d % rank for d in dims) != list(range(rank - 1)) or known(user).dtype != known(linear.product).dtype:
+            if (
+                sorted(d % rank for d in dims) != list(range(rank - 1))
+                or known(user).dtype != known(linear.product).dtype
+            ):
                 return False
             self.db.append(user)
             return True
@@ -101,7 +115,12 @@ def is_transposed(node: Any, other: fx.Node) -> bool:
         return True
     base = key(other)
     transpose = [1, 0]
-    return isinstance(base, tuple) and base[0] is aten.permute.default and base[3] == (repr(transpose),) and base[1] == key(node)
+    return (
+        isinstance(base, tuple)
+        and base[0] is aten.permute.default
+        and base[3] == (repr(transpose),)
+        and base[1] == key(node)
+    )
 
 
 class Gradients:
@@ -148,9 +167,8 @@ class Gradients:
             return _V
         if node in self._inside:
             return None
-        if self._v_root is not None and is_call(node, {aten.mul.Tensor}) and is_pointwise(node):
-            if any(isinstance(n, fx.Node) and root(n) is self._v_root for n in node.args):
-                return None
+        if self._multiplies_v(node):
+            return None
         if is_arrangement(node) and root(node) is not node:
             return None
         if self.cotangent is None:
@@ -158,6 +176,12 @@ class Gradients:
         if key(node) != key(self.cotangent):
             raise UnknownError(node)
         return _G
+
+    def _multiplies_v(self, node: fx.Node) -> bool:
+        """Whether it is the product g * v, which autograd computes first."""
+        if self._v_root is None or not is_call(node, {aten.mul.Tensor}) or not is_pointwise(node):
+            return False
+        return any(root(n) is self._v_root for n in node.all_input_nodes)
 
     def _search(self) -> None:
         """Follows what is computed from the gate's inside until it is dv or du."""
@@ -178,7 +202,9 @@ class Gradients:
             if is_call(node, PARTS) and (node.target is not operator.getitem or term_of(node) is not None):
                 pass
             elif not is_arrangement(node) and not is_pointwise(node):
-                raise Refusal(_ELSEWHERE if self.cotangent is not None else "the pre-activation or the gate has another user")
+                raise Refusal(
+                    _ELSEWHERE if self.cotangent is not None else "the pre-activation or the gate has another user"
+                )
             elif evaluate.is_formula(node, dv):
                 self.dv.append(node)
                 continue
@@ -221,7 +247,8 @@ class Gradients:
             self.sinks = [value, gate]
             self._joined = self._join(value.dx[0], gate.dx[0])
         g, y = known(self.cotangent), known(place.result)
-        if g.dtype != y.dtype or not same_sizes(g.shape, y.shape):
+        # It is above arrangements, in which it may have another shape.
+        if g.dtype != y.dtype or not holds(g.numel() == y.numel()):
             raise Refusal(_ELSEWHERE)
         if place.value is None and not all(same_sizes(known(node).shape, y.shape) for node in self.dv):
             raise Refusal(_ELSEWHERE)

@@ -127,9 +127,13 @@ def emit(like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -
     """
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {name: value for name, value in like.meta.items() if name not in _OF_VALUES}
-    values, options = (fx.node.map_aggregate(a, lambda n: n.meta["val"] if isinstance(n, fx.Node) else n) for a in (args, kwargs))
+    values: Any
+    options: Any
+    values, options = (
+        fx.node.map_aggregate(a, lambda n: n.meta["val"] if isinstance(n, fx.Node) else n) for a in (args, kwargs)
+    )
     with torch.no_grad():
-        node.meta["val"] = target(*values, **options)  # type: ignore[misc]
+        node.meta["val"] = target(*values, **options)
     return node
 
 

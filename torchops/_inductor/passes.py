@@ -51,7 +51,11 @@ class Place:
 
     def __str__(self) -> str:
         name = self.operator.split()[0]
-        return f"rewritten to myops.{name}: {self.line}" if self.rewritten else f"left as it is, since {self.reason}: {self.line}"
+        return (
+            f"rewritten to myops.{name}: {self.line}"
+            if self.rewritten
+            else f"left as it is, since {self.reason}: {self.line}"
+        )
 
 
 REPORT: list[Place] = []
@@ -73,7 +77,9 @@ class RewriteGates(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         training = _has_tangents(graph)
-        results = [n for n in graph.nodes if n.op == "call_function" and n.target in (aten.mul.Tensor, aten.glu.default)]
+        results = [
+            n for n in graph.nodes if n.op == "call_function" and n.target in (aten.mul.Tensor, aten.glu.default)
+        ]
         left: dict[fx.Node, Place] = {}
         done: set[fx.Node] = set()
         for result in results:
@@ -95,7 +101,7 @@ class RewriteGates(CustomGraphPass):
                 left[product] = place
         for sigmoid in graph.find_nodes(op="call_function", target=aten.sigmoid.default):
             dense = Dense(sigmoid)
-            if not dense.found or dense.linear.product in done and dense.linear.product not in left:
+            if not dense.found or (dense.linear.product in done and dense.linear.product not in left):
                 continue
             place = self._dense(dense, training)
             # What it is as a whole says more than why its sigmoid alone was left.
