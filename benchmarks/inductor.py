@@ -150,6 +150,7 @@ def _work(connection: Connection, cases: list[Case], device: torch.device, repea
     """A process: compiles its cases, says which, and measures each when it is told to."""
     table.TABLE = table.Everywhere()
     torch._inductor.config.force_disable_caches = True
+    torch._inductor.config.compile_threads = 1  # of as many processes as there are cores
     contenders = {}
     for case in cases:
         # One limit of recompilations is for all functions of one line of code.
@@ -281,15 +282,16 @@ def run(options: argparse.Namespace) -> int:
         print(f"{result.case.name}: {result.ours:.1f} / {result.compiled:.1f} us, {ratio:.2f}x, {verdict}", flush=True)
     kind, capability = table.runs_on(device)
     measured = {(r.case.operator, r.case.dtype, *r.case.features, r.case.training, r.case.fused) for r in results}
+    output = options.output or table.PATH
     kept = [
         row
-        for row in table.read().rows
+        for row in table.read(output if output.exists() else table.PATH).rows
         if (row.device, row.capability) != (kind, capability)
         or (row.operator, row.dtype, row.n_in, row.n_out, row.training, row.fused) not in measured
     ]
     new = table.Table((*kept, *_rows(results, device, source)))
-    table.write(new, options.output or table.PATH)
-    print(f"{sum(r.wins for r in results)} of {len(results)} cases win; {options.output or table.PATH}")
+    table.write(new, output)
+    print(f"{sum(r.wins for r in results)} of {len(results)} cases win; {output}")
     return 0
 
 
@@ -320,4 +322,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, help="processes that compile (default: 14 for CUDA, 1 for the CPU)")
     parser.add_argument("--repeats", type=int, help="a case has to win in each (default: 1 for CUDA, 3 for the CPU)")
     parser.add_argument("--seconds", type=float, default=600, help="what is not compiled by then is left out")
-    parser.add_argument("--output", type=Path, help="file for the table (default: that of the package)")
+    parser.add_argument(
+        "--output", type=Path, help="the table to change, or a copy of it (default: that of the package)"
+    )

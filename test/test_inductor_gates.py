@@ -277,6 +277,10 @@ def test_expressions() -> None:
     assert not evaluate.is_formula(node(aten.add.Tensor, sigmoid, 1e-6), expected)
     assert not evaluate.is_formula(node(aten.tanh.default, u), expected)
     assert not evaluate.is_formula(node(aten.div.Tensor, sigmoid, 0), expected)
+    stream = sigmoid
+    for _ in range(3000):
+        stream = node(aten.add.Tensor, stream, 0)
+    assert not evaluate.is_formula(stream, expected)  # of which there is an end
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

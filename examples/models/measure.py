@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from conditioned_transition import ConditionedTransition
 from gated_attention import GatedAttention
 from glu_stack import GLUStack
@@ -177,6 +178,7 @@ class Contenders:
 
 def _work(connection: Connection, case: Case, what: str, device: torch.device, dtype: str, rounds: int) -> None:
     """A process: says when it has compiled, and measures when it is told to."""
+    torch._inductor.config.compile_threads = 1  # of as many processes as there are models
     try:
         contenders = Contenders(case, what, device, DTYPES[dtype])
         if device.type == "cuda":

@@ -38,7 +38,7 @@ class Dense:
             raise Refusal("dtypes, devices or layouts differ")
         n_in, n_out = linear.features()
         device, capability = table.runs_on(y.device)
-        dtype = str(y.dtype).removeprefix("torch.")
+        dtype = table.dtype_of(y)
         return table.Use("dense", device, capability, dtype, n_in, n_out, linear.rows(), training, is_fused(sigmoid))
 
     def rewrite(self) -> None:

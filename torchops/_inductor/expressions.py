@@ -103,6 +103,10 @@ def is_pointwise(node: fx.Node) -> bool:
     return all(t is not None and same_sizes(t.shape, value.shape) for t in operands)
 
 
+# The expressions in question are far smaller; residual streams are not.
+_MOST_DEPTH = 40
+
+
 class UnknownError(Exception):
     """A node that no leaf and none of the operators above explains."""
 
@@ -113,11 +117,19 @@ class Evaluator:
     def __init__(self, leaf: Callable[[fx.Node], Values | None]) -> None:
         self._leaf = leaf
         self._values: dict[fx.Node, Values] = {}
+        self._depth = 0
 
     def __call__(self, node: fx.Node) -> Values:
         """Raises `UnknownError`."""
-        if node not in self._values:
+        if node in self._values:
+            return self._values[node]
+        if self._depth == _MOST_DEPTH:
+            raise UnknownError(node)
+        self._depth += 1
+        try:
             self._values[node] = self._evaluate(node)
+        finally:
+            self._depth -= 1
         return self._values[node]
 
     def _evaluate(self, node: fx.Node) -> Values:

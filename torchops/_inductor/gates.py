@@ -222,7 +222,7 @@ class Gated:
         self.columns = n_out
         self.sizes = self._sizes(y)
         device, capability = table.runs_on(y.device)
-        dtype = str(y.dtype).removeprefix("torch.")
+        dtype = table.dtype_of(y)
         return table.Use(
             self.operator, device, capability, dtype, n_in, n_out, linear.rows(), training, is_fused(self.result)
         )

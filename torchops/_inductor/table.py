@@ -133,8 +133,16 @@ TABLE = read()
 def runs_on(device: torch.device) -> tuple[str, str]:
     """Device and capability, as in the rows."""
     if device.type == "cuda":
-        return "cuda", "{}.{}".format(*torch.cuda.get_device_capability(device))
+        # Graphs are also compiled for a GPU that is elsewhere.
+        here = torch.cuda.is_available()
+        return "cuda", "{}.{}".format(*torch.cuda.get_device_capability(device)) if here else "unknown"
     return device.type, torch.backends.cpu.get_cpu_capability()
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """As in the rows. Products of float32 in TF32 are another matter than those in float32."""
+    tf32 = tensor.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return str(tensor.dtype).removeprefix("torch.") + " (TF32)" * (tf32 and tensor.dtype == torch.float32)
 
 
 def has_kernels(device: torch.device) -> bool:
