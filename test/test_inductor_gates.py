@@ -117,6 +117,48 @@ def test_forms(form: Form, train: bool) -> None:
         assert backend.count(SIGMOID, 1) == 0
 
 
+DENSE_FORMS: list[tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = [
+    (lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), ((4, 8), (6, 8), (6,))),
+    (lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), ((2, 4, 8), (6, 8), (6,))),
+    (lambda x, w: torch.sigmoid(F.linear(x, w)), ((2, 4, 8), (6, 8))),
+    (lambda x, w, u: torch.sigmoid(F.linear(x, w)) @ u, ((4, 8), (6, 8), (6, 5))),
+    (lambda x, w, b: torch.sigmoid(x @ w + b), ((2, 4, 8), (8, 6), (6,))),
+    (lambda x, w, v: torch.sigmoid(F.linear(x, w)) + v, ((2, 4, 8), (6, 8), (2, 4, 6))),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("index", range(len(DENSE_FORMS)))
+def test_gradients_of_dense(index: int, dtype: torch.dtype) -> None:
+    """A sigmoid of a layer that stands alone has its gradients from one operator, too."""
+    function, shapes = DENSE_FORMS[index]
+    tolerance = 1e-9 if dtype == torch.float64 else 0.1
+    backend = check(function, [t(*shape, dtype=dtype) for shape in shapes], True, atol=tolerance, rtol=tolerance)
+    assert backend.count(DENSE) == 1
+    assert backend.count(torch.ops.myops._dense_gradients.default, 1) == 1
+
+
+def test_other_gradients_of_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are not all asked for, they are Inductor's, and that is another use."""
+    uses = []
+    monkeypatch.setattr(table.Everywhere, "reason_against", lambda self, use: uses.append(use))
+    function, shapes = DENSE_FORMS[0]
+    x, w, b = (t(*shape) for shape in shapes)
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    w.requires_grad_()
+    assert_all_close(values(compiled, [x, w, b], True), values(function, [x, w, b], True))
+    assert backend.count(DENSE) == 1
+    assert [use.operator for use in uses] == ["dense, its gradients left to Inductor"]
+    monkeypatch.undo()
+    for later, fused in ((lambda y: y @ y.mT, False), (lambda y: y.sin(), True)):
+        uses.clear()
+        monkeypatch.setattr(table, "TABLE", table.Everywhere())
+        monkeypatch.setattr(table.Everywhere, "reason_against", lambda self, use: uses.append(use))
+        check(lambda *a, later=later: later(function(*a)), [x, w.detach(), b], True)
+        assert [(use.operator, use.training, use.fused) for use in uses] == [("dense", True, fused)]
+
+
 def test_slices() -> None:
     """The gradient of a slice is none of those that are known; for inference it is a GLU."""
     form = Form("", GLU, lambda x, w, b: (lambda h: h[..., :6] * F.silu(h[..., 6:]))(F.linear(x, w, b)), PACKED)

@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from . import table
+from .dense_gradients import DenseGradients
 from .gates import MARK, is_fused
-from .graph import Refusal, aten, emit, erase_unused, holds, known, out_in
+from .graph import Refusal, aten, emit, erase_unused, holds, known, out_in, size_node
 from .linear import Linear
 
 _dense = torch.ops.myops.dense.default
@@ -22,6 +23,7 @@ class Dense:
         self.sigmoid = sigmoid
         self.linear = Linear(sigmoid.args[0])  # type: ignore[arg-type]
         self.found = self.linear.found
+        self.gradients: DenseGradients | None = None
 
     def use(self, training: bool) -> table.Use:
         """Refuses what `dense` does not compute, and says what it would compute."""
@@ -36,10 +38,18 @@ class Dense:
             raise Refusal("the result would have other strides")
         if y.dtype != before.dtype:
             raise Refusal("dtypes, devices or layouts differ")
+        operator = "dense"
+        if training:
+            try:
+                self.gradients = DenseGradients(self)
+            except Refusal:
+                operator = "dense, its gradients left to Inductor"
         n_in, n_out = linear.features()
         device, capability = table.runs_on(y.device)
         dtype = table.dtype_of(y)
-        return table.Use("dense", device, capability, dtype, n_in, n_out, linear.rows(), training, is_fused(sigmoid))
+        inner = self.gradients.inner if self.gradients else ()
+        fused = is_fused(sigmoid, inner)
+        return table.Use(operator, device, capability, dtype, n_in, n_out, linear.rows(), training, fused)
 
     def rewrite(self) -> None:
         linear, sigmoid = self.linear, self.sigmoid
@@ -58,8 +68,15 @@ class Dense:
         product.replace_all_uses_with(dense)
         if add is not None:
             add.replace_all_uses_with(linear.below[-1] if linear.below else dense)
+        nodes = {product, sigmoid, *([add] if add is not None else [])}
+        if self.gradients is not None:
+            nodes |= self.gradients.nodes
+            # Not batched, so what was emitted is one node.
+            with graph.inserting_before(self.gradients.top):
+                rows = size_node(product, x, 0)
+            self.gradients.rewrite(dense, x, dense.args[1], rows)  # type: ignore[arg-type]
         sigmoid.replace_all_uses_with(sigmoid.args[0])  # type: ignore[arg-type]
-        erase_unused([product, *([add] if add is not None else []), sigmoid])
+        erase_unused([node for node in graph.nodes if node in nodes])
 
     def _emit(self, x: fx.Node, w: fx.Node) -> fx.Node:
         """`dense` of x (..., in) and w (in, out)."""

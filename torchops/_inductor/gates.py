@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from .graph import (
     PERMUTATIONS,
     VIEWS,
     Refusal,
+    as_rows,
     aten,
     contiguous,
     emit,
@@ -247,7 +249,7 @@ class Gated:
             b = self._bias(self.gate)
             rows, y = size_node(like, x, 0), known(result)
             if self.v is not None:
-                v = self.as_rows(like, self.v, rows)
+                v = as_rows(like, self.v, rows, self.columns)
                 new = emit(like, _gate, v, x, w, b)
                 arguments: tuple[Any, ...] = (v, x, w, b)
             else:
@@ -262,15 +264,6 @@ class Gated:
         result.replace_all_uses_with(arranged)
         nodes = {result, *self.private, *(gradients.nodes if gradients else ())}
         erase_unused([node for node in result.graph.nodes if node in nodes])
-
-    def as_rows(self, like: fx.Node, node: fx.Node, rows: Any) -> fx.Node:
-        """`node`, of the elements of the result, as a matrix of its rows."""
-        value = known(node)
-        if not contiguous(value):
-            node = emit(like, aten.clone.default, node, memory_format=torch.contiguous_format)
-        if value.dim() == 2 and holds(value.shape[-1] == self.columns):
-            return node
-        return emit(like, aten.view.default, node, [rows, self.columns])
 
     def _operands(self, term: Term) -> tuple[fx.Node, fx.Node]:
         """x of shape (rows, in) and w of shape (out, in)."""
@@ -356,11 +349,13 @@ def is_in_memory(node: fx.Node) -> bool:
     return node.op == "get_attr" or is_kernel(node)
 
 
-def is_fused(node: fx.Node) -> bool:
-    """Whether Inductor would compute `node` in a kernel that reads it, for one of its users at least."""
+def is_fused(node: fx.Node, besides: Container[fx.Node] = ()) -> bool:
+    """Whether one user of `node` at least, `besides` some, is code that Inductor generates: it would compute it there."""
     waiting = [node]
     users: list[fx.Node] = []
     while waiting:
         for user in waiting.pop().users:
+            if user in besides:
+                continue
             (waiting if is_call(user, _FREE) else users).append(user)
     return not all(map(is_kernel, users))

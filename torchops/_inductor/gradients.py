@@ -29,7 +29,7 @@ from .expressions import (
     root,
     slope,
 )
-from .graph import PARTS, Refusal, aten, cast, emit, holds, is_call, key, known, same_sizes
+from .graph import PARTS, Refusal, as_rows, aten, cast, emit, holds, is_call, key, known, same_sizes
 
 if TYPE_CHECKING:
     from .gates import Gated, Term
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _gate_backward = torch.ops.myops._gate_backward.default
 _glu_backward = torch.ops.myops._glu_backward.default
 
-_ELSEWHERE = "its gradient is computed in a way that is not known"
+ELSEWHERE = "its gradient is computed in a way that is not known"
 _NOT_ALL = "not all of its gradients are asked for, and no measurement is about some of them"
 _U, _V, _G = points(0), points(1), points(2)
 
@@ -62,7 +62,7 @@ class Sinks:
                 if user in self.arranged or self._take(node, user, term, has_halves):
                     continue
                 if not is_arrangement(user):
-                    raise Refusal(_ELSEWHERE)
+                    raise Refusal(ELSEWHERE)
                 self.arranged.add(user)
                 waiting.append(user)
 
@@ -203,7 +203,7 @@ class Gradients:
                 pass
             elif not is_arrangement(node) and not is_pointwise(node):
                 raise Refusal(
-                    _ELSEWHERE if self.cotangent is not None else "the pre-activation or the gate has another user"
+                    ELSEWHERE if self.cotangent is not None else "the pre-activation or the gate has another user"
                 )
             elif evaluate.is_formula(node, dv):
                 self.dv.append(node)
@@ -232,7 +232,7 @@ class Gradients:
             value.collect(place.value, True)
             cats = set(gate.cat) | set(value.cat)
             if len(cats) != 1 or any(s.dx or s.dw or s.db or len(s.cat) != 1 for s in (gate, value)):
-                raise Refusal(_ELSEWHERE)
+                raise Refusal(ELSEWHERE)
             (cat,) = cats
             self._check_halves(cat, gate, value)
             packed = Sinks([cat])
@@ -249,9 +249,9 @@ class Gradients:
         g, y = known(self.cotangent), known(place.result)
         # It is above arrangements, in which it may have another shape.
         if g.dtype != y.dtype or not holds(g.numel() == y.numel()):
-            raise Refusal(_ELSEWHERE)
+            raise Refusal(ELSEWHERE)
         if place.value is None and not all(same_sizes(known(node).shape, y.shape) for node in self.dv):
-            raise Refusal(_ELSEWHERE)
+            raise Refusal(ELSEWHERE)
 
     def _check_halves(self, cat: fx.Node, gate: Sinks, value: Sinks) -> None:
         place = self.place
@@ -261,9 +261,9 @@ class Gradients:
         dim: Any = cat.args[1] if len(cat.args) > 1 else 0
         first, second = (value, gate) if place.value.begin == 0 else (gate, value)
         if len(parts) != 2 or dim % known(cat).dim() != known(cat).dim() - 1:
-            raise Refusal(_ELSEWHERE)
+            raise Refusal(ELSEWHERE)
         if parts[0] not in first.arranged or parts[1] not in second.arranged:
-            raise Refusal(_ELSEWHERE)
+            raise Refusal(ELSEWHERE)
 
     @staticmethod
     def _join(value: fx.Node, gate: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -287,11 +287,11 @@ class Gradients:
 
         ours, theirs = additions(gate), additions(value)
         if not ours or not any(node in theirs for node in ours):
-            raise Refusal(_ELSEWHERE)
+            raise Refusal(ELSEWHERE)
         node, operand = next(iter(ours.items()))
         (rest,) = (n for n in node.all_input_nodes if n is not operand)
         if known(rest).dtype != known(node).dtype:
-            raise Refusal(_ELSEWHERE)
+            raise Refusal(ELSEWHERE)
         return node, rest
 
     # --- the replacement ---------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Gradients:
             return emit(first, target, *args)
 
         with place.result.graph.inserting_before(first):
-            g = place.as_rows(first, cotangent, rows)
+            g = as_rows(first, cotangent, rows, place.columns)
             biases = [argument is not None for argument in arguments[3:]]
             if place.value is None:
                 backward = new(_gate_backward, g, *arguments, [True, True, True, *biases])
@@ -318,41 +318,43 @@ class Gradients:
         if place.value is None:
             dv, dx, dw, db = outputs
             for node in self.dv:
-                self._replace(node, dv, place.sizes)
-            self._replace_sinks(self.sinks[0], dx, dw, db)
+                _replace(node, dv, place.sizes)
+            replace_sinks(self.sinks[0], dx, dw, db)
             return
         dx, dw, dwg, db, dbg = outputs
         if len(self.sinks) == 2:
             joined, rest = self._joined
             joined.replace_all_uses_with(rest)
             self.seen.add(joined)
-            self._replace_sinks(self.sinks[0], dx, dw, db)
-            self._replace_sinks(self.sinks[1], None, dwg, dbg)
+            replace_sinks(self.sinks[0], dx, dw, db)
+            replace_sinks(self.sinks[1], None, dwg, dbg)
             return
         assert place.gate is not None
         pairs = ((dw, dwg), (db, dbg)) if place.gate.begin else ((dwg, dw), (dbg, db))
         with place.result.graph.inserting_before(first):
             both = [new(aten.cat.default, list(pair)) for pair in pairs]
-        self._replace_sinks(self.sinks[0], dx, *both)
+        replace_sinks(self.sinks[0], dx, *both)
 
-    def _replace_sinks(self, sinks: Sinks, dx: fx.Node | None, dw: fx.Node, db: fx.Node) -> None:
-        if dx is not None:
-            self._replace(sinks.dx[0], dx, list(known(dx).shape))
-        for node, is_in_out in sinks.dw:
-            if is_in_out:
-                with node.graph.inserting_before(node):
-                    dw = emit(node, aten.permute.default, dw, [1, 0])
-            self._replace(node, dw, [])
-        for node in sinks.db:
-            self._replace(node, db, list(known(node).shape))
 
-    @staticmethod
-    def _replace(node: fx.Node, by: fx.Node, sizes: list[Any]) -> None:
-        """By the same elements, in the shape and dtype of `node`; `sizes` is its shape as arguments of a node."""
-        value = known(node)
-        with node.graph.inserting_before(node):
-            if not same_sizes(known(by).shape, value.shape):
-                by = emit(node, aten.view.default, by, sizes)
-            if known(by).dtype != value.dtype:
-                by = emit(node, cast, by, value.dtype)
-        node.replace_all_uses_with(by)
+def replace_sinks(sinks: Sinks, dx: fx.Node | None, dw: fx.Node, db: fx.Node) -> None:
+    """Puts the gradients where they were computed; dx may stand elsewhere already."""
+    if dx is not None:
+        _replace(sinks.dx[0], dx, list(known(dx).shape))
+    for node, is_in_out in sinks.dw:
+        if is_in_out:
+            with node.graph.inserting_before(node):
+                dw = emit(node, aten.permute.default, dw, [1, 0])
+        _replace(node, dw, [])
+    for node in sinks.db:
+        _replace(node, db, list(known(node).shape))
+
+
+def _replace(node: fx.Node, by: fx.Node, sizes: list[Any]) -> None:
+    """By the same elements, in the shape and dtype of `node`; `sizes` is its shape as arguments of a node."""
+    value = known(node)
+    with node.graph.inserting_before(node):
+        if not same_sizes(known(by).shape, value.shape):
+            by = emit(node, aten.view.default, by, sizes)
+        if known(by).dtype != value.dtype:
+            by = emit(node, cast, by, value.dtype)
+    node.replace_all_uses_with(by)

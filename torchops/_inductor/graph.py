@@ -143,6 +143,16 @@ def size_node(like: fx.Node, tensor: fx.Node, dim: int) -> Any:
     return size if isinstance(size, int) else emit(like, aten.sym_size.int, tensor, dim)
 
 
+def as_rows(like: fx.Node, node: fx.Node, rows: Any, columns: int) -> fx.Node:
+    """`node` as a matrix of that many rows and columns."""
+    value = known(node)
+    if not contiguous(value):
+        node = emit(like, aten.clone.default, node, memory_format=torch.contiguous_format)
+    if value.dim() == 2 and holds(value.shape[-1] == columns):
+        return node
+    return emit(like, aten.view.default, node, [rows, columns])
+
+
 def out_in(like: fx.Node, w: fx.Node) -> fx.Node:
     """The weight of shape (out, in) of a product with w of shape (in, out)."""
     w = emit(like, aten.permute.default, w, [1, 0])
