@@ -21,9 +21,9 @@ The pass works on Inductor's joint graph, through the hooks ``joint_custom_pre_p
 of ``torch._inductor.config``. Autocast, in-place operators, tensor subclasses and ``torch.func`` are resolved into
 functional ATen operators there, so one pattern covers every spelling of a linear layer (``nn.Linear``, ``F.linear``,
 ``addmm``, ``x @ w.T + b``, ``x @ w``; two or more dimensions; with and without bias), for inference and for training.
-In training, a place is rewritten together with its gradients, which the operator computes from its inputs (`dense`: from
-its inputs and its result): the expressions that autograd made are evaluated at random points, and have to agree with
-those of the operator.
+In training, a place is rewritten together with its gradients, which the operator computes from its inputs (``dense``:
+and from its result): the expressions that autograd made are evaluated at random points, and have to agree with those of
+the operator.
 
 Besides what the table leaves, a place is left as it is where
 

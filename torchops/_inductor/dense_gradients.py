@@ -38,7 +38,7 @@ class DenseGradients:
             for node in dense.sigmoid.graph.find_nodes(op="call_function", target=aten.mm.default)
             if is_transposed(node.args[1], linear.w) and self._takes(node.args[0])
         ]
-        if len(found) != 1 or linear.batched:
+        if len(found) != 1 or linear.batched or not all(isinstance(n, int) for n in linear.features()):
             raise Refusal(ELSEWHERE)
         top: Any = found[0].args[0]
         above = [top]

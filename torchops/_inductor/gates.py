@@ -350,7 +350,7 @@ def is_in_memory(node: fx.Node) -> bool:
 
 
 def is_fused(node: fx.Node, besides: Container[fx.Node] = ()) -> bool:
-    """Whether one user of `node` at least, `besides` some, is code that Inductor generates: it would compute it there."""
+    """Whether a user of `node`, `besides` some, is code that Inductor generates, which would compute it there."""
     waiting = [node]
     users: list[fx.Node] = []
     while waiting:

@@ -86,11 +86,10 @@ class Sinks:
             return True
         if is_call(user, {aten.sum.dim_IntList}):
             dims: Any = user.args[1]
-            rank = known(node).dim()
-            if (
-                sorted(d % rank for d in dims) != list(range(rank - 1))
-                or known(user).dtype != known(linear.product).dtype
-            ):
+            rank, z, total = known(node).dim(), known(linear.product), known(user)
+            if sorted(d % rank for d in dims) != list(range(rank - 1)):
+                return False
+            if total.dtype != z.dtype or not holds(total.numel() == z.shape[-1]):
                 return False
             self.db.append(user)
             return True
