@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 import torchops
 from torchops.nn import Replacements, replace
+
+# The module, whose name in its package is that of the function.
+replacing: Any = importlib.import_module("torchops.nn.replace")
 
 
 class SwiGLU(nn.Module):
@@ -141,6 +145,20 @@ def test_the_class_stays() -> None:
     again = pickle.loads(pickle.dumps(model))
     assert_all_close([again(x)], [model(x)])
     assert_all_close([torch.compile(model, backend="eager", fullgraph=True)(x)], [model(x)])
+
+
+def test_classes_that_are_known_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who knows a module by its class, whenever that was registered, sees it before its forward is changed."""
+    seen: list[type] = []
+
+    def known(model: nn.Module) -> Replacements:
+        seen.append(type(model))
+        return Replacements((), {})
+
+    monkeypatch.setattr(replacing, "_swappers", list(replacing._swappers))
+    replacing.swapper(known)
+    assert replace(SwiGLU()).replaced == ("",)
+    assert seen == [SwiGLU]
 
 
 def test_broadcast_values() -> None:

@@ -20,7 +20,16 @@ from torch import Tensor, fx, nn
 
 from .gate_forms import Finder, Tracer, gated_linear, packed_linear
 from .gates import Dense
-from .replace import Replacements, join, like, module_reason, parameters_reason, sequential_reason, swapper
+from .replace import (
+    Replacements,
+    join,
+    last_swapper,
+    like,
+    module_reason,
+    parameters_reason,
+    sequential_reason,
+    swapper,
+)
 
 __all__ = ["PackedGLU"]
 
@@ -73,7 +82,7 @@ def _class(base: type[nn.Module], code: str, names: dict[str, Any]) -> type[nn.M
 # --- one module ------------------------------------------------------------------------------------------------------
 
 
-@swapper
+@last_swapper
 def replace_forwards(model: nn.Module) -> Replacements:
     """The forwards of all modules that own gates, that of the model among them."""
     replaced, left = [], {}
