@@ -159,6 +159,8 @@ def test_classes_that_are_known_go_first(monkeypatch: pytest.MonkeyPatch) -> Non
     replacing.swapper(known)
     assert replace(SwiGLU()).replaced == ("",)
     assert seen == [SwiGLU]
+    replacing.swapper(lambda model: Replacements((), {"": "it is known"}))
+    assert replace(SwiGLU()) == Replacements((), {"": "it is known"})
 
 
 def test_broadcast_values() -> None:

@@ -11,6 +11,7 @@ import copy
 import importlib
 import inspect
 import operator
+from collections.abc import Collection
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -83,12 +84,12 @@ def _class(base: type[nn.Module], code: str, names: dict[str, Any]) -> type[nn.M
 
 
 @last_swapper
-def replace_forwards(model: nn.Module) -> Replacements:
-    """The forwards of all modules that own gates, that of the model among them."""
+def replace_forwards(model: nn.Module, known: Collection[str]) -> Replacements:
+    """The forwards of all modules that own gates, that of the model among them; not those that are `known`."""
     replaced, left = [], {}
     for name, module in model.named_modules():
         try:
-            if _may_have_gates(module) and _replace(module):
+            if name not in known and _may_have_gates(module) and _replace(module):
                 replaced.append(name)
         except _LeaveError as reason:
             left[name] = str(reason)

@@ -7,7 +7,7 @@ parameters do more than their classes say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,7 +41,7 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 Swapper = Callable[[nn.Module], Replacements]
 
 _swappers: list[Swapper] = []
-_last_swappers: list[Swapper] = []
+_last_swappers: list[Callable[[nn.Module, Collection[str]], Replacements]] = []
 
 
 def swapper(function: Swapper) -> Swapper:
@@ -50,8 +50,13 @@ def swapper(function: Swapper) -> Swapper:
     return function
 
 
-def last_swapper(function: Swapper) -> Swapper:
-    """The same, after all others: for what changes modules of any class, which others know by their class."""
+def last_swapper(
+    function: Callable[[nn.Module, Collection[str]], Replacements],
+) -> Callable[[nn.Module, Collection[str]], Replacements]:
+    """Has `replace` call `function` after all others, with the names of what they replaced or left.
+
+    For what changes modules of any class: one that others know, and leave, it does not touch.
+    """
     _last_swappers.append(function)
     return function
 
@@ -110,7 +115,9 @@ def replace(model: nn.Module) -> Replacements:
         )
     """
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    reports = [swap(model) for swap in (*_swappers, *_last_swappers)]
+    reports = [swap(model) for swap in _swappers]
+    known = {name for report in reports for name in (*report.replaced, *report.left)}
+    reports += [swap(model, known) for swap in _last_swappers]
     replaced = sorted((name for report in reports for name in report.replaced), key=order.__getitem__)
     return Replacements(tuple(replaced), {name: why for report in reports for name, why in report.left.items()})
 
