@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from . import compare, gradcheck, implementations, memory, render, run
+from . import compare, gradcheck, implementations, inductor, memory, render, run
 from .case import Task
 from .operators import OPERATORS
 
@@ -81,6 +81,10 @@ def parser() -> argparse.ArgumentParser:
     pages = commands.add_parser("render", help=text, description=text)
     pages.set_defaults(function=render.run)
     pages.add_argument("--no-plots", action="store_true", help="no pictures")
+    text = "measure where torchops.inductor wins over torch.compile, and write its table"
+    gains = commands.add_parser("inductor", help=text, description=text)
+    gains.set_defaults(function=inductor.run)
+    inductor.add_arguments(gains)
     return main
 
 

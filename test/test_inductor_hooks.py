@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_all_close
-from test_inductor import SIGMOID, t, values
+from test_inductor import SIGMOID, everywhere, t, values
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -18,6 +18,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import torchops
+from torchops._inductor import table
+
+__all__ = ["everywhere"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +44,10 @@ def test_generated_code() -> None:
         )
     assert_all_close(got, values(gate, arguments, True))
     assert torchops.inductor.matches() == 1
-    assert "myops.dense.default(" in forward
+    assert "myops.gate.default(" in forward
     assert "addmm(" not in forward
-    assert "myops" not in backward.replace("torch.ops.myops.dense.default'", "")
+    assert "myops._gate_backward.default(" in backward
+    assert "mm(" not in backward
     assert config.joint_custom_pre_pass is None
 
 
@@ -108,7 +112,7 @@ def test_switching() -> None:
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_cached_graphs(train: bool) -> None:
-    """One from the cache holds dense and counts, and is not taken for the one without the pass, nor that for it."""
+    """One from the cache holds the operator and counts, and is not taken for one without the pass, nor that for it."""
     arguments = [t(5, 7).requires_grad_(train), t(7, 7).requires_grad_(train), t(7).requires_grad_(train)]
     seen = []
     with fresh_cache(), config.patch(force_disable_caches=False, fx_graph_cache=True):
@@ -122,9 +126,9 @@ def test_cached_graphs(train: bool) -> None:
             with torch.profiler.profile() as profile:
                 values(compiled, arguments, train)
             torchops.inductor.disable()
-            dense = sum(event.name == "myops::dense" for event in profile.events() or ())
+            calls = sum(event.name == "myops::gate" for event in profile.events() or ())
             found = counters["inductor"]["fxgraph_cache_hit"] > hits
-            seen.append((torchops.inductor.matches() - matches, dense, found))
+            seen.append((torchops.inductor.matches() - matches, calls, found))
     assert seen == [(0, 0, False), (1, 1, False), (1, 1, True), (0, 0, True)]
 
 
@@ -135,6 +139,14 @@ def test_the_cache_knows_other_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
     without = [chain.uuid() for chain in torchops.inductor.options().values()]
     assert all(a != b for a, b in zip(with_cuda, without, strict=True))
+
+
+def test_the_cache_knows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one table rewrites, another leaves."""
+    everywhere = [chain.uuid() for chain in torchops.inductor.options().values()]
+    monkeypatch.setattr(table, "TABLE", table.read())
+    measured = [chain.uuid() for chain in torchops.inductor.options().values()]
+    assert all(a != b for a, b in zip(everywhere, measured, strict=True))
 
 
 def test_aot_inductor(tmp_path: Path) -> None:

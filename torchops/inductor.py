@@ -1,42 +1,52 @@
-"""Rewrites ``sigmoid(linear)`` to :func:`torchops.dense` in models compiled by ``torch.compile``, as they are.
+"""Puts :func:`torchops.gate`, :func:`torchops.glu` and :func:`torchops.dense` into compiled models.
 
-Switch it on before the model is compiled, which is when it runs first, and read how many places were rewritten::
+Switch it on before the model is compiled, which is when it runs first, and read what became of its gates::
 
     torchops.inductor.enable()
     model = torch.compile(model)
     model(x)
-    print(torchops.inductor.matches())
+    for place in torchops.inductor.report():
+        print(place)
+
+A place is rewritten only where a measurement says that it is faster: a table has rows for a device, a dtype, numbers of
+features and of rows, for inference or training, with the times of both (``python -m benchmarks inductor`` makes them).
+Everywhere else the graph stays as it is, and the report says why.
+
+The forms are ``v * sigmoid(linear(x))`` (also with ``v = linear(o)``), ``linear(x) * sigmoid(linear(x))`` and
+``linear(x) * silu(linear(x))`` with the factors in either order, the two layers separate or halves of one (``chunk``,
+``split``, ``F.glu``; slices in inference), and ``sigmoid(linear(x))`` alone. Residuals, masks and dropout around them
+stay Inductor's.
 
 The pass works on Inductor's joint graph, through the hooks ``joint_custom_pre_pass`` and ``post_grad_custom_pre_pass``
 of ``torch._inductor.config``. Autocast, in-place operators, tensor subclasses and ``torch.func`` are resolved into
 functional ATen operators there, so one pattern covers every spelling of a linear layer (``nn.Linear``, ``F.linear``,
-``addmm``, ``x @ w.T + b``, ``x @ w``, ``einsum``; two or more dimensions; with and without bias), for inference and for
-training. The backward pass stays Inductor's own, with ``grad * y * (1 - y)`` fused into the kernels around it. The
-pre-activation exists neither in the forward pass nor among the saved tensors.
+``addmm``, ``x @ w.T + b``, ``x @ w``; two or more dimensions; with and without bias), for inference and for training.
+In training, a place is rewritten together with its gradients, which the operator computes from its inputs (``dense``:
+and from its result): the expressions that autograd made are evaluated at random points, and have to agree with those of
+the operator.
 
-A place is left as it is where
+Besides what the table leaves, a place is left as it is where
 
-- the pre-activation has another user (as in SiLU, ``z * sigmoid(z)``);
-- what is added is anything but one value per output feature, or ``addmm`` scales its terms;
+- the pre-activation or the gate has another user;
+- what is added to the product is anything but one value per output feature, or ``addmm`` scales its terms;
 - dtypes differ, or are not float32, float64, float16 or bfloat16;
-- Inductor computes the product without a matrix multiplication (a single row on the CPU);
-- on CUDA, the kernel with the sigmoid in its epilogue cannot run: it needs compute capability 9.0; float16, bfloat16 or
-  float32 with TF32; in and out features whose rows are a multiple of 16 bytes. `dense` would be a product and a pass
-  there, and Inductor fuses that pass with what surrounds it.
+- what is gated is computed by Inductor in the kernel that gates it (``norm(a) * sigmoid(linear(s))``): the operator
+  would have to read it from memory;
+- in training, some of the gradients are not asked for, or are computed in a way that is not recognised;
+- the number of rows is a symbol of which it is not known that it lies in the range that was measured.
 
-It pays where the gate itself is written to memory. On the CPU, a gate that is only multiplied by something is some
-percent slower with it in inference (``docs/existing_models.md`` has figures).
-
-``torch._logging.set_logs(modules={"torchops.inductor": logging.INFO})`` shows each place with its line of source, and
-the reason where it was left.
+``torch._logging.set_logs(modules={"torchops.inductor": logging.INFO})`` shows each place as it is compiled.
 """
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Enabled", "disable", "enable", "matches", "options"]
+if TYPE_CHECKING:
+    from ._inductor import Place
+
+__all__ = ["Enabled", "disable", "enable", "matches", "options", "report"]
 
 
 class Enabled:
@@ -68,18 +78,19 @@ def enable() -> Enabled:
 
         >>> with torchops.inductor.enable():
         ...     y = torch.compile(lambda x, w: torch.sigmoid(x @ w.T))(torch.zeros(2, 3), torch.ones(4, 3))
-        >>> torchops.inductor.matches()
-        1
+        >>> [place.rewritten for place in torchops.inductor.report()]  # nobody measured that two rows are faster
+        [False]
     """
     from torch._dynamo.utils import counters
     from torch._inductor import config
 
-    from . import _inductor_pass
+    from . import _inductor
 
     hooks = options()
     switched_on = any(getattr(config, hook) is not chain for hook, chain in hooks.items())
     if switched_on:
-        counters["inductor"][_inductor_pass.COUNTER] = 0
+        counters["inductor"][_inductor.COUNTER] = 0
+        _inductor.REPORT.clear()
     for hook, chain in hooks.items():
         setattr(config, hook, chain)
     return Enabled(switched_on)
@@ -89,11 +100,11 @@ def disable() -> None:
     """Switches the pass off and gives the hooks back to what held them."""
     from torch._inductor import config
 
-    from . import _inductor_pass
+    from . import _inductor
 
-    for hook in _inductor_pass.HOOKS:
+    for hook in _inductor.HOOKS:
         value = getattr(config, hook)
-        if isinstance(value, _inductor_pass.Chain):
+        if isinstance(value, _inductor.Chain):
             setattr(config, hook, value.former)
 
 
@@ -102,13 +113,24 @@ def matches() -> int:
 
     A place counts once for each graph that holds it, a recompilation for other shapes being another graph. Graphs
     that Inductor loads from its cache count as if they had been compiled. The number is
-    ``torch._dynamo.utils.counters["inductor"]["torchops_dense"]``, so clearing those counters clears it.
+    ``torch._dynamo.utils.counters["inductor"]["torchops"]``, so clearing those counters clears it.
     """
     from torch._dynamo.utils import counters
 
-    from . import _inductor_pass
+    from . import _inductor
 
-    return counters["inductor"][_inductor_pass.COUNTER]
+    return counters["inductor"][_inductor.COUNTER]
+
+
+def report() -> tuple[Place, ...]:
+    """What became of each gate that the pass has seen since it was switched on, in the order of compilation.
+
+    Each has ``operator``, ``line`` (of the user's code), ``rewritten`` and, where it was left as it is, ``reason``. A
+    graph that Inductor loads from its cache is not looked at again, and adds nothing here; :func:`matches` counts it.
+    """
+    from . import _inductor
+
+    return tuple(_inductor.REPORT)
 
 
 def options() -> dict[str, Any]:
@@ -116,6 +138,6 @@ def options() -> dict[str, Any]:
 
     The dictionary may be extended with other options. It holds the passes that the hooks hold now, before ours.
     """
-    from . import _inductor_pass
+    from . import _inductor
 
-    return {hook: _inductor_pass.chained(hook) for hook in _inductor_pass.HOOKS}
+    return {hook: _inductor.chained(hook) for hook in _inductor.HOOKS}

@@ -24,7 +24,7 @@ class GatedAttention(nn.Module):
 
     GATES = 1
 
-    def __init__(self, features: int = 1024, heads: int = 16, causal: bool = True) -> None:
+    def __init__(self, features: int = 128, heads: int = 4, causal: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.causal = causal

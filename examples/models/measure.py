@@ -1,10 +1,12 @@
-"""Time and peak memory of the models in this folder: eager, torch.compile, and torch.compile with torchops.inductor.
+"""Time and peak memory of the models in this folder: eager, torch.compile, torch.compile with torchops.inductor, and
+eager after torchops.nn.replace.
 
     python examples/models/measure.py
 
-All three run the same model on the same input in turns, once their outputs and gradients have been compared. Writes
+All four run the same model on the same input in turns, once their outputs and gradients have been compared. Writes
 `models.json` and `models.md` into `benchmarks/results/<machine>/`. With `--quick`, and on a machine without a GPU,
-smaller sizes are run, and nothing but printed.
+smaller sizes are run, and nothing but printed. On a GPU, all models are compiled at the same time, each in a process of
+its own, and measured one after the other.
 
     python examples/models/measure.py --table models.json
 
@@ -14,19 +16,24 @@ prints the measurements of a file as Markdown.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import multiprocessing
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
+from conditioned_transition import ConditionedTransition
 from gated_attention import GatedAttention
-from gated_graph_network import GatedGraph
+from glu_stack import GLUStack
 from torch import Tensor, nn
 from triangle_update import TriangleBlock
 
@@ -38,6 +45,7 @@ sys.path.append(str(ROOT))
 from benchmarks import machine  # noqa: E402
 
 EAGER, COMPILED, OURS = "eager", "torch.compile", "torch.compile + torchops.inductor"
+REPLACED = "eager + torchops.nn.replace"
 FORWARD, TRAINING = "forward", "forward and backward"
 COMMAND = "python examples/models/measure.py"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -48,20 +56,21 @@ MOST_DEVIATION = 0.05
 @dataclass(frozen=True)
 class Case:
     name: str
-    make: Callable[[], nn.Module]
-    gates: int
-    shape: tuple[int, ...]
+    make: type[nn.Module]
+    arguments: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass
 class Result:
     """Of one call: median and quartiles of its time, and the most memory that it takes beside its inputs.
 
-    `deviation` is how far output and gradient of the input are from those of eager mode.
+    `matches` counts the gates that the contender has an operator of torchops for, `left` says why not for the others,
+    and `deviation` is how far output and gradients of the inputs are from those of eager mode.
     """
 
     case: str
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     what: str
     contender: str
     seconds: float
@@ -69,81 +78,140 @@ class Result:
     high: float
     peak_bytes: int
     matches: int
+    left: tuple[str, ...]
     deviation: float
 
 
 def cases(quick: bool, device: torch.device) -> list[Case]:
     if quick:
         return [
-            Case("triangle update", lambda: TriangleBlock(32, 32), TriangleBlock.GATES, (1, 32, 32, 32)),
-            Case("gated attention", lambda: GatedAttention(64, 4), GatedAttention.GATES, (2, 128, 64)),
-            Case("gated graph network", lambda: GatedGraph(32), GatedGraph.GATES, (4096, 32)),
+            Case("triangle update", TriangleBlock, (32, 32), ((1, 32, 32, 32),)),
+            Case("gated attention", GatedAttention, (64, 4), ((2, 128, 64),)),
+            Case("GLU stack", GLUStack, (32,), ((4096, 32),)),
+            Case("conditioned transition", ConditionedTransition, (32, 32), ((4096, 32), (4096, 32))),
         ]
     if device.type == "cpu":
         return [
-            Case("triangle update", lambda: TriangleBlock(64, 64), TriangleBlock.GATES, (1, 64, 64, 64)),
-            Case("gated attention", lambda: GatedAttention(256, 8), GatedAttention.GATES, (2, 256, 256)),
-            Case("gated graph network", lambda: GatedGraph(64), GatedGraph.GATES, (16384, 64)),
+            Case("triangle update", TriangleBlock, (64, 64), ((1, 64, 64, 64),)),
+            Case("gated attention", GatedAttention, (128, 4), ((16, 256, 128),)),
+            Case("GLU stack", GLUStack, (128,), ((8192, 128),)),
+            Case("conditioned transition", ConditionedTransition, (128, 128), ((8192, 128), (8192, 128))),
         ]
     return [
-        Case("triangle update", TriangleBlock, TriangleBlock.GATES, (1, 1024, 1024, 128)),
-        Case("gated attention", GatedAttention, GatedAttention.GATES, (8, 4096, 1024)),
-        Case("gated graph network", GatedGraph, GatedGraph.GATES, (1048576, 128)),
+        Case("triangle update", TriangleBlock, (), ((1, 768, 768, 128),)),
+        Case("gated attention", GatedAttention, (), ((4096, 256, 128),)),
+        Case("GLU stack", GLUStack, (), ((262144, 256),)),
+        Case("conditioned transition", ConditionedTransition, (), ((1048576, 128), (1048576, 128))),
     ]
 
 
-def measure(case: Case, what: str, device: torch.device, dtype: torch.dtype, rounds: int) -> list[Result]:
-    """Times the three in turns, after each has compiled and warmed up."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    model = case.make().to(device, dtype)
-    x = torch.randn(case.shape, device=device, dtype=dtype, requires_grad=what == TRAINING)
-    cotangent = torch.randn_like(x)
-    contenders: dict[str, Callable[[Tensor], Tensor]] = {
-        EAGER: model,
-        COMPILED: torch.compile(model, fullgraph=True, dynamic=False),
-        OURS: torch.compile(model, fullgraph=True, dynamic=False, options=torchops.inductor.options()),
-    }
+class Contenders:
+    """The four ways to run one model, which have compiled, and agree."""
 
-    def call(contender: Callable[[Tensor], Tensor]) -> Tensor:
-        if what == FORWARD:
+    def __init__(self, case: Case, what: str, device: torch.device, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        self.case, self.what, self.device = case, what, device
+        self.model = case.make(*case.arguments).to(device, dtype)
+        replaced = copy.deepcopy(self.model)
+        report = torchops.nn.replace(replaced)
+        self.models = (self.model, replaced)
+        training = what == TRAINING
+        self.inputs = [torch.randn(s, device=device, dtype=dtype, requires_grad=training) for s in case.shapes]
+        self.contenders: dict[str, Callable[..., Tensor]] = {
+            EAGER: self.model,
+            COMPILED: torch.compile(self.model, fullgraph=True, dynamic=False),
+            OURS: torch.compile(self.model, fullgraph=True, dynamic=False, options=torchops.inductor.options()),
+            REPLACED: replaced,
+        }
+        self.matches = dict.fromkeys(self.contenders, 0)
+        self.left: dict[str, tuple[str, ...]] = dict.fromkeys(self.contenders, ())
+        self.deviations: dict[str, float] = {}
+        self.cotangent = torch.randn(case.shapes[0], device=device, dtype=dtype)
+        expected: list[Tensor] = []
+        for name, contender in self.contenders.items():
+            before, places = torchops.inductor.matches(), len(torchops.inductor.report())
+            got = [self.call(contender).detach(), *(x.grad for x in self.inputs if x.grad is not None)]
+            expected = expected or got
+            self.matches[name] = torchops.inductor.matches() - before
+            self.left[name] = tuple(str(place) for place in torchops.inductor.report()[places:] if not place.rewritten)
+            self.deviations[name] = max(_deviation(a, b) for a, b in zip(got, expected, strict=True))
+            self.forget()
+        self.matches[REPLACED] = len(report.replaced)
+        self.left[REPLACED] = tuple(f"{name}: {reason}" for name, reason in report.left.items())
+        assert self.matches[EAGER] == self.matches[COMPILED] == 0, self.matches
+        assert max(self.deviations.values()) < MOST_DEVIATION, self.deviations
+
+    def call(self, contender: Callable[..., Tensor]) -> Tensor:
+        if self.what == FORWARD:
             with torch.no_grad():
-                return contender(x)
-        out = contender(x)
-        out.backward(cotangent)
+                return contender(*self.inputs)
+        out = contender(*self.inputs)
+        out.backward(self.cotangent)
         return out
 
-    def forget() -> None:
-        x.grad = None
-        model.zero_grad(set_to_none=True)
+    def forget(self) -> None:
+        for x in self.inputs:
+            x.grad = None
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
 
-    matches, deviations, peaks = {}, {}, {}
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    expected: list[Tensor] = []
-    for name, contender in contenders.items():
-        before = torchops.inductor.matches()
-        got = [call(contender).detach(), *([] if x.grad is None else [x.grad])]
-        expected = expected or got
-        matches[name] = torchops.inductor.matches() - before
-        deviations[name] = max(_deviation(a, b) for a, b in zip(got, expected, strict=True))
-        forget()
-    assert matches == {EAGER: 0, COMPILED: 0, OURS: case.gates}, matches
-    assert max(deviations.values()) < MOST_DEVIATION, deviations
-    del got, expected
-    for done in range(rounds + 2):
-        # In another order each time: what runs after eager mode finds less of its data in the caches.
-        for name, contender in random.sample(list(contenders.items()), len(contenders)):
-            elapsed, peak = _timed(lambda contender=contender: call(contender), device)  # type: ignore[misc]
-            forget()
-            peaks[name] = peak
-            if done >= 2:
-                seconds[name].append(elapsed)
-    results = []
-    for name in contenders:
-        low, median, high = statistics.quantiles(seconds[name], n=4)
-        figures = (median, low, high, peaks[name], matches[name], deviations[name])
-        results.append(Result(case.name, case.shape, what, name, *figures))
-    return results
+    def measure(self, rounds: int) -> list[Result]:
+        """Times them in turns."""
+        peaks = {}
+        seconds: dict[str, list[float]] = {name: [] for name in self.contenders}
+        for done in range(rounds + 2):
+            # In another order each time: what runs after eager mode finds less of its data in the caches.
+            for name, contender in random.sample(list(self.contenders.items()), len(self.contenders)):
+                elapsed, peak = _timed(lambda contender=contender: self.call(contender), self.device)  # type: ignore[misc]
+                self.forget()
+                peaks[name] = peak
+                if done >= 2:
+                    seconds[name].append(elapsed)
+        results = []
+        for name in self.contenders:
+            low, median, high = statistics.quantiles(seconds[name], n=4)
+            figures = (median, low, high, peaks[name], self.matches[name], self.left[name], self.deviations[name])
+            results.append(Result(self.case.name, self.case.shapes, self.what, name, *figures))
+        return results
+
+
+def _work(connection: Connection, case: Case, what: str, device: torch.device, dtype: str, rounds: int) -> None:
+    """A process: says when it has compiled, and measures when it is told to."""
+    torch._inductor.config.compile_threads = 1  # of as many processes as there are models
+    try:
+        contenders = Contenders(case, what, device, DTYPES[dtype])
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        connection.send(None)
+        connection.recv()
+        connection.send(contenders.measure(rounds))
+    except Exception as error:
+        connection.send(f"{case.name}, {what}: {type(error).__name__}: {error}")
+        raise
+
+
+def measured(work: list[tuple[Case, str]], device: torch.device, dtype: str, rounds: int) -> Any:
+    """Yields the results of each piece of work. On a GPU all of them compile at once."""
+    spawn = multiprocessing.get_context("spawn")
+    batches = [work] if device.type == "cuda" else [[piece] for piece in work]
+    for batch in batches:
+        workers = []
+        for case, what in batch:
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_work, args=(theirs, case, what, device, dtype, rounds), daemon=True)
+            process.start()
+            workers.append((process, ours))
+        failures = [failure for _, connection in workers if (failure := connection.recv())]
+        if failures:
+            raise RuntimeError("; ".join(failures))
+        for process, connection in workers:
+            connection.send(None)
+            results = connection.recv()
+            process.join()
+            if isinstance(results, str):
+                raise RuntimeError(results)
+            yield results
 
 
 def _deviation(got: Tensor, expected: Tensor) -> float:
@@ -178,14 +246,16 @@ def to_markdown(document: dict[str, Any]) -> str:
         f"{about}. Command: `{document['command']}`. {document['dtype']}; median time of {document['rounds']}",
         "calls, interleaved, and the most memory that a call takes beside parameters and input.",
         "",
-        f"| model, input | gates | call | {EAGER} | {COMPILED} | {OURS} |",
-        "|---" * 6 + "|",
+        f"| model, input | call | {EAGER} | {COMPILED} | {OURS} | gates | {REPLACED} |",
+        "|---" * 7 + "|",
     ]
-    for start in range(0, len(results), 3):
-        row = results[start : start + 3]
+    for start in range(0, len(results), 4):
+        row = results[start : start + 4]
         cells = [f"{r.seconds * 1e3:.2f} ms" + f", {r.peak_bytes / 2**20:.0f} MiB" * (r.peak_bytes > 0) for r in row]
-        shape = " x ".join(map(str, row[0].shape))
-        lines.append(f"| {row[0].case}, {shape} | {row[2].matches} | {row[0].what} | {' | '.join(cells)} |")
+        gates = f"{row[2].matches} of {row[2].matches + len(row[2].left)}"
+        shape = " x ".join(map(str, row[0].shapes[0]))
+        cells.insert(3, gates)
+        lines.append(f"| {row[0].case}, {shape} | {row[0].what} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -193,6 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures the models of this folder.")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each contender")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--case", default="", help="only models whose name contains this")
     parser.add_argument("--quick", action="store_true", help="small sizes, printed only")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results", help="folder for the results")
     parser.add_argument("--table", type=Path, help="print this models.json as Markdown, and measure nothing")
@@ -204,25 +275,29 @@ def main() -> None:
     printed_only = options.quick or device.type == "cpu"
     description = machine.describe(device)
     results: list[Result] = []
-    for case in cases(options.quick, device):
-        for what in (FORWARD, TRAINING):
-            results += measure(case, what, device, DTYPES[options.dtype], options.rounds)
-            document = {
-                **description,
-                "command": COMMAND,
-                "dtype": options.dtype,
-                "rounds": options.rounds,
-                "results": [*map(asdict, results)],
-            }
-            markdown = to_markdown(document)
-            print(markdown.splitlines()[-1], flush=True)
-            if printed_only:
-                continue
-            # After each case: a run that is stopped leaves what it has measured.
-            folder = options.output / machine.slug(description)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "models.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-            (folder / "models.md").write_text("# Existing models, with and without torchops.inductor\n\n" + markdown)
+    chosen = [c for c in cases(options.quick, device) if options.case in c.name]
+    work = [(case, what) for case in chosen for what in (FORWARD, TRAINING)]
+    for new in measured(work, device, options.dtype, options.rounds):
+        results += new
+        document = {
+            **description,
+            "command": COMMAND,
+            "dtype": options.dtype,
+            "rounds": options.rounds,
+            "results": [*map(asdict, results)],
+        }
+        markdown = to_markdown(document)
+        print(markdown.splitlines()[-1], flush=True)
+        for result in new:
+            for place in result.left:
+                print(f"  {result.contender}: {place}", flush=True)
+        if printed_only:
+            continue
+        # After each case: a run that is stopped leaves what it has measured.
+        folder = options.output / machine.slug(description)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "models.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        (folder / "models.md").write_text("# Existing models, with and without torchops\n\n" + markdown)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Modules over the operators of torchops, and :func:`replace`, which puts them into existing models."""
 
+from torchops.nn import gated as _gated  # noqa: F401  (replace() knows it once it is imported)
 from torchops.nn.gates import GLU, Dense, Gate
 from torchops.nn.pair import TriangleMultiplicativeUpdate
 from torchops.nn.replace import Replacements, replace

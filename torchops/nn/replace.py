@@ -7,11 +7,11 @@ parameters do more than their classes say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -37,14 +37,27 @@ class Replacements:
     left: Mapping[str, str]
 
 
+_Layer = TypeVar("_Layer", bound=nn.Module)
 Swapper = Callable[[nn.Module], Replacements]
 
 _swappers: list[Swapper] = []
+_last_swappers: list[Callable[[nn.Module, Collection[str]], Replacements]] = []
 
 
 def swapper(function: Swapper) -> Swapper:
     """Has `replace` call `function` after those that are known."""
     _swappers.append(function)
+    return function
+
+
+def last_swapper(
+    function: Callable[[nn.Module, Collection[str]], Replacements],
+) -> Callable[[nn.Module, Collection[str]], Replacements]:
+    """Has `replace` call `function` after all others, with the names of what they replaced or left.
+
+    For what changes modules of any class: one that others know, and leave, it does not touch.
+    """
+    _last_swappers.append(function)
     return function
 
 
@@ -57,6 +70,13 @@ def replace(model: nn.Module) -> Replacements:
 
     - an ``nn.Linear`` that is followed by an ``nn.Sigmoid`` in an ``nn.Sequential``, by :class:`Dense` and an
       ``nn.Identity``;
+    - an ``nn.Linear`` that is followed by ``nn.GLU()`` in an ``nn.Sequential``, by a layer that computes both and an
+      ``nn.Identity``;
+    - the forward of a module that gates by linear layers that it owns, as in ``up(x) * silu(gate(x))``,
+      ``F.glu(packed(x))`` or ``v * sigmoid(gate(x))``: it calls :func:`torchops.glu` or :func:`torchops.gate` with the
+      parameters of these layers, which are no longer called. Its class becomes a subclass of what it was, so that its
+      attributes, other methods and hooks stay. What the new forward is was read off by ``torch.fx``: attributes that
+      steer the forward have the values from then on that they have now;
     - the triangle multiplicative updates of Boltz, OpenFold, OpenFold-3 and transformers' ESMFold, by a module with the
       signature of the original that calls :func:`torchops.triangle_multiplicative_update` (:mod:`torchops.adapters`).
 
@@ -71,14 +91,17 @@ def replace(model: nn.Module) -> Replacements:
     - the linear layer also stands in a place where no sigmoid follows it. A layer that is followed by a sigmoid
       wherever it stands is replaced by one ``Dense`` in all places;
     - the ``nn.Sequential`` is of a subclass with a forward or an iteration of its own;
+    - a forward that gates cannot be traced, differs between training and evaluation, overwrites tensors, or computes
+      something else than its replacement on a copy with random parameters;
     - a triangle update is of no known class, has other layers, or computes something else. Every one is computed beside
       its replacement first, as a small problem with random parameters, on the CPU.
 
-    Only an ``nn.Sequential`` says what follows what; code that takes a layer out of it and calls it alone is not seen.
+    Code that takes a layer out of a module and calls it alone is not seen.
     :mod:`torchops.inductor` follows the computation itself and needs no such structure.
 
     Returns:
-        What was replaced and what was left. ``model`` itself is never replaced, only what is in it.
+        What was replaced and what was left. ``model`` itself, whose name is empty, may get another forward, and stays
+        the same object.
 
     Example::
 
@@ -93,6 +116,8 @@ def replace(model: nn.Module) -> Replacements:
     """
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     reports = [swap(model) for swap in _swappers]
+    known = {name for report in reports for name in (*report.replaced, *report.left)}
+    reports += [swap(model, known) for swap in _last_swappers]
     replaced = sorted((name for report in reports for name in report.replaced), key=order.__getitem__)
     return Replacements(tuple(replaced), {name: why for report in reports for name, why in report.left.items()})
 
@@ -129,6 +154,21 @@ def parameters_reason(parameters: Mapping[str, nn.Parameter | None], like: str, 
         if parameter.dtype != first.dtype or parameter.device != first.device:
             return f"{name} is of another dtype or device than {like}"
     return None
+
+
+def sequential_reason(parent: nn.Module) -> str | None:
+    """Why the order of an nn.Sequential may not be that of its calls."""
+    own = any(getattr(type(parent), name) is not getattr(nn.Sequential, name) for name in ("forward", "__iter__"))
+    return f"{type(parent).__name__} has a forward of its own" if own or "forward" in vars(parent) else None
+
+
+def like(layer: nn.Module, kind: type[_Layer]) -> _Layer:
+    """A `kind` with everything that `layer` holds; later changes to one do not reach the other's registries."""
+    made = kind.__new__(kind)
+    made.__dict__.update(
+        {name: copy(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+    )
+    return made
 
 
 def _has_kernel(operator: str, device: torch.device) -> bool:
@@ -168,7 +208,7 @@ def replace_sigmoids(model: nn.Module) -> Replacements:
             left[name] = reason
             continue
         if id(pair.linear) not in dense:
-            dense[id(pair.linear)] = _dense_like(pair.linear)
+            dense[id(pair.linear)] = like(pair.linear, Dense)
         pair.parent._modules[pair.linear_key] = dense[id(pair.linear)]
         pair.parent._modules[pair.sigmoid_key] = nn.Identity().train(pair.sigmoid.training)
         replaced.append(name)
@@ -200,19 +240,9 @@ def _pairs(parent: nn.Sequential) -> list[_Pair]:
 
 def _reason_to_leave(pair: _Pair) -> str | None:
     parent, linear, sigmoid = pair.parent, pair.linear, pair.sigmoid
-    own = any(getattr(type(parent), name) is not getattr(nn.Sequential, name) for name in ("forward", "__iter__"))
-    if own or "forward" in vars(parent):
-        return f"{type(parent).__name__} has a forward of its own"
+    if reason := sequential_reason(parent):
+        return reason
     for module, plain in ((linear, nn.Linear), (sigmoid, nn.Sigmoid)):
         if reason := module_reason(module, plain):
             return reason
     return parameters_reason(linear._parameters, "weight", "myops::dense")
-
-
-def _dense_like(linear: nn.Linear) -> Dense:
-    """A layer with everything that `linear` holds; later changes to one do not reach the other's registries."""
-    dense = Dense.__new__(Dense)
-    dense.__dict__.update(
-        {name: copy(value) if isinstance(value, dict) else value for name, value in vars(linear).items()}
-    )
-    return dense

@@ -1,0 +1,361 @@
+"""``v * sigmoid(linear(x))`` and ``linear(x) * act(linear(x))`` in a graph, and `gate` or `glu` in their place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import table
+from .expressions import ACTIVATIONS, Evaluator, UnknownError, Values, formula, is_arrangement, is_cast, points, root
+from .gradients import Gradients
+from .graph import (
+    PARTS,
+    PERMUTATIONS,
+    VIEWS,
+    Refusal,
+    as_rows,
+    aten,
+    contiguous,
+    emit,
+    erase_unused,
+    holds,
+    is_call,
+    key,
+    known,
+    out_in,
+    same_sizes,
+    size_node,
+    val,
+)
+from .linear import Linear
+
+_gate = torch.ops.myops.gate.default
+_glu = torch.ops.myops.glu.default
+
+
+# --- one factor ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Term:
+    """The result of a linear layer, or the columns `begin` to `end` of it."""
+
+    node: fx.Node
+    linear: Linear
+    begin: int = 0
+    end: int | None = None
+    nodes: set[fx.Node] = field(default_factory=set)  # from the product to `node`
+
+    def same(self, other: Term | None) -> bool:
+        return other is not None and (self.linear.product, self.begin, self.end) == (
+            other.linear.product,
+            other.begin,
+            other.end,
+        )
+
+
+def term_of(node: fx.Node) -> Term | None:
+    """What `node` is of a linear layer; None where it is none, or is an arrangement of one."""
+    if is_call(node, PARTS):
+        return _part_of(node)
+    if is_arrangement(node):
+        return None
+    linear = Linear(node)
+    return Term(node, linear, nodes=set(linear.nodes)) if linear.found else None
+
+
+def _part_of(node: fx.Node) -> Term | None:
+    """Of ``getitem(split(z), i)`` and ``slice(z)``, along the columns."""
+    split: Any = node.args[0]
+    nodes = {node}
+    if node.target is operator.getitem:
+        if not is_call(split, {aten.split.Tensor, aten.split_with_sizes.default}):
+            return None
+        whole: Any = split.args[0]
+        dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+        nodes.add(split)
+    else:
+        whole, dim = split, node.args[1] if len(node.args) > 1 else 0
+    base, casts = _below_casts(whole)
+    linear = Linear(base)
+    value, part = val(base), val(node)
+    if (
+        not linear.found
+        or value is None
+        or part is None
+        or value.dim() < 1
+        or int(dim) % value.dim() != value.dim() - 1
+    ):
+        return None
+    # Rows of the product must be rows of what is split.
+    if not holds(value.shape[-1] == known(linear.product).shape[-1]) or not isinstance(value.shape[-1], int):
+        return None
+    width = part.shape[-1]
+    if node.target is operator.getitem:
+        sizes = split.args[1]
+        begin = node.args[1] * sizes if isinstance(sizes, int) else sum(sizes[: node.args[1]])  # type: ignore
+    else:
+        begin = node.args[2] if len(node.args) > 2 else 0
+        if len(node.args) > 4 and node.args[4] != 1:
+            return None
+    if not isinstance(begin, int) or not isinstance(width, int):
+        return None
+    begin += value.shape[-1] if begin < 0 else 0
+    return Term(node, linear, begin, begin + width, nodes | set(casts) | set(linear.nodes))
+
+
+def _below_casts(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    casts = []
+    while isinstance(node, fx.Node) and is_cast(node):
+        casts.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return node, casts
+
+
+# --- the pattern -----------------------------------------------------------------------------------------------------
+
+
+class Gated:
+    """One product of a gate and a value, `result`. `found` is false where there is none."""
+
+    def __init__(self, result: fx.Node) -> None:
+        self.result = result
+        self.gate: Term | None = None
+        self.value: Term | None = None
+        self.v: fx.Node | None = None
+        self.activation = ""
+        self.private: set[fx.Node] = set()
+        self.operator = ""
+        self.sizes: list[Any] = []
+        self.columns = 0
+        if result.target is aten.glu.default:
+            self._take_glu()
+        elif is_call(result, {aten.mul.Tensor}) and len(result.all_input_nodes) == 2:
+            a, b = result.args
+            if not self._take(a, b):
+                self._take(b, a)
+        self.found = self.gate is not None
+
+    def _take_glu(self) -> None:
+        whole: Any = self.result.args[0]
+        linear, value = Linear(whole), val(whole)
+        dim = self.result.args[1] if len(self.result.args) > 1 else -1
+        if not linear.found or value is None or dim not in (-1, value.dim() - 1):
+            return
+        n = value.shape[-1]
+        if not isinstance(n, int) or not holds(n == known(linear.product).shape[-1]):
+            return
+        nodes = set(linear.nodes)
+        self.value, self.gate = Term(whole, linear, 0, n // 2, nodes), Term(whole, linear, n // 2, n, nodes)
+        self.activation, self.operator, self.private = "sigmoid", "glu sigmoid", nodes
+
+    def _take(self, gate: Any, other: Any) -> bool:
+        """Whether `gate` is an activation of a linear layer. `other` is what it multiplies."""
+        terms: list[Term] = []
+        inner: set[fx.Node] = set()
+
+        def leaf(node: fx.Node) -> Values | None:
+            term = term_of(node)
+            if term is None:
+                inner.add(node)
+                return None
+            if terms and not terms[0].same(term):
+                raise UnknownError(node)
+            terms.append(term)
+            return points(0)
+
+        evaluate = Evaluator(leaf)
+        for name, function in ACTIVATIONS.items():
+            if evaluate.is_formula(gate, formula(function, points(0))):
+                self.activation = name
+        if not self.activation or not terms:
+            self.activation = ""
+            return False
+        # Of SiLU, u * sigmoid(u), it is the activation of something else.
+        value = term_of(root(other))
+        if value is not None and value.same(terms[0]):
+            self.activation = ""
+            return False
+        glu = value is not None and _are_factors(value, terms[0])
+        if not glu and self.activation != "sigmoid":
+            self.activation = ""
+            return False
+        self.gate, self.private = terms[0], inner.union(*(term.nodes for term in terms))
+        if glu:
+            assert value is not None
+            self.value, self.operator = value, f"glu {self.activation}"
+            while other is not value.node:
+                self.private.add(other)
+                other = other.args[0]
+            self.private |= value.nodes
+        else:
+            self.v, self.operator = other, "gate"
+        return True
+
+    def use(self, training: bool) -> table.Use:
+        """Refuses what the operator does not compute, and says what it would compute."""
+        assert self.gate is not None
+        y = known(self.result)
+        for term in filter(None, (self.gate, self.value)):
+            term.linear.check()
+        linear = self.gate.linear
+        z = known(linear.product)
+        n_in, n_out = linear.features()
+        if self.gate.end is not None:
+            n_out = self.gate.end - self.gate.begin
+            if linear.batched:
+                raise Refusal("each matrix of the batch has its own weight")
+        if not isinstance(n_in, int) or not isinstance(n_out, int):
+            raise Refusal("the number of features is not known while compiling")
+        if y.dtype != z.dtype or y.device != z.device:
+            raise Refusal("dtypes, devices or layouts differ")
+        operands = [known(n) for n in self.result.all_input_nodes]
+        if not is_call(self.result, {aten.glu.default}) and not all(same_sizes(t.shape, y.shape) for t in operands):
+            raise Refusal("what is gated has another shape than the gate")
+        if self.v is not None:
+            self._check_v(y)
+        if not contiguous(y):
+            raise Refusal("the result would have other strides")
+        self.columns = n_out
+        self.sizes = self._sizes(y)
+        device, capability = table.runs_on(y.device)
+        dtype = table.dtype_of(y)
+        return table.Use(
+            self.operator, device, capability, dtype, n_in, n_out, linear.rows(), training, is_fused(self.result)
+        )
+
+    def _check_v(self, y: Tensor) -> None:
+        assert self.v is not None
+        v = known(self.v)
+        if v.dtype != y.dtype or v.device != y.device or v.layout != torch.strided:
+            raise Refusal("dtypes, devices or layouts differ")
+        if not contiguous(v):
+            raise Refusal("what is gated would have to be copied to rows")
+        if not is_in_memory(self.v):
+            raise Refusal("what is gated is computed by Inductor, in the kernel that gates it")
+
+    # --- its replacement ---------------------------------------------------------------------------------------------
+
+    def rewrite(self, gradients: Gradients | None) -> None:
+        assert self.gate is not None
+        result, like = self.result, self.gate.linear.product
+        with result.graph.inserting_before(result):
+            x, w = self._operands(self.gate)
+            b = self._bias(self.gate)
+            rows, y = size_node(like, x, 0), known(result)
+            if self.v is not None:
+                v = as_rows(like, self.v, rows, self.columns)
+                new = emit(like, _gate, v, x, w, b)
+                arguments: tuple[Any, ...] = (v, x, w, b)
+            else:
+                assert self.value is not None
+                _, value_w = self._operands(self.value)
+                arguments = (x, value_w, w, self._bias(self.value), b)
+                new = emit(like, _glu, *arguments, activation=self.activation)
+            new.meta[MARK] = self.operator.split()[0]
+            arranged = new if same_sizes(known(new).shape, y.shape) else emit(like, aten.view.default, new, self.sizes)
+        if gradients is not None:
+            gradients.rewrite(arguments, rows)
+        result.replace_all_uses_with(arranged)
+        nodes = {result, *self.private, *(gradients.nodes if gradients else ())}
+        erase_unused([node for node in result.graph.nodes if node in nodes])
+
+    def _operands(self, term: Term) -> tuple[fx.Node, fx.Node]:
+        """x of shape (rows, in) and w of shape (out, in)."""
+        linear = term.linear
+        like, x, w = linear.product, linear.x, linear.w
+        if linear.batched:
+            x, w = emit(like, aten.squeeze.dim, x, 0), emit(like, aten.squeeze.dim, w, 0)
+        w = out_in(like, w)
+        return x, w if term.end is None else emit(like, aten.slice.Tensor, w, 0, term.begin, term.end)
+
+    def _bias(self, term: Term) -> fx.Node | None:
+        b, like = term.linear.bias, term.linear.product
+        if b is None:
+            return None
+        if known(b).dim() > 1:
+            b = emit(like, aten.squeeze.dims, b, list(range(known(b).dim() - 1)))
+        return b if term.end is None else emit(like, aten.slice.Tensor, b, 0, term.begin, term.end)
+
+    def _sizes(self, y: Tensor) -> list[Any]:
+        """The shape of the result as arguments of a node: symbols come from the views that made it."""
+        if all(isinstance(n, int) for n in y.shape) or (y.dim() == 2 and holds(y.shape[-1] == self.columns)):
+            return list(y.shape)
+        for node in self.private:
+            value = val(node)
+            if is_call(node, VIEWS) and value is not None and same_sizes(value.shape[:-1], y.shape[:-1]):
+                sizes = node.args[1]
+                if isinstance(sizes, (list, tuple)) and len(sizes) == y.dim() and isinstance(y.shape[-1], int):
+                    return [*sizes[:-1], y.shape[-1]]
+        raise Refusal("the result has an unknown number of dimensions")
+
+
+def _are_factors(value: Term, gate: Term) -> bool:
+    """Whether both are made from the same x, with weights of one shape: of two layers, or the halves of one."""
+    if value.linear.product is gate.linear.product:
+        columns = known(gate.linear.product).shape[-1]
+        halves = sorted([(value.begin, value.end), (gate.begin, gate.end)], key=str)
+        return halves == sorted([(0, columns // 2), (columns // 2, columns)], key=str)
+    return (
+        value.end is None
+        and gate.end is None
+        and not value.linear.batched
+        and not gate.linear.batched
+        and key(value.linear.x) == key(gate.linear.x)
+        and same_sizes(known(value.linear.w).shape, known(gate.linear.w).shape)
+    )
+
+
+MARK = "torchops"
+
+
+# --- what surrounds it -----------------------------------------------------------------------------------------------
+
+# What Inductor computes by looking at memory otherwise.
+_FREE = VIEWS | PERMUTATIONS | {aten.alias.default, aten.expand.default}
+_ATEN_KERNELS = {
+    *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default),
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether Inductor calls a kernel for it, which reads and writes memory, rather than generating code."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target in _ATEN_KERNELS or node.target.namespace not in ("aten", "prims")
+
+
+def is_in_memory(node: fx.Node) -> bool:
+    """Whether a value is written to memory before it is gated, or was there."""
+    while is_call(node, _FREE) or (is_call(node, {aten.clone.default}) and contiguous(known(node.args[0]))):
+        node = node.args[0]  # type: ignore[assignment]
+    if is_call(node, {operator.getitem}):
+        node = node.args[0]  # type: ignore[assignment]
+    # The bias of a product is added by its kernel.
+    if node.target is aten.add.Tensor:
+        linear = Linear(node)
+        return linear.found and linear.add is node
+    return node.op == "get_attr" or is_kernel(node)
+
+
+def is_fused(node: fx.Node, besides: Container[fx.Node] = ()) -> bool:
+    """Whether a user of `node`, `besides` some, is code that Inductor generates, which would compute it there."""
+    waiting = [node]
+    users: list[fx.Node] = []
+    while waiting:
+        for user in waiting.pop().users:
+            if user in besides:
+                continue
+            (waiting if is_call(user, _FREE) else users).append(user)
+    return not all(map(is_kernel, users))

@@ -1,0 +1,359 @@
+"""The gradients of a gate or a GLU in a joint graph, and the backward operator in their place.
+
+With the cotangent g, u the gate's pre-activation and v (or z, the other factor), autograd computes
+
+    dv = g * act(u)        du = g * v * act'(u)
+
+and from dv (of a GLU) and du the products and sums that are the gradients of x, weights and biases. The operator's own
+backward pass makes all of them, from the arguments of the forward pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .expressions import (
+    ACTIVATIONS,
+    Evaluator,
+    UnknownError,
+    Values,
+    formula,
+    is_arrangement,
+    is_pointwise,
+    points,
+    root,
+    slope,
+)
+from .graph import PARTS, Refusal, as_rows, aten, cast, emit, holds, is_call, key, known, same_sizes
+
+if TYPE_CHECKING:
+    from .gates import Gated, Term
+
+_gate_backward = torch.ops.myops._gate_backward.default
+_glu_backward = torch.ops.myops._glu_backward.default
+
+ELSEWHERE = "its gradient is computed in a way that is not known"
+_NOT_ALL = "not all of its gradients are asked for, and no measurement is about some of them"
+_U, _V, _G = points(0), points(1), points(2)
+
+
+class Sinks:
+    """What reads one of dv and du, or both as one matrix: the products with the weight and with x, and the sum."""
+
+    def __init__(self, tops: list[fx.Node]) -> None:
+        self.tops = tops
+        self.arranged: set[fx.Node] = set(tops)
+        self.dx: list[fx.Node] = []
+        self.dw: list[tuple[fx.Node, bool]] = []  # and whether it is (in, out)
+        self.db: list[fx.Node] = []
+        self.cat: list[fx.Node] = []
+        self.permuted: set[fx.Node] = set()
+
+    def collect(self, term: Term, has_halves: bool) -> None:
+        waiting = list(self.tops)
+        while waiting:
+            node = waiting.pop()
+            for user in list(node.users):
+                if user in self.arranged or self._take(node, user, term, has_halves):
+                    continue
+                if not is_arrangement(user):
+                    raise Refusal(ELSEWHERE)
+                self.arranged.add(user)
+                waiting.append(user)
+
+    def _take(self, node: fx.Node, user: fx.Node, term: Term, has_halves: bool) -> bool:
+        linear = term.linear
+        if is_call(user, {aten.mm.default}):
+            if user.args[0] is node and is_transposed(user.args[1], linear.w):
+                self.dx.append(user)
+            elif user.args[1] is node and is_transposed(user.args[0], linear.x):
+                self.dw.append((user, True))
+            else:
+                return False
+            return True
+        if is_call(user, {aten.permute.default}) and list(user.args[1]) == [1, 0]:  # type: ignore[arg-type]
+            if not all(is_call(n, {aten.mm.default}) and n.args[0] is user for n in user.users):
+                return False
+            if any(key(n.args[1]) != key(linear.x) for n in user.users):
+                return False
+            self.permuted.add(user)
+            self.dw += [(n, False) for n in user.users]
+            return True
+        if is_call(user, {aten.sum.dim_IntList}):
+            dims: Any = user.args[1]
+            rank, z, total = known(node).dim(), known(linear.product), known(user)
+            if sorted(d % rank for d in dims) != list(range(rank - 1)):
+                return False
+            if total.dtype != z.dtype or not holds(total.numel() == z.shape[-1]):
+                return False
+            self.db.append(user)
+            return True
+        if has_halves and is_call(user, {aten.cat.default}):
+            self.cat.append(user)
+            return True
+        return False
+
+    def check(self, has_bias: bool) -> None:
+        """Exactly one of each that there may be."""
+        if len(self.dx) != 1 or len(self.dw) != 1 or len(self.db) != has_bias:
+            raise Refusal(_NOT_ALL)
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        return {*self.arranged, *self.permuted, *self.dx, *self.db, *self.cat, *(node for node, _ in self.dw)}
+
+
+def is_transposed(node: Any, other: fx.Node) -> bool:
+    """Whether `node` is the transpose of a matrix."""
+    if is_call(node, {aten.permute.default}) and list(node.args[1]) == [1, 0] and key(node.args[0]) == key(other):
+        return True
+    base = key(other)
+    transpose = [1, 0]
+    return (
+        isinstance(base, tuple)
+        and base[0] is aten.permute.default
+        and base[3] == (repr(transpose),)
+        and base[1] == key(node)
+    )
+
+
+class Gradients:
+    """Everything behind the gate that leads to gradients, proven to be those of the operator; refuses anything else."""
+
+    def __init__(self, place: Gated) -> None:
+        self.place = place
+        self.order = {node: i for i, node in enumerate(place.result.graph.nodes)}
+        self.cotangent: fx.Node | None = None
+        self.seen: set[fx.Node] = set()
+        self._inside = self._descendants()
+        assert place.gate is not None
+        self._v_root = None if place.v is None else root(place.v)
+        self.dv: list[fx.Node] = []
+        self.du: list[fx.Node] = []
+        self._search()
+        self._collect()
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        return self.seen.union(*(sinks.nodes for sinks in self.sinks))
+
+    def _descendants(self) -> set[fx.Node]:
+        """All that is computed from inside of the gate, and not from its result."""
+        found = set(self.place.private)
+        waiting = list(found)
+        while waiting:
+            for user in waiting.pop().users:
+                if user not in found and user is not self.place.result:
+                    found.add(user)
+                    waiting.append(user)
+        return found
+
+    def _leaf(self, node: fx.Node) -> Values | None:
+        from .gates import term_of
+
+        place = self.place
+        term = term_of(node)
+        if term is not None and term.same(place.gate):
+            return _U
+        if term is not None and term.same(place.value):
+            return _V
+        if self._v_root is not None and (node is place.v or root(node) is self._v_root):
+            return _V
+        if node in self._inside:
+            return None
+        if self._multiplies_v(node):
+            return None
+        if is_arrangement(node) and root(node) is not node:
+            return None
+        if self.cotangent is None:
+            self.cotangent = node
+        if key(node) != key(self.cotangent):
+            raise UnknownError(node)
+        return _G
+
+    def _multiplies_v(self, node: fx.Node) -> bool:
+        """Whether it is the product g * v, which autograd computes first."""
+        if self._v_root is None or not is_call(node, {aten.mul.Tensor}) or not is_pointwise(node):
+            return False
+        return any(root(n) is self._v_root for n in node.all_input_nodes)
+
+    def _search(self) -> None:
+        """Follows what is computed from the gate's inside until it is dv or du."""
+        from .gates import term_of
+
+        place = self.place
+        activation = ACTIVATIONS[place.activation]
+        dv = formula(lambda g, u: g * activation(u), _G, _U)
+        du = formula(lambda g, v, u: g * v * slope(place.activation, u), _G, _V, _U)
+        evaluate = Evaluator(self._leaf)
+        waiting = [u for node in place.private for u in node.users if u not in place.private and u is not place.result]
+        while waiting:
+            node = min(waiting, key=self.order.__getitem__)
+            waiting = [n for n in waiting if n is not node]
+            if node in self.seen:
+                continue
+            self.seen.add(node)
+            if is_call(node, PARTS) and (node.target is not operator.getitem or term_of(node) is not None):
+                pass
+            elif not is_arrangement(node) and not is_pointwise(node):
+                raise Refusal(
+                    ELSEWHERE if self.cotangent is not None else "the pre-activation or the gate has another user"
+                )
+            elif evaluate.is_formula(node, dv):
+                self.dv.append(node)
+                continue
+            elif evaluate.is_formula(node, du):
+                self.du.append(node)
+                continue
+            waiting += node.users
+        if self.cotangent is None:
+            raise Refusal("the pre-activation or the gate has another user")
+        if not self.dv or not self.du:
+            raise Refusal(_NOT_ALL)
+
+    def _collect(self) -> None:
+        place = self.place
+        assert place.gate is not None
+        gate = Sinks(self.du)
+        halves = place.value is not None and place.gate.end is not None
+        gate.collect(place.gate, halves)
+        self.sinks = [gate]
+        has_bias = place.gate.linear.bias is not None
+        if place.value is None:
+            gate.check(has_bias)
+        elif halves:
+            value = Sinks(self.dv)
+            value.collect(place.value, True)
+            cats = set(gate.cat) | set(value.cat)
+            if len(cats) != 1 or any(s.dx or s.dw or s.db or len(s.cat) != 1 for s in (gate, value)):
+                raise Refusal(ELSEWHERE)
+            (cat,) = cats
+            self._check_halves(cat, gate, value)
+            packed = Sinks([cat])
+            packed.collect(place.gate, False)
+            packed.check(has_bias)
+            self.sinks = [packed, gate, value]
+        else:
+            value = Sinks(self.dv)
+            value.collect(place.value, False)
+            gate.check(has_bias)
+            value.check(place.value.linear.bias is not None)
+            self.sinks = [value, gate]
+            self._joined = self._join(value.dx[0], gate.dx[0])
+        g, y = known(self.cotangent), known(place.result)
+        # It is above arrangements, in which it may have another shape.
+        if g.dtype != y.dtype or not holds(g.numel() == y.numel()):
+            raise Refusal(ELSEWHERE)
+        if place.value is None and not all(same_sizes(known(node).shape, y.shape) for node in self.dv):
+            raise Refusal(ELSEWHERE)
+
+    def _check_halves(self, cat: fx.Node, gate: Sinks, value: Sinks) -> None:
+        place = self.place
+        assert place.gate is not None
+        assert place.value is not None
+        parts: Any = cat.args[0]
+        dim: Any = cat.args[1] if len(cat.args) > 1 else 0
+        first, second = (value, gate) if place.value.begin == 0 else (gate, value)
+        if len(parts) != 2 or dim % known(cat).dim() != known(cat).dim() - 1:
+            raise Refusal(ELSEWHERE)
+        if parts[0] not in first.arranged or parts[1] not in second.arranged:
+            raise Refusal(ELSEWHERE)
+
+    @staticmethod
+    def _join(value: fx.Node, gate: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Where the products that are dx are added to each other or to more, and that which remains without the gate's.
+
+        On the way there, each is arranged and cast, which may as well be done with their sum.
+        """
+
+        def additions(node: fx.Node) -> dict[fx.Node, fx.Node]:
+            found: dict[fx.Node, fx.Node] = {}
+            while len(node.users) == 1:
+                (user,) = node.users
+                if is_call(user, {aten.add.Tensor}) and is_pointwise(user) and len(user.all_input_nodes) == 2:
+                    if user.kwargs.get("alpha", 1) != 1:
+                        break
+                    found[user] = node
+                elif not is_arrangement(user):
+                    break
+                node = user
+            return found
+
+        ours, theirs = additions(gate), additions(value)
+        if not ours or not any(node in theirs for node in ours):
+            raise Refusal(ELSEWHERE)
+        node, operand = next(iter(ours.items()))
+        (rest,) = (n for n in node.all_input_nodes if n is not operand)
+        if known(rest).dtype != known(node).dtype:
+            raise Refusal(ELSEWHERE)
+        return node, rest
+
+    # --- the replacement ---------------------------------------------------------------------------------------------
+
+    def rewrite(self, arguments: tuple[Any, ...], rows: Any) -> None:
+        """`arguments` are those of the operator, which its backward takes after the cotangent."""
+        place, tops = self.place, [*self.dv, *self.du]
+        first = min(tops, key=self.order.__getitem__)
+        cotangent = self.cotangent
+        assert cotangent is not None
+
+        def new(target: Callable[..., Any], *args: Any) -> fx.Node:
+            return emit(first, target, *args)
+
+        with place.result.graph.inserting_before(first):
+            g = as_rows(first, cotangent, rows, place.columns)
+            biases = [argument is not None for argument in arguments[3:]]
+            if place.value is None:
+                backward = new(_gate_backward, g, *arguments, [True, True, True, *biases])
+            else:
+                backward = new(_glu_backward, g, *arguments, place.activation, [True, True, True, *biases])
+            count = 4 if place.value is None else 5
+            outputs = [new(operator.getitem, backward, i) for i in range(count)]
+        if place.value is None:
+            dv, dx, dw, db = outputs
+            for node in self.dv:
+                _replace(node, dv, place.sizes)
+            replace_sinks(self.sinks[0], dx, dw, db)
+            return
+        dx, dw, dwg, db, dbg = outputs
+        if len(self.sinks) == 2:
+            joined, rest = self._joined
+            joined.replace_all_uses_with(rest)
+            self.seen.add(joined)
+            replace_sinks(self.sinks[0], dx, dw, db)
+            replace_sinks(self.sinks[1], None, dwg, dbg)
+            return
+        assert place.gate is not None
+        pairs = ((dw, dwg), (db, dbg)) if place.gate.begin else ((dwg, dw), (dbg, db))
+        with place.result.graph.inserting_before(first):
+            both = [new(aten.cat.default, list(pair)) for pair in pairs]
+        replace_sinks(self.sinks[0], dx, *both)
+
+
+def replace_sinks(sinks: Sinks, dx: fx.Node | None, dw: fx.Node, db: fx.Node) -> None:
+    """Puts the gradients where they were computed; dx may stand elsewhere already."""
+    if dx is not None:
+        _replace(sinks.dx[0], dx, list(known(dx).shape))
+    for node, is_in_out in sinks.dw:
+        if is_in_out:
+            with node.graph.inserting_before(node):
+                dw = emit(node, aten.permute.default, dw, [1, 0])
+        _replace(node, dw, [])
+    for node in sinks.db:
+        _replace(node, db, list(known(node).shape))
+
+
+def _replace(node: fx.Node, by: fx.Node, sizes: list[Any]) -> None:
+    """By the same elements, in the shape and dtype of `node`; `sizes` is its shape as arguments of a node."""
+    value = known(node)
+    with node.graph.inserting_before(node):
+        if not same_sizes(known(by).shape, value.shape):
+            by = emit(node, aten.view.default, by, sizes)
+        if known(by).dtype != value.dtype:
+            by = emit(node, cast, by, value.dtype)
+    node.replace_all_uses_with(by)

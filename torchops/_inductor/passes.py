@@ -1,0 +1,203 @@
+"""The passes, and the hooks of Inductor that run them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from . import table
+from .dense import Dense
+from .gates import MARK, Gated
+from .gradients import Gradients
+from .graph import Refusal, aten, known, where
+
+try:
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+except ImportError:  # torch 2.11, whose hooks do not tell passes whether a graph is for inference
+
+    class CustomInferenceAwareGraphPass(CustomGraphPass):  # type: ignore[no-redef]
+        pass
+
+
+log = logging.getLogger("torchops.inductor")
+
+COUNTER = "torchops"
+_OPERATORS = tuple(getattr(torch.ops.myops, name).default for name in ("dense", "gate", "glu"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What became of one gate in a graph that was compiled.
+
+    Attributes:
+        operator: ``dense``, ``gate``, ``glu sigmoid`` or ``glu silu``: what it is, or would be.
+        line: of the user's code, or the name of a node where that is not known.
+        rewritten: whether the operator took its place.
+        reason: why it did not.
+    """
+
+    operator: str
+    line: str
+    rewritten: bool
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        name = self.operator.split()[0]
+        return (
+            f"rewritten to myops.{name}: {self.line}"
+            if self.rewritten
+            else f"left as it is, since {self.reason}: {self.line}"
+        )
+
+
+REPORT: list[Place] = []
+
+
+def _uuid() -> Any:
+    """Of this code, its table, and what the library can run: a graph must not reach another build."""
+    files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+    on_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("myops::dense", "CUDA")
+    return get_hash_for_files(files, extra=f"{on_cuda} {table.TABLE.identity()} {torch.ops.myops._dense_path()}")
+
+
+def _has_tangents(graph: fx.Graph) -> bool:
+    return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+
+
+class RewriteGates(CustomGraphPass):
+    """For ``joint_custom_pre_pass``: rewrites every place of a graph of ATen operators that the table has a row for."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        training = _has_tangents(graph)
+        results = [
+            n for n in graph.nodes if n.op == "call_function" and n.target in (aten.mul.Tensor, aten.glu.default)
+        ]
+        left: dict[fx.Node, Place] = {}
+        done: set[fx.Node] = set()
+        for result in results:
+            if result in done or result.graph is not graph or result._erased:
+                continue
+            gated = Gated(result)
+            if not gated.found:
+                continue
+            assert gated.gate is not None
+            product = gated.gate.linear.product
+            # The backward pass multiplies by the same gate again.
+            if product in done:
+                continue
+            done.add(product)
+            place = self._gated(gated)
+            if place.rewritten:
+                _tell(place)
+            else:
+                left[product] = place
+        for sigmoid in graph.find_nodes(op="call_function", target=aten.sigmoid.default):
+            dense = Dense(sigmoid)
+            if not dense.found or (dense.linear.product in done and dense.linear.product not in left):
+                continue
+            place = self._dense(dense, training)
+            # What it is as a whole says more than why its sigmoid alone was left.
+            former = left.pop(dense.linear.product, place)
+            done.add(dense.linear.product)
+            _tell(place if place.rewritten else former)
+        for place in left.values():
+            _tell(place)
+
+    @staticmethod
+    def _gated(gated: Gated) -> Place:
+        line = where(gated.result)
+        try:
+            is_used = any(
+                u is not gated.result and u not in gated.private for node in gated.private for u in node.users
+            )
+            use = gated.use(training=is_used)
+            gradients = Gradients(gated) if is_used else None
+            _ask(use, known(gated.result).device)
+            gated.rewrite(gradients)
+        except Refusal as reason:
+            return Place(gated.operator, line, False, str(reason))
+        return Place(gated.operator, line, True)
+
+    @staticmethod
+    def _dense(dense: Dense, training: bool) -> Place:
+        line = where(dense.sigmoid)
+        try:
+            _ask(dense.use(training), known(dense.sigmoid).device)
+            dense.rewrite()
+        except Refusal as reason:
+            return Place("dense", line, False, str(reason))
+        return Place("dense", line, True)
+
+    def uuid(self) -> Any:
+        return _uuid()
+
+
+def _ask(use: table.Use, device: torch.device) -> None:
+    if reason := table.TABLE.reason_against(use):
+        raise Refusal(reason)
+    if device.type == "cuda" and not table.has_kernels(device):
+        raise Refusal("this build of torchops has no GEMM kernels for the GPU")
+    if (path := torch.ops.myops._dense_path()) != "auto":
+        raise Refusal(f"torchops.cuda.dense_path is {path}")
+
+
+def _tell(place: Place) -> None:
+    REPORT.append(place)
+    log.info("%s", place)
+
+
+class CountMatches(CustomGraphPass):
+    """For ``post_grad_custom_pre_pass``: counts what was rewritten, in the counters of ``torch._dynamo.utils``.
+
+    Inductor stores with a compiled graph what its counters gained from there on, and adds that again when the graph
+    comes from the cache. What runs on the joint graph is not part of it.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        # What a backward graph holds of the forward pass, it recomputes.
+        if _has_tangents(graph):
+            return
+        for target in _OPERATORS:
+            for node in graph.find_nodes(op="call_function", target=target):
+                counters["inductor"][COUNTER] += MARK in node.meta
+
+    def uuid(self) -> Any:
+        return _uuid()
+
+
+class Chain(CustomInferenceAwareGraphPass):
+    """The passes of one hook in turn: what it held before, then ours."""
+
+    def __init__(self, former: Any, ours: CustomGraphPass) -> None:
+        self.former = former
+        before = former if isinstance(former, (list, tuple)) else [] if former is None else [former]
+        self.passes = (*before, ours)
+
+    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
+        for graph_pass in self.passes:
+            if isinstance(graph_pass, CustomInferenceAwareGraphPass):
+                graph_pass(graph, is_inference)
+            else:
+                graph_pass(graph)
+
+    def uuid(self) -> Any:
+        """None, which keeps graphs out of Inductor's cache, where a pass does not say what identifies it."""
+        uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
+        return None if None in uuids else tuple(uuids)
+
+
+HOOKS = {"joint_custom_pre_pass": RewriteGates, "post_grad_custom_pre_pass": CountMatches}
+
+
+def chained(hook: str) -> Chain:
+    """What `hook` holds when the pass is on."""
+    value = getattr(config, hook)
+    return value if isinstance(value, Chain) else Chain(value, HOOKS[hook]())

@@ -1,0 +1,185 @@
+"""How modules write gates and GLUs, as graphs of ``torch.fx`` show it, and the functions that take their place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from torchops.ops import gate, glu
+
+from .gates import Dense
+
+__all__ = ["Finder", "Tracer", "gated", "gated_linear", "packed_linear"]
+
+# --- what the new forwards call --------------------------------------------------------------------------------------
+
+
+def gated(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """``v * sigmoid(linear(x))``, also where `v` is broadcast, which no graph shows."""
+    fits = v.shape[:-1] == x.shape[:-1] and v.shape[-1:] == w.shape[:1]
+    if fits and not x.is_nested and (v.dtype == w.dtype or v.dtype == torch.float32):
+        return gate(v, x, w, b)
+    return v * torch.sigmoid(F.linear(x, w, b))
+
+
+def gated_linear(x: Tensor, w: Tensor, wg: Tensor, b: Tensor | None, bg: Tensor | None, activation: Any) -> Tensor:
+    """``linear(x) * activation(linear(x))``."""
+    if x.is_nested:
+        u = F.linear(x, wg, bg)
+        return F.linear(x, w, b) * (torch.sigmoid(u) if activation == "sigmoid" else F.silu(u))
+    return glu(x, w, wg, b, bg, activation=activation)
+
+
+def packed_linear(x: Tensor, w: Tensor, b: Tensor | None, activation: Any, gate_first: bool) -> Tensor:
+    """The same, of layers that are the halves of one."""
+    weights, biases = w.chunk(2), (None, None) if b is None else b.chunk(2)
+    i, j = (1, 0) if gate_first else (0, 1)
+    return gated_linear(x, weights[i], weights[j], biases[i], biases[j], activation)
+
+
+# --- how they are written ---------------------------------------------------------------------------------------------
+
+_MULTIPLICATIONS: set[Any] = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
+_SIGMOIDS: set[Any] = {torch.sigmoid, torch.special.expit, F.sigmoid, "sigmoid"}
+_SILUS: set[Any] = {F.silu}
+_SLICES: set[Any] = {torch.chunk, "chunk"}
+
+
+class Tracer(fx.Tracer):
+    """Calls of modules stay calls, except those of nn.Sequential, whose parts are looked into."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return type(module) is not nn.Sequential
+
+
+class Finder:
+    """The gates of one graph, which `rewrite` replaces."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        self.module = module
+        self.graph = graph
+        self.layers: list[str] = []  # whose parameters an operator reads
+        self.others: list[str] = []  # modules that are no longer called
+        self.count = 0
+
+    def rewrite(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op not in ("call_function", "call_method", "call_module") or not self._replaces(node):
+                continue
+            self.count += 1
+            self._erase(node)
+
+    def _erase(self, node: fx.Node) -> None:
+        """Erases what has no user any more, upwards from a gate: its factors, down to the layers."""
+        inputs = node.all_input_nodes
+        self.graph.erase_node(node)
+        if self._is(node, nn.Linear):
+            return
+        for n in inputs:
+            if not n.users and n.op != "placeholder":
+                self._erase(n)
+
+    def _replaces(self, node: fx.Node) -> bool:
+        if self._is(node, nn.GLU) or (node.op == "call_function" and node.target is F.glu):
+            dim = self._module(node).dim if node.op == "call_module" else _argument(node, 1, "dim", -1)
+            layer = self._layer(node.args[0])
+            if dim != -1 or layer is None:
+                return False
+            self._drop(node)
+            self._emit(node, packed_linear, layer.args[0], *self._parameters(layer), "sigmoid", False)
+            return True
+        if node.target not in _MULTIPLICATIONS or len(node.args) != 2 or node.kwargs:
+            return False
+        return any(self._replaces_product(node, *pair) for pair in (node.args, node.args[::-1]))
+
+    def _replaces_product(self, node: fx.Node, gate_side: Any, value: Any) -> bool:
+        activation, u = self._activation(gate_side)
+        if u is None or not isinstance(value, fx.Node):
+            return False
+        if (halves := self._halves(u, value)) is not None:
+            packed, gate_first = halves
+            self._drop(gate_side)
+            self._emit(node, packed_linear, packed.args[0], *self._parameters(packed), activation, gate_first)
+            return True
+        layer, other = self._layer(u) or self._layer(u, gate=True), self._layer(value)
+        if layer is None:
+            return False
+        if other is not None and other is not layer and other.args[0] is layer.args[0]:
+            (w, b), (wg, bg) = self._parameters(other), self._parameters(layer)
+            self._drop(gate_side)
+            self._emit(node, gated_linear, layer.args[0], w, wg, b, bg, activation)
+            return True
+        if activation == "sigmoid":
+            self._drop(gate_side)
+            self._emit(node, gated, value, layer.args[0], *self._parameters(layer))
+            return True
+        return False
+
+    def _emit(self, node: fx.Node, function: Callable[..., Tensor], *args: Any) -> None:
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(function, args)
+        node.replace_all_uses_with(new)
+
+    def _drop(self, node: fx.Node) -> None:
+        if node.op == "call_module" and not self._is(node, nn.Linear):
+            self.others.append(str(node.target))
+
+    def _parameters(self, layer: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+        name = str(layer.target)
+        self.layers.append(name)
+        with self.graph.inserting_before(layer):
+            w = self.graph.get_attr(f"{name}.weight")
+            has_bias = self._module(layer)._parameters.get("bias") is not None
+            return w, self.graph.get_attr(f"{name}.bias") if has_bias else None
+
+    def _module(self, node: fx.Node) -> Any:
+        return self.module.get_submodule(str(node.target))
+
+    def _is(self, node: Any, kind: type[nn.Module]) -> bool:
+        return isinstance(node, fx.Node) and node.op == "call_module" and isinstance(self._module(node), kind)
+
+    def _layer(self, node: Any, gate: bool = False) -> fx.Node | None:
+        """`node` as the call of a linear layer, or of a `Dense`, that nothing else reads."""
+        if not self._is(node, nn.Linear) or len(node.users) != 1 or len(node.args) != 1 or node.kwargs:
+            return None
+        is_gate = isinstance(self._module(node), Dense)
+        return node if is_gate is gate else None
+
+    def _activation(self, node: Any) -> tuple[str, Any]:
+        """Which activation `node` is, and of what."""
+        if not isinstance(node, fx.Node) or len(node.users) != 1 or not node.args:
+            return "", None
+        dense: Any = node
+        while self._is(dense, nn.Identity) and len(dense.args[0].users) == 1:
+            dense = dense.args[0]
+        if self._layer(dense, gate=True) is not None:
+            return "sigmoid", dense
+        if self._is(node, nn.Sigmoid) or node.target in _SIGMOIDS:
+            return "sigmoid", node.args[0]
+        if self._is(node, nn.SiLU) or node.target in _SILUS:
+            return "silu", node.args[0]
+        return "", None
+
+    def _halves(self, u: Any, value: Any) -> tuple[fx.Node, bool] | None:
+        """The layer that both are the halves of, by ``chunk(2, dim=-1)``, and whether the gate is the first."""
+        for node in (u, value):
+            if not isinstance(node, fx.Node) or node.target is not operator.getitem or len(node.users) != 1:
+                return None
+        chunk: Any = u.args[0]
+        if chunk is not value.args[0] or chunk.target not in _SLICES or len(chunk.users) != 2:
+            return None
+        if _argument(chunk, 1, "chunks", None) != 2 or _argument(chunk, 2, "dim", 0) != -1:
+            return None
+        layer = self._layer(chunk.args[0])
+        if layer is None or {u.args[1], value.args[1]} != {0, 1}:
+            return None
+        return layer, u.args[1] == 0
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
