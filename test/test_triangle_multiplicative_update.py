@@ -147,7 +147,9 @@ def test_derivatives(direction: str) -> None:
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("kept", ["x", "mask", "p_in_weight", "g_out_bias", "norm_out_weight", "norm_in_bias", "p_out_weight"])
+@pytest.mark.parametrize(
+    "kept", ["x", "mask", "p_in_weight", "g_out_bias", "norm_out_weight", "norm_in_bias", "p_out_weight"]
+)
 def test_one_gradient_alone(kept: str) -> None:
     """What is not wanted is not computed, and changes nothing of what is."""
     x, given = small(requires_grad=True)

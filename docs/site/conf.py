@@ -26,7 +26,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-# Links into these are made from lists that sphinx fetches. Where there is no network the site is built without, and says so.
+# Links into these are made from lists that sphinx fetches. Without a network the site is built without, and says so.
 intersphinx_mapping = {
     name: (url, None)
     for name, url in {"python": "https://docs.python.org/3", "torch": "https://docs.pytorch.org/docs/stable"}.items()
