@@ -339,7 +339,8 @@ void input_backward(const Layers& layers, Gradients& sums, const Panel& panel, c
     }
     const OptionalTensor &b = t.bias(p), &bg = t.bias(g);
     const auto [dx, dw, dwg, dbias, dbias_g] = detail::glu_backward(
-        layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg, "sigmoid", {sums.want_z(), sums.wants(p), sums.wants(g), b && sums.wants(p + 1), bg && sums.wants(g + 1)});
+        layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg, "sigmoid",
+        {sums.want_z(), sums.wants(p), sums.wants(g), b && sums.wants(p + 1), bg && sums.wants(g + 1)});
     sums.add(p, dw);
     sums.add(g, dwg);
     sums.add(p + 1, dbias);

@@ -70,8 +70,8 @@ using TriangleParameterList = c10::List<OptionalTensor>;
 constexpr size_t kTriangleGradients = 2 + kTriangleParameters;
 using TriangleMask = std::array<bool, kTriangleGradients>;
 
-/// What of the chain of gradients these need: that of z, for x and its norm; those of a and b at all, for z, the mask and
-/// their layers.
+/// What of the chain of gradients these need: that of z, for x and its norm; those of a and b at all, for z, the mask
+/// and their layers.
 inline bool wants_z(const TriangleMask& wanted) { return wanted[0] || wanted[2 + kNormIn] || wanted[3 + kNormIn]; }
 inline bool wants_a_and_b(const TriangleMask& wanted) {
   bool any = wants_z(wanted) || wanted[1];
