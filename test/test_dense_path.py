@@ -198,6 +198,20 @@ def test_gates_are_refused_in_graphs(op: str) -> None:
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
+def test_triangle_updates_are_refused_in_graphs() -> None:
+    x, w = torch.ones(3, 3, 2), torch.ones(2, 2)
+    weights: dict[str, Any] = {"p_in_weight": w, "g_in_weight": w, "p_out_weight": w[:, :1], "g_out_weight": w}
+
+    def on_path(path: Any) -> Tensor:
+        with torchops.cuda.dense_path(path):
+            return torchops.triangle_multiplicative_update(x, **weights)
+
+    compiled = torch.compile(on_path, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled("auto"), on_path("cublas"))
+    with pytest.raises(Exception, match=r"expected dense within a traced function, got myops\.triangle"):
+        compiled("cublas")
+
+
 def test_backward_of_gates_takes_the_path_of_forward() -> None:
     seen: list[str] = []
 

@@ -14,8 +14,8 @@ _PATHS = ("auto", "fused", "cublas")
 
 
 class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
-    """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_`` and ``glu`` take on CUDA: from the call on, or
-    within a ``with`` statement.
+    """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu`` and the triangle updates take on CUDA:
+    from the call on, or within a ``with`` statement.
 
     ``"fused"`` is the kernel with bias and sigmoid in its epilogue, wherever it can run (compute capability 9.0;
     float16, bfloat16 or TF32; aligned rows); ``"cublas"`` a product by cuBLAS and a pass for bias and sigmoid;
@@ -28,13 +28,13 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
 
     Inside a function that ``torch.compile`` or ``torch.export`` traces, the ``with`` statement is the form that counts
     (a mere call is not part of the graph), and the graph keeps the path, forward and backward. Only ``dense`` can do
-    that: ``gate`` and ``glu`` are refused there. Around a compiled function, it is the path of the forward passes that
+    that: the others are refused there. Around a compiled function, it is the path of the forward passes that
     run meanwhile, but not of their compiled backward.
 
     Raises:
         ValueError: for another name.
-        NotImplementedError: for ``gate`` and ``glu`` within the ``with`` statement of a traced function, unless the
-            path is ``"auto"``.
+        NotImplementedError: for an operator other than ``dense`` within the ``with`` statement of a traced function,
+            unless the path is ``"auto"``.
 
     Example::
 
@@ -62,7 +62,12 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
 
 
 _myops = torch.ops.myops
-_NOT_IN_GRAPHS = (*(p for op in (_myops.gate, _myops.gate_, _myops.glu) for p in (op, op.default)),)
+_OTHERS = (
+    *(_myops.gate, _myops.gate_, _myops.glu),
+    *(_myops.triangle_multiplicative_update, _myops.triangle_multiplicative_update_),
+    *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_),
+)
+_NOT_IN_GRAPHS = (*_OTHERS, *(op.default for op in _OTHERS))
 
 
 class _OnPath(TorchFunctionMode):

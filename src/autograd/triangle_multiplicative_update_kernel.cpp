@@ -8,6 +8,7 @@
 #include "autograd/functional.h"
 #include "autograd/linear.h"
 #include "autograd/normalize.h"
+#include "autograd/path.h"
 #include "autograd/recipe.h"
 #include "ops/triangle_multiplicative_update.h"
 
@@ -146,6 +147,7 @@ struct Update : torch::autograd::Function<Update> {
 
   static Tensor forward(AutogradContext* ctx, at::TensorList tensors, const Form& form, const OptionalTensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
+    save_path(ctx);
     const auto [x, mask, parameters] = Inputs(tensors, form.given);
     Tensor out, product;
     if (target) {
@@ -168,6 +170,7 @@ struct Update : torch::autograd::Function<Update> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
+    const detail::DensePathGuard on_path(saved_path(ctx));
     TriangleMask given, wanted{};
     const c10::List<bool> saved_given = ctx->saved_data["given"].toBoolList();
     std::copy(saved_given.begin(), saved_given.end(), given.begin());
