@@ -110,4 +110,5 @@ def test_helpers(number: int) -> None:
 def test_all_helpers_are_checked() -> None:
     names = {str(n).removeprefix("myops::") for n in torch._C._dispatch_get_all_op_names() if "myops::_" in str(n)}
     takes_no_tensor = {"_dense_path"}
-    assert names - takes_no_tensor == {name for name, _ in _helpers()}
+    elsewhere = {name for name in names if name.startswith("_triangle_")}  # test_triangle_multiplicative_update.py
+    assert names - takes_no_tensor - elsewhere == {name for name, _ in _helpers()}
