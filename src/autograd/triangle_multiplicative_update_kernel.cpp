@@ -192,6 +192,11 @@ struct Update : torch::autograd::Function<Update> {
   }
 };
 
+// Apart from what makes the list: g++ 13 warns of std::vector<bool> where it inlines apply() there.
+C10_NOINLINE Tensor apply(at::TensorList tensors, const Form& form, const OptionalTensor& target) {
+  return Update::apply(tensors, form, target);
+}
+
 Tensor train(const TriangleUpdate& t, const OptionalTensor& target = std::nullopt) {
   variable_list tensors{t.x};
   Form form{{true, t.mask.has_value()}, t.outgoing, t.eps};
@@ -200,7 +205,7 @@ Tensor train(const TriangleUpdate& t, const OptionalTensor& target = std::nullop
     form.given[2 + i] = t.parameters[i].has_value();
     if (t.parameters[i]) tensors.push_back(*t.parameters[i]);
   }
-  return Update::apply(at::TensorList(tensors), form, target);
+  return autograd::apply(tensors, form, target);
 }
 
 // --- the public operators, whose weights are packed
