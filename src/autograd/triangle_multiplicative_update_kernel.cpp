@@ -192,10 +192,15 @@ struct Update : torch::autograd::Function<Update> {
   }
 };
 
-// Apart from what makes the list: g++ 13 warns of std::vector<bool> where it inlines apply() there.
-C10_NOINLINE Tensor apply(at::TensorList tensors, const Form& form, const OptionalTensor& target) {
+// g++ 13 of Ubuntu 24.04 takes the empty std::vector<bool> of a new node, of which apply() asks room for its three
+// arguments, for one that could be longer than what it is copied to.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Warray-bounds"
+#pragma GCC diagnostic ignored "-Wstringop-overflow"
+Tensor apply(at::TensorList tensors, const Form& form, const OptionalTensor& target) {
   return Update::apply(tensors, form, target);
 }
+#pragma GCC diagnostic pop
 
 Tensor train(const TriangleUpdate& t, const OptionalTensor& target = std::nullopt) {
   variable_list tensors{t.x};
