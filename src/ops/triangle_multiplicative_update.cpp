@@ -217,13 +217,6 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
   return t;
 }
 
-c10::SymDimVector product_shape(const TriangleUpdate& t) {
-  c10::SymDimVector shape(t.x.sym_sizes().slice(0, t.x.dim() - 3));
-  const c10::SymInt padded = detail::padded_size(t.x.sym_size(-2), t.dtype());
-  for (const c10::SymInt& size : {t.weight(detail::kPA).sym_size(0), padded, padded}) shape.push_back(size);
-  return shape;
-}
-
 }  // namespace
 
 TriangleUpdate detail::checked_triangle_update(const Tensor& x, const OptionalTensor& mask,
@@ -248,7 +241,7 @@ TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, cons
   check_matches(op, "grad", grad, "a_p_weight", t.weight(kPA));
   check_shape(op, "grad", grad, "x", x.sym_sizes());
   check_matches(op, "product", product, "a_p_weight", t.weight(kPA));
-  check_shape(op, "product", product, "x and a_p_weight", product_shape(t));
+  check_shape(op, "product", product, "x and a_p_weight", triangle_product_shape(t));
   TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), op,
               ": expected wanted without the gradient of a mask that is none or bool, got it");
   for (size_t i = 0; i < kTriangleParameters; ++i) {
@@ -256,6 +249,13 @@ TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, cons
                 "], which is none, got it");
   }
   return t;
+}
+
+c10::SymDimVector detail::triangle_product_shape(const TriangleUpdate& t) {
+  c10::SymDimVector shape(t.x.sym_sizes().slice(0, t.x.dim() - 3));
+  const c10::SymInt padded = padded_size(t.x.sym_size(-2), t.dtype());
+  for (const c10::SymInt& size : {t.weight(kPA).sym_size(0), padded, padded}) shape.push_back(size);
+  return shape;
 }
 
 std::vector<Tensor> detail::empty_triangle_gradients(const TriangleUpdate& t, const TriangleMask& wanted) {
@@ -327,13 +327,13 @@ std::tuple<Tensor, Tensor> update_meta(const Tensor& x, const OptionalTensor& ma
   const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const auto options = t.weight(detail::kPA).options();
   return {at::empty_symint(x.sym_sizes(), options),
-          detail::empty_if(keep_product, product_shape(t), t.weight(detail::kPA))};
+          detail::empty_if(keep_product, detail::triangle_product_shape(t), t.weight(detail::kPA))};
 }
 
 Tensor update_meta_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                     double eps, bool keep_product) {
   const TriangleUpdate t = detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
-  return detail::empty_if(keep_product, product_shape(t), t.weight(detail::kPA));
+  return detail::empty_if(keep_product, detail::triangle_product_shape(t), t.weight(detail::kPA));
 }
 
 std::vector<Tensor> update_backward_meta(const Tensor& grad, const Tensor& x, const Tensor& product,

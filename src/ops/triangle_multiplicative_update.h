@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
@@ -119,8 +120,8 @@ TriangleParameters to_array(const TriangleParameterList& parameters);
 TriangleParameterList to_list(const TriangleParameters& parameters);
 
 /// The operators beneath, which take weights of a and b that lie anywhere. Each returns the product o too, which the
-/// gradients read, as a contiguous (*batch, d, N, padded) whose rows are padded_size(N) long, with anything behind
-/// their N elements; or, without keep_product, a tensor of no elements.
+/// gradients read, as a contiguous (*batch, d, padded, padded) of padded_size(N), of which only the N rows and columns
+/// are read; or, without keep_product, a tensor of no elements.
 std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
                                                    bool keep_product);
@@ -144,6 +145,9 @@ TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at
 
 /// Registers the public operators for a backend that has those beneath.
 void register_triangle_update(torch::Library& backend);
+
+/// Of the product o: (*batch, d, N, N), with N padded.
+c10::SymDimVector triangle_product_shape(const TriangleUpdate& update);
 
 /// Uninitialised gradients, the parameters' in the dtype of the parameters.
 std::vector<at::Tensor> empty_triangle_gradients(const TriangleUpdate& update, const TriangleMask& wanted);

@@ -1,0 +1,254 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "ops/common.h"
+#include "ops/layer_norm.h"
+#include "ops/triangle_multiplicative_update.h"
+
+// What the kernels of a triangle update share on every backend: where its tensors lie, and in which order they are
+// made. How a panel becomes a and b, the update or gradients is the backend's.
+namespace torchops::detail {
+
+/// How a backend allocates and multiplies.
+struct TriangleBackend {
+  at::Tensor (*empty)(at::IntArrayRef sizes, const at::TensorOptions& options);
+  at::Tensor& (*bmm_out)(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
+  /// Whether products are of whole padded matrices, because those are faster.
+  bool multiplies_padding;
+};
+
+/// Rows [begin, end) of the pair matrix.
+struct TrianglePanel {
+  int64_t begin, end;
+
+  at::Tensor of(const at::Tensor& pair) const { return pair.narrow(0, begin, end - begin); }
+  /// (N, N, c) -> rows of c. A copy where they are not evenly spaced.
+  at::Tensor rows_of(const at::Tensor& pair) const {
+    return of(pair).reshape({(end - begin) * pair.size(1), pair.size(2)});
+  }
+  /// (d, N, N) -> (d, rows of the pair matrix, N).
+  at::Tensor channels_of(const at::Tensor& channels) const { return channels.narrow(1, begin, end - begin); }
+};
+
+/// The arguments of a call, and the matrices that its products are of.
+class TriangleLayout {
+ public:
+  TriangleLayout(const TriangleUpdate& t, const TriangleBackend& backend)
+      : t_(t),
+        backend_(backend),
+        n_(t.x.size(-2)),
+        padded_(padded_size(n_, t.dtype())),
+        scale_(triangle_scale(n_, t.dtype())) {}
+
+  const TriangleUpdate& update() const { return t_; }
+  int64_t n() const { return n_; }
+  int64_t padded() const { return padded_; }
+  int64_t channels() const { return t_.weight(kPA).size(0); }
+  double scale() const { return scale_; }
+  /// Of the layer norm of o, which has been scaled.
+  double eps_out() const { return t_.eps * scale_ * scale_; }
+  at::TensorOptions options() const { return t_.weight(kPA).options(); }
+  at::Tensor empty(at::IntArrayRef sizes) const { return empty(sizes, options()); }
+  at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) const {
+    return backend_.empty(sizes, options);
+  }
+
+  /// (count, padded, padded), with zeros behind the N rows and columns: products of padded matrices need and keep them.
+  at::Tensor empty_padded(int64_t count) const {
+    const at::Tensor channels = empty({count, padded_, padded_});
+    for (const int64_t dim : {1, 2}) {
+      if (padded_ > n_) channels.narrow(dim, n_, padded_ - n_).zero_();
+    }
+    return channels;
+  }
+  /// A matrix for each of the channels, as products read and write them.
+  at::Tensor empty_matrices() const {
+    return backend_.multiplies_padding ? empty_padded(channels()) : empty({channels(), n_, n_});
+  }
+  /// What products read and write of padded channels.
+  at::Tensor matrices(const at::Tensor& padded) const {
+    return backend_.multiplies_padding || padded_ == n_ ? padded : padded.narrow(1, 0, n_).narrow(2, 0, n_);
+  }
+
+  /// How many channels are multiplied at a time.
+  int64_t group() const {
+    constexpr int64_t most_bytes = int64_t{32} << 20;
+    const int64_t bytes = padded_ * padded_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
+    return std::clamp(most_bytes / std::max(bytes, int64_t{1}), int64_t{1}, std::max(channels(), int64_t{1}));
+  }
+  /// Calls f(part, multiply) for groups of channels: part(matrices) are those of the group, and multiply(out, a, b) is
+  /// out = a @ b for each of them.
+  template <class F>
+  void for_each_group(const F& f) const {
+    const int64_t step = group();
+    for (int64_t begin = 0; begin < channels(); begin += step) {
+      f([&](const at::Tensor& all) { return all.narrow(0, begin, std::min(step, channels() - begin)); },
+        [&](at::Tensor out, const at::Tensor& a, const at::Tensor& b) { backend_.bmm_out(out, a, b); });
+    }
+  }
+
+ private:
+  const TriangleUpdate& t_;
+  const TriangleBackend& backend_;
+  int64_t n_, padded_;
+  double scale_;
+};
+
+/// The arguments, with copies of those that writing x could change.
+inline TriangleUpdate read_first(TriangleUpdate t) {
+  if (t.mask) t.mask = read_first(t.x, *t.mask);
+  for (OptionalTensor& parameter : t.parameters) {
+    if (parameter) parameter = read_first(t.x, *parameter);
+  }
+  return t;
+}
+
+/// One element of the batch in the direction of the update. For the incoming one x is read transposed: a'[i, k] =
+/// a[k, i] makes of it the outgoing one.
+struct TriangleElement {
+  at::Tensor x, mask;  // (N, N, c) and, in the dtype of the products, (N, N)
+
+  TriangleElement(const TriangleUpdate& t, int64_t index) : x(in_direction(t, batch_element(t.x, 3, index))) {
+    if (t.mask) mask = in_direction(t, batch_element(*t.mask, 2, index).to(t.dtype()));
+  }
+  static at::Tensor in_direction(const TriangleUpdate& t, const at::Tensor& pair) {
+    return t.outgoing || !pair.defined() ? pair : pair.transpose(0, 1);
+  }
+};
+
+/// Channels in which products overwrite one of their factors: these begin one group behind the results, so that a group
+/// of results lies where factors have been used up.
+class RotatingChannels {
+ public:
+  /// For `elements` of the batch.
+  RotatingChannels(const TriangleLayout& layout, int64_t elements)
+      : layout_(layout), memory_(layout.empty_padded(elements * layout.channels() + layout.group())) {}
+
+  at::Tensor results(int64_t element) const { return from(element * layout_.channels()); }
+  /// Where the factors of these results are to be written.
+  at::Tensor factors(int64_t element) const { return from(element * layout_.channels() + layout_.group()); }
+  /// The results of all elements.
+  at::Tensor product() const {
+    const TriangleUpdate& t = layout_.update();
+    return memory_.narrow(0, 0, batch_size(t.x, 3) * layout_.channels()).view_symint(triangle_product_shape(t));
+  }
+
+ private:
+  at::Tensor from(int64_t first) const { return layout_.matrices(memory_.narrow(0, first, layout_.channels())); }
+
+  const TriangleLayout& layout_;
+  at::Tensor memory_;
+};
+
+/// Forward, one element of the batch after the other: make_a_and_b(element, a, b), then o = a @ b.T for each channel,
+/// over a, then finish(index, o). Returns the products of all, if they are kept.
+template <class Make, class Finish>
+at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, const Make& make_a_and_b,
+                            const Finish& finish) {
+  const TriangleUpdate& t = layout.update();
+  const int64_t batch = batch_size(t.x, 3);
+  const RotatingChannels memory(layout, keep_product ? batch : 1);
+  for (int64_t index = 0; index < batch; ++index) {
+    const int64_t place = keep_product ? index : 0;
+    const at::Tensor a = memory.factors(place), o = memory.results(place);
+    {
+      // Gone before finish() makes the result of the first element, which can have its memory.
+      const at::Tensor b = layout.empty_matrices();
+      make_a_and_b(TriangleElement(t, index), a, b);
+      layout.for_each_group([&](const auto& part, const auto& multiply) { multiply(part(o), part(a), part(b).mT()); });
+    }
+    finish(index, o);
+  }
+  return keep_product ? memory.product() : layout.empty({0});
+}
+
+/// The gradients that `wanted` asks for. Those of the mask and the parameters are sums over panels in at least float32,
+/// each of the `chunks` in the order of its panels, and then of the chunks.
+class TriangleGradients {
+ public:
+  TriangleGradients(const TriangleLayout& layout, const TriangleMask& wanted, int64_t chunks = 1)
+      : layout_(layout), wanted_(wanted), results_(empty_triangle_gradients(layout.update(), wanted)), sums_(chunks) {
+    const TriangleUpdate& t = layout.update();
+    const auto options = layout.options().dtype(moments_dtype(t.dtype()));
+    for (Sums& sums : sums_) {
+      for (size_t i = 0; i < sums.size(); ++i) {
+        if (wants(i)) sums[i] = at::zeros(t.parameters[i]->sizes(), options);
+      }
+    }
+    if (wants_z()) dz_ = wanted[0] ? results_[0] : layout.empty(t.x.sizes(), t.x.options());
+    if (wants_mask()) mask_sum_ = at::zeros(t.mask->sizes(), options);
+  }
+
+  bool wants_mask() const { return wanted_[1]; }
+  bool wants(size_t parameter) const { return wanted_[2 + parameter]; }
+  bool wants_z() const { return detail::wants_z(wanted_); }
+  bool wants_a_and_b() const { return detail::wants_a_and_b(wanted_); }
+
+  /// Where dx is made, for an element of the batch: first the gate's part of dz, and then dx over it. Undefined where
+  /// no dz is wanted.
+  at::Tensor dz(int64_t index) const { return dz_.defined() ? batch_element(dz_, 3, index) : dz_; }
+  /// The mask's, to add to; undefined where it is not wanted.
+  at::Tensor dmask(int64_t index) const { return mask_sum_.defined() ? batch_element(mask_sum_, 2, index) : mask_sum_; }
+  /// Adds to the gradient of a parameter, if that is wanted.
+  void add(size_t parameter, const at::Tensor& part, int64_t chunk = 0) const {
+    if (wants(parameter)) sums_[chunk][parameter].add_(part);
+  }
+
+  /// From the cotangent of the update, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o)
+  /// and the gate's part of dz; a and b are made again; da = d_o @ b and db = d_o.T @ a overwrite them; input(element,
+  /// da, db, dz, dmask) makes of these dx, all in the direction of the update. Nothing that only gradients need which
+  /// nobody asks for.
+  template <class Make, class Output, class Input>
+  std::vector<at::Tensor> make(const at::Tensor& grad, const at::Tensor& product, const Make& make_a_and_b,
+                               const Output& output, const Input& input) const {
+    if (grad.numel() == 0) return finish();
+    const TriangleUpdate& t = layout_.update();
+    at::Tensor d_o, a, b, da;
+    if (wants_a_and_b()) {
+      const RotatingChannels memory(layout_, 1);
+      d_o = layout_.empty_matrices(), b = layout_.empty_matrices();
+      a = memory.factors(0), da = memory.results(0);
+    }
+    for (int64_t index = 0; index < batch_size(t.x, 3); ++index) {
+      const at::Tensor o = layout_.matrices(batch_element(product, 3, index).contiguous());
+      output(batch_element(t.x, 3, index), batch_element(grad, 3, index), o, dz(index), d_o);
+      if (!wants_a_and_b()) continue;
+      const TriangleElement element(t, index);
+      make_a_and_b(element, a, b);
+      layout_.for_each_group([&](const auto& part, const auto& multiply) {
+        multiply(part(da), part(d_o), part(b));
+        multiply(part(b), part(d_o).mT(), part(a));
+      });
+      input(element, da, b, TriangleElement::in_direction(t, dz(index)),
+            TriangleElement::in_direction(t, dmask(index)));
+    }
+    return finish();
+  }
+
+ private:
+  using Sums = std::array<at::Tensor, kTriangleParameters>;
+
+  std::vector<at::Tensor> finish() const {
+    for (size_t i = 0; i < kTriangleParameters; ++i) {
+      if (!wants(i)) continue;
+      for (size_t chunk = 1; chunk < sums_.size(); ++chunk) sums_[0][i].add_(sums_[chunk][i]);
+      results_[2 + i].copy_(sums_[0][i]);
+    }
+    if (wants_mask()) results_[1].copy_(mask_sum_);
+    return results_;
+  }
+
+  const TriangleLayout& layout_;
+  const TriangleMask& wanted_;
+  std::vector<at::Tensor> results_;
+  std::vector<Sums> sums_;
+  at::Tensor dz_, mask_sum_;
+};
+
+}  // namespace torchops::detail
