@@ -22,10 +22,6 @@ at::ScalarType accumulate_dtype(const Tensor& w) { return w.scalar_type() == at:
 
 }  // namespace
 
-int64_t rounded_row_bytes(const Tensor& x, const Tensor& w) {
-  return x.scalar_type() == w.scalar_type() ? 0 : w.size(1) * static_cast<int64_t>(w.element_size());
-}
-
 Chunks::Chunks(const Tensor& x, const Tensor& w, int64_t weights) : rows_(x.size(0)) {
   constexpr int64_t most_partial_bytes = int64_t{16} << 20, most_chunks = 64, fewest_chunks = 8;
   const int64_t out_features = w.size(0), in_features = w.size(1);

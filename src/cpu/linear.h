@@ -17,8 +17,7 @@ Tensor transposed(const Tensor& w);
 /// but expands it to the shape of out first.
 void linear_out(Tensor out, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b);
 
-/// Bytes per row of x in the dtype of w, where that is a copy.
-int64_t rounded_row_bytes(const Tensor& x, const Tensor& w);
+using detail::rounded_row_bytes;
 
 /// How the rows are divided for gradients. A chunk is one thread's work, panel after panel, and has a gradient of the
 /// weights of its own; their sum is the result. The division depends on sizes alone, and with it the order of the

@@ -77,9 +77,6 @@ inline std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& b) 
   return b ? std::optional<at::Tensor>(b->contiguous()) : b;
 }
 
-/// The bytes of scratch that a row of x takes where it is rounded to w's dtype.
-inline int64_t rounded_row_bytes(const at::Tensor& x, const at::Tensor& w) {
-  return x.scalar_type() == w.scalar_type() ? 0 : x.size(-1) * static_cast<int64_t>(w.element_size());
-}
+using detail::rounded_row_bytes;
 
 }  // namespace torchops::cuda
