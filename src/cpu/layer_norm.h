@@ -1,9 +1,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/ones.h>
 
+#include <array>
 #include <optional>
+#include <tuple>
 
 #include "ops/layer_norm.h"
 
@@ -22,5 +25,18 @@ struct Affine {
     if (!w && x.scalar_type() != dtype) weight = at::ones(normalized_shape, x.options().dtype(dtype));
   }
 };
+
+/// The gradients of x, weight and bias that `mask` asks for, by ATen, which takes shape and dtype of the last two from
+/// the parameters: ones stand in for a weight that is none, and the weight for the bias.
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_gradients(const at::Tensor& grad, const at::Tensor& x,
+                                                                           at::IntArrayRef normalized_shape,
+                                                                           const at::Tensor& mean,
+                                                                           const at::Tensor& rstd, const Affine& affine,
+                                                                           std::array<bool, 3> mask) {
+  std::optional<at::Tensor> weight = affine.weight;
+  if (!weight && (mask[1] || mask[2])) weight = at::ones(normalized_shape, x.options());
+  return at::cpu::native_layer_norm_backward(grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(),
+                                             rstd.contiguous(), weight, /*bias=*/weight, mask);
+}
 
 }  // namespace torchops::cpu

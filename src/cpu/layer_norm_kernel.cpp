@@ -1,6 +1,5 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
 #include <torch/library.h>
 
@@ -132,12 +131,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cpu(const Tensor& grad, c
                                                            const Tensor& rstd, const OptionalTensor& weight,
                                                            std::array<bool, 3> mask) {
   detail::check_layer_norm_backward(grad, x, c10::fromIntArrayRefSlow(normalized_shape), mean, rstd, weight);
-  Affine affine(x, normalized_shape, weight, std::nullopt);
-  // ATen takes shape and dtype of the parameters' gradients from the parameters.
-  if (!affine.weight && (mask[1] || mask[2])) affine.weight = at::ones(normalized_shape, x.options());
-  const auto [dx, dweight, dbias] =
-      at::cpu::native_layer_norm_backward(grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(),
-                                          rstd.contiguous(), affine.weight, /*bias=*/affine.weight, mask);
+  const Affine affine(x, normalized_shape, weight, std::nullopt);
+  const auto [dx, dweight, dbias] = layer_norm_gradients(grad, x, normalized_shape, mean, rstd, affine, mask);
   const auto wanted = [&](bool mask, const Tensor& t) {
     return mask ? t.to(x.scalar_type()) : at::empty({0}, x.options());
   };

@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/mul_cpu_dispatch.h>
-#include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
 #include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
 #include <ATen/ops/sigmoid_cpu_dispatch.h>
@@ -215,12 +214,8 @@ class Gradients {
   Tensor norm_backward(TriangleParameter layer, const Tensor& grad, const Tensor& rows,
                        const Layers::Moments& normalized, const Affine& affine) const {
     const auto& [y, mean, rstd] = normalized;
-    std::optional<Tensor> weight = affine.weight;
-    // ATen takes shape and dtype of the parameters' gradients from the parameters.
-    if (!weight && (wants(layer) || wants(layer + 1))) weight = at::ones({rows.size(1)}, rows.options());
     const auto [dx, dweight, dbias] =
-        at::cpu::native_layer_norm_backward(grad.contiguous(), rows, {rows.size(1)}, mean, rstd, weight,
-                                            /*bias=*/weight, {true, wants(layer), wants(layer + 1)});
+        layer_norm_gradients(grad, rows, {rows.size(1)}, mean, rstd, affine, {true, wants(layer), wants(layer + 1)});
     all_.add(layer, dweight, chunk_);
     all_.add(layer + 1, dbias, chunk_);
     return dx;
