@@ -110,13 +110,12 @@ void check_parameter(const char* op, const std::string& name, const OptionalTens
   detail::check_shape(op, name.c_str(), *parameter, reason, shape);
 }
 
-void check_output(const char* op, const char* prefix, const OptionalTensor& norm_weight,
-                  const OptionalTensor& norm_bias, const Tensor& p, const OptionalTensor& p_bias, const Tensor& g,
-                  const OptionalTensor& g_bias, const c10::SymInt& c, const c10::SymInt& d, const char* reference_name,
-                  const Tensor& reference) {
+void check_output(const char* op, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, const Tensor& p,
+                  const OptionalTensor& p_bias, const Tensor& g, const OptionalTensor& g_bias, const c10::SymInt& c,
+                  const c10::SymInt& d, const char* reference_name, const Tensor& reference) {
   const auto check = [&](const char* name, const OptionalTensor& parameter, c10::SymIntArrayRef shape) {
     const std::string reason = std::string("x and ") + reference_name;
-    check_parameter(op, std::string(prefix) + name, parameter, reason.c_str(), shape, reference_name, reference);
+    check_parameter(op, name, parameter, reason.c_str(), shape, reference_name, reference);
   };
   check("norm_out_weight", norm_weight, {d});
   check("norm_out_bias", norm_bias, {d});
@@ -150,8 +149,8 @@ void detail::check_triangle(const char* op, const TriangleArguments& t, bool wri
   check("p_in_bias", t.p_in_bias, "p_in_weight", {rows});
   check("g_in_weight", t.g_in_weight, "p_in_weight", {rows, c});
   check("g_in_bias", t.g_in_bias, "p_in_weight", {rows});
-  check_output(op, "", t.norm_out_weight, t.norm_out_bias, t.p_out_weight, t.p_out_bias, t.g_out_weight, t.g_out_bias,
-               c, d, "p_in_weight", t.p_in_weight);
+  check_output(op, t.norm_out_weight, t.norm_out_bias, t.p_out_weight, t.p_out_bias, t.g_out_weight, t.g_out_bias, c, d,
+               "p_in_weight", t.p_in_weight);
   if (writes) detail::check_writable(op, "x", t.x);
 }
 
@@ -212,7 +211,7 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
     check(names[i] + "_weight", detail::kPA + 2 * i, "a_p_weight", {d, c});
     check(names[i] + "_bias", detail::kPA + 2 * i + 1, "a_p_weight", {d});
   }
-  check_output(op, "", t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.weight(detail::kPOut),
+  check_output(op, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.weight(detail::kPOut),
                t.bias(detail::kPOut), t.weight(detail::kGOut), t.bias(detail::kGOut), c, d, "a_p_weight", w);
   return t;
 }
