@@ -11,7 +11,7 @@
 #include "ops/triangle_multiplicative_update.h"
 
 // The two steps of a triangle update around its products, by the kernels for compute capability 9.0 that make each one
-// pass over memory. Both return false, with nothing done, where these cannot run.
+// pass over memory.
 namespace torchops::cuda {
 
 namespace pair_steps {
@@ -72,6 +72,7 @@ struct Step {
   }
 };
 
+/// The case of all elements of the batch; nothing where the kernels are not for it.
 inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
   if (detail::dense_path() == detail::DensePath::kCublas || t.x.scalar_type() != t.dtype() || t.x.size(-2) == 0) {
     return std::nullopt;
@@ -81,18 +82,31 @@ inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
 
 }  // namespace pair_steps
 
-/// From x (N, N, c) and the mask (N, N) or none of one element of the batch, both in the direction of the update, to a
-/// and b.
-inline bool step_in(const detail::TriangleUpdate& t, const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a,
-                    const at::Tensor& b, double scale) {
-  const auto c = pair_steps::chosen_case(t);
-  if (!c) return false;
-  pair_steps::Step step(t, x);
+/// The steps of one call, for an element of the batch each. What they have in common is looked up once: for small N the
+/// time of the host counts. Both return false, with nothing done, where the kernels cannot run.
+class PairSteps {
+ public:
+  explicit PairSteps(const detail::TriangleUpdate& t) : t_(t), case_(pair_steps::chosen_case(t)) {}
+
+  /// From x (N, N, c) and the mask (N, N) or none, both in the direction of the update, to a and b.
+  bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
+  /// From the product o and x (N, N, c) to the update, in `out`; or, where it adds, x += update, and `out` is x.
+  bool out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& out, bool adds, double eps_out) const;
+
+ private:
+  const detail::TriangleUpdate& t_;
+  std::optional<gemm::Case> case_;
+};
+
+inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b,
+                          double scale) const {
+  if (!case_) return false;
+  pair_steps::Step step(t_, x);
   gemm::PairProblem& p = step.problem;
-  p.value[0] = step.layer(t, detail::kPA);
-  p.value[1] = step.layer(t, detail::kPB);
-  p.gate[0] = step.layer(t, detail::kGA);
-  p.gate[1] = step.layer(t, detail::kGB);
+  p.value[0] = step.layer(t_, detail::kPA);
+  p.value[1] = step.layer(t_, detail::kPB);
+  p.gate[0] = step.layer(t_, detail::kGA);
+  p.gate[1] = step.layer(t_, detail::kGB);
   step.set_channels(b);
   step.set_channels(a);
   if (!step.fits || a.stride(0) != b.stride(0) || a.stride(1) != b.stride(1)) return false;
@@ -104,20 +118,18 @@ inline bool step_in(const detail::TriangleUpdate& t, const at::Tensor& x, const 
     p.mask_row_stride = mask.stride(0);
     p.mask_stride = mask.stride(1);
   }
-  return gemm::run_chosen<gemm::TriangleIn>(p, *c, a);
+  return gemm::run_chosen<gemm::TriangleIn>(p, *case_, a);
 }
 
-/// From the product o and x (N, N, c) to the update, in `out`; or, where it adds, x += update, and `out` is x.
-inline bool step_out(const detail::TriangleUpdate& t, const at::Tensor& o, const at::Tensor& x, const at::Tensor& out,
-                     bool adds, double eps_out) {
-  const auto c = pair_steps::chosen_case(t);
-  const auto to = pair_steps::positions(out);
-  if (!c || !to) return false;
-  pair_steps::Step step(t, x);
+inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& out, bool adds,
+                           double eps_out) const {
+  const auto to = case_ ? pair_steps::positions(out) : std::nullopt;
+  if (!to) return false;
+  pair_steps::Step step(t_, x);
   gemm::PairProblem& p = step.problem;
-  p.value[0] = step.layer(t, detail::kPOut);
-  p.gate[0] = step.layer(t, detail::kGOut);
-  p.norm_o = step.norm(t, detail::kNormOut, eps_out);
+  p.value[0] = step.layer(t_, detail::kPOut);
+  p.gate[0] = step.layer(t_, detail::kGOut);
+  p.norm_o = step.norm(t_, detail::kNormOut, eps_out);
   step.set_channels(o);
   if (!step.fits) return false;
   p.channels[0] = const_cast<void*>(o.const_data_ptr());  // read
@@ -125,7 +137,7 @@ inline bool step_out(const detail::TriangleUpdate& t, const at::Tensor& o, const
   p.out_row_stride = to->row_stride;
   p.out_stride = to->batch_stride;
   p.adds = adds;
-  return gemm::run_chosen<gemm::TriangleOut>(p, *c, out);
+  return gemm::run_chosen<gemm::TriangleOut>(p, *case_, out);
 }
 
 }  // namespace torchops::cuda

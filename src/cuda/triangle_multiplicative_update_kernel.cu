@@ -40,7 +40,7 @@ constexpr detail::TriangleBackend kBackend{[](at::IntArrayRef sizes, const at::T
 // What the panels of one call share.
 class Layers : public detail::TriangleLayout {
  public:
-  explicit Layers(const TriangleUpdate& t) : TriangleLayout(t, kBackend) {
+  explicit Layers(const TriangleUpdate& t) : TriangleLayout(t, kBackend), steps_(t) {
     const auto in_dtype_of_x = [&](const OptionalTensor& parameter) {
       return parameter ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;
     };
@@ -48,6 +48,7 @@ class Layers : public detail::TriangleLayout {
     norm_bias_ = in_dtype_of_x(t.parameters[detail::kNormIn + 1]);
   }
 
+  const PairSteps& steps() const { return steps_; }
   const OptionalTensor& norm_weight() const { return norm_weight_; }
   const OptionalTensor& norm_bias() const { return norm_bias_; }
 
@@ -99,11 +100,12 @@ class Layers : public detail::TriangleLayout {
   }
 
  private:
+  PairSteps steps_;
   OptionalTensor norm_weight_, norm_bias_;
 };
 
 void make_a_and_b(const Layers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
-  if (step_in(layers.update(), e.x, e.mask, a, b, layers.scale())) return;
+  if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
   layers.for_each_panel([&](const TrianglePanel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
     const auto make = [&](const Tensor& to, TriangleParameter p, TriangleParameter g, double factor) {
@@ -144,7 +146,7 @@ std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& ma
     // Only now, so that it can have the memory of b.
     if (!out.defined()) out = layers.empty(x.sizes());
     const Tensor pair = detail::batch_element(x, 3, index), result = detail::batch_element(out, 3, index);
-    if (step_out(t, o, pair, result, /*adds=*/false, layers.eps_out())) return;
+    if (layers.steps().out(o, pair, result, /*adds=*/false, layers.eps_out())) return;
     layers.for_each_panel([&](const TrianglePanel& panel) {
       update_panel(layers, panel, o, panel.rows_of(pair), panel.rows_of(result));
     });
@@ -161,7 +163,7 @@ Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
   const Layers layers(t);
   return for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     const Tensor pair = detail::batch_element(x, 3, index);
-    if (step_out(t, o, pair, pair, /*adds=*/true, layers.eps_out())) return;
+    if (layers.steps().out(o, pair, pair, /*adds=*/true, layers.eps_out())) return;
     layers.for_each_panel([&](const TrianglePanel& panel) {
       Tensor target = panel.of(pair);
       const Tensor rows = panel.rows_of(pair), update = layers.empty(rows.sizes());
