@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,16 @@ def _table(operators: dict[str, list[str]]) -> list[str]:
     short = {key: "Composite" if key.startswith("Composite") else key for key in _KEYS}
     kernels = {name.removeprefix("myops::"): {short[key] for key in keys} for name, keys in operators.items()}
     columns = [key for key in dict.fromkeys(short.values()) if any(key in keys for keys in kernels.values())]
+    # The longest of the keys stand in two lines.
+    heads = [re.sub(r"^(ADInplace|Autocast|FuncTorch)", r"\1 ", key).rpartition(" ")[::2] for key in columns]
     width = max(map(len, kernels))
-    rows = [" " * width + "  " + "  ".join(columns)]
-    for name, keys in kernels.items():
-        marks = "  ".join(("x" if key in keys else ".").ljust(len(key)) for key in columns)
-        rows.append(f"{name:{width}}  {marks}".rstrip())
-    return ["  " + row for row in rows]
+    rows = [("", list(line)) for line in zip(*heads, strict=True)]
+    rows += [(name, ["x" if key in keys else "." for key in columns]) for name, keys in kernels.items()]
+    table = []
+    for name, cells in rows:
+        marks = " ".join(cell.ljust(max(map(len, head))) for cell, head in zip(cells, heads, strict=True))
+        table.append(f"  {name:{width}} {marks}".rstrip())
+    return table
 
 
 def main(arguments: list[str]) -> str:
