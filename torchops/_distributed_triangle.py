@@ -76,7 +76,7 @@ def _wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[i
 
 
 def _padded(n: int, dtype: torch.dtype) -> int:
-    step = 16 // dtype.itemsize
+    step = 32 // dtype.itemsize
     return -(-n // step) * step
 
 

@@ -52,13 +52,16 @@ class Layers : public detail::TriangleLayout {
   const OptionalTensor& norm_weight() const { return norm_weight_; }
   const OptionalTensor& norm_bias() const { return norm_bias_; }
 
-  /// Calls f on panels of whole rows of the pair matrix, of which some tensors of max(c, d) features stay in the cache.
+  /// Calls f on panels of whole rows of the pair matrix. f has `tensors` of max(c, d) features for each of their
+  /// positions at a time, and they may take as much memory as `pairs` pair tensors, or some tens of MiB. Fewer and
+  /// larger panels take less time: an H100 needs 16 MiB of a tensor before it is busy.
   template <class F>
-  void for_each_panel(const F& f) const {
+  void for_each_panel(int64_t tensors, int64_t pairs, const F& f) const {
     const int64_t features = std::max({update().x.size(-1), channels(), int64_t{1}});
-    constexpr int64_t tensors = 4;
-    const int64_t row_bytes = n() * features * static_cast<int64_t>(update().x.element_size()) * tensors;
-    cuda::for_each_panel(n(), row_bytes, [&](int64_t begin, int64_t end) { f(TrianglePanel{begin, end}); });
+    const int64_t row_bytes = n() * features * static_cast<int64_t>(update().x.element_size());
+    cuda::for_each_panel(
+        n(), row_bytes * tensors, [&](int64_t begin, int64_t end) { f(TrianglePanel{begin, end}); },
+        std::max(kMaxScratchBytes, pairs * n() * row_bytes));
   }
 
   /// z of rows of x, in the dtype of the products.
@@ -106,7 +109,7 @@ class Layers : public detail::TriangleLayout {
 
 void make_a_and_b(const Layers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
   if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
-  layers.for_each_panel([&](const TrianglePanel& panel) {
+  layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
     const auto make = [&](const Tensor& to, TriangleParameter p, TriangleParameter g, double factor) {
       layers.transpose(Layers::To::kChannels, panel, layers.gated(z, p, g), to, e.mask, factor);
@@ -147,7 +150,7 @@ std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& ma
     if (!out.defined()) out = layers.empty(x.sizes());
     const Tensor pair = detail::batch_element(x, 3, index), result = detail::batch_element(out, 3, index);
     if (layers.steps().out(o, pair, result, /*adds=*/false, layers.eps_out())) return;
-    layers.for_each_panel([&](const TrianglePanel& panel) {
+    layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
       update_panel(layers, panel, o, panel.rows_of(pair), panel.rows_of(result));
     });
   });
@@ -164,7 +167,7 @@ Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
   return for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     const Tensor pair = detail::batch_element(x, 3, index);
     if (layers.steps().out(o, pair, pair, /*adds=*/true, layers.eps_out())) return;
-    layers.for_each_panel([&](const TrianglePanel& panel) {
+    layers.for_each_panel(4, 0, [&](const TrianglePanel& panel) {
       Tensor target = panel.of(pair);
       const Tensor rows = panel.rows_of(pair), update = layers.empty(rows.sizes());
       update_panel(layers, panel, o, rows, update);
@@ -265,11 +268,11 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
       grad, product, [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); },
       [&](const auto&... tensors) {
         layers.for_each_panel(
-            [&](const TrianglePanel& panel) { output_backward(layers, gradients, panel, tensors...); });
+            9, 2, [&](const TrianglePanel& panel) { output_backward(layers, gradients, panel, tensors...); });
       },
       [&](const auto&... tensors) {
         layers.for_each_panel(
-            [&](const TrianglePanel& panel) { input_backward(layers, gradients, panel, tensors...); });
+            6, 1, [&](const TrianglePanel& panel) { input_backward(layers, gradients, panel, tensors...); });
       });
 }
 

@@ -204,27 +204,27 @@ class TriangleGradients {
   /// and the gate's part of dz; a and b are made again; da = d_o @ b and db = d_o.T @ a overwrite them; input(element,
   /// da, db, dz, dmask) makes of these dx, all in the direction of the update. Nothing that only gradients need which
   /// nobody asks for.
+  ///
+  /// With the product there are four pair tensors at most: output() may take two for itself, and input() one.
   template <class Make, class Output, class Input>
   std::vector<at::Tensor> make(const at::Tensor& grad, const at::Tensor& product, const Make& make_a_and_b,
                                const Output& output, const Input& input) const {
     if (grad.numel() == 0) return finish();
     const TriangleUpdate& t = layout_.update();
-    at::Tensor d_o, a, b, da;
-    if (wants_a_and_b()) {
-      const RotatingChannels memory(layout_, 1);
-      d_o = layout_.empty_matrices(), b = layout_.empty_matrices();
-      a = memory.factors(0), da = memory.results(0);
-    }
     for (int64_t index = 0; index < batch_size(t.x, 3); ++index) {
+      at::Tensor d_o = wants_a_and_b() ? layout_.empty_matrices() : at::Tensor();
       const at::Tensor o = layout_.matrices(batch_element(product, 3, index).contiguous());
       output(batch_element(t.x, 3, index), batch_element(grad, 3, index), o, dz(index), d_o);
       if (!wants_a_and_b()) continue;
       const TriangleElement element(t, index);
+      const RotatingChannels memory(layout_, 1);
+      const at::Tensor a = memory.factors(0), da = memory.results(0), b = layout_.empty_matrices();
       make_a_and_b(element, a, b);
       layout_.for_each_group([&](const auto& part, const auto& multiply) {
         multiply(part(da), part(d_o), part(b));
         multiply(part(b), part(d_o).mT(), part(a));
       });
+      d_o.reset();
       input(element, da, b, TriangleElement::in_direction(t, dz(index)),
             TriangleElement::in_direction(t, dmask(index)));
     }
