@@ -8,6 +8,7 @@ import pytest
 import torch
 import triangle_reference
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
@@ -190,9 +191,37 @@ def test_flops() -> None:
     assert count() == forward
     assert count(given["p_out_weight"]) == forward + 2 * c * d + c * c
     assert count(given["g_out_bias"]) == forward + c * d + c * c
+    assert count(given["g_out_weight"]) == forward + c * d + 2 * c * c
     assert count(given["norm_out_bias"]) == forward + 2 * c * d + c * c
     assert count(given["p_in_weight"]) == forward + 2 * c * d + c * c + 10 * c * d + 2 * n * d
     assert count(x) == forward + 2 * c * d + 2 * c * c + 12 * c * d + 2 * n * d
+    assert count(x, *given.values()) == forward + 3 * c * d + 3 * c * c + 16 * c * d + 2 * n * d
+
+
+@pytest.mark.parametrize(
+    ("wanted", "products", "tensors"),
+    [
+        pytest.param(16, 0, 0, id="g_out_weight"),
+        pytest.param(14, 0, 0, id="p_out_weight"),
+        pytest.param(12, 0, 0, id="norm_out_weight"),
+        pytest.param(4, 2, 3, id="a_p_weight"),
+        pytest.param(1, 2, 3, id="mask"),
+        pytest.param(0, 2, 4, id="x"),
+    ],
+)
+def test_one_gradient_takes_what_it_needs(wanted: int, products: int, tensors: int) -> None:
+    """What comes behind o takes none of the products of matrices and no tensor of the size of x. The rest takes d(o), a
+    and b, two of which become da and db; and x takes dx."""
+    n, c, d = 300, 8, 8  # several panels
+    given = parameters(c, d, dtype=torch.float32) | {"mask": torch.rand(n, n)}
+    x = torch.randn(n, n, c)
+    _, product = OPS._triangle_multiplicative_update(x, given["mask"], beneath(given), True, 1e-5, True)
+    mask = [i == wanted for i in range(18)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        OPS._triangle_multiplicative_update_backward(x, x, product, given["mask"], beneath(given), True, 1e-5, mask)
+    events = profiler.events()
+    assert sum(event.name == "aten::bmm" for event in events) == products
+    assert sum(event.name == "aten::empty" and event.self_cpu_memory_usage >= x.nbytes for event in events) == tensors
 
 
 @pytest.mark.parametrize("op", ["", "_"])
