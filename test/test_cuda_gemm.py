@@ -331,6 +331,20 @@ def test_square_matmul_has_no_second_buffer(n: int) -> None:
     assert torch.cuda.max_memory_allocated() - before < MIB
 
 
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_square_matmul_packs_a_part_of_a_batch(dtype: torch.dtype, transpose_b: bool) -> None:
+    """b has gaps in its rows and columns, and is copied by parts: the last one is smaller."""
+    a, b = random(100, 64, 512, dtype=dtype), random(100, 512, 512, 2, dtype=dtype, scale=512**-0.5)[..., 0]
+    factor = b.mT if transpose_b else b
+    expected, exact = a @ factor, a.double() @ factor.double()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torchops.square_matmul_(a, b, transpose_b=transpose_b)
+    assert torch.cuda.max_memory_allocated() - before < 18 * MIB
+    assert_accurate(a, expected, exact)
+
+
 @pytest.mark.parametrize("n", [512, 2048, 8192, 16384])
 def test_square_matmul_beside_itself_and_others(n: int) -> None:
     """Three of them at different priorities while other kernels fill the GPU: none waits for ever, none goes wrong."""

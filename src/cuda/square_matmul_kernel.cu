@@ -61,12 +61,13 @@ bool fused_(const Tensor& a, const Tensor& b) {
 // For BLAS, matrices without gaps in their rows or in their columns.
 bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
 
+constexpr int64_t kPanelBytes = int64_t{16} << 20;
+
 // For a panel of rows of `a`: its copy and, where cuBLAS cannot write to `a` as it is, the product. At most 32 MiB, or
 // two rows.
 Tensor panel_scratch(const Tensor& a) {
-  constexpr int64_t panel_bytes = int64_t{16} << 20;
   const int64_t row_bytes = a.size(-1) * static_cast<int64_t>(a.element_size());
-  const int64_t rows = std::clamp(panel_bytes / row_bytes, int64_t{1}, a.size(-2));
+  const int64_t rows = std::clamp(kPanelBytes / row_bytes, int64_t{1}, a.size(-2));
   return at::detail::empty_cuda({has_unit_stride(a) ? 1 : 2, rows, a.size(-1)}, a.options());
 }
 
@@ -94,18 +95,31 @@ void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
   if (a.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(a.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Tensor right = detail::may_alias(a, b) || !has_unit_stride(b) ? b.clone(at::MemoryFormat::Contiguous) : b;
+  const bool one_factor = b.dim() == 2, copied = detail::may_alias(a, b) || (one_factor && !has_unit_stride(b));
+  const Tensor right = copied ? b.clone(at::MemoryFormat::Contiguous) : b;
   const Tensor factor = transpose_b ? right.mT() : right;
   std::vector<std::pair<Tensor, Tensor>> products;
-  if (b.dim() == 2) {
+  Tensor packed;
+  if (one_factor) {
     detail::for_each_matrix({a}, 1, [&](const detail::Operands& part) { products.emplace_back(part[0], factor); });
   } else {
-    detail::for_each_matrix({a, factor}, 2,
-                            [&](const detail::Operands& part) { products.emplace_back(part[0], part[1]); });
+    // Matrices with gaps are packed, as many at a time as fit a panel.
+    const bool gaps = !has_unit_stride(factor);
+    const int64_t matrix_bytes = b.size(-2) * b.size(-1) * static_cast<int64_t>(b.element_size());
+    const int64_t most = std::max(kPanelBytes / matrix_bytes, int64_t{1});
+    detail::for_each_matrix({a, factor}, 2, [&](const detail::Operands& part) {
+      const int64_t count = part[0].size(0), step = gaps ? std::min(most, count) : count;
+      for (int64_t begin = 0; begin < count; begin += step) {
+        const auto matrices = [&](const Tensor& t) { return t.narrow(0, begin, std::min(step, count - begin)); };
+        products.emplace_back(matrices(part[0]), matrices(part[1]));
+      }
+    });
+    if (gaps) packed = at::detail::empty_cuda(products[0].second.sizes(), b.options());
   }
   // All panels are of one shape. Where there is but one product, fused_() has written nothing when it returns false.
   Tensor scratch = products.size() > 1 ? panel_scratch(products[0].first) : Tensor();
-  for (const auto& [rows, by] : products) {
+  for (const auto& [rows, matrices] : products) {
+    const Tensor by = packed.defined() ? packed.narrow(0, 0, matrices.size(0)).copy_(matrices) : matrices;
     if (fused_(rows, by)) continue;
     if (!scratch.defined()) scratch = panel_scratch(rows);
     multiply_panels_(rows, by, scratch);
