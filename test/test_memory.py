@@ -341,3 +341,25 @@ def test_more_elements_than_32_bits_can_count() -> None:
     growth(lambda: None)
     """
     growth(program)
+
+
+TRIANGLES = {
+    "outgoing": "torchops.triangle_multiplicative_update(t, 'outgoing', **weights)",
+    "incoming": "torchops.triangle_multiplicative_update(t, 'incoming', **weights)",
+    "in_place": "torchops.triangle_multiplicative_update_(t, **weights)",
+}
+
+
+@pytest.mark.parametrize("call", TRIANGLES.values(), ids=TRIANGLES)
+def test_triangle_update(call: str) -> None:
+    """Two tensors of the size of the pair tensor, here 72 MiB, of which one becomes the result; and 64 MiB."""
+    program = f"""
+    weights = dict(p_in_weight=torch.ones(64, 32), g_in_weight=torch.ones(64, 32))
+    weights |= dict(p_out_weight=torch.ones(32, 32), g_out_weight=torch.ones(32, 32))
+    with torch.no_grad():
+        t = filled(8, 8, 32)
+        {call}
+        t = filled(768, 768, 32)
+        growth(lambda: {call})
+    """
+    assert growth(program) <= 2 * 72 + 64

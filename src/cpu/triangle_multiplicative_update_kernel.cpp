@@ -13,8 +13,8 @@
 #include "ops/triangle_layout.h"
 
 // For each element of the batch: panels of x are normalised and multiplied while they are in the cache, and give a and
-// b, channels first; batched products overwrite a with o; panels of o and x give the result. Two pair tensors are alive
-// beside x: a with b, then o with the result.
+// b, channels first; batched products overwrite a with o; panels of o and x give the result. Beside x, panels and a
+// spare group of channels two pair tensors are alive: a with b, then o with the result.
 namespace torchops::cpu {
 namespace {
 

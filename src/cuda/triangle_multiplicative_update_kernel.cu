@@ -15,10 +15,11 @@
 #include "ops/triangle_layout.h"
 
 // For each element of the batch: a and b from x, channels first; batched products, which overwrite a with o; the update
-// from o and x. Two pair tensors are alive beside x: a with b, then o with the update. Where the kernels of
-// pair_steps.h can run, the first step and the last are one pass over memory each. Elsewhere panels, small enough for
-// the second-level cache, go through layer_norm, glu and a transposition on the way in, and through a transposition,
-// layer_norm, the projection and gate on the way out.
+// from o and x. Beside x, panels and a spare group of channels two pair tensors are alive: a with b, then o with the
+// update. Where the kernels of pair_steps.h can run, the first step and the last are one pass over memory each.
+// Elsewhere panels, small enough for the second-level cache, go through layer_norm, glu and a transposition on the way
+// in, and through a transposition, layer_norm, the projection and gate on the way out. TriangleGradients::make() has
+// the order of a backward pass, which takes three pair tensors beside its arguments and dx.
 namespace torchops::cuda {
 namespace {
 

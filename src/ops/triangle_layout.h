@@ -200,12 +200,11 @@ class TriangleGradients {
     if (wants(parameter)) sums_[chunk][parameter].add_(part);
   }
 
-  /// From the cotangent of the update, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o)
-  /// and the gate's part of dz; a and b are made again; da = d_o @ b and db = d_o.T @ a overwrite them; input(element,
-  /// da, db, dz, dmask) makes of these dx, all in the direction of the update. Nothing that only gradients need which
-  /// nobody asks for.
-  ///
-  /// With the product there are four pair tensors at most: output() may take two for itself, and input() one.
+  /// Backward, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of
+  /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again; da = d(o) @ b and db = d(o).T @
+  /// a overwrite them; input(element, da, db, dz, dmask), in the direction of the update, makes dx. All that follows
+  /// d(o) only where a wanted gradient needs it. Three pair tensors are alive at most: output() may take two for itself
+  /// beside d(o), and input() one beside da and db.
   template <class Make, class Output, class Input>
   std::vector<at::Tensor> make(const at::Tensor& grad, const at::Tensor& product, const Make& make_a_and_b,
                                const Output& output, const Input& input) const {
