@@ -107,10 +107,12 @@ def test_values_and_gradients(shape: str, direction: str, dtype: torch.dtype, de
     eps = torch.finfo(dtype).eps
     for name, expected in exact.items():
         assert got[name].dtype == dtype, name
-        # In small tensors a rounding more or less shows; gradients add rounded terms in another order than ATen's.
+        # Gradients add rounded terms in another order than ATen's. In the smallest tensors, where a layer norm is over
+        # three channels, both errors are those of a few roundings, and either may be several times the other.
         strict = name == "out" and x.shape[-2] >= 64
-        allowed = (1.1 if strict else 2) * distance(aten[name], expected) + (0.25 if strict else 4) * eps
-        assert distance(got[name], expected) <= max(allowed, 64 * eps if dtype == torch.float64 else 0), name
+        times = 1.1 if strict else 2 if x.numel() > 1000 else 5
+        allowed = times * distance(aten[name], expected) + (0.25 if strict else 4) * eps
+        assert distance(got[name], expected) <= max(allowed, 128 * eps if dtype == torch.float64 else 0), name
     in_place = x.clone()
     overwrite: Any = torchops.triangle_multiplicative_update_
     assert overwrite(in_place, direction, **given) is in_place
