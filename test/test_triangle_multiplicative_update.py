@@ -36,7 +36,7 @@ def parameters(
 
 # batch, N, c, d, biases, norms, mask
 SHAPES: dict[str, tuple[tuple[int, ...], int, int, int, bool, bool, str | None]] = {
-    "odd": ((), 5, 7, 3, True, True, "float"),
+    "odd": ((), 5, 7, 5, True, True, "float"),
     "no_bias": ((2,), 9, 8, 16, False, False, None),
     "two_batch_dims": ((2, 3), 4, 6, 5, True, False, "bool"),
     "norm_alone": ((1,), 33, 16, 16, False, True, "float"),
@@ -108,7 +108,7 @@ def test_values_and_gradients(shape: str, direction: str, dtype: torch.dtype, de
     for name, expected in exact.items():
         assert got[name].dtype == dtype, name
         # Gradients add rounded terms in another order than ATen's. In the smallest tensors, where a layer norm is over
-        # three channels, both errors are those of a few roundings, and either may be several times the other.
+        # five channels, both errors are those of a few roundings, and either may be several times the other.
         strict = name == "out" and x.shape[-2] >= 64
         times = 1.1 if strict else 2 if x.numel() > 1000 else 5
         allowed = times * distance(aten[name], expected) + (0.25 if strict else 4) * eps
