@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_checks import assert_accurate, error, poison, random
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,25 +35,6 @@ def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=dtype) * scale
-
-
-def poison(*shape: int, dtype: torch.dtype) -> None:
-    """Leaves NaN in the memory that the next tensor of this shape gets."""
-    torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
-
-
-def error(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact).norm() / exact.norm())
-
-
-def assert_accurate(got: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """At most 1.1 times the error of eager, and the last digit of a result of few elements."""
-    few = 0.5 if exact.numel() < 1000 else 0.0
-    assert error(got, exact) <= 1.1 * error(eager, exact) + few * torch.finfo(got.dtype).eps
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,0 +1,25 @@
+"""Tensors for the tests of CUDA kernels, and how exact their results must be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype) * scale
+
+
+def poison(*shape: int, dtype: torch.dtype) -> None:
+    """Leaves NaN in the memory that the next tensor of this shape gets."""
+    torch.full(shape, float("nan"), device="cuda", dtype=dtype)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def assert_accurate(got: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """At most 1.1 times the error of eager, and the last digit of a result of few elements."""
+    few = 0.5 if exact.numel() < 1000 else 0.0
+    assert error(got, exact) <= 1.1 * error(eager, exact) + few * torch.finfo(got.dtype).eps
