@@ -33,4 +33,7 @@ std::span<const Rule<typename Operation::Tiling>> rules();
 /// Whether cuBLAS is faster for dense than any of these kernels.
 bool prefers_cublas(const Case& c);
 
+/// Whether two products by cuBLAS and a pass over both are faster than WideGluSigmoid and WideGluSilu.
+bool prefers_cublas_for_glu(const Case& c);
+
 }  // namespace torchops::cuda::gemm

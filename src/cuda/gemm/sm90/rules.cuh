@@ -4,8 +4,9 @@
 
 #include "cuda/activation.cuh"
 
-// What narrow.cuh and gated_gradients.cuh make of their products. A rule says how many products there are, whether it
-// reads c, and by what a product and its bias are scaled before they come to it as z (and t, where there are two).
+// What narrow.cuh, wide.cuh and gated_gradients.cuh make of their products. A rule says how many products there are,
+// whether it reads c, and by what a product and its bias are scaled before they come to it as z (and t, where there are
+// two).
 namespace torchops::cuda::gemm {
 
 /// y = (a @ b.T + bias) * F(a @ b2.T + bias2)

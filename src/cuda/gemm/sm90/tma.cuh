@@ -49,7 +49,8 @@ using SwizzledTransposed =
     decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
                                  cute::Shape<cute::Int<columns>, cute::Int<rows>>{}, cute::Step<cute::_2, cute::_1>{}));
 
-/// How TMA moves tiles of rows x columns of a matrix of `Element`; Copy is SM90_TMA_LOAD or SM90_TMA_STORE.
+/// How TMA moves tiles of rows x columns of a matrix of `Element`; Copy is SM90_TMA_LOAD, SM90_TMA_LOAD_MULTICAST or
+/// SM90_TMA_STORE.
 template <class Copy, class Element, int rows, int columns>
 struct TileMap {
   using Matrix = cute::Layout<cute::Shape<int, int>, cute::Stride<int64_t, cute::_1>>;
@@ -68,15 +69,16 @@ struct TileMap {
     return {make_tma_copy(Copy{}, matrix, Tile{}), height, width};
   }
 
-  /// The tile in this place of the grid of tiles, asked for by one thread.
-  CUTLASS_DEVICE void load(Element* shared, int row, int column,
-                           cutlass::arch::ClusterTransactionBarrier& barrier) const {
+  /// The tile in this place of the grid of tiles, asked for by one thread. With SM90_TMA_LOAD_MULTICAST it goes to the
+  /// same addresses in all CTAs of the cluster whose bit `ctas` has, and to the barrier of each.
+  CUTLASS_DEVICE void load(Element* shared, int row, int column, cutlass::arch::ClusterTransactionBarrier& barrier,
+                           uint16_t ctas = 0) const {
     using namespace cute;
     const Tensor from = local_tile(map.get_tma_tensor(make_shape(height, width)), Shape<Int<rows>, Int<columns>>{},
                                    make_coord(row, column));
     const Tensor to = make_tensor(make_smem_ptr(shared), Tile{});
     const auto slice = map.get_slice(0);
-    copy(map.with(reinterpret_cast<uint64_t&>(barrier)), slice.partition_S(from), slice.partition_D(to));
+    copy(map.with(reinterpret_cast<uint64_t&>(barrier), ctas), slice.partition_S(from), slice.partition_D(to));
   }
 
   /// Starts the store as a group of its own; `shared` may be written again after tma_store_wait().
