@@ -394,10 +394,12 @@ with torch.cuda.graph(graph):
     y = torchops.dense(x, w, b)
     grads = torch.autograd.grad(y, (x, w), g)
     torchops.square_matmul_(a, m)
+    h = torchops.glu(start, m, m)
 a.copy_(start)
 graph.replay()
 again = torchops.dense(x, w, b)
-pairs = zip((y, *grads, a), (again, *torch.autograd.grad(again, (x, w), g), torchops.square_matmul_(start, m)))
+expected = again, *torch.autograd.grad(again, (x, w), g), torchops.glu(start, m, m), torchops.square_matmul_(start, m)
+pairs = zip((y, *grads, h, a), expected)
 print("SAME" if all(torch.equal(one, other) for one, other in pairs) else "DIFFERENT")
 """
 

@@ -113,8 +113,16 @@ void glu_rows(const Tensor& z, const Tensor& u, const OptionalTensor& b, const O
   });
 }
 
-// glu of the rows of x by the kernel for few features, which reads and writes each row once; false, with nothing done,
-// where it cannot run. All tensors are matrices.
+// By the kernel for few features, which reads each row once, or by the one for longer sums.
+template <class Narrow, class Wide>
+bool run_fused(const gemm::Problem& problem, const gemm::Case& c, const Tensor& y) {
+  if (gemm::run_chosen<Narrow>(problem, c, y)) return true;
+  const bool prefers_cublas = detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(c);
+  return !prefers_cublas && gemm::run_chosen<Wide>(problem, c, y);
+}
+
+// glu of the rows of x by a kernel that writes nothing but the result; false, with nothing done, where none can run or
+// cuBLAS is faster. All tensors are matrices.
 bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
            const OptionalTensor& bg, GluActivation activation) {
   if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0 ||
@@ -134,8 +142,8 @@ bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& wg, 
   problem.d = *to_y;
   problem.bias = b ? b->const_data_ptr() : nullptr;
   problem.bias2 = bg ? bg->const_data_ptr() : nullptr;
-  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSilu>(problem, *c, y)
-                                            : gemm::run_chosen<gemm::GluSigmoid>(problem, *c, y);
+  return activation == GluActivation::kSilu ? run_fused<gemm::GluSilu, gemm::WideGluSilu>(problem, *c, y)
+                                            : run_fused<gemm::GluSigmoid, gemm::WideGluSigmoid>(problem, *c, y);
 }
 
 Tensor glu_cuda(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
