@@ -17,8 +17,8 @@
 // tensors are matrices of rows. float32 rows with 16-bit weights are rounded panel by panel.
 namespace torchops::cuda {
 
-/// Calls f(begin, end) for panels of rows for which scratch of `row_bytes` each stays within `most_bytes`; for all rows at
-/// once where none is needed.
+/// Calls f(begin, end) for panels of rows for which scratch of `row_bytes` each stays within `most_bytes`; for all rows
+/// at once where none is needed.
 inline void for_each_panel(int64_t rows, int64_t row_bytes, c10::function_ref<void(int64_t, int64_t)> f,
                            int64_t most_bytes = kMaxScratchBytes) {
   const int64_t step = row_bytes == 0 ? rows : std::max(most_bytes / row_bytes, int64_t{1});

@@ -55,14 +55,18 @@ class Layers : public detail::TriangleLayout {
 
   /// Calls f on panels of whole rows of the pair matrix. f has `tensors` of max(c, d) features for each of their
   /// positions at a time, and they may take as much memory as `pairs` pair tensors, or some tens of MiB. Fewer and
-  /// larger panels take less time: an H100 needs 16 MiB of a tensor before it is busy.
+  /// larger panels take less time: an H100 needs 16 MiB of a tensor before it is busy. Small pair tensors, for which
+  /// the launches take most of the time, get a few panels at most.
   template <class F>
   void for_each_panel(int64_t tensors, int64_t pairs, const F& f) const {
+    constexpr int64_t small_pair = int64_t{128} << 20, for_small_pairs = int64_t{256} << 20;
     const int64_t features = std::max({update().x.size(-1), channels(), int64_t{1}});
     const int64_t row_bytes = n() * features * static_cast<int64_t>(update().x.element_size());
+    const int64_t pair_bytes = n() * row_bytes;
+    const int64_t least = pairs > 0 && pair_bytes <= small_pair ? for_small_pairs : kMaxScratchBytes;
     cuda::for_each_panel(
         n(), row_bytes * tensors, [&](int64_t begin, int64_t end) { f(TrianglePanel{begin, end}); },
-        std::max(kMaxScratchBytes, pairs * n() * row_bytes));
+        std::max(least, pairs * pair_bytes));
   }
 
   /// z of rows of x, in the dtype of the products.

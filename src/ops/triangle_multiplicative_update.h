@@ -152,8 +152,8 @@ c10::SymDimVector triangle_product_shape(const TriangleUpdate& update);
 /// Uninitialised gradients, the parameters' in the dtype of the parameters.
 std::vector<at::Tensor> empty_triangle_gradients(const TriangleUpdate& update, const TriangleMask& wanted);
 
-/// N rounded up so that rows of a product are multiples of 32 bytes. Matrix kernels need 16 to be fast at all; on an H100
-/// the 128 products of N = 1025 in bfloat16 take 523 us for rows of 1040 elements and 820 for 1032.
+/// N rounded up so that rows of a product are multiples of 32 bytes. Matrix kernels need 16 to be fast at all; on an
+/// H100 the 128 products of N = 1025 in bfloat16 take 523 us for rows of 1040 elements and 820 for 1032.
 template <class Int>
 Int padded_size(const Int& n, at::ScalarType dtype) {
   const auto step = static_cast<int64_t>(32 / c10::elementSize(dtype));
