@@ -156,6 +156,7 @@ def main() -> int:
         dist.init_process_group("gloo")
     try:
         _run(options, device)
+        dist.barrier()  # nobody leaves while another still waits for gloo
     finally:
         # The model holds the group. A thread of gloo that outlives Python aborts when it frees its last tensor.
         gc.collect()
