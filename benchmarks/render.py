@@ -40,6 +40,7 @@ NAMES = {
     "liger": "Liger",
     "py": "`autograd.Function`",
     "linear": "`F.linear` alone",
+    "packed product": "one product with both weights",
 }
 
 
@@ -148,6 +149,15 @@ _DENSE = [
     ("dense", "forward (4096, 4096, 4096) bfloat16"),
     ("dense", "forward and backward (1048576, 128, 128) bfloat16"),
 ]
+_GATES = [
+    ("gate", "forward (1048576, 128, 128) bfloat16"),
+    ("gate", "forward and backward (1048576, 128, 128) bfloat16"),
+    ("glu", "forward (1048576, 128, 128) bfloat16"),
+    ("glu", "forward and backward (1048576, 128, 128) bfloat16"),
+    ("swiglu", "forward (4096, 1024, 4096) bfloat16"),
+    ("swiglu", "forward (8192, 4096, 11008) bfloat16"),
+    ("swiglu", "forward and backward (8192, 4096, 11008) bfloat16"),
+]
 _IN_PLACE = [
     ("square_matmul_", "forward (1048576, 128) bfloat16"),
     ("square_matmul_", "forward (131072, 1024) bfloat16"),
@@ -161,6 +171,7 @@ _CPU = [
 ]
 TABLES: dict[str, Callable[[], str]] = {
     "dense-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "compile-max", "linear"), _DENSE),
+    "gates-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "packed product"), _GATES),
     "in-place-h100": partial(chosen, H100, "in place", ("eager", "out-of-place"), _IN_PLACE),
     "cpu": partial(chosen, EPYC, "on two cores", ("eager", "out-of-place", "compile"), _CPU),
     "ratios-h100": partial(ratios, H100),
