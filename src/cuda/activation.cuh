@@ -50,6 +50,12 @@ struct Sigmoid {
   /// the absolute error is up to 2.5e-4. For gates of which only sums are left.
   static constexpr float kTanhScale = 0.5f;
   __device__ static float from_tanh(float half, float tanh) { return fmaf(half, tanh, half); }
+  /// The value itself, and its slope y * (1 - y).
+  __device__ static float from_tanh_with_slope(float tanh, float& slope) {
+    const float y = from_tanh(0.5f, tanh);
+    slope = fmaf(-y, y, y);
+    return y;
+  }
 
   /// With e = 2^-|t| and r = 1 / (1 + e) the slope is e * r^2: nothing cancels, as it would in y * (1 - y).
   template <Exactness exactness>

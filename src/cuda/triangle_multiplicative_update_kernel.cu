@@ -8,6 +8,7 @@
 
 #include "cuda/channels.cuh"
 #include "cuda/linear.h"
+#include "cuda/pair_gradient_steps.cuh"
 #include "cuda/pair_steps.h"
 #include "ops/gate.h"
 #include "ops/glu.h"
@@ -269,8 +270,18 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Layers layers(t);
   const TriangleGradients gradients(layers, wanted);
+  const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); };
+  if (PairGradientSteps steps(layers, gradients, grad, product); grad.numel() > 0 && steps.possible()) {
+    std::vector<Tensor> results = gradients.make(
+        grad, product, make, [&](const auto&... tensors) { steps.out(tensors...); },
+        [&](const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz, const Tensor&) {
+          steps.in(e, da, db, dz);
+        });
+    steps.finish();
+    return results;
+  }
   return gradients.make(
-      grad, product, [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); },
+      grad, product, make,
       [&](const auto&... tensors) {
         layers.for_each_panel(
             9, 2, [&](const TrianglePanel& panel) { output_backward(layers, gradients, panel, tensors...); });

@@ -175,14 +175,8 @@ class TriangleGradients {
   TriangleGradients(const TriangleLayout& layout, const TriangleMask& wanted, int64_t chunks = 1)
       : layout_(layout), wanted_(wanted), results_(empty_triangle_gradients(layout.update(), wanted)), sums_(chunks) {
     const TriangleUpdate& t = layout.update();
-    const auto options = layout.options().dtype(moments_dtype(t.dtype()));
-    for (Sums& sums : sums_) {
-      for (size_t i = 0; i < sums.size(); ++i) {
-        if (wants(i)) sums[i] = at::zeros(t.parameters[i]->sizes(), options);
-      }
-    }
     if (wants_z()) dz_ = wanted[0] ? results_[0] : layout.empty(t.x.sizes(), t.x.options());
-    if (wants_mask()) mask_sum_ = at::zeros(t.mask->sizes(), options);
+    if (wants_mask()) mask_sum_ = at::zeros(t.mask->sizes(), sum_options());
   }
 
   bool wants_mask() const { return wanted_[1]; }
@@ -197,8 +191,13 @@ class TriangleGradients {
   at::Tensor dmask(int64_t index) const { return mask_sum_.defined() ? batch_element(mask_sum_, 2, index) : mask_sum_; }
   /// Adds to the gradient of a parameter, if that is wanted.
   void add(size_t parameter, const at::Tensor& part, int64_t chunk = 0) const {
-    if (wants(parameter)) sums_[chunk][parameter].add_(part);
+    if (!wants(parameter)) return;
+    at::Tensor& sum = sums_[chunk][parameter];
+    if (!sum.defined()) sum = at::zeros(layout_.update().parameters[parameter]->sizes(), sum_options());
+    sum.add_(part);
   }
+  /// Where the gradient of a parameter goes, for who makes it whole and never calls add().
+  const at::Tensor& result(size_t parameter) const { return results_[2 + parameter]; }
 
   /// Backward, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of
   /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again; da = d(o) @ b and db = d(o).T @
@@ -208,7 +207,10 @@ class TriangleGradients {
   template <class Make, class Output, class Input>
   std::vector<at::Tensor> make(const at::Tensor& grad, const at::Tensor& product, const Make& make_a_and_b,
                                const Output& output, const Input& input) const {
-    if (grad.numel() == 0) return finish();
+    if (grad.numel() == 0) {
+      for (const at::Tensor& result : results_) result.zero_();
+      return results_;
+    }
     const TriangleUpdate& t = layout_.update();
     for (int64_t index = 0; index < batch_size(t.x, 3); ++index) {
       at::Tensor d_o = wants_a_and_b() ? layout_.empty_matrices() : at::Tensor();
@@ -233,11 +235,15 @@ class TriangleGradients {
  private:
   using Sums = std::array<at::Tensor, kTriangleParameters>;
 
+  at::TensorOptions sum_options() const { return layout_.options().dtype(moments_dtype(layout_.update().dtype())); }
+
   std::vector<at::Tensor> finish() const {
     for (size_t i = 0; i < kTriangleParameters; ++i) {
-      if (!wants(i)) continue;
-      for (size_t chunk = 1; chunk < sums_.size(); ++chunk) sums_[0][i].add_(sums_[chunk][i]);
-      results_[2 + i].copy_(sums_[0][i]);
+      at::Tensor total;
+      for (const Sums& sums : sums_) {
+        if (sums[i].defined()) total = total.defined() ? total.add_(sums[i]) : sums[i];
+      }
+      if (total.defined()) results_[2 + i].copy_(total);
     }
     if (wants_mask()) results_[1].copy_(mask_sum_);
     return results_;
@@ -246,7 +252,7 @@ class TriangleGradients {
   const TriangleLayout& layout_;
   const TriangleMask& wanted_;
   std::vector<at::Tensor> results_;
-  std::vector<Sums> sums_;
+  mutable std::vector<Sums> sums_;
   at::Tensor dz_, mask_sum_;
 };
 

@@ -71,6 +71,8 @@ constexpr Rule<Tiling> kWideGlu[] = {
 
 constexpr Rule<NarrowTiling> kPair[] = {{always, NarrowTiling::k64x128x128}};
 
+constexpr Rule<GradientTiling> kPairGradients[] = {{always, GradientTiling::k128x128}};
+
 constexpr Rule<GradientTiling> kGated[] = {
     {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, GradientTiling::k64x64},
     {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
@@ -101,6 +103,8 @@ TORCHOPS_RULES(WideGluSigmoid, kWideGlu)
 TORCHOPS_RULES(WideGluSilu, kWideGlu)
 TORCHOPS_RULES(TriangleIn, kPair)
 TORCHOPS_RULES(TriangleOut, kPair)
+TORCHOPS_RULES(TriangleInGradients, kPairGradients)
+TORCHOPS_RULES(TriangleOutGradients, kPairGradients)
 TORCHOPS_RULES(DenseGradients, kDenseGradients)
 TORCHOPS_RULES(GateGradients, kGated)
 TORCHOPS_RULES(GluSigmoidGradients, kGated)

@@ -37,6 +37,16 @@ bool has_kernel(const Case& c) {
   });
 }
 
+/// Whether run_chosen() would find a kernel for it.
+template <class Operation>
+bool takes(const typename Operation::Problem& problem, const Case& c) {
+  return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
+    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
+    int64_t workspace_bytes = 0;
+    return kernel != nullptr && kernel->prepare(problem, workspace_bytes).done();
+  });
+}
+
 /// Runs the first kernel that the rules of the operation name, this build has and the problem fits, on the current
 /// stream. `like` tells where its workspace belongs. False, with nothing done, if there is none.
 template <class Operation>

@@ -70,6 +70,22 @@ struct PairProblem {
   void* workspace = nullptr;
 };
 
+/// The gradients of a step of a triangle update: of one side of the step in, whose cotangent is channels[0], with its
+/// value[0], gate[0] and scale[0]; or of the step out, whose cotangent is `grad`, in which channels[0] is o.
+struct PairGradientProblem : PairProblem {
+  Operand grad;
+  /// (n x n x c): the cotangent of the layer norm of x without its weight, so far; the first adds nothing to it, and
+  /// the last makes that of x.
+  Operand dz;
+  bool first = false, last = false;
+  /// Two floats for each position: what the step out leaves to the steps in of the layer norm of x.
+  void* moments = nullptr;
+  int64_t moments_row_stride = 0, moments_stride = 0;
+  void* d_o = nullptr;  // of the step out: of o's strides
+  /// For the value and then the gate: weight (rows x columns), bias (rows).
+  float* sums = nullptr;
+};
+
 /// How a call ended. An error of CUDA is always a failure: it never stands for "another kernel should do this".
 struct Status {
   enum Kind { kDone, kNotForMe, kFailed } kind = kDone;

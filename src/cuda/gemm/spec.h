@@ -78,6 +78,11 @@ inline constexpr int kSpec = 0;
     using Problem = gemm::PairProblem; \
     using Tiling = NarrowTiling;       \
   };
+#define TORCHOPS_PAIR_GRADIENT(name, ...)      \
+  struct name {                                \
+    using Problem = gemm::PairGradientProblem; \
+    using Tiling = GradientTiling;             \
+  };
 #define TORCHOPS_GRADIENT(name, ...) \
   struct name {                      \
     using Problem = GradientProblem; \

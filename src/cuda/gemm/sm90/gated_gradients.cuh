@@ -20,6 +20,7 @@
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
+#include "cuda/gemm/sm90/weight_sums.cuh"
 #include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
@@ -100,9 +101,8 @@ struct GatedGradientsKernel {
   using ProductX = Product<kRows, kK / kDivision, kN, cute::GMMA::Major::K, cute::GMMA::Major::MN, ByColumns>;
   using ProductW = Product<kN, kK, kRows, cute::GMMA::Major::MN, cute::GMMA::Major::MN, ByRows>;
 
-  /// Columns of z that a thread has: neighbouring pairs, 8 apart, in each of two rows.
-  static constexpr int kColumns = kN / kDivision / 4, kSums = kColumns / 8;
-  static_assert(kColumns % 8 == 0);
+  /// Groups of 8 columns of z that a thread has: neighbouring pairs, 8 apart, in each of two rows.
+  static constexpr int kSums = kN / kDivision / 32;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     shared.w_loaded.arrive_and_expect_tx(kWeightBytes);
@@ -118,27 +118,6 @@ struct GatedGradientsKernel {
       p.grad.load(stage.grad.data(), tile, 0, loaded);
       if constexpr (Rule::kReadsC) p.c.load(stage.second.data(), tile, 0, loaded);
     }
-  }
-
-  /// Adds to sums what this thread keeps of the columns of its warp: of its row of lanes (lane / 4 of 8) the pairs
-  /// lane / 4, lane / 4 + 8, ...: lanes exchange halves of what they have, so that nothing is added twice.
-  CUTLASS_DEVICE static void add_columns(float (&columns)[kColumns], float (&sums)[kSums]) {
-    const int lane = threadIdx.x % 32;
-    int count = kColumns;
-    CUTLASS_PRAGMA_UNROLL
-    for (int distance = 16; distance >= 4; distance /= 2) {
-      count /= 2;
-      const bool upper = (lane & distance) != 0;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kColumns / 2; ++i) {
-        if (i >= count) break;
-        const float sent = upper ? columns[i] : columns[i + count];
-        const float kept = upper ? columns[i + count] : columns[i];
-        columns[i] = kept + __shfl_xor_sync(~0u, sent, distance);
-      }
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSums; ++i) sums[i] += columns[i];
   }
 
   // By the consumers, while the first tiles are on their way.
@@ -236,31 +215,34 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
     if constexpr (kProducts == 2) warpgroup_fence_operand(t);
 
     // dz over g, what the second buffer will hold over `second`, and the sums of their columns over both rows.
-    float columns[kProducts][kColumns] = {};
     Tensor g_pairs = recast<cutlass::Array<Element, 2>>(g), second_pairs = recast<cutlass::Array<Element, 2>>(second);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < size(z); i += 2) {  // a thread has pairs of neighbouring columns, and row r + 8 after row r
-      const int in_tile = get<1>(places(i));
-      float2 bias[2];
+    for (int part = 0; part < kSums; ++part) {
+      float columns[kProducts][8] = {};
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kProducts; ++j) bias[j] = *reinterpret_cast<const float2*>(&shared.bias[j][in_tile]);
-      cutlass::Array<float, 2> first_dz, other;
-      CUTLASS_PRAGMA_UNROLL
-      for (int v = 0; v < 2; ++v) {
-        const float first = fmaf(Rule::scale(0), z(i + v), v == 0 ? bias[0].x : bias[0].y);
-        float scaled = 0.f;
-        if constexpr (kProducts == 2) scaled = fmaf(Rule::scale(1), t(i + v), v == 0 ? bias[1].x : bias[1].y);
-        const float c = Rule::kReadsC ? static_cast<float>(second(i + v)) : 0.f;
-        Rule::template backward<kExactness>(static_cast<float>(g(i + v)), first, scaled, c, first_dz[v], other[v]);
-        const int column = i / 4 * 2 + v;
-        columns[0][column] += first_dz[v];
-        if constexpr (kProducts == 2) columns[kProducts - 1][column] += other[v];
+      for (int k = 0; k < 16; k += 2) {  // a thread has pairs of neighbouring columns, and row r + 8 after row r
+        const int i = 16 * part + k, in_tile = get<1>(places(i));
+        float2 bias[2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kProducts; ++j) bias[j] = *reinterpret_cast<const float2*>(&shared.bias[j][in_tile]);
+        cutlass::Array<float, 2> first_dz, other;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < 2; ++v) {
+          const float first = fmaf(Rule::scale(0), z(i + v), v == 0 ? bias[0].x : bias[0].y);
+          float scaled = 0.f;
+          if constexpr (kProducts == 2) scaled = fmaf(Rule::scale(1), t(i + v), v == 0 ? bias[1].x : bias[1].y);
+          const float c = Rule::kReadsC ? static_cast<float>(second(i + v)) : 0.f;
+          Rule::template backward<kExactness>(static_cast<float>(g(i + v)), first, scaled, c, first_dz[v], other[v]);
+          const int column = k / 4 * 2 + v;
+          columns[0][column] += first_dz[v];
+          if constexpr (kProducts == 2) columns[kProducts - 1][column] += other[v];
+        }
+        g_pairs(i / 2) = round(first_dz);
+        second_pairs(i / 2) = round(other);
       }
-      g_pairs(i / 2) = round(first_dz);
-      second_pairs(i / 2) = round(other);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kProducts; ++j) sums_b[j][part] += sum_of_warp(columns[j]);
     }
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < kProducts; ++j) add_columns(columns[j], sums_b[j]);
     write_tile(g, stage.grad.data());
     write_tile(second, stage.second.data());
     if (thread == 0) {
@@ -323,43 +305,17 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
   if constexpr (kProducts == 2) warpgroup_fence_operand(sums_w2);
   if (thread == 0) tma_store_wait<0>();
 
+  // dx of this group has left.
   const int64_t weights = int64_t{p.n} * p.k;
   float* const partial = p.partial + (blockIdx.x * kGroups + group) * (kProducts * (weights + p.n));
-  const Tensor places_w = product_w.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kN>, Int<kK>>{}));
-  const auto write_sums = [&](const auto& sums, float* to) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < size(sums); i += 2) {
-      const auto [row, column] = places_w(i);
-      if (row < p.n && column < p.k) {
-        *reinterpret_cast<float2*>(to + row * p.k + column) = make_float2(sums(i), sums(i + 1));
-      }
-    }
-  };
-  write_sums(sums_w, partial);
-  if constexpr (kProducts == 2) write_sums(sums_w2, partial + weights + p.n);
-
-  // The four warps of a warpgroup have the same columns and other rows. dx of this group has left: it holds their sums.
+  write_weight_sums(product_w, sums_w, thread, partial, p.n, p.k);
+  if constexpr (kProducts == 2) write_weight_sums(product_w, sums_w2, thread, partial + weights + p.n, p.n, p.k);
+  auto* const scratch = reinterpret_cast<float*>(shared.dx[group].data());
   static_assert(4 * kProducts * kN * 4 <= kRows * kK * kSize);
-  sync();
-  auto* const scratch = reinterpret_cast<float*>(shared.dx[group].data());  // 4 x kProducts x kN
-  const int warp = thread % 128 / 32, lane = thread % 32;
   CUTLASS_PRAGMA_UNROLL
   for (int j = 0; j < kProducts; ++j) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSums; ++i) {
-      // Of add_columns: lane / 4 chose among eighths of the thread's columns, which are pairs 8 columns apart.
-      const int column = lane / 4 * kSums + i;
-      const int in_tile = thread / 128 * (kN / kDivision) + column / 2 * 8 + lane % 4 * 2 + column % 2;
-      scratch[(warp * kProducts + j) * kN + in_tile] = sums_b[j][i];
-    }
-  }
-  sync();
-  for (int i = thread; i < kProducts * kN; i += kGroupThreads) {
-    const int j = i / kN, in_tile = i % kN;
-    if (in_tile >= p.n) continue;
-    float sum = 0.f;
-    for (int other = 0; other < 4; ++other) sum += scratch[(other * kProducts + j) * kN + in_tile];
-    partial[j * (weights + p.n) + weights + in_tile] = sum;
+    write_column_sums<kN, kDivision>(sums_b[j], thread, scratch + j * 4 * kN, partial + j * (weights + p.n) + weights,
+                                     p.n, sync);
   }
 }
 

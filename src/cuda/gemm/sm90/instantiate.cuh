@@ -20,10 +20,10 @@ Status run(const typename Operation::Problem& problem, cudaStream_t stream) {
 
 }  // namespace torchops::cuda::gemm
 
-#define TORCHOPS_FORMULA(operation, formula) \
-  template <>                                \
-  struct FormulaOf<operation> {              \
-    using Type = formula;                    \
+#define TORCHOPS_FORMULA(operation, ...) \
+  template <>                            \
+  struct FormulaOf<operation> {          \
+    using Type = __VA_ARGS__;            \
   };
 
 #define TORCHOPS_INSTANCE(operation, element, tiling)                                                        \

@@ -188,9 +188,9 @@ struct alignas(16) NormVectors {
   }
 };
 
-/// Puts a layer norm into a row of a weight in shared memory, a tile of kPairColumns x kK; returns the terms of the
-/// column that it makes, times `scale`. `bias` is null or that of the column.
-template <class Element, int kK>
+/// Puts a layer norm into a row of a weight in shared memory, a tile of `rows` x kK; returns the terms of the column
+/// that it makes, times `scale`. `bias` is null or that of the column.
+template <int rows, class Element, int kK>
 CUTLASS_DEVICE ColumnTerms fold_norm(Element* w, int row, const NormVectors<kK>& norm, const Element* bias,
                                      float scale) {
   using Piece = cutlass::Array<Element, 8>;
@@ -199,7 +199,7 @@ CUTLASS_DEVICE ColumnTerms fold_norm(Element* w, int row, const NormVectors<kK>&
   float sums[2] = {}, shifts[2] = {};
   CUTLASS_PRAGMA_UNROLL
   for (int column = 0; column < kK; column += 8) {
-    auto& piece = *reinterpret_cast<Piece*>(w + swizzled_piece<kPairColumns>(row, column));
+    auto& piece = *reinterpret_cast<Piece*>(w + swizzled_piece<rows>(row, column));
     auto values = widen(piece);
     CUTLASS_PRAGMA_UNROLL
     for (int v = 0; v < 8; ++v) {

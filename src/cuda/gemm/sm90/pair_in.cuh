@@ -91,7 +91,7 @@ struct PairInKernel {
       const int side = i / (kWeights * kColumns / 2), part = i / (kProducts * kColumns) % kParts;
       const int product = i / kColumns % kProducts, row = i % kColumns, channel = part * kColumns + row;
       const Element* const bias = p.sides[side].bias[product];
-      shared.terms[side][part][product][row] = fold_norm<Element, kK>(
+      shared.terms[side][part][product][row] = fold_norm<kColumns>(
           shared.w[side][part][product].data(), row, shared.norm,
           bias == nullptr || channel >= p.d ? nullptr : bias + channel, product == 0 ? 1.f : kGateScale);
     }

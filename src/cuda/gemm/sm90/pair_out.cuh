@@ -90,7 +90,7 @@ struct PairOutKernel {
       const int product = i / (kParts * kColumns), part = i / kColumns % kParts, row = i % kColumns;
       const int column = part * kColumns + row;
       const Element* const bias = p.bias[product];
-      shared.terms[product][part][row] = fold_norm<Element, kK>(
+      shared.terms[product][part][row] = fold_norm<kColumns>(
           shared.w[product][part].data(), row, product == 0 ? shared.norm_o : shared.norm_x,
           bias == nullptr || column >= p.c ? nullptr : bias + column, product == 0 ? 1.f : Gate::kScale);
     }

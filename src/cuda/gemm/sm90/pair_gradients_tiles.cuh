@@ -1,0 +1,182 @@
+#pragma once
+
+// The gradients of a step of a triangle update in one pass over the positions. Nothing of the forward pass but its
+// product is saved: layer norms, projections and gates are made again. With xhat and ohat the normalised rows of x and
+// o, and the weights of the norms inside the matrices (pair.cuh), the step of one side in is
+//
+//   y = (xhat @ w[0].T + b[0]) * F(xhat @ w[1].T + b[1]) * factor of the position,   channels from rows,
+//
+// and the step out the same with ohat in the first product, and rows from channels. From the cotangent of y come du and
+// dt, those of both products, and then
+//
+//   step in     dxhat += du @ w[0] + dt @ w[1];     dw[0] += du.T @ xhat;  dw[1] += dt.T @ xhat
+//   step out    dxhat = dt @ w[1];  dohat = du @ w[0];  dw[0] += du.T @ ohat;  dw[1] += dt.T @ xhat
+//
+// and from dohat, and from the last dxhat, do and dx through the norms.
+//
+//   load warp      tiles of 64 positions -> a stage of shared memory, by TMA, some ahead
+//   2 warpgroups   the products, of which they divide the columns, or for dw the rows; and while those of a tile run,
+//                  xhat and ohat of the next over x and o
+//
+// The sums of dw and of the columns of du and dt stay in registers for all positions, as in gated_gradients.cuh.
+
+#include "cuda/gemm/sm90/pair_norms.cuh"
+
+namespace torchops::cuda::gemm {
+
+template <class Element_, class Gate, bool kOut, GradientTiling tiling>
+struct PairGradientsKernel {
+  using Element = Element_;
+  static constexpr int kRows = kPairRows, kFeatures = kSpec<tiling>.most_n;
+  static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
+  static constexpr int kThreads = kConsumers + 128, kColumns = kFeatures / kWarpgroups;
+  static constexpr int kTileBytes = kRows * kFeatures * static_cast<int>(sizeof(Element));
+  static constexpr int kStages = 3;
+  static_assert(kSpec<tiling>.most_k == kFeatures && kWarpgroups == 2 && kColumns == 64);
+  using PipelineState = cutlass::PipelineState<kStages>;
+
+  /// Of positions in rows, or of channels in rows: the same bytes.
+  using Tile = cute::array_aligned<Element, kRows * kFeatures, 1024>;
+  using Matrix = cute::array_aligned<Element, kFeatures * kFeatures, 1024>;
+  struct Stage {
+    Tile x;      // then xhat; of the step out, in the end dxhat
+    Tile other;  // o, then ohat and in the end do; or dxhat so far, and in the end dxhat or dx
+    Tile grad;   // then du
+  };
+  struct Shared {
+    Matrix w[2];
+    Stage stages[kStages];
+    Tile dt;  // written when all have read that of the tile before
+    alignas(16) float bias[2][kFeatures];
+    float rstd[kStages][kRows];  // of the norm that a gradient goes through: that of o, or of x
+    float2 row_sums[kWarpgroups][kRows];
+    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
+    cutlass::arch::ClusterBarrier consumed[kStages];
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024);
+  // The thread whose store has read the stage, and for the step in each warp whose products have.
+  static constexpr int kConsumedArrivals = 1 + (kOut ? 0 : kConsumers / 32);
+
+  using LoadRows = PlaneMap<cute::SM90_TMA_LOAD, Element, kRows, kFeatures>;
+  using LoadChannels = PlaneMap<cute::SM90_TMA_LOAD, Element, kFeatures, kRows>;
+  using StoreRows = PlaneMap<cute::SM90_TMA_STORE, Element, kRows, kFeatures>;
+  using StoreChannels = PlaneMap<cute::SM90_TMA_STORE, Element, kFeatures, kRows>;
+  using LoadWeight = TileMap<cute::SM90_TMA_LOAD, Element, kFeatures, kFeatures>;
+  struct Parameters {
+    LoadRows x, rows;       // rows: the cotangent of the step out, or dxhat so far
+    LoadChannels channels;  // o, or the cotangent of the step in
+    StoreRows dxhat;
+    StoreChannels d_o;  // of the step out
+    LoadWeight w[2];
+    const Element *bias[2], *norm_x[2], *norm_o[2], *mask;
+    float2* moments;  // of positions
+    int64_t mask_row_stride, mask_stride, moments_row_stride, moments_stride;
+    float eps_x, eps_o, scale;
+    int c, d;
+    bool first, last;  // whether there is no dxhat yet; whether dx is wanted in its place
+    float* partial;    // of each CTA, for each product: dw, then the sums of the columns of du or dt
+    PairTiles tiles;
+
+    /// What a product has for its sums: du or dt is of `outputs`, and what it multiplies of `features`.
+    CUTLASS_HOST_DEVICE int outputs() const { return kOut ? c : d; }
+    CUTLASS_HOST_DEVICE int features(int product) const { return kOut && product == 0 ? d : c; }
+    CUTLASS_HOST_DEVICE int64_t sums(int product) const { return int64_t{outputs()} * (features(product) + 1); }
+  };
+
+  using Major = cute::GMMA::Major;
+  template <int m, int n, int k, Major major_a, Major major_b, class Division>
+  using Product = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::Int<m>, cute::Int<n>, cute::Int<k>>,
+                                 major_a, major_b>(),
+      cute::Layout<Division>{}));
+  using ByColumns = cute::Shape<cute::_1, cute::Int<kWarpgroups>, cute::_1>;
+  using ByRows = cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>;
+  // du and dt lie as the cotangent does.
+  static constexpr Major kOfO = kOut ? Major::MN : Major::K;
+  static constexpr Major kOfDz = kOut ? Major::K : Major::MN, kOfDzT = kOut ? Major::MN : Major::K;
+  using ProductU = Product<kRows, kColumns, kFeatures, kOfO, Major::K, ByColumns>;
+  using ProductT = Product<kRows, kColumns, kFeatures, Major::K, Major::K, ByColumns>;
+  using ProductX = Product<kRows, kColumns, kFeatures, kOfDz, Major::MN, ByColumns>;
+  using ProductW0 = Product<kFeatures, kFeatures, kRows, kOfDzT, kOut ? Major::K : Major::MN, ByRows>;
+  using ProductW1 = Product<kFeatures, kFeatures, kRows, kOfDzT, Major::MN, ByRows>;
+  // Positions in rows as (positions, features) and transposed, and channels in rows the other way round.
+  using InRows = SwizzledRows<Element, kRows, kFeatures>;
+  using InRowsT = SwizzledTransposed<Element, kRows, kFeatures>;
+  using InChannels = SwizzledTransposed<Element, kFeatures, kRows>;
+  using InChannelsT = SwizzledRows<Element, kFeatures, kRows>;
+  using OfDz = std::conditional_t<kOut, InRows, InChannels>;
+  using OfDzT = std::conditional_t<kOut, InRowsT, InChannelsT>;
+
+  CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
+    shared.w_loaded.arrive_and_expect_tx(2 * sizeof(Matrix));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) p.w[i].load(shared.w[i].data(), 0, 0, shared.w_loaded);
+    PipelineState at;
+    for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
+      Stage& stage = shared.stages[at.index()];
+      auto& loaded = shared.loaded[at.index()];
+      const int place = p.tiles.place_in_row(tile), row = p.tiles.row(tile);
+      const bool reads_rows = kOut || !p.first;
+      shared.consumed[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      loaded.arrive_and_expect_tx((reads_rows ? 3 : 2) * kTileBytes);
+      p.x.load(stage.x.data(), place, 0, row, loaded);
+      p.channels.load((kOut ? stage.other : stage.grad).data(), 0, place, row, loaded);
+      if (reads_rows) p.rows.load((kOut ? stage.grad : stage.other).data(), place, 0, row, loaded);
+    }
+  }
+
+  /// The moments of a thread's row of x in the tile, as normalize_row() wants them; null behind the last row.
+  CUTLASS_DEVICE static float2* moments_of_row(const Parameters& p, int64_t tile, int thread) {
+    const int position = p.tiles.place_in_row(tile) * kRows + thread / 4;
+    if (tile >= p.tiles.count() || position >= p.tiles.n) return nullptr;
+    return p.moments + p.tiles.row(tile) * p.moments_row_stride + position * p.moments_stride;
+  }
+
+  /// By the warpgroups, when the stage has been loaded. A fence and sync() must follow.
+  CUTLASS_DEVICE static void normalize(const Parameters& p, Shared& shared, const PipelineState& at, int64_t tile,
+                                       float2 of_row) {
+    Stage& stage = shared.stages[at.index()];
+    auto& rstd = shared.rstd[at.index()];
+    shared.loaded[at.index()].wait(at.phase());
+    const int thread = thread_here();
+    Moments moments;
+    moments.scale[0] = of_row.x;
+    moments.shift[0] = of_row.y;
+    normalize_row<kOut, kFeatures>(stage.x.data(), thread, p.c, p.eps_x, moments);
+    if constexpr (kOut) {
+      float2* const to = moments_of_row(p, tile, thread);
+      if (thread % 4 == 0 && to != nullptr) *to = make_float2(moments.scale[0], moments.shift[0]);
+      normalize_channels<kFeatures>(stage.other.data(), thread, rstd, p.d, p.eps_o);
+    } else {
+      if (thread % 4 == 0) rstd[thread / 4] = of_row.x;
+    }
+  }
+
+  CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(kConsumers, 0); }
+
+  // By the warpgroups, while the first tiles are on their way.
+  CUTLASS_DEVICE static void fold_norms(const Parameters& p, Shared& shared) {
+    using Norm = NormVectors<kFeatures>;
+    static_assert(2 * sizeof(Norm) <= sizeof(Tile));
+    auto* const norms = reinterpret_cast<Norm*>(shared.dt.data());  // of o, of x
+    if (kOut) norms[0].load(p.norm_o[0], p.norm_o[1], p.d, kConsumers);
+    norms[1].load(p.norm_x[0], p.norm_x[1], p.c, kConsumers);
+    sync();
+    shared.w_loaded.wait(0);
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * kFeatures; i += kConsumers) {
+      const int product = i / kFeatures, row = i % kFeatures;
+      const Element* const bias = p.bias[product];
+      shared.bias[product][row] =
+          fold_norm<kFeatures>(shared.w[product].data(), row, norms[kOut && product == 0 ? 0 : 1],
+                               bias == nullptr || row >= p.outputs() ? nullptr : bias + row,
+                               product == 0 ? 1.f : Gate::kTanhScale)
+              .bias;
+    }
+    cutlass::arch::fence_view_async_shared();
+    sync();
+  }
+
+  CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared);
+};
+
+}  // namespace torchops::cuda::gemm

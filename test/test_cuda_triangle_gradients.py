@@ -1,0 +1,156 @@
+"""The gradients of a triangle update by its CUDA kernels: values against float64, what they fall back for, their bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_checks import assert_accurate, poison
+from torch import Tensor
+from triangle_reference import triangle_multiplicative_update as reference
+
+import torchops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+WEIGHTS = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
+
+
+def parameters(c: int, d: int, *, norms: bool = True, biases: bool = True) -> dict[str, Tensor]:
+    """In float64, of the sizes that layers have after training."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.float64)
+
+    made = {"p_in_weight": random(2 * d, c), "g_in_weight": random(2 * d, c), "g_out_weight": random(c, c)}
+    made = {name: w / c**0.5 for name, w in made.items()} | {"p_out_weight": random(c, d) / d**0.5}
+    if norms:
+        made |= {"norm_in_weight": 1 + 0.2 * random(c), "norm_in_bias": 0.2 * random(c)}
+        made |= {"norm_out_weight": 1 + 0.2 * random(d), "norm_out_bias": 0.2 * random(d)}
+    if biases:
+        made |= {"p_in_bias": random(2 * d), "g_in_bias": random(2 * d)}
+        made |= {"p_out_bias": random(c), "g_out_bias": random(c)}
+    return made
+
+
+def gradients(function, x: Tensor, grad: Tensor, direction: str, mask: Tensor | None, weights: dict[str, Tensor]):
+    x = x.detach().requires_grad_()
+    leaves = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
+    y = function(x, direction, mask=mask, **leaves)
+    return dict(zip(("x", *leaves), torch.autograd.grad(y, (x, *leaves.values()), grad), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+@pytest.mark.parametrize(
+    ("batch", "n", "c", "d", "options"),
+    [
+        ((), 64, 128, 128, {}),
+        ((2,), 77, 128, 64, {}),
+        ((), 129, 72, 128, {"norms": False}),
+        ((2, 1), 33, 64, 32, {"biases": False}),
+        ((), 5, 8, 8, {}),
+        ((), 200, 128, 128, {"biases": False, "norms": False}),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
+def test_gradients_by_the_cuda_kernels(batch, n, c, d, options, direction, masked, dtype):
+    torch.manual_seed(0)
+    exact = parameters(c, d, **options)
+    x = 2 * torch.randn(*batch, n, n, c, device="cuda", dtype=torch.float64) + 1
+    mask = torch.rand(*batch, n, n, device="cuda").double() if masked else None
+    grad = torch.randn_like(x)
+    low = {name: w.to(dtype) for name, w in exact.items()}
+    x16, grad16, mask16 = x.to(dtype), grad.to(dtype), None if mask is None else mask.to(dtype)
+    exact = {name: w.double() for name, w in low.items()}
+    want = gradients(
+        reference, x16.double(), grad16.double(), direction, None if mask is None else mask16.double(), exact
+    )
+    eager = gradients(reference, x16, grad16, direction, mask16, low)
+    poison(*x.shape, dtype=dtype)
+    got = gradients(torchops.triangle_multiplicative_update, x16, grad16, direction, mask16, low)
+    few = n < 32  # a handful of positions: neither rounding averages out
+    for name, value in got.items():
+        assert value.dtype == dtype
+        assert value.shape == want[name].shape
+        if few:
+            assert (value.double() - want[name]).norm() <= 0.02 * want[name].norm(), name
+        else:
+            assert_accurate(value, eager[name], want[name])
+
+
+@pytest.mark.parametrize("n", [48, 100])
+def test_a_step_of_the_cuda_kernels_reads_what_it_is_given(n):
+    """Strided x and cotangents, and cotangents that are expanded, have the gradients of their copies."""
+    torch.manual_seed(1)
+    weights = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
+    wide = torch.randn(n, n, 160, device="cuda", dtype=torch.bfloat16)
+    x = wide[..., 16:144].transpose(0, 1)
+    update = torchops.triangle_multiplicative_update
+    for grad in (
+        torch.randn(n, n, 256, device="cuda", dtype=torch.bfloat16)[..., ::2],
+        torch.randn(n, n, 136, device="cuda", dtype=torch.bfloat16)[..., 8:].transpose(0, 1),
+        torch.ones((), device="cuda", dtype=torch.bfloat16).expand(n, n, 128),
+    ):
+        strided = gradients(update, x, grad, "outgoing", None, weights)
+        packed = gradients(update, x.contiguous(), grad.contiguous(), "outgoing", None, weights)
+        for name, value in strided.items():
+            assert torch.equal(value, packed[name]), name
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_gradients_by_the_cuda_kernels_have_the_same_bits(direction):
+    torch.manual_seed(2)
+    weights = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
+    x = torch.randn(300, 300, 128, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+    first = gradients(torchops.triangle_multiplicative_update, x, grad, direction, None, weights)
+    for _ in range(5):
+        poison(*x.shape, dtype=x.dtype)
+        again = gradients(torchops.triangle_multiplicative_update, x, grad, direction, None, weights)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_the_cuda_kernels_agree_with_panels():
+    """Where a weight is frozen or the mask's gradient is wanted the panels run."""
+    torch.manual_seed(3)
+    weights = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
+    x = torch.randn(80, 80, 128, device="cuda", dtype=torch.bfloat16)
+    mask = torch.rand(80, 80, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+    fused = gradients(torchops.triangle_multiplicative_update, x, grad, "outgoing", mask, weights)
+    for frozen in (*WEIGHTS, "mask"):
+        leaf = x.clone().requires_grad_()
+        leaves = {name: w.clone().requires_grad_(name != frozen) for name, w in weights.items()}
+        leaf_mask = mask.clone().requires_grad_(frozen == "mask")
+        y = torchops.triangle_multiplicative_update(leaf, mask=leaf_mask, **leaves)
+        wanted = {"x": leaf} | {name: w for name, w in leaves.items() if w.requires_grad}
+        for name, value in zip(wanted, torch.autograd.grad(y, [*wanted.values()], grad), strict=True):
+            assert (value - fused[name]).norm() <= 0.02 * fused[name].norm(), (frozen, name)
+
+
+def test_memory_of_the_cuda_kernels_training():
+    """One pair tensor is kept for the backward pass, at whose peak there are four, beside dx."""
+    n, mib = 768, 1 << 20
+    weights = {name: w.to(torch.bfloat16).requires_grad_() for name, w in parameters(128, 128).items()}
+    x = torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x)
+    pair = x.nbytes
+
+    def run() -> tuple[int, int]:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = torchops.triangle_multiplicative_update(x, **weights)
+        del_y = y.nbytes
+        kept = torch.cuda.memory_allocated() - before - del_y
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated() - kept
+        result = torch.autograd.grad(y, [x, *weights.values()], grad)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - base
+        del result
+        return kept, peak
+
+    run()
+    kept, peak = run()
+    assert kept <= 1.1 * pair + 64 * mib
+    assert peak - pair <= 4.2 * pair + 64 * mib
