@@ -1,4 +1,4 @@
-"""The gradients of a triangle update by its CUDA kernels: values against float64, what they fall back for, their bits."""
+"""The gradients of a triangle update by its CUDA kernels: values, what they fall back for, bits and memory."""
 
 from __future__ import annotations
 
