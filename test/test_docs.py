@@ -250,6 +250,13 @@ FUNCTIONS = [getattr(module, function) for module in (torchops.ops, torchops.pai
 MODULES = [torchops.nn.Dense, torchops.nn.TriangleMultiplicativeUpdate, torchops.nn.replace]
 
 
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_dtypes_and_memory_of(function: Any) -> None:
+    """Or the function that has the same ones."""
+    assert re.search(r"^ *Memory: ", function.__doc__, re.MULTILINE)
+    assert re.search(r"^ *Dtypes: |dtypes are those of :func:", function.__doc__, re.MULTILINE)
+
+
 @pytest.mark.parametrize("public", [*FUNCTIONS, *MODULES], ids=lambda f: f.__name__)
 def test_docstring_of(public: Any) -> None:
     """Says what is raised where something can be, and its example prints what it shows."""

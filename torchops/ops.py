@@ -56,12 +56,17 @@ _square_matmul_ = torch.ops.myops.square_matmul_
 
 
 def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """``sigmoid(x @ w.T + b)`` without a pass over memory for the sigmoid.
+    """A fully connected *sigmoid* layer: ``sigmoid(x @ w.T + b)``.
 
     Args:
         x: input of shape ``(..., in_features)``.
         w: weight of shape ``(out_features, in_features)``.
         b: bias of shape ``(out_features,)``, or ``None``.
+
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments.
+
+    Memory: no second tensor of the result's size; the pre-activation is never kept. Backward reads ``x``, ``w`` and the
+    result, and makes one tensor of the result's size where no kernel computes all gradients in one pass.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
@@ -80,7 +85,7 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """``v * sigmoid(x @ w.T + b)``; no tensor of the gate is made, nor saved for the gradient.
+    """``v * sigmoid(x @ w.T + b)``; no tensor of the gate is kept, neither beside the result nor for the gradient.
 
     Args:
         v: what is gated, of shape ``(..., out_features)``.
@@ -88,8 +93,12 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         w: weight of shape ``(out_features, in_features)``.
         b: bias of shape ``(out_features,)``, or ``None``.
 
-    Where ``w`` and ``b`` are float16 or bfloat16, each of ``v`` and ``x`` may be float32. Such an ``x`` is rounded to
-    their dtype as it is read, without a copy of its size.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments; but where ``w`` and ``b`` are float16 or
+    bfloat16, each of ``v`` and ``x`` may be float32. Such an ``x`` is rounded to their dtype as it is read, without a
+    copy of its size.
+
+    Memory: beside the result, scratch for some rows at a time at most. Backward reads ``x`` and ``w``, and ``v`` where
+    the gate is trained, and computes the gate again.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
@@ -109,10 +118,12 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Overwrites ``v`` with ``gate(v, x, w, b)`` and returns it, without a second buffer of its size.
 
-    Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
-    gradient, which reads the old ``v``. ``x``, ``w`` and ``b`` may overlap ``v``, and are then copied first, unless
-    ``x`` is ``v``. Apart from that, scratch on the CPU is at most 4 MiB per thread, or one row per thread if rows are
-    longer.
+    Shapes and dtypes are those of :func:`gate`. ``x``, ``w`` and ``b`` may overlap ``v``, and are then copied first,
+    unless ``x`` is ``v``.
+
+    Memory: scratch of at most 4 MiB per thread on the CPU, or one row per thread if rows are longer, and of 32 MiB on a
+    GPU. Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
+    gradient, which reads the old ``v``.
 
     Raises:
         RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf
@@ -137,7 +148,7 @@ def glu(
     *,
     activation: Literal["sigmoid", "silu"] = "sigmoid",
 ) -> Tensor:
-    """``(x @ w.T + b) * activation(x @ wg.T + bg)``: a gated linear unit of which neither factor is ever stored.
+    """``(x @ w.T + b) * activation(x @ wg.T + bg)``: a gated linear unit of which neither factor is kept.
 
     ``F.glu(F.linear(x, p))`` with a packed weight ``p`` is ``glu(x, *p.chunk(2))``; the halves are not copied.
 
@@ -147,8 +158,11 @@ def glu(
         b, bg: biases of shape ``(out_features,)``, or ``None``.
         activation: ``"sigmoid"``, or ``"silu"`` as in SwiGLU.
 
-    Where the weights are float16 or bfloat16, ``x`` may be float32. It is rounded to their dtype as it is read, without
-    a copy of its size.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments; but where the weights are float16 or bfloat16,
+    ``x`` may be float32. It is rounded to their dtype as it is read, without a copy of its size.
+
+    Memory: beside the result, scratch for some rows at a time at most. Backward reads ``x`` and the weights, and
+    computes both factors again.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)`` and of the dtype of the weights.
@@ -168,6 +182,10 @@ def glu(
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))`` of every element, as a new contiguous tensor of the shape of ``x``.
 
+    Dtypes: float32, float64, float16 or bfloat16.
+
+    Memory: the result. Backward reads that.
+
     Raises:
         RuntimeError: the dtype is not supported.
 
@@ -180,9 +198,11 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def sigmoid_(x: Tensor) -> Tensor:
-    """Overwrites ``x`` with ``sigmoid(x)`` and returns it.
+    """Overwrites ``x``, of any shape, with ``sigmoid(x)`` and returns it.
 
-    Training keeps no second tensor, since the gradient reads the result.
+    Dtypes: float32, float64, float16 or bfloat16.
+
+    Memory: no second tensor, in training either, since backward reads the result.
 
     Raises:
         RuntimeError: the dtype is not supported; ``x`` has several elements in one place, as after ``expand``; or ``x``
@@ -207,6 +227,10 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
             batch sizes.
         transpose_b: multiply with the transpose of ``b``, or of each matrix of it.
 
+    Dtypes: float32, float64, float16 or bfloat16, one for both arguments.
+
+    Memory: the result. Backward reads ``b`` where ``a`` requires a gradient, and ``a`` where ``b`` does.
+
     Returns:
         A new contiguous tensor of the shape of ``a``.
 
@@ -225,9 +249,11 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
 def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
-    Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient.
-    ``b`` may overlap ``a``, and is then copied first. So is a ``b`` of which neither rows nor columns are contiguous;
-    on the CPU, one matrix of a batch at a time.
+    Shapes and dtypes are those of :func:`square_matmul`. ``b`` may overlap ``a``, and is then copied first.
+
+    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. A ``b`` of which neither rows nor
+    columns are contiguous is copied; on the CPU, one matrix of a batch at a time. Training copies the old ``a`` only if
+    ``b`` requires a gradient.
 
     Raises:
         RuntimeError: as :func:`square_matmul`; ``a`` has several elements in one place, as after ``expand``; or ``a``
@@ -246,7 +272,11 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """``exp(x) / sum(exp(x))`` along ``dim``, shifted by the maximum, as a new contiguous tensor.
+    """``exp(x) / sum(exp(x))`` along ``dim``, shifted by the maximum, as a new contiguous tensor of the shape of ``x``.
+
+    Dtypes: float32, float64, float16 or bfloat16.
+
+    Memory: the result. Backward reads that.
 
     Raises:
         IndexError: ``dim`` is out of range.
@@ -261,9 +291,12 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def softmax_(x: Tensor, dim: int = -1) -> Tensor:
-    """Overwrites ``x`` with ``softmax(x, dim)`` and returns it.
+    """Overwrites ``x``, of any shape, with ``softmax(x, dim)`` and returns it.
 
-    Training keeps no second tensor, since the gradient reads the result.
+    Dtypes: float32, float64, float16 or bfloat16.
+
+    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU, where a line of more than that whose
+    elements are not adjacent is copied whole. No more in training, since backward reads the result.
 
     Raises:
         IndexError: ``dim`` is out of range.
@@ -296,6 +329,10 @@ def layer_norm(
         bias: shift of shape ``normalized_shape``, or ``None`` for 0.
         eps: added to the variance.
 
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments.
+
+    Memory: the result. Backward reads ``x`` and ``weight``, and two numbers per row.
+
     Returns:
         A new contiguous tensor of the shape of ``x``.
 
@@ -320,8 +357,12 @@ def layer_norm_(
 ) -> Tensor:
     """Overwrites ``x`` with ``layer_norm(x, ...)`` and returns it.
 
-    Training copies the old ``x``, except without ``weight`` and ``bias``, where it keeps two numbers per row.
-    ``weight`` and ``bias`` may overlap ``x``, and are then copied first.
+    Shapes and dtypes are those of :func:`layer_norm`. ``weight`` and ``bias`` may overlap ``x``, and are then copied
+    first.
+
+    Memory: two numbers per row, and scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU, where a row of
+    more than that whose elements are not adjacent is copied whole. Training copies the old ``x``, except without
+    ``weight`` and ``bias``.
 
     Raises:
         RuntimeError: as :func:`layer_norm`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
