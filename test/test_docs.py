@@ -112,6 +112,7 @@ def test_other_blocks_of(page: Path) -> None:
 QUOTED = {
     "README.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
     "docs/guarantees.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
+    "docs/ladder.md": ["examples/ladder/dense_loops.cpp"],
     "docs/serving.md": ["examples/serving/serve.cpp"],
     "docs/adding_an_operator.md": ["src/cuda/gemm/table.def"],  # test_cuda_build.py compiles what it adds to it
 }

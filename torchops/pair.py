@@ -58,8 +58,9 @@ def triangle_multiplicative_update(
         eps: of both layer norms.
 
     Dtypes: float32, float64, float16 or bfloat16, one for all arguments but the mask. Where the parameters are float16
-    or bfloat16, ``x`` may be float32: it is normalised in float32 and then rounded. Under ``torch.autocast`` the mask and the parameters are cast, and no float32 ``x``. In float16
-    nothing has to be scaled by the caller: ``a`` is scaled so that ``o`` does not overflow for want of range.
+    or bfloat16, ``x`` may be float32: it is normalised in float32 and then rounded. Under ``torch.autocast`` the mask
+    and the parameters are cast, and no float32 ``x``. In float16 nothing has to be scaled by the caller: ``a`` is
+    scaled so that ``o`` does not overflow for want of range.
 
     Returns:
         The update, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the parameters.
@@ -125,7 +126,7 @@ def triangle_multiplicative_update_(
 ) -> Tensor:
     """Adds :func:`triangle_multiplicative_update` to ``x``, as a model's residual connection does, and returns ``x``.
 
-    Shapes and dtypes are those of :func:`triangle_multiplicative_update`, and the sum is in the dtype of ``x``. ``mask``
+    Shapes and dtypes are those of :func:`triangle_multiplicative_update`; the sum is in the dtype of ``x``. ``mask``
     and parameters may overlap ``x``, and are then copied first.
 
     Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), and at most 64 MiB. Training keeps ``o`` and a
