@@ -6,7 +6,8 @@ return nothing.
 
 All tensors of one call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
 inputs with 16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that
-names the operator, the argument, what was expected and what was passed; nothing is modified.
+names the operator, the argument, what was expected and what was passed, a ``TypeError`` for what is of another type,
+such as a number in the place of a tensor; nothing is modified.
 
 The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
 and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
@@ -19,8 +20,10 @@ the dtype of its first argument, to which the others are cast, those of ``gate_`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,7 +57,34 @@ _softmax_ = torch.ops.myops.softmax_
 _square_matmul = torch.ops.myops.square_matmul
 _square_matmul_ = torch.ops.myops.square_matmul_
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MISMATCH = re.compile(
+    r"myops::\w+\(\) Expected a value of type '(.*)' for argument '(.*)' but instead found type '(.*)'\."
+)
+_TYPES = {"Optional[Tensor]": "Tensor or None", "List[int]": "tuple of ints"}
 
+
+def with_type_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that raises a ``TypeError`` for an argument of a wrong type, as PyTorch's functions do; its operators
+    raise a ``RuntimeError``. (TorchScript looks the names that `function` uses up where this stands.)"""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            mismatch = _MISMATCH.match(str(error))
+            if mismatch is None:
+                raise
+            expected, argument, got = mismatch.groups()
+            expected = _TYPES.get(expected, expected)
+            raise TypeError(f"{function.__name__}: expected {argument} of type {expected}, got {got}") from None
+
+    return call
+
+
+@with_type_errors
 def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """A fully connected *sigmoid* layer: ``sigmoid(x @ w.T + b)``.
 
@@ -84,6 +114,7 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return _dense(x, w, b)
 
 
+@with_type_errors
 def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """``v * sigmoid(x @ w.T + b)``; no tensor of the gate is kept, neither beside the result nor for the gradient.
 
@@ -115,6 +146,7 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return _gate(v, x, w, b)
 
 
+@with_type_errors
 def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Overwrites ``v`` with ``gate(v, x, w, b)`` and returns it, without a second buffer of its size.
 
@@ -139,6 +171,7 @@ def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return v
 
 
+@with_type_errors
 def glu(
     x: Tensor,
     w: Tensor,
@@ -179,6 +212,7 @@ def glu(
     return _glu(x, w, wg, b, bg, activation=activation)
 
 
+@with_type_errors
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))`` of every element, as a new contiguous tensor of the shape of ``x``.
 
@@ -197,6 +231,7 @@ def sigmoid(x: Tensor) -> Tensor:
     return _sigmoid(x)
 
 
+@with_type_errors
 def sigmoid_(x: Tensor) -> Tensor:
     """Overwrites ``x``, of any shape, with ``sigmoid(x)`` and returns it.
 
@@ -218,6 +253,7 @@ def sigmoid_(x: Tensor) -> Tensor:
     return x
 
 
+@with_type_errors
 def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     """``a @ b``, or ``a @ b.T`` with ``transpose_b``, for a square ``b``, or for one of each of a batch.
 
@@ -246,6 +282,7 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     return _square_matmul(a, b, transpose_b=transpose_b)
 
 
+@with_type_errors
 def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
@@ -271,6 +308,7 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
     return a
 
 
+@with_type_errors
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """``exp(x) / sum(exp(x))`` along ``dim``, shifted by the maximum, as a new contiguous tensor of the shape of ``x``.
 
@@ -290,6 +328,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return _softmax(x, dim)
 
 
+@with_type_errors
 def softmax_(x: Tensor, dim: int = -1) -> Tensor:
     """Overwrites ``x``, of any shape, with ``softmax(x, dim)`` and returns it.
 
@@ -313,6 +352,7 @@ def softmax_(x: Tensor, dim: int = -1) -> Tensor:
     return x
 
 
+@with_type_errors
 def layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -348,6 +388,7 @@ def layer_norm(
     return _layer_norm(x, normalized_shape, weight, bias, eps)
 
 
+@with_type_errors
 def layer_norm_(
     x: Tensor,
     normalized_shape: Sequence[int],

@@ -8,12 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchops.ops import with_type_errors
+
 __all__ = ["triangle_multiplicative_update", "triangle_multiplicative_update_"]
 
 _triangle_multiplicative_update = torch.ops.myops.triangle_multiplicative_update
 _triangle_multiplicative_update_ = torch.ops.myops.triangle_multiplicative_update_
 
 
+@with_type_errors
 def triangle_multiplicative_update(
     x: Tensor,
     direction: Literal["outgoing", "incoming"] = "outgoing",
@@ -104,6 +107,7 @@ def triangle_multiplicative_update(
     )
 
 
+@with_type_errors
 def triangle_multiplicative_update_(
     x: Tensor,
     direction: Literal["outgoing", "incoming"] = "outgoing",
