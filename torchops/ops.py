@@ -105,7 +105,7 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; dtypes or devices differ; or the dtype is not
             supported.
 
-    Example::
+    Example:
 
         >>> torchops.dense(torch.zeros(2, 3), torch.ones(4, 3))
         tensor([[0.5000, 0.5000, 0.5000, 0.5000],
@@ -138,7 +138,7 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         RuntimeError: the shapes do not match, or ``v`` or ``x`` is 0-dimensional; devices differ; or the dtypes are not
             supported together.
 
-    Example::
+    Example:
 
         >>> torchops.gate(torch.tensor([[2.0, 4.0]]), torch.zeros(1, 3), torch.ones(2, 3))
         tensor([[1., 2.]])
@@ -161,7 +161,7 @@ def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf
             that requires grad.
 
-    Example::
+    Example:
 
         >>> v = torch.tensor([[2.0, 4.0]])
         >>> torchops.gate_(v, torch.zeros(1, 3), torch.ones(2, 3)) is v
@@ -204,7 +204,7 @@ def glu(
         RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; the dtypes are not supported
             together; or there is no such activation.
 
-    Example::
+    Example:
 
         >>> torchops.glu(torch.ones(1, 3), torch.ones(2, 3), torch.zeros(2, 3))
         tensor([[1.5000, 1.5000]])
@@ -223,7 +223,7 @@ def sigmoid(x: Tensor) -> Tensor:
     Raises:
         RuntimeError: the dtype is not supported.
 
-    Example::
+    Example:
 
         >>> torchops.sigmoid(torch.zeros(2))
         tensor([0.5000, 0.5000])
@@ -243,7 +243,7 @@ def sigmoid_(x: Tensor) -> Tensor:
         RuntimeError: the dtype is not supported; ``x`` has several elements in one place, as after ``expand``; or ``x``
             is a leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> x = torch.zeros(2)
         >>> torchops.sigmoid_(x) is x
@@ -274,7 +274,7 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
         RuntimeError: ``b`` is not of shape ``(n, n)``, or ``a`` is 0-dimensional; dtypes or devices differ; or the
             dtype is not supported.
 
-    Example::
+    Example:
 
         >>> torchops.square_matmul(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor([[4., 6.]])
@@ -296,7 +296,7 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
         RuntimeError: as :func:`square_matmul`; ``a`` has several elements in one place, as after ``expand``; or ``a``
             is a leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> a = torch.ones(1, 2)
         >>> torchops.square_matmul_(a, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), transpose_b=True)
@@ -320,7 +320,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         IndexError: ``dim`` is out of range.
         RuntimeError: the dtype is not supported.
 
-    Example::
+    Example:
 
         >>> torchops.softmax(torch.zeros(1, 4))
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
@@ -342,7 +342,7 @@ def softmax_(x: Tensor, dim: int = -1) -> Tensor:
         RuntimeError: the dtype is not supported; ``x`` has several elements in one place, as after ``expand``; or ``x``
             is a leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> x = torch.zeros(1, 2)
         >>> torchops.softmax_(x)
@@ -380,7 +380,7 @@ def layer_norm(
         RuntimeError: ``normalized_shape`` is empty, or not the trailing sizes of ``x``; ``weight`` or ``bias`` is not
             of that shape; dtypes or devices differ; or the dtype is not supported.
 
-    Example::
+    Example:
 
         >>> torchops.layer_norm(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
         tensor([[-1.,  1.]])
@@ -409,7 +409,7 @@ def layer_norm_(
         RuntimeError: as :func:`layer_norm`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
             leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> x = torch.tensor([[1.0, 3.0]])
         >>> torchops.layer_norm_(x, (2,), eps=0.0) is x

@@ -76,7 +76,7 @@ def triangle_multiplicative_update(
         RuntimeError: shapes do not match; devices differ; dtypes are not supported together; or the direction does not
             exist.
 
-    Example::
+    Example:
 
         >>> x, p, w = torch.randn(5, 5, 3), torch.randn(4, 3), torch.randn(3, 3)
         >>> out = torchops.triangle_multiplicative_update(
@@ -141,7 +141,7 @@ def triangle_multiplicative_update_(
         RuntimeError: as :func:`triangle_multiplicative_update`; ``x`` has several elements in one place, as after
             ``expand``; or ``x`` is a leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> x, p, w = torch.randn(5, 5, 3), torch.randn(4, 3), torch.randn(3, 3)
         >>> torchops.triangle_multiplicative_update_(
