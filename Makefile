@@ -27,7 +27,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build test test-sanitized coverage demo bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build \
+.PHONY: help build test test-sanitized coverage demo ladder ladder-gpu graph bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build \
   test-gpu bench-gpu results results-gpu site ptx
 
 BIN := $(VENV)/bin
@@ -48,6 +48,7 @@ BUILD_FLAGS = --no-build-isolation --no-deps -C build-dir=$(BUILD) \
 help:
 	@echo "make test    build, then run the Python and the C++ tests"
 	@echo "make demo    build, then show what the operators save in time and memory, in a picture"
+	@echo "make ladder  build, then measure one operator step by step, from Python down to C++; ladder-gpu: down to CUDA"
 	@echo "make bench   build, then measure the operators against PyTorch"
 	@echo "make lint    check style and types;  make format  mend the style"
 	@echo "make build   build and install into $(VENV), in editable mode"
@@ -188,6 +189,15 @@ coverage: $(VENV)/.group-test $(VENV)/.group-coverage
 demo: build $(VENV)/.group-demo
 	$(RUN) examples/demo.py
 
+# docs/ladder.md: LADDER_FLAGS=--save puts the figures where the page shows them.
+LADDER_FLAGS ?=
+ladder: build $(VENV)/.group-demo
+	$(RUN) examples/ladder/climb.py --device cpu $(LADDER_FLAGS)
+
+# The picture in docs/in_place_and_autograd.md. Needs the program dot of Graphviz.
+graph: build $(VENV)/.group-graph
+	$(RUN) examples/backward_graph.py
+
 # A missed target is a line of a table at the end; the status is 1 when an operator of ours failed or was wrong.
 bench: build $(VENV)/.group-demo
 	@failed=; \
@@ -230,6 +240,9 @@ test-gpu: gpu-build
 	echo "ctest:          $$(grep 'tests passed' ctest.log || echo 'did not run')"; \
 	[ -z "$$failed" ]
 
+ladder-gpu: gpu-build
+	cd $(GPU_BUILD); $(GPU_PATH) $(PYTHON) $(CURDIR)/examples/ladder/climb.py --device cuda $(LADDER_FLAGS)
+
 bench-gpu: gpu-build
 	@failed=; cd $(GPU_BUILD); \
 	$(GPU_PATH) $(PYTHON) -m benchmarks run --device cuda $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=yes; \
@@ -239,7 +252,8 @@ bench-gpu: gpu-build
 # The API reference from the docstrings, whose examples are run.
 site: build $(VENV)/.group-site
 	$(RUN) -m sphinx -q -W --keep-going -b html docs/site build/site
-	$(RUN) -m sphinx -q -W -b doctest docs/site build/doctest
+	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(RUN) -m sphinx -q -W -b doctest docs/site build/doctest
+	@grep -E "^ *[1-9][0-9]* tests$$" build/doctest/output.txt  # a block that sphinx does not take for an example is none
 
 # Everything in benchmarks/results that this machine can measure, on one revision, and the tables and pictures made of it.
 # A copy without a history is told it: BENCH_REVISION=<hash>. With BENCH_OUTPUT all goes to another folder, and no page is written.
@@ -250,6 +264,7 @@ MACHINE = $$($(1) -c "import torch; from benchmarks import machine as m; print(m
 results: build $(VENV)/.group-demo
 	@$(COMMITTED)
 	$(MAKE) bench BENCH_FLAGS="--device cpu"
+	$(RUN) examples/ladder/climb.py --device cpu $(or $(BENCH_OUTPUT:%=--output %),--save)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py --bench \
 	  --json $(RESULTS)/$(call MACHINE,$(RUN),cpu)/allreduce.json
 	$(if $(BENCH_OUTPUT),,$(RUN) -m benchmarks render)
@@ -258,7 +273,10 @@ results: build $(VENV)/.group-demo
 results-gpu:
 	@$(COMMITTED)
 	$(MAKE) bench-gpu
-	cd $(GPU_BUILD); $(GPU_PATH) $(PYTHON) $(CURDIR)/examples/models/measure.py --output $(RESULTS)
+	cd $(GPU_BUILD); export $(GPU_PATH); \
+	$(PYTHON) -m benchmarks.triangle --json $(RESULTS)/$(call MACHINE,$(PYTHON),cuda)/triangle.json; \
+	$(PYTHON) $(CURDIR)/examples/ladder/climb.py --device cuda --output $(RESULTS); \
+	$(PYTHON) $(CURDIR)/examples/models/measure.py --output $(RESULTS)
 	$(MAKE) ptx
 	cd $(GPU_BUILD); export $(GPU_PATH); $(PYTHON) $(CURDIR)/examples/ptx/ptx_errors.py \
 	  --json $(RESULTS)/$(call MACHINE,$(PYTHON),cuda)/ptx.json; \
@@ -276,7 +294,7 @@ ptx:
 	  ptxas -arch=$(PTX_ARCH) $(PTXAS_FLAGS) $$file -o $(PTX_BUILD)/$$(basename $$file .ptx).cubin; \
 	done
 
-CXX_FILES = $(shell find src test/cpp examples/serving -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
+CXX_FILES = $(shell find src test/cpp examples/serving examples/ladder -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 PY_DIRS := cmake release torchops test examples benchmarks
 
 lint: $(VENV)/.group-lint $(VENV)/.group-test $(VENV)/.group-demo

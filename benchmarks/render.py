@@ -14,12 +14,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from . import plots, report
+from . import ladder, plots, report
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md")
+PAGES = tuple(ROOT / page for page in ("README.md", "docs/benchmarks.md", "docs/ladder.md", "docs/triangle_update.md"))
 BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)
 
 H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
@@ -138,6 +138,31 @@ def behind(machine: str) -> str:
     return "\n".join([*lines, ""])
 
 
+def triangle(machine: str) -> str:
+    """What `python -m benchmarks.triangle` has measured: times, and memory in pair tensors."""
+    document = json.loads((RESULTS / machine / "triangle.json").read_text())
+    names = ("torchops", "channels first, torch.compile", "as written")
+    lines = [
+        "| N | call | torchops | channels first, `torch.compile` | as papers write it, eager |",
+        "|---|---|---|---|---|",
+    ]
+    for result in document["results"]:
+        times, memory = result["microseconds"], result["pair tensors"]
+        cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in memory}
+        lines.append(_row([str(result["n"]), result["task"], *(cells.get(name, "") for name in names)]))
+    about = document["machine"]
+    where = f"{about['machine']}, torch {about['torch']}, revision {about['revision of src']} of `src`."
+    return "\n".join([*lines, "", where, ""])
+
+
+def climbed(machine: str) -> str:
+    """What `examples/ladder/climb.py` has measured."""
+    path = RESULTS / machine / "ladder.json"
+    if not path.exists():
+        return "Not measured on this machine yet: `make ladder`, or `make ladder-gpu`, with `LADDER_FLAGS=--save`.\n"
+    return ladder.table(json.loads(path.read_text()))
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -178,6 +203,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "behind-h100": partial(behind, H100),
     "ratios-cpu": partial(ratios, EPYC),
     "behind-cpu": partial(behind, EPYC),
+    "triangle-h100": partial(triangle, H100),
+    "ladder-h100": partial(climbed, H100),
+    "ladder-cpu": partial(climbed, EPYC),
 }
 
 
@@ -200,6 +228,8 @@ def run(options: argparse.Namespace) -> int:
             else:
                 ours = next(name for name in OURS if name in document["cases"][0]["peak_bytes"])
                 print(f"{folder.name}: {plots.draw_memory(folder, document['cases'], document, ours)}")
+    if not options.no_plots:
+        print(ladder.draw(RESULTS))
     for page in PAGES:
         page.write_text(rendered(page.read_text()))
     return 0

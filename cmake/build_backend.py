@@ -6,6 +6,9 @@ the build, which scikit-build-core's metadata providers are not told; so the hoo
 
 The source distribution has neither: any supported torch will do, and the version is the one that an index lists. What
 is built from it keeps that version, since installers refuse any other.
+
+An index shows README.md as well, where nothing lies beside it. What its links and pictures say is relative to the
+repository, so in the metadata they have the address that the repository has where a release is built.
 """
 
 from __future__ import annotations
@@ -50,8 +53,27 @@ prepare_metadata_for_build_editable = _noting_options(_backend.prepare_metadata_
 prepare_metadata_for_build_wheel = _noting_options(_backend.prepare_metadata_for_build_wheel)
 
 
+def absolute(markdown: str, address: str, ref: str) -> str:
+    """Markdown whose relative links and pictures lead to a branch or tag of a repository on GitHub."""
+
+    def lead(match: re.Match[str]) -> str:
+        kind = "raw" if match[1] else "blob"
+        return f"{match[1]}[{match[2]}]({address}/{kind}/{ref}/{match[3]})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)", lead, markdown)
+
+
+def _address() -> str:
+    """Of the repository: where a workflow builds, and what a source distribution has noted; else it is unknown."""
+    if repository := os.environ.get("GITHUB_REPOSITORY"):
+        return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
+    noted = Path("PKG-INFO")
+    found = re.search("^Project-URL: Source, (.*)$", noted.read_text(), re.MULTILINE) if noted.exists() else None
+    return found[1] if found else ""
+
+
 class Metadata:
-    """Provider of the fields ``version``, ``dependencies`` and ``optional-dependencies``.
+    """Provider of the fields ``version``, ``readme``, ``dependencies``, ``optional-dependencies`` and ``urls``.
 
     Its settings are ``torch``, the supported range, and ``extras``, the dependency groups that are extras as well.
     """
@@ -69,7 +91,23 @@ class Metadata:
             version = version if from_sdist else f"{version}+{local}"
         groups = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]
         extras = {name: groups[name] for name in settings["extras"]}
-        return {"version": version, "dependencies": [torch], "optional-dependencies": extras}
+        readme, urls, address = Path("README.md").read_text(), {}, _address()
+        if address:
+            ref = f"v{match[1]}"
+            readme = absolute(readme, address, ref)
+            urls = {
+                "Source": address,
+                "Documentation": f"{address}/blob/{ref}/docs/README.md",
+                "Changelog": f"{address}/blob/{ref}/CHANGELOG.md",
+                "Issues": f"{address}/issues",
+            }
+        return {
+            "version": version,
+            "readme": {"text": readme, "content-type": "text/markdown"},
+            "dependencies": [torch],
+            "optional-dependencies": extras,
+            "urls": urls,
+        }
 
     def dynamic_wheel(self, settings: Mapping[str, Any]) -> dict[str, bool]:
         return {"dependencies": True}

@@ -112,6 +112,7 @@ def test_other_blocks_of(page: Path) -> None:
 QUOTED = {
     "README.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
     "docs/guarantees.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
+    "docs/ladder.md": ["examples/ladder/dense_loops.cpp"],
     "docs/serving.md": ["examples/serving/serve.cpp"],
     "docs/adding_an_operator.md": ["src/cuda/gemm/table.def"],  # test_cuda_build.py compiles what it adds to it
 }
@@ -248,6 +249,13 @@ FUNCTIONS = [getattr(module, function) for module in (torchops.ops, torchops.pai
 
 
 MODULES = [torchops.nn.Dense, torchops.nn.TriangleMultiplicativeUpdate, torchops.nn.replace]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_dtypes_and_memory_of(function: Any) -> None:
+    """Or the function that has the same ones."""
+    assert re.search(r"^ *Memory: ", function.__doc__, re.MULTILINE)
+    assert re.search(r"^ *Dtypes: |dtypes are those of :func:", function.__doc__, re.MULTILINE)
 
 
 @pytest.mark.parametrize("public", [*FUNCTIONS, *MODULES], ids=lambda f: f.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from samples import ErrorInput, Sample
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
+
+import torchops
 
 
 def message_of(case: OpCase, error: ErrorInput, arguments: Any, **kwargs: Any) -> str:
@@ -98,6 +101,34 @@ def test_a_leaf_that_requires_grad_is_refused(case: OpCase, device: str, dtype: 
         case.op(*args, **kwargs)
     assert leaf.is_leaf
     assert not torch.equal(leaf, before)
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ops(samples=["matrix"], dtypes=[torch.float32])
+def test_a_wrong_type_is_a_type_error(case: OpCase, sample: Sample) -> None:
+    """As from PyTorch's own functions: for what is no tensor, in place of each tensor."""
+    args, kwargs = sample(torch.float32, "cpu")
+    parameters = inspect.signature(case.wrapper).parameters
+    given = dict(zip(parameters, args, strict=False)) | kwargs
+    for name in [name for name, value in given.items() if isinstance(value, Tensor)]:
+        with pytest.raises(TypeError) as raised:
+            case.wrapper(**{**given, name: "no tensor"})
+        expected = parameters[name].annotation.replace("|", "or")
+        assert str(raised.value) == f"{case.name}: expected {name} of type {expected}, got str"
+
+
+def test_other_wrong_types_are_type_errors() -> None:
+    x = torch.rand(2, 3)
+    for call, text in (
+        (lambda: torchops.softmax(x, 1.5), "softmax: expected dim of type int, got float"),  # type: ignore[arg-type]
+        (lambda: torchops.layer_norm(x, 3), "layer_norm: expected normalized_shape of type tuple of ints, got int"),  # type: ignore[arg-type]
+        (lambda: torchops.glu(x, x, x, activation=1), "glu: expected activation of type str, got int"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert str(raised.value) == text
 
 
 # --- a call that fails below the checks ------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -76,6 +78,40 @@ def test_version_has_its_section_in_the_changelog() -> None:
     version = re.findall(r"project\(torchops VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[0]
     headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert version in headings
+
+
+@pytest.mark.parametrize("repository", ["", "owner/torchops"], ids=["unknown", "known"])
+def test_an_index_can_show_the_readme(repository: str, tmp_path: Path) -> None:
+    """Links and pictures lead to the repository, where that is known, as it is to what is built from the sdist."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
+    environment |= {"GITHUB_REPOSITORY": repository, "PYTHONPATH": str(ROOT / "cmake")}
+    build = [sys.executable, "-c", f"import build_backend; build_backend.build_sdist({str(tmp_path)!r})"]
+    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    information = tmp_path / archive.name.removesuffix(".tar.gz") / "PKG-INFO"
+    header, _, readme = information.read_text().partition("\n\n")
+    lead = re.findall(r"\]\((?!#)([^)\s]+)\)", readme)
+    urls = re.findall("^Project-URL: (.*), (.*)$", header, re.MULTILINE)
+    if not repository:
+        assert readme == (ROOT / "README.md").read_text()
+        assert not urls
+        return
+    assert all(re.match("https?://", address) for address in lead)
+    version = re.findall("^Version: (.*)$", header, re.MULTILINE)[0]
+    prefix = f"https://github.com/{repository}"
+    assert {kind for kind, _ in urls} == {"Source", "Documentation", "Changelog", "Issues"}
+    for address in (*lead, *(url for _, url in urls)):
+        kind, _, path = address.removeprefix(f"{prefix}/").partition(f"/v{version}/")
+        if kind in ("raw", "blob"):
+            assert (ROOT / path.partition("#")[0]).exists(), address
+            assert (kind == "raw") == path.endswith(".png")
+    again = [sys.executable, "-c", "import build_backend; print(build_backend._address())"]
+    del environment["GITHUB_REPOSITORY"]
+    done = subprocess.run(again, cwd=information.parent, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == prefix
 
 
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)

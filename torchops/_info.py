@@ -118,7 +118,7 @@ def info() -> dict[str, Any]:
     :func:`torchops.dense` and, on a GPU, :func:`torchops.square_matmul_` take there), ``dense_path`` (see
     :func:`torchops.cuda.dense_path`) and ``dispatch_keys`` of every operator. Needs no GPU.
 
-    Example::
+    Example:
 
         >>> torchops.info()["dispatch_keys"]["myops::sigmoid"][0]
         'CPU'

@@ -24,7 +24,7 @@ def when_imported(module: str, extend: Callable[[], object]) -> None:
     An exception of ``extend`` becomes a warning. A module has one extension: another call, as the program reloads
     torchops, replaces what has not been called yet.
 
-    Example::
+    Example:
 
         when_imported("torch.utils.flop_counter", register)
     """

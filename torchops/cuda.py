@@ -36,7 +36,7 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
         NotImplementedError: for an operator other than ``dense`` within the ``with`` statement of a traced function,
             unless the path is ``"auto"``.
 
-    Example::
+    Example:
 
         >>> with torchops.cuda.dense_path("cublas"):
         ...     y = torchops.dense(torch.zeros(2, 3), torch.ones(4, 3))

@@ -32,7 +32,7 @@ __all__ = [
 def dense_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
     """``2 * rows * in_features * out_features``.
 
-    Example::
+    Example:
 
         >>> torchops.flops.dense_flops((10, 3), (4, 3))
         240
@@ -45,7 +45,7 @@ def dense_gradients_flops(
 ) -> int:
     """``2 * rows * in_features * out_features`` for each of dx and dw that ``mask`` asks for.
 
-    Example::
+    Example:
 
         >>> torchops.flops.dense_gradients_flops((10, 4), (10, 4), (10, 3), (4, 3), [True, True, False])
         480
@@ -56,7 +56,7 @@ def dense_gradients_flops(
 def gate_flops(v: Sequence[int], x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
     """``2 * rows * in_features * out_features``.
 
-    Example::
+    Example:
 
         >>> torchops.flops.gate_flops((10, 4), (10, 3), (4, 3))
         240
@@ -81,7 +81,7 @@ def gate_backward_flops(
 def glu_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
     """``4 * rows * in_features * out_features``.
 
-    Example::
+    Example:
 
         >>> torchops.flops.glu_flops((10, 3), (4, 3), (4, 3))
         480
@@ -111,7 +111,7 @@ def glu_backward_flops(
 def square_matmul_flops(a: Sequence[int], *args: Any, **kwargs: Any) -> int:
     """``2 * rows * n * n``.
 
-    Example::
+    Example:
 
         >>> torchops.flops.square_matmul_flops((10, 3), (3, 3))
         180
@@ -125,7 +125,7 @@ def triangle_multiplicative_update_flops(
     """For each of the pairs: ``4 * d`` products of ``c`` features on the way in, ``d`` of ``N`` in the middle, and
     ``c`` of ``d`` and of ``c`` on the way out.
 
-    Example::
+    Example:
 
         >>> torchops.flops.triangle_multiplicative_update_flops((5, 5, 3), p_in_weight=(4, 3))
         2450

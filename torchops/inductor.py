@@ -74,7 +74,7 @@ def enable() -> Enabled:
     Returns:
         An object for use in a ``with`` statement. The model has to run for the first time inside the block.
 
-    Example::
+    Example:
 
         >>> with torchops.inductor.enable():
         ...     y = torch.compile(lambda x, w: torch.sigmoid(x @ w.T))(torch.zeros(2, 3), torch.ones(4, 3))

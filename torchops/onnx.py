@@ -53,11 +53,13 @@ def export(
         ValueError: the program has been decomposed, which hides operators that overwrite.
         ImportError: onnx or onnxscript is not installed.
 
-    Example::
+    Example:
 
-        >>> layer = torchops.nn.Dense(3, 4)
-        >>> program = torchops.onnx.export(layer, (torch.zeros(2, 3),), dynamic_shapes=({0: "rows"},))
-        >>> program.save("dense.onnx")
+        >>> layer = torchops.nn.Dense(3, 4).eval()
+        >>> shapes = ({0: "rows"},)
+        >>> program = torchops.onnx.export(layer, (torch.zeros(2, 3),), dynamic_shapes=shapes, verbose=False)
+        >>> print(*(node.op_type for node in program.model_proto.graph.node))
+        MatMul Add Sigmoid
     """
     table = {**translation_table(), **(custom_translation_table or {})}
     if isinstance(model, ExportedProgram):
@@ -77,10 +79,11 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     Raises:
         ImportError: onnxscript is not installed.
 
-    Example::
+    Example:
 
-        >>> table = torchops.onnx.translation_table()
-        >>> program = torch.onnx.export(model, args, dynamo=True, custom_translation_table=table)
+        >>> args, table = (torch.zeros(2, 3),), torchops.onnx.translation_table()
+        >>> layer = torchops.nn.Dense(3, 4).eval()
+        >>> program = torch.onnx.export(layer, args, dynamo=True, custom_translation_table=table, verbose=False)
     """
     from onnxscript import opset18
 

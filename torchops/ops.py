@@ -6,7 +6,8 @@ return nothing.
 
 All tensors of one call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
 inputs with 16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that
-names the operator, the argument, what was expected and what was passed; nothing is modified.
+names the operator, the argument, what was expected and what was passed, a ``TypeError`` for what is of another type,
+such as a number in the place of a tensor; nothing is modified.
 
 The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
 and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
@@ -19,8 +20,10 @@ the dtype of its first argument, to which the others are cast, those of ``gate_`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,14 +57,46 @@ _softmax_ = torch.ops.myops.softmax_
 _square_matmul = torch.ops.myops.square_matmul
 _square_matmul_ = torch.ops.myops.square_matmul_
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MISMATCH = re.compile(
+    r"myops::\w+\(\) Expected a value of type '(.*)' for argument '(.*)' but instead found type '(.*)'\."
+)
+_TYPES = {"Optional[Tensor]": "Tensor or None", "List[int]": "tuple of ints"}
 
+
+def with_type_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that raises a ``TypeError`` for an argument of a wrong type, as PyTorch's functions do; its operators
+    raise a ``RuntimeError``. (TorchScript looks the names that `function` uses up where this stands.)"""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            mismatch = _MISMATCH.match(str(error))
+            if mismatch is None:
+                raise
+            expected, argument, got = mismatch.groups()
+            expected = _TYPES.get(expected, expected)
+            raise TypeError(f"{function.__name__}: expected {argument} of type {expected}, got {got}") from None
+
+    return call
+
+
+@with_type_errors
 def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """``sigmoid(x @ w.T + b)`` without a pass over memory for the sigmoid.
+    """A fully connected *sigmoid* layer: ``sigmoid(x @ w.T + b)``.
 
     Args:
         x: input of shape ``(..., in_features)``.
         w: weight of shape ``(out_features, in_features)``.
         b: bias of shape ``(out_features,)``, or ``None``.
+
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments.
+
+    Memory: no second tensor of the result's size; the pre-activation is never kept. Backward reads ``x``, ``w`` and the
+    result, and makes one tensor of the result's size where no kernel computes all gradients in one pass.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
@@ -70,7 +105,7 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; dtypes or devices differ; or the dtype is not
             supported.
 
-    Example::
+    Example:
 
         >>> torchops.dense(torch.zeros(2, 3), torch.ones(4, 3))
         tensor([[0.5000, 0.5000, 0.5000, 0.5000],
@@ -79,8 +114,9 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return _dense(x, w, b)
 
 
+@with_type_errors
 def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """``v * sigmoid(x @ w.T + b)``; no tensor of the gate is made, nor saved for the gradient.
+    """``v * sigmoid(x @ w.T + b)``; no tensor of the gate is kept, neither beside the result nor for the gradient.
 
     Args:
         v: what is gated, of shape ``(..., out_features)``.
@@ -88,8 +124,12 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         w: weight of shape ``(out_features, in_features)``.
         b: bias of shape ``(out_features,)``, or ``None``.
 
-    Where ``w`` and ``b`` are float16 or bfloat16, each of ``v`` and ``x`` may be float32. Such an ``x`` is rounded to
-    their dtype as it is read, without a copy of its size.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments; but where ``w`` and ``b`` are float16 or
+    bfloat16, each of ``v`` and ``x`` may be float32. Such an ``x`` is rounded to their dtype as it is read, without a
+    copy of its size.
+
+    Memory: beside the result, scratch for some rows at a time at most. Backward reads ``x`` and ``w``, and ``v`` where
+    the gate is trained, and computes the gate again.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
@@ -98,7 +138,7 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         RuntimeError: the shapes do not match, or ``v`` or ``x`` is 0-dimensional; devices differ; or the dtypes are not
             supported together.
 
-    Example::
+    Example:
 
         >>> torchops.gate(torch.tensor([[2.0, 4.0]]), torch.zeros(1, 3), torch.ones(2, 3))
         tensor([[1., 2.]])
@@ -106,19 +146,22 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return _gate(v, x, w, b)
 
 
+@with_type_errors
 def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Overwrites ``v`` with ``gate(v, x, w, b)`` and returns it, without a second buffer of its size.
 
-    Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
-    gradient, which reads the old ``v``. ``x``, ``w`` and ``b`` may overlap ``v``, and are then copied first, unless
-    ``x`` is ``v``. Apart from that, scratch on the CPU is at most 4 MiB per thread, or one row per thread if rows are
-    longer.
+    Shapes and dtypes are those of :func:`gate`. ``x``, ``w`` and ``b`` may overlap ``v``, and are then copied first,
+    unless ``x`` is ``v``.
+
+    Memory: scratch of at most 4 MiB per thread on the CPU, or one row per thread if rows are longer, and of 32 MiB on a
+    GPU. Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
+    gradient, which reads the old ``v``.
 
     Raises:
         RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf
             that requires grad.
 
-    Example::
+    Example:
 
         >>> v = torch.tensor([[2.0, 4.0]])
         >>> torchops.gate_(v, torch.zeros(1, 3), torch.ones(2, 3)) is v
@@ -128,6 +171,7 @@ def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return v
 
 
+@with_type_errors
 def glu(
     x: Tensor,
     w: Tensor,
@@ -137,7 +181,7 @@ def glu(
     *,
     activation: Literal["sigmoid", "silu"] = "sigmoid",
 ) -> Tensor:
-    """``(x @ w.T + b) * activation(x @ wg.T + bg)``: a gated linear unit of which neither factor is ever stored.
+    """``(x @ w.T + b) * activation(x @ wg.T + bg)``: a gated linear unit of which neither factor is kept.
 
     ``F.glu(F.linear(x, p))`` with a packed weight ``p`` is ``glu(x, *p.chunk(2))``; the halves are not copied.
 
@@ -147,8 +191,11 @@ def glu(
         b, bg: biases of shape ``(out_features,)``, or ``None``.
         activation: ``"sigmoid"``, or ``"silu"`` as in SwiGLU.
 
-    Where the weights are float16 or bfloat16, ``x`` may be float32. It is rounded to their dtype as it is read, without
-    a copy of its size.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments; but where the weights are float16 or bfloat16,
+    ``x`` may be float32. It is rounded to their dtype as it is read, without a copy of its size.
+
+    Memory: beside the result, scratch for some rows at a time at most. Backward reads ``x`` and the weights, and
+    computes both factors again.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)`` and of the dtype of the weights.
@@ -157,7 +204,7 @@ def glu(
         RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; the dtypes are not supported
             together; or there is no such activation.
 
-    Example::
+    Example:
 
         >>> torchops.glu(torch.ones(1, 3), torch.ones(2, 3), torch.zeros(2, 3))
         tensor([[1.5000, 1.5000]])
@@ -165,13 +212,18 @@ def glu(
     return _glu(x, w, wg, b, bg, activation=activation)
 
 
+@with_type_errors
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))`` of every element, as a new contiguous tensor of the shape of ``x``.
+
+    Dtypes: float32, float64, float16 or bfloat16.
+
+    Memory: the result. Backward reads that.
 
     Raises:
         RuntimeError: the dtype is not supported.
 
-    Example::
+    Example:
 
         >>> torchops.sigmoid(torch.zeros(2))
         tensor([0.5000, 0.5000])
@@ -179,16 +231,19 @@ def sigmoid(x: Tensor) -> Tensor:
     return _sigmoid(x)
 
 
+@with_type_errors
 def sigmoid_(x: Tensor) -> Tensor:
-    """Overwrites ``x`` with ``sigmoid(x)`` and returns it.
+    """Overwrites ``x``, of any shape, with ``sigmoid(x)`` and returns it.
 
-    Training keeps no second tensor, since the gradient reads the result.
+    Dtypes: float32, float64, float16 or bfloat16.
+
+    Memory: no second tensor, in training either, since backward reads the result.
 
     Raises:
         RuntimeError: the dtype is not supported; ``x`` has several elements in one place, as after ``expand``; or ``x``
             is a leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> x = torch.zeros(2)
         >>> torchops.sigmoid_(x) is x
@@ -198,6 +253,7 @@ def sigmoid_(x: Tensor) -> Tensor:
     return x
 
 
+@with_type_errors
 def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     """``a @ b``, or ``a @ b.T`` with ``transpose_b``, for a square ``b``, or for one of each of a batch.
 
@@ -207,6 +263,10 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
             batch sizes.
         transpose_b: multiply with the transpose of ``b``, or of each matrix of it.
 
+    Dtypes: float32, float64, float16 or bfloat16, one for both arguments.
+
+    Memory: the result. Backward reads ``b`` where ``a`` requires a gradient, and ``a`` where ``b`` does.
+
     Returns:
         A new contiguous tensor of the shape of ``a``.
 
@@ -214,7 +274,7 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
         RuntimeError: ``b`` is not of shape ``(n, n)``, or ``a`` is 0-dimensional; dtypes or devices differ; or the
             dtype is not supported.
 
-    Example::
+    Example:
 
         >>> torchops.square_matmul(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor([[4., 6.]])
@@ -222,18 +282,21 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     return _square_matmul(a, b, transpose_b=transpose_b)
 
 
+@with_type_errors
 def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
-    Scratch is at most 4 MiB per thread on the CPU. Training copies the old ``a`` only if ``b`` requires a gradient.
-    ``b`` may overlap ``a``, and is then copied first. So is a ``b`` of which neither rows nor columns are contiguous;
-    on the CPU, one matrix of a batch at a time.
+    Shapes and dtypes are those of :func:`square_matmul`. ``b`` may overlap ``a``, and is then copied first.
+
+    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. A ``b`` of which neither rows nor
+    columns are contiguous is copied; on the CPU, one matrix of a batch at a time. Training copies the old ``a`` only if
+    ``b`` requires a gradient.
 
     Raises:
         RuntimeError: as :func:`square_matmul`; ``a`` has several elements in one place, as after ``expand``; or ``a``
             is a leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> a = torch.ones(1, 2)
         >>> torchops.square_matmul_(a, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), transpose_b=True)
@@ -245,14 +308,19 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
     return a
 
 
+@with_type_errors
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """``exp(x) / sum(exp(x))`` along ``dim``, shifted by the maximum, as a new contiguous tensor.
+    """``exp(x) / sum(exp(x))`` along ``dim``, shifted by the maximum, as a new contiguous tensor of the shape of ``x``.
+
+    Dtypes: float32, float64, float16 or bfloat16.
+
+    Memory: the result. Backward reads that.
 
     Raises:
         IndexError: ``dim`` is out of range.
         RuntimeError: the dtype is not supported.
 
-    Example::
+    Example:
 
         >>> torchops.softmax(torch.zeros(1, 4))
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
@@ -260,17 +328,21 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return _softmax(x, dim)
 
 
+@with_type_errors
 def softmax_(x: Tensor, dim: int = -1) -> Tensor:
-    """Overwrites ``x`` with ``softmax(x, dim)`` and returns it.
+    """Overwrites ``x``, of any shape, with ``softmax(x, dim)`` and returns it.
 
-    Training keeps no second tensor, since the gradient reads the result.
+    Dtypes: float32, float64, float16 or bfloat16.
+
+    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU, where a line of more than that whose
+    elements are not adjacent is copied whole. No more in training, since backward reads the result.
 
     Raises:
         IndexError: ``dim`` is out of range.
         RuntimeError: the dtype is not supported; ``x`` has several elements in one place, as after ``expand``; or ``x``
             is a leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> x = torch.zeros(1, 2)
         >>> torchops.softmax_(x)
@@ -280,6 +352,7 @@ def softmax_(x: Tensor, dim: int = -1) -> Tensor:
     return x
 
 
+@with_type_errors
 def layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -296,6 +369,10 @@ def layer_norm(
         bias: shift of shape ``normalized_shape``, or ``None`` for 0.
         eps: added to the variance.
 
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments.
+
+    Memory: the result. Backward reads ``x`` and ``weight``, and two numbers per row.
+
     Returns:
         A new contiguous tensor of the shape of ``x``.
 
@@ -303,7 +380,7 @@ def layer_norm(
         RuntimeError: ``normalized_shape`` is empty, or not the trailing sizes of ``x``; ``weight`` or ``bias`` is not
             of that shape; dtypes or devices differ; or the dtype is not supported.
 
-    Example::
+    Example:
 
         >>> torchops.layer_norm(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
         tensor([[-1.,  1.]])
@@ -311,6 +388,7 @@ def layer_norm(
     return _layer_norm(x, normalized_shape, weight, bias, eps)
 
 
+@with_type_errors
 def layer_norm_(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -320,14 +398,18 @@ def layer_norm_(
 ) -> Tensor:
     """Overwrites ``x`` with ``layer_norm(x, ...)`` and returns it.
 
-    Training copies the old ``x``, except without ``weight`` and ``bias``, where it keeps two numbers per row.
-    ``weight`` and ``bias`` may overlap ``x``, and are then copied first.
+    Shapes and dtypes are those of :func:`layer_norm`. ``weight`` and ``bias`` may overlap ``x``, and are then copied
+    first.
+
+    Memory: two numbers per row, and scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU, where a row of
+    more than that whose elements are not adjacent is copied whole. Training copies the old ``x``, except without
+    ``weight`` and ``bias``.
 
     Raises:
         RuntimeError: as :func:`layer_norm`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
             leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> x = torch.tensor([[1.0, 3.0]])
         >>> torchops.layer_norm_(x, (2,), eps=0.0) is x

@@ -8,12 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchops.ops import with_type_errors
+
 __all__ = ["triangle_multiplicative_update", "triangle_multiplicative_update_"]
 
 _triangle_multiplicative_update = torch.ops.myops.triangle_multiplicative_update
 _triangle_multiplicative_update_ = torch.ops.myops.triangle_multiplicative_update_
 
 
+@with_type_errors
 def triangle_multiplicative_update(
     x: Tensor,
     direction: Literal["outgoing", "incoming"] = "outgoing",
@@ -57,9 +60,10 @@ def triangle_multiplicative_update(
         g_out_weight: of shape ``(c, c)``; its bias ``(c,)``, or ``None``.
         eps: of both layer norms.
 
-    All parameters share one dtype. Where that is float16 or bfloat16, ``x`` may be float32: it is normalised in float32
-    and then rounded. Under ``torch.autocast`` the mask and the parameters are cast, and no float32 ``x``. In float16
-    nothing has to be scaled by the caller: ``a`` is scaled so that ``o`` does not overflow for want of range.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments but the mask. Where the parameters are float16
+    or bfloat16, ``x`` may be float32: it is normalised in float32 and then rounded. Under ``torch.autocast`` the mask
+    and the parameters are cast, and no float32 ``x``. In float16 nothing has to be scaled by the caller: ``a`` is
+    scaled so that ``o`` does not overflow for want of range.
 
     Returns:
         The update, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the parameters.
@@ -72,7 +76,7 @@ def triangle_multiplicative_update(
         RuntimeError: shapes do not match; devices differ; dtypes are not supported together; or the direction does not
             exist.
 
-    Example::
+    Example:
 
         >>> x, p, w = torch.randn(5, 5, 3), torch.randn(4, 3), torch.randn(3, 3)
         >>> out = torchops.triangle_multiplicative_update(
@@ -103,6 +107,7 @@ def triangle_multiplicative_update(
     )
 
 
+@with_type_errors
 def triangle_multiplicative_update_(
     x: Tensor,
     direction: Literal["outgoing", "incoming"] = "outgoing",
@@ -125,7 +130,8 @@ def triangle_multiplicative_update_(
 ) -> Tensor:
     """Adds :func:`triangle_multiplicative_update` to ``x``, as a model's residual connection does, and returns ``x``.
 
-    The sum is in the dtype of ``x``. ``mask`` and parameters may overlap ``x``, and are then copied first.
+    Shapes and dtypes are those of :func:`triangle_multiplicative_update`; the sum is in the dtype of ``x``. ``mask``
+    and parameters may overlap ``x``, and are then copied first.
 
     Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), and at most 64 MiB. Training keeps ``o`` and a
     copy of the old ``x``. Where memory runs out halfway, a part of ``x`` may be overwritten.
@@ -135,7 +141,7 @@ def triangle_multiplicative_update_(
         RuntimeError: as :func:`triangle_multiplicative_update`; ``x`` has several elements in one place, as after
             ``expand``; or ``x`` is a leaf that requires grad.
 
-    Example::
+    Example:
 
         >>> x, p, w = torch.randn(5, 5, 3), torch.randn(4, 3), torch.randn(3, 3)
         >>> torchops.triangle_multiplicative_update_(

@@ -15,7 +15,7 @@ namespace torchops {
 ///
 /// x: (..., in); w, wg: (out, in); b, bg: (out,) or none; activation: "sigmoid" or "silu". All of one floating-point
 /// dtype and device, except that x may be float32 where the others are float16 or bfloat16: it is then rounded to their
-/// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype; neither factor is ever stored. w and
+/// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype; neither factor is kept. w and
 /// wg may be the halves of one tensor. Throws c10::Error, with nothing computed, when arguments do not fit.
 TORCHOPS_API at::Tensor glu(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                             const std::optional<at::Tensor>& b = {}, const std::optional<at::Tensor>& bg = {},

@@ -31,7 +31,7 @@ class Dense(nn.Linear):
     Raises:
         RuntimeError: as :func:`torchops.dense`, when called.
 
-    Example::
+    Example:
 
         >>> layer = torchops.nn.Dense(3, 4)
         >>> layer(torch.zeros(2, 3)).shape
@@ -59,7 +59,7 @@ class Gate(nn.Linear):
     Shape:
         ``v`` of ``(..., out_features)`` and ``x`` of ``(..., in_features)`` to ``(..., out_features)``.
 
-    Example::
+    Example:
 
         >>> layer = torchops.nn.Gate(3, 4)
         >>> layer(torch.ones(2, 4), torch.zeros(2, 3)).shape
@@ -90,7 +90,7 @@ class GLU(nn.Module):
     Raises:
         ValueError: an activation that does not exist.
 
-    Example::
+    Example:
 
         >>> layer = torchops.nn.GLU(3, 4, activation="silu")
         >>> layer(torch.zeros(2, 3)).shape

@@ -51,7 +51,7 @@ class TriangleMultiplicativeUpdate(nn.Module):
         ValueError: a direction that does not exist.
         RuntimeError: as :func:`torchops.triangle_multiplicative_update`, when called.
 
-    Example::
+    Example:
 
         >>> layer = torchops.nn.TriangleMultiplicativeUpdate(8, direction="incoming")
         >>> layer(torch.randn(5, 5, 8), mask=torch.ones(5, 5)).shape

@@ -103,7 +103,7 @@ def replace(model: nn.Module) -> Replacements:
         What was replaced and what was left. ``model`` itself, whose name is empty, may get another forward, and stays
         the same object.
 
-    Example::
+    Example:
 
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
         >>> torchops.nn.replace(model)
