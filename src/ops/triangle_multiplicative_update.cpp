@@ -156,17 +156,22 @@ void detail::check_triangle(const char* op, const TriangleArguments& t, bool wri
 
 TriangleUpdate detail::split(const TriangleArguments& t) {
   const c10::SymInt d = t.p_in_weight.sym_size(0) / 2;
-  const auto half = [&](const OptionalTensor& packed, int64_t i) {
-    return packed ? OptionalTensor(packed->narrow_symint(0, d * i, d)) : packed;
+  // One view of both halves, so that the gradient of a packed parameter is one concatenation.
+  const auto halves = [&](const OptionalTensor& packed) -> std::array<OptionalTensor, 2> {
+    if (!packed) return {};
+    const std::vector<Tensor> parts = packed->split_with_sizes_symint({d, d});
+    return {parts[0], parts[1]};
   };
-  return {
-      t.x,
-      t.mask,
-      {t.norm_in_weight, t.norm_in_bias, half(t.p_in_weight, 0), half(t.p_in_bias, 0), half(t.p_in_weight, 1),
-       half(t.p_in_bias, 1), half(t.g_in_weight, 0), half(t.g_in_bias, 0), half(t.g_in_weight, 1), half(t.g_in_bias, 1),
-       t.norm_out_weight, t.norm_out_bias, t.p_out_weight, t.p_out_bias, t.g_out_weight, t.g_out_bias},
-      t.direction == "outgoing",
-      t.eps};
+  const auto [p_a, p_b] = halves(t.p_in_weight);
+  const auto [p_a_bias, p_b_bias] = halves(t.p_in_bias);
+  const auto [g_a, g_b] = halves(t.g_in_weight);
+  const auto [g_a_bias, g_b_bias] = halves(t.g_in_bias);
+  return {t.x,
+          t.mask,
+          {t.norm_in_weight, t.norm_in_bias, p_a, p_a_bias, p_b, p_b_bias, g_a, g_a_bias, g_b, g_b_bias,
+           t.norm_out_weight, t.norm_out_bias, t.p_out_weight, t.p_out_bias, t.g_out_weight, t.g_out_bias},
+          t.direction == "outgoing",
+          t.eps};
 }
 
 TriangleParameters detail::to_array(const TriangleParameterList& parameters) {
