@@ -107,7 +107,7 @@ def test_a_leaf_that_requires_grad_is_refused(case: OpCase, device: str, dtype: 
 def test_version_when_the_kernel_fails(case: OpCase, sample: Sample) -> None:
     """What a failed call did not write is no modification: a backward that reads it goes on."""
 
-    def failing(*args: Any) -> None:
+    def failing(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of luck")
 
     args, kwargs = sample(torch.float32, "cpu")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close, random_like
+from checks import assert_all_close, random_like, tensors, with_tensors
 from op_db import OPS, OpCase
 from samples import Arguments, Sample
 from torch import Tensor, nn
@@ -54,14 +54,12 @@ class Calls(nn.Module):
         self.eval()
 
     def inputs(self) -> tuple[Tensor, ...]:
-        return tuple(a for _, (args, _) in self.calls for a in args if isinstance(a, Tensor))
+        return tuple(t for _, arguments in self.calls for t in tensors(arguments))
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rest = iter(tensors)
-        return tuple(
-            case.pure(*(next(rest) if isinstance(a, Tensor) else a for a in args), **kwargs)
-            for case, (args, kwargs) in self.calls
-        )
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(values)
+        passed = [(case, with_tensors(arguments, rest)) for case, arguments in self.calls]
+        return tuple(case.pure(*args, **kwargs) for case, (args, kwargs) in passed)
 
     def expected(self) -> list[Tensor]:
         return [case.reference(*args, **kwargs) for case, (args, kwargs) in self.calls]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import random_like
+from checks import random_like, tensors
 from op_db import OpCase, copy_like
 from samples import Sample
 
@@ -42,11 +42,9 @@ def test_static(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -
 @pytest.mark.ops(leaves=True, dtypes=[torch.float32], samples=["matrix"])
 def test_frozen_arguments(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     """Each differentiable argument alone requires a gradient."""
-    for wanted, value in enumerate(sample(dtype, device)[0]):
-        if not isinstance(value, torch.Tensor):
-            continue
+    for wanted in range(len(tensors(sample(dtype, device)))):
         args, kwargs = sample(dtype, device)
-        args[wanted].requires_grad_()
+        tensors((args, kwargs))[wanted].requires_grad_()
         if case.mutates is not None:
             args[case.mutates] = copy_like(args[case.mutates])
         torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=UTILITIES)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-from torchops import ops
+from torchops import ops, pair
 
 __all__ = ["export", "translation_table"]
 
-_MUTATING = {name: getattr(torch.ops.myops, name) for name in ops.__all__ if name.endswith("_")}
+_MUTATING = {name: getattr(torch.ops.myops, name) for name in (*ops.__all__, *pair.__all__) if name.endswith("_")}
 # From each operator that overwrites, by either way to call it, to the one that returns the same values.
 _FUNCTIONAL = {
     called: getattr(torch.ops.myops, name.removesuffix("_"))
@@ -126,9 +126,30 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         y, *_moments = op.LayerNormalization(x, weight, bias, axis=-dims, epsilon=eps)
         return y
 
+    def transition(
+        x: Any,
+        *,
+        norm_weight: Any = None,
+        norm_bias: Any = None,
+        gate_weight: Any,
+        gate_bias: Any = None,
+        up_weight: Any,
+        up_bias: Any = None,
+        down_weight: Any,
+        down_bias: Any = None,
+        eps: float = 1e-5,
+    ) -> Any:
+        affine = (t if t is None or t.dtype == x.dtype else op.CastLike(t, x) for t in (norm_weight, norm_bias))
+        z = layer_norm(x, x.shape[-1:], *affine, eps=eps)
+        z = z if x.dtype == gate_weight.dtype else op.CastLike(z, gate_weight)
+        u, v = (op.MatMul(z, op.Transpose(w, perm=[1, 0])) for w in (gate_weight, up_weight))
+        u, v = (t if b is None else op.Add(t, b) for t, b in ((u, gate_bias), (v, up_bias)))
+        y = op.MatMul(op.Mul(op.Mul(u, op.Sigmoid(u)), v), op.Transpose(down_weight, perm=[1, 0]))
+        return y if down_bias is None else op.Add(y, down_bias)
+
     return {
         getattr(torch.ops.myops, translation.__name__).default: translation
-        for translation in (dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm)
+        for translation in (dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition)
     }
 
 
