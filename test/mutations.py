@@ -87,6 +87,7 @@ def _gating(x: Tensor) -> tuple[Any, ...]:
 
 _BY_NAME = {case.name: case for case in OPS}
 
+
 def _transition(x: Tensor) -> tuple[Any, ...]:
     """Norms, then gate, up and down with a bias each."""
     shapes = [(5,), (5,), (7, 5), (7,), (7, 5), (7,), (5, 7), (5,)]

@@ -41,6 +41,7 @@ from samples import (
 from torch import Tensor
 from transition_samples import (
     TRANSITION_ERRORS,
+    TRANSITION_KEYWORDS,
     TRANSITION_OVERLAPS,
     transition_reference,
     transition_reference_,
@@ -67,6 +68,7 @@ class OpCase:
     twin: str | None = None  # the functional operator that computes the same
     dtypes: tuple[torch.dtype, ...] = DTYPES
     recomputes: float = 0  # the part of the products of the forward pass that the gradient computes again
+    keywords: tuple[str, ...] = ()  # all arguments but the first, where they are passed by name alone
     casts_weights: bool = False  # under autocast its weights alone are cast, and it takes float32 inputs beside them
     # Multiples of eps that may be lost beyond 1.5 times what ATen itself loses in that dtype.
     slack: dict[torch.dtype, float] = field(
@@ -91,11 +93,11 @@ class OpCase:
         return args[self.mutates]
 
     def call(self, function: Callable[..., Any], *values: Any, **others: Any) -> Any:
-        """`function`, the operator or what stands for it, of values in the order of its schema, by name where it takes
-        them by name alone."""
-        positional = [a for a in self.op._schema.arguments if not a.kwarg_only]
-        names = [a.name for a in self.op._schema.arguments if a.kwarg_only]
-        return function(*values[: len(positional)], **dict(zip(names, values[len(positional) :])), **others)
+        """`function`, the operator or what stands for it, of values in the order of its schema."""
+        if self.keywords:
+            first, *rest = values
+            return function(first, **dict(zip(self.keywords, rest)), **others)  # noqa: B905 (the last may be left out)
+        return function(*values, **others)
 
     @property
     def qualified(self) -> str:
@@ -413,6 +415,7 @@ OPS = (
         TRANSITION_ERRORS,
         transition_smooth,
         recomputes=2 / 3,
+        keywords=TRANSITION_KEYWORDS,
         casts_weights=True,
         slack=SLACK_OF_GATES,
     ),
@@ -426,6 +429,7 @@ OPS = (
         mutates=0,
         twin="transition",
         recomputes=2 / 3,
+        keywords=TRANSITION_KEYWORDS,
         casts_weights=True,
         slack=SLACK_OF_GATES,
     ),

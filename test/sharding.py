@@ -50,7 +50,9 @@ class ShardingCase:
     @property
     def sequence_product(self) -> bool:
         """Whether the gradient of a product merges dimensions of which the second is sharded."""
-        return self.case.name.startswith(("dense", "gate", "glu", "square_matmul", "transition")) and self.line.startswith("S1")
+        return self.case.name.startswith(
+            ("dense", "gate", "glu", "square_matmul", "transition")
+        ) and self.line.startswith("S1")
 
     @property
     def output(self) -> Placement:

@@ -135,7 +135,9 @@ def test_zero_tensors(op: OpCase) -> None:
         op.call(op.wrapper, *arguments_of(op, zero))
     x = random_like(torch.empty(8, 8))
     args = arguments_of(op, x)
-    expected = op.call(op.reference, x.clone(), *(torch.zeros_like(a) if isinstance(a, Tensor) else a for a in args[1:]))
+    expected = op.call(
+        op.reference, x.clone(), *(torch.zeros_like(a) if isinstance(a, Tensor) else a for a in args[1:])
+    )
     op.call(op.wrapper, x, *(torch._efficientzerotensor(a.shape) if isinstance(a, Tensor) else a for a in args[1:]))
     assert_all_close([x], [expected])
 

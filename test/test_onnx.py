@@ -28,6 +28,8 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 REFUSED = {
     "layer_norm": {"zero_in", "one", "one_plain"},
     "layer_norm_": {"zero_in", "one", "one_plain"},
+    "transition": {"zero_in", "one"},
+    "transition_": {"zero_in", "one"},
     "dense": {"zero_rows_inside", "zero_in_vector"},
     "gate": {"zero_rows_inside"},
     "gate_": {"zero_rows_inside"},
@@ -92,7 +94,8 @@ def test_dtype(dtype: torch.dtype) -> None:
     calls = Calls([(c, s(dtype, "cpu")) for c in OPS for s in c.samples if s.name in names and wanted(c, s)])
     inputs = calls.inputs()
     got = run(torchops.onnx.export(calls, inputs, verbose=False), *inputs)
-    tolerance = {torch.float64: 1e-12, torch.float16: 4e-3}[dtype]
+    # The eps of a layer norm is a float32 in ONNX.
+    tolerance = {torch.float64: 1e-11, torch.float16: 4e-3}[dtype]
     assert_all_close(got, calls.expected(), atol=tolerance, rtol=tolerance)
 
 

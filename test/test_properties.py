@@ -292,6 +292,8 @@ def test_gradients(case: OpCase, device: str, data: st.DataObject) -> None:
 
     got = gradients(case.pure, tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs)), cotangent)
     aten = gradients(case.reference, fresh((args, kwargs)), cotangent)
+    # Of the numbers beyond float16, a chain of operators has some in between that a kernel has not.
+    assume(not case.recomputes or all(g.isfinite().all() for g in aten))
     exact = gradients(case.reference, fresh((args, kwargs), torch.float64), cotangent.double())
     for values in zip(got, aten, exact, strict=True):
         assert_like_aten(case, *values)

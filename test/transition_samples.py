@@ -25,14 +25,20 @@ from samples import (
 )
 from torch import Tensor
 
+TRANSITION_KEYWORDS = (
+    *("norm_weight", "norm_bias", "gate_weight", "gate_bias"),
+    *("up_weight", "up_bias", "down_weight", "down_bias", "eps"),
+)
+
 
 def transition_reference(x: Tensor, **parameters: Any) -> Tensor:
-    return _written_out(x, _layer_norm, **parameters)
+    return _written_out(x, _layer_norm, F.silu, **parameters)
 
 
 def transition_smooth(x: Tensor, **parameters: Any) -> Tensor:
-    """ATen's third derivative of a layer norm is wrong: it takes the moments for constants."""
-    return _written_out(x, _normalized, **parameters)
+    """ATen's third derivative of a layer norm is wrong: it takes the moments for constants. That of silu has no forward
+    mode."""
+    return _written_out(x, _normalized, lambda u: u * torch.sigmoid(u), **parameters)
 
 
 def transition_reference_(x: Tensor, **parameters: Any) -> Tensor:
@@ -46,6 +52,7 @@ def transition_smooth_(x: Tensor, **parameters: Any) -> Tensor:
 def _written_out(
     x: Tensor,
     norm: Callable[..., Tensor],
+    silu: Callable[[Tensor], Tensor],
     *,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
@@ -59,7 +66,7 @@ def _written_out(
 ) -> Tensor:
     weight, bias = (None if t is None else t.to(x.dtype) for t in (norm_weight, norm_bias))
     z = norm(x, weight, bias, eps).to(gate_weight.dtype)
-    h = F.silu(F.linear(z, gate_weight, gate_bias)) * F.linear(z, up_weight, up_bias)
+    h = silu(F.linear(z, gate_weight, gate_bias)) * F.linear(z, up_weight, up_bias)
     return F.linear(h, down_weight, down_bias)
 
 

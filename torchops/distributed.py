@@ -304,18 +304,18 @@ def _square_matmul_sharded_b(_cls: type, op: Any, _types: Any, args: Sequence[An
 
 # --- transition ------------------------------------------------------------------------------------------------------
 
-# How the parameters lie, in the order of the operator, where ranks have a share of the hidden features each: gate and up
-# are column-parallel, down is row-parallel, and so the result is a sum of parts, of which the first has the bias.
-_HIDDEN_PARALLEL = dict(
-    norm_weight=_REPLICATE,
-    norm_bias=_REPLICATE,
-    gate_weight=Shard(0),
-    gate_bias=Shard(0),
-    up_weight=Shard(0),
-    up_bias=Shard(0),
-    down_weight=Shard(1),
-    down_bias=_REPLICATE,
-)
+# How the parameters lie, in the order of the operator, where ranks have a share of the hidden features each: gate and
+# up are column-parallel, down is row-parallel, and so the result is a sum of parts, of which the first has the bias.
+_HIDDEN_PARALLEL: dict[str, Any] = {
+    "norm_weight": _REPLICATE,
+    "norm_bias": _REPLICATE,
+    "gate_weight": Shard(0),
+    "gate_bias": Shard(0),
+    "up_weight": Shard(0),
+    "up_bias": Shard(0),
+    "down_weight": Shard(1),
+    "down_bias": _REPLICATE,
+}
 
 
 def _transition_places(x: Any, parameters: dict[str, Any]) -> list[tuple[Any, dict[str, Any], Any]]:

@@ -20,10 +20,17 @@ from torchops import ops, pair
 __all__ = ["export", "translation_table"]
 
 _MUTATING = {name: getattr(torch.ops.myops, name) for name in (*ops.__all__, *pair.__all__) if name.endswith("_")}
-# From each operator that overwrites, by either way to call it, to the one that returns the same values.
+# From each operator that overwrites, by either way to call it, to the one that returns the same values, or what it
+# adds.
 _FUNCTIONAL = {
     called: getattr(torch.ops.myops, name.removesuffix("_"))
     for name, packet in _MUTATING.items()
+    for called in (packet, packet.default)
+}
+
+_ADDING = {
+    called
+    for packet in (torch.ops.myops.transition_, torch.ops.myops.triangle_multiplicative_update_)
     for called in (packet, packet.default)
 }
 
@@ -168,7 +175,8 @@ class _OutOfPlace(TorchFunctionMode):
         if functional is None:
             return func(*args, **kwargs)
         target: Tensor = args[0] if args else kwargs[functional.default._schema.arguments[0].name]
-        target.copy_(functional(*args, **kwargs))
+        value = functional(*args, **kwargs)
+        target.copy_(target + value.to(target.dtype) if func in _ADDING else value)
         return None
 
 

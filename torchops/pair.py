@@ -51,8 +51,8 @@ def transition(
         The transition, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the
         parameters.
 
-    Of the ``hidden`` features, which are several times as many as those of ``x``, only those of a panel of rows exist at
-    a time. For backward, nothing is kept but the arguments; everything else is computed again.
+    Of the ``hidden`` features, which are several times as many as those of ``x``, only those of a panel of rows exist
+    at a time. For backward, nothing is kept but the arguments; everything else is computed again.
 
     Raises:
         RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; or dtypes are not supported
@@ -94,8 +94,8 @@ def transition_(
     """Adds :func:`transition` to ``x``, as a model's residual connection does, and returns ``x``.
 
     The sum is in the dtype of ``x``. Parameters may overlap ``x``, and are then copied first. Without gradients, no
-    tensor of the size of ``x`` is made; training keeps a copy of the old ``x``. Where memory runs out halfway, a part of
-    ``x`` may be overwritten.
+    tensor of the size of ``x`` is made; training keeps a copy of the old ``x``. Where memory runs out halfway, a part
+    of ``x`` may be overwritten.
 
     Raises:
         RuntimeError: as :func:`transition`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a

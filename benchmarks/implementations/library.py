@@ -20,15 +20,11 @@ def layer_norm_(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def transition(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return torchops.transition(
-        x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down
-    )
+    return torchops.transition(x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down)
 
 
 def transition_(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return torchops.transition_(
-        x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down
-    )
+    return torchops.transition_(x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down)
 
 
 FUNCTIONS = {

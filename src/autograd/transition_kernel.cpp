@@ -1,7 +1,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sigmoid.h>
-#include <ATen/ops/silu.h>
 
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
@@ -27,7 +26,8 @@ class WrittenOut {
         z_(scale_and_shift(norm_.xhat, t.norm_weight, t.norm_bias, t.dtype())),
         gate_(linear(z_, t.gate_weight, t.gate_bias)) {}
 
-  Tensor result() const { return linear(at::silu(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
+  // Not at::silu, whose gradient has no forward-mode derivative.
+  Tensor result() const { return linear(gate_ * at::sigmoid(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
 
   TransitionGradients gradients(const Tensor& grad, const TransitionMask& wanted) const {
     const detail::TransitionNeeds needs(wanted);

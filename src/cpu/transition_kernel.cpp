@@ -165,8 +165,8 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
     }
     if (!needs.z) return;
     const auto& [y, mean, rstd] = normalized;
-    const auto [dx_panel, dweight, dbias] = layer_norm_gradients(dz, rows, {rows.size(1)}, mean, rstd, layers.affine(),
-                                                                 {wanted[0], wanted[1], wanted[2]});
+    const auto [dx_panel, dweight, dbias] =
+        layer_norm_gradients(dz, rows, {rows.size(1)}, mean, rstd, layers.affine(), {wanted[0], wanted[1], wanted[2]});
     if (wanted[0]) panel_of(dx_rows).copy_(dx_panel);
     norm_weight.add(chunk, dweight);
     norm_bias.add(chunk, dbias);

@@ -6,14 +6,18 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/operand.h"
 #include "cuda/linear.h"
 #include "ops/common.h"
+#include "ops/dense_path.h"
 #include "ops/glu.h"
 #include "ops/layer_norm.h"
 #include "ops/transition.h"
 
-// Panels of rows, small enough for the second-level cache, go through layer_norm, glu and the product with the down
-// weights. Of the hidden features, those of a panel exist at a time.
+// Where the kernel of gemm/sm90/transition.cuh can run, one pass over the rows. Elsewhere panels of rows, small enough
+// for the second-level cache, go through layer_norm, glu and the product with the down weights. Of the hidden features,
+// those of a panel exist at a time.
 namespace torchops::cuda {
 namespace {
 
@@ -59,8 +63,8 @@ class Layers {
   /// The bytes of a row of `tensors` tensors of hidden features and as many of x.
   int64_t row_bytes(int64_t tensors) const {
     const int64_t c = t_.x.size(-1), hidden = t_.gate_weight.size(0);
-    const int64_t bytes = hidden * static_cast<int64_t>(t_.gate_weight.element_size()) +
-                          c * static_cast<int64_t>(t_.x.element_size());
+    const int64_t bytes =
+        hidden * static_cast<int64_t>(t_.gate_weight.element_size()) + c * static_cast<int64_t>(t_.x.element_size());
     return std::max(tensors * bytes, int64_t{1});
   }
 
@@ -69,14 +73,47 @@ class Layers {
   OptionalTensor norm_weight_, norm_bias_;
 };
 
+// All of it in one pass over the rows; false, with nothing done, where that kernel cannot run. `out`, to which it adds
+// or not, may be x. Both are matrices.
+bool fused(const Tensor& out, const Tensor& x, const Transition& t, bool adds) {
+  const int64_t c = x.size(1), hidden = t.gate_weight.size(0);
+  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != t.dtype() || c == 0 || hidden == 0 ||
+      c % 8 != 0 || hidden % 8 != 0) {
+    return false;
+  }
+  const auto from_x = gemm::operand(x), to = gemm::operand(out), gate = gemm::operand(t.gate_weight),
+             up = gemm::operand(t.up_weight), down = gemm::operand(t.down_weight);
+  const auto of_rows = gemm::sm90_case(x.size(0), hidden, c, t.dtype());
+  if (!from_x || !to || !gate || !up || !down || !of_rows) return false;
+  c10::SmallVector<Tensor, 5> kept;
+  const auto vector = [&](const OptionalTensor& parameter) -> const void* {
+    if (!parameter) return nullptr;
+    kept.push_back(parameter->contiguous());
+    return kept.back().const_data_ptr();
+  };
+  gemm::TransitionProblem problem;
+  problem.m = static_cast<int>(of_rows->m);
+  problem.c = static_cast<int>(c);
+  problem.hidden = static_cast<int>(hidden);
+  problem.x = *from_x;
+  problem.out = *to;
+  problem.norm = {vector(t.norm_weight), vector(t.norm_bias), static_cast<float>(t.eps)};
+  problem.gate = {*gate, vector(t.gate_bias)};
+  problem.up = {*up, vector(t.up_bias)};
+  problem.down = {*down, vector(t.down_bias)};
+  problem.adds = adds;
+  return gemm::run_chosen<gemm::Transition>(problem, *of_rows, out);
+}
+
 Tensor transition_cuda(const Transition& t) {
   detail::check_transition(t);
   const c10::cuda::CUDAGuard guard(t.x.device());
   Tensor y = at::detail::empty_cuda(t.x.sizes(), t.gate_weight.options());
   if (y.numel() == 0) return y;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Layers layers(t);
   const Tensor x_rows = detail::as_rows(t.x), y_rows = detail::as_rows(y);
+  if (fused(y_rows, x_rows, t, /*adds=*/false)) return y;
+  const Layers layers(t);
   for_each_panel(x_rows.size(0), layers.row_bytes(1), [&](int64_t begin, int64_t end) {
     layers.down(y_rows.narrow(0, begin, end - begin), layers.hidden_of(x_rows.narrow(0, begin, end - begin)));
   });
@@ -92,6 +129,7 @@ void transition_cuda_(const Transition& arguments) {
   const Layers layers(t);
   overwrite_rows({t.x}, 1, [&](const detail::Operands& matrices) {
     const Tensor& x_rows = matrices[0];
+    if (fused(x_rows, x_rows, t, /*adds=*/true)) return;
     for_each_panel(x_rows.size(0), layers.row_bytes(1), [&](int64_t begin, int64_t end) {
       Tensor target = x_rows.narrow(0, begin, end - begin);
       const Tensor h = layers.hidden_of(target);
@@ -128,8 +166,8 @@ class Sum {
 };
 
 // The formulas stand beside the CPU kernel. The hidden features are made twice where the gradients of down and of
-// another layer are wanted: once as they are, and once inside glu_backward. Panels may be larger than those of a forward pass: each of them adds to all
-// gradients of the weights.
+// another layer are wanted: once as they are, and once inside glu_backward. Panels may be larger than those of a
+// forward pass: each of them adds to all gradients of the weights.
 TransitionGradients transition_backward_cuda(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
   detail::check_transition_backward(grad, t, wanted);
   const c10::cuda::CUDAGuard guard(t.x.device());
@@ -165,9 +203,8 @@ TransitionGradients transition_backward_cuda(const Tensor& grad, const Transitio
     gate_bias.add(du_b);
     if (!needs.z) return;
     const c10::SymInt features = rows.size(1);
-    const auto [dx_panel, dweight, dbias] =
-        detail::layer_norm_backward(dz.to(rows.scalar_type()), rows, features, mean, rstd, layers.norm_weight(),
-                                    {wanted[0], wanted[1], wanted[2]});
+    const auto [dx_panel, dweight, dbias] = detail::layer_norm_backward(
+        dz.to(rows.scalar_type()), rows, features, mean, rstd, layers.norm_weight(), {wanted[0], wanted[1], wanted[2]});
     if (wanted[0]) dx_rows.narrow(0, begin, end - begin).copy_(dx_panel);
     norm_weight.add(dweight);
     norm_bias.add(dbias);

@@ -62,9 +62,8 @@ void check(const char* op, const Transition& t) {
   const c10::SymInt c = t.x.sym_size(-1);
   TORCH_CHECK(t.gate_weight.dim() == 2, op, ": expected gate_weight of shape (hidden, c) with c = ", c,
               " to match x, got ", detail::to_string(t.gate_weight.sym_sizes()));
-  TORCH_SYM_CHECK(t.gate_weight.sym_size(1).sym_eq(c), op,
-                  ": expected gate_weight of shape (hidden, c) with c = ", c, " to match x, got ",
-                  detail::to_string(t.gate_weight.sym_sizes()));
+  TORCH_SYM_CHECK(t.gate_weight.sym_size(1).sym_eq(c), op, ": expected gate_weight of shape (hidden, c) with c = ", c,
+                  " to match x, got ", detail::to_string(t.gate_weight.sym_sizes()));
   const c10::SymInt hidden = t.gate_weight.sym_size(0);
   const auto check_parameter = [&](const char* name, const OptionalTensor& parameter, const char* reason,
                                    c10::SymIntArrayRef shape) {

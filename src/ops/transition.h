@@ -24,9 +24,9 @@ TORCHOPS_API at::Tensor transition(const at::Tensor& x, const std::optional<at::
                                    const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
                                    const std::optional<at::Tensor>& down_bias, double eps = 1e-5);
 
-/// x += transition(x, ...), in x's dtype; returns x. Parameters may overlap x; they are then read first. A call that its
-/// checks refuse leaves x untouched; where memory runs out halfway, a part may be overwritten, and x's version counter
-/// has moved.
+/// x += transition(x, ...), in x's dtype; returns x. Parameters may overlap x; they are then read first. A call that
+/// its checks refuse leaves x untouched; where memory runs out halfway, a part may be overwritten, and x's version
+/// counter has moved.
 TORCHOPS_API at::Tensor& transition_(at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                                      const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                                      const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
@@ -107,11 +107,13 @@ struct TransitionSignature<at::Tensor(const at::Tensor&, Args...)> {
 using TransitionKernel = TransitionSignature<decltype(transition)>;
 
 template <auto kernel>
-TransitionGradients transition_backward_kernel(
-    const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
-    const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
-    const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
-    const at::Tensor& down_weight, double eps, TransitionMask wanted) {
+TransitionGradients transition_backward_kernel(const at::Tensor& grad, const at::Tensor& x,
+                                               const std::optional<at::Tensor>& norm_weight,
+                                               const std::optional<at::Tensor>& norm_bias,
+                                               const at::Tensor& gate_weight,
+                                               const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+                                               const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
+                                               double eps, TransitionMask wanted) {
   return kernel(
       grad,
       Transition{x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, std::nullopt, eps},

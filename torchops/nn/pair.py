@@ -32,8 +32,8 @@ class Transition(nn.Module):
     ``fc1.weight`` (gate), ``fc2.weight`` (up) ``(hidden, c)``; ``fc3.weight`` (down) ``(c, hidden)``; and with ``bias``
     ``fc1.bias``, ``fc2.bias`` ``(hidden,)``, ``fc3.bias`` ``(c,)``.
 
-    It starts as AlphaFold 3 does: ``fc1`` and ``fc2`` normal with variance ``1 / c``, cut off at two standard deviations;
-    ``fc3`` 0, so the first transition is 0; the norm with weights of 1 and biases of 0; biases of 0.
+    It starts as AlphaFold 3 does: ``fc1`` and ``fc2`` normal with variance ``1 / c``, cut off at two standard
+    deviations; ``fc3`` 0, so the first transition is 0; the norm with weights of 1 and biases of 0; biases of 0.
 
     The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``, of which the operator reads the parameters. They are
     not called, so their hooks do not run.
