@@ -89,7 +89,7 @@ def test_sums_over_rows_are_in_float32(device: str, dtype: torch.dtype) -> None:
     given = values(rows, 24, 40, dtype, device)
     grad = random_like(given["x"], 20)
     leaves = {name: t.double().requires_grad_() for name, t in given.items()}
-    out = transition_reference(**leaves)  # type: ignore[arg-type]
+    out = transition_reference(**leaves)
     expected = torch.autograd.grad(out, list(leaves.values()), grad.double())
     for name, got, exact in zip(NAMES, backward(given, grad, [True] * 9), expected, strict=True):
         assert got.dtype == dtype
@@ -140,7 +140,7 @@ def test_in_place_with_tiny_panels_of_overlapping_parameters() -> None:
         results = []
         for in_place in (True, False):
             x = start * 2
-            given = {"norm_weight": x[5], "gate_weight": x[:4], "up_weight": x[8000:8004], "down_weight": x[1:5].t()}
+            given: dict[str, Any] = {"norm_weight": x[5], "gate_weight": x[:4], "up_weight": x[8000:8004], "down_weight": x[1:5].t()}
             y = torchops.transition_(x, **given) if in_place else x + transition_reference(x, **given)
             results.append([y, *(torch.autograd.grad(y.square().sum(), start) if requires_grad else [])])
         assert_all_close(*results)

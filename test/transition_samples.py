@@ -192,7 +192,7 @@ _SHAPES: tuple[tuple[str, tuple[int, ...], str], ...] = (
 
 
 def _shape_errors(name: str, shape: tuple[int, ...], reason: str) -> tuple[ErrorInput, ...]:
-    others = ((5, *shape[1:]), (1, *shape[1:]), (1, *shape), ())
+    others: tuple[tuple[int, ...], ...] = ((5, *shape[1:]), (1, *shape[1:]), (1, *shape), ())
     if len(shape) == 2:
         others = (*others, shape[::-1])
     return tuple(

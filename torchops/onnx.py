@@ -146,8 +146,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         down_bias: Any = None,
         eps: float = 1e-5,
     ) -> Any:
-        affine = (t if t is None or t.dtype == x.dtype else op.CastLike(t, x) for t in (norm_weight, norm_bias))
-        z = layer_norm(x, x.shape[-1:], *affine, eps=eps)
+        weight, bias = (t if t is None or t.dtype == x.dtype else op.CastLike(t, x) for t in (norm_weight, norm_bias))
+        z = layer_norm(x, x.shape[-1:], weight, bias, eps)
         z = z if x.dtype == gate_weight.dtype else op.CastLike(z, gate_weight)
         u, v = (op.MatMul(z, op.Transpose(w, perm=[1, 0])) for w in (gate_weight, up_weight))
         u, v = (t if b is None else op.Add(t, b) for t, b in ((u, gate_bias), (v, up_bias)))

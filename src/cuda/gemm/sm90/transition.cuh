@@ -207,7 +207,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   Product product;
   const auto slice = product.get_slice(thread);
   Tensor z = make_tensor<Element>(Operand<kC>{});
-  Tensor h = make_tensor<Element>(Operand<kChunk>{}), next = make_tensor<Element>(Operand<kChunk>{});
+  Tensor h = make_tensor<Element>(Operand<kChunk>{});
   Tensor hidden = partition_fragment_C(product, Shape<Int<kRows>, Int<kC>>{});  // gate's columns, then up's
   Tensor y = make_fragment_like(hidden);
   clear(h);
@@ -236,11 +236,11 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     warpgroup_fence_operand(y);
     warpgroup_fence_operand(z);
     warpgroup_fence_operand(h);
-    warpgroup_arrive();
   };
   const auto start_factors = [&](const Chunk& at) {
     shared.factors_loaded[at.index()].wait(at.phase());
     begin();
+    warpgroup_arrive();
     const Tensor b = factors(at.index());
     product.accumulate_ = GMMA::ScaleOut::Zero;
     CUTLASS_PRAGMA_UNROLL
@@ -252,6 +252,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   };
   const auto start_down = [&](const Chunk& at, bool first) {
     shared.down_loaded[at.index()].wait(at.phase());
+    warpgroup_arrive();
     const Tensor b = down(at.index());
     product.accumulate_ = first ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
     CUTLASS_PRAGMA_UNROLL
@@ -262,20 +263,23 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     warpgroup_commit_batch();
   };
   // The accumulators of a product lie in a thread as its next operand does.
-  const auto activate_chunk = [&](int chunk, auto& to) {
-    constexpr int count = decltype(size(to))::value;
-    const cutlass::NumericArrayConverter<Element, float, 2> round;
-    Tensor pairs = recast<cutlass::Array<Element, 2>>(to);
+  constexpr int count = decltype(size(h))::value;
+  const auto activate_chunk = [&](int chunk) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < count; i += 2) {
       const int column = chunk * kChunk + i / 4 * 8 + in_quad;
       const float2 gate = *reinterpret_cast<const float2*>(&shared.gate_bias[column]);
       const float2 up = *reinterpret_cast<const float2*>(&shared.up_bias[column]);
-      cutlass::Array<float, 2> values;
-      values[0] = activated(fmaf(kGateScale, hidden(i), gate.x), hidden(count + i) + up.x);
-      values[1] = activated(fmaf(kGateScale, hidden(i + 1), gate.y), hidden(count + i + 1) + up.y);
-      pairs(i / 2) = round(values);
+      hidden(i) = activated(fmaf(kGateScale, hidden(i), gate.x), hidden(count + i) + up.x);
+      hidden(i + 1) = activated(fmaf(kGateScale, hidden(i + 1), gate.y), hidden(count + i + 1) + up.y);
     }
+  };
+  // Once no product reads h any more.
+  const auto round_to_h = [&] {
+    const cutlass::NumericArrayConverter<Element, float, 2> round;
+    Tensor pairs = recast<cutlass::Array<Element, 2>>(h);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < count; i += 2) pairs(i / 2) = round(cutlass::Array<float, 2>{hidden(i), hidden(i + 1)});
   };
 
   load_vectors(p, shared);
@@ -296,7 +300,8 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     warpgroup_wait<0>();
     warpgroup_fence_operand(hidden);
     release(shared.factors_free[at.index()]);
-    activate_chunk(0, h);
+    activate_chunk(0);
+    round_to_h();
     ++at;
     for (int chunk = 1; chunk < chunks; ++chunk, ++at, ++down_at) {
       start_factors(at);
@@ -304,12 +309,12 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
       warpgroup_wait<1>();
       warpgroup_fence_operand(hidden);
       release(shared.factors_free[at.index()]);
-      activate_chunk(chunk, next);
+      activate_chunk(chunk);
       warpgroup_wait<0>();
       warpgroup_fence_operand(y);
       warpgroup_fence_operand(h);
       release(shared.down_free[down_at.index()]);
-      copy(next, h);
+      round_to_h();
     }
     begin();
     start_down(down_at, chunks == 1);
