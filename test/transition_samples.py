@@ -156,6 +156,9 @@ def transition_samples(mutates: bool) -> tuple[Sample, ...]:
         Sample("tall", lambda t: _large(t, t(9001, 19), 61), large=True),
         Sample("tall_mixed", lambda t: _large(t, _wide(t, 3, 1501, 24), 64), large=True),
         Sample("tall_strided", lambda t: _large(t, t(19, 2003, view=Tensor.t), 61), large=True),
+        # As the kernel for compute capability 9.0 takes them.
+        Sample("aligned", lambda t: _large(t, t(700, 128), 512), large=True),
+        Sample("aligned_in_part", lambda t: _large(t, t(3, 331, 72), 264), large=True),
         Sample("wide", lambda t: _large(t, t(67, 61), 1031), large=True),
         Sample("deep", lambda t: _large(t, t(131, 517), 67), large=True),
     )
