@@ -140,7 +140,12 @@ def test_in_place_with_tiny_panels_of_overlapping_parameters() -> None:
         results = []
         for in_place in (True, False):
             x = start * 2
-            given: dict[str, Any] = {"norm_weight": x[5], "gate_weight": x[:4], "up_weight": x[8000:8004], "down_weight": x[1:5].t()}
+            given: dict[str, Any] = {
+                "norm_weight": x[5],
+                "gate_weight": x[:4],
+                "up_weight": x[8000:8004],
+                "down_weight": x[1:5].t(),
+            }
             y = torchops.transition_(x, **given) if in_place else x + transition_reference(x, **given)
             results.append([y, *(torch.autograd.grad(y.square().sum(), start) if requires_grad else [])])
         assert_all_close(*results)

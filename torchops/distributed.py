@@ -302,92 +302,6 @@ def _square_matmul_sharded_b(_cls: type, op: Any, _types: Any, args: Sequence[An
     return _product(a, b, contracted=1 if kwargs.get("transpose_b", False) else 0)
 
 
-# --- transition ------------------------------------------------------------------------------------------------------
-
-# How the parameters lie, in the order of the operator, where ranks have a share of the hidden features each: gate and
-# up are column-parallel, down is row-parallel, and so the result is a sum of parts, of which the first has the bias.
-_HIDDEN_PARALLEL: dict[str, Any] = {
-    "norm_weight": _REPLICATE,
-    "norm_bias": _REPLICATE,
-    "gate_weight": Shard(0),
-    "gate_bias": Shard(0),
-    "up_weight": Shard(0),
-    "up_bias": Shard(0),
-    "down_weight": Shard(1),
-    "down_bias": _REPLICATE,
-}
-
-
-def _transition_places(x: Any, parameters: dict[str, Any]) -> list[tuple[Any, dict[str, Any], Any]]:
-    """The placements of x, the parameters and the result, for each dimension of the mesh."""
-    places: list[tuple[Any, dict[str, Any], Any]] = []
-    for i, p in enumerate(x.placements):
-        weights = {name: parameters[name].placements[i] for name in ("gate_weight", "up_weight", "down_weight")}
-        if p == _REPLICATE and all(_HIDDEN_PARALLEL[name] == q for name, q in weights.items()):
-            places.append((_REPLICATE, _HIDDEN_PARALLEL, Partial()))
-        else:
-            rows = p if getattr(p, "dim", x.ndim - 1) < x.ndim - 1 else _REPLICATE
-            places.append((rows, dict.fromkeys(_HIDDEN_PARALLEL, _REPLICATE), rows))
-    return places
-
-
-def _transition_of(name: str, x: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The update of each rank, and how the ranks' updates lie."""
-    parameters = {key: value for key, value in kwargs.items() if key in _HIDDEN_PARALLEL and value is not None}
-    mesh = getattr(x, "device_mesh", None)
-    for t in (x, *parameters.values()):
-        if not (isinstance(t, DTensor) and t.device_mesh == mesh):
-            raise RuntimeError(f"{name}: expected DTensors on one mesh, got a {type(t).__name__} or another mesh")
-    places = _transition_places(x, parameters)
-    local = {key: _local(t, [q[key] for _, q, _ in places]) for key, t in parameters.items()}
-    coordinates = x.device_mesh.get_coordinate()
-    if any(out == Partial() and i > 0 for (_, _, out), i in zip(places, coordinates, strict=True)):
-        local.pop("down_bias", None)
-    on_ranks = _local(x, [p for p, _, _ in places])
-    return _myops.transition(on_ranks, **local, eps=kwargs.get("eps", 1e-5)), [out for _, _, out in places]
-
-
-def _transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    (x,) = args
-    update, placements = _transition_of("transition", x, kwargs)
-    return _wrap(update, x, placements, x.shape)
-
-
-def _transition_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:
-    (x,) = args
-    rows = [_REPLICATE, *_sharded(x, range(x.ndim - 1))]
-    _check_stays("transition_", "x", x, rows, " along dimensions before the last")
-    update, placements = _transition_of("transition_", x, kwargs)
-    if list(x.placements) != placements:  # parts of a sum
-        update = _wrap(update, x, placements, x.shape).redistribute(placements=x.placements).to_local()
-    x.to_local().add_(update)
-
-
-def _transition_backward(
-    grad: Any,
-    x: Any,
-    norm_weight: Any,
-    norm_bias: Any,
-    gate_weight: Any,
-    gate_bias: Any,
-    up_weight: Any,
-    up_bias: Any,
-    down_weight: Any,
-    eps: float,
-    wanted: Sequence[bool],
-) -> list[_Way]:
-    parameters = [norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight]
-    ways: list[_Way] = []
-    for p in (_REPLICATE, *_sharded(x, range(x.ndim - 1))):
-        summed = _REPLICATE if p == _REPLICATE else Partial()
-        inputs = [p, p, *map(_if_given, parameters), None, None]
-        ways.append((_asked(wanted, [p, *[summed] * 8]), inputs))
-    hidden = list(_HIDDEN_PARALLEL.values())
-    inputs = [_REPLICATE, _REPLICATE, *map(_if_given, parameters, hidden), None, None]
-    ways.append((_asked(wanted, [Partial(), Partial(), Partial(), *hidden[2:]]), inputs))
-    return ways
-
-
 # --- registration ----------------------------------------------------------------------------------------------------
 
 for _name, _ways in {
@@ -411,7 +325,6 @@ for _name, _ways in {
     "softmax_": _softmax_,
     "square_matmul": _square_matmul,
     "square_matmul_": _square_matmul_,
-    "_transition_backward": _transition_backward,
 }.items():
     register_sharding(getattr(_myops, _name).default)(_ways)
 
@@ -426,7 +339,6 @@ for _name, _position in {
     "layer_norm_": 1,
     "_layer_norm": 1,
     "_layer_norm_backward": 2,
-    "_transition_backward": 10,
 }.items():
     _schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     _schema_info[getattr(_myops, _name).default] = RuntimeSchemaInfo(_position, needs_pytree=True)
@@ -437,9 +349,8 @@ for _name, _rule in {
     "_dense_on_path": _dense_row_parallel,
     "_layer_norm_": _layer_norm_moments_,
     "square_matmul": _square_matmul_sharded_b,
-    "transition": _transition,  # DTensor moves no tensor that comes by name
-    "transition_": _transition_,
 }.items():
     torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
 
+import torchops._distributed_transition  # noqa: E402
 import torchops._distributed_triangle  # noqa: E402, F401

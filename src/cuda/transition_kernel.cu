@@ -60,7 +60,7 @@ class Layers {
     t_.down_bias ? at::cuda::addmm_out(out, *t_.down_bias, h, w_t) : at::cuda::mm_out(out, h, w_t);
   }
 
-  /// The bytes of a row of `tensors` tensors of hidden features and as many of x.
+  /// For scratch: the bytes of a row of `tensors` tensors of hidden features and as many of x.
   int64_t row_bytes(int64_t tensors) const {
     const int64_t c = t_.x.size(-1), hidden = t_.gate_weight.size(0);
     const int64_t bytes =
@@ -114,7 +114,7 @@ Tensor transition_cuda(const Transition& t) {
   const Tensor x_rows = detail::as_rows(t.x), y_rows = detail::as_rows(y);
   if (fused(y_rows, x_rows, t, /*adds=*/false)) return y;
   const Layers layers(t);
-  for_each_panel(x_rows.size(0), layers.row_bytes(1), [&](int64_t begin, int64_t end) {
+  for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
     layers.down(y_rows.narrow(0, begin, end - begin), layers.hidden_of(x_rows.narrow(0, begin, end - begin)));
   });
   return y;
@@ -130,7 +130,7 @@ void transition_cuda_(const Transition& arguments) {
   overwrite_rows({t.x}, 1, [&](const detail::Operands& matrices) {
     const Tensor& x_rows = matrices[0];
     if (fused(x_rows, x_rows, t, /*adds=*/true)) return;
-    for_each_panel(x_rows.size(0), layers.row_bytes(1), [&](int64_t begin, int64_t end) {
+    for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
       Tensor target = x_rows.narrow(0, begin, end - begin);
       const Tensor h = layers.hidden_of(target);
       if (!t.down_bias && target.scalar_type() == t.dtype()) {

@@ -18,6 +18,7 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "cuda/gemm/sm90/operand_norm.cuh"
 #include "cuda/gemm/sm90/pair.cuh"
 
 namespace torchops::cuda::gemm {
@@ -150,49 +151,6 @@ struct FeedForwardKernel {
     }
   }
 
-  /// Normalises the rows of x in the operand z, which a thread shares with the three others of its quad.
-  template <class Z>
-  CUTLASS_DEVICE static void normalize(Z& z, const NormVectors<kC>& norm, int c, float eps) {
-    using namespace cute;
-    using Pair = cutlass::Array<Element, 2>;
-    const cutlass::NumericArrayConverter<float, Element, 2> widen;
-    const cutlass::NumericArrayConverter<Element, float, 2> round;
-    const int in_quad = static_cast<int>(threadIdx.x) % 4 * 2;
-    const float by = 1.f / static_cast<float>(c);
-    Tensor pairs = recast<Pair>(z);  // row by row of two, then 8 columns further
-    const auto of_quad = [](float value) {
-      value += __shfl_xor_sync(~0u, value, 1);
-      return value + __shfl_xor_sync(~0u, value, 2);
-    };
-    float mean[2] = {}, rstd[2] = {};
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < size(pairs); ++i) {  // columns behind c are zeros
-      const auto values = widen(pairs(i));
-      mean[i % 2] += values[0] + values[1];
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int row = 0; row < 2; ++row) mean[row] = of_quad(mean[row]) * by;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < size(pairs); ++i) {
-      if (i / 2 * 8 >= c) continue;
-      const auto values = widen(pairs(i));
-      const float first = values[0] - mean[i % 2], second = values[1] - mean[i % 2];
-      rstd[i % 2] = fmaf(first, first, fmaf(second, second, rstd[i % 2]));
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int row = 0; row < 2; ++row) rstd[row] = rsqrtf(fmaf(of_quad(rstd[row]), by, eps));
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < size(pairs); ++i) {
-      const int column = i / 2 * 8 + in_quad;
-      const float2 weight = *reinterpret_cast<const float2*>(&norm.weight[column]);
-      const float2 bias = *reinterpret_cast<const float2*>(&norm.bias[column]);
-      auto values = widen(pairs(i));
-      values[0] = fmaf((values[0] - mean[i % 2]) * rstd[i % 2], weight.x, bias.x);
-      values[1] = fmaf((values[1] - mean[i % 2]) * rstd[i % 2], weight.y, bias.y);
-      pairs(i) = round(values);
-    }
-  }
-
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
 };
 
@@ -290,7 +248,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     Element* const x = shared.x[tile_at.index()][warpgroup].data();
     shared.x_loaded[tile_at.index()][warpgroup].wait(tile_at.phase());
     copy(read_z, z_slice.partition_S(in_rows(x)), z_slice.retile_D(z));
-    normalize(z, shared.norm, p.c, p.eps);
+    normalize_operand<Element>(z, shared.norm, p.c, p.eps);
 
     start_factors(at);
     if (thread == 0 && stored >= 0) {
