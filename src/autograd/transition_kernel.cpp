@@ -8,6 +8,7 @@
 #include "autograd/normalize.h"
 #include "autograd/path.h"
 #include "autograd/recipe.h"
+#include "ops/layer_norm.h"
 #include "ops/transition.h"
 
 namespace torchops::autograd {
@@ -26,8 +27,7 @@ class WrittenOut {
         z_(scale_and_shift(norm_.xhat, t.norm_weight, t.norm_bias, t.dtype())),
         gate_(linear(z_, t.gate_weight, t.gate_bias)) {}
 
-  // Not at::silu, whose gradient has no forward-mode derivative.
-  Tensor result() const { return linear(gate_ * at::sigmoid(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
+  Tensor result() const { return linear(silu(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
 
   TransitionGradients gradients(const Tensor& grad, const TransitionMask& wanted) const {
     const detail::TransitionNeeds needs(wanted);
@@ -54,6 +54,11 @@ class WrittenOut {
   }
 
  private:
+  // Rounded once, as by at::silu, whose own gradient has no forward-mode derivative.
+  static Tensor silu(const Tensor& u) {
+    const Tensor wide = u.to(detail::moments_dtype(u.scalar_type()));
+    return (wide * at::sigmoid(wide)).to(u.scalar_type());
+  }
   Tensor up() const { return linear(z_, t_.up_weight, t_.up_bias); }
 
   const detail::Transition& t_;
