@@ -25,10 +25,13 @@ from .run import device_of, refusal
 # Compiled graphs have no second derivative, and neither has what autograd cannot look into.
 FIRST_ORDER = {("py", "square_matmul_"), ("triton", "softmax")}
 # The formula overwrites what its own gradient needs, and autograd says so.
+IN_PLACE = ("gate_", "layer_norm_", "square_matmul_", "transition_")
 NO_GRADIENT = {
-    *((mode, op) for mode in ("eager", "compile", "compile-max") for op in ("gate_", "layer_norm_", "square_matmul_")),
+    *((mode, op) for mode in ("eager", "compile", "compile-max") for op in IN_PLACE),
     *(("eager-in-place", op) for op in ("gate_", "softmax_")),
 }
+# What they leave is their first argument plus the formula.
+ADDING = ("transition_",)
 # Made for float32 and less.
 NO_FLOAT64 = ("quack", "liger")
 # Numerical differences over the thousands of parameters of the perceptron would take minutes; its layers are dense.
@@ -41,6 +44,7 @@ def checks(operator: Operator, mode: str, device: torch.device, shape: Shape = (
     if found is None or formula is None or (mode, operator.name) in NO_GRADIENT:
         return {}
     function = _pure(found) if operator.mutates else found
+    formula = _added(formula) if operator.name in ADDING else formula
     torch.manual_seed(workload.SEED)
     args = operator.make(shape or operator.small, torch.float64, device)
     for tensor in args:
@@ -60,6 +64,10 @@ def checks(operator: Operator, mode: str, device: torch.device, shape: Shape = (
 def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
     # A leaf that requires a gradient must not be overwritten; its copy may.
     return lambda x, *others: function(x.clone(), *others)
+
+
+def _added(formula: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *others: x + formula(x, *others)
 
 
 def _random_cotangents(function: Callable[..., Any], formula: Callable[..., Any], args: tuple[Tensor, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,13 @@ def tensors(arguments: Any) -> list[Tensor]:
     """The tensors among positional and keyword arguments, in order."""
     args, kwargs = arguments
     return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+
+
+def with_tensors(arguments: Any, values: Iterable[Any]) -> Any:
+    """The arguments with `values`, in order, in the place of the tensors."""
+    rest, (args, kwargs) = iter(values), arguments
+    given = [next(rest) if isinstance(a, Tensor) else a for a in args]
+    return given, {name: next(rest) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
 
 
 def expanded(arguments: Any) -> bool:

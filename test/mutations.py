@@ -52,7 +52,8 @@ class InPlace:
     variant: Variant
 
     def whole(self, t: Tensor, *parameters: Any) -> Tensor:
-        self.variant.case.op(t, *self.variant.fit(t, parameters), **dict(self.variant.keywords))
+        case, values = self.variant.case, self.variant.fit(t, parameters)
+        case.call(case.op, t, *values, **dict(self.variant.keywords))
         return t
 
     def rows(self, t: Tensor, rows: slice, *parameters: Any) -> Tensor:
@@ -65,7 +66,8 @@ class Reference:
     variant: Variant
 
     def whole(self, t: Tensor, *parameters: Any) -> Tensor:
-        return self.variant.case.reference(t, *self.variant.fit(t, parameters), **dict(self.variant.keywords))
+        case, values = self.variant.case, self.variant.fit(t, parameters)
+        return case.call(case.reference, t, *values, **dict(self.variant.keywords))
 
     def rows(self, t: Tensor, rows: slice, *parameters: Any) -> Tensor:
         return torch.cat([t[: rows.start], self.whole(t[rows], *parameters), t[rows.stop :]])
@@ -85,6 +87,13 @@ def _gating(x: Tensor) -> tuple[Any, ...]:
 
 _BY_NAME = {case.name: case for case in OPS}
 
+
+def _transition(x: Tensor) -> tuple[Any, ...]:
+    """Norms, then gate, up and down with a bias each."""
+    shapes = [(5,), (5,), (7, 5), (7,), (7, 5), (7,), (5, 7), (5,)]
+    return tuple(random_like(x.new_empty(shape), 5 + i) for i, shape in enumerate(shapes))
+
+
 VARIANTS = (
     Variant("sigmoid_", _BY_NAME["sigmoid_"], lambda x: (), saves_output=True),
     Variant("gate_", _BY_NAME["gate_"], _gating, saves_input=True, row_parameters=(0,)),
@@ -96,6 +105,7 @@ VARIANTS = (
     Variant("softmax_dim0_", _BY_NAME["softmax_"], lambda x: (), keywords=(("dim", 0),), saves_output=True),
     Variant("layer_norm_", _BY_NAME["layer_norm_"], lambda x: ([5],), saves_output=True),
     Variant("layer_norm_affine_", _BY_NAME["layer_norm_"], _affine, saves_input=True),
+    Variant("transition_", _BY_NAME["transition_"], _transition, saves_input=True),
 )
 
 Program = Callable[..., tuple[Tensor, ...]]

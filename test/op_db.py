@@ -39,6 +39,16 @@ from samples import (
     swapped,
 )
 from torch import Tensor
+from transition_samples import (
+    TRANSITION_ERRORS,
+    TRANSITION_KEYWORDS,
+    TRANSITION_OVERLAPS,
+    transition_reference,
+    transition_reference_,
+    transition_samples,
+    transition_smooth,
+    transition_smooth_,
+)
 
 import torchops
 
@@ -57,7 +67,8 @@ class OpCase:
     mutates: int | None = None  # the position of the argument that is overwritten
     twin: str | None = None  # the functional operator that computes the same
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    recomputes: bool = False  # the gradient computes the products of the forward pass again
+    recomputes: float = 0  # the part of the products of the forward pass that the gradient computes again
+    keywords: tuple[str, ...] = ()  # all arguments but the first, where they are passed by name alone
     casts_weights: bool = False  # under autocast its weights alone are cast, and it takes float32 inputs beside them
     # Multiples of eps that may be lost beyond 1.5 times what ATen itself loses in that dtype.
     slack: dict[torch.dtype, float] = field(
@@ -80,6 +91,13 @@ class OpCase:
         """The argument that is overwritten."""
         assert self.mutates is not None
         return args[self.mutates]
+
+    def call(self, function: Callable[..., Any], *values: Any, **others: Any) -> Any:
+        """`function`, the operator or what stands for it, of values in the order of its schema."""
+        if self.keywords:
+            first, *rest = values
+            return function(first, **dict(zip(self.keywords, rest)), **others)  # noqa: B905 (the last may be left out)
+        return function(*values, **others)
 
     @property
     def qualified(self) -> str:
@@ -308,7 +326,7 @@ OPS = (
         gate_reference,
         gate_samples(False),
         GATE_ERRORS,
-        recomputes=True,
+        recomputes=1,
         casts_weights=True,
         slack=SLACK_OF_GATES,
     ),
@@ -320,7 +338,7 @@ OPS = (
         (*GATE_ERRORS, *overlap_errors("v", lambda t, rows: [t(rows, 2), t(4, 2)])),
         mutates=0,
         twin="gate",
-        recomputes=True,
+        recomputes=1,
         casts_weights=True,
         slack=SLACK_OF_GATES,
     ),
@@ -330,7 +348,7 @@ OPS = (
         glu_reference,
         glu_samples("sigmoid") + glu_samples("silu"),
         GLU_ERRORS,
-        recomputes=True,
+        recomputes=1,
         casts_weights=True,
         slack=SLACK_OF_GATES,
     ),
@@ -388,5 +406,31 @@ OPS = (
         layer_norm_smooth,
         mutates=0,
         twin="layer_norm",
+    ),
+    OpCase(
+        "transition",
+        torchops.transition,
+        transition_reference,
+        transition_samples(False),
+        TRANSITION_ERRORS,
+        transition_smooth,
+        recomputes=2 / 3,
+        keywords=TRANSITION_KEYWORDS,
+        casts_weights=True,
+        slack=SLACK_OF_GATES,
+    ),
+    OpCase(
+        "transition_",
+        torchops.transition_,
+        transition_reference_,
+        transition_samples(True),
+        (*TRANSITION_ERRORS, *TRANSITION_OVERLAPS),
+        transition_smooth_,
+        mutates=0,
+        twin="transition",
+        recomputes=2 / 3,
+        keywords=TRANSITION_KEYWORDS,
+        casts_weights=True,
+        slack=SLACK_OF_GATES,
     ),
 )

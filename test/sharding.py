@@ -50,7 +50,9 @@ class ShardingCase:
     @property
     def sequence_product(self) -> bool:
         """Whether the gradient of a product merges dimensions of which the second is sharded."""
-        return self.case.name.startswith(("dense", "gate", "glu", "square_matmul")) and self.line.startswith("S1")
+        return self.case.name.startswith(
+            ("dense", "gate", "glu", "square_matmul", "transition")
+        ) and self.line.startswith("S1")
 
     @property
     def output(self) -> Placement:
@@ -120,6 +122,11 @@ def _layer_norm(dims: int, affine: bool) -> Callable[[Make], Arguments]:
     return build
 
 
+def _transition(t: Make) -> Arguments:
+    weights = {"gate_weight": t(9, 7), "gate_bias": t(9), "up_weight": t(9, 7), "down_weight": t(7, 9)}
+    return arguments(t(4, 5, 7), norm_weight=t(7), **weights, down_bias=t(7))
+
+
 # Sizes that two ranks cannot share evenly.
 BUILD: dict[str, Callable[[Make], Arguments]] = {
     "dense": lambda t: arguments(t(4, 5, 7), t(9, 7), t(9)),
@@ -138,6 +145,7 @@ BUILD: dict[str, Callable[[Make], Arguments]] = {
     "layer_norm": _layer_norm(1, affine=True),
     "layer_norm plain": _layer_norm(1, affine=False),
     "layer_norm plain 2": _layer_norm(2, affine=False),
+    "transition": _transition,
 }
 
 LINES: dict[str, str] = {
@@ -289,6 +297,20 @@ LINES: dict[str, str] = {
     "layer_norm_ plain 2": """
         S0 -> S0
         S1 -> refused
+    """,
+    "transition": """
+        R R R R R R R -> R
+        S0 R R R R R R -> S0
+        S1 R R R R R R -> S1
+        R R S0 S0 S0 S1 R -> P
+        S2 R R R R R R -> R : all_gather / all_gather
+    """,
+    "transition_": """
+        R R R R R R R -> R
+        S0 R R R R R R -> S0
+        S1 R R R R R R -> S1
+        R R S0 S0 S0 S1 R -> R : all_reduce / none
+        S2 R R R R R R -> refused
     """,
 }
 

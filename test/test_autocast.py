@@ -157,6 +157,8 @@ def test_rules_of_another_device() -> None:
             (torchops.gate(low, x, w, b), low),
             (torchops.gate_(x, low, w, b), x),
             (torchops.glu(x, w, w, b), low),
+            (torchops.transition(x, gate_weight=w, up_weight=w, down_weight=w), low),
+            (torchops.transition_(x, gate_weight=w, up_weight=w, down_weight=w, norm_bias=b), x),
             (torchops.square_matmul(x, w), x @ w),
             (torchops.sigmoid(low), torch.sigmoid(low)),
             (torchops.softmax(low), torch.softmax(low, -1)),
@@ -290,7 +292,11 @@ def test_exported(decomposed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dense", "gate", "gate_", "glu", "square_matmul", "softmax", "layer_norm", "square_matmul_", "layer_norm_"]
+    "name",
+    [
+        *("dense", "gate", "gate_", "glu", "square_matmul", "softmax", "layer_norm", "square_matmul_", "layer_norm_"),
+        *("transition", "transition_"),
+    ],
 )
 def test_under_vmap(name: str) -> None:
     """vmap comes before autocast, and takes the operator apart: the casts must come before that too.
@@ -308,11 +314,12 @@ def test_under_vmap(name: str) -> None:
         "square_matmul": (weight,),
         "softmax": (),
         "layer_norm": ([5], weight[0]),
+        "transition": (weight[0], None, weight, None, weight, None, weight),
     }
     rest = others[name.rstrip("_")]
     with torch.autocast("cpu", LOW):
-        got = vmap(lambda x: case.pure(x, *rest))(batch)
-        expected = torch.stack([case.pure(x, *rest) for x in batch])
+        got = vmap(lambda x: case.call(case.pure, x, *rest))(batch)
+        expected = torch.stack([case.call(case.pure, x, *rest) for x in batch])
     assert got.dtype == expected.dtype
     assert_all_close([got], [expected])
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close, assert_as_good_as_aten, expanded, gradients, random_like, tensors, to_float64
+from checks import (
+    assert_all_close,
+    assert_as_good_as_aten,
+    expanded,
+    gradients,
+    random_like,
+    tensors,
+    to_float64,
+    with_tensors,
+)
 from op_db import OpCase
 from samples import Sample
 from torch import Tensor
@@ -70,8 +79,8 @@ def flattened(case: OpCase, args: list[Any], kwargs: dict[str, Any]) -> tuple[tu
     inputs = tuple(tensors((args, kwargs)))
 
     def function(*values: Tensor) -> Tensor:
-        rest = iter(values)
-        return case.pure(*(next(rest) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        passed, named = with_tensors((args, kwargs), values)
+        return case.pure(*passed, **named)
 
     return inputs, function
 
@@ -99,7 +108,7 @@ def second_order(function: Any, arguments: Any) -> list[Tensor]:
 def test_forward_mode(case: OpCase, device: str, dtype: torch.dtype, sample: Sample, requires_grad: bool) -> None:
     """Tangents arrive whether or not anything requires a gradient."""
     args, kwargs = sample(dtype, device, requires_grad)
-    directions = {i: random_like(a.detach(), 3 + i) for i, a in enumerate(args) if isinstance(a, Tensor)}
+    directions = [random_like(t.detach(), 3 + i) for i, t in enumerate(tensors((args, kwargs)))]
     exact = push_forward(case.reference, to_float64((args, kwargs)), to_float64(directions))
     aten = push_forward(case.reference, (args, kwargs), directions)
     got = push_forward(case.pure, (args, kwargs), directions)
@@ -107,11 +116,10 @@ def test_forward_mode(case: OpCase, device: str, dtype: torch.dtype, sample: Sam
         assert_as_good_as_aten(case, g, a, e, what)
 
 
-def push_forward(function: Any, arguments: Any, directions: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-    args, kwargs = arguments
+def push_forward(function: Any, arguments: Any, directions: list[Tensor]) -> tuple[Tensor, Tensor]:
     with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(a, directions[i]) if i in directions else a for i, a in enumerate(args)]
-        out = forward_ad.unpack_dual(function(*duals, **kwargs))
+        args, kwargs = with_tensors(arguments, map(forward_ad.make_dual, tensors(arguments), directions))
+        out = forward_ad.unpack_dual(function(*args, **kwargs))
         assert out.tangent is not None
         return out.primal.detach(), out.tangent.detach()
 
@@ -127,16 +135,15 @@ def push_forward(function: Any, arguments: Any, directions: dict[int, Tensor]) -
 def test_reverse_over_forward(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     results = []
     for function in (case.pure, case.smooth):
-        args, kwargs = sample(dtype, device, requires_grad=True)
+        arguments = sample(dtype, device, requires_grad=True)
+        leaves = tensors(arguments)
         with forward_ad.dual_level():
-            duals = [
-                forward_ad.make_dual(a, random_like(a, 3 + i)) if isinstance(a, Tensor) else a
-                for i, a in enumerate(args)
-            ]
-            out = forward_ad.unpack_dual(function(*duals, **kwargs))
+            duals = (forward_ad.make_dual(t, random_like(t, 3 + i)) for i, t in enumerate(leaves))
+            args, kwargs = with_tensors(arguments, duals)
+            out = forward_ad.unpack_dual(function(*args, **kwargs))
             assert out.tangent is not None
             loss = (out.tangent * random_like(out.tangent.detach())).sum() + (out.primal**2).sum()
-            results.append(list(torch.autograd.grad(loss, tensors((args, kwargs)), materialize_grads=True)))
+            results.append(list(torch.autograd.grad(loss, leaves, materialize_grads=True)))
     assert_all_close(*results)
 
 
@@ -145,11 +152,11 @@ def test_tangent_on_one_argument(case: OpCase, device: str, dtype: torch.dtype, 
     for chosen in range(len(tensors(sample(dtype, device)))):
         results = []
         for function in (case.pure, case.reference):
-            args, kwargs = sample(dtype, device)
+            values: list[Tensor] = tensors(sample(dtype, device))
             with forward_ad.dual_level():
-                target = tensors((args, kwargs))[chosen]
-                dual = forward_ad.make_dual(target, random_like(target))
-                out = forward_ad.unpack_dual(function(*(dual if a is target else a for a in args), **kwargs))
+                values[chosen] = forward_ad.make_dual(values[chosen], random_like(values[chosen]))
+                args, kwargs = with_tensors(sample(dtype, device), values)
+                out = forward_ad.unpack_dual(function(*args, **kwargs))
                 results.append([out.primal, out.tangent])
         assert_all_close(*results)
 

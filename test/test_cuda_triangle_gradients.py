@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cuda_checks import assert_accurate, poison
@@ -12,6 +14,7 @@ import torchops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+update: Callable[..., Tensor] = torchops.triangle_multiplicative_update
 WEIGHTS = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
 
 
@@ -32,7 +35,14 @@ def parameters(c: int, d: int, *, norms: bool = True, biases: bool = True) -> di
     return made
 
 
-def gradients(function, x: Tensor, grad: Tensor, direction: str, mask: Tensor | None, weights: dict[str, Tensor]):
+def gradients(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    grad: Tensor,
+    direction: str,
+    mask: Tensor | None,
+    weights: dict[str, Tensor],
+) -> dict[str, Tensor]:
     x = x.detach().requires_grad_()
     leaves = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
     y = function(x, direction, mask=mask, **leaves)
@@ -53,7 +63,16 @@ def gradients(function, x: Tensor, grad: Tensor, direction: str, mask: Tensor | 
     ],
 )
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-def test_gradients_by_the_cuda_kernels(batch, n, c, d, options, direction, masked, dtype):
+def test_gradients_by_the_cuda_kernels(
+    batch: tuple[int, ...],
+    n: int,
+    c: int,
+    d: int,
+    options: dict[str, bool],
+    direction: str,
+    masked: bool,
+    dtype: torch.dtype,
+) -> None:
     torch.manual_seed(0)
     exact = parameters(c, d, **options)
     x = 2 * torch.randn(*batch, n, n, c, device="cuda", dtype=torch.float64) + 1
@@ -62,12 +81,11 @@ def test_gradients_by_the_cuda_kernels(batch, n, c, d, options, direction, maske
     low = {name: w.to(dtype) for name, w in exact.items()}
     x16, grad16, mask16 = x.to(dtype), grad.to(dtype), None if mask is None else mask.to(dtype)
     exact = {name: w.double() for name, w in low.items()}
-    want = gradients(
-        reference, x16.double(), grad16.double(), direction, None if mask is None else mask16.double(), exact
-    )
+    exact_mask = None if mask16 is None else mask16.double()
+    want = gradients(reference, x16.double(), grad16.double(), direction, exact_mask, exact)
     eager = gradients(reference, x16, grad16, direction, mask16, low)
     poison(*x.shape, dtype=dtype)
-    got = gradients(torchops.triangle_multiplicative_update, x16, grad16, direction, mask16, low)
+    got = gradients(update, x16, grad16, direction, mask16, low)
     few = n < 32  # a handful of positions: neither rounding averages out
     for name, value in got.items():
         assert value.dtype == dtype
@@ -79,13 +97,12 @@ def test_gradients_by_the_cuda_kernels(batch, n, c, d, options, direction, maske
 
 
 @pytest.mark.parametrize("n", [48, 100])
-def test_a_step_of_the_cuda_kernels_reads_what_it_is_given(n):
+def test_a_step_of_the_cuda_kernels_reads_what_it_is_given(n: int) -> None:
     """Strided x and cotangents, and cotangents that are expanded, have the gradients of their copies."""
     torch.manual_seed(1)
     weights = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
     wide = torch.randn(n, n, 160, device="cuda", dtype=torch.bfloat16)
     x = wide[..., 16:144].transpose(0, 1)
-    update = torchops.triangle_multiplicative_update
     for grad in (
         torch.randn(n, n, 256, device="cuda", dtype=torch.bfloat16)[..., ::2],
         torch.randn(n, n, 136, device="cuda", dtype=torch.bfloat16)[..., 8:].transpose(0, 1),
@@ -98,37 +115,37 @@ def test_a_step_of_the_cuda_kernels_reads_what_it_is_given(n):
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-def test_gradients_by_the_cuda_kernels_have_the_same_bits(direction):
+def test_gradients_by_the_cuda_kernels_have_the_same_bits(direction: str) -> None:
     torch.manual_seed(2)
     weights = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
     x = torch.randn(300, 300, 128, device="cuda", dtype=torch.bfloat16)
     grad = torch.randn_like(x)
-    first = gradients(torchops.triangle_multiplicative_update, x, grad, direction, None, weights)
+    first = gradients(update, x, grad, direction, None, weights)
     for _ in range(5):
         poison(*x.shape, dtype=x.dtype)
-        again = gradients(torchops.triangle_multiplicative_update, x, grad, direction, None, weights)
+        again = gradients(update, x, grad, direction, None, weights)
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_the_cuda_kernels_agree_with_panels():
+def test_the_cuda_kernels_agree_with_panels() -> None:
     """Where a weight is frozen or the mask's gradient is wanted the panels run."""
     torch.manual_seed(3)
     weights = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
     x = torch.randn(80, 80, 128, device="cuda", dtype=torch.bfloat16)
     mask = torch.rand(80, 80, device="cuda", dtype=torch.bfloat16)
     grad = torch.randn_like(x)
-    fused = gradients(torchops.triangle_multiplicative_update, x, grad, "outgoing", mask, weights)
+    fused = gradients(update, x, grad, "outgoing", mask, weights)
     for frozen in (*WEIGHTS, "mask"):
         leaf = x.clone().requires_grad_()
         leaves = {name: w.clone().requires_grad_(name != frozen) for name, w in weights.items()}
         leaf_mask = mask.clone().requires_grad_(frozen == "mask")
-        y = torchops.triangle_multiplicative_update(leaf, mask=leaf_mask, **leaves)
+        y = update(leaf, "outgoing", mask=leaf_mask, **leaves)
         wanted = {"x": leaf} | {name: w for name, w in leaves.items() if w.requires_grad}
         for name, value in zip(wanted, torch.autograd.grad(y, [*wanted.values()], grad), strict=True):
             assert (value - fused[name]).norm() <= 0.02 * fused[name].norm(), (frozen, name)
 
 
-def test_memory_of_the_cuda_kernels_training():
+def test_memory_of_the_cuda_kernels_training() -> None:
     """One pair tensor is kept for the backward pass, at whose peak there are four, beside dx."""
     n, mib = 768, 1 << 20
     weights = {name: w.to(torch.bfloat16).requires_grad_() for name, w in parameters(128, 128).items()}
@@ -139,7 +156,7 @@ def test_memory_of_the_cuda_kernels_training():
     def run() -> tuple[int, int]:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        y = torchops.triangle_multiplicative_update(x, **weights)
+        y = update(x, "outgoing", **weights)
         del_y = y.nbytes
         kept = torch.cuda.memory_allocated() - before - del_y
         torch.cuda.reset_peak_memory_stats()

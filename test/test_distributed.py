@@ -86,7 +86,8 @@ def test_gradients(sharding: ShardingCase, mesh: DeviceMesh) -> None:
 def test_every_rule_has_cases() -> None:
     registered = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     names = {op._schema.name.partition("::")[2] for op in registered if op.namespace == "myops"}
-    assert {case.case.name for case in CASES} == {name for name in names if not name.startswith("_")}
+    written_out = {"transition", "transition_"}
+    assert {case.case.name for case in CASES} == {name for name in names if not name.startswith("_")} | written_out
 
 
 @pytest.mark.parametrize(

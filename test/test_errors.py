@@ -138,7 +138,7 @@ def test_other_wrong_types_are_type_errors() -> None:
 def test_version_when_the_kernel_fails(case: OpCase, sample: Sample) -> None:
     """What a failed call did not write is no modification: a backward that reads it goes on."""
 
-    def failing(*args: Any) -> None:
+    def failing(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of luck")
 
     args, kwargs = sample(torch.float32, "cpu")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close, random_like
+from checks import assert_all_close, random_like, tensors, with_tensors
 from mutations import VARIANTS, InPlace, Reference, Variant
 from op_db import OpCase
 from samples import Sample
@@ -25,11 +25,11 @@ class Call(nn.Module):
 
     def __init__(self, case: OpCase, arguments: Any):
         super().__init__()
-        self.case, (self.args, self.kwargs) = case, arguments
+        self.case, self.arguments = case, arguments
 
-    def forward(self, *tensors: Tensor) -> Tensor:
-        rest = iter(tensors)
-        return self.case.pure(*(next(rest) if isinstance(a, Tensor) else a for a in self.args), **self.kwargs)
+    def forward(self, *values: Tensor) -> Tensor:
+        args, kwargs = with_tensors(self.arguments, values)
+        return self.case.pure(*args, **kwargs)
 
 
 def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
@@ -45,14 +45,14 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
 def test_round_trip(case: OpCase, device: str, dtype: torch.dtype, sample: Sample, strict: bool) -> None:
     arguments = sample(dtype, device)
-    tensors = tuple(a for a in arguments[0] if isinstance(a, Tensor))
+    inputs = tuple(tensors(arguments))
     expected = case.reference(*arguments[0], **arguments[1])
-    program = export(Call(case, arguments), tensors, strict=strict)
+    program = export(Call(case, arguments), inputs, strict=strict)
     operators = {node.target for node in program.graph.nodes if node.op == "call_function"}
     assert case.op in operators
     decomposed = program.run_decompositions()
     for one in (program, saved_and_loaded(program), decomposed, saved_and_loaded(decomposed)):
-        assert_all_close([one.module()(*tensors)], [expected])
+        assert_all_close([one.module()(*inputs)], [expected])
     # The operator stays whole: a backend sees it by name, whatever PyTorch decomposes around it.
     names = {str(node.target) for node in decomposed.graph.nodes if node.op == "call_function"}
     assert any(name.startswith("myops.") or "auto_functionalized" in name for name in names)

@@ -30,6 +30,7 @@ def arguments_of(op: OpCase, x: Tensor) -> list[Any]:
         "gate": [random_like(x, 7), matrix, vector],
         "glu": [matrix, random_like(matrix, 8), vector, vector],
         "layer_norm": [[n], vector, vector],
+        "transition": [vector, vector, matrix / n, vector, matrix / n, vector, matrix, vector],
         "square_matmul": [matrix],
     }
     return [x, *rest.get(op.name.rstrip("_"), [])]
@@ -54,8 +55,8 @@ def test_negative_bit(op: OpCase) -> None:
         base = complex_base(seed)
         x = negative(base)
         args = arguments_of(op, x)
-        expected = op.reference(*(a.clone() if isinstance(a, Tensor) else a for a in args))
-        assert op.wrapper(*args) is x
+        expected = op.call(op.reference, *(a.clone() if isinstance(a, Tensor) else a for a in args))
+        assert op.call(op.wrapper, *args) is x
         assert x.is_neg()
         assert x._version == 1
         assert_all_close([x, -base.imag], [expected, expected])
@@ -65,8 +66,8 @@ def test_negative_bit(op: OpCase) -> None:
 def test_negative_bit_of_the_other_arguments(op: OpCase) -> None:
     x = random_like(torch.empty(8, 8))
     args = [negative(torch.complex(a, -a)) if isinstance(a, Tensor) and a is not x else a for a in arguments_of(op, x)]
-    expected = op.reference(*(a.clone() if isinstance(a, Tensor) else a for a in args))
-    op.wrapper(*args)
+    expected = op.call(op.reference, *(a.clone() if isinstance(a, Tensor) else a for a in args))
+    op.call(op.wrapper, *args)
     assert_all_close([x], [expected])
 
 
@@ -75,13 +76,13 @@ def test_negative_bit_of_the_other_arguments(op: OpCase) -> None:
 def test_negative_bit_in_training(op: OpCase, backend: str | None) -> None:
     def overwrite(base: Tensor, *args: Any) -> Tensor:
         x = negative(base * 1)
-        op.op(x, *args)
+        op.call(op.op, x, *args)
         return x * 2
 
     leaf = complex_base().requires_grad_()
     _, *args = arguments_of(op, negative(complex_base()))
     parameters = [a.requires_grad_() for a in args if isinstance(a, Tensor)]
-    expected = op.reference(negative(leaf), *args) * 2
+    expected = op.call(op.reference, negative(leaf), *args) * 2
     cotangent = random_like(expected.detach(), 3)
     expected_grads = torch.autograd.grad(expected, [leaf, *parameters], cotangent)
     function = torch.compile(overwrite, backend=backend) if backend else overwrite
@@ -94,8 +95,8 @@ def test_negative_bit_of_a_compiled_input(op: OpCase) -> None:
     """Not with Inductor, which writes such an input as if it had no bit, with ATen's own operators too (2.13)."""
     x = negative(complex_base())
     args = arguments_of(op, x)
-    expected = op.reference(x.clone(), *args[1:])
-    torch.compile(lambda *a: op.op(*a), backend="aot_eager")(*args)
+    expected = op.call(op.reference, x.clone(), *args[1:])
+    torch.compile(lambda *a: op.call(op.op, *a), backend="aot_eager")(*args)
     assert_all_close([x], [expected])
 
 
@@ -103,8 +104,8 @@ def test_negative_bit_of_a_compiled_input(op: OpCase) -> None:
 def test_negative_bit_under_vmap(op: OpCase) -> None:
     x = negative(complex_base().repeat(3, 1, 1))
     _, *rest = arguments_of(op, x[0])
-    expected = torch.stack([op.reference(part.clone(), *rest) for part in x])
-    torch.vmap(lambda part: op.wrapper(part, *rest))(x)
+    expected = torch.stack([op.call(op.reference, part.clone(), *rest) for part in x])
+    torch.vmap(lambda part: op.call(op.wrapper, part, *rest))(x)
     assert_all_close([x], [expected])
 
 
@@ -113,8 +114,8 @@ def test_inference_mode(op: OpCase) -> None:
     with torch.inference_mode():
         x = negative(complex_base())
         args = arguments_of(op, x)
-        expected = op.reference(x.clone(), *args[1:])
-        op.wrapper(*args)
+        expected = op.call(op.reference, x.clone(), *args[1:])
+        op.call(op.wrapper, *args)
         assert_all_close([x], [expected])
 
 
@@ -131,11 +132,13 @@ def test_zero_tensors(op: OpCase) -> None:
     """They have no memory that could be written; as another argument they are zeros."""
     zero = torch._efficientzerotensor((8, 8))
     with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
-        op.wrapper(*arguments_of(op, zero))
+        op.call(op.wrapper, *arguments_of(op, zero))
     x = random_like(torch.empty(8, 8))
     args = arguments_of(op, x)
-    expected = op.reference(x.clone(), *(torch.zeros_like(a) if isinstance(a, Tensor) else a for a in args[1:]))
-    op.wrapper(x, *(torch._efficientzerotensor(a.shape) if isinstance(a, Tensor) else a for a in args[1:]))
+    expected = op.call(
+        op.reference, x.clone(), *(torch.zeros_like(a) if isinstance(a, Tensor) else a for a in args[1:])
+    )
+    op.call(op.wrapper, x, *(torch._efficientzerotensor(a.shape) if isinstance(a, Tensor) else a for a in args[1:]))
     assert_all_close([x], [expected])
 
 
@@ -175,7 +178,7 @@ def test_layout_is_named(op: OpCase, layout: str) -> None:
             continue
         given = [*args[:i], convert(args[i]), *args[i + 1 :]]
         with pytest.raises(RuntimeError, match=f"^{op.name}: expected {name} of layout strided, got {shown}"):
-            op.wrapper(*given)
+            op.call(op.wrapper, *given)
     assert x._version == 0
 
 
@@ -271,8 +274,8 @@ def test_views_without_overlap_go_on_working(op: OpCase, view: str) -> None:
     base = random_like(torch.empty(12, 12))
     x = VIEWS[view](base)
     args = arguments_of(op, x)
-    expected = op.reference(x.clone(), *args[1:])
-    op.wrapper(*args)
+    expected = op.call(op.reference, x.clone(), *args[1:])
+    op.call(op.wrapper, *args)
     assert_all_close([x], [expected])
 
 
@@ -285,7 +288,7 @@ def test_results_are_contiguous_with_a_tangent(op: OpCase) -> None:
     x = random_like(torch.empty(8, 6, 8)).transpose(0, 1)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, random_like(x, 2))
-        y = forward_ad.unpack_dual(op.pure(*arguments_of(op, dual)))
+        y = forward_ad.unpack_dual(op.call(op.pure, *arguments_of(op, dual)))
     assert y.primal.is_contiguous() == (op.mutates is None)
     assert y.tangent is not None
 
@@ -319,9 +322,9 @@ def test_arguments_over_the_same_memory(name: str, rows: int, training: bool, ho
     x, *rest = shared_arguments(name, rows, how)
     assert x.untyped_storage()._cdata != rest[-1].untyped_storage()._cdata
     old, *old_rest = (a.clone() if isinstance(a, Tensor) else a for a in (x, *rest))
-    expected = op.reference(old.requires_grad_(training), *old_rest)
+    expected = op.call(op.reference, old.requires_grad_(training), *old_rest)
     leaf = torch.zeros_like(x, requires_grad=training)
-    op.wrapper(x.add_(leaf), *rest)
+    op.call(op.wrapper, x.add_(leaf), *rest)
     assert_all_close([x], [expected], rtol=1e-4, atol=1e-5)
     if training:
         cotangent = random_like(expected.detach(), 3)

@@ -64,6 +64,10 @@ CALLS = {
     "softmax_": "torchops.softmax_(t)",
     "softmax_dim0_": "torchops.softmax_(t, 0)",
     "layer_norm_": "torchops.layer_norm_(t, [t.shape[-1]])",
+    "transition_": (
+        "torchops.transition_(t, gate_weight=torch.ones(64, t.shape[-1]), up_weight=torch.ones(64, t.shape[-1]),"
+        " down_weight=torch.ones(t.shape[-1], 64))"
+    ),
     "layer_norm_affine_": "torchops.layer_norm_(t, [t.shape[-1]], torch.ones(t.shape[-1]), torch.ones(t.shape[-1]))",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close, random_like
+from checks import assert_all_close, random_like, tensors, with_tensors
 from op_db import OPS, OpCase
 from samples import Arguments, Sample
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 REFUSED = {
     "layer_norm": {"zero_in", "one", "one_plain"},
     "layer_norm_": {"zero_in", "one", "one_plain"},
+    "transition": {"zero_in", "one"},
+    "transition_": {"zero_in", "one"},
     "dense": {"zero_rows_inside", "zero_in_vector"},
     "gate": {"zero_rows_inside"},
     "gate_": {"zero_rows_inside"},
@@ -54,14 +56,12 @@ class Calls(nn.Module):
         self.eval()
 
     def inputs(self) -> tuple[Tensor, ...]:
-        return tuple(a for _, (args, _) in self.calls for a in args if isinstance(a, Tensor))
+        return tuple(t for _, arguments in self.calls for t in tensors(arguments))
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rest = iter(tensors)
-        return tuple(
-            case.pure(*(next(rest) if isinstance(a, Tensor) else a for a in args), **kwargs)
-            for case, (args, kwargs) in self.calls
-        )
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(values)
+        passed = [(case, with_tensors(arguments, rest)) for case, arguments in self.calls]
+        return tuple(case.pure(*args, **kwargs) for case, (args, kwargs) in passed)
 
     def expected(self) -> list[Tensor]:
         return [case.reference(*args, **kwargs) for case, (args, kwargs) in self.calls]
@@ -94,7 +94,8 @@ def test_dtype(dtype: torch.dtype) -> None:
     calls = Calls([(c, s(dtype, "cpu")) for c in OPS for s in c.samples if s.name in names and wanted(c, s)])
     inputs = calls.inputs()
     got = run(torchops.onnx.export(calls, inputs, verbose=False), *inputs)
-    tolerance = {torch.float64: 1e-12, torch.float16: 4e-3}[dtype]
+    # The eps of a layer norm is a float32 in ONNX.
+    tolerance = {torch.float64: 1e-11, torch.float16: 4e-3}[dtype]
     assert_all_close(got, calls.expected(), atol=tolerance, rtol=tolerance)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import random_like
+from checks import random_like, tensors
 from op_db import OpCase, copy_like
 from samples import Sample
 
@@ -42,11 +42,9 @@ def test_static(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -
 @pytest.mark.ops(leaves=True, dtypes=[torch.float32], samples=["matrix"])
 def test_frozen_arguments(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     """Each differentiable argument alone requires a gradient."""
-    for wanted, value in enumerate(sample(dtype, device)[0]):
-        if not isinstance(value, torch.Tensor):
-            continue
+    for wanted in range(len(tensors(sample(dtype, device)))):
         args, kwargs = sample(dtype, device)
-        args[wanted].requires_grad_()
+        tensors((args, kwargs))[wanted].requires_grad_()
         if case.mutates is not None:
             args[case.mutates] = copy_like(args[case.mutates])
         torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=UTILITIES)
@@ -64,12 +62,25 @@ def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
         b, bg = (w[:, 0], wg[:, 1]) if bias else (None, None)
         return "_glu_backward", (grad, x, w, wg, b, bg, "silu" if bias else "sigmoid", mask)
 
+    def transition(
+        dtype: torch.dtype, wide: torch.dtype, bias: bool, wanted: list[bool]
+    ) -> tuple[str, tuple[Any, ...]]:
+        x, grad = (random_like(torch.empty(2, 4, 5, dtype=d), seed) for seed, d in ((1, wide), (2, dtype)))
+        gate, up, down = (
+            random_like(torch.empty(s, dtype=dtype), 3 + i) for i, s in enumerate([(6, 5), (6, 5), (5, 6)])
+        )
+        norm = (gate[0], up[1]) if bias else (None, None)
+        b, bg = (up[:, 0], gate[:, 1]) if bias else (None, None)
+        return "_transition_backward", (grad, x, *norm, gate, bg, up, b, down, 1e-5, wanted)
+
     low, full = torch.bfloat16, torch.float32
     return [
         gate(full, full, True, [True] * 4),
         gate(low, full, False, [False, True, True, False]),
         glu(full, full, True, [True] * 5),
         glu(low, full, False, [True, False, True, False, False]),
+        transition(full, full, True, [True] * 9),
+        transition(low, full, False, [True, False, False, True, False, False, False, True, True]),
     ]
 
 

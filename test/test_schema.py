@@ -43,6 +43,7 @@ myops::_keep(Tensor x) -> Tensor
 myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] mask) -> (Tensor, Tensor, Tensor)
+myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> (Tensor, Tensor)
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor
 myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted) -> Tensor[]
@@ -58,6 +59,8 @@ myops::softmax(Tensor x, int dim=-1) -> Tensor
 myops::softmax_(Tensor(a!) x, int dim=-1) -> ()
 myops::square_matmul(Tensor a, Tensor b, *, bool transpose_b=False) -> Tensor
 myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()
+myops::transition(Tensor x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> Tensor
+myops::transition_(Tensor(a!) x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> ()
 myops::triangle_multiplicative_update(Tensor x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> Tensor
 myops::triangle_multiplicative_update_(Tensor(a!) x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> ()""",
         )
@@ -83,6 +86,7 @@ myops::_keep                                     .    x     x         .         
 myops::_layer_norm                               x    x     .         .                .            .             .                 x
 myops::_layer_norm_                              x    x     .         x                .            .             .                 x
 myops::_layer_norm_backward                      x    x     .         .                .            .             .                 x
+myops::_transition_backward                      x    x     x         .                .            .             x                 x
 myops::_triangle_multiplicative_update           x    x     x         .                x            x             x                 .
 myops::_triangle_multiplicative_update_          x    x     x         x                x            x             .                 .
 myops::_triangle_multiplicative_update_backward  x    x     x         .                .            .             x                 .
@@ -98,6 +102,8 @@ myops::softmax                                   x    x     x         .         
 myops::softmax_                                  x    x     x         x                x            x             x                 .
 myops::square_matmul                             x    x     x         .                x            x             x                 .
 myops::square_matmul_                            x    x     x         x                x            x             x                 .
+myops::transition                                x    x     x         .                x            x             x                 .
+myops::transition_                               x    x     x         x                x            x             x                 .
 myops::triangle_multiplicative_update            x    x     x         .                x            x             x                 .
 myops::triangle_multiplicative_update_           x    x     x         x                x            x             x                 .""",
         )

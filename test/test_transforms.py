@@ -24,6 +24,7 @@ SIZES = {
     "square_matmul": ((3, 5), (5, 5)),
     "softmax": ((3, 5),),
     "layer_norm": ((3, 5), (5,), (5,)),
+    "transition": ((3, 5), (5,), (5,), (4, 5), (4,), (4, 5), (4,), (5, 4), (5,)),
 }
 
 
@@ -39,7 +40,7 @@ def of_tensors(case: OpCase, reference: bool) -> Callable[..., Tensor]:
     def function(*tensors: Tensor) -> Tensor:
         first, *rest = tensors
         first = first * 1.5
-        return op(first, [5], *rest) if case.name.startswith("layer_norm") else op(first, *rest)
+        return case.call(op, first, *([[5]] if case.name.startswith("layer_norm") else []), *rest)
 
     return function
 
@@ -209,10 +210,10 @@ def test_vmap_writes_the_outer_tensor(case: OpCase) -> None:
     x = inputs(case)
     batch = torch.stack([x[0], 2 * x[0]])
     rest = ([5], *x[1:]) if case.name.startswith("layer_norm_") else x[1:]
-    expected = torch.stack([case.reference(t, *rest) for t in batch])
+    expected = torch.stack([case.call(case.reference, t, *rest) for t in batch])
 
     def function(t: Tensor) -> Tensor:
-        case.op(t, *rest)
+        case.call(case.op, t, *rest)
         return t
 
     pointer = batch.data_ptr()

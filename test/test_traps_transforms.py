@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close, gradients, random_like
+from checks import assert_all_close, gradients, random_like, tensors
 from mutations import VARIANTS, InPlace, Reference, Variant, backward
 from op_db import OpCase
 from torch import Tensor
@@ -76,7 +76,7 @@ def test_trap_e_compiled_autograd_of_functional_operators(
 ) -> None:
     args, kwargs = sample(dtype, device, requires_grad=True)
     out = case.op(*args, **kwargs)
-    leaves = [a for a in args if isinstance(a, Tensor)]
+    leaves = tensors((args, kwargs))
     got = through_compiled_autograd((out,), leaves, "aot_eager")
     cotangent = random_like(out.detach(), 30)
     assert_all_close(got, gradients(case.reference, sample(dtype, device, requires_grad=True), cotangent)[1])
@@ -93,6 +93,9 @@ def aliased(variant: Variant, apply: Any, t: Tensor, kind: str) -> Tensor:
     if variant.case.name == "gate_":
         other = {"itself": t, "view": t.view(5, 5), "transposed": t.t(), "rows": t[:5]}[kind]
         return apply.whole(t, other, other, other[2])
+    if variant.case.name == "transition_":
+        other = {"itself": t, "view": t.view(5, 5), "transposed": t.t(), "rows": t[:5]}[kind]
+        return apply.whole(t, other[1], other[2], other, other[3], other, None, other, other[4])
     other = {"itself": t, "view": t.view(-1), "transposed": t.t(), "rows": t[:5]}[kind]
     return apply.whole(t, [5, 5], other.reshape(5, 5), None)
 

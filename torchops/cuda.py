@@ -14,8 +14,8 @@ _PATHS = ("auto", "fused", "cublas")
 
 
 class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
-    """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu`` and the triangle updates take on CUDA:
-    from the call on, or within a ``with`` statement.
+    """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu``, transitions and triangle updates take on
+    CUDA: from the call on, or within a ``with`` statement.
 
     ``"fused"`` is the kernel with bias and sigmoid in its epilogue, wherever it can run (compute capability 9.0;
     float16, bfloat16 or TF32; aligned rows); ``"cublas"`` a product by cuBLAS and a pass for bias and sigmoid;
@@ -63,7 +63,7 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
 
 _myops = torch.ops.myops
 _OTHERS = (
-    *(_myops.gate, _myops.gate_, _myops.glu),
+    *(_myops.gate, _myops.gate_, _myops.glu, _myops.transition, _myops.transition_),
     *(_myops.triangle_multiplicative_update, _myops.triangle_multiplicative_update_),
     *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_),
 )

@@ -5,7 +5,8 @@ Nothing has to be called: they are registered when that module is imported, by w
 
 A formula gets the arguments of an operator with shapes in place of tensors, and returns multiplications plus additions.
 Operators without one (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. The gradients are ATen's ``mm`` or
-operators that are listed here; those of gate and glu compute the products of the forward pass again, which counts.
+operators that are listed here; those of gate, glu, transition and the triangle update compute products of the forward
+pass again, which counts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ __all__ = [
     "glu_backward_flops",
     "glu_flops",
     "square_matmul_flops",
+    "transition_backward_flops",
+    "transition_flops",
     "triangle_backward_flops",
     "triangle_multiplicative_update_flops",
 ]
@@ -119,6 +122,40 @@ def square_matmul_flops(a: Sequence[int], *args: Any, **kwargs: Any) -> int:
     return 2 * prod(a) * a[-1]
 
 
+def transition_flops(x: Sequence[int], *args: Any, gate_weight: Sequence[int], **kwargs: Any) -> int:
+    """``6 * rows * c * hidden``.
+
+    Example:
+
+        >>> torchops.flops.transition_flops((10, 3), gate_weight=(4, 3))
+        720
+    """
+    return 6 * prod(x) * gate_weight[0]
+
+
+def transition_backward_flops(
+    grad: Sequence[int],
+    x: Sequence[int],
+    norm_weight: Sequence[int] | None,
+    norm_bias: Sequence[int] | None,
+    gate_weight: Sequence[int],
+    gate_bias: Sequence[int] | None,
+    up_weight: Sequence[int],
+    up_bias: Sequence[int] | None,
+    down_weight: Sequence[int],
+    eps: float,
+    wanted: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    """The products of gate and up again, one back through down, two back to ``x``, and one for each gradient of a
+    weight; but none that only a gradient reads which ``wanted`` does not ask for."""
+    to_z = any(wanted[:3])
+    gate, up = to_z or any(wanted[3:5]), to_z or any(wanted[5:7])
+    again = (gate or up or wanted[7]) + (gate or wanted[7])
+    products = again + (gate or up) + 2 * to_z + wanted[3] + wanted[5] + wanted[7]
+    return products * 2 * prod(x) * gate_weight[0]
+
+
 def triangle_multiplicative_update_flops(
     x: Sequence[int], *args: Any, p_in_weight: Sequence[int], **kwargs: Any
 ) -> int:
@@ -179,6 +216,8 @@ def register() -> None:
     register_flop_formula(myops.glu)(glu_flops)
     register_flop_formula(myops._glu_backward)(glu_backward_flops)
     register_flop_formula([myops.square_matmul, myops.square_matmul_])(square_matmul_flops)
+    register_flop_formula([myops.transition, myops.transition_])(transition_flops)
+    register_flop_formula(myops._transition_backward)(transition_backward_flops)
     register_flop_formula([myops.triangle_multiplicative_update, myops.triangle_multiplicative_update_])(
         triangle_multiplicative_update_flops
     )

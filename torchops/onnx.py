@@ -15,15 +15,22 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-from torchops import ops
+from torchops import ops, pair
 
 __all__ = ["export", "translation_table"]
 
-_MUTATING = {name: getattr(torch.ops.myops, name) for name in ops.__all__ if name.endswith("_")}
-# From each operator that overwrites, by either way to call it, to the one that returns the same values.
+_MUTATING = {name: getattr(torch.ops.myops, name) for name in (*ops.__all__, *pair.__all__) if name.endswith("_")}
+# From each operator that overwrites, by either way to call it, to the one that returns the same values, or what it
+# adds.
 _FUNCTIONAL = {
     called: getattr(torch.ops.myops, name.removesuffix("_"))
     for name, packet in _MUTATING.items()
+    for called in (packet, packet.default)
+}
+
+_ADDING = {
+    called
+    for packet in (torch.ops.myops.transition_, torch.ops.myops.triangle_multiplicative_update_)
     for called in (packet, packet.default)
 }
 
@@ -129,9 +136,30 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         y, *_moments = op.LayerNormalization(x, weight, bias, axis=-dims, epsilon=eps)
         return y
 
+    def transition(
+        x: Any,
+        *,
+        norm_weight: Any = None,
+        norm_bias: Any = None,
+        gate_weight: Any,
+        gate_bias: Any = None,
+        up_weight: Any,
+        up_bias: Any = None,
+        down_weight: Any,
+        down_bias: Any = None,
+        eps: float = 1e-5,
+    ) -> Any:
+        weight, bias = (t if t is None or t.dtype == x.dtype else op.CastLike(t, x) for t in (norm_weight, norm_bias))
+        z = layer_norm(x, x.shape[-1:], weight, bias, eps)
+        z = z if x.dtype == gate_weight.dtype else op.CastLike(z, gate_weight)
+        u, v = (op.MatMul(z, op.Transpose(w, perm=[1, 0])) for w in (gate_weight, up_weight))
+        u, v = (t if b is None else op.Add(t, b) for t, b in ((u, gate_bias), (v, up_bias)))
+        y = op.MatMul(op.Mul(op.Mul(u, op.Sigmoid(u)), v), op.Transpose(down_weight, perm=[1, 0]))
+        return y if down_bias is None else op.Add(y, down_bias)
+
     return {
         getattr(torch.ops.myops, translation.__name__).default: translation
-        for translation in (dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm)
+        for translation in (dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition)
     }
 
 
@@ -150,7 +178,8 @@ class _OutOfPlace(TorchFunctionMode):
         if functional is None:
             return func(*args, **kwargs)
         target: Tensor = args[0] if args else kwargs[functional.default._schema.arguments[0].name]
-        target.copy_(functional(*args, **kwargs))
+        value = functional(*args, **kwargs)
+        target.copy_(target + value.to(target.dtype) if func in _ADDING else value)
         return None
 
 

@@ -1,5 +1,5 @@
-"""Operators of pair tensors ``(*batch, N, N, c)``, as models of the AlphaFold kind have them; for dtypes, errors and
-autocast see :mod:`torchops.ops`."""
+"""Operators of the pair layer of AlphaFold-like models: triangle updates of pair tensors ``(*batch, N, N, c)``, and the
+transition; for dtypes, errors and autocast see :mod:`torchops.ops`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,124 @@ from torch import Tensor
 
 from torchops.ops import with_type_errors
 
-__all__ = ["triangle_multiplicative_update", "triangle_multiplicative_update_"]
+__all__ = ["transition", "transition_", "triangle_multiplicative_update", "triangle_multiplicative_update_"]
 
+_transition = torch.ops.myops.transition
+_transition_ = torch.ops.myops.transition_
 _triangle_multiplicative_update = torch.ops.myops.triangle_multiplicative_update
 _triangle_multiplicative_update_ = torch.ops.myops.triangle_multiplicative_update_
+
+
+@with_type_errors
+def transition(
+    x: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None = None,
+    up_weight: Tensor,
+    up_bias: Tensor | None = None,
+    down_weight: Tensor,
+    down_bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """The transition of AlphaFold 3 and its successors, a gated feed-forward layer behind its layer norm, as one
+    operator (`Abramson et al. 2024 <https://doi.org/10.1038/s41586-024-07487-w>`_, supplement, algorithm 11).
+
+    .. code-block:: text
+
+        z = layer_norm(x)
+        (silu(z @ gate.T + gate_bias) * (z @ up.T + up_bias)) @ down.T + down_bias
+
+    Args:
+        x: input of shape ``(..., c)``.
+        norm_weight, norm_bias: of the layer norm, of shape ``(c,)``, or ``None``.
+        gate_weight, up_weight: of shape ``(hidden, c)``; their biases ``(hidden,)``, or ``None``.
+        down_weight: of shape ``(c, hidden)``; its bias ``(c,)``, or ``None``.
+        eps: of the layer norm.
+
+    Dtypes: float32, float64, float16 or bfloat16, one for all parameters. Where that is float16 or bfloat16, ``x`` may
+    be float32: it is normalised in float32 and then rounded. Under ``torch.autocast`` the parameters are cast, and no
+    float32 ``x``.
+
+    Memory: of the ``hidden`` features, which are several times as many as those of ``x``, only those of a panel of rows
+    exist at a time. For backward, nothing is kept but the arguments; everything else is computed again.
+
+    Returns:
+        The transition, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the
+        parameters.
+
+    Raises:
+        RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; or dtypes are not supported
+            together.
+
+    Example:
+
+        >>> x, w = torch.randn(5, 3), torch.randn(12, 3)
+        >>> torchops.transition(x, gate_weight=w, up_weight=w, down_weight=torch.randn(3, 12)).shape
+        torch.Size([5, 3])
+    """
+    return _transition(
+        x,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        gate_weight=gate_weight,
+        gate_bias=gate_bias,
+        up_weight=up_weight,
+        up_bias=up_bias,
+        down_weight=down_weight,
+        down_bias=down_bias,
+        eps=eps,
+    )
+
+
+@with_type_errors
+def transition_(
+    x: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None = None,
+    up_weight: Tensor,
+    up_bias: Tensor | None = None,
+    down_weight: Tensor,
+    down_bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Adds :func:`transition` to ``x``, as a model's residual connection does, and returns ``x``.
+
+    Parameters may overlap ``x``, and are then copied first. Where memory runs out halfway, a part of ``x`` may be
+    overwritten.
+
+    Dtypes: as :func:`transition`; the sum is in that of ``x``.
+
+    Memory: without gradients, no tensor of the size of ``x`` is made; training keeps a copy of the old ``x``.
+
+    Raises:
+        RuntimeError: as :func:`transition`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
+            leaf that requires grad.
+
+    Example:
+
+        >>> x, w = torch.randn(5, 3), torch.randn(12, 3)
+        >>> torchops.transition_(x, gate_weight=w, up_weight=w, down_weight=torch.randn(3, 12)) is x
+        True
+    """
+    _transition_(
+        x,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        gate_weight=gate_weight,
+        gate_bias=gate_bias,
+        up_weight=up_weight,
+        up_bias=up_bias,
+        down_weight=down_weight,
+        down_bias=down_bias,
+        eps=eps,
+    )
+    return x
 
 
 @with_type_errors

@@ -42,6 +42,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias)
 
 
+def transition(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    z = F.layer_norm(x, weight.shape, weight, bias)
+    return F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
+
+
 # The plain way to overwrite: the result is a second tensor, which is copied back.
 
 
@@ -71,4 +76,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "layer_norm_": layer_norm_,
     "square_matmul": torch.matmul,
     "square_matmul_": square_matmul_,
+    "transition": transition,
+    "transition_": lambda x, *parameters: x.add_(transition(x, *parameters)),
 }

@@ -19,6 +19,14 @@ def layer_norm_(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torchops.layer_norm_(x, weight.shape, weight, bias)
 
 
+def transition(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return torchops.transition(x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down)
+
+
+def transition_(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return torchops.transition_(x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down)
+
+
 FUNCTIONS = {
     "dense": torchops.dense,
     "gate": torchops.gate,
@@ -33,4 +41,6 @@ FUNCTIONS = {
     "layer_norm_": layer_norm_,
     "square_matmul": torchops.square_matmul,
     "square_matmul_": torchops.square_matmul_,
+    "transition": transition,
+    "transition_": transition_,
 }

@@ -69,6 +69,21 @@ struct Autocast<to, function> {
 template <CastTo to, auto function>
 constexpr auto autocast = &Autocast<to, function>::call;
 
+template <auto function>
+struct CastParameters;
+
+template <class Return, class X, class... Args, Return (*function)(X&, Args...)>
+struct CastParameters<function> {
+  static Return call(X& x, Args... args) {
+    const Casting cast(CastTo::kLowerPrecision, x);
+    return function(cast.unless_float32(x), cast(args)...);
+  }
+};
+
+/// `function` with its parameters cast, and x as it comes: read as float32, it needs no copy in 16 bits.
+template <auto function>
+constexpr auto cast_parameters = &CastParameters<function>::call;
+
 }  // namespace torchops::autograd
 
 /// Registers the same kernels for autocast on every device: TORCHOPS_AUTOCAST(m) { m.impl("foo", autocast<...>); }

@@ -101,18 +101,10 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("_glu_backward", GluBackward::autograd);
 }
 
-// Calls `function` with the weights cast, and x as it comes: read as float32, it needs no copy in 16 bits.
-template <auto function>
-Tensor with_cast_weights(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
-                         const OptionalTensor& bg, std::string_view activation) {
-  const Casting cast(CastTo::kLowerPrecision, x);
-  return function(cast.unless_float32(x), cast(w), cast(wg), cast(b), cast(bg), activation);
-}
-
-TORCHOPS_AUTOCAST(m) { m.impl("glu", with_cast_weights<glu>); }
+TORCHOPS_AUTOCAST(m) { m.impl("glu", cast_parameters<glu>); }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("glu", with_cast_weights<GluFunctional::batched>);
+  m.impl("glu", cast_parameters<GluFunctional::batched>);
   m.impl("_glu_backward", GluBackward::batched);
 }
 

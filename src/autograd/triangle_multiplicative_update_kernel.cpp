@@ -317,29 +317,17 @@ TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("_triangle_multiplicative
 
 TORCHOPS_LAZY("_triangle_multiplicative_update_", detail::triangle_update_)
 
-// Calls `function` with mask and parameters cast, and x as it comes: read as float32, it needs no copy in 16 bits.
-template <auto function>
-struct CastParameters;
-
-template <class Return, class X, class... Args, Return (*function)(X&, Args...)>
-struct CastParameters<function> {
-  static Return call(X& x, Args... args) {
-    const Casting cast(CastTo::kLowerPrecision, x);
-    return function(cast.unless_float32(x), cast(args)...);
-  }
-};
-
 TORCHOPS_AUTOCAST(m) {
-  m.impl("triangle_multiplicative_update", CastParameters<triangle_multiplicative_update>::call);
-  m.impl("triangle_multiplicative_update_", CastParameters<InPlace::in_place>::call);
-  m.impl("_triangle_multiplicative_update", CastParameters<detail::triangle_update>::call);
-  m.impl("_triangle_multiplicative_update_", CastParameters<detail::triangle_update_>::call);
+  m.impl("triangle_multiplicative_update", cast_parameters<triangle_multiplicative_update>);
+  m.impl("triangle_multiplicative_update_", cast_parameters<InPlace::in_place>);
+  m.impl("_triangle_multiplicative_update", cast_parameters<detail::triangle_update>);
+  m.impl("_triangle_multiplicative_update_", cast_parameters<detail::triangle_update_>);
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("triangle_multiplicative_update", CastParameters<Functional::batched>::call);
-  m.impl("triangle_multiplicative_update_", CastParameters<InPlace::batched>::call);
-  m.impl("_triangle_multiplicative_update", CastParameters<Beneath::batched>::call);
+  m.impl("triangle_multiplicative_update", cast_parameters<Functional::batched>);
+  m.impl("triangle_multiplicative_update_", cast_parameters<InPlace::batched>);
+  m.impl("_triangle_multiplicative_update", cast_parameters<Beneath::batched>);
   m.impl("_triangle_multiplicative_update_backward", Backward::batched);
 }
 

@@ -64,6 +64,8 @@ struct RowPanels {
   int64_t scratch = 0;
   /// Bytes that f takes for itself per row beside that.
   int64_t row_temporaries = 0;
+  /// Bytes of a row of the largest of these, where it is wider than the operands: it has to stay in the cache.
+  int64_t widest_row_bytes = 0;
 };
 
 /// Calls f(panel, scratch) on panels of rows of the operands, of which f overwrites the first, `self` or a view of it.

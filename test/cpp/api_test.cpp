@@ -15,6 +15,7 @@
 #include "ops/sigmoid.h"
 #include "ops/softmax.h"
 #include "ops/square_matmul.h"
+#include "ops/transition.h"
 
 using at::Tensor;
 
@@ -59,6 +60,18 @@ void test_glu(at::ScalarType dtype) {
   const Tensor value = at::linear(wide(x), wide(w), wide(b)), gate = at::linear(wide(x), wide(wg), wide(bg));
   EXPECT_CLOSE(torchops::glu(x, w, wg, b, bg), value * at::sigmoid(gate));
   EXPECT_CLOSE(torchops::glu(x, w, wg, b, bg, "silu"), value * at::silu(gate));
+}
+
+void test_transition(at::ScalarType dtype) {
+  const Tensor x = random({3, 5, 7}, dtype), gate = random({11, 7}, dtype) * 0.3, up = random({11, 7}, dtype) * 0.3;
+  const Tensor down = random({7, 11}, dtype) * 0.3, weight = random({7}, dtype) * 0.3, bias = random({11}, dtype);
+  const Tensor z = at::layer_norm(wide(x), {7}, wide(weight));
+  const Tensor hidden = at::silu(at::linear(z, wide(gate), wide(bias))) * at::linear(z, wide(up));
+  const Tensor reference = at::linear(hidden, wide(down));
+  EXPECT_CLOSE(torchops::transition(x, weight, {}, gate, bias, up, {}, down, {}), reference);
+  expect_in_place(x, wide(x) + reference, [&](Tensor& t) -> Tensor& {
+    return torchops::transition_(t, weight, {}, gate, bias, up, {}, down, {});
+  });
 }
 
 void test_sigmoid(at::ScalarType dtype) {
@@ -125,6 +138,7 @@ int main() {
     test_dense(dtype);
     test_gate(dtype);
     test_glu(dtype);
+    test_transition(dtype);
     test_sigmoid(dtype);
     test_square_matmul(dtype);
     test_softmax(dtype);

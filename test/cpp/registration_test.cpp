@@ -17,6 +17,12 @@ const std::vector<std::string> kSchemas = {
     "myops::gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()",
     "myops::glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation=\"sigmoid\") -> "
     "Tensor",
+    "myops::transition(Tensor x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, "
+    "Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, "
+    "float eps=1e-05) -> Tensor",
+    "myops::transition_(Tensor(a!) x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, "
+    "Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, "
+    "float eps=1e-05) -> ()",
     "myops::sigmoid(Tensor x) -> Tensor",
     "myops::sigmoid_(Tensor(a!) x) -> ()",
     "myops::square_matmul(Tensor a, Tensor b, *, bool transpose_b=False) -> Tensor",

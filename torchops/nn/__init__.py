@@ -2,7 +2,7 @@
 
 from torchops.nn import gated as _gated  # noqa: F401  (replace() knows it once it is imported)
 from torchops.nn.gates import GLU, Dense, Gate
-from torchops.nn.pair import TriangleMultiplicativeUpdate
+from torchops.nn.pair import Transition, TriangleMultiplicativeUpdate
 from torchops.nn.replace import Replacements, replace
 
-__all__ = ["GLU", "Dense", "Gate", "Replacements", "TriangleMultiplicativeUpdate", "replace"]
+__all__ = ["GLU", "Dense", "Gate", "Replacements", "Transition", "TriangleMultiplicativeUpdate", "replace"]

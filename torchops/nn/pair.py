@@ -9,10 +9,97 @@ from torch import Tensor, nn
 
 import torchops
 
-__all__ = ["TriangleMultiplicativeUpdate"]
+__all__ = ["Transition", "TriangleMultiplicativeUpdate"]
 
 # The standard deviation of a normal distribution of width 1 that is cut off at -2 and 2.
 _TRUNCATED_STD = 0.87962566103423978
+
+
+class Transition(nn.Module):
+    """AlphaFold 3's transition, a gated feed-forward layer behind its layer norm, computed by one operator:
+    :func:`torchops.transition`.
+
+    With ``z = norm(x)`` it returns ``fc3(silu(fc1(z)) * fc2(z))``. The caller adds that to ``x``.
+
+    Args:
+        c: features of ``x``.
+        hidden: features in between; ``4 * c`` if it is not given.
+        bias: learn biases of the three products; AlphaFold 3 and Boltz have none.
+        eps: of the layer norm.
+        device, dtype: of the parameters.
+
+    The state dict has the names of Boltz, so that it loads Boltz's: ``norm.weight``, ``norm.bias`` ``(c,)``;
+    ``fc1.weight`` (gate), ``fc2.weight`` (up) ``(hidden, c)``; ``fc3.weight`` (down) ``(c, hidden)``; and with ``bias``
+    ``fc1.bias``, ``fc2.bias`` ``(hidden,)``, ``fc3.bias`` ``(c,)``.
+
+    It starts as AlphaFold 3 does: ``fc1`` and ``fc2`` normal with variance ``1 / c``, cut off at two standard
+    deviations; ``fc3`` 0, so the first transition is 0; the norm with weights of 1 and biases of 0; biases of 0.
+
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``, of which the operator reads the parameters. They are
+    not called, so their hooks do not run.
+
+    Shape:
+        ``x`` of ``(..., c)``. The result is of ``x``'s shape and the dtype of the parameters; with 16-bit parameters,
+        ``x`` may be float32.
+
+    Raises:
+        RuntimeError: as :func:`torchops.transition`, when called.
+
+    Example:
+
+        >>> torchops.nn.Transition(8)(torch.randn(5, 5, 8)).shape
+        torch.Size([5, 5, 8])
+    """
+
+    def __init__(
+        self,
+        c: int,
+        hidden: int | None = None,
+        *,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.c, self.hidden, self.eps = c, 4 * c if hidden is None else hidden, eps
+        where: Any = {"device": device, "dtype": dtype}
+        self.norm = nn.LayerNorm(c, eps, **where)
+        self.fc1 = nn.Linear(c, self.hidden, bias, **where)
+        self.fc2 = nn.Linear(c, self.hidden, bias, **where)
+        self.fc3 = nn.Linear(self.hidden, c, bias, **where)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises all parameters as described above."""
+        self.norm.reset_parameters()
+        std = self.c**-0.5 / _TRUNCATED_STD
+        for linear in (self.fc1, self.fc2):
+            nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
+        nn.init.zeros_(self.fc3.weight)
+        for linear in (self.fc1, self.fc2, self.fc3):
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor, *, inplace: bool = False) -> Tensor:
+        """The transition of ``x``; or, with ``inplace``, ``x`` itself after ``x += transition(x)``, which needs no
+        tensor for the transition and is meant for inference."""
+        operator = torchops.transition_ if inplace else torchops.transition
+        return operator(
+            x,
+            norm_weight=self.norm.weight,
+            norm_bias=self.norm.bias,
+            gate_weight=self.fc1.weight,
+            gate_bias=self.fc1.bias,
+            up_weight=self.fc2.weight,
+            up_bias=self.fc2.bias,
+            down_weight=self.fc3.weight,
+            down_bias=self.fc3.bias,
+            eps=self.eps,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.c}, {self.hidden}, eps={self.eps}"
 
 
 class TriangleMultiplicativeUpdate(nn.Module):

@@ -86,6 +86,17 @@ struct PairGradientProblem : PairProblem {
   float* sums = nullptr;
 };
 
+/// A transition of m rows of c features: x, normalised, through gate and up to hidden features, and through down to
+/// `out`, of x's shape; or, where it adds, plus x, which may be `out`. c and hidden are multiples of 8.
+struct TransitionProblem {
+  int m = 0, c = 0, hidden = 0;
+  Operand x, out;
+  Norm norm;
+  Layer gate, up, down;
+  bool adds = false;
+  void* workspace = nullptr;
+};
+
 /// How a call ended. An error of CUDA is always a failure: it never stands for "another kernel should do this".
 struct Status {
   enum Kind { kDone, kNotForMe, kFailed } kind = kDone;

@@ -83,6 +83,11 @@ inline constexpr int kSpec = 0;
     using Problem = gemm::PairGradientProblem; \
     using Tiling = GradientTiling;             \
   };
+#define TORCHOPS_FEED_FORWARD(name, ...) \
+  struct name {                          \
+    using Problem = TransitionProblem;   \
+    using Tiling = NarrowTiling;         \
+  };
 #define TORCHOPS_GRADIENT(name, ...) \
   struct name {                      \
     using Problem = GradientProblem; \

@@ -1,0 +1,209 @@
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sigmoid.h>
+
+#include "autograd/autocast.h"
+#include "autograd/functional.h"
+#include "autograd/linear.h"
+#include "autograd/normalize.h"
+#include "autograd/path.h"
+#include "autograd/recipe.h"
+#include "ops/layer_norm.h"
+#include "ops/transition.h"
+
+namespace torchops::autograd {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using detail::TransitionGradients;
+using detail::TransitionMask;
+
+// The operator and its gradients in differentiable ATen operators; the formulas stand beside the CPU kernel.
+class WrittenOut {
+ public:
+  explicit WrittenOut(const detail::Transition& t)
+      : t_(t),
+        norm_(normalize(t.x, 1, t.eps)),
+        z_(scale_and_shift(norm_.xhat, t.norm_weight, t.norm_bias, t.dtype())),
+        gate_(linear(z_, t.gate_weight, t.gate_bias)) {}
+
+  Tensor result() const { return linear(silu(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
+
+  TransitionGradients gradients(const Tensor& grad, const TransitionMask& wanted) const {
+    const detail::TransitionNeeds needs(wanted);
+    const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
+    const Tensor &w = t_.gate_weight, s = at::sigmoid(gate_), v = needs.gate || wanted[7] ? up() : Tensor();
+    const Tensor dh = needs.gate || needs.value ? matmul(grad, t_.down_weight) : Tensor();
+    const Tensor dv = needs.value ? dh * gate_ * s : Tensor();
+    const Tensor du = needs.gate ? dh * v * s * (1 + gate_ * (1 - s)) : Tensor();
+    std::array<Tensor, 3> of_norm;
+    if (needs.z) {
+      const Tensor dz = (matmul(dv, t_.up_weight) + matmul(du, w)).to(norm_.xhat.scalar_type());
+      of_norm = normalization_gradients(dz, norm_, 1, t_.norm_weight, {wanted[0], wanted[1], wanted[2]},
+                                        norm_.xhat.scalar_type());
+    }
+    return {wanted[0] ? of_norm[0].to(t_.x.scalar_type()) : none(t_.x),
+            wanted[1] ? of_norm[1].to(t_.dtype()) : none(w),
+            wanted[2] ? of_norm[2].to(t_.dtype()) : none(w),
+            wanted[3] ? weight_gradient(du, z_) : none(w),
+            wanted[4] ? bias_gradient(du) : none(w),
+            wanted[5] ? weight_gradient(dv, z_) : none(w),
+            wanted[6] ? bias_gradient(dv) : none(w),
+            wanted[7] ? weight_gradient(grad, gate_ * s * v) : none(w),
+            wanted[8] ? bias_gradient(grad) : none(w)};
+  }
+
+ private:
+  // Rounded once, as by at::silu, whose own gradient has no forward-mode derivative.
+  static Tensor silu(const Tensor& u) {
+    const Tensor wide = u.to(detail::moments_dtype(u.scalar_type()));
+    return (wide * at::sigmoid(wide)).to(u.scalar_type());
+  }
+  Tensor up() const { return linear(z_, t_.up_weight, t_.up_bias); }
+
+  const detail::Transition& t_;
+  Normalized norm_;
+  Tensor z_, gate_;
+};
+
+// Saves x and the parameters, and computes everything else again. With a `target` it adds to that in place of returning
+// a new tensor.
+struct Layer : torch::autograd::Function<Layer> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& norm_weight,
+                        const OptionalTensor& norm_bias, const Tensor& gate_weight, const OptionalTensor& gate_bias,
+                        const Tensor& up_weight, const OptionalTensor& up_bias, const Tensor& down_weight,
+                        const OptionalTensor& down_bias, double eps, const OptionalTensor& target) {
+    at::AutoDispatchBelowAutograd below_autograd;
+    save_path(ctx);
+    const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+    ctx->save_for_backward({x, or_undefined(norm_weight), or_undefined(norm_bias), gate_weight, or_undefined(gate_bias),
+                            up_weight, or_undefined(up_bias), down_weight});
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["has_down_bias"] = down_bias.has_value();
+    ctx->saved_data["adds"] = target.has_value();
+    const auto call = [&](const auto& operation, auto& self) {
+      return operation(self, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
+                       eps);
+    };
+    if (!target) return call(transition, x);
+    return overwrite(*target, [&](Tensor& self) { call(transition_, self); });
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const detail::DensePathGuard on_path(saved_path(ctx));
+    const auto optional = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
+    TransitionMask wanted{};
+    size_t edges = 0;  // inputs that are none have no number
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      const bool given = i < saved.size() ? saved[i].defined() : ctx->saved_data["has_down_bias"].toBool();
+      wanted[i] = given && ctx->needs_input_grad(edges++);
+    }
+    const Tensor& gate_weight = saved[3];
+    // That of the layer, whose dtype is the parameters'.
+    const Tensor grad = grads[0].to(gate_weight.scalar_type());
+    TransitionGradients gradients =
+        detail::transition_backward(grad, saved[0], optional(1), optional(2), gate_weight, optional(4), saved[5],
+                                    optional(6), saved[7], ctx->saved_data["eps"].toDouble(), wanted);
+    variable_list out = std::apply([](auto&... gradient) { return variable_list{gradient...}; }, gradients);
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (!wanted[i]) out[i] = Tensor();
+    }
+    if (wanted[0] && ctx->saved_data["adds"].toBool()) out[0] = out[0] + grads[0];
+    out.resize(out.size() + 2);  // of eps and target
+    return out;
+  }
+};
+
+struct Functional : FunctionalOp<Functional, transition> {
+  template <class... Args>
+  static void check(const Args&... args) {
+    detail::check_transition({args...});
+  }
+  template <class... Args>
+  static Tensor decomposed(const Args&... args) {
+    const detail::Transition t{args...};
+    return WrittenOut(t).result();
+  }
+  template <class... Args>
+  static Tensor train(const Args&... args) {
+    return Layer::apply(args..., OptionalTensor());
+  }
+};
+
+template <auto function>
+struct InPlaceOf;
+
+template <class... Args, Tensor (*function)(const Tensor&, Args...)>
+struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
+  static void check(const Tensor& x, Args... args) { detail::check_transition_({x, args...}); }
+  static Tensor decomposed(const Tensor& x, Args... args) {
+    return x + Functional::decomposed(x, args...).to(x.scalar_type());
+  }
+  static Tensor traced(const Tensor& x, Args... args) {
+    const Tensor old = detail::keep(x);
+    return old + function(old, args...).to(x.scalar_type());
+  }
+  static void in_place(Tensor& x, Args... args) { transition_(x, args...); }
+  static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
+    return Layer::apply(x.clone(), args..., OptionalTensor(target));
+  }
+};
+using InPlace = InPlaceOf<transition>;
+
+// Only double backward differentiates this one.
+struct Backward : FunctionalOp<Backward, detail::transition_backward> {
+  template <class... Args>
+  static void check(const Args&... args) {
+    detail::transition_backward_kernel<checked>(args...);
+  }
+  template <class... Args>
+  static TransitionGradients decomposed(const Args&... args) {
+    return detail::transition_backward_kernel<written_out>(args...);
+  }
+
+ private:
+  static TransitionGradients checked(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted) {
+    detail::check_transition_backward(grad, t, wanted);
+    return {};
+  }
+  static TransitionGradients written_out(const Tensor& grad, const detail::Transition& t,
+                                         const TransitionMask& wanted) {
+    return WrittenOut(t).gradients(grad, wanted);
+  }
+};
+
+// With the strides that the kernels promise.
+TransitionGradients composite(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted) {
+  detail::check_transition_backward(grad, t, wanted);
+  const TransitionGradients gradients = WrittenOut(t).gradients(grad, wanted);
+  return std::apply([](const auto&... gradient) { return TransitionGradients{gradient.contiguous()...}; }, gradients);
+}
+
+TORCH_LIBRARY_IMPL(myops, Autograd, m) {
+  m.impl("transition", Functional::autograd);
+  m.impl("_transition_backward", Backward::autograd);
+}
+
+TORCHOPS_MUTATING("transition_", InPlace)
+
+TORCHOPS_AUTOCAST(m) {
+  m.impl("transition", cast_parameters<transition>);
+  m.impl("transition_", cast_parameters<InPlace::in_place>);
+}
+
+TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
+  m.impl("transition", cast_parameters<Functional::batched>);
+  m.impl("transition_", cast_parameters<InPlace::batched>);
+  m.impl("_transition_backward", Backward::batched);
+}
+
+// For a backend that has transition and transition_ alone.
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
+  m.impl("_transition_backward", detail::transition_backward_kernel<composite>);
+}
+
+}  // namespace
+}  // namespace torchops::autograd

@@ -1,0 +1,189 @@
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/mul_cpu_dispatch.h>
+#include <ATen/ops/native_layer_norm_cpu_dispatch.h>
+#include <ATen/ops/silu_backward_cpu_dispatch.h>
+#include <ATen/ops/silu_cpu_dispatch.h>
+#include <ATen/ops/sum_cpu_dispatch.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "cpu/layer_norm.h"
+#include "cpu/linear.h"
+#include "ops/common.h"
+#include "ops/transition.h"
+
+// A panel of rows is normalised, multiplied to the hidden features and back while it is in the cache. Eager writes z,
+// both factors, the activation and the product, four of these of hidden features.
+namespace torchops::cpu {
+namespace {
+
+using detail::Transition;
+using detail::TransitionGradients;
+using detail::TransitionMask;
+
+// What the panels of one call share.
+class Layers {
+ public:
+  explicit Layers(const Transition& t)
+      : t_(t),
+        affine_(t.x, t.x.sizes().slice(t.x.dim() - 1), t.norm_weight, t.norm_bias),
+        gate_t_(transposed(t.gate_weight)),
+        up_t_(transposed(t.up_weight)),
+        down_t_(transposed(t.down_weight)) {}
+
+  const Transition& arguments() const { return t_; }
+  const Affine& affine() const { return affine_; }
+
+  /// The layer norm of rows without gaps, with mean and rstd.
+  using Normalized = std::tuple<Tensor, Tensor, Tensor>;
+  Normalized normalized(const Tensor& rows) const {
+    return at::cpu::native_layer_norm(rows, {rows.size(1)}, affine_.weight, affine_.bias, t_.eps);
+  }
+  /// z in the dtype of the products.
+  Tensor z(const Normalized& normalized) const { return std::get<0>(normalized).to(t_.dtype()); }
+
+  Tensor gate(const Tensor& z) const { return linear(z, gate_t_, t_.gate_bias); }
+  Tensor up(const Tensor& z) const { return linear(z, up_t_, t_.up_bias); }
+  /// transition() of rows, into `out`.
+  void forward(const Tensor& out, const Tensor& rows) const {
+    const Tensor z = this->z(normalized(rows.contiguous()));
+    Tensor h = gate(z);
+    at::cpu::silu_(h);
+    at::cpu::mul_(h, up(z));
+    linear_out(out, h, down_t_, t_.down_bias);
+  }
+
+  /// A panel's hidden features decide how many rows it has: they are what has to stay in the cache.
+  RowPanels panels() const {
+    const auto element = static_cast<int64_t>(t_.gate_weight.element_size());
+    const int64_t hidden_bytes = t_.gate_weight.size(0) * element;
+    const int64_t row_bytes = t_.x.size(-1) * static_cast<int64_t>(t_.x.element_size());
+    return {.min_rows = 64,  // with fewer, a panel's time goes into packing the weights
+            .row_temporaries = 2 * hidden_bytes + 3 * row_bytes,
+            .widest_row_bytes = hidden_bytes};
+  }
+
+ private:
+  static Tensor linear(const Tensor& rows, const Tensor& w_t, const std::optional<Tensor>& b) {
+    Tensor out = at::empty({rows.size(0), w_t.size(1)}, w_t.options());
+    linear_out(out, rows, w_t, b);
+    return out;
+  }
+
+  const Transition& t_;
+  Affine affine_;
+  Tensor gate_t_, up_t_, down_t_;
+};
+
+Tensor transition_cpu(const Transition& t) {
+  detail::check_transition(t);
+  const Layers layers(t);
+  Tensor y = at::detail::empty_cpu(t.x.sizes(), t.gate_weight.options());
+  for_each_row_panel(y, {y, t.x}, layers.panels(),
+                     [&](const Operands& panel, const Operands&) { layers.forward(panel[0], panel[1]); });
+  return y;
+}
+
+void transition_cpu_(const Transition& arguments) {
+  detail::check_transition_(arguments);
+  const Transition t = detail::read_first(arguments);
+  const Layers layers(t);
+  for_each_row_panel(t.x, {t.x}, layers.panels(), [&](const Operands& panel, const Operands&) {
+    const Tensor update = at::empty(panel[0].sizes(), t.gate_weight.options());
+    layers.forward(update, panel[0]);
+    panel[0].add_(update);
+  });
+}
+
+// --- gradients
+
+// The gradients of the layer norm's parameters, of which each chunk has a sum of its own.
+class NormGradient {
+ public:
+  NormGradient(const Tensor& weight, bool wanted, const Chunks& chunks) {
+    const auto options = weight.options().dtype(detail::moments_dtype(weight.scalar_type()));
+    if (wanted) sums_ = at::zeros({chunks.count(), weight.size(1)}, options);
+  }
+  void add(int64_t chunk, const Tensor& part) const {
+    if (sums_.defined()) sums_.select(0, chunk).add_(part);
+  }
+  void finish(const Tensor& gradient) const {
+    if (sums_.defined()) gradient.copy_(at::cpu::sum(sums_, {0}, /*keepdim=*/false, sums_.scalar_type()));
+  }
+
+ private:
+  Tensor sums_;
+};
+
+// With u = gate(z), v = up(z), h = silu(u) * v and the cotangent g:
+//   dh = g @ down,  dv = dh * silu(u),  du = dh * v * silu'(u),  dz = dv @ up + du @ gate, and back through the norm;
+//   ddown = g.T @ h,  dup = dv.T @ z,  dgate = du.T @ z, and biases the sums over the rows.
+TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
+  detail::check_transition_backward(grad, t, wanted);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TransitionGradients gradients = detail::empty_transition_gradients(t, wanted);
+  const auto& [dx, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;
+  if (grad.numel() == 0) {
+    std::apply([](const auto&... gradient) { (gradient.zero_(), ...); }, gradients);
+    return gradients;
+  }
+  const detail::TransitionNeeds needs(wanted);
+  const Layers layers(t);
+  const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(t.x);
+  const Tensor dx_rows = wanted[0] ? detail::as_rows(dx) : dx;
+  const Chunks chunks(x_rows, t.gate_weight, 3);
+  const WeightGradient gate(t.gate_weight, wanted[3], wanted[4], chunks), up(t.up_weight, wanted[5], wanted[6], chunks),
+      down(t.down_weight, wanted[7], wanted[8], chunks);
+  const NormGradient norm_weight(t.gate_weight, wanted[1], chunks), norm_bias(t.gate_weight, wanted[2], chunks);
+  chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
+    const auto panel_of = [&](const Tensor& rows) { return rows.narrow(0, begin, end - begin); };
+    const Tensor g = panel_of(grad_rows);
+    if (!needs.gate && !needs.value && !wanted[7]) return down.add(chunk, g, {});
+    // In float32 at least, as sums over rows need it: in 16 bits ATen's layer norm adds up the gradients of its
+    // parameters in those.
+    const Tensor rows = panel_of(x_rows).to(detail::moments_dtype(t.x.scalar_type())).contiguous();
+    const Layers::Normalized normalized = layers.normalized(rows);
+    const Tensor z = layers.z(normalized), u = layers.gate(z);
+    const Tensor v = needs.gate || wanted[7] ? layers.up(z) : Tensor();
+    const Tensor a = needs.value || wanted[7] ? at::cpu::silu(u) : Tensor();
+    down.add(chunk, g, wanted[7] ? at::cpu::mul(a, v) : Tensor());
+    if (!needs.gate && !needs.value) return;
+    const Tensor dh = at::cpu::mm(g, t.down_weight);
+    const Tensor dz = needs.z ? at::empty(rows.sizes(), rows.options()) : Tensor();
+    if (needs.value) {
+      const Tensor dv = at::cpu::mul(dh, a);
+      up.add(chunk, dv, z);
+      if (needs.z) input_gradient(dz, dv, t.up_weight);
+    }
+    if (needs.gate) {
+      Tensor du = at::cpu::mul(dh, v);
+      at::cpu::silu_backward_out(du, du, u);
+      gate.add(chunk, du, z);
+      if (needs.z) input_gradient(dz, du, t.gate_weight, /*accumulate=*/true);
+    }
+    if (!needs.z) return;
+    const auto& [y, mean, rstd] = normalized;
+    const auto [dx_panel, dweight, dbias] =
+        layer_norm_gradients(dz, rows, {rows.size(1)}, mean, rstd, layers.affine(), {wanted[0], wanted[1], wanted[2]});
+    if (wanted[0]) panel_of(dx_rows).copy_(dx_panel);
+    norm_weight.add(chunk, dweight);
+    norm_bias.add(chunk, dbias);
+  });
+  norm_weight.finish(dnorm_weight);
+  norm_bias.finish(dnorm_bias);
+  gate.finish(dgate, dgate_bias);
+  up.finish(dup, dup_bias);
+  down.finish(ddown, ddown_bias);
+  return gradients;
+}
+
+TORCH_LIBRARY_IMPL(myops, CPU, m) {
+  m.impl("transition", detail::TransitionKernel::functional<transition_cpu>);
+  m.impl("transition_", detail::TransitionKernel::in_place<transition_cpu_>);
+  m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_cpu>);
+}
+
+}  // namespace
+}  // namespace torchops::cpu

@@ -1,0 +1,224 @@
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/addmm_cuda_dispatch.h>
+#include <ATen/ops/mm_cuda_dispatch.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/operand.h"
+#include "cuda/linear.h"
+#include "ops/common.h"
+#include "ops/dense_path.h"
+#include "ops/glu.h"
+#include "ops/layer_norm.h"
+#include "ops/transition.h"
+
+// Where the kernel of gemm/sm90/transition.cuh can run, one pass over the rows. Elsewhere panels of rows, small enough
+// for the second-level cache, go through layer_norm, glu and the product with the down weights. Of the hidden features,
+// those of a panel exist at a time.
+namespace torchops::cuda {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using detail::Transition;
+using detail::TransitionGradients;
+using detail::TransitionMask;
+
+// What the panels of one call share.
+class Layers {
+ public:
+  explicit Layers(const Transition& t) : t_(t) {
+    const auto in_dtype_of_x = [&](const OptionalTensor& parameter) {
+      return parameter ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;
+    };
+    norm_weight_ = in_dtype_of_x(t.norm_weight);
+    norm_bias_ = in_dtype_of_x(t.norm_bias);
+  }
+
+  const OptionalTensor& norm_weight() const { return norm_weight_; }
+
+  /// The hidden features of normalised rows.
+  Tensor hidden(const Tensor& z) const {
+    return glu(z, t_.up_weight, t_.gate_weight, t_.up_bias, t_.gate_bias, "silu");
+  }
+  /// Those of rows of x.
+  Tensor hidden_of(const Tensor& rows) const {
+    const at::IntArrayRef features = rows.sizes().slice(1);
+    return hidden(layer_norm(rows, features, norm_weight_, norm_bias_, t_.eps).to(t_.dtype()));
+  }
+  /// (z before it is rounded to the dtype of the products, mean, rstd) of rows of x.
+  std::tuple<Tensor, Tensor, Tensor> normalized(const Tensor& rows) const {
+    const c10::SymInt features = rows.size(1);
+    return detail::layer_norm_with_moments(rows, features, norm_weight_, norm_bias_, t_.eps);
+  }
+  /// out = h @ down.T + down_bias.
+  void down(Tensor out, const Tensor& h) const {
+    const Tensor w_t = t_.down_weight.t();
+    t_.down_bias ? at::cuda::addmm_out(out, *t_.down_bias, h, w_t) : at::cuda::mm_out(out, h, w_t);
+  }
+
+  /// For scratch: the bytes of a row of `tensors` tensors of hidden features and as many of x.
+  int64_t row_bytes(int64_t tensors) const {
+    const int64_t c = t_.x.size(-1), hidden = t_.gate_weight.size(0);
+    const int64_t bytes =
+        hidden * static_cast<int64_t>(t_.gate_weight.element_size()) + c * static_cast<int64_t>(t_.x.element_size());
+    return std::max(tensors * bytes, int64_t{1});
+  }
+
+ private:
+  const Transition& t_;
+  OptionalTensor norm_weight_, norm_bias_;
+};
+
+// All of it in one pass over the rows; false, with nothing done, where that kernel cannot run. `out`, to which it adds
+// or not, may be x. Both are matrices.
+bool fused(const Tensor& out, const Tensor& x, const Transition& t, bool adds) {
+  const int64_t c = x.size(1), hidden = t.gate_weight.size(0);
+  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != t.dtype() || c == 0 || hidden == 0 ||
+      c % 8 != 0 || hidden % 8 != 0) {
+    return false;
+  }
+  const auto from_x = gemm::operand(x), to = gemm::operand(out), gate = gemm::operand(t.gate_weight),
+             up = gemm::operand(t.up_weight), down = gemm::operand(t.down_weight);
+  const auto of_rows = gemm::sm90_case(x.size(0), hidden, c, t.dtype());
+  if (!from_x || !to || !gate || !up || !down || !of_rows) return false;
+  c10::SmallVector<Tensor, 5> kept;
+  const auto vector = [&](const OptionalTensor& parameter) -> const void* {
+    if (!parameter) return nullptr;
+    kept.push_back(parameter->contiguous());
+    return kept.back().const_data_ptr();
+  };
+  gemm::TransitionProblem problem;
+  problem.m = static_cast<int>(of_rows->m);
+  problem.c = static_cast<int>(c);
+  problem.hidden = static_cast<int>(hidden);
+  problem.x = *from_x;
+  problem.out = *to;
+  problem.norm = {vector(t.norm_weight), vector(t.norm_bias), static_cast<float>(t.eps)};
+  problem.gate = {*gate, vector(t.gate_bias)};
+  problem.up = {*up, vector(t.up_bias)};
+  problem.down = {*down, vector(t.down_bias)};
+  problem.adds = adds;
+  return gemm::run_chosen<gemm::Transition>(problem, *of_rows, out);
+}
+
+Tensor transition_cuda(const Transition& t) {
+  detail::check_transition(t);
+  const c10::cuda::CUDAGuard guard(t.x.device());
+  Tensor y = at::detail::empty_cuda(t.x.sizes(), t.gate_weight.options());
+  if (y.numel() == 0) return y;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor x_rows = detail::as_rows(t.x), y_rows = detail::as_rows(y);
+  if (fused(y_rows, x_rows, t, /*adds=*/false)) return y;
+  const Layers layers(t);
+  for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
+    layers.down(y_rows.narrow(0, begin, end - begin), layers.hidden_of(x_rows.narrow(0, begin, end - begin)));
+  });
+  return y;
+}
+
+void transition_cuda_(const Transition& arguments) {
+  detail::check_transition_(arguments);
+  if (arguments.x.numel() == 0) return;
+  const c10::cuda::CUDAGuard guard(arguments.x.device());
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Transition t = detail::read_first(arguments);
+  const Layers layers(t);
+  overwrite_rows({t.x}, 1, [&](const detail::Operands& matrices) {
+    const Tensor& x_rows = matrices[0];
+    if (fused(x_rows, x_rows, t, /*adds=*/true)) return;
+    for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
+      Tensor target = x_rows.narrow(0, begin, end - begin);
+      const Tensor h = layers.hidden_of(target);
+      if (!t.down_bias && target.scalar_type() == t.dtype()) {
+        at::cuda::addmm_(target, h, t.down_weight.t());
+        return;
+      }
+      const Tensor update = at::detail::empty_cuda(target.sizes(), t.gate_weight.options());
+      layers.down(update, h);
+      target.add_(update);
+    });
+  });
+}
+
+// --- gradients
+
+// A sum over panels in at least float32, where it is wanted.
+class Sum {
+ public:
+  Sum(const Tensor& result, bool wanted) : result_(result) {
+    const at::ScalarType dtype = detail::moments_dtype(result.scalar_type());
+    if (wanted) sum_ = at::zeros(result.sizes(), result.options().dtype(dtype));
+  }
+  bool wanted() const { return sum_.defined(); }
+  void add(const Tensor& part) const {
+    if (wanted()) sum_.add_(part);
+  }
+  void finish() const {
+    if (wanted()) result_.copy_(sum_);
+  }
+
+ private:
+  Tensor result_, sum_;
+};
+
+// The formulas stand beside the CPU kernel. The hidden features are made twice where the gradients of down and of
+// another layer are wanted: once as they are, and once inside glu_backward. Panels may be larger than those of a
+// forward pass: each of them adds to all gradients of the weights.
+TransitionGradients transition_backward_cuda(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
+  detail::check_transition_backward(grad, t, wanted);
+  const c10::cuda::CUDAGuard guard(t.x.device());
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TransitionGradients gradients = detail::empty_transition_gradients(t, wanted);
+  const auto& [dx, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;
+  if (grad.numel() == 0) {
+    std::apply([](const auto&... gradient) { (gradient.zero_(), ...); }, gradients);
+    return gradients;
+  }
+  const detail::TransitionNeeds needs(wanted);
+  const Layers layers(t);
+  const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(t.x);
+  const Tensor dx_rows = wanted[0] ? detail::as_rows(dx) : dx;
+  const Sum norm_weight(dnorm_weight, wanted[1]), norm_bias(dnorm_bias, wanted[2]), gate(dgate, wanted[3]),
+      gate_bias(dgate_bias, wanted[4]), up(dup, wanted[5]), up_bias(dup_bias, wanted[6]), down(ddown, wanted[7]),
+      down_bias(ddown_bias, wanted[8]);
+  constexpr int64_t most_bytes = int64_t{64} << 20;
+  const auto of_panel = [&](int64_t begin, int64_t end) {
+    const Tensor g = grad_rows.narrow(0, begin, end - begin), rows = x_rows.narrow(0, begin, end - begin);
+    if (wanted[8]) down_bias.add(g.sum(0, false, detail::moments_dtype(g.scalar_type())));
+    if (!needs.gate && !needs.value && !wanted[7]) return;
+    const auto [y, mean, rstd] = layers.normalized(rows);
+    const Tensor z = y.to(t.dtype());
+    if (wanted[7]) down.add(at::cuda::mm(g.t(), layers.hidden(z)));
+    if (!needs.gate && !needs.value) return;
+    const auto [dz, dv_w, du_w, dv_b, du_b] =
+        detail::glu_backward(at::cuda::mm(g, t.down_weight), z, t.up_weight, t.gate_weight, t.up_bias, t.gate_bias,
+                             "silu", {needs.z, wanted[5], wanted[3], wanted[6], wanted[4]});
+    up.add(dv_w);
+    gate.add(du_w);
+    up_bias.add(dv_b);
+    gate_bias.add(du_b);
+    if (!needs.z) return;
+    const c10::SymInt features = rows.size(1);
+    const auto [dx_panel, dweight, dbias] = detail::layer_norm_backward(
+        dz.to(rows.scalar_type()), rows, features, mean, rstd, layers.norm_weight(), {wanted[0], wanted[1], wanted[2]});
+    if (wanted[0]) dx_rows.narrow(0, begin, end - begin).copy_(dx_panel);
+    norm_weight.add(dweight);
+    norm_bias.add(dbias);
+  };
+  for_each_panel(x_rows.size(0), layers.row_bytes(4), of_panel, most_bytes);
+  for (const Sum* sum : {&norm_weight, &norm_bias, &gate, &gate_bias, &up, &up_bias, &down, &down_bias}) sum->finish();
+  return gradients;
+}
+
+TORCH_LIBRARY_IMPL(myops, CUDA, m) {
+  m.impl("transition", detail::TransitionKernel::functional<transition_cuda>);
+  m.impl("transition_", detail::TransitionKernel::in_place<transition_cuda_>);
+  m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_cuda>);
+}
+
+}  // namespace
+}  // namespace torchops::cuda

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include "export.h"
+
+namespace torchops {
+
+/// A gated feed-forward layer behind its layer norm (Abramson et al. 2024, supplement, algorithm 11):
+///   z = layer_norm(x),  (silu(z @ gate.T + gate_bias) * (z @ up.T + up_bias)) @ down.T + down_bias
+///
+/// x: (..., c); norms: (c,), or none; gate_weight, up_weight: (hidden, c); down_weight: (c, hidden); biases as the
+/// weights' rows, or none. All parameters of one floating-point dtype, and x too, except that x may be float32 where
+/// they are float16 or bfloat16. Returns a new contiguous tensor of x's shape and the parameters' dtype. Of the hidden
+/// features, those of a panel of rows exist at a time. Throws c10::Error, with nothing computed, when arguments do not
+/// fit.
+TORCHOPS_API at::Tensor transition(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
+                                   const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
+                                   const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+                                   const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
+                                   const std::optional<at::Tensor>& down_bias, double eps = 1e-5);
+
+/// x += transition(x, ...), in x's dtype; returns x. Parameters may overlap x; they are then read first. A call that
+/// its checks refuse leaves x untouched; where memory runs out halfway, a part may be overwritten, and x's version
+/// counter has moved.
+TORCHOPS_API at::Tensor& transition_(at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
+                                     const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
+                                     const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+                                     const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
+                                     const std::optional<at::Tensor>& down_bias, double eps = 1e-5);
+
+namespace detail {
+
+/// The arguments of transition(), in its order.
+struct Transition {
+  at::Tensor x;
+  std::optional<at::Tensor> norm_weight, norm_bias;
+  at::Tensor gate_weight;
+  std::optional<at::Tensor> gate_bias;
+  at::Tensor up_weight;
+  std::optional<at::Tensor> up_bias;
+  at::Tensor down_weight;
+  std::optional<at::Tensor> down_bias;
+  double eps;
+
+  /// The dtype of the products and of the result.
+  at::ScalarType dtype() const { return gate_weight.scalar_type(); }
+};
+
+/// Raises unless they fit.
+void check_transition(const Transition& t);
+/// The same for transition_(), of which x is also to be written.
+void check_transition_(const Transition& t);
+
+/// The arguments, with copies of those that writing x could change.
+Transition read_first(Transition t);
+
+/// The gradients, in the order of the arguments.
+constexpr size_t kTransitionGradients = 9;
+using TransitionMask = std::array<bool, kTransitionGradients>;
+using TransitionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                                       at::Tensor, at::Tensor, at::Tensor>;
+
+/// What of the chain of gradients these need, and no other: that of z, for x and its norm; those of the two factors,
+/// value (up) and gate, for z and their own layers.
+struct TransitionNeeds {
+  bool z, value, gate;
+
+  explicit TransitionNeeds(const TransitionMask& wanted)
+      : z(wanted[0] || wanted[1] || wanted[2]), value(z || wanted[5] || wanted[6]), gate(z || wanted[3] || wanted[4]) {}
+};
+
+/// The gradients of transition() where `wanted` asks for them, and empty tensors elsewhere. Everything is computed
+/// again. No gradient reads down_bias.
+TransitionGradients transition_backward(const at::Tensor& grad, const at::Tensor& x,
+                                        const std::optional<at::Tensor>& norm_weight,
+                                        const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
+                                        const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+                                        const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
+                                        double eps, TransitionMask wanted);
+
+/// Its checks; t is without a down_bias.
+void check_transition_backward(const at::Tensor& grad, const Transition& t, const TransitionMask& wanted);
+
+/// Uninitialised gradients.
+TransitionGradients empty_transition_gradients(const Transition& t, const TransitionMask& wanted);
+
+/// From functions that take a Transition, functions with the signatures of the operators.
+template <class Signature>
+struct TransitionSignature;
+
+template <class... Args>
+struct TransitionSignature<at::Tensor(const at::Tensor&, Args...)> {
+  template <auto kernel>
+  static at::Tensor functional(const at::Tensor& x, Args... args) {
+    return kernel(Transition{x, args...});
+  }
+  template <auto kernel>
+  static void in_place(at::Tensor& x, Args... args) {
+    kernel(Transition{x, args...});
+  }
+};
+using TransitionKernel = TransitionSignature<decltype(transition)>;
+
+template <auto kernel>
+TransitionGradients transition_backward_kernel(const at::Tensor& grad, const at::Tensor& x,
+                                               const std::optional<at::Tensor>& norm_weight,
+                                               const std::optional<at::Tensor>& norm_bias,
+                                               const at::Tensor& gate_weight,
+                                               const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+                                               const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
+                                               double eps, TransitionMask wanted) {
+  return kernel(
+      grad,
+      Transition{x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, std::nullopt, eps},
+      wanted);
+}
+
+}  // namespace detail
+}  // namespace torchops

@@ -1,0 +1,112 @@
+"""The transition of ``DTensor``; imported by :mod:`torchops.distributed`.
+
+Along each dimension of the mesh, ``x`` of ``(..., c)`` may be replicated or sharded along rows, and then every rank
+calls the operator on its part; or ranks have a share of the hidden features each. Anything else is moved to one of
+these. DTensor moves no tensor that comes by name, so the public operators have their placements here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding
+
+from torchops.distributed import _asked, _check_stays, _if_given, _local, _sharded, _Way, _wrap
+
+_myops = torch.ops.myops
+
+# How the parameters lie, in the order of the operator, where ranks have a share of the hidden features each: gate and
+# up are column-parallel, down is row-parallel, and so the result is a sum of parts, of which the first has the bias.
+_HIDDEN_PARALLEL: dict[str, Any] = {
+    "norm_weight": Replicate(),
+    "norm_bias": Replicate(),
+    "gate_weight": Shard(0),
+    "gate_bias": Shard(0),
+    "up_weight": Shard(0),
+    "up_bias": Shard(0),
+    "down_weight": Shard(1),
+    "down_bias": Replicate(),
+}
+
+
+def _transition_places(x: Any, parameters: dict[str, Any]) -> list[tuple[Any, dict[str, Any], Any]]:
+    """The placements of x, the parameters and the result, for each dimension of the mesh."""
+    places: list[tuple[Any, dict[str, Any], Any]] = []
+    for i, p in enumerate(x.placements):
+        weights = {name: parameters[name].placements[i] for name in ("gate_weight", "up_weight", "down_weight")}
+        if p == Replicate() and all(_HIDDEN_PARALLEL[name] == q for name, q in weights.items()):
+            places.append((Replicate(), _HIDDEN_PARALLEL, Partial()))
+        else:
+            rows = p if getattr(p, "dim", x.ndim - 1) < x.ndim - 1 else Replicate()
+            places.append((rows, dict.fromkeys(_HIDDEN_PARALLEL, Replicate()), rows))
+    return places
+
+
+def _transition_of(name: str, x: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The update of each rank, and how the ranks' updates lie."""
+    parameters = {key: value for key, value in kwargs.items() if key in _HIDDEN_PARALLEL and value is not None}
+    mesh = getattr(x, "device_mesh", None)
+    for t in (x, *parameters.values()):
+        if not (isinstance(t, DTensor) and t.device_mesh == mesh):
+            raise RuntimeError(f"{name}: expected DTensors on one mesh, got a {type(t).__name__} or another mesh")
+    places = _transition_places(x, parameters)
+    local = {key: _local(t, [q[key] for _, q, _ in places]) for key, t in parameters.items()}
+    coordinates = x.device_mesh.get_coordinate()
+    if any(out == Partial() and i > 0 for (_, _, out), i in zip(places, coordinates, strict=True)):
+        local.pop("down_bias", None)
+    on_ranks = _local(x, [p for p, _, _ in places])
+    return _myops.transition(on_ranks, **local, eps=kwargs.get("eps", 1e-5)), [out for _, _, out in places]
+
+
+def _transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    (x,) = args
+    update, placements = _transition_of("transition", x, kwargs)
+    return _wrap(update, x, placements, x.shape)
+
+
+def _transition_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:
+    (x,) = args
+    rows = [Replicate(), *_sharded(x, range(x.ndim - 1))]
+    _check_stays("transition_", "x", x, rows, " along dimensions before the last")
+    update, placements = _transition_of("transition_", x, kwargs)
+    if list(x.placements) != placements:  # parts of a sum
+        update = _wrap(update, x, placements, x.shape).redistribute(placements=x.placements).to_local()
+    x.to_local().add_(update)
+
+
+def _transition_backward(
+    grad: Any,
+    x: Any,
+    norm_weight: Any,
+    norm_bias: Any,
+    gate_weight: Any,
+    gate_bias: Any,
+    up_weight: Any,
+    up_bias: Any,
+    down_weight: Any,
+    eps: float,
+    wanted: Sequence[bool],
+) -> list[_Way]:
+    parameters = [norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight]
+    ways: list[_Way] = []
+    for p in (Replicate(), *_sharded(x, range(x.ndim - 1))):
+        summed = Replicate() if p == Replicate() else Partial()
+        inputs = [p, p, *map(_if_given, parameters), None, None]
+        ways.append((_asked(wanted, [p, *[summed] * 8]), inputs))
+    hidden = list(_HIDDEN_PARALLEL.values())
+    inputs = [Replicate(), Replicate(), *map(_if_given, parameters, hidden), None, None]
+    ways.append((_asked(wanted, [Partial(), Partial(), Partial(), *hidden[2:]]), inputs))
+    return ways
+
+
+register_sharding(_myops._transition_backward.default)(_transition_backward)
+# As in torchops.distributed: the placements depend on a list, which has this position.
+_schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+_schema_info[_myops._transition_backward.default] = RuntimeSchemaInfo(10, needs_pytree=True)
+
+for _name, _rule in {"transition": _transition, "transition_": _transition_}.items():
+    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
