@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, poison
+from cuda_checks import error, poison
 from torch import Tensor
 from triangle_reference import triangle_multiplicative_update as reference
 
@@ -93,7 +93,7 @@ def test_gradients_by_the_cuda_kernels(
         if few:
             assert (value.double() - want[name]).norm() <= 0.02 * want[name].norm(), name
         else:
-            assert_accurate(value, eager[name], want[name])
+            assert error(value, want[name]) <= 1.2 * error(eager[name], want[name]), name
 
 
 @pytest.mark.parametrize("n", [48, 100])
