@@ -30,7 +30,8 @@ endfunction()
 
 # For each OPERATION line and each TILING line that names its family.
 # The header of a family; those without an entry are in ops.cuh.
-set(_gemm_header_of_Wide wide.cuh)
+set(_gemm_header_of_Wide wide_value.cuh)
+set(_gemm_header_of_WideCotangents wide_cotangents.cuh)
 set(_gemm_header_of_Narrow narrow.cuh)
 set(_gemm_header_of_PairIn pair_in.cuh)
 set(_gemm_header_of_PairOut pair_out.cuh)
@@ -92,6 +93,7 @@ endfunction()
 
 if(TORCHOPS_SM90A)
   _torchops_gemm_family(TORCHOPS_OPERATION TORCHOPS_TILING)
+  _torchops_gemm_family(TORCHOPS_COTANGENT TORCHOPS_TILING)
   _torchops_gemm_family(TORCHOPS_NARROW TORCHOPS_NARROW_TILING)
   _torchops_gemm_family(TORCHOPS_PAIR TORCHOPS_NARROW_TILING)
   _torchops_gemm_family(TORCHOPS_PAIR_GRADIENT TORCHOPS_GRADIENT_TILING)

@@ -207,20 +207,18 @@ void gate_backward_rows(const Tensor& dv, const Tensor& z, const Tensor& g, cons
   });
 }
 
-// All gradients in one pass over the rows; false, with nothing done, where that kernel cannot run or not all are
-// wanted. The gradients are contiguous.
-bool in_one_pass(const detail::GateGradients& gradients, const Tensor& g, const Tensor& v, const Tensor& x,
-                 const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask) {
+// What the gradient kernels are given; nothing where none can run. All tensors are matrices.
+std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& v,
+                                                                             const Tensor& x, const Tensor& w,
+                                                                             const OptionalTensor& b) {
   const at::ScalarType dtype = w.scalar_type();
-  if (detail::dense_path() == detail::DensePath::kCublas || !mask[0] || !mask[1] || !mask[2] ||
-      v.scalar_type() != dtype || x.scalar_type() != dtype || w.size(0) % 8 != 0 || w.size(1) % 8 != 0 ||
-      w.size(1) == 0) {
-    return false;
+  if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || x.scalar_type() != dtype ||
+      w.size(0) % 8 != 0 || w.size(1) == 0) {
+    return std::nullopt;
   }
   const auto from_g = gemm::operand(g), from_v = gemm::operand(v), from_x = gemm::operand(x), from_w = gemm::operand(w);
   const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), dtype);
-  if (!from_g || !from_v || !from_x || !from_w || !c) return false;
-  const auto& [dv, dx, dw, db] = gradients;
+  if (!from_g || !from_v || !from_x || !from_w || !c) return std::nullopt;
   gemm::GradientProblem problem;
   problem.m = static_cast<int>(c->m);
   problem.n = static_cast<int>(c->n);
@@ -230,15 +228,37 @@ bool in_one_pass(const detail::GateGradients& gradients, const Tensor& g, const 
   problem.x = *from_x;
   problem.w = *from_w;
   problem.bias = b ? b->const_data_ptr() : nullptr;
+  return std::pair(problem, *c);
+}
+
+// All gradients in one pass over the rows; false, with nothing done, where that kernel cannot run or not all are
+// wanted. The gradients are contiguous.
+bool in_one_pass(const detail::GateGradients& gradients, gemm::GradientProblem problem, const gemm::Case& c,
+                 std::array<bool, 4> mask) {
+  if (!mask[0] || !mask[1] || !mask[2] || c.k % 8 != 0) return false;
+  const auto& [dv, dx, dw, db] = gradients;
   problem.dx = dx.mutable_data_ptr();
   problem.dc = dv.mutable_data_ptr();
   problem.dw = dw.mutable_data_ptr();
   problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
-  return gemm::run_chosen<gemm::GateGradients>(problem, *c, v);
+  return gemm::run_chosen<gemm::GateGradients>(problem, c, dx);
 }
 
-// The formulas stand beside the CPU kernel. dz is the one scratch of the result's size: the product is made in its
-// place, and the products that read it are each one call of cuBLAS.
+// dz, and dv and db where they are wanted, by a kernel that makes the product again and keeps it to itself; false, with
+// nothing done, where it cannot run or cuBLAS is faster.
+bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm::GradientProblem problem,
+                      const gemm::Case& c, std::array<bool, 4> mask) {
+  const auto to_dz = gemm::operand(dz);
+  const bool prefers_cublas = detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(c);
+  if (prefers_cublas || !to_dz) return false;
+  problem.dz = *to_dz;
+  problem.dc = mask[0] ? dv.mutable_data_ptr() : nullptr;
+  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
+  return gemm::run_chosen<gemm::GateCotangents>(problem, c, dz);
+}
+
+// The formulas stand beside the CPU kernel. dz is the one scratch of the result's size: where cuBLAS makes the product,
+// it is made in its place. The products that read it are each one call of cuBLAS.
 detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
                                          const OptionalTensor& b, std::array<bool, 4> mask) {
   detail::check_gate_backward(grad, v, x, w, b, mask);
@@ -252,21 +272,24 @@ detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, co
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), v_rows = unit_columns(detail::as_rows(v));
   const Tensor x_rows = detail::as_rows(x), dv_rows = mask[0] ? detail::as_rows(dv) : dv;
   const OptionalTensor bias = contiguous(b);
-  if (in_one_pass(gradients, g_rows, v_rows, x_rows, w, bias, mask)) return gradients;
+  const auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias);
+  if (problem && in_one_pass(gradients, problem->first, problem->second, mask)) return gradients;
   const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
   const bool rounded = x.scalar_type() != w.scalar_type();
   const WeightGradient weight(w, mask[2] && rounded);
-  for_each_panel(dz.size(0), rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
-    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    const Tensor z = panel(dz), x_panel = panel(x_rows).to(w.scalar_type());
-    linear_out(z, x_panel, w, bias);
-    gate_backward_rows(mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0]);
-    weight.add(z, x_panel);
-  });
+  if (!problem || !fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) {
+    for_each_panel(dz.size(0), rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+      const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+      const Tensor z = panel(dz), x_panel = panel(x_rows).to(w.scalar_type());
+      linear_out(z, x_panel, w, bias);
+      gate_backward_rows(mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0]);
+      weight.add(z, x_panel);
+    });
+    if (mask[3]) bias_gradient(db, dz);
+  }
   if (mask[1]) input_gradient(detail::as_rows(dx), dz, w);
   if (mask[2] && !rounded) at::cuda::mm_out(dw, dz.t(), x_rows);
   weight.finish(dw);
-  if (mask[3]) bias_gradient(db, dz);
   return gradients;
 }
 

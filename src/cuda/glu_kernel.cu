@@ -1,5 +1,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/cat_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -185,20 +186,19 @@ void glu_backward_rows(const Tensor& g, const Tensor& z, const Tensor& u, const 
   });
 }
 
-// All gradients in one pass over the rows; false, with nothing done, where that kernel cannot run or not all are
-// wanted. The gradients are contiguous.
-bool in_one_pass(const detail::GluGradients& gradients, const Tensor& g, const Tensor& x, const Tensor& w,
-                 const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation,
-                 std::array<bool, 5> mask) {
-  if (detail::dense_path() == detail::DensePath::kCublas || !mask[0] || !mask[1] || !mask[2] ||
-      x.scalar_type() != w.scalar_type() || w.size(0) % 8 != 0 || w.size(1) % 8 != 0 || w.size(1) == 0) {
-    return false;
+// What the gradient kernels are given; nothing where none can run. All tensors are matrices.
+std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& x,
+                                                                             const Tensor& w, const Tensor& wg,
+                                                                             const OptionalTensor& b,
+                                                                             const OptionalTensor& bg) {
+  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || w.size(0) % 8 != 0 ||
+      w.size(1) == 0) {
+    return std::nullopt;
   }
   const auto from_g = gemm::operand(g), from_x = gemm::operand(x), from_w = gemm::operand(w),
              from_wg = gemm::operand(wg);
   const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
-  if (!from_g || !from_x || !from_w || !from_wg || !c) return false;
-  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  if (!from_g || !from_x || !from_w || !from_wg || !c) return std::nullopt;
   gemm::GradientProblem problem;
   problem.m = static_cast<int>(c->m);
   problem.n = static_cast<int>(c->n);
@@ -209,17 +209,49 @@ bool in_one_pass(const detail::GluGradients& gradients, const Tensor& g, const T
   problem.w2 = *from_wg;
   problem.bias = b ? b->const_data_ptr() : nullptr;
   problem.bias2 = bg ? bg->const_data_ptr() : nullptr;
+  return std::pair(problem, *c);
+}
+
+// All gradients in one pass over the rows; false, with nothing done, where that kernel cannot run or not all are
+// wanted. The gradients are contiguous.
+bool in_one_pass(const detail::GluGradients& gradients, gemm::GradientProblem problem, const gemm::Case& c,
+                 GluActivation activation, std::array<bool, 5> mask) {
+  if (!mask[0] || !mask[1] || !mask[2] || c.k % 8 != 0) return false;
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
   problem.dx = dx.mutable_data_ptr();
   problem.dw = dw.mutable_data_ptr();
   problem.dw2 = dwg.mutable_data_ptr();
   problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
   problem.dbias2 = mask[4] ? dbg.mutable_data_ptr() : nullptr;
-  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluGradients>(problem, *c, x)
-                                            : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, *c, x);
+  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluGradients>(problem, c, dx)
+                                            : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, c, dx);
 }
 
-// The formulas stand beside the CPU kernel. dz and du are the scratch: the products are made in their places, and those
-// that read them are each one call of cuBLAS.
+// dz, du and the gradients of biases by a kernel that makes both products again and keeps them to itself; false, with
+// nothing done, where it cannot run or cuBLAS is faster.
+bool fused_cotangents(const Tensor& dz, const Tensor& du, const Tensor& db, const Tensor& dbg,
+                      gemm::GradientProblem problem, const gemm::Case& c, GluActivation activation,
+                      std::array<bool, 5> mask) {
+  if (detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(c)) return false;
+  const auto to_dz = gemm::operand(dz), to_du = gemm::operand(du);
+  if (!to_dz || !to_du) return false;
+  problem.dz = *to_dz;
+  problem.dz2 = *to_du;
+  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluCotangents>(problem, c, dz)
+                                            : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
+}
+
+// [w; wg], which is a view where they are the halves of one matrix.
+Tensor stacked(const Tensor& w, const Tensor& wg) {
+  const bool adjacent = w.is_contiguous() && wg.is_contiguous() && w.storage().is_alias_of(wg.storage()) &&
+                        wg.storage_offset() == w.storage_offset() + w.numel();
+  return adjacent ? w.as_strided({2 * w.size(0), w.size(1)}, {w.size(1), 1}) : at::cuda::cat({w, wg});
+}
+
+// The formulas stand beside the CPU kernel. dz and du lie side by side, so that the products that read them are one
+// call of cuBLAS for dx and one for both weights, unless there are so few rows that stacking the weights costs more.
 detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                        const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
                                        std::array<bool, 5> mask) {
@@ -231,35 +263,48 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
     for (const Tensor& t : {dx, dw, dwg, db, dbg}) t.zero_();
     return gradients;
   }
+  const GluActivation act = detail::glu_activation(activation);
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), x_rows = detail::as_rows(x);
   const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
-  if (in_one_pass(gradients, g_rows, x_rows, w, wg, bias, gate_bias, detail::glu_activation(activation), mask)) {
-    return gradients;
-  }
-  const Tensor dz = at::detail::empty_cuda(g_rows.sizes(), w.options());
-  const Tensor du = at::detail::empty_cuda(g_rows.sizes(), w.options());
-  const bool rounded = x.scalar_type() != w.scalar_type();
+  const auto problem = gradient_problem(g_rows, x_rows, w, wg, bias, gate_bias);
+  if (problem && in_one_pass(gradients, problem->first, problem->second, act, mask)) return gradients;
+  const int64_t rows = g_rows.size(0), n = w.size(0);
+  const Tensor both = at::detail::empty_cuda({rows, 2 * n}, w.options());
+  const Tensor dz = both.narrow(1, 0, n), du = both.narrow(1, n, n);
+  const bool rounded = x.scalar_type() != w.scalar_type(), stacks = rows > 4 * n;
+  const bool in_sums = problem && fused_cotangents(dz, du, db, dbg, problem->first, problem->second, act, mask);
   const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
-  for_each_panel(dz.size(0), rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
-    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    const Tensor z = panel(dz), u = panel(du), x_panel = panel(x_rows).to(w.scalar_type());
-    linear_out(z, x_panel, w, bias);
-    linear_out(u, x_panel, wg, gate_bias);
-    glu_backward_rows(panel(g_rows), z, u, bias, gate_bias, detail::glu_activation(activation));
-    value.add(z, x_panel);
-    gate.add(u, x_panel);
-  });
-  if (mask[0]) {
+  if (!in_sums) {
+    for_each_panel(rows, rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+      const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+      const Tensor z = panel(dz), u = panel(du), x_panel = panel(x_rows).to(w.scalar_type());
+      linear_out(z, x_panel, w, bias);
+      linear_out(u, x_panel, wg, gate_bias);
+      glu_backward_rows(panel(g_rows), z, u, bias, gate_bias, act);
+      value.add(z, x_panel);
+      gate.add(u, x_panel);
+    });
+    if (mask[3]) bias_gradient(db, dz);
+    if (mask[4]) bias_gradient(dbg, du);
+  }
+  if (mask[0] && stacks) {
+    input_gradient(detail::as_rows(dx), both, stacked(w, wg));
+  } else if (mask[0]) {
     const Tensor dx_rows = detail::as_rows(dx);
     input_gradient(dx_rows, dz, w);
     input_gradient(dx_rows, du, wg, /*accumulate=*/true);
   }
-  if (mask[1] && !rounded) at::cuda::mm_out(dw, dz.t(), x_rows);
-  if (mask[2] && !rounded) at::cuda::mm_out(dwg, du.t(), x_rows);
-  value.finish(dw);
-  gate.finish(dwg);
-  if (mask[3]) bias_gradient(db, dz);
-  if (mask[4]) bias_gradient(dbg, du);
+  if (rounded) {
+    value.finish(dw);
+    gate.finish(dwg);
+  } else if (mask[1] && mask[2] && stacks) {
+    const Tensor stack = at::cuda::mm(both.t(), x_rows);
+    dw.copy_(stack.narrow(0, 0, n));
+    dwg.copy_(stack.narrow(0, n, n));
+  } else {
+    if (mask[1]) at::cuda::mm_out(dw, dz.t(), x_rows);
+    if (mask[2]) at::cuda::mm_out(dwg, du.t(), x_rows);
+  }
   return gradients;
 }
 

@@ -69,6 +69,8 @@ constexpr Rule<Tiling> kWideGlu[] = {
     {always, Tiling::k128x64SharedA},
 };
 
+constexpr Rule<Tiling> kWideCotangents[] = {{always, Tiling::k128x64SharedA}};
+
 constexpr Rule<NarrowTiling> kPair[] = {{always, NarrowTiling::k64x128x128}};
 
 constexpr Rule<GradientTiling> kPairGradients[] = {{always, GradientTiling::k128x128}};
@@ -101,6 +103,9 @@ TORCHOPS_RULES(GluSigmoid, kNarrow)
 TORCHOPS_RULES(GluSilu, kNarrow)
 TORCHOPS_RULES(WideGluSigmoid, kWideGlu)
 TORCHOPS_RULES(WideGluSilu, kWideGlu)
+TORCHOPS_RULES(GateCotangents, kWideCotangents)
+TORCHOPS_RULES(GluSigmoidCotangents, kWideCotangents)
+TORCHOPS_RULES(GluSiluCotangents, kWideCotangents)
 TORCHOPS_RULES(TriangleIn, kPair)
 TORCHOPS_RULES(TriangleOut, kPair)
 TORCHOPS_RULES(TriangleInGradients, kPairGradients)

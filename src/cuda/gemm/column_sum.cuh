@@ -8,11 +8,11 @@ namespace torchops::cuda {
 /// The sums over `rows` rows of partial, `pitch` apart, of `columns` floats or doubles each, rounded to T: the first
 /// `split` columns go to `first`, the others to `second`; where one of these is null, nowhere. A block of kColumns x
 /// kRows threads makes kColumns * kVector of them, always in the same order. Columns, split and pitch are multiples of
-/// kVector.
+/// kVector. Blocks of blockIdx.y > 0 do the same for the rows and the results behind those of the blocks before.
 template <class T, class Wide, int kVector, int kColumns, int kRows>
 __global__ void __launch_bounds__(kColumns* kRows)
     column_sum_kernel(const Wide* __restrict__ partial, T* __restrict__ first, T* __restrict__ second, int64_t rows,
-                      int64_t split, int64_t columns, int64_t pitch) {
+                      int64_t split, int64_t columns, int64_t pitch, int64_t rows_of_block) {
   struct alignas(sizeof(Wide) * kVector) Vector {
     Wide at[kVector];
     __device__ void add(const Vector& other) {
@@ -22,10 +22,11 @@ __global__ void __launch_bounds__(kColumns* kRows)
   };
   __shared__ Vector shared[kRows][kColumns];
   const int64_t column = (int64_t{blockIdx.x} * kColumns + threadIdx.x) * kVector;
+  const int64_t begin = blockIdx.y * rows_of_block, end = begin + rows_of_block < rows ? begin + rows_of_block : rows;
   Vector sum{};
   if (column < columns) {
 #pragma unroll 4
-    for (int64_t row = threadIdx.y; row < rows; row += kRows) {
+    for (int64_t row = begin + threadIdx.y; row < end; row += kRows) {
       sum.add(*reinterpret_cast<const Vector*>(partial + row * pitch + column));
     }
   }
@@ -33,8 +34,9 @@ __global__ void __launch_bounds__(kColumns* kRows)
   __syncthreads();
   if (threadIdx.y != 0 || column >= columns) return;
   for (int row = 1; row < kRows; ++row) sum.add(shared[row][threadIdx.x]);
-  T* const to = column < split ? first : second;
+  T* to = column < split ? first : second;
   if (to == nullptr) return;
+  to += blockIdx.y * split;
 #pragma unroll
   for (int v = 0; v < kVector; ++v) to[(column < split ? column : column - split) + v] = static_cast<T>(sum.at[v]);
 }
@@ -46,7 +48,24 @@ void launch_column_sum(const Wide* partial, T* first, T* second, int64_t rows, i
   constexpr int64_t width = int64_t{kColumns} * kVector;
   column_sum_kernel<T, Wide, kVector, kColumns, kRows>
       <<<static_cast<unsigned>((columns + width - 1) / width), dim3(kColumns, kRows), 0, stream>>>(
-          partial, first, second, rows, split, columns, pitch);
+          partial, first, second, rows, split, columns, pitch, rows);
+}
+
+/// The same for so many rows that one block for some of the columns would take long: at first the sums of at most
+/// `most_pieces` pieces, for which there is room behind the rows of partial, which have no gaps. The pieces depend on
+/// the number of rows alone.
+template <class T>
+void launch_column_sum_in_pieces(float* partial, T* first, T* second, int64_t rows, int64_t split, int64_t columns,
+                                 int64_t most_pieces, cudaStream_t stream) {
+  constexpr int kVector = 4, kColumns = 32, kRows = 16;
+  constexpr int64_t width = kColumns * kVector;
+  const int64_t rows_of_piece = (rows + most_pieces - 1) / most_pieces;
+  const int64_t pieces = (rows + rows_of_piece - 1) / rows_of_piece;
+  float* const sums = partial + rows * columns;
+  const dim3 blocks(static_cast<unsigned>((columns + width - 1) / width), static_cast<unsigned>(pieces));
+  column_sum_kernel<float, float, kVector, kColumns, kRows><<<blocks, dim3(kColumns, kRows), 0, stream>>>(
+      partial, sums, nullptr, rows, columns, columns, columns, rows_of_piece);
+  launch_column_sum<T, float, kVector, kColumns, kRows>(sums, first, second, pieces, split, columns, columns, stream);
 }
 
 }  // namespace torchops::cuda

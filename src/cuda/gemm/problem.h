@@ -16,10 +16,11 @@ struct Operand {
 };
 
 /// d (m x n) = f(a (m x k), b, b2, c) for each of a batch, where the operation says what f is and what of them it
-/// reads. A bias has n contiguous elements and no alignment, or is null.
+/// reads. A bias has n contiguous elements and no alignment, or is null. z and z2, where an operation knows them and
+/// they are not null, get its products with their biases.
 struct Problem {
   int m = 0, n = 0, k = 0, batch = 1;
-  Operand a, b, b2, c, d;
+  Operand a, b, b2, c, d, z, z2;
   const void *bias = nullptr, *bias2 = nullptr;
   /// As many bytes as Kernel::prepare() asked for, aligned to 16.
   void* workspace = nullptr;
@@ -27,10 +28,11 @@ struct Problem {
 
 /// The gradients of y = f(x @ w.T + bias, x @ w2.T + bias2, c), of which the operation reads what it needs: grad, y and
 /// c are m x n, x is m x k, the weights are n x k, n and k are multiples of 8. The gradients dx (m x k), dc (m x n), of
-/// weights (n x k) and of biases (n) are contiguous and aligned to 16 bytes.
+/// weights (n x k) and of biases (n) are contiguous and aligned to 16 bytes. An operation that stops at the cotangents
+/// of the products writes those to dz and dz2 (m x n).
 struct GradientProblem {
   int m = 0, n = 0, k = 0;
-  Operand grad, y, c, x, w, w2;
+  Operand grad, y, c, x, w, w2, dz, dz2;
   const void *bias = nullptr, *bias2 = nullptr;
   void *dx = nullptr, *dc = nullptr, *dw = nullptr, *dw2 = nullptr, *dbias = nullptr, *dbias2 = nullptr;
   void* workspace = nullptr;

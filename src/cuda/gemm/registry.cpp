@@ -63,6 +63,8 @@ bool has_sm90_kernels() {
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #define TORCHOPS_GRADIENT(name, ...) \
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
+#define TORCHOPS_COTANGENT(name, ...) \
+  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #include "cuda/gemm/table.def"
 
 }  // namespace torchops::cuda::gemm

@@ -93,6 +93,11 @@ inline constexpr int kSpec = 0;
     using Problem = GradientProblem; \
     using Tiling = GradientTiling;   \
   };
+#define TORCHOPS_COTANGENT(name, ...) \
+  struct name {                       \
+    using Problem = GradientProblem;  \
+    using Tiling = gemm::Tiling;      \
+  };
 #include "cuda/gemm/table.def"
 
 /// The kernel of an operation for an element type and a tiling, or null where this build has none: for the combinations
