@@ -202,15 +202,29 @@ def _glu(x: Any, w: Any, wg: Any, b: Any = None, bg: Any = None, activation: str
     return [*(([p], [p, *rest]) for p in rows), columns]
 
 
+def _glu_with_products(x: Any, w: Any, wg: Any, b: Any, bg: Any, activation: str) -> list[_Way]:
+    return [([p, p, p], arguments) for [p], arguments in _glu(x, w, wg, b, bg)]
+
+
 def _glu_backward(
-    grad: Any, x: Any, w: Any, wg: Any, b: Any, bg: Any, activation: str, mask: Sequence[bool]
+    grad: Any,
+    x: Any,
+    w: Any,
+    wg: Any,
+    b: Any,
+    bg: Any,
+    activation: str,
+    mask: Sequence[bool],
+    z: Any = None,
+    u: Any = None,
 ) -> list[_Way]:
     ways = []
     for [p], arguments in _glu(x, w, wg, b, bg):
         columns = arguments[1] == Shard(0)
         dx = Partial() if columns else p
         dw = Shard(0) if columns else _REPLICATE if p == _REPLICATE else Partial()
-        ways.append((_asked(mask, [dx, dw, dw, dw, dw]), [p, *arguments, None, None]))
+        products = [_if_given(z, p), _if_given(u, p)]
+        ways.append((_asked(mask, [dx, dw, dw, dw, dw]), [p, *arguments, None, None, *products]))
     return ways
 
 
@@ -313,6 +327,7 @@ for _name, _ways in {
     "gate_": _gate_,
     "_gate_backward": _gate_backward,
     "glu": _glu,
+    "_glu": _glu_with_products,
     "_glu_backward": _glu_backward,
     "_keep": _keep,
     "layer_norm": _layer_norm,

@@ -101,14 +101,16 @@ def glu_backward_flops(
     bg: Sequence[int] | None,
     activation: str,
     mask: Sequence[bool],
-    *args: Any,
+    z: Sequence[int] | None = None,
+    u: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> int:
-    """The products for the two factors, two for the gradient of ``x`` and one for that of each weight; but not the
-    product that only a gradient reads which the mask does not ask for."""
+    """The products for the two factors, unless they are given, two for the gradient of ``x`` and one for that of each
+    weight; but not the product that only a gradient reads which the mask does not ask for."""
     dx, dw, dwg, _, dbg = mask
     value = dx or dwg or dbg  # the gradient of the gate reads the value
-    return (1 + value + 2 * dx + dw + dwg) * 2 * prod(x) * w[0]
+    again = 1 + value if z is None else 0
+    return (again + 2 * dx + dw + dwg) * 2 * prod(x) * w[0]
 
 
 def square_matmul_flops(a: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -214,6 +216,7 @@ def register() -> None:
     register_flop_formula([myops.gate, myops.gate_])(gate_flops)
     register_flop_formula(myops._gate_backward)(gate_backward_flops)
     register_flop_formula(myops.glu)(glu_flops)
+    register_flop_formula(myops._glu)(glu_flops)
     register_flop_formula(myops._glu_backward)(glu_backward_flops)
     register_flop_formula([myops.square_matmul, myops.square_matmul_])(square_matmul_flops)
     register_flop_formula([myops.transition, myops.transition_])(transition_flops)

@@ -16,6 +16,10 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
 
+Tensor gated(const Tensor& z, const Tensor& u, std::string_view activation) {
+  return z * (detail::glu_activation(activation) == GluActivation::kSilu ? at::silu(u) : at::sigmoid(u));
+}
+
 struct GluFunctional : FunctionalOp<GluFunctional, glu> {
   static void check(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
                     const OptionalTensor& bg, std::string_view activation) {
@@ -23,16 +27,14 @@ struct GluFunctional : FunctionalOp<GluFunctional, glu> {
   }
   static Tensor decomposed(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
                            const OptionalTensor& bg, std::string_view activation) {
-    const Tensor u = linear(x, wg, bg);
-    const bool silu = detail::glu_activation(activation) == GluActivation::kSilu;
-    return linear(x, w, b) * (silu ? at::silu(u) : at::sigmoid(u));
+    return gated(linear(x, w, b), linear(x, wg, bg), activation);
   }
   static Tensor train(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
                       const OptionalTensor& bg, std::string_view activation);
 };
 
-// Saves its arguments and neither factor: the gradients compute both again, which costs two products and saves two
-// tensors of the result's size.
+// Saves its arguments, and both products only where sums are long (glu_keeps_products()): elsewhere the gradients make
+// them again, which saves two tensors of the result's size.
 struct Glu : torch::autograd::Function<Glu> {
   static constexpr bool is_traceable = true;
 
@@ -40,9 +42,15 @@ struct Glu : torch::autograd::Function<Glu> {
                         const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     save_path(ctx);
-    ctx->save_for_backward({x, w, wg, b.value_or(Tensor()), bg.value_or(Tensor())});
     ctx->saved_data["activation"] = std::string(activation);
-    return glu(x, w, wg, b, bg, activation);
+    Tensor y, z, u;
+    if (detail::glu_keeps_products(x, w)) {
+      std::tie(y, z, u) = detail::glu_with_products(x, w, wg, b, bg, activation);
+    } else {
+      y = glu(x, w, wg, b, bg, activation);
+    }
+    ctx->save_for_backward({x, w, wg, b.value_or(Tensor()), bg.value_or(Tensor()), z, u});
+    return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -54,7 +62,8 @@ struct Glu : torch::autograd::Function<Glu> {
     const std::array<bool, 5> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                    b && ctx->needs_input_grad(3), bg && ctx->needs_input_grad(b ? 4 : 3)};
     const auto [dx, dw, dwg, db, dbg] = detail::glu_backward(grads[0], saved[0], saved[1], saved[2], b, bg,
-                                                             ctx->saved_data["activation"].toStringView(), mask);
+                                                             ctx->saved_data["activation"].toStringView(), mask,
+                                                             optional(saved[5]), optional(saved[6]));
     return {mask[0] ? dx : Tensor(), mask[1] ? dw : Tensor(),  mask[2] ? dwg : Tensor(),
             mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor(), Tensor()};
   }
@@ -67,15 +76,17 @@ Tensor GluFunctional::train(const Tensor& x, const Tensor& w, const Tensor& wg, 
 
 // With z = x @ w.T + b, u = x @ wg.T + bg, s = sigmoid(u) and the cotangent g: dz = g * act(u), du = g * z * act'(u),
 // where sigmoid' = s * (1 - s) and silu' = s * (1 + u * (1 - s)); the rest from dz and du.
-// Only double backward differentiates this one.
+// Only double backward differentiates this one. Products that are given depend on x and the weights too, so these are
+// made from those again.
 struct GluBackward : FunctionalOp<GluBackward, detail::glu_backward> {
   static void check(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
-                    const OptionalTensor& bg, std::string_view activation, std::array<bool, 5> mask) {
-    detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
+                    const OptionalTensor& bg, std::string_view activation, std::array<bool, 5> mask,
+                    const OptionalTensor& z, const OptionalTensor& u) {
+    detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
   }
   static detail::GluGradients decomposed(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                          const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                         std::array<bool, 5> mask) {
+                                         std::array<bool, 5> mask, const OptionalTensor&, const OptionalTensor&) {
     const Tensor u = linear(x, wg, bg), s = at::sigmoid(u);
     const bool silu = detail::glu_activation(activation) == GluActivation::kSilu;
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
@@ -88,11 +99,20 @@ struct GluBackward : FunctionalOp<GluBackward, detail::glu_backward> {
   }
 };
 
+std::tuple<Tensor, Tensor, Tensor> glu_with_products_composite(const Tensor& x, const Tensor& w, const Tensor& wg,
+                                                               const OptionalTensor& b, const OptionalTensor& bg,
+                                                               std::string_view activation) {
+  detail::check_glu_with_products(x, w, wg, b, bg, activation);
+  const Tensor z = linear(x, w, b), u = linear(x, wg, bg);
+  return {gated(z, u, activation).contiguous(), z.contiguous(), u.contiguous()};
+}
+
 // The strides that the kernels promise.
 detail::GluGradients glu_backward_composite(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                             const OptionalTensor& b, const OptionalTensor& bg,
-                                            std::string_view activation, std::array<bool, 5> mask) {
-  const auto [dx, dw, dwg, db, dbg] = GluBackward::batched(grad, x, w, wg, b, bg, activation, mask);
+                                            std::string_view activation, std::array<bool, 5> mask,
+                                            const OptionalTensor& z, const OptionalTensor& u) {
+  const auto [dx, dw, dwg, db, dbg] = GluBackward::batched(grad, x, w, wg, b, bg, activation, mask, z, u);
   return {dx.contiguous(), dw.contiguous(), dwg.contiguous(), db.contiguous(), dbg.contiguous()};
 }
 
@@ -109,7 +129,10 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
 }
 
 // For a backend that has glu alone.
-TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_glu_backward", glu_backward_composite); }
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
+  m.impl("_glu", glu_with_products_composite);
+  m.impl("_glu_backward", glu_backward_composite);
+}
 
 }  // namespace
 }  // namespace torchops::autograd

@@ -47,10 +47,11 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
 // With z = x @ w.T + b, u = x @ wg.T + bg and the cotangent g:
 //   dz = g * act(u),  du = g * z * act'(u),  dx = dz @ w + du @ wg,
 //   dw = dz.T @ x,  dwg = du.T @ x,  db and dbg are dz and du summed over the rows.
+// Here training keeps no products, and what is given is made again all the same.
 detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                       const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                      std::array<bool, 5> mask) {
-  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
+                                      std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
   const GluActivation act = detail::glu_activation(activation);
   const detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
   const auto& [dx, dw, dwg, db, dbg] = gradients;
@@ -68,11 +69,11 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
     const Tensor dx_panel = mask[0] ? panel_of(dx_rows) : dx_rows;
-    const Tensor u = at::empty(g.sizes(), w.options());
-    linear_out(u, x_panel, wg_t, bg);
+    const Tensor u_panel = at::empty(g.sizes(), w.options());
+    linear_out(u_panel, x_panel, wg_t, bg);
     Tensor a;  // act(u)
     if (needs_dz || act == GluActivation::kSigmoid) {
-      a = act == GluActivation::kSilu ? at::cpu::silu(u) : at::cpu::sigmoid(u);
+      a = act == GluActivation::kSilu ? at::cpu::silu(u_panel) : at::cpu::sigmoid(u_panel);
     }
     if (needs_dz) {
       const Tensor dz = at::cpu::mul(g, a);
@@ -83,7 +84,8 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
       Tensor du = at::empty(g.sizes(), w.options());
       linear_out(du, x_panel, w_t, b);
       at::cpu::mul_(du, g);
-      act == GluActivation::kSilu ? at::cpu::silu_backward_out(du, du, u) : at::cpu::sigmoid_backward_out(du, du, a);
+      act == GluActivation::kSilu ? at::cpu::silu_backward_out(du, du, u_panel)
+                                  : at::cpu::sigmoid_backward_out(du, du, a);
       if (mask[0]) input_gradient(dx_panel, du, wg, /*accumulate=*/true);
       gate.add(chunk, du, x_panel);
     }

@@ -19,11 +19,11 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
 
-// y = (z + bias) * F(u + gate_bias) in the place of z.
+// y = (z + bias) * F(u + gate_bias). y may be z.
 template <class F, class T, int N>
 struct GluPass {
-  Rows<T> z;
-  Rows<const T> u;
+  Rows<const T> z, u;
+  Rows<T> y;
   const T *bias, *gate_bias;
 
   struct Columns {
@@ -45,15 +45,15 @@ struct GluPass {
     for (int i = 0; i < N; ++i) {
       values[i] *= activate<F, T>(gates[i]);
     }
-    z.template store<N>(row, column, pack<T, N>(values));
+    y.template store<N>(row, column, pack<T, N>(values));
   }
 };
 
-// dz = g * F(u + gate_bias) in the place of z, and du = g * (z + bias) * F'(u + gate_bias) in that of u.
+// dz = g * F(u + gate_bias) and du = g * (z + bias) * F'(u + gate_bias). dz may be z, and du u.
 template <class F, class T, int N>
 struct GluBackwardPass {
-  Rows<const T> g;
-  Rows<T> z, u;
+  Rows<const T> g, z, u;
+  Rows<T> dz, du;
   const T *bias, *gate_bias;
 
   struct Columns {
@@ -79,8 +79,8 @@ struct GluBackwardPass {
       gates[i] = grads[i] * values[i] * slope;
       values[i] = grads[i] * gate;
     }
-    z.template store<N>(row, column, pack<T, N>(values));
-    u.template store<N>(row, column, pack<T, N>(gates));
+    dz.template store<N>(row, column, pack<T, N>(values));
+    du.template store<N>(row, column, pack<T, N>(gates));
   }
 };
 
@@ -98,34 +98,49 @@ void dispatch(const Tensor& w, GluActivation activation, const InVectors& in_vec
   });
 }
 
-// z and u have no gaps.
-void glu_rows(const Tensor& z, const Tensor& u, const OptionalTensor& b, const OptionalTensor& bg,
+void glu_rows(const Tensor& y, const Tensor& z, const Tensor& u, const OptionalTensor& b, const OptionalTensor& bg,
               GluActivation activation) {
   const int64_t rows = z.size(0), columns = z.size(1);
   const auto in_vectors = [&](auto type, int n) {
     using T = decltype(type);
-    return columns % n == 0 && write_rows<T>(z).fits(n) && read_rows<T>(u).fits(n);
+    return columns % n == 0 && read_rows<T>(z).fits(n) && read_rows<T>(u).fits(n) && write_rows<T>(y).fits(n);
   };
   dispatch(z, activation, in_vectors, [&](auto act, auto type, auto width) {
     using F = decltype(act);
     using T = decltype(type);
-    const GluPass<F, T, width()> pass{write_rows<T>(z), read_rows<T>(u), remaining_bias<T>(b), remaining_bias<T>(bg)};
+    const GluPass<F, T, width()> pass{read_rows<T>(z), read_rows<T>(u), write_rows<T>(y), remaining_bias<T>(b),
+                                      remaining_bias<T>(bg)};
     launch_pass<width()>(pass, rows, columns);
   });
 }
 
-// By the kernel for few features, which reads each row once, or by the one for longer sums.
+// Both products of glu, or their cotangents, as matrices.
+struct Pair {
+  Tensor z, u;
+
+  static Pair halves(const Tensor& both) {
+    const int64_t n = both.size(1) / 2;
+    return {both.narrow(1, 0, n), both.narrow(1, n, n)};
+  }
+  static Pair rows(const Tensor& z, const Tensor& u) { return {detail::as_rows(z), detail::as_rows(u)}; }
+  Pair narrow(int64_t begin, int64_t end) const {
+    return {z.narrow(0, begin, end - begin), u.narrow(0, begin, end - begin)};
+  }
+};
+using Products = std::optional<Pair>;
+
+// By the kernel for few features, which reads each row once and knows no products, or by the one for longer sums.
 template <class Narrow, class Wide>
 bool run_fused(const gemm::Problem& problem, const gemm::Case& c, const Tensor& y) {
-  if (gemm::run_chosen<Narrow>(problem, c, y)) return true;
+  if (problem.z.data == nullptr && gemm::run_chosen<Narrow>(problem, c, y)) return true;
   const bool prefers_cublas = detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(c);
   return !prefers_cublas && gemm::run_chosen<Wide>(problem, c, y);
 }
 
-// glu of the rows of x by a kernel that writes nothing but the result; false, with nothing done, where none can run or
-// cuBLAS is faster. All tensors are matrices.
-bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
-           const OptionalTensor& bg, GluActivation activation) {
+// glu of the rows of x by a kernel that writes nothing but the result and, where they are wanted, the products; false,
+// with nothing done, where none can run or cuBLAS is faster. All tensors are matrices.
+bool fused(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
+           const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
   if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0 ||
       w.size(0) % 8 != 0) {  // TMA writes whole pieces of 16 bytes
     return false;
@@ -143,8 +158,38 @@ bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& wg, 
   problem.d = *to_y;
   problem.bias = b ? b->const_data_ptr() : nullptr;
   problem.bias2 = bg ? bg->const_data_ptr() : nullptr;
+  if (products) {
+    const auto to_z = gemm::operand(products->z), to_u = gemm::operand(products->u);
+    if (!to_z || !to_u) return false;
+    problem.z = *to_z;
+    problem.z2 = *to_u;
+  }
   return activation == GluActivation::kSilu ? run_fused<gemm::GluSilu, gemm::WideGluSilu>(problem, *c, y)
                                             : run_fused<gemm::GluSigmoid, gemm::WideGluSigmoid>(problem, *c, y);
+}
+
+// y of all rows of x, as matrices; and the products, where they are wanted.
+void glu_out(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
+             const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation) {
+  const GluActivation act = detail::glu_activation(activation);
+  const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
+  if (fused(y, products, x, w, wg, bias, gate_bias, act)) return;
+  const int64_t product_bytes = products ? 0 : w.size(0) * static_cast<int64_t>(w.element_size());
+  for_each_panel(y.size(0), product_bytes + rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Tensor out = panel(y), x_panel = panel(x).to(w.scalar_type());
+    if (products) {
+      const auto [z, u] = products->narrow(begin, end);
+      linear_with_bias_out(z, x_panel, w, bias);
+      linear_with_bias_out(u, x_panel, wg, gate_bias);
+      glu_rows(out, z, u, std::nullopt, std::nullopt, act);
+    } else {
+      const Tensor u = at::detail::empty_cuda(out.sizes(), w.options());
+      linear_out(out, x_panel, w, bias);
+      linear_out(u, x_panel, wg, gate_bias);
+      glu_rows(out, out, u, bias, gate_bias, act);
+    }
+  });
 }
 
 Tensor glu_cuda(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
@@ -154,33 +199,38 @@ Tensor glu_cuda(const Tensor& x, const Tensor& w, const Tensor& wg, const Option
   at::DimVector sizes(x.sizes());
   sizes.back() = w.size(0);
   Tensor y = at::detail::empty_cuda(sizes, w.options());
-  if (y.numel() == 0) return y;
-  const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
-  const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
-  if (fused(y_rows, x_rows, w, wg, bias, gate_bias, detail::glu_activation(activation))) return y;
-  const int64_t row_bytes = w.size(0) * static_cast<int64_t>(w.element_size()) + rounded_row_bytes(x, w);
-  for_each_panel(y_rows.size(0), row_bytes, [&](int64_t begin, int64_t end) {
-    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    const Tensor z = panel(y_rows), x_panel = panel(x_rows).to(w.scalar_type());
-    const Tensor u = at::detail::empty_cuda(z.sizes(), w.options());
-    linear_out(z, x_panel, w, bias);
-    linear_out(u, x_panel, wg, gate_bias);
-    glu_rows(z, u, bias, gate_bias, detail::glu_activation(activation));
-  });
+  if (y.numel() > 0) glu_out(detail::as_rows(y), std::nullopt, detail::as_rows(x), w, wg, b, bg, activation);
   return y;
 }
 
-void glu_backward_rows(const Tensor& g, const Tensor& z, const Tensor& u, const OptionalTensor& b,
+std::tuple<Tensor, Tensor, Tensor> glu_with_products_cuda(const Tensor& x, const Tensor& w, const Tensor& wg,
+                                                          const OptionalTensor& b, const OptionalTensor& bg,
+                                                          std::string_view activation) {
+  detail::check_glu_with_products(x, w, wg, b, bg, activation);
+  const c10::cuda::CUDAGuard guard(x.device());
+  at::DimVector sizes(x.sizes());
+  sizes.back() = w.size(0);
+  const auto empty = [&] { return at::detail::empty_cuda(sizes, w.options()); };
+  Tensor y = empty(), z = empty(), u = empty();
+  if (y.numel() > 0) glu_out(detail::as_rows(y), Pair::rows(z, u), detail::as_rows(x), w, wg, b, bg, activation);
+  return {y, z, u};
+}
+
+void glu_backward_rows(const Pair& cotangents, const Tensor& g, const Pair& products, const OptionalTensor& b,
                        const OptionalTensor& bg, GluActivation activation) {
+  const auto& [dz, du] = cotangents;
+  const auto& [z, u] = products;
   const int64_t rows = z.size(0), columns = z.size(1);
   const auto in_vectors = [&](auto type, int n) {
     using T = decltype(type);
-    return columns % n == 0 && read_rows<T>(g).fits(n) && write_rows<T>(z).fits(n) && write_rows<T>(u).fits(n);
+    return columns % n == 0 && read_rows<T>(g).fits(n) && read_rows<T>(z).fits(n) && read_rows<T>(u).fits(n) &&
+           write_rows<T>(dz).fits(n) && write_rows<T>(du).fits(n);
   };
   dispatch(z, activation, in_vectors, [&](auto act, auto type, auto width) {
     using F = decltype(act);
     using T = decltype(type);
-    const GluBackwardPass<F, T, width()> pass{read_rows<T>(g), write_rows<T>(z), write_rows<T>(u), remaining_bias<T>(b),
+    const GluBackwardPass<F, T, width()> pass{read_rows<T>(g),      read_rows<T>(z),   read_rows<T>(u),
+                                              write_rows<T>(dz),    write_rows<T>(du), remaining_bias<T>(b),
                                               remaining_bias<T>(bg)};
     launch_pass<width()>(pass, rows, columns);
   });
@@ -229,9 +279,9 @@ bool in_one_pass(const detail::GluGradients& gradients, gemm::GradientProblem pr
 
 // dz, du and the gradients of biases by a kernel that makes both products again and keeps them to itself; false, with
 // nothing done, where it cannot run or cuBLAS is faster.
-bool fused_cotangents(const Tensor& dz, const Tensor& du, const Tensor& db, const Tensor& dbg,
-                      gemm::GradientProblem problem, const gemm::Case& c, GluActivation activation,
-                      std::array<bool, 5> mask) {
+bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& dbg, gemm::GradientProblem problem,
+                      const gemm::Case& c, GluActivation activation, std::array<bool, 5> mask) {
+  const auto& [dz, du] = cotangents;
   if (detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(c)) return false;
   const auto to_dz = gemm::operand(dz), to_du = gemm::operand(du);
   if (!to_dz || !to_du) return false;
@@ -247,15 +297,15 @@ bool fused_cotangents(const Tensor& dz, const Tensor& du, const Tensor& db, cons
 Tensor stacked(const Tensor& w, const Tensor& wg) {
   const bool adjacent = w.is_contiguous() && wg.is_contiguous() && w.storage().is_alias_of(wg.storage()) &&
                         wg.storage_offset() == w.storage_offset() + w.numel();
-  return adjacent ? w.as_strided({2 * w.size(0), w.size(1)}, {w.size(1), 1}) : at::cuda::cat({w, wg});
+  return adjacent ? w.as_strided({2 * w.size(0), w.size(1)}, {w.size(1), 1}) : at::cuda::cat(at::TensorList({w, wg}));
 }
 
 // The formulas stand beside the CPU kernel. dz and du lie side by side, so that the products that read them are one
 // call of cuBLAS for dx and one for both weights, unless there are so few rows that stacking the weights costs more.
 detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                        const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                       std::array<bool, 5> mask) {
-  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
+                                       std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
   const c10::cuda::CUDAGuard guard(x.device());
   detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
   auto& [dx, dw, dwg, db, dbg] = gradients;
@@ -266,23 +316,30 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
   const GluActivation act = detail::glu_activation(activation);
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), x_rows = detail::as_rows(x);
   const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
-  const auto problem = gradient_problem(g_rows, x_rows, w, wg, bias, gate_bias);
+  const auto problem = z ? std::nullopt : gradient_problem(g_rows, x_rows, w, wg, bias, gate_bias);
   if (problem && in_one_pass(gradients, problem->first, problem->second, act, mask)) return gradients;
   const int64_t rows = g_rows.size(0), n = w.size(0);
   const Tensor both = at::detail::empty_cuda({rows, 2 * n}, w.options());
-  const Tensor dz = both.narrow(1, 0, n), du = both.narrow(1, n, n);
+  const Pair cotangents = Pair::halves(both);
+  const auto& [dz, du] = cotangents;
   const bool rounded = x.scalar_type() != w.scalar_type(), stacks = rows > 4 * n;
-  const bool in_sums = problem && fused_cotangents(dz, du, db, dbg, problem->first, problem->second, act, mask);
+  const bool in_sums = problem && fused_cotangents(cotangents, db, dbg, problem->first, problem->second, act, mask);
   const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
   if (!in_sums) {
+    const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
     for_each_panel(rows, rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-      const Tensor z = panel(dz), u = panel(du), x_panel = panel(x_rows).to(w.scalar_type());
-      linear_out(z, x_panel, w, bias);
-      linear_out(u, x_panel, wg, gate_bias);
-      glu_backward_rows(panel(g_rows), z, u, bias, gate_bias, act);
-      value.add(z, x_panel);
-      gate.add(u, x_panel);
+      const Pair to = cotangents.narrow(begin, end);
+      const Tensor x_panel = panel(x_rows).to(w.scalar_type());
+      if (kept) {
+        glu_backward_rows(to, panel(g_rows), kept->narrow(begin, end), std::nullopt, std::nullopt, act);
+      } else {
+        linear_out(to.z, x_panel, w, bias);
+        linear_out(to.u, x_panel, wg, gate_bias);
+        glu_backward_rows(to, panel(g_rows), to, bias, gate_bias, act);
+      }
+      value.add(to.z, x_panel);
+      gate.add(to.u, x_panel);
     });
     if (mask[3]) bias_gradient(db, dz);
     if (mask[4]) bias_gradient(dbg, du);
@@ -310,6 +367,7 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   m.impl("glu", glu_cuda);
+  m.impl("_glu", glu_with_products_cuda);
   m.impl("_glu_backward", glu_backward_cuda);
 }
 

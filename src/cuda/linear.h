@@ -25,14 +25,17 @@ inline void for_each_panel(int64_t rows, int64_t row_bytes, c10::function_ref<vo
   for (int64_t begin = 0; begin < rows; begin += step) f(begin, std::min(rows, begin + step));
 }
 
+/// out = x @ w.T + b, rounded once.
+inline void linear_with_bias_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w,
+                                 const std::optional<at::Tensor>& b) {
+  b ? at::cuda::addmm_out(out, *b, x, w.t()) : at::cuda::mm_out(out, x, w.t());
+}
+
 /// out = x @ w.T, and + b in float32 and float64: the product rounds once with its bias inside, and a second rounding
 /// would be as large as the first. In 16 bits the pass that follows adds it, before it has been rounded.
-inline void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b) {
-  if (b && out.element_size() >= 4) {
-    at::cuda::addmm_out(out, *b, x, w.t());
-  } else {
-    at::cuda::mm_out(out, x, w.t());
-  }
+inline void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
+                       const std::optional<at::Tensor>& b) {
+  linear_with_bias_out(out, x, w, out.element_size() >= 4 ? b : std::nullopt);
 }
 
 /// The bias that linear_out() has left to the pass that follows, or null.

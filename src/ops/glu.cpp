@@ -17,12 +17,27 @@ Tensor glu(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTen
   return op.call(x, w, wg, b, bg, activation);
 }
 
+bool detail::glu_keeps_products(const Tensor& x, const Tensor& w) {
+  constexpr int64_t most_recomputed = 1024;
+  return w.device().is_cuda() && w.element_size() == 2 && x.scalar_type() == w.scalar_type() &&
+         TORCH_GUARD_OR_FALSE(w.sym_size(1).sym_gt(most_recomputed));
+}
+
+std::tuple<Tensor, Tensor, Tensor> detail::glu_with_products(const Tensor& x, const Tensor& w, const Tensor& wg,
+                                                             const OptionalTensor& b, const OptionalTensor& bg,
+                                                             std::string_view activation) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::_glu", "").typed<decltype(glu_with_products)>();
+  return op.call(x, w, wg, b, bg, activation);
+}
+
 detail::GluGradients detail::glu_backward(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                           const OptionalTensor& b, const OptionalTensor& bg,
-                                          std::string_view activation, std::array<bool, 5> mask) {
+                                          std::string_view activation, std::array<bool, 5> mask,
+                                          const OptionalTensor& z, const OptionalTensor& u) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::_glu_backward", "").typed<decltype(glu_backward)>();
-  return op.call(grad, x, w, wg, b, bg, activation, mask);
+  return op.call(grad, x, w, wg, b, bg, activation, mask, z, u);
 }
 
 namespace {
@@ -51,9 +66,14 @@ void check_glu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
   check("glu", x, w, wg, b, bg, activation);
 }
 
+void detail::check_glu_with_products(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                                     const OptionalTensor& bg, std::string_view activation) {
+  check("_glu", x, w, wg, b, bg, activation);
+}
+
 void detail::check_glu_backward(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                 const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                std::array<bool, 5> mask) {
+                                std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
   check("_glu_backward", x, w, wg, b, bg, activation);
   check_matches("_glu_backward", "grad", grad, "w", w);
   c10::SymDimVector sizes(x.sym_sizes());
@@ -61,6 +81,12 @@ void detail::check_glu_backward(const Tensor& grad, const Tensor& x, const Tenso
   check_shape("_glu_backward", "grad", grad, "x and w", sizes);
   TORCH_CHECK((b || !mask[3]) && (bg || !mask[4]),
               "_glu_backward: expected a mask without gradients of b and bg where there is none, got one with them");
+  TORCH_CHECK(z.has_value() == u.has_value(), "_glu_backward: expected both z and u or neither, got one of them");
+  for (const auto& [name, t] : {std::pair{"z", &z}, {"u", &u}}) {
+    if (!*t) continue;
+    check_matches("_glu_backward", name, **t, "w", w);
+    check_shape("_glu_backward", name, **t, "x and w", sizes);
+  }
 }
 
 detail::GluGradients detail::empty_glu_gradients(const Tensor& x, const Tensor& w, std::array<bool, 5> mask) {
@@ -79,10 +105,20 @@ Tensor glu_meta(const Tensor& x, const Tensor& w, const Tensor& wg, const Option
   return at::empty_symint(sizes, w.options());
 }
 
+std::tuple<Tensor, Tensor, Tensor> glu_with_products_meta(const Tensor& x, const Tensor& w, const Tensor& wg,
+                                                          const OptionalTensor& b, const OptionalTensor& bg,
+                                                          std::string_view activation) {
+  detail::check_glu_with_products(x, w, wg, b, bg, activation);
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = w.sym_size(0);
+  const auto empty = [&] { return at::empty_symint(sizes, w.options()); };
+  return {empty(), empty(), empty()};
+}
+
 detail::GluGradients glu_backward_meta(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                        const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                       std::array<bool, 5> mask) {
-  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask);
+                                       std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
   return detail::empty_glu_gradients(x, w, mask);
 }
 
@@ -90,14 +126,16 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation=\"sigmoid\") -> Tensor",
         tags);
+  m.def("_glu(Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation) -> (Tensor, Tensor, Tensor)", tags);
   m.def(
-      "_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      "_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask, "
+      "Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
 }
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("glu", glu_meta);
+  m.impl("_glu", glu_with_products_meta);
   m.impl("_glu_backward", glu_backward_meta);
 }
 

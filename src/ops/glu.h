@@ -36,15 +36,31 @@ GluActivation glu_activation(std::string_view activation);
 /// (dx, dw, dwg, db, dbg) of glu().
 using GluGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-/// The gradients of glu() for the cotangent grad, where `mask` asks for them, and empty tensors elsewhere. Both factors
-/// are computed again.
+/// Whether training keeps both products of glu() for its gradients, which else make them again: on CUDA, in 16 bits,
+/// where making them again takes longer than writing and reading them, because the sums are long.
+bool glu_keeps_products(const at::Tensor& x, const at::Tensor& w);
+
+/// glu(), and its products z = x @ w.T + b and u = x @ wg.T + bg.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> glu_with_products(const at::Tensor& x, const at::Tensor& w,
+                                                                 const at::Tensor& wg,
+                                                                 const std::optional<at::Tensor>& b,
+                                                                 const std::optional<at::Tensor>& bg,
+                                                                 std::string_view activation);
+
+/// The gradients of glu() for the cotangent grad, where `mask` asks for them, and empty tensors elsewhere. Both
+/// products are computed again, unless they are given, z and u of glu_with_products().
 GluGradients glu_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                           const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
-                          std::string_view activation, std::array<bool, 5> mask);
+                          std::string_view activation, std::array<bool, 5> mask,
+                          const std::optional<at::Tensor>& z = {}, const std::optional<at::Tensor>& u = {});
 
+void check_glu_with_products(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
+                             const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
+                             std::string_view activation);
 void check_glu_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                         const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
-                        std::string_view activation, std::array<bool, 5> mask);
+                        std::string_view activation, std::array<bool, 5> mask, const std::optional<at::Tensor>& z,
+                        const std::optional<at::Tensor>& u);
 
 /// Uninitialised gradients.
 GluGradients empty_glu_gradients(const at::Tensor& x, const at::Tensor& w, std::array<bool, 5> mask);
