@@ -130,6 +130,8 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
     for glu_mask in [(True, True, True, affine, affine), (False, False, True, affine, False)]:
         for activation in ("sigmoid", "silu"):
             both("_glu_backward", v, x, w, w + 1, gate_bias, gate_bias, activation, glu_mask)
+            products = torch.ops.myops._glu(x, w, w + 1, gate_bias, gate_bias, activation)[1:]
+            both("_glu_backward", v, x, w, w + 1, gate_bias, gate_bias, activation, glu_mask, *products)
     both("_layer_norm", x, [4, 5], weight, bias, 1e-5)
     both("_layer_norm_", x.clone(), [4, 5], weight, bias, 1e-5)
     _, mean, rstd = torch.ops.myops._layer_norm(x, [4, 5], weight, bias, 1e-5)

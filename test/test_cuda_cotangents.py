@@ -31,7 +31,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def operator(name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
+def operator(name: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
     """The operator, its reference, and its gradients (grad, inputs, mask)."""
     if name == "gate":
         return torchops.gate, gate_reference, lambda g, inputs, mask: OPS._gate_backward(g, *inputs, mask)
@@ -114,7 +114,7 @@ def test_which_gradients_are_wanted(rows: int, name: str, path: Any) -> None:
             for wanted, got, other in zip(mask, backward(grad, inputs, list(mask)), every, strict=True):
                 assert got.shape == (other.shape if wanted else (0,))
                 if wanted:
-                    torch.testing.assert_close(got, other)
+                    assert error(got, other.double()) <= torch.finfo(got.dtype).eps / 2
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

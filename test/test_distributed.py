@@ -153,6 +153,22 @@ def test_private_operators(mesh: DeviceMesh, where: str) -> None:
     assert (dz.placements, db.placements) == (empty, summed)
     grads = torch.ops.myops._layer_norm_backward(x, x, [8], *moments, weight, [False, True, False])
     assert [g.placements for g in grads] == [empty, summed, empty]
+    w = distribute(torch.randn(8, 8), mesh, Replicate())
+    products = torch.ops.myops._glu(x, w, w, None, weight, "silu")
+    assert [t.placements for t in products] == [rows] * 3
+    for given in ((), products[1:]):
+        grads = torch.ops.myops._glu_backward(x, x, w, w, None, weight, "silu", [True, True, True, False, True], *given)
+        assert [g.placements for g in grads if g.numel()] == [rows, summed, summed, summed]
+
+
+def test_products_of_glu_in_columns(mesh: DeviceMesh) -> None:
+    x = distribute(torch.randn(4, 6, 8), mesh, Replicate())
+    w = distribute(torch.randn(8, 8), mesh, Shard(0))
+    products = torch.ops.myops._glu(x, w, w, None, None, "silu")
+    assert [t.placements for t in products] == [(Shard(2),)] * 3
+    mask = [True, True, True, False, False]
+    grads = torch.ops.myops._glu_backward(products[0], x, w, w, None, None, "silu", mask, *products[1:])
+    assert [g.placements for g in grads[:3]] == [(Partial(),), (Shard(0),), (Shard(0),)]
 
 
 GRADIENTS = {

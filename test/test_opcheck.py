@@ -79,6 +79,8 @@ def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
         gate(low, full, False, [False, True, True, False]),
         glu(full, full, True, [True] * 5),
         glu(low, full, False, [True, False, True, False, False]),
+        *((name, (*args, args[0], args[0] + 1)) for name, args in [glu(full, full, True, [True] * 5)]),
+        *(("_glu", glu(dtype, full, bias, [])[1][1:7]) for dtype, bias in ((full, True), (low, False))),
         transition(full, full, True, [True] * 9),
         transition(low, full, False, [True, False, False, True, False, False, False, True, True]),
     ]

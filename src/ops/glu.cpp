@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 #include "ops/common.h"
 
 namespace torchops {
@@ -17,10 +19,26 @@ Tensor glu(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTen
   return op.call(x, w, wg, b, bg, activation);
 }
 
+namespace {
+
+std::atomic<detail::KeepsProductsOn>& keeps_products_on() {
+  static std::atomic<detail::KeepsProductsOn> devices{[](c10::Device device) { return device.is_cuda(); }};
+  return devices;
+}
+
+}  // namespace
+
+// Forward and backward of (8192, 4096) to 11008 features take 6887 us with the products and 8691 without, of (16384,
+// 1024) to 4096 1588 and 1700 (the sums of both passes, silu; H100 80GB HBM3, torch 2.11, bfloat16): up to there two
+// tensors are worth more.
 bool detail::glu_keeps_products(const Tensor& x, const Tensor& w) {
   constexpr int64_t most_recomputed = 1024;
-  return w.device().is_cuda() && w.element_size() == 2 && x.scalar_type() == w.scalar_type() &&
-         TORCH_GUARD_OR_FALSE(w.sym_size(1).sym_gt(most_recomputed));
+  return keeps_products_on().load(std::memory_order_relaxed)(w.device()) && w.element_size() == 2 &&
+         x.scalar_type() == w.scalar_type() && TORCH_GUARD_OR_FALSE(w.sym_size(1).sym_gt(most_recomputed));
+}
+
+detail::KeepsProductsOn detail::set_glu_keeps_products_on(KeepsProductsOn devices) {
+  return keeps_products_on().exchange(devices);
 }
 
 std::tuple<Tensor, Tensor, Tensor> detail::glu_with_products(const Tensor& x, const Tensor& w, const Tensor& wg,

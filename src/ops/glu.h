@@ -15,8 +15,9 @@ namespace torchops {
 ///
 /// x: (..., in); w, wg: (out, in); b, bg: (out,) or none; activation: "sigmoid" or "silu". All of one floating-point
 /// dtype and device, except that x may be float32 where the others are float16 or bfloat16: it is then rounded to their
-/// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype; neither factor is kept. w and
-/// wg may be the halves of one tensor. Throws c10::Error, with nothing computed, when arguments do not fit.
+/// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype. Its gradient saves the arguments
+/// alone, but both products where detail::glu_keeps_products(). w and wg may be the halves of one tensor. Throws
+/// c10::Error, with nothing computed, when arguments do not fit.
 TORCHOPS_API at::Tensor glu(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                             const std::optional<at::Tensor>& b = {}, const std::optional<at::Tensor>& bg = {},
                             std::string_view activation = "sigmoid");
@@ -39,6 +40,10 @@ using GluGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, 
 /// Whether training keeps both products of glu() for its gradients, which else make them again: on CUDA, in 16 bits,
 /// where making them again takes longer than writing and reading them, because the sums are long.
 bool glu_keeps_products(const at::Tensor& x, const at::Tensor& w);
+
+/// The devices where it may, CUDA unless this sets others. Returns what was set before. For tests without a GPU.
+using KeepsProductsOn = bool (*)(c10::Device device);
+TORCHOPS_API KeepsProductsOn set_glu_keeps_products_on(KeepsProductsOn devices);
 
 /// glu(), and its products z = x @ w.T + b and u = x @ wg.T + bg.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> glu_with_products(const at::Tensor& x, const at::Tensor& w,

@@ -69,6 +69,8 @@ constexpr Rule<Tiling> kWideGlu[] = {
     {always, Tiling::k128x64SharedA},
 };
 
+// The only one measured. All gradients of glu from (1048576, 256) to 256 features take 2191 us, and 3530 where cuBLAS
+// makes the products again; from (262144, 384) to 384, 945 and 1569 (H100 80GB HBM3, torch 2.11, bfloat16).
 constexpr Rule<Tiling> kWideCotangents[] = {{always, Tiling::k128x64SharedA}};
 
 constexpr Rule<NarrowTiling> kPair[] = {{always, NarrowTiling::k64x128x128}};

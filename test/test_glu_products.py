@@ -1,0 +1,250 @@
+"""Products that training of glu keeps for its gradients: when, and that they change no derivative.
+
+They are kept on CUDA. Here every device is taken for one where they may be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_all_close, random_like
+from product_samples import glu_reference
+from test_gates import make, saved
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchops
+from torchops import _build_info, _library
+
+OPS = torch.ops.myops
+HALF, LONG = torch.bfloat16, 1032
+SHAPES = {"x": (6, LONG), "w": (5, LONG), "wg": (5, LONG), "b": (5,), "bg": (5,)}
+
+
+class Device(ctypes.Structure):
+    """c10::Device"""
+
+    _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
+
+
+@pytest.fixture
+def everywhere() -> Iterator[None]:
+    signature = ctypes.CFUNCTYPE(ctypes.c_bool, Device)
+    answer = signature(lambda device: True)
+    library = ctypes.CDLL(str(_library.prefix / _build_info.library))
+    set_devices = library._ZN8torchops6detail25set_glu_keeps_products_onEPFbN3c106DeviceEE
+    set_devices.restype, set_devices.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    former = set_devices(ctypes.cast(answer, ctypes.c_void_p))
+    yield
+    set_devices(former)
+
+
+def arguments(dtype: torch.dtype = HALF) -> list[Tensor]:
+    """Sums of about 1."""
+    tensors = make(*SHAPES.values(), dtype=dtype)
+    return [t / 16 if t.shape[-1] == LONG else t for t in tensors]
+
+
+def recorded(function: Callable[..., Any], *args: Tensor) -> GraphModule:
+    """The calls that `function` makes."""
+    return make_fx(function, tracing_mode="fake")(*args)
+
+
+def calls(graph: GraphModule, op: Any) -> list[Any]:
+    return graph.graph.find_nodes(op="call_function", target=op.default)
+
+
+def gradients(*args: Tensor) -> tuple[Tensor, ...]:
+    """Of glu, for the cotangent that comes first."""
+    grad, *inputs = args
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    return torch.autograd.grad(torchops.glu(*leaves, activation="silu"), leaves, grad)
+
+
+# --- when ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "x_dtype", "kept"),
+    [
+        (1025, HALF, HALF, True),
+        (4096, torch.float16, torch.float16, True),
+        (1024, HALF, HALF, False),
+        (4096, torch.float32, torch.float32, False),
+        (4096, HALF, torch.float32, False),
+    ],
+)
+@pytest.mark.usefixtures("everywhere")
+def test_when(features: int, dtype: torch.dtype, x_dtype: torch.dtype, kept: bool) -> None:
+    x = torch.zeros(6, features, dtype=x_dtype, requires_grad=True)
+    w, wg = (torch.zeros(5, features, dtype=dtype) for _ in range(2))
+    assert [tuple(t.shape) for t in saved(lambda: torchops.glu(x, w, wg))].count((6, 5)) == 2 * kept
+    with torch.no_grad():
+        assert saved(lambda: torchops.glu(x, w, wg)) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nothing_is_kept_elsewhere(device: str) -> None:
+    x, w = (torch.zeros(5, 4096, dtype=HALF, device=device, requires_grad=True) for _ in range(2))
+    kept = saved(lambda: torchops.glu(x, w, w))
+    assert kept
+    assert all(t.shape == x.shape for t in kept)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_training() -> None:
+    """One call makes the result and both products, and the gradients get these."""
+    args = arguments()
+    grad = random_like(torch.empty(6, 5, dtype=HALF), 9)
+    graph = recorded(gradients, grad, *args)
+    assert calls(graph, OPS.glu) == []
+    (forward,), (backward,) = calls(graph, OPS._glu), calls(graph, OPS._glu_backward)
+    assert [(t.args[0], t.args[1]) for t in backward.args[8:]] == [(forward, 1), (forward, 2)]
+    assert_all_close(graph(grad, *args), gradients(grad, *args))
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled(dynamic: bool) -> None:
+    args = arguments()
+    grad = random_like(torch.empty(6, 5, dtype=HALF), 9)
+    leaves = [t.requires_grad_() for t in args]
+    compiled = torch.compile(
+        lambda *inputs: torchops.glu(*inputs, activation="silu"), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    y = compiled(*leaves)
+    got = torch.autograd.grad(y, leaves, grad)
+    assert_all_close([y, *got], [torchops.glu(*leaves, activation="silu"), *gradients(grad, *args)])
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_inference() -> None:
+    graph = recorded(lambda x, w, wg: torchops.glu(x, w, wg), *arguments()[:3])
+    assert calls(graph, OPS._glu) == []
+    assert len(calls(graph, OPS.glu)) == 1
+
+
+# --- derivatives -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_gradients_that_are_asked_for() -> None:
+    args = arguments()
+    for trained in itertools.product([False, True], repeat=5):
+        if not any(trained):
+            continue
+
+        def function(*inputs: Tensor, trained: tuple[bool, ...] = trained) -> tuple[Tensor, ...]:
+            leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(inputs, trained, strict=True)]
+            return torch.autograd.grad(torchops.glu(*leaves).sum(), [t for t in leaves if t.requires_grad])
+
+        graph = recorded(function, *args)
+        (backward,) = calls(graph, OPS._glu_backward)
+        assert backward.args[7] == list(trained)
+        assert_all_close(graph(*args), function(*args))
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_second_derivatives() -> None:
+    """Products depend on the inputs too."""
+
+    def second(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+            return torch.autograd.grad([t.square().sum() for t in first], leaves)
+
+        return run
+
+    args = arguments()
+    graph = recorded(second(torchops.glu), *args)
+    assert len(calls(graph, OPS._glu)) == 1
+    got, eager = graph(*args), second(glu_reference)(*args)
+    exact = second(glu_reference)(*(t.double() for t in args))
+    for g, e, value in zip(got, eager, exact, strict=True):
+        assert (g - value).norm() <= 2 * (e - value).norm() + 1e-3 * value.norm()
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_forward_mode() -> None:
+    args, tangents = arguments(), arguments()
+
+    def tangent(*inputs: Tensor) -> Tensor:
+        return torch.func.jvp(torchops.glu, inputs[:5], inputs[5:])[1]
+
+    graph = recorded(tangent, *args, *tangents)
+    assert calls(graph, OPS._glu) == []
+    torch.testing.assert_close(graph(*args, *tangents), tangent(*args, *tangents))
+
+
+# --- the operators ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+@pytest.mark.parametrize("rows", [(6,), (2, 3), (), (0,)], ids=str)
+def test_values(rows: tuple[int, ...], activation: Any) -> None:
+    x, w, wg, b, bg = make((*rows, 7), (5, 7), (5, 7), (5,), (5,))
+    for biases in ((b, bg), (None, bg), (None, None)):
+        got = OPS._glu(x, w, wg, *biases, activation)
+        linear = torch.nn.functional.linear
+        products = linear(x, w, biases[0]), linear(x, wg, biases[1])
+        assert_all_close(got, [torchops.glu(x, w, wg, *biases, activation=activation), *products])
+        assert all(t.is_contiguous() for t in got)
+        assert len({t.untyped_storage()._cdata for t in got}) == 3
+
+
+@pytest.mark.parametrize("rows", [11, 20_011])
+def test_masks(rows: int) -> None:
+    grad, *inputs = make((rows, 5), (rows, 7), (5, 7), (5, 7), (5,), (5,))
+    _, z, u = OPS._glu(*inputs, "silu")
+    for mask in itertools.product([False, True], repeat=5):
+        rest = (grad, *inputs, "silu", list(mask))
+        assert_all_close(OPS._glu_backward(*rest, z, u), OPS._glu_backward(*rest))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_argument_is_trusted(device: str) -> None:
+    z, x, w, b = (t.to(device) for t in make((6, 5), (6, 7), (5, 7), (5,)))
+
+    def backward(*products: Tensor | None) -> Any:
+        return OPS._glu_backward(z, x, w, w, b, b, "silu", [True] * 5, *products)
+
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: OPS._glu(x, w, w[:4], b, b, "silu"), r"_glu: expected wg of shape \(5, 7\) to match w, got \(4, 7\)"),
+        (lambda: OPS._glu(x, w, w, b, b, "tanh"), "_glu: expected activation sigmoid or silu, got tanh"),
+        (lambda: backward(z), "_glu_backward: expected both z and u or neither, got one of them"),
+        (lambda: backward(None, z), "_glu_backward: expected both z and u or neither, got one of them"),
+        (lambda: backward(z[:5], z), r"_glu_backward: expected z of shape \(6, 5\) to match x and w, got \(5, 5\)"),
+        (lambda: backward(z, z[0]), r"_glu_backward: expected u of shape \(6, 5\) to match x and w, got \(5,\)"),
+        (lambda: backward(z, z.float()), "_glu_backward: expected u of dtype float64 to match w, got float32"),
+    ]
+    for call, text in refused:
+        with pytest.raises(RuntimeError, match=text):
+            call()
+
+
+def test_flops() -> None:
+    """Given products are not multiplied again."""
+    grad, *tensors = make((6, 5), (6, 7), (5, 7), (5, 7))
+    inputs = (*tensors, None, None)
+
+    def products(op: Any, *args: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            op(*args)
+        return counter.get_total_flops() // 420
+
+    assert products(OPS._glu, *inputs, "silu") == 2
+    _, z, u = OPS._glu(*inputs, "silu")
+    for mask in itertools.product([False, True], repeat=3):
+        rest = (grad, *inputs, "silu", [*mask, False, False])
+        own = 2 * mask[0] + mask[1] + mask[2]
+        assert products(OPS._glu_backward, *rest, z, u) == own
+        again = 1 + (mask[0] or mask[2])
+        assert products(OPS._glu_backward, *rest) == own + again
