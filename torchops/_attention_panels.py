@@ -23,22 +23,24 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The result, of strides like q's, and the logarithms of sums, ``(batch, N, H, N)``."""
-    batch, n, heads, _, d = q.shape
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The result, of strides like q's, and the logarithms of sums, ``(batch, R, H, N)``."""
+    batch, count, heads, n, d = q.shape
     dtype = accumulator(q.dtype)
-    out, lse = torch.empty_like(q), q.new_empty((batch, n, heads, n), dtype=dtype)
+    out, lse = torch.empty_like(q), q.new_empty((batch, count, heads, n), dtype=dtype)
     whole = q.device.type == "cpu" and keep is None  # the bias is read as it is
     row_bytes = heads * n * (d * q.element_size() if whole else n * dtype.itemsize)
-    for b, rows in _panels(batch, n, row_bytes):
+    for b, rows in _panels(batch, count, row_bytes):
         kept = None if keep is None else keep[b, rows]
         panel = q[b, rows], k[b, rows], v[b, rows]
         if q.device.type == "cpu":
             added = bias[b] if kept is None else bias[b].masked_fill(~kept[:, None, None], float("-inf"))
             panel_out, panel_lse = _on_cpu(
-                *map(_with_rows, panel), 0.0, False, attn_mask=_with_rows(added).expand(len(panel[0]), -1, -1, -1), scale=scale
+                *map(_with_rows, panel),
+                0.0,
+                False,
+                attn_mask=_with_rows(added).expand(len(panel[0]), -1, -1, -1),
+                scale=scale,
             )
             # It makes both as (rows, N, H), and says (rows, H, N).
             out[b, rows], lse[b, rows] = panel_out, panel_lse
@@ -63,11 +65,11 @@ def backward(
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, of q, k, v, of strides like theirs, and of the bias."""
-    batch, n, heads, _, _ = q.shape
+    batch, count, heads, n, _ = q.shape
     dtype = accumulator(q.dtype)
     dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
     dbias = bias.new_zeros(bias.shape, dtype=dtype) if wanted[3] else None
-    for b, rows in _panels(batch, n, 2 * heads * n * n * dtype.itemsize):
+    for b, rows in _panels(batch, count, 2 * heads * n * n * dtype.itemsize):
         g, q_rows, k_rows, v_rows, o = (t[b, rows].to(dtype) for t in (grad, q, k, v, out))
         p = _scores(q_rows, k_rows, bias[b], None if keep is None else keep[b, rows], scale)
         p = p.sub_(lse[b, rows].unsqueeze(-1)).exp_()
@@ -85,11 +87,11 @@ def backward(
     return dq, dk, dv, None if dbias is None else dbias.to(bias.dtype)
 
 
-def _panels(batch: int, n: int, row_bytes: int) -> Iterator[tuple[int, slice]]:
+def _panels(batch: int, count: int, row_bytes: int) -> Iterator[tuple[int, slice]]:
     size = max(1, _PANEL_BYTES // row_bytes)
     for b in range(batch):
-        for first in range(0, n, size):
-            yield b, slice(first, min(first + size, n))
+        for first in range(0, count, size):
+            yield b, slice(first, min(first + size, count))
 
 
 def _with_rows(t: Tensor) -> Tensor:

@@ -32,14 +32,16 @@ MAX_HEAD_DIM = 128
 _PADDING = 128  # every BLOCK_K divides it
 _PARTIAL_BYTES = 48 << 20  # what parts of the gradient of the bias may take
 
-_jit = triton.jit(do_not_specialize=["n", "heads", "rows", "keep_batch", "keep_i"])  # one compilation for all N
+_jit = triton.jit(
+    do_not_specialize=["rows", "n", "heads", "keep_batch", "keep_i", "share"]
+)  # one compilation for all N
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 #
-# Strides are tuples (batch, i, h, j), those of the bias (batch, h, j). The logarithms of
-# sums and `delta` are contiguous (batch, i, h, j). Offsets within a tile fit 32 bits, those of its first element may not.
+# Strides are tuples (batch, i, h, j), those of the bias (batch, h, j). Offsets within a tile fit 32 bits, those of its
+# first element may not.
 
 
 @triton.jit
@@ -83,7 +85,7 @@ def _where(heads, BLOCK: tl.constexpr):
 def _forward(
     q, k, v, bias, keep, out, lse,
     q_strides, k_strides, v_strides, bias_strides, out_strides,
-    n, heads, scale, keep_batch, keep_i,
+    rows, n, heads, scale, keep_batch, keep_i,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -121,30 +123,32 @@ def _forward(
 
     out_rows = _row(out, out_strides, b, i, h, first)
     _store(out_rows, out_strides[3], left, sums / total[:, None], D, PADDED_D, BLOCK_J)
-    lse_row = lse + ((b * n + i) * heads + h) * n + first
+    lse_row = lse + ((b * rows + i) * heads + h) * n + first
     tl.store(lse_row + j, (top + tl.log2(total)) / LOG2E, mask=j < left)
 
 
 @_jit
-def _delta(
-    grad, out, delta, grad_strides, out_strides, n, heads,
+def _prepare(
+    grad, out, lse, log_sums, delta, grad_strides, out_strides, rows, n, heads, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """The sum over keys of p * dp, which is that over features of grad * out."""
+    """For each edge and head the logarithm to base 2 of its sum, inf beyond n, and the sum over keys of p * dp, which
+    is that over features of grad * out, 0 beyond n; both in rows of `width` numbers."""
     b, i, h, first = _where(heads, BLOCK_J)
-    left = (n - first).to(tl.int32)
+    j, left = tl.arange(0, BLOCK_J), (n - first).to(tl.int32)
     g = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
     o = _load(_row(out, out_strides, b, i, h, first), out_strides[3], left, D, PADDED_D, BLOCK_J)
-    row = delta + ((b * n + i) * heads + h) * n + first
-    j = tl.arange(0, BLOCK_J)
-    tl.store(row + j, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1), mask=j < left)
+    row = (b * rows + i) * heads + h
+    lse_j = tl.load(lse + row * n + first + j, mask=j < left, other=float("inf"))
+    tl.store(log_sums + row * width + first + j, lse_j * LOG2E)
+    tl.store(delta + row * width + first + j, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1))
 
 
 @_jit
 def _backward_q(
-    grad, q, k, v, bias, keep, lse, delta, dq,
+    grad, q, k, v, bias, keep, log_sums, delta, dq,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dq_strides,
-    n, heads, scale, keep_batch, keep_i,
+    rows, n, heads, scale, keep_batch, keep_i, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -154,9 +158,8 @@ def _backward_q(
     left = (n - first).to(tl.int32)
     q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
     g_tile = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
-    numbers = ((b * n + i) * heads + h) * n + first + j
-    lse_j = tl.load(lse + numbers, mask=j < left, other=float("inf")) * LOG2E
-    delta_j = tl.load(delta + numbers, mask=j < left, other=0.0)
+    numbers = ((b * rows + i) * heads + h) * width + first
+    log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
     k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
     bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
@@ -171,7 +174,7 @@ def _backward_q(
             kept = tl.load(keep_row + kk, mask=kk < n - start, other=0)
             s = tl.where((kept != 0)[None, :], s, float("-inf"))
             keep_row += BLOCK_K
-        p = tl.exp2(s * LOG2E - lse_j[:, None])
+        p = tl.exp2(s * LOG2E - log_sums_j[:, None])
         v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta_j[:, None])
@@ -185,9 +188,9 @@ def _backward_q(
 
 @_jit
 def _backward_kv(
-    grad, q, k, v, bias, keep, lse, delta, dk, dv,
+    grad, q, k, v, bias, keep, log_sums, delta, dk, dv,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dk_strides, dv_strides,
-    n, heads, scale, keep_batch, keep_i,
+    rows, n, heads, scale, keep_batch, keep_i, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -200,7 +203,7 @@ def _backward_kv(
     v_tile = _load(_row(v, v_strides, b, i, h, first), v_strides[3], left, D, PADDED_D, BLOCK_K)
     q_rows, g_rows = _row(q, q_strides, b, i, h, 0), _row(grad, grad_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first
-    numbers = ((b * n + i) * heads + h) * n
+    numbers = ((b * rows + i) * heads + h) * width
     if MASKED:
         keep_row = keep + b * keep_batch + i * keep_i + first
         kept = tl.load(keep_row + kk, mask=kk < left, other=0)
@@ -210,17 +213,17 @@ def _backward_kv(
     for start in range(0, n, BLOCK_J):
         q_tile = _load(q_rows, q_strides[3], n - start, D, PADDED_D, BLOCK_J)
         g_tile = _load(g_rows, grad_strides[3], n - start, D, PADDED_D, BLOCK_J)
-        lse_j = tl.load(lse + numbers + j, mask=j < n - start, other=float("inf")) * LOG2E
+        log_sums_j = tl.load(log_sums + numbers + j)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        bias_at = tl.minimum(j, n - start - 1)[None, :] * bias_strides[2] + kk[:, None]
-        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
+        bias_at = tl.minimum(j, n - start - 1)[:, None] * bias_strides[2] + kk[None, :]
+        s = s * scale + tl.trans(tl.load(bias_rows + bias_at)).to(tl.float32)
         if MASKED:
             s = tl.where((kept != 0)[:, None], s, float("-inf"))
-        p = tl.exp2(s * LOG2E - lse_j[None, :])
+        p = tl.exp2(s * LOG2E - log_sums_j[None, :])
         if WANT_V:
             v_sums = tl.dot(p.to(g_tile.dtype), g_tile, v_sums, input_precision=PRECISION)
         if WANT_K:
-            delta_j = tl.load(delta + numbers + j, mask=j < n - start, other=0.0)
+            delta_j = tl.load(delta + numbers + j)
             dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
             ds = p * (dp - delta_j[None, :])
             k_sums = tl.dot(ds.to(q_tile.dtype), q_tile, k_sums, input_precision=PRECISION)
@@ -237,13 +240,13 @@ def _backward_kv(
 
 @_jit
 def _backward_bias(
-    grad, q, k, v, bias, keep, lse, delta, dbias,
+    grad, q, k, v, bias, keep, log_sums, delta, dbias,
     grad_strides, q_strides, k_strides, v_strides, bias_strides,
-    n, heads, scale, keep_batch, keep_i, rows,
+    rows, n, heads, scale, keep_batch, keep_i, width, share,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sum of ds over `rows` rows i, in dbias (parts, batch, heads, n, n), for a grid (tiles, parts, batch * heads)."""
+    """The sum of ds over `share` rows i, in dbias (parts, batch, heads, n, n), for a grid (tiles, parts, batch * heads)."""
     part, bh = tl.program_id(1), tl.program_id(2)
     blocks_k = tl.cdiv(n, BLOCK_K)
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
@@ -255,14 +258,14 @@ def _backward_bias(
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first_j * bias_strides[2] + first_k
     bias_tile = tl.load(bias_rows + (tl.minimum(j, left_j - 1)[:, None] * bias_strides[2] + kk[None, :]))
     bias_tile = bias_tile.to(tl.float32)
-    i = part.to(tl.int64) * rows
+    i = part.to(tl.int64) * share
     q_rows, g_rows = _row(q, q_strides, b, i, h, first_j), _row(grad, grad_strides, b, i, h, first_j)
     k_rows, v_rows = _row(k, k_strides, b, i, h, first_k), _row(v, v_strides, b, i, h, first_k)
     keep_row = keep + b * keep_batch + i * keep_i + first_k
-    numbers = ((b * n + i) * heads + h) * n + first_j
+    numbers = ((b * rows + i) * heads + h) * width + first_j
 
     sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
-    for _ in range(0, tl.minimum(rows, n - part * rows)):
+    for _ in range(0, tl.minimum(share, rows - part * share)):
         q_tile = _load(q_rows, q_strides[3], left_j, D, PADDED_D, BLOCK_J)
         k_tile = _load(k_rows, k_strides[3], left_k, D, PADDED_D, BLOCK_K)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale + bias_tile
@@ -270,9 +273,8 @@ def _backward_bias(
             kept = tl.load(keep_row + kk, mask=kk < left_k, other=0)
             s = tl.where((kept != 0)[None, :], s, float("-inf"))
             keep_row += keep_i
-        lse_j = tl.load(lse + numbers + j, mask=j < left_j, other=float("inf")) * LOG2E
-        delta_j = tl.load(delta + numbers + j, mask=j < left_j, other=0.0)
-        p = tl.exp2(s * LOG2E - lse_j[:, None])
+        log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
+        p = tl.exp2(s * LOG2E - log_sums_j[:, None])
         g_tile = _load(g_rows, grad_strides[3], left_j, D, PADDED_D, BLOCK_J)
         v_tile = _load(v_rows, v_strides[3], left_k, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -281,7 +283,7 @@ def _backward_bias(
         g_rows += grad_strides[1]
         k_rows += k_strides[1]
         v_rows += v_strides[1]
-        numbers += heads * n
+        numbers += heads * width
 
     batch_heads = tl.num_programs(2).to(tl.int64)
     at = ((part * batch_heads + bh) * n + first_j) * n + first_k
@@ -306,6 +308,7 @@ class _Launch(NamedTuple):
             "BLOCK_K": self.block_k,
             "num_warps": self.warps,
             "num_stages": self.stages,
+            "enable_fp_fusion": True,  # by default from some versions on, it is not
         }
 
 
@@ -363,25 +366,23 @@ def _strides(t: Tensor) -> tuple[int, ...]:
     return t.stride()[:4]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The result, of strides like q's, and the logarithms of sums, (batch, n, heads, n).
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The result, of strides like q's, and the logarithms of sums, (batch, rows, heads, n).
 
-    ``keep``, (batch, n, n) of bool, has a key in every row.
+    ``keep``, (batch, rows, n) of bool, has a key in every row.
     """
-    batch, n, heads, _, d = q.shape
+    batch, rows, heads, n, d = q.shape
     q, k, v = map(_readable, (q, k, v))
     out = torch.empty_like(q)
-    lse = q.new_empty((batch, n, heads, n), dtype=torch.float32)
+    lse = q.new_empty((batch, rows, heads, n), dtype=torch.float32)
     launch = _launch("forward", q)
     bias = _padded_bias(bias)
     mask = out if keep is None else keep.view(torch.uint8)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        _forward[(triton.cdiv(n, launch.block_j), n, batch * heads)](
+        _forward[(triton.cdiv(n, launch.block_j), rows, batch * heads)](
             q, k, v, bias, mask, out, lse,
             _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
-            n, heads, scale, *mask.stride()[:2], **_constants(q, keep), **launch.arguments(),
+            rows, n, heads, scale, *mask.stride()[:2], **_constants(q, keep), **launch.arguments(),
         )  # fmt: skip
     return out, lse
 
@@ -399,53 +400,53 @@ def backward(
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and bias that are wanted; the first three of strides like theirs."""
-    batch, n, heads, _, d = q.shape
+    batch, rows, heads, n, d = q.shape
     grads = [torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True)]
     dq, dk, dv = grads
     dbias = None
     bias_dtype = bias.dtype
     grad, q, k, v, bias = _readable(grad), _readable(q), _readable(k), _readable(v), _padded_bias(bias)
     mask = out if keep is None else keep.view(torch.uint8)
-    delta = torch.empty_like(lse)
-    inputs = grad, q, k, v, bias, mask, lse, delta
+    width = bias.shape[-1]
+    log_sums, delta = q.new_empty((2, batch, rows, heads, width), dtype=torch.float32)
+    inputs = grad, q, k, v, bias, mask, log_sums, delta
     strides = *map(_strides, inputs[:4]), bias.stride()[:3]
-    numbers = n, heads, scale, *mask.stride()[:2]
+    numbers = rows, n, heads, scale, *mask.stride()[:2], width
     constants = _constants(q, keep)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        if wanted[0] or wanted[1] or wanted[3]:
-            _delta[(triton.cdiv(n, 64), n, batch * heads)](
-                grad, out, delta, _strides(grad), _strides(out), n, heads,
-                D=d, PADDED_D=_padded(q), BLOCK_J=64,
-            )  # fmt: skip
+        _prepare[(width // 64, rows, batch * heads)](
+            grad, out, lse, log_sums, delta, _strides(grad), _strides(out), rows, n, heads, width,
+            D=d, PADDED_D=_padded(q), BLOCK_J=64,
+        )  # fmt: skip
         if dq is not None:
             launch = _launch("q", q)
-            _backward_q[(triton.cdiv(n, launch.block_j), n, batch * heads)](
+            _backward_q[(triton.cdiv(n, launch.block_j), rows, batch * heads)](
                 *inputs, dq, *strides, _strides(dq), *numbers, **constants, **launch.arguments()
             )
         if dk is not None or dv is not None:
             launch = _launch("kv", q)
             either = k if dk is None else dk, v if dv is None else dv
-            _backward_kv[(triton.cdiv(n, launch.block_k), n, batch * heads)](
+            _backward_kv[(triton.cdiv(n, launch.block_k), rows, batch * heads)](
                 *inputs, *either, *strides, *map(_strides, either), *numbers, **constants,
                 WANT_K=dk is not None, WANT_V=dv is not None, **launch.arguments(),
             )  # fmt: skip
         if wanted[3]:
             launch = _launch("bias", q)
             tiles = triton.cdiv(n, launch.block_j) * triton.cdiv(n, launch.block_k)
-            parts = _parts(tiles * batch * heads, n, 4 * batch * heads * n * n, q.device)
-            rows = triton.cdiv(n, parts)
-            parts = triton.cdiv(n, rows)
+            parts = _parts(tiles * batch * heads, rows, 4 * batch * heads * n * n, q.device)
+            share = triton.cdiv(rows, parts)
+            parts = triton.cdiv(rows, share)
             dtype = bias_dtype if parts == 1 else torch.float32
             dbias = q.new_empty((parts, batch, heads, n, n), dtype=dtype)
             _backward_bias[(tiles, parts, batch * heads)](
-                *inputs, dbias, *strides, *numbers, rows, **constants, **launch.arguments()
+                *inputs, dbias, *strides, *numbers, share, **constants, **launch.arguments()
             )
             dbias = (dbias[0] if parts == 1 else dbias.sum(0).to(bias_dtype)).unsqueeze(1)
     return dq, dk, dv, dbias
 
 
-def _parts(programs: int, n: int, nbytes: int, device: torch.device) -> int:
+def _parts(programs: int, rows: int, nbytes: int, device: torch.device) -> int:
     """Into how many sums over rows i the gradient of the bias is cut, so that programs are many for the processors."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     many = 16 * processors
-    return max(1, min(triton.cdiv(many, programs), _PARTIAL_BYTES // nbytes, n))
+    return max(1, min(triton.cdiv(many, programs), _PARTIAL_BYTES // nbytes, rows))

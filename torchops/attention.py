@@ -41,9 +41,10 @@ def triangle_attention(
 
     Args:
         q, k, v: of shape ``(batch, N, H, N, d)`` and one dtype; with any strides, such as those of views of one product.
+            Also ``(batch, R, H, N, d)``: of a part of the rows.
         bias: of shape ``(batch, 1, H, N, N)``, and the dtype of ``q``; also float32 where that has 16 bits. Other
             layouts than rows of ``k`` are copied once.
-        mask: of shape ``(batch, N, 1, 1, N)`` and bool, ``True`` for keys to keep; or ``None``. A key that is not kept
+        mask: of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, and bool, ``True`` for keys to keep; or ``None``. A key that is not kept
             has no weight. A row of which no key is kept is computed as if all were: the formula above says so, as long
             as its sums are exact.
         scale: ``d ** -0.5`` if it is not given.
@@ -102,18 +103,16 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor 
     expected = "float32, float64, float16 or bfloat16"
     torch._check(q.dtype in _DTYPES, lambda: f"{op}: expected q of dtype {expected}, got {_name(q.dtype)}")
     torch._check(
-        q.dim() == 5 and _equal(q.shape[1], q.shape[3]),
-        lambda: f"{op}: expected q of shape (batch, N, H, N, d), got {tuple(q.shape)}",
+        q.dim() == 5,
+        lambda: f"{op}: expected q of shape (batch, R, H, N, d), got {tuple(q.shape)}",
     )
     for name, t in (("k", k), ("v", v)):
         _check_matches(op, name, t, q, q.shape)
-    batch, n, heads = q.shape[:3]
+    batch, rows, heads, n, _ = q.shape
     _check_bias(op, "bias", bias, q, (batch, 1, heads, n, n))
     if mask is not None:
-        torch._check(
-            mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {_name(mask.dtype)}"
-        )
-        _check_place(op, "mask", mask, q, (batch, n, 1, 1, n))
+        torch._check(mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {_name(mask.dtype)}")
+        _check_place(op, "mask", mask, q, (batch, rows, 1, 1, n))
 
 
 def _check_layout(op: str, name: str, t: Tensor) -> None:
@@ -153,10 +152,6 @@ def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int])
     torch._check(t.dim() == len(shape), message)
     for size, expected in zip(t.shape, shape, strict=True):
         torch._check(size == expected, message)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return a == b
 
 
 def _name(value: torch.dtype | torch.layout) -> str:
@@ -199,9 +194,7 @@ def _forward_kernel(
     return _forward(q, k, v, bias, mask, scale)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     if q.numel() == 0:
         return torch.empty_like(q), q.new_zeros(_numbers(q), dtype=panels.accumulator(q.dtype))
     out, lse = _body(q).forward(q, k, v, bias, _kept(mask), scale)
@@ -275,9 +268,7 @@ def _zeros(bias: Tensor) -> Tensor:
 
 def _where_wanted(grads: Sequence[Tensor | None], q: Tensor, wanted: Sequence[bool]) -> _Gradients:
     """With a tensor of no elements in the place of a gradient that is not wanted."""
-    dq, dk, dv, dbias = (
-        g if want and g is not None else q.new_empty(0) for g, want in zip(grads, wanted, strict=True)
-    )
+    dq, dk, dv, dbias = (g if want and g is not None else q.new_empty(0) for g, want in zip(grads, wanted, strict=True))
     return dq, dk, dv, dbias
 
 
