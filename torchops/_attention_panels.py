@@ -23,8 +23,17 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _kept(mask: Tensor | None) -> Tensor | None:
+    """``(batch, R, N)``: the keys of each row, which are all where the mask keeps none."""
+    if mask is None:
+        return None
+    mask = mask[:, :, 0, 0]
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The result, of strides like q's, and the logarithms of sums, ``(batch, R, H, N)``."""
+    keep = _kept(mask)
     batch, count, heads, n, d = q.shape
     dtype = accumulator(q.dtype)
     out, lse = torch.empty_like(q), q.new_empty((batch, count, heads, n), dtype=dtype)
@@ -58,13 +67,14 @@ def backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor,
-    keep: Tensor | None,
+    mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, of q, k, v, of strides like theirs, and of the bias."""
+    keep = _kept(mask)
     batch, count, heads, n, _ = q.shape
     dtype = accumulator(q.dtype)
     dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
@@ -108,21 +118,22 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor, keep: Tensor | None, scale: floa
 # --- in differentiable operators, all rows at once -------------------------------------------------------------------
 
 
-def _probabilities(q: Tensor, k: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    keep = _kept(mask)
     s = (q @ k.mT).to(accumulator(q.dtype)) * scale + bias
     if keep is not None:
         s = s.masked_fill(~keep[:, :, None, None], float("-inf"))
     return torch.softmax(s, -1)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> Tensor:
-    return _probabilities(q, k, bias, keep, scale).to(q.dtype) @ v
+def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return _probabilities(q, k, bias, mask, scale).to(q.dtype) @ v
 
 
 def written_out_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor | None, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    p = _probabilities(q, k, bias, keep, scale)
+    p = _probabilities(q, k, bias, mask, scale)
     dp = (grad @ v.mT).to(p.dtype)
     ds = p * (dp - (p * dp).sum(-1, keepdim=True))
     scaled = (ds * scale).to(q.dtype)

@@ -17,7 +17,8 @@ of q.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +33,7 @@ MAX_HEAD_DIM = 128
 _PADDING = 128  # every BLOCK_K divides it
 _PARTIAL_BYTES = 48 << 20  # what parts of the gradient of the bias may take
 
-_jit = triton.jit(
-    do_not_specialize=["rows", "n", "heads", "keep_batch", "keep_i", "share"]
-)  # one compilation for all N
+_jit = triton.jit(do_not_specialize=["rows", "n", "heads", "share"])  # one compilation for all N
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -82,10 +81,29 @@ def _where(heads, BLOCK: tl.constexpr):
 
 
 @_jit
+def _add_of_mask(mask, added, mask_strides, rows, n, width, BLOCK: tl.constexpr):
+    """What a mask, of strides (batch, i, k), adds to the scores of each row: -inf at the keys that are not kept, unless none
+    is. In float32 and rows of `width`, which is read ahead as the other operands are: bytes would be waited for."""
+    i, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = mask + b * mask_strides[0] + i * mask_strides[1]
+    kk = tl.arange(0, BLOCK)
+    kept = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, n, BLOCK):
+        at = (start + kk).to(tl.int64) * mask_strides[2]
+        kept |= tl.load(row + at, mask=kk < n - start, other=0).to(tl.int32)
+    none = tl.max(kept, 0) == 0
+    for start in range(0, width, BLOCK):
+        at = (start + kk).to(tl.int64) * mask_strides[2]
+        kept = tl.load(row + at, mask=kk < n - start, other=0)
+        values = tl.where(none | (kept != 0), 0.0, float("-inf"))
+        tl.store(added + (b * rows + i) * width + start + kk, values, mask=kk < width - start)
+
+
+@_jit
 def _forward(
-    q, k, v, bias, keep, out, lse,
+    q, k, v, bias, added, out, lse,
     q_strides, k_strides, v_strides, bias_strides, out_strides,
-    rows, n, heads, scale, keep_batch, keep_i,
+    rows, n, heads, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +114,7 @@ def _forward(
     k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
     bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
-    keep_row = keep + b * keep_batch + i * keep_i
+    added_row = added + (b * rows + i) * width
 
     # The greatest score so far in units of log2, finite also where all of a block of keys is masked.
     top = tl.full((BLOCK_J,), -1e30, tl.float32)
@@ -107,9 +125,8 @@ def _forward(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
         if MASKED:
-            kept = tl.load(keep_row + kk, mask=kk < n - start, other=0)
-            s = tl.where((kept != 0)[None, :], s, float("-inf"))
-            keep_row += BLOCK_K
+            s += tl.load(added_row + kk)[None, :]
+            added_row += BLOCK_K
         new_top = tl.maximum(top, tl.max(s, 1) * LOG2E)
         p = tl.exp2(s * LOG2E - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -146,9 +163,9 @@ def _prepare(
 
 @_jit
 def _backward_q(
-    grad, q, k, v, bias, keep, log_sums, delta, dq,
+    grad, q, k, v, bias, added, log_sums, delta, dq,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dq_strides,
-    rows, n, heads, scale, keep_batch, keep_i, width,
+    rows, n, heads, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +180,7 @@ def _backward_q(
     k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
     bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
-    keep_row = keep + b * keep_batch + i * keep_i
+    added_row = added + (b * rows + i) * width
 
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
     for start in range(0, n, BLOCK_K):
@@ -171,9 +188,8 @@ def _backward_q(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
         if MASKED:
-            kept = tl.load(keep_row + kk, mask=kk < n - start, other=0)
-            s = tl.where((kept != 0)[None, :], s, float("-inf"))
-            keep_row += BLOCK_K
+            s += tl.load(added_row + kk)[None, :]
+            added_row += BLOCK_K
         p = tl.exp2(s * LOG2E - log_sums_j[:, None])
         v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -188,9 +204,9 @@ def _backward_q(
 
 @_jit
 def _backward_kv(
-    grad, q, k, v, bias, keep, log_sums, delta, dk, dv,
+    grad, q, k, v, bias, added, log_sums, delta, dk, dv,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dk_strides, dv_strides,
-    rows, n, heads, scale, keep_batch, keep_i, width,
+    rows, n, heads, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -205,8 +221,7 @@ def _backward_kv(
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first
     numbers = ((b * rows + i) * heads + h) * width
     if MASKED:
-        keep_row = keep + b * keep_batch + i * keep_i + first
-        kept = tl.load(keep_row + kk, mask=kk < left, other=0)
+        added_k = tl.load(added + (b * rows + i) * width + first + kk)
 
     k_sums = tl.zeros((BLOCK_K, PADDED_D), tl.float32)
     v_sums = tl.zeros((BLOCK_K, PADDED_D), tl.float32)
@@ -218,7 +233,7 @@ def _backward_kv(
         bias_at = tl.minimum(j, n - start - 1)[:, None] * bias_strides[2] + kk[None, :]
         s = s * scale + tl.trans(tl.load(bias_rows + bias_at)).to(tl.float32)
         if MASKED:
-            s = tl.where((kept != 0)[:, None], s, float("-inf"))
+            s += added_k[:, None]
         p = tl.exp2(s * LOG2E - log_sums_j[None, :])
         if WANT_V:
             v_sums = tl.dot(p.to(g_tile.dtype), g_tile, v_sums, input_precision=PRECISION)
@@ -240,9 +255,9 @@ def _backward_kv(
 
 @_jit
 def _backward_bias(
-    grad, q, k, v, bias, keep, log_sums, delta, dbias,
+    grad, q, k, v, bias, added, log_sums, delta, dbias,
     grad_strides, q_strides, k_strides, v_strides, bias_strides,
-    rows, n, heads, scale, keep_batch, keep_i, width, share,
+    rows, n, heads, scale, width, share,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +276,7 @@ def _backward_bias(
     i = part.to(tl.int64) * share
     q_rows, g_rows = _row(q, q_strides, b, i, h, first_j), _row(grad, grad_strides, b, i, h, first_j)
     k_rows, v_rows = _row(k, k_strides, b, i, h, first_k), _row(v, v_strides, b, i, h, first_k)
-    keep_row = keep + b * keep_batch + i * keep_i + first_k
+    added_row = added + (b * rows + i) * width + first_k
     numbers = ((b * rows + i) * heads + h) * width + first_j
 
     sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
@@ -270,9 +285,8 @@ def _backward_bias(
         k_tile = _load(k_rows, k_strides[3], left_k, D, PADDED_D, BLOCK_K)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale + bias_tile
         if MASKED:
-            kept = tl.load(keep_row + kk, mask=kk < left_k, other=0)
-            s = tl.where((kept != 0)[None, :], s, float("-inf"))
-            keep_row += keep_i
+            s += tl.load(added_row + kk)[None, :]
+            added_row += width
         log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
         p = tl.exp2(s * LOG2E - log_sums_j[:, None])
         g_tile = _load(g_rows, grad_strides[3], left_j, D, PADDED_D, BLOCK_J)
@@ -312,35 +326,42 @@ class _Launch(NamedTuple):
         }
 
 
-# By kernel, and the padded head dimension up to which a row counts.
+# By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of a sweep on an H100 (4 heads,
+# N = 768, bfloat16); the others were not swept.
 _LAUNCHES = {
     "forward": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
     "q": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 4, 2)},
-    "kv": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
-    "bias": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
+    "kv": {32: _Launch(32, 128, 4, 2), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
+    "bias": {32: _Launch(64, 32, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
 }
 
 
-def _launch(kernel: str, q: Tensor) -> _Launch:
-    padded = _padded(q)
-    if q.dtype == torch.float32:  # tiles of twice the bytes, and tf32 takes more registers
+@cache
+def _launch(kernel: str, d: int, dtype: torch.dtype) -> _Launch:
+    if dtype == torch.float32:  # tiles of twice the bytes, and tf32 takes more registers
         return _Launch(32, 32, 4, 2)
-    return next(launch for up_to, launch in _LAUNCHES[kernel].items() if padded <= up_to)
+    return next(launch for up_to, launch in _LAUNCHES[kernel].items() if _padded(d) <= up_to)
 
 
-def _padded(q: Tensor) -> int:
-    return max(16, triton.next_power_of_2(q.shape[-1]))
-
-
-def _constants(q: Tensor, keep: Tensor | None) -> dict[str, Any]:
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+@cache
+def _options(kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool) -> dict[str, Any]:
+    """The constants of a kernel, which don't depend on N."""
     return {
-        "D": q.shape[-1],
-        "PADDED_D": _padded(q),
-        "MASKED": keep is not None,
+        "D": d,
+        "PADDED_D": _padded(d),
+        "MASKED": masked,
         # Without TF32, three products of it have the accuracy of float32.
-        "PRECISION": "tf32" if tf32 or q.dtype != torch.float32 else "tf32x3",
+        "PRECISION": "tf32" if tf32 or dtype != torch.float32 else "tf32x3",
+        **_launch(kernel, d, dtype).arguments(),
     }
+
+
+def _padded(d: int) -> int:
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def _blocks(n: int, size: int) -> int:
+    return -(-n // size)
 
 
 def _readable(t: Tensor) -> Tensor:
@@ -355,7 +376,7 @@ def _padded_bias(bias: Tensor) -> Tensor:
     aligned = bias.stride(-1) == 1 and all(s % 16 == 0 for s in bias.stride()[:-1]) and bias.data_ptr() % 16 == 0
     if n % _PADDING == 0 and aligned:
         return bias
-    width = triton.cdiv(n, _PADDING) * _PADDING
+    width = _blocks(n, _PADDING) * _PADDING
     padded = bias.new_empty(*bias.shape[:-1], width)
     padded[..., n:].fill_(float("-inf"))
     padded[..., :n].copy_(bias)
@@ -366,23 +387,35 @@ def _strides(t: Tensor) -> tuple[int, ...]:
     return t.stride()[:4]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, of strides like q's, and the logarithms of sums, (batch, rows, heads, n).
+def _added(mask: Tensor | None, width: int, unused: Tensor) -> Tensor:
+    if mask is None:
+        return unused
+    batch, rows, _, _, n = mask.shape
+    added = mask.new_empty((batch, rows, width), dtype=torch.float32)
+    strides = mask.stride(0), mask.stride(1), mask.stride(4)
+    _add_of_mask[(rows, batch)](mask.view(torch.uint8), added, strides, rows, n, width, BLOCK=512)
+    return added
 
-    ``keep``, (batch, rows, n) of bool, has a key in every row.
-    """
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches go to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The result, of strides like q's, and the logarithms of sums, (batch, rows, heads, n)."""
     batch, rows, heads, n, d = q.shape
-    q, k, v = map(_readable, (q, k, v))
+    q, k, v = _readable(q), _readable(k), _readable(v)
     out = torch.empty_like(q)
     lse = q.new_empty((batch, rows, heads, n), dtype=torch.float32)
-    launch = _launch("forward", q)
     bias = _padded_bias(bias)
-    mask = out if keep is None else keep.view(torch.uint8)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        _forward[(triton.cdiv(n, launch.block_j), rows, batch * heads)](
-            q, k, v, bias, mask, out, lse,
+    width = bias.shape[-1]
+    options = _options("forward", d, q.dtype, mask is not None, torch.backends.cuda.matmul.allow_tf32)
+    with _on(q.device):
+        _forward[(_blocks(n, options["BLOCK_J"]), rows, batch * heads)](
+            q, k, v, bias, _added(mask, width, lse), out, lse,
             _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
-            rows, n, heads, scale, *mask.stride()[:2], **_constants(q, keep), **launch.arguments(),
+            rows, n, heads, scale, width, **options,
         )  # fmt: skip
     return out, lse
 
@@ -393,7 +426,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor,
-    keep: Tensor | None,
+    mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -401,52 +434,56 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and bias that are wanted; the first three of strides like theirs."""
     batch, rows, heads, n, d = q.shape
-    grads = [torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True)]
-    dq, dk, dv = grads
+    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
     dbias = None
     bias_dtype = bias.dtype
     grad, q, k, v, bias = _readable(grad), _readable(q), _readable(k), _readable(v), _padded_bias(bias)
-    mask = out if keep is None else keep.view(torch.uint8)
     width = bias.shape[-1]
     log_sums, delta = q.new_empty((2, batch, rows, heads, width), dtype=torch.float32)
-    inputs = grad, q, k, v, bias, mask, log_sums, delta
-    strides = *map(_strides, inputs[:4]), bias.stride()[:3]
-    numbers = rows, n, heads, scale, *mask.stride()[:2], width
-    constants = _constants(q, keep)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
+    numbers = rows, n, heads, scale, width
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+
+    def options(kernel: str) -> dict[str, Any]:
+        return _options(kernel, d, q.dtype, mask is not None, tf32)
+
+    with _on(q.device):
+        inputs = grad, q, k, v, bias, _added(mask, width, lse), log_sums, delta
         _prepare[(width // 64, rows, batch * heads)](
-            grad, out, lse, log_sums, delta, _strides(grad), _strides(out), rows, n, heads, width,
-            D=d, PADDED_D=_padded(q), BLOCK_J=64,
+            grad, out, lse, log_sums, delta, strides[0], _strides(out), rows, n, heads, width,
+            D=d, PADDED_D=_padded(d), BLOCK_J=64,
         )  # fmt: skip
         if dq is not None:
-            launch = _launch("q", q)
-            _backward_q[(triton.cdiv(n, launch.block_j), rows, batch * heads)](
-                *inputs, dq, *strides, _strides(dq), *numbers, **constants, **launch.arguments()
+            how = options("q")
+            _backward_q[(_blocks(n, how["BLOCK_J"]), rows, batch * heads)](
+                *inputs, dq, *strides, _strides(dq), *numbers, **how
             )
         if dk is not None or dv is not None:
-            launch = _launch("kv", q)
+            how = options("kv")
             either = k if dk is None else dk, v if dv is None else dv
-            _backward_kv[(triton.cdiv(n, launch.block_k), rows, batch * heads)](
-                *inputs, *either, *strides, *map(_strides, either), *numbers, **constants,
-                WANT_K=dk is not None, WANT_V=dv is not None, **launch.arguments(),
+            _backward_kv[(_blocks(n, how["BLOCK_K"]), rows, batch * heads)](
+                *inputs, *either, *strides, *map(_strides, either), *numbers,
+                WANT_K=dk is not None, WANT_V=dv is not None, **how,
             )  # fmt: skip
         if wanted[3]:
-            launch = _launch("bias", q)
-            tiles = triton.cdiv(n, launch.block_j) * triton.cdiv(n, launch.block_k)
+            how = options("bias")
+            tiles = _blocks(n, how["BLOCK_J"]) * _blocks(n, how["BLOCK_K"])
             parts = _parts(tiles * batch * heads, rows, 4 * batch * heads * n * n, q.device)
-            share = triton.cdiv(rows, parts)
-            parts = triton.cdiv(rows, share)
+            share = _blocks(rows, parts)
+            parts = _blocks(rows, share)
             dtype = bias_dtype if parts == 1 else torch.float32
             dbias = q.new_empty((parts, batch, heads, n, n), dtype=dtype)
-            _backward_bias[(tiles, parts, batch * heads)](
-                *inputs, dbias, *strides, *numbers, share, **constants, **launch.arguments()
-            )
+            _backward_bias[(tiles, parts, batch * heads)](*inputs, dbias, *strides, *numbers, share, **how)
             dbias = (dbias[0] if parts == 1 else dbias.sum(0).to(bias_dtype)).unsqueeze(1)
     return dq, dk, dv, dbias
 
 
 def _parts(programs: int, rows: int, nbytes: int, device: torch.device) -> int:
     """Into how many sums over rows i the gradient of the bias is cut, so that programs are many for the processors."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    many = 16 * processors
-    return max(1, min(triton.cdiv(many, programs), _PARTIAL_BYTES // nbytes, rows))
+    many = 16 * _processors(device)
+    return max(1, min(_blocks(many, programs), _PARTIAL_BYTES // nbytes, rows))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -96,13 +97,19 @@ _backward = torch.ops.myops._triangle_attention_backward.default
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+def _expect(holds: Any, message: Callable[[], str]) -> None:
+    """torch._check, which takes a microsecond or more also where something holds; symbolic conditions are its own."""
+    if holds is not True:
+        torch._check(holds, message)
+
+
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
     for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
         if t is not None:
             _check_layout(op, name, t)
     expected = "float32, float64, float16 or bfloat16"
-    torch._check(q.dtype in _DTYPES, lambda: f"{op}: expected q of dtype {expected}, got {_name(q.dtype)}")
-    torch._check(
+    _expect(q.dtype in _DTYPES, lambda: f"{op}: expected q of dtype {expected}, got {_name(q.dtype)}")
+    _expect(
         q.dim() == 5,
         lambda: f"{op}: expected q of shape (batch, R, H, N, d), got {tuple(q.shape)}",
     )
@@ -111,21 +118,21 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor 
     batch, rows, heads, n, _ = q.shape
     _check_bias(op, "bias", bias, q, (batch, 1, heads, n, n))
     if mask is not None:
-        torch._check(mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {_name(mask.dtype)}")
+        _expect(mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {_name(mask.dtype)}")
         _check_place(op, "mask", mask, q, (batch, rows, 1, 1, n))
 
 
 def _check_layout(op: str, name: str, t: Tensor) -> None:
-    torch._check(
+    _expect(
         t.layout == torch.strided,
         lambda: f"{op}: expected {name} of layout strided, got {_name(t.layout)}",
     )
-    torch._check(not t.is_nested, lambda: f"{op}: expected {name} of layout strided, got a nested tensor")
+    _expect(not t.is_nested, lambda: f"{op}: expected {name} of layout strided, got a nested tensor")
 
 
 def _check_bias(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
     either = " or float32" if q.element_size() == 2 else ""
-    torch._check(
+    _expect(
         t.dtype == q.dtype or (bool(either) and t.dtype == torch.float32),
         lambda: f"{op}: expected {name} of dtype {_name(q.dtype)}{either} to match q, got {_name(t.dtype)}",
     )
@@ -133,7 +140,7 @@ def _check_bias(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) 
 
 
 def _check_matches(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    torch._check(
+    _expect(
         t.dtype == q.dtype,
         lambda: f"{op}: expected {name} of dtype {_name(q.dtype)} to match q, got {_name(t.dtype)}",
     )
@@ -141,7 +148,7 @@ def _check_matches(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int
 
 
 def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    torch._check(
+    _expect(
         t.device == q.device,
         lambda: f"{op}: expected {name} on device {q.device} to match q, got {t.device}",
     )
@@ -149,9 +156,9 @@ def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int])
     def message() -> str:
         return f"{op}: expected {name} of shape {tuple(shape)} to match q, got {tuple(t.shape)}"
 
-    torch._check(t.dim() == len(shape), message)
+    _expect(t.dim() == len(shape), message)
     for size, expected in zip(t.shape, shape, strict=True):
-        torch._check(size == expected, message)
+        _expect(size == expected, message)
 
 
 def _name(value: torch.dtype | torch.layout) -> str:
@@ -163,7 +170,7 @@ def _name(value: torch.dtype | torch.layout) -> str:
 
 def _body(q: Tensor) -> Any:
     """The module whose forward and backward run for such a q."""
-    if q.is_cuda and q.dtype != torch.float64 and torch.cuda.get_device_capability(q.device) >= (8, 0):
+    if q.is_cuda and q.dtype != torch.float64 and _has_bfloat16(q.device):
         try:
             kernels = importlib.import_module("torchops._attention_triton")
         except ModuleNotFoundError as error:
@@ -175,12 +182,9 @@ def _body(q: Tensor) -> Any:
     return panels
 
 
-def _kept(mask: Tensor | None) -> Tensor | None:
-    """(batch, N, N): the keys of each row, which are all where the mask keeps none."""
-    if mask is None:
-        return None
-    mask = mask[:, :, 0, 0]
-    return mask | ~mask.any(-1, keepdim=True)
+@cache
+def _has_bfloat16(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -197,7 +201,7 @@ def _forward_kernel(
 def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     if q.numel() == 0:
         return torch.empty_like(q), q.new_zeros(_numbers(q), dtype=panels.accumulator(q.dtype))
-    out, lse = _body(q).forward(q, k, v, bias, _kept(mask), scale)
+    out, lse = _body(q).forward(q, k, v, bias, mask, scale)
     return out, lse
 
 
@@ -229,7 +233,7 @@ def _check_backward(
         _check_matches(op, name, t, q, q.shape)
     _check_layout(op, "logsumexp", logsumexp)
     dtype = panels.accumulator(q.dtype)
-    torch._check(
+    _expect(
         logsumexp.dtype == dtype,
         lambda: f"{op}: expected logsumexp of dtype {_name(dtype)} to match q, got {_name(logsumexp.dtype)}",
     )
@@ -256,7 +260,7 @@ def _backward_kernel(
         return _where_wanted([torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zeros(bias)], q, wanted)
     if any(wanted):
         logsumexp = logsumexp.contiguous()
-        grads = _body(q).backward(grad, q, k, v, bias, _kept(mask), out, logsumexp, scale, tuple(wanted))
+        grads = _body(q).backward(grad, q, k, v, bias, mask, out, logsumexp, scale, tuple(wanted))
     else:
         grads = [None] * 4
     return _where_wanted(grads, q, wanted)
@@ -338,10 +342,12 @@ def _needs_grad(*tensors: Tensor) -> bool:
 def _public_autograd(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    _check("triangle_attention", q, k, v, bias, mask)
-    if _needs_decomposition(q, k, v, bias):
-        return panels.written_out(q, k, v, bias, _kept(mask), _scale(q, scale))
-    if _needs_grad(q, k, v, bias):
+    decompose, differentiate = _needs_decomposition(q, k, v, bias), _needs_grad(q, k, v, bias)
+    if decompose or differentiate:  # else the kernel beneath checks
+        _check("triangle_attention", q, k, v, bias, mask)
+    if decompose:
+        return panels.written_out(q, k, v, bias, mask, _scale(q, scale))
+    if differentiate:
         return _Attention.apply(q, k, v, bias, mask, _scale(q, scale))
     with torch._C._AutoDispatchBelowAutograd():
         return _op(q, k, v, bias, mask, scale)
@@ -351,7 +357,7 @@ def _forward_autograd(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     _check("_triangle_attention", q, k, v, bias, mask)
-    torch._check(
+    _expect(
         not (_needs_decomposition(q, k, v, bias) or _needs_grad(q, k, v, bias)),
         lambda: "_triangle_attention: expected no argument that needs a gradient or has a tangent, got one",
     )
@@ -375,7 +381,7 @@ def _backward_autograd(
     _check_backward(grad, q, k, v, bias, mask, out, logsumexp)
     inputs = grad, q, k, v, bias
     if _needs_decomposition(*inputs) or _needs_grad(*inputs):
-        return _where_wanted(panels.written_out_gradients(*inputs, _kept(mask), scale), q, wanted)
+        return _where_wanted(panels.written_out_gradients(*inputs, mask, scale), q, wanted)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward(grad, q, k, v, bias, mask, out, logsumexp, scale, wanted)
 
