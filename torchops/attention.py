@@ -41,13 +41,13 @@ def triangle_attention(
     The scores ``s`` never exist for all rows.
 
     Args:
-        q, k, v: of shape ``(batch, N, H, N, d)`` and one dtype; with any strides, such as those of views of one product.
-            Also ``(batch, R, H, N, d)``: of a part of the rows.
+        q, k, v: of shape ``(batch, N, H, N, d)`` and one dtype; with any strides, such as those of views of one
+            product. Also ``(batch, R, H, N, d)``: of a part of the rows.
         bias: of shape ``(batch, 1, H, N, N)``, and the dtype of ``q``; also float32 where that has 16 bits. Other
             layouts than rows of ``k`` are copied once.
-        mask: of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, and bool, ``True`` for keys to keep; or ``None``. A key that is not kept
-            has no weight. A row of which no key is kept is computed as if all were: the formula above says so, as long
-            as its sums are exact.
+        mask: of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, and bool, ``True`` for keys to keep; or ``None``. A
+            key that is not kept has no weight. A row of which no key is kept is computed as if all were: the formula
+            above says so, as long as its sums are exact.
         scale: ``d ** -0.5`` if it is not given.
 
     Under ``torch.autocast`` it runs in the lower precision, as PyTorch's attention does. Scores and their exponentials
@@ -57,8 +57,9 @@ def triangle_attention(
         A new tensor of the shape and dtype of ``q``, dense, with dimensions that follow one another in memory as those
         of ``q`` do: so ``result.transpose(-3, -2).flatten(-2)`` is no copy where ``q`` comes from a view.
 
-    Memory: the result, and copies of mask and bias, 1 / d of it each. Training keeps the arguments, the result and a
-    number for each edge and head; the gradient computes the scores again. Gradients have the same bits in every run.
+    Memory: the result, on CUDA copies of mask (in float32) and bias, and scratch of a few MiB where panels run.
+    Training keeps the arguments, the result and a number for each edge and head; the gradient computes the scores again.
+    Gradients by the kernels in Triton have the same bits in every run.
 
     Raises:
         RuntimeError: shapes do not match; devices differ; or dtypes are not supported together.
@@ -312,9 +313,7 @@ def _backward_fake(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             out, logsumexp = _with_logsumexp(q, k, v, bias, mask, scale)
         ctx.save_for_backward(q, k, v, bias, mask, out, logsumexp)
@@ -322,7 +321,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[:4])
         grads = _backward(grad, *ctx.saved_tensors, ctx.scale, wanted)
         return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None
@@ -342,12 +341,10 @@ def _needs_grad(*tensors: Tensor) -> bool:
 def _public_autograd(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    decompose, differentiate = _needs_decomposition(q, k, v, bias), _needs_grad(q, k, v, bias)
-    if decompose or differentiate:  # else the kernel beneath checks
-        _check("triangle_attention", q, k, v, bias, mask)
-    if decompose:
+    _check("triangle_attention", q, k, v, bias, mask)
+    if _needs_decomposition(q, k, v, bias):
         return panels.written_out(q, k, v, bias, mask, _scale(q, scale))
-    if differentiate:
+    if _needs_grad(q, k, v, bias):
         return _Attention.apply(q, k, v, bias, mask, _scale(q, scale))
     with torch._C._AutoDispatchBelowAutograd():
         return _op(q, k, v, bias, mask, scale)
