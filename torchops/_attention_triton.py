@@ -84,8 +84,8 @@ def _where(heads, BLOCK: tl.constexpr):
 @_jit
 def _add_of_mask(mask, added, mask_strides, rows, n, width, BLOCK: tl.constexpr):
     """What a mask, of strides (batch, i, k), adds to the scores of each row: -inf at keys that are not kept, unless
-    none is. In float32 and rows of `width`, so that the forward pass and dq read it ahead, as they do the other operands:
-    that takes 4 bytes at once, and bytes would be waited for."""
+    none is. In float32 and rows of `width`, so that the forward pass and dq read it ahead, as they do the other
+    operands: that takes 4 bytes at once, and bytes would be waited for."""
     i, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = mask + b * mask_strides[0] + i * mask_strides[1]
     kk = tl.arange(0, BLOCK)

@@ -58,8 +58,8 @@ def triangle_attention(
         of ``q`` do: so ``result.transpose(-3, -2).flatten(-2)`` is no copy where ``q`` comes from a view.
 
     Memory: the result, on CUDA copies of mask (in float32) and bias, and scratch of a few MiB where panels run.
-    Training keeps the arguments, the result and a number for each edge and head; the gradient computes the scores again.
-    Gradients by the kernels in Triton have the same bits in every run.
+    Training keeps the arguments, the result and a number for each edge and head; the gradient computes the scores
+    again. Gradients by the kernels in Triton have the same bits in every run.
 
     Raises:
         RuntimeError: shapes do not match; devices differ; or dtypes are not supported together.
