@@ -50,8 +50,8 @@ def triangle_attention(
             above says so, as long as its sums are exact.
         scale: ``d ** -0.5`` if it is not given.
 
-    Under ``torch.autocast`` it runs in the lower precision, as PyTorch's attention does. Scores and their exponentials
-    are float32 also where ``q`` has 16 bits.
+    Dtypes: float32, float64, float16 and bfloat16. Scores and their exponentials are float32 also where ``q`` has 16
+    bits. Under ``torch.autocast`` it runs in the lower precision, as PyTorch's attention does.
 
     Returns:
         A new tensor of the shape and dtype of ``q``, dense, with dimensions that follow one another in memory as those
