@@ -245,7 +245,11 @@ def test_index_has_every_page() -> None:
 
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
-FUNCTIONS = [getattr(module, function) for module in (torchops.ops, torchops.pair) for function in module.__all__]
+FUNCTIONS = [
+    getattr(module, function)
+    for module in (torchops.ops, torchops.pair, torchops.attention)
+    for function in module.__all__
+]
 
 
 MODULES = [torchops.nn.Dense, torchops.nn.TriangleMultiplicativeUpdate, torchops.nn.replace]

@@ -45,6 +45,8 @@ myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? 
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] mask) -> (Tensor, Tensor, Tensor)
 myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)
+myops::_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, Tensor logsumexp, float scale, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> (Tensor, Tensor)
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor
 myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted) -> Tensor[]
@@ -62,6 +64,7 @@ myops::square_matmul(Tensor a, Tensor b, *, bool transpose_b=False) -> Tensor
 myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()
 myops::transition(Tensor x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> Tensor
 myops::transition_(Tensor(a!) x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> ()
+myops::triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask=None, float? scale=None) -> Tensor
 myops::triangle_multiplicative_update(Tensor x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> Tensor
 myops::triangle_multiplicative_update_(Tensor(a!) x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> ()""",
         )
@@ -89,6 +92,8 @@ myops::_layer_norm                               x    x     .         .         
 myops::_layer_norm_                              x    x     .         x                .            .             .                 x
 myops::_layer_norm_backward                      x    x     .         .                .            .             .                 x
 myops::_transition_backward                      x    x     x         .                .            .             x                 x
+myops::_triangle_attention                       x    x     x         .                .            .             .                 .
+myops::_triangle_attention_backward              x    x     x         .                .            .             x                 .
 myops::_triangle_multiplicative_update           x    x     x         .                x            x             x                 .
 myops::_triangle_multiplicative_update_          x    x     x         x                x            x             .                 .
 myops::_triangle_multiplicative_update_backward  x    x     x         .                .            .             x                 .
@@ -106,13 +111,15 @@ myops::square_matmul                             x    x     x         .         
 myops::square_matmul_                            x    x     x         x                x            x             x                 .
 myops::transition                                x    x     x         .                x            x             x                 .
 myops::transition_                               x    x     x         x                x            x             x                 .
+myops::triangle_attention                        x    x     x         .                x            x             x                 .
 myops::triangle_multiplicative_update            x    x     x         .                x            x             x                 .
 myops::triangle_multiplicative_update_           x    x     x         x                x            x             x                 .""",
         )
 
 
-# Their tensors are keywords, which the generic suites do not know.
+# Their tensors are keywords, or stand for rows and keys at once, which the generic suites do not know.
 TESTED_ALONE = {
+    "triangle_attention": "test_triangle_attention.py",
     "triangle_multiplicative_update": "test_triangle_multiplicative_update.py",
     "triangle_multiplicative_update_": "test_triangle_multiplicative_update.py",
 }
@@ -131,11 +138,16 @@ def test_operators_are_compliant() -> None:
         assert torch.Tag.pt2_compliant_tag in op.tags, schema.name
 
 
+# Registered from Python for both devices, in every build.
+IN_PYTHON = {f"myops::{name}" for name in ("triangle_attention", "_triangle_attention", "_triangle_attention_backward")}
+
+
 def test_cuda_column() -> None:
-    """In a build with CUDA every operator with a CPU kernel has a CUDA kernel too; one without has none."""
+    """In a build with CUDA every operator with a CPU kernel has a CUDA kernel too; one without has those from Python."""
     on_cuda = {s.name for s in operators() if registered(s.name, "CUDA")}
+    assert on_cuda >= IN_PYTHON
     on_cpu = {s.name for s in operators() if registered(s.name, "CPU")}
     composite = {s.name for s in operators() if registered(s.name, "CompositeExplicitAutograd")}
-    if not on_cuda - composite:
+    if not on_cuda - composite - IN_PYTHON:
         pytest.skip("this build has no CUDA kernels")
     assert on_cuda >= on_cpu

@@ -27,6 +27,8 @@ __all__ = [
     "square_matmul_flops",
     "transition_backward_flops",
     "transition_flops",
+    "triangle_attention_backward_flops",
+    "triangle_attention_flops",
     "triangle_backward_flops",
     "triangle_multiplicative_update_flops",
 ]
@@ -206,6 +208,38 @@ def triangle_backward_flops(
     return 2 * prod(x[:-1]) * (out + into)
 
 
+def triangle_attention_flops(q: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """Two products, ``4 * batch * rows * heads * N * N * d``.
+
+    Example::
+
+        >>> torchops.flops.triangle_attention_flops((1, 5, 2, 5, 16))
+        16000
+    """
+    return 4 * prod(q) * q[-2]
+
+
+def triangle_attention_backward_flops(
+    grad: Sequence[int],
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    bias: Sequence[int],
+    mask: Sequence[int] | None,
+    out: Sequence[int],
+    logsumexp: Sequence[int],
+    scale: float,
+    wanted: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    """The product for the scores again, one for their gradient, unless ``v`` alone has one, and one for each of ``q``,
+    ``k`` and ``v`` that ``wanted`` asks for. The kernels for CUDA compute the first two once for each of ``q``, ``k``
+    with ``v`` and the bias, which is not counted."""
+    dq, dk, dv, dbias = wanted
+    scores = any(wanted) + (dq or dk or dbias)
+    return (scores + dq + dk + dv) * 2 * prod(q) * q[-2]
+
+
 def register() -> None:
     """Import the counter and give it the formulas."""
     from torch.utils.flop_counter import register_flop_formula
@@ -228,3 +262,5 @@ def register() -> None:
         _triangle_beneath_flops
     )
     register_flop_formula(myops._triangle_multiplicative_update_backward)(triangle_backward_flops)
+    register_flop_formula([myops.triangle_attention, myops._triangle_attention])(triangle_attention_flops)
+    register_flop_formula(myops._triangle_attention_backward)(triangle_attention_backward_flops)

@@ -1,0 +1,467 @@
+"""Triangle attention: values and gradients against float64, transforms, errors, and its kernels for CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchops
+
+OPS = torch.ops.myops
+CUDA = torch.cuda.is_available()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="no CUDA device"))]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """As papers write it, all scores at once. The exponential of -1000 is 0 in float64, and the number is small enough
+    that a row without keys has the result which it has without a mask."""
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
+    if mask is not None:
+        s = s - (~mask) * 1e3
+    return torch.softmax(s, -1) @ v
+
+
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+
+def arguments(
+    n: int,
+    d: int = 16,
+    *,
+    batch: int = 1,
+    rows: int | None = None,
+    heads: int = 2,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    masked: bool = False,
+    requires_grad: bool = False,
+) -> Arguments:
+    generator = torch.Generator().manual_seed(n)
+    rows = n if rows is None else rows
+
+    def random(*shape: int) -> Tensor:
+        made = torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
+        return made.requires_grad_(requires_grad)
+
+    q, k, v = (random(batch, rows, heads, n, d) for _ in range(3))
+    bias = random(batch, 1, heads, n, n)
+    if not masked:
+        return q, k, v, bias, None
+    mask = torch.rand(batch, rows, 1, 1, n, generator=generator) > 0.3
+    mask[:, rows // 2] = False  # a row without keys
+    mask[:, -1] = False
+    mask[:, -1, ..., -1] = True  # and one with one
+    return q, k, v, bias, mask.to(device)
+
+
+def exact(args: Arguments) -> Arguments:
+    q, k, v, bias, mask = args
+    q, k, v, bias = (t.detach().double().requires_grad_() for t in (q, k, v, bias))
+    return q, k, v, bias, mask
+
+
+def with_gradients(function: Any, args: Arguments, cotangent: Tensor, **kwargs: Any) -> list[Tensor]:
+    out = function(*args, **kwargs)
+    return [out.detach(), *torch.autograd.grad(out, args[:4], cotangent.to(out.dtype))]
+
+
+def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for name, g, e in zip(("out", "q", "k", "v", "bias"), got, expected, strict=True):
+        assert g.shape == e.shape
+        distance = ((g.double() - e).norm() / e.norm().clamp_min(1.0)).item()
+        assert distance <= tolerance, f"{name}: {distance}"
+
+
+def check(args: Arguments, **kwargs: Any) -> list[Tensor]:
+    q, *_ = args
+    cotangent = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(q.device)
+    cotangent = cotangent.to(q.dtype)
+    got = with_gradients(torchops.triangle_attention, args, cotangent, **kwargs)
+    assert [g.dtype for g in got[1:]] == [t.dtype for t in args[:4]]
+    assert got[0].dtype == q.dtype
+    assert_close(got, with_gradients(reference, exact(args), cotangent, **kwargs), TOLERANCE[q.dtype])
+    return got
+
+
+# --- values and gradients --------------------------------------------------------------------------------------------
+
+# N, d and what else; on CUDA the tail of a block of keys, more than one block, one key more, and odd features.
+SIZES: dict[str, dict[str, Any]] = {
+    "one": {"n": 1},
+    "odd": {"n": 13, "d": 5, "batch": 2, "heads": 3},
+    "block": {"n": 64, "d": 32},
+    "rows": {"n": 33, "rows": 4, "d": 24},
+    "one_more": {"n": 129, "rows": 3, "d": 32},
+    "wide": {"n": 70, "rows": 3, "d": 128, "heads": 1},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("size", SIZES)
+def test_values_and_gradients(size: str, masked: bool, dtype: torch.dtype, device: str) -> None:
+    check(arguments(**SIZES[size], masked=masked, dtype=dtype, device=device, requires_grad=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scale(device: str) -> None:
+    check(arguments(9, device=device, dtype=torch.float32, requires_grad=True), scale=0.7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_panels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """In several panels, of which the last is smaller."""
+    from torchops import _attention_panels
+
+    monkeypatch.setattr(_attention_panels, "_PANEL_BYTES", 50000)
+    for masked in (False, True):
+        check(arguments(23, masked=masked, device=device, requires_grad=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_row_without_keys(dtype: torch.dtype, device: str) -> None:
+    """Is what it is without a mask; a key that is not kept has no weight, even if its values are not numbers."""
+    q, k, v, bias, _ = arguments(20, dtype=dtype, device=device)
+    mask = torch.ones(1, 20, 1, 1, 20, dtype=torch.bool, device=device)
+    mask[:, 3] = False
+    whole = torchops.triangle_attention(q, k, v, bias)
+    torch.testing.assert_close(torchops.triangle_attention(q, k, v, bias, mask), whole)
+    mask[:, 5, ..., 7:] = False
+    row = torchops.triangle_attention(q, k, v, bias, mask)[:, 5]
+    fewer: Any = [t[:, 5:6, :, :7] for t in (q, k, v)]
+    expected = OPS.triangle_attention(*fewer, bias[..., :7, :7])[:, 0]
+    torch.testing.assert_close(row[:, :, :7], expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("node", ["starting", "ending"])
+def test_views(node: str, dtype: torch.dtype, device: str) -> None:
+    """Of one product for q, k, v and a bias with heads last: the layout of the result allows the heads to be joined
+    without a copy."""
+    n, heads, d = 17, 2, 16
+    product = torch.randn(1, n, n, 3 * heads * d, dtype=dtype, device=device)
+    bias = torch.randn(1, n, n, heads, dtype=dtype, device=device)
+    mask = torch.rand(1, n, n, device=device) > 0.2
+    if node == "ending":
+        product, bias, mask = product.transpose(1, 2), bias.transpose(1, 2), mask.mT
+    q, k, v = (t.unflatten(-1, (heads, d)).transpose(-3, -2) for t in product.chunk(3, -1))
+    strided = q, k, v, bias.movedim(-1, 1).unsqueeze(1), mask[:, :, None, None]
+    assert not any(t.is_contiguous() for t in strided[:4])
+    leaves = [t.detach().requires_grad_() for t in strided[:4]]
+    got = check((*leaves, strided[-1]))  # type: ignore[arg-type]
+    joined = got[0].transpose(-3, -2).flatten(-2)
+    assert joined.untyped_storage().data_ptr() == got[0].untyped_storage().data_ptr()
+    expanded = mask[:, :1, None, None].expand(1, n, 1, 1, n)
+    check((*leaves, expanded))  # type: ignore[arg-type]
+    features = (leaves[0].mT.contiguous().mT, *leaves[1:], None)  # features that are not side by side
+    check(tuple(t if t is None else t.detach().requires_grad_() for t in features))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float32_bias(device: str) -> None:
+    q, k, v, bias, mask = arguments(12, dtype=torch.bfloat16, device=device, masked=True, requires_grad=True)
+    bias = bias.detach().float().requires_grad_()
+    got = check((q, k, v, bias, mask))
+    assert (got[0].dtype, got[-1].dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "shape", [(0, 4, 2, 4, 8), (1, 0, 2, 4, 8), (1, 4, 0, 4, 8), (1, 0, 2, 0, 8), (1, 4, 2, 4, 0)], ids=str
+)
+def test_empty(shape: tuple[int, ...], device: str) -> None:
+    batch, rows, heads, n, _ = shape
+    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
+    bias = torch.randn(batch, 1, heads, n, n, device=device, requires_grad=True)
+    mask = torch.ones(batch, rows, 1, 1, n, dtype=torch.bool, device=device)
+    out = torchops.triangle_attention(q, k, v, bias, mask)
+    assert out.shape == shape
+    assert out.numel() == 0
+    out.sum().backward()
+    for t in (q, k, v, bias):
+        assert t.grad is not None
+        assert t.grad.shape == t.shape
+        assert not t.grad.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kept", range(4), ids=["q", "k", "v", "bias"])
+def test_one_gradient_alone(kept: int, device: str) -> None:
+    args = arguments(10, dtype=torch.float32, device=device, masked=True, requires_grad=True)
+    cotangent = torch.randn_like(args[0])
+    expected = with_gradients(torchops.triangle_attention, args, cotangent)[1 + kept]
+    alone: Any = [t if i == kept or t is None else t.detach() for i, t in enumerate(args)]
+    out = torchops.triangle_attention(*alone)
+    (got,) = torch.autograd.grad(out, [alone[kept]], cotangent)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "wanted", list(product([False, True], repeat=4)), ids=lambda w: "".join(str(int(x)) for x in w)
+)
+def test_only_what_is_asked_for(wanted: tuple[bool, ...]) -> None:
+    q, k, v, bias, mask = arguments(6, masked=True)
+    out, logsumexp = OPS._triangle_attention(q, k, v, bias, mask, 0.25)
+    grads = OPS._triangle_attention_backward(torch.randn_like(q), q, k, v, bias, mask, out, logsumexp, 0.25, wanted)
+    assert [g.shape for g in grads] == [t.shape if w else (0,) for t, w in zip((q, k, v, bias), wanted, strict=True)]
+
+
+# --- what the dispatcher asks for ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_derivatives(masked: bool) -> None:
+    q, k, v, bias, mask = arguments(4, 3, masked=masked, requires_grad=True)
+    leaves = [q, k, v, bias]
+
+    def function(*given: Any) -> Tensor:
+        return OPS.triangle_attention(*given, mask=mask)
+
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_opcheck(masked: bool) -> None:
+    args = arguments(5, dtype=torch.float32, masked=masked, requires_grad=True)
+    torch.library.opcheck(OPS.triangle_attention.default, args)
+    q, k, v, bias, mask = (t if t is None else t.detach() for t in args)
+    torch.library.opcheck(OPS._triangle_attention.default, (q, k, v, bias, mask, 0.25))
+    assert q is not None
+    out, logsumexp = OPS._triangle_attention(q, k, v, bias, mask, 0.25)
+    arguments_of_backward = torch.randn_like(q), q, k, v, bias, mask, out, logsumexp, 0.25
+    for wanted in ([True] * 4, [False, True, False, True]):
+        torch.library.opcheck(OPS._triangle_attention_backward.default, (*arguments_of_backward, wanted))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled(dynamic: bool, device: str) -> None:
+    """With the operator in one graph; dynamic, one graph for all N."""
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+    def model(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
+        return torchops.triangle_attention(q * 2, k, v, bias.sigmoid(), mask) + 1
+
+    def expected_model(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
+        return reference(q * 2, k, v, bias.sigmoid(), mask) + 1
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    sizes = (6, 7, 11) if dynamic else (6,)
+    for n in sizes:
+        args = arguments(n, dtype=torch.float32, device=device, masked=True, requires_grad=True)
+        cotangent = torch.randn_like(args[0])
+        got = with_gradients(compiled, args, cotangent)
+        assert_close(got, with_gradients(expected_model, exact(args), cotangent), 1e-5)
+    assert graphs == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transforms(device: str) -> None:
+    q, k, v, bias, mask = arguments(5, batch=3, device=device, masked=True)
+    assert mask is not None
+    stacked = [torch.stack([t, t.flip(0)]) for t in (q, k, v, bias, mask)]
+    expected = torch.stack([torchops.triangle_attention(*args) for args in zip(*stacked, strict=True)])
+    mapped = torch.func.vmap(OPS.triangle_attention)(*stacked)
+    torch.testing.assert_close(mapped, expected)
+    shared = torch.func.vmap(OPS.triangle_attention, in_dims=(0, 0, 0, None, None))(*stacked[:3], bias, mask)
+    each = [OPS.triangle_attention(*args, bias, mask) for args in zip(*stacked[:3], strict=True)]
+    torch.testing.assert_close(shared, torch.stack(each))
+
+    def loss(function: Any, q: Tensor, bias: Tensor) -> Tensor:
+        return function(q, k, v, bias, mask).square().sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        got, written = (
+            transform(partial(loss, function), argnums=(0, 1))(q, bias)
+            for function in (OPS.triangle_attention, reference)
+        )
+        for g, e in zip(got, written, strict=True):
+            torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device: str) -> None:
+    """In the lower precision, gradients in that of the arguments; float64 is left alone."""
+    args = arguments(8, dtype=torch.float32, device=device, masked=True, requires_grad=True)
+    cotangent = torch.randn_like(args[0])
+    with torch.autocast(device, torch.bfloat16):
+        got = with_gradients(torchops.triangle_attention, args, cotangent)
+        assert torchops.triangle_attention(*arguments(8, device=device)).dtype == torch.float64
+    assert got[0].dtype == torch.bfloat16
+    assert {g.dtype for g in got[1:]} == {torch.float32}
+    assert_close(got, with_gradients(reference, exact(args), cotangent), TOLERANCE[torch.bfloat16])
+
+
+def test_flops() -> None:
+    """Two products of 2 * R * H * N * N * d in the forward pass; the gradients compute that of scores again."""
+    n, d, heads = 6, 5, 2
+    product = 2 * n * heads * n * n * d
+    counts = {}
+    for wanted in ("", "q", "k", "v", "b", "qkvb"):
+        args = arguments(n, d, heads=heads)
+        for name, t in zip("qkvb", args, strict=False):
+            assert t is not None
+            t.requires_grad_(name in wanted)
+        with FlopCounterMode(display=False) as counter:
+            out = torchops.triangle_attention(*args)
+            if wanted:
+                out.sum().backward()
+        counts[wanted] = counter.get_total_flops() / product
+    assert counts == {"": 2, "q": 2 + 3, "k": 2 + 3, "v": 2 + 2, "b": 2 + 2, "qkvb": 2 + 5}
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.randn(4, 2, 4, 8)}, r"expected q of shape (batch, R, H, N, d), got (4, 2, 4, 8)"),
+    ({"q": torch.ones(1, 4, 2, 4, 8).long()}, "expected q of dtype float32, float64, float16 or bfloat16, got int64"),
+    ({"k": torch.randn(1, 4, 2, 5, 8)}, "expected k of shape (1, 4, 2, 4, 8) to match q, got (1, 4, 2, 5, 8)"),
+    ({"v": torch.randn(1, 4, 2, 4, 7)}, "expected v of shape (1, 4, 2, 4, 8) to match q, got (1, 4, 2, 4, 7)"),
+    ({"v": torch.randn(1, 4, 2, 4, 8).double()}, "expected v of dtype float32 to match q, got float64"),
+    ({"bias": torch.randn(1, 2, 4, 4)}, "expected bias of shape (1, 1, 2, 4, 4) to match q, got (1, 2, 4, 4)"),
+    ({"bias": torch.randn(1, 1, 2, 4, 4).half()}, "expected bias of dtype float32 to match q, got float16"),
+    ({"bias": torch.randn(1, 1, 2, 4, 4).to_sparse()}, "expected bias of layout strided, got sparse_coo"),
+    ({"mask": torch.ones(1, 4, 1, 1, 4)}, "expected mask of dtype bool, got float32"),
+    ({"mask": torch.ones(1, 4, 4).bool()}, "expected mask of shape (1, 4, 1, 1, 4) to match q, got (1, 4, 4)"),
+    ({"k": torch.randn(1, 4, 2, 4, 8, device="meta")}, "expected k on device cpu to match q, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "text"), ERRORS, ids=[text[:40] for _, text in ERRORS])
+def test_errors(changed: dict[str, Any], text: str) -> None:
+    q, k, v, bias, _ = arguments(4, 8, dtype=torch.float32)
+    given = {"q": q, "k": k, "v": v, "bias": bias} | changed
+    for requires_grad in (False, True):
+        for t in given.values():
+            if t.is_floating_point() and t.layout == torch.strided:
+                t.requires_grad_(requires_grad)
+        with pytest.raises(RuntimeError) as raised:
+            torchops.triangle_attention(**given)
+        assert str(raised.value).startswith(f"triangle_attention: {text}")
+    if all(t.device.type == "cpu" and t.layout == torch.strided for t in given.values()):
+        with pytest.raises(RuntimeError) as raised:
+            torchops.triangle_attention(**{name: t.detach().to("meta") for name, t in given.items()})
+        assert str(raised.value).startswith(f"triangle_attention: {text}")
+
+
+def test_private_arguments_are_checked() -> None:
+    q, k, v, bias, mask = arguments(4, masked=True)
+    out, logsumexp = OPS._triangle_attention(q, k, v, bias, mask, 0.25)
+    good = {"grad": q, "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "out": out, "logsumexp": logsumexp}
+    for name in good:
+        for bad in (good[name][..., :2], good[name].float().to(torch.complex64)):
+            with pytest.raises(
+                RuntimeError, match=f"_triangle_attention_backward: expected .*{name if name != 'q' else ''}"
+            ):
+                OPS._triangle_attention_backward(**good | {name: bad}, scale=0.25, wanted=[True] * 4)
+    with pytest.raises(RuntimeError, match="_triangle_attention: expected no argument that needs a gradient"):
+        OPS._triangle_attention(q.requires_grad_(), k, v, bias, mask, 0.25)
+
+
+# --- the kernels in Triton -------------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import torch
+from torchops import _attention_panels as panels, _attention_triton as kernels
+
+torch.manual_seed(0)
+for n, d, masked in ((70, 16, True), (40, 24, False)):
+    q, k, v, grad = (torch.randn(1, 2, 2, n, d) for _ in range(4))
+    bias = torch.randn(1, n, n, 2).movedim(-1, 1).unsqueeze(1)
+    mask = None
+    if masked:
+        mask = torch.rand(1, 2, 1, 1, n) > 0.3
+        mask[:, 1] = False
+    exact = [t.double() for t in (q, k, v, bias)]
+    out, lse = kernels.forward(q, k, v, bias, mask, 0.25)
+    exact_out, exact_lse = panels.forward(*exact, mask, 0.25)
+    got = kernels.backward(grad, q, k, v, bias, mask, out, lse, 0.25, (True,) * 4)
+    expected = panels.backward(grad.double(), *exact, mask, exact_out, exact_lse, 0.25, (True,) * 4)
+    for g, e in zip((out, lse, *got), (exact_out, exact_lse, *expected)):
+        torch.testing.assert_close(g.double(), e, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_interpreted() -> None:
+    """On the CPU, where Triton runs them with NumPy: their arithmetic, not how they compile."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+needs_cuda = pytest.mark.skipif(not CUDA, reason="no CUDA device")
+
+
+@needs_cuda
+@pytest.mark.parametrize("n", [64, 129, 257])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_repeatable_cuda(dtype: torch.dtype, masked: bool, n: int) -> None:
+    """Result and gradients have the same bits in every run, that of the bias too."""
+    args = arguments(n, 32, heads=4, dtype=dtype, device="cuda", masked=masked, requires_grad=True)
+    cotangent = torch.randn_like(args[0])
+    first = with_gradients(torchops.triangle_attention, args, cotangent)
+    for _ in range(3):
+        again = with_gradients(torchops.triangle_attention, args, cotangent)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@needs_cuda
+@pytest.mark.parametrize("n", [129, 192])
+def test_many_rows_cuda(n: int) -> None:
+    """All rows, so that the gradient of the bias is a sum of many, in parts."""
+    check(arguments(n, 32, heads=4, dtype=torch.bfloat16, device="cuda", masked=True, requires_grad=True))
+
+
+@needs_cuda
+def test_memory_cuda() -> None:
+    """Beside the result, copies of bias and mask; nothing as large as the scores."""
+    q, k, v, bias, mask = arguments(200, 32, heads=4, dtype=torch.bfloat16, device="cuda", masked=True)
+    torchops.triangle_attention(q, k, v, bias, mask)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = torchops.triangle_attention(q, k, v, bias, mask)
+    assert torch.cuda.max_memory_allocated() - before <= 1.25 * out.nbytes
+
+
+@needs_cuda
+def test_graph_cuda() -> None:
+    """Captured and replayed with other data."""
+    args = arguments(129, 32, heads=4, dtype=torch.bfloat16, device="cuda", masked=True)
+    torchops.triangle_attention(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torchops.triangle_attention(*args)
+    args[0].copy_(args[0].flip(1))
+    graph.replay()
+    assert torch.equal(out, torchops.triangle_attention(*args))

@@ -1,0 +1,140 @@
+"""Triangle attention in ATen operators, by panels of rows: what runs without a kernel of ours.
+
+The scores of all rows are N³ numbers for each head. A panel is as many rows as keep them, or the bias with the mask
+added to it, within `_PANEL_BYTES`; at least one. Sums over rows take the panels in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["accumulator", "backward", "forward", "written_out", "written_out_gradients"]
+
+_PANEL_BYTES = 8 << 20
+
+_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """In which scores and their exponentials are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _kept(mask: Tensor | None) -> Tensor | None:
+    """``(batch, R, N)``: the keys of each row, which are all where the mask keeps none."""
+    if mask is None:
+        return None
+    mask = mask[:, :, 0, 0]
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The result, of strides like q's, and the logarithms of sums, ``(batch, R, H, N)``."""
+    keep = _kept(mask)
+    batch, count, heads, n, d = q.shape
+    dtype = accumulator(q.dtype)
+    out, lse = torch.empty_like(q), q.new_empty((batch, count, heads, n), dtype=dtype)
+    whole = q.device.type == "cpu" and keep is None  # the bias is read as it is
+    row_bytes = heads * n * (d * q.element_size() if whole else n * dtype.itemsize)
+    for b, rows in _panels(batch, count, row_bytes):
+        kept = None if keep is None else keep[b, rows]
+        panel = q[b, rows], k[b, rows], v[b, rows]
+        if q.device.type == "cpu":
+            added = bias[b] if kept is None else bias[b].masked_fill(~kept[:, None, None], float("-inf"))
+            panel_out, panel_lse = _on_cpu(
+                *map(_with_rows, panel),
+                0.0,
+                False,
+                attn_mask=_with_rows(added).expand(len(panel[0]), -1, -1, -1),
+                scale=scale,
+            )
+            # It makes both as (rows, N, H), and says (rows, H, N).
+            out[b, rows], lse[b, rows] = panel_out, panel_lse
+            continue
+        s = _scores(panel[0], panel[1], bias[b], kept, scale)
+        torch.logsumexp(s, -1, out=lse[b, rows])
+        p = s.sub_(lse[b, rows].unsqueeze(-1)).exp_()
+        out[b, rows] = (p @ panel[2].to(dtype)).to(q.dtype)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    wanted: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are wanted, of q, k, v, of strides like theirs, and of the bias."""
+    keep = _kept(mask)
+    batch, count, heads, n, _ = q.shape
+    dtype = accumulator(q.dtype)
+    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
+    dbias = bias.new_zeros(bias.shape, dtype=dtype) if wanted[3] else None
+    for b, rows in _panels(batch, count, 2 * heads * n * n * dtype.itemsize):
+        g, q_rows, k_rows, v_rows, o = (t[b, rows].to(dtype) for t in (grad, q, k, v, out))
+        p = _scores(q_rows, k_rows, bias[b], None if keep is None else keep[b, rows], scale)
+        p = p.sub_(lse[b, rows].unsqueeze(-1)).exp_()
+        if dv is not None:
+            dv[b, rows] = (p.mT @ g).to(q.dtype)
+        if dq is None and dk is None and dbias is None:
+            continue
+        ds = (g @ v_rows.mT).sub_((g * o).sum(-1, keepdim=True)).mul_(p)
+        if dbias is not None:
+            dbias[b, 0] += ds.sum(0)
+        if dq is not None:
+            dq[b, rows] = (ds @ k_rows).mul_(scale).to(q.dtype)
+        if dk is not None:
+            dk[b, rows] = (ds.mT @ q_rows).mul_(scale).to(q.dtype)
+    return dq, dk, dv, None if dbias is None else dbias.to(bias.dtype)
+
+
+def _panels(batch: int, count: int, row_bytes: int) -> Iterator[tuple[int, slice]]:
+    size = max(1, _PANEL_BYTES // row_bytes)
+    for b in range(batch):
+        for first in range(0, count, size):
+            yield b, slice(first, min(first + size, count))
+
+
+def _with_rows(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> Tensor:
+    """Of a panel, (rows, H, N, N)."""
+    dtype = accumulator(q.dtype)
+    s = (q.to(dtype) @ k.to(dtype).mT).mul_(scale).add_(bias)
+    return s if keep is None else s.masked_fill_(~keep[:, None, None], float("-inf"))
+
+
+# --- in differentiable operators, all rows at once -------------------------------------------------------------------
+
+
+def _probabilities(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    keep = _kept(mask)
+    s = (q @ k.mT).to(accumulator(q.dtype)) * scale + bias
+    if keep is not None:
+        s = s.masked_fill(~keep[:, :, None, None], float("-inf"))
+    return torch.softmax(s, -1)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return _probabilities(q, k, bias, mask, scale).to(q.dtype) @ v
+
+
+def written_out_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    p = _probabilities(q, k, bias, mask, scale)
+    dp = (grad @ v.mT).to(p.dtype)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    scaled = (ds * scale).to(q.dtype)
+    return scaled @ k, scaled.mT @ q, p.to(q.dtype).mT @ grad, ds.sum(1, keepdim=True).to(bias.dtype)

@@ -1,0 +1,493 @@
+# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: N803
+"""Triangle attention on a GPU: kernels in Triton, compiled once for all N.
+
+The scores ``s[i, h, j, k] = scale * q[i, h, j] . k[i, h, k] + bias[h, j, k]`` never leave the registers. A program
+holds a tile of them, of one head and one row i (for the gradient of the bias: of one row i after the other), and takes
+the exponentials in float32, as powers of 2. The backward pass computes the tiles again, with the logarithms of the sums
+that the forward pass has kept: three times, because the sums over k (dq), over j (dk and dv) and over i (the bias) want
+different loops. Each of them has a fixed order, which depends on shapes and the GPU: there are no atomics, and
+gradients have the same bits in every run.
+
+The bias is read in the layout ``(h, j, k)``, in aligned rows that end at a multiple of `_PADDING`, with -inf beyond N:
+so loads are as wide for odd N as for even ones, and there is no tail of keys to mask. Any other bias is copied, which
+takes 1 / d of the bytes of q. At N = 768 on an H100 the copy of a bias with heads last did not show in the time of the
+forward pass (1461 us, and 1463 without it; bfloat16, 4 heads of 32).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["MAX_HEAD_DIM", "backward", "forward"]
+
+MAX_HEAD_DIM = 128
+
+_PADDING = 128  # every BLOCK_K divides it
+_PARTIAL_BYTES = 48 << 20  # what parts of the gradient of the bias may take
+
+_jit = triton.jit(do_not_specialize=["rows", "n", "heads", "share"])  # one compilation for all N
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+#
+# Strides are tuples (batch, i, h, j), those of the bias (batch, h, j). Offsets within a tile fit 32 bits, those of its
+# first element may not.
+
+
+@triton.jit
+def _there(left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
+    r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
+    there = (r < left)[:, None]
+    if PADDED_D != D:
+        there = there & (d < D)[None, :]
+    return there
+
+
+@triton.jit
+def _load(rows, stride, left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK rows of D numbers, of which the first `left` are there, and zeros beyond."""
+    r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
+    at = rows + (r[:, None] * stride + d[None, :])
+    return tl.load(at, mask=_there(left, D, PADDED_D, BLOCK), other=0.0)
+
+
+@triton.jit
+def _store(rows, stride, left, values, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
+    r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
+    at = rows + (r[:, None] * stride + d[None, :])
+    tl.store(at, values.to(rows.dtype.element_ty), mask=_there(left, D, PADDED_D, BLOCK))
+
+
+@triton.jit
+def _row(pointer, strides, b, i, h, j):
+    return pointer + b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3]
+
+
+@triton.jit
+def _where(heads, BLOCK: tl.constexpr):
+    """Batch, row and head of a program of the grid (blocks, rows, batch * heads), and where its block starts."""
+    bh = tl.program_id(2)
+    i = tl.program_id(1).to(tl.int64)
+    return (bh // heads).to(tl.int64), i, (bh % heads).to(tl.int64), tl.program_id(0).to(tl.int64) * BLOCK
+
+
+@_jit
+def _add_of_mask(mask, added, mask_strides, rows, n, width, BLOCK: tl.constexpr):
+    """What a mask, of strides (batch, i, k), adds to the scores of each row: -inf at keys that are not kept, unless
+    none is. In float32 and rows of `width`, so that the forward pass and dq read it ahead, as they do the other
+    operands: that takes 4 bytes at once, and bytes would be waited for."""
+    i, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = mask + b * mask_strides[0] + i * mask_strides[1]
+    kk = tl.arange(0, BLOCK)
+    kept = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, n, BLOCK):
+        at = (start + kk).to(tl.int64) * mask_strides[2]
+        kept |= tl.load(row + at, mask=kk < n - start, other=0).to(tl.int32)
+    none = tl.max(kept, 0) == 0
+    for start in range(0, width, BLOCK):
+        at = (start + kk).to(tl.int64) * mask_strides[2]
+        values = tl.where(none | (tl.load(row + at, mask=kk < n - start, other=0) != 0), 0.0, float("-inf"))
+        tl.store(added + (b * rows + i) * width + start + kk, values, mask=kk < width - start)
+
+
+@_jit
+def _forward(
+    q, k, v, bias, added, out, lse,
+    q_strides, k_strides, v_strides, bias_strides, out_strides,
+    rows, n, heads, scale, width,
+    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    b, i, h, first = _where(heads, BLOCK_J)
+    j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
+    left = (n - first).to(tl.int32)
+    q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
+    k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
+    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
+    bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
+    added_row = added + (b * rows + i) * width
+
+    # The greatest score so far in units of log2, finite also where all of a block of keys is masked.
+    top = tl.full((BLOCK_J,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_J,), tl.float32)
+    sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
+    for start in range(0, n, BLOCK_K):
+        k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
+        if MASKED:
+            s += tl.load(added_row + kk)[None, :]
+            added_row += BLOCK_K
+        new_top = tl.maximum(top, tl.max(s, 1) * LOG2E)
+        p = tl.exp2(s * LOG2E - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
+        sums = tl.dot(p.to(v_tile.dtype), v_tile, sums * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+        k_rows += BLOCK_K * k_strides[3]
+        v_rows += BLOCK_K * v_strides[3]
+        bias_rows += BLOCK_K
+
+    out_rows = _row(out, out_strides, b, i, h, first)
+    _store(out_rows, out_strides[3], left, sums / total[:, None], D, PADDED_D, BLOCK_J)
+    lse_row = lse + ((b * rows + i) * heads + h) * n + first
+    tl.store(lse_row + j, (top + tl.log2(total)) / LOG2E, mask=j < left)
+
+
+@_jit
+def _prepare(
+    grad, out, lse, log_sums, delta, grad_strides, out_strides, rows, n, heads, width,
+    D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """For each edge and head the logarithm to base 2 of its sum, inf beyond n, and the sum over keys of p * dp, which
+    is that over features of grad * out, 0 beyond n; both in rows of `width` numbers."""
+    b, i, h, first = _where(heads, BLOCK_J)
+    j, left = tl.arange(0, BLOCK_J), (n - first).to(tl.int32)
+    g = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
+    o = _load(_row(out, out_strides, b, i, h, first), out_strides[3], left, D, PADDED_D, BLOCK_J)
+    row = (b * rows + i) * heads + h
+    lse_j = tl.load(lse + row * n + first + j, mask=j < left, other=float("inf"))
+    tl.store(log_sums + row * width + first + j, lse_j * LOG2E)
+    tl.store(delta + row * width + first + j, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1))
+
+
+@_jit
+def _backward_q(
+    grad, q, k, v, bias, added, log_sums, delta, dq,
+    grad_strides, q_strides, k_strides, v_strides, bias_strides, dq_strides,
+    rows, n, heads, scale, width,
+    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dq = scale * ds k, with ds = p * (grad v^T - delta)."""
+    b, i, h, first = _where(heads, BLOCK_J)
+    j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
+    left = (n - first).to(tl.int32)
+    q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
+    g_tile = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
+    numbers = ((b * rows + i) * heads + h) * width + first
+    log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
+    k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
+    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
+    bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
+    added_row = added + (b * rows + i) * width
+
+    sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
+    for start in range(0, n, BLOCK_K):
+        k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
+        if MASKED:
+            s += tl.load(added_row + kk)[None, :]
+            added_row += BLOCK_K
+        p = tl.exp2(s * LOG2E - log_sums_j[:, None])
+        v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
+        dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        ds = p * (dp - delta_j[:, None])
+        sums = tl.dot(ds.to(k_tile.dtype), k_tile, sums, input_precision=PRECISION)
+        k_rows += BLOCK_K * k_strides[3]
+        v_rows += BLOCK_K * v_strides[3]
+        bias_rows += BLOCK_K
+
+    _store(_row(dq, dq_strides, b, i, h, first), dq_strides[3], left, sums * scale, D, PADDED_D, BLOCK_J)
+
+
+@_jit
+def _backward_kv(
+    grad, q, k, v, bias, added, log_sums, delta, dk, dv,
+    grad_strides, q_strides, k_strides, v_strides, bias_strides, dk_strides, dv_strides,
+    rows, n, heads, scale, width,
+    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dk = scale * ds^T q, dv = p^T grad; tiles are transposed, so that p and ds are left factors as they stand."""
+    b, i, h, first = _where(heads, BLOCK_K)
+    j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
+    left = (n - first).to(tl.int32)
+    k_tile = _load(_row(k, k_strides, b, i, h, first), k_strides[3], left, D, PADDED_D, BLOCK_K)
+    v_tile = _load(_row(v, v_strides, b, i, h, first), v_strides[3], left, D, PADDED_D, BLOCK_K)
+    q_rows, g_rows = _row(q, q_strides, b, i, h, 0), _row(grad, grad_strides, b, i, h, 0)
+    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first
+    numbers = ((b * rows + i) * heads + h) * width
+    if MASKED:
+        added_k = tl.load(added + (b * rows + i) * width + first + kk)
+
+    k_sums = tl.zeros((BLOCK_K, PADDED_D), tl.float32)
+    v_sums = tl.zeros((BLOCK_K, PADDED_D), tl.float32)
+    for start in range(0, n, BLOCK_J):
+        q_tile = _load(q_rows, q_strides[3], n - start, D, PADDED_D, BLOCK_J)
+        g_tile = _load(g_rows, grad_strides[3], n - start, D, PADDED_D, BLOCK_J)
+        log_sums_j = tl.load(log_sums + numbers + j)
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        bias_at = tl.minimum(j, n - start - 1)[:, None] * bias_strides[2] + kk[None, :]
+        s = s * scale + tl.trans(tl.load(bias_rows + bias_at)).to(tl.float32)
+        if MASKED:
+            s += added_k[:, None]
+        p = tl.exp2(s * LOG2E - log_sums_j[None, :])
+        if WANT_V:
+            v_sums = tl.dot(p.to(g_tile.dtype), g_tile, v_sums, input_precision=PRECISION)
+        if WANT_K:
+            delta_j = tl.load(delta + numbers + j)
+            dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+            ds = p * (dp - delta_j[None, :])
+            k_sums = tl.dot(ds.to(q_tile.dtype), q_tile, k_sums, input_precision=PRECISION)
+        q_rows += BLOCK_J * q_strides[3]
+        g_rows += BLOCK_J * grad_strides[3]
+        bias_rows += BLOCK_J * bias_strides[2]
+        numbers += BLOCK_J
+
+    if WANT_K:
+        _store(_row(dk, dk_strides, b, i, h, first), dk_strides[3], left, k_sums * scale, D, PADDED_D, BLOCK_K)
+    if WANT_V:
+        _store(_row(dv, dv_strides, b, i, h, first), dv_strides[3], left, v_sums, D, PADDED_D, BLOCK_K)
+
+
+@_jit
+def _backward_bias(
+    grad, q, k, v, bias, added, log_sums, delta, dbias,
+    grad_strides, q_strides, k_strides, v_strides, bias_strides,
+    rows, n, heads, scale, width, share,
+    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sum of ds over `share` rows i, in dbias (parts, batch, heads, n, n).
+
+    The grid is (tiles, parts, batch * heads).
+    """
+    part, bh = tl.program_id(1), tl.program_id(2)
+    blocks_k = tl.cdiv(n, BLOCK_K)
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    first_j = (tl.program_id(0) // blocks_k).to(tl.int64) * BLOCK_J
+    first_k = (tl.program_id(0) % blocks_k).to(tl.int64) * BLOCK_K
+    j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
+    left_j, left_k = (n - first_j).to(tl.int32), (n - first_k).to(tl.int32)
+
+    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first_j * bias_strides[2] + first_k
+    bias_tile = tl.load(bias_rows + (tl.minimum(j, left_j - 1)[:, None] * bias_strides[2] + kk[None, :]))
+    bias_tile = bias_tile.to(tl.float32)
+    i = part.to(tl.int64) * share
+    q_rows, g_rows = _row(q, q_strides, b, i, h, first_j), _row(grad, grad_strides, b, i, h, first_j)
+    k_rows, v_rows = _row(k, k_strides, b, i, h, first_k), _row(v, v_strides, b, i, h, first_k)
+    added_row = added + (b * rows + i) * width + first_k
+    numbers = ((b * rows + i) * heads + h) * width + first_j
+
+    sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
+    for _ in range(0, tl.minimum(share, rows - part * share)):
+        q_tile = _load(q_rows, q_strides[3], left_j, D, PADDED_D, BLOCK_J)
+        k_tile = _load(k_rows, k_strides[3], left_k, D, PADDED_D, BLOCK_K)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale + bias_tile
+        if MASKED:
+            s += tl.load(added_row + kk)[None, :]
+            added_row += width
+        log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
+        p = tl.exp2(s * LOG2E - log_sums_j[:, None])
+        g_tile = _load(g_rows, grad_strides[3], left_j, D, PADDED_D, BLOCK_J)
+        v_tile = _load(v_rows, v_strides[3], left_k, D, PADDED_D, BLOCK_K)
+        dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        sums += p * (dp - delta_j[:, None])
+        q_rows += q_strides[1]
+        g_rows += grad_strides[1]
+        k_rows += k_strides[1]
+        v_rows += v_strides[1]
+        numbers += heads * width
+
+    batch_heads = tl.num_programs(2).to(tl.int64)
+    at = ((part * batch_heads + bh) * n + first_j) * n + first_k
+    there = (j < left_j)[:, None] & (kk < left_k)[None, :]
+    tl.store(dbias + at + (j[:, None] * n + kk[None, :]), sums.to(dbias.dtype.element_ty), mask=there)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+class _Launch(NamedTuple):
+    """Tile of queries by keys, and how Triton compiles its loop."""
+
+    block_j: int
+    block_k: int
+    warps: int
+    stages: int
+
+    def arguments(self) -> dict[str, int]:
+        return {
+            "BLOCK_J": self.block_j,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "enable_fp_fusion": True,  # by default from some versions on, it is not
+        }
+
+
+# By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of a sweep on an H100 (4
+# heads, N = 768, bfloat16): 1211, 1268, 2143 and 1465 us, the last three with 142 of _prepare. Others were not swept.
+_LAUNCHES = {
+    "forward": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
+    "q": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 4, 2)},
+    "kv": {32: _Launch(32, 128, 4, 2), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
+    "bias": {32: _Launch(64, 32, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
+}
+
+
+@cache
+def _launch(kernel: str, d: int, dtype: torch.dtype) -> _Launch:
+    if dtype == torch.float32:  # tiles of twice the bytes, and tf32 takes more registers
+        return _Launch(32, 32, 4, 2)
+    return next(launch for up_to, launch in _LAUNCHES[kernel].items() if _padded(d) <= up_to)
+
+
+@cache
+def _options(kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool) -> dict[str, Any]:
+    """The constants of a kernel, which don't depend on N."""
+    return {
+        "D": d,
+        "PADDED_D": _padded(d),
+        "MASKED": masked,
+        # Without TF32, three products of it have the accuracy of float32.
+        "PRECISION": "tf32" if tf32 or dtype != torch.float32 else "tf32x3",
+        **_launch(kernel, d, dtype).arguments(),
+    }
+
+
+def _padded(d: int) -> int:
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def _blocks(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def _readable(t: Tensor) -> Tensor:
+    """Rows of the features must be contiguous. All other strides are read as they are."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _padded_bias(bias: Tensor) -> Tensor:
+    """(batch, heads, n, n), in rows that end at a multiple of `_PADDING`, which hold -inf beyond n."""
+    bias = bias.squeeze(1)
+    n = bias.shape[-1]
+    aligned = bias.stride(-1) == 1 and all(s % 16 == 0 for s in bias.stride()[:-1]) and bias.data_ptr() % 16 == 0
+    if n % _PADDING == 0 and aligned:
+        return bias
+    width = _blocks(n, _PADDING) * _PADDING
+    padded = bias.new_empty(*bias.shape[:-1], width)
+    padded[..., n:].fill_(float("-inf"))
+    padded[..., :n].copy_(bias)
+    return padded
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    return t.stride()[:4]
+
+
+def _added(mask: Tensor | None, width: int, unused: Tensor) -> Tensor:
+    if mask is None:
+        return unused
+    batch, rows, _, _, n = mask.shape
+    added = mask.new_empty((batch, rows, width), dtype=torch.float32)
+    strides = mask.stride(0), mask.stride(1), mask.stride(4)
+    _add_of_mask[(rows, batch)](mask.view(torch.uint8), added, strides, rows, n, width, BLOCK=512)
+    return added
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches go to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The result, of strides like q's, and the logarithms of sums, (batch, rows, heads, n)."""
+    batch, rows, heads, n, d = q.shape
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    out = torch.empty_like(q)
+    lse = q.new_empty((batch, rows, heads, n), dtype=torch.float32)
+    bias = _padded_bias(bias)
+    width = bias.shape[-1]
+    options = _options("forward", d, q.dtype, mask is not None, torch.backends.cuda.matmul.allow_tf32)
+    with _on(q.device):
+        _forward[(_blocks(n, options["BLOCK_J"]), rows, batch * heads)](
+            q, k, v, bias, _added(mask, width, lse), out, lse,
+            _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
+            rows, n, heads, scale, width, **options,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    wanted: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and bias that are wanted; the first three of strides like theirs."""
+    batch, rows, heads, n, d = q.shape
+    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
+    dbias = None
+    bias_dtype = bias.dtype
+    grad, q, k, v, bias = _readable(grad), _readable(q), _readable(k), _readable(v), _padded_bias(bias)
+    width = bias.shape[-1]
+    log_sums, delta = q.new_empty((2, batch, rows, heads, width), dtype=torch.float32)
+    strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
+    numbers = rows, n, heads, scale, width
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+
+    def options(kernel: str) -> dict[str, Any]:
+        return _options(kernel, d, q.dtype, mask is not None, tf32)
+
+    with _on(q.device):
+        inputs = grad, q, k, v, bias, _added(mask, width, lse), log_sums, delta
+        _prepare[(width // 64, rows, batch * heads)](
+            grad, out, lse, log_sums, delta, strides[0], _strides(out), rows, n, heads, width,
+            D=d, PADDED_D=_padded(d), BLOCK_J=64,
+        )  # fmt: skip
+        if dq is not None:
+            how = options("q")
+            _backward_q[(_blocks(n, how["BLOCK_J"]), rows, batch * heads)](
+                *inputs, dq, *strides, _strides(dq), *numbers, **how
+            )
+        if dk is not None or dv is not None:
+            how = options("kv")
+            either = k if dk is None else dk, v if dv is None else dv
+            _backward_kv[(_blocks(n, how["BLOCK_K"]), rows, batch * heads)](
+                *inputs, *either, *strides, *map(_strides, either), *numbers,
+                WANT_K=dk is not None, WANT_V=dv is not None, **how,
+            )  # fmt: skip
+        if wanted[3]:
+            how = options("bias")
+            tiles = _blocks(n, how["BLOCK_J"]) * _blocks(n, how["BLOCK_K"])
+            parts = _parts(tiles * batch * heads, rows, 4 * batch * heads * n * n, q.device)
+            share = _blocks(rows, parts)
+            parts = _blocks(rows, share)
+            dtype = bias_dtype if parts == 1 else torch.float32
+            dbias = q.new_empty((parts, batch, heads, n, n), dtype=dtype)
+            _backward_bias[(tiles, parts, batch * heads)](*inputs, dbias, *strides, *numbers, share, **how)
+            dbias = (dbias[0] if parts == 1 else dbias.sum(0).to(bias_dtype)).unsqueeze(1)
+    return dq, dk, dv, dbias
+
+
+def _parts(programs: int, rows: int, nbytes: int, device: torch.device) -> int:
+    """Into how many sums over rows i the gradient of the bias is cut, so that programs are many for the processors."""
+    many = 16 * _processors(device)
+    return max(1, min(_blocks(many, programs), _PARTIAL_BYTES // nbytes, rows))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,438 @@
+"""Attention among the edges of a triangle, as models of the AlphaFold kind have it.
+
+The operator ``myops::triangle_attention`` is registered from here, because its kernels for CUDA are written in Triton
+(`_attention_triton.py`). Elsewhere it runs in panels of ATen operators (`_attention_panels.py`). It needs Python, so
+C++ programs don't have it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchops import _attention_panels as panels
+
+__all__ = ["triangle_attention"]
+
+
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """The core of triangle attention: for each row ``i`` and head, attention of the edges ``(i, j)`` to the edges
+    ``(i, k)``, with a bias that depends on ``j`` and ``k`` (`Jumper et al. 2021
+    <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 13 and 14).
+
+    .. code-block:: text
+
+        s[i, h, j, k] = scale * (q[i, h, j] . k[i, h, k]) + bias[h, j, k] - 1e9 * (1 - mask[i, k])
+        result[i, h, j] = sum over k of softmax(s[i, h, j])[k] * v[i, h, k]
+
+    The scores ``s`` never exist for all rows.
+
+    Args:
+        q, k, v: of shape ``(batch, N, H, N, d)`` and one dtype; with any strides, such as those of views of one
+            product. Also ``(batch, R, H, N, d)``: of a part of the rows.
+        bias: of shape ``(batch, 1, H, N, N)``, and the dtype of ``q``; also float32 where that has 16 bits. Other
+            layouts than rows of ``k`` are copied once.
+        mask: of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, and bool, ``True`` for keys to keep; or ``None``. A
+            key that is not kept has no weight. A row of which no key is kept is computed as if all were: the formula
+            above says so, as long as its sums are exact.
+        scale: ``d ** -0.5`` if it is not given.
+
+    Dtypes: float32, float64, float16 and bfloat16. Scores and their exponentials are float32 also where ``q`` has 16
+    bits. Under ``torch.autocast`` it runs in the lower precision, as PyTorch's attention does.
+
+    Returns:
+        A new tensor of the shape and dtype of ``q``, dense, with dimensions that follow one another in memory as those
+        of ``q`` do: so ``result.transpose(-3, -2).flatten(-2)`` is no copy where ``q`` comes from a view.
+
+    Memory: the result, on CUDA copies of mask (in float32) and bias, and scratch of a few MiB where panels run.
+    Training keeps the arguments, the result and a number for each edge and head; the gradient computes the scores
+    again. Gradients by the kernels in Triton have the same bits in every run.
+
+    Raises:
+        RuntimeError: shapes do not match; devices differ; or dtypes are not supported together.
+
+    Example::
+
+        >>> q, k, v = (torch.randn(1, 5, 2, 5, 16) for _ in range(3))
+        >>> torchops.triangle_attention(q, k, v, bias=torch.randn(1, 1, 2, 5, 5)).shape
+        torch.Size([1, 5, 2, 5, 16])
+    """
+    return _op(q, k, v, bias, mask, scale)
+
+
+_library = torch.library.Library("myops", "FRAGMENT")
+_compliant = (torch.Tag.pt2_compliant_tag,)
+_library.define(
+    "triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask=None, float? scale=None) -> Tensor",
+    tags=_compliant,
+)
+_library.define(
+    "_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)",
+    tags=_compliant,
+)
+_library.define(
+    "_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, "
+    "Tensor logsumexp, float scale, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_compliant,
+)
+_op = torch.ops.myops.triangle_attention.default
+_with_logsumexp = torch.ops.myops._triangle_attention.default
+_backward = torch.ops.myops._triangle_attention_backward.default
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _expect(holds: Any, message: Callable[[], str]) -> None:
+    """torch._check, which takes a microsecond or more also where something holds; symbolic conditions are its own."""
+    if holds is not True:
+        torch._check(holds, message)
+
+
+def _check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
+        if t is not None:
+            _check_layout(op, name, t)
+    expected = "float32, float64, float16 or bfloat16"
+    _expect(q.dtype in _DTYPES, lambda: f"{op}: expected q of dtype {expected}, got {_name(q.dtype)}")
+    _expect(
+        q.dim() == 5,
+        lambda: f"{op}: expected q of shape (batch, R, H, N, d), got {tuple(q.shape)}",
+    )
+    for name, t in (("k", k), ("v", v)):
+        _check_matches(op, name, t, q, q.shape)
+    batch, rows, heads, n, _ = q.shape
+    _check_bias(op, "bias", bias, q, (batch, 1, heads, n, n))
+    if mask is not None:
+        _expect(mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {_name(mask.dtype)}")
+        _check_place(op, "mask", mask, q, (batch, rows, 1, 1, n))
+
+
+def _check_layout(op: str, name: str, t: Tensor) -> None:
+    _expect(
+        t.layout == torch.strided,
+        lambda: f"{op}: expected {name} of layout strided, got {_name(t.layout)}",
+    )
+    _expect(not t.is_nested, lambda: f"{op}: expected {name} of layout strided, got a nested tensor")
+
+
+def _check_bias(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
+    either = " or float32" if q.element_size() == 2 else ""
+    _expect(
+        t.dtype == q.dtype or (bool(either) and t.dtype == torch.float32),
+        lambda: f"{op}: expected {name} of dtype {_name(q.dtype)}{either} to match q, got {_name(t.dtype)}",
+    )
+    _check_place(op, name, t, q, shape)
+
+
+def _check_matches(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
+    _expect(
+        t.dtype == q.dtype,
+        lambda: f"{op}: expected {name} of dtype {_name(q.dtype)} to match q, got {_name(t.dtype)}",
+    )
+    _check_place(op, name, t, q, shape)
+
+
+def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
+    _expect(
+        t.device == q.device,
+        lambda: f"{op}: expected {name} on device {q.device} to match q, got {t.device}",
+    )
+
+    def message() -> str:
+        return f"{op}: expected {name} of shape {tuple(shape)} to match q, got {tuple(t.shape)}"
+
+    _expect(t.dim() == len(shape), message)
+    for size, expected in zip(t.shape, shape, strict=True):
+        _expect(size == expected, message)
+
+
+def _name(value: torch.dtype | torch.layout) -> str:
+    return str(value).removeprefix("torch.")
+
+
+# --- backends --------------------------------------------------------------------------------------------------------
+
+
+def _body(q: Tensor) -> Any:
+    """The module whose forward and backward run for such a q."""
+    if q.is_cuda and q.dtype != torch.float64 and _has_bfloat16(q.device):
+        try:
+            kernels = importlib.import_module("torchops._attention_triton")
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+        else:
+            if q.shape[-1] <= kernels.MAX_HEAD_DIM:
+                return kernels
+    return panels
+
+
+@cache
+def _has_bfloat16(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(max(q.shape[-1], 1)) ** -0.5 if scale is None else scale
+
+
+def _forward_kernel(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check("_triangle_attention", q, k, v, bias, mask)
+    return _forward(q, k, v, bias, mask, scale)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    if q.numel() == 0:
+        return torch.empty_like(q), q.new_zeros(_numbers(q), dtype=panels.accumulator(q.dtype))
+    out, lse = _body(q).forward(q, k, v, bias, mask, scale)
+    return out, lse
+
+
+def _numbers(q: Tensor) -> tuple[int, ...]:
+    return q.shape[:4]
+
+
+def _public_kernel(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    _check("triangle_attention", q, k, v, bias, mask)
+    return _forward(q, k, v, bias, mask, _scale(q, scale))[0]
+
+
+def _check_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+) -> None:
+    op = "_triangle_attention_backward"
+    _check(op, q, k, v, bias, mask)
+    for name, t in (("grad", grad), ("out", out)):
+        _check_layout(op, name, t)
+        _check_matches(op, name, t, q, q.shape)
+    _check_layout(op, "logsumexp", logsumexp)
+    dtype = panels.accumulator(q.dtype)
+    _expect(
+        logsumexp.dtype == dtype,
+        lambda: f"{op}: expected logsumexp of dtype {_name(dtype)} to match q, got {_name(logsumexp.dtype)}",
+    )
+    _check_place(op, "logsumexp", logsumexp, q, _numbers(q))
+
+
+_Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _backward_kernel(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    wanted: Sequence[bool],
+) -> _Gradients:
+    _check_backward(grad, q, k, v, bias, mask, out, logsumexp)
+    if q.numel() == 0:
+        return _where_wanted([torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zeros(bias)], q, wanted)
+    if any(wanted):
+        logsumexp = logsumexp.contiguous()
+        grads = _body(q).backward(grad, q, k, v, bias, mask, out, logsumexp, scale, tuple(wanted))
+    else:
+        grads = [None] * 4
+    return _where_wanted(grads, q, wanted)
+
+
+def _zeros(bias: Tensor) -> Tensor:
+    return bias.new_zeros(bias.shape)
+
+
+def _where_wanted(grads: Sequence[Tensor | None], q: Tensor, wanted: Sequence[bool]) -> _Gradients:
+    """With a tensor of no elements in the place of a gradient that is not wanted."""
+    dq, dk, dv, dbias = (g if want and g is not None else q.new_empty(0) for g, want in zip(grads, wanted, strict=True))
+    return dq, dk, dv, dbias
+
+
+def _public_fake(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    _check("triangle_attention", q, k, v, bias, mask)
+    return torch.empty_like(q)
+
+
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check("_triangle_attention", q, k, v, bias, mask)
+    return torch.empty_like(q), q.new_empty(_numbers(q), dtype=panels.accumulator(q.dtype))
+
+
+def _backward_fake(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    wanted: Sequence[bool],
+) -> _Gradients:
+    _check_backward(grad, q, k, v, bias, mask, out, logsumexp)
+    made = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), bias.new_empty(bias.shape))
+    return _where_wanted(made, q, wanted)
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, logsumexp = _with_logsumexp(q, k, v, bias, mask, scale)
+        ctx.save_for_backward(q, k, v, bias, mask, out, logsumexp)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = list(ctx.needs_input_grad[:4])
+        grads = _backward(grad, *ctx.saved_tensors, ctx.scale, wanted)
+        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None
+
+
+def _needs_decomposition(*tensors: Tensor) -> bool:
+    """Whether torch.func is active or there is a tangent: these know ATen operators only."""
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode):
+        return True
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _public_autograd(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    _check("triangle_attention", q, k, v, bias, mask)
+    if _needs_decomposition(q, k, v, bias):
+        return panels.written_out(q, k, v, bias, mask, _scale(q, scale))
+    if _needs_grad(q, k, v, bias):
+        return _Attention.apply(q, k, v, bias, mask, _scale(q, scale))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _op(q, k, v, bias, mask, scale)
+
+
+def _forward_autograd(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check("_triangle_attention", q, k, v, bias, mask)
+    _expect(
+        not (_needs_decomposition(q, k, v, bias) or _needs_grad(q, k, v, bias)),
+        lambda: "_triangle_attention: expected no argument that needs a gradient or has a tangent, got one",
+    )
+    with torch._C._AutoDispatchBelowAutograd():
+        return _with_logsumexp(q, k, v, bias, mask, scale)
+
+
+def _backward_autograd(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    wanted: Sequence[bool],
+) -> _Gradients:
+    """Only double backward differentiates this one: through the result too, which is therefore computed again."""
+    _check_backward(grad, q, k, v, bias, mask, out, logsumexp)
+    inputs = grad, q, k, v, bias
+    if _needs_decomposition(*inputs) or _needs_grad(*inputs):
+        return _where_wanted(panels.written_out_gradients(*inputs, mask, scale), q, wanted)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward(grad, q, k, v, bias, mask, out, logsumexp, scale, wanted)
+
+
+# --- vmap and autocast -----------------------------------------------------------------------------------------------
+
+
+def _folded(op: Any) -> Callable[..., Any]:
+    """The rule of vmap: its dimension joins that of the batch, the first of every tensor."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+        def fold(t: Any, dim: int | None) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            return (t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
+
+        def unfold(t: Tensor) -> Tensor:
+            return t.unflatten(0, (info.batch_size, t.shape[0] // info.batch_size)) if t.dim() > 1 else t
+
+        out = op(*map(fold, args, in_dims))
+        if isinstance(out, Tensor):
+            return unfold(out), 0
+        return tuple(map(unfold, out)), tuple(0 if t.dim() > 1 else None for t in out)
+
+    return rule
+
+
+def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+    def cast(t: Any) -> Any:
+        floating = isinstance(t, Tensor) and t.device.type == device_type and t.is_floating_point()
+        return t.to(torch.get_autocast_dtype(device_type)) if floating and t.dtype != torch.float64 else t
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*map(cast, args))
+
+    return kernel
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+for _name_of_op, _kernel, _fake, _autograd in (
+    ("triangle_attention", _public_kernel, _public_fake, _public_autograd),
+    ("_triangle_attention", _forward_kernel, _forward_fake, _forward_autograd),
+    ("_triangle_attention_backward", _backward_kernel, _backward_fake, _backward_autograd),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name_of_op, _kernel, _key)
+    torch.library.register_fake(f"myops::{_name_of_op}", _fake, lib=_library)
+    _library.impl(_name_of_op, _autograd, "Autograd")
+for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+    _library.impl("triangle_attention", _autocast(_op, _device), _key)
+for _called in (_op, _backward):
+    torch.library.register_vmap(_called, _folded(_called), lib=_library)
