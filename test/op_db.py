@@ -317,6 +317,8 @@ SIGMOID_ERRORS = dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d)))
 # Between product, factor and result they round twice, where bias and activation were not part of the product: each time
 # half a digit.
 SLACK_OF_GATES = {torch.float32: 2.0, torch.float64: 256.0, torch.float16: 1.5, torch.bfloat16: 1.5}
+# Of float32 an H100 loses more in two products of which one follows the other.
+SLACK_OF_TRANSITIONS = SLACK_OF_GATES | {torch.float32: 6.0}
 
 OPS = (
     OpCase("dense", torchops.dense, dense_reference, DENSE_SAMPLES, DENSE_ERRORS),
@@ -417,7 +419,7 @@ OPS = (
         recomputes=2 / 3,
         keywords=TRANSITION_KEYWORDS,
         casts_weights=True,
-        slack=SLACK_OF_GATES,
+        slack=SLACK_OF_TRANSITIONS,
     ),
     OpCase(
         "transition_",
@@ -431,6 +433,6 @@ OPS = (
         recomputes=2 / 3,
         keywords=TRANSITION_KEYWORDS,
         casts_weights=True,
-        slack=SLACK_OF_GATES,
+        slack=SLACK_OF_TRANSITIONS,
     ),
 )

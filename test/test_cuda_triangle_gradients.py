@@ -93,7 +93,9 @@ def test_gradients_by_the_cuda_kernels(
         if few:
             assert (value.double() - want[name]).norm() <= 0.02 * want[name].norm(), name
         else:
-            assert error(value, want[name]) <= 1.2 * error(eager[name], want[name]), name
+            # The gate of the kernels is within 2.5e-4, which float16 notices.
+            gate = 3e-4 if dtype == torch.float16 else 0
+            assert error(value, want[name]) <= 1.2 * error(eager[name], want[name]) + gate, name
 
 
 @pytest.mark.parametrize("n", [48, 100])

@@ -244,6 +244,8 @@ def test_values(case: OpCase, device: str, data: st.DataObject) -> None:
     exact_args, exact_kwargs = fresh((args, kwargs), torch.float64)
     aten_args, aten_kwargs = fresh((args, kwargs))
     exact, aten = case.reference(*exact_args, **exact_kwargs), case.reference(*aten_args, **aten_kwargs)
+    # Of the numbers beyond float16, a chain of operators has some in between that a kernel has not, or the other way.
+    assume(not case.recomputes or bool((aten.isfinite() & (aten.abs() < torch.finfo(aten.dtype).max / 8)).all()))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().clone() for t in tensors((args, kwargs))}
     versions = [t._version for t in tensors((args, kwargs))]
 

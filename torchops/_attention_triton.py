@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -373,6 +373,11 @@ def _readable(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
+def _laid_out_like(made: Tensor | None, t: Tensor) -> Tensor | None:
+    """`made` for ``_readable(t)``, in the strides that ``torch.empty_like(t)`` has, as the fake kernels promise."""
+    return made if made is None or _readable(t) is t else torch.empty_like(t).copy_(made)
+
+
 def _padded_bias(bias: Tensor) -> Tensor:
     """(batch, heads, n, n), in rows that end at a multiple of `_PADDING`, which hold -inf beyond n."""
     bias = bias.squeeze(1)
@@ -409,6 +414,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The result, of strides like q's, and the logarithms of sums, (batch, rows, heads, n)."""
     batch, rows, heads, n, d = q.shape
+    given_q = q
     q, k, v = _readable(q), _readable(k), _readable(v)
     out = torch.empty_like(q)
     lse = q.new_empty((batch, rows, heads, n), dtype=torch.float32)
@@ -421,7 +427,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, 
             _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
             rows, n, heads, scale, width, **options,
         )  # fmt: skip
-    return out, lse
+    return cast(Tensor, _laid_out_like(out, given_q)), lse
 
 
 def backward(
@@ -438,10 +444,13 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and bias that are wanted; the first three of strides like theirs."""
     batch, rows, heads, n, d = q.shape
-    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
     dbias = None
     bias_dtype = bias.dtype
-    grad, q, k, v, bias = _readable(grad), _readable(q), _readable(k), _readable(v), _padded_bias(bias)
+    given = q, k, v
+    grad, q, k, v, out = map(_readable, (grad, q, k, v, out))
+    bias = _padded_bias(bias)
+    # Like what is read: gradients are written in rows, too.
+    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
     width = bias.shape[-1]
     log_sums, delta = q.new_empty((2, batch, rows, heads, width), dtype=torch.float32)
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
@@ -479,6 +488,7 @@ def backward(
             dbias = q.new_empty((parts, batch, heads, n, n), dtype=dtype)
             _backward_bias[(tiles, parts, batch * heads)](*inputs, dbias, *strides, *numbers, share, **how)
             dbias = (dbias[0] if parts == 1 else dbias.sum(0).to(bias_dtype)).unsqueeze(1)
+    dq, dk, dv = map(_laid_out_like, (dq, dk, dv), given)
     return dq, dk, dv, dbias
 
 

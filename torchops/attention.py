@@ -64,7 +64,7 @@ def triangle_attention(
     Raises:
         RuntimeError: shapes do not match; devices differ; or dtypes are not supported together.
 
-    Example::
+    Example:
 
         >>> q, k, v = (torch.randn(1, 5, 2, 5, 16) for _ in range(3))
         >>> torchops.triangle_attention(q, k, v, bias=torch.randn(1, 1, 2, 5, 5)).shape
@@ -73,21 +73,17 @@ def triangle_attention(
     return _op(q, k, v, bias, mask, scale)
 
 
+# A process in which this module is imported again has its operators already.
+_is_first = not hasattr(torch.ops.myops, "triangle_attention")
 _library = torch.library.Library("myops", "FRAGMENT")
-_compliant = (torch.Tag.pt2_compliant_tag,)
-_library.define(
+for _schema in (
     "triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask=None, float? scale=None) -> Tensor",
-    tags=_compliant,
-)
-_library.define(
     "_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)",
-    tags=_compliant,
-)
-_library.define(
     "_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, "
     "Tensor logsumexp, float scale, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=_compliant,
-)
+):
+    if _is_first:
+        _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 _op = torch.ops.myops.triangle_attention.default
 _with_logsumexp = torch.ops.myops._triangle_attention.default
 _backward = torch.ops.myops._triangle_attention_backward.default
@@ -423,16 +419,22 @@ def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
 
 # --- registration ----------------------------------------------------------------------------------------------------
 
-for _name_of_op, _kernel, _fake, _autograd in (
-    ("triangle_attention", _public_kernel, _public_fake, _public_autograd),
-    ("_triangle_attention", _forward_kernel, _forward_fake, _forward_autograd),
-    ("_triangle_attention_backward", _backward_kernel, _backward_fake, _backward_autograd),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name_of_op, _kernel, _key)
-    torch.library.register_fake(f"myops::{_name_of_op}", _fake, lib=_library)
-    _library.impl(_name_of_op, _autograd, "Autograd")
-for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-    _library.impl("triangle_attention", _autocast(_op, _device), _key)
-for _called in (_op, _backward):
-    torch.library.register_vmap(_called, _folded(_called), lib=_library)
+
+def _register() -> None:
+    for name, kernel, fake, autograd in (
+        ("triangle_attention", _public_kernel, _public_fake, _public_autograd),
+        ("_triangle_attention", _forward_kernel, _forward_fake, _forward_autograd),
+        ("_triangle_attention_backward", _backward_kernel, _backward_fake, _backward_autograd),
+    ):
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, kernel, key)
+        torch.library.register_fake(f"myops::{name}", fake, lib=_library)
+        _library.impl(name, autograd, "Autograd")
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _library.impl("triangle_attention", _autocast(_op, device), key)
+    for called in (_op, _backward):
+        torch.library.register_vmap(called, _folded(called), lib=_library)
+
+
+if _is_first:
+    _register()
