@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import assert_all_close, random_like
 from product_samples import glu_reference
 from test_gates import make, saved
+from test_inductor import check
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
 from torchops import _build_info, _library
+from torchops._inductor import table
 
 OPS = torch.ops.myops
 HALF, LONG = torch.bfloat16, 1032
@@ -122,6 +125,27 @@ def test_compiled(dynamic: bool) -> None:
     y = compiled(*leaves)
     got = torch.autograd.grad(y, leaves, grad)
     assert_all_close([y, *got], [torchops.glu(*leaves, activation="silu"), *gradients(grad, *args)])
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("features", "kept"), [(LONG, True), (1024, False)])
+def test_inductor(features: int, kept: bool, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the pass puts into a graph for training keeps what eager mode keeps, and for inference nothing."""
+    monkeypatch.setattr(table, "TABLE", table.Everywhere())
+    x, w, wg, b, bg = (t[..., :features] for t in arguments())
+    inputs = [x, torch.cat([w, wg]), torch.cat([b, bg])] if packed else [x, w, wg]
+
+    def function(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+        value, gate = F.linear(x, w, other).chunk(2, -1) if packed else (F.linear(x, w), F.linear(x, other))
+        return value * F.silu(gate)
+
+    backend = check(function, inputs, True, atol=0.05, rtol=0.05)
+    assert [backend.count(op.default) for op in (OPS._glu, OPS.glu)] == [kept, not kept]
+    (backward,) = backend.graphs[1].find_nodes(op="call_function", target=OPS._glu_backward.default)
+    assert [node.op for node in backward.args[8:]] == ["placeholder"] * 2 * kept
+    assert backend.saved_bytes == sum(t.nbytes for t in inputs) + 2 * kept * 6 * 5 * HALF.itemsize
+    assert check(function, inputs, False, atol=0.05, rtol=0.05).count(OPS.glu.default) == 1
 
 
 @pytest.mark.usefixtures("everywhere")

@@ -149,6 +149,8 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask, "
       "Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
+  // For passes of compilers, which write training of glu as the autograd kernel does.
+  m.def("_glu_keeps_products(Tensor x, Tensor w) -> bool", detail::glu_keeps_products, tags);
 }
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {

@@ -36,6 +36,8 @@ from .linear import Linear
 
 _gate = torch.ops.myops.gate.default
 _glu = torch.ops.myops.glu.default
+_glu_with_products = torch.ops.myops._glu.default
+_keeps_products = torch.ops.myops._glu_keeps_products.default
 
 
 # --- one factor ------------------------------------------------------------------------------------------------------
@@ -248,19 +250,24 @@ class Gated:
             x, w = self._operands(self.gate)
             b = self._bias(self.gate)
             rows, y = size_node(like, x, 0), known(result)
+            products: list[fx.Node] = []
             if self.v is not None:
                 v = as_rows(like, self.v, rows, self.columns)
-                new = emit(like, _gate, v, x, w, b)
+                call = new = emit(like, _gate, v, x, w, b)
                 arguments: tuple[Any, ...] = (v, x, w, b)
             else:
                 assert self.value is not None
                 _, value_w = self._operands(self.value)
                 arguments = (x, value_w, w, self._bias(self.value), b)
-                new = emit(like, _glu, *arguments, activation=self.activation)
-            new.meta[MARK] = self.operator.split()[0]
+                if gradients is not None and _keeps_products(known(x), known(w)):
+                    call = emit(like, _glu_with_products, *arguments, self.activation)
+                    new, *products = (emit(like, operator.getitem, call, i) for i in range(3))
+                else:
+                    call = new = emit(like, _glu, *arguments, activation=self.activation)
+            call.meta[MARK] = self.operator.split()[0]
             arranged = new if same_sizes(known(new).shape, y.shape) else emit(like, aten.view.default, new, self.sizes)
         if gradients is not None:
-            gradients.rewrite(arguments, rows)
+            gradients.rewrite(arguments, rows, products)
         result.replace_all_uses_with(arranged)
         nodes = {result, *self.private, *(gradients.nodes if gradients else ())}
         erase_unused([node for node in result.graph.nodes if node in nodes])

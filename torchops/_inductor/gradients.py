@@ -11,7 +11,7 @@ backward pass makes all of them, from the arguments of the forward pass.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -295,8 +295,11 @@ class Gradients:
 
     # --- the replacement ---------------------------------------------------------------------------------------------
 
-    def rewrite(self, arguments: tuple[Any, ...], rows: Any) -> None:
-        """`arguments` are those of the operator, which its backward takes after the cotangent."""
+    def rewrite(self, arguments: tuple[Any, ...], rows: Any, products: Sequence[fx.Node]) -> None:
+        """`arguments` are those of the operator, which its backward takes after the cotangent.
+
+        `products` are both of a GLU, where training keeps them; elsewhere its backward makes them again.
+        """
         place, tops = self.place, [*self.dv, *self.du]
         first = min(tops, key=self.order.__getitem__)
         cotangent = self.cotangent
@@ -311,7 +314,8 @@ class Gradients:
             if place.value is None:
                 backward = new(_gate_backward, g, *arguments, [True, True, True, *biases])
             else:
-                backward = new(_glu_backward, g, *arguments, place.activation, [True, True, True, *biases])
+                mask = [True, True, True, *biases]
+                backward = new(_glu_backward, g, *arguments, place.activation, mask, *products)
             count = 4 if place.value is None else 5
             outputs = [new(operator.getitem, backward, i) for i in range(count)]
         if place.value is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,10 +116,22 @@ def key(node: Any) -> Hashable:
 
 
 def where(node: fx.Node) -> str:
-    """The line of the user's code."""
+    """The line of the user's code. Its file is named as seen from the working directory, or as it was imported."""
     lines = [line.strip() for line in node.meta.get("stack_trace", "").splitlines()]
-    files = [line for line in lines if line.startswith("File ")]
-    return files[-1] if files else node.name
+    files = [line for line in lines if line.startswith('File "')]
+    if not files:
+        return node.name
+    name, _, rest = files[-1].removeprefix('File "').partition('"')
+    return f'File "{_relative(Path(name))}"{rest}'
+
+
+def _relative(path: Path) -> Path:
+    """Reports are kept and shown elsewhere, where the folders of this machine say nothing."""
+    folders = sorted({Path(folder).absolute() for folder in sys.path}, key=lambda folder: -len(folder.parts))
+    for folder in (Path.cwd(), *folders):
+        if path.is_relative_to(folder) and folder != Path(folder.anchor):
+            return path.relative_to(folder)
+    return path
 
 
 def emit(like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -30,7 +30,7 @@ except ImportError:  # torch 2.11, whose hooks do not tell passes whether a grap
 log = logging.getLogger("torchops.inductor")
 
 COUNTER = "torchops"
-_OPERATORS = tuple(getattr(torch.ops.myops, name).default for name in ("dense", "gate", "glu"))
+_OPERATORS = tuple(getattr(torch.ops.myops, name).default for name in ("dense", "gate", "glu", "_glu"))
 
 
 @dataclass(frozen=True)
