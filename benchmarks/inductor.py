@@ -1,20 +1,14 @@
 """The rows of the table of `torchops.inductor`: each form compiled with the pass and without it, where it stands alone
 and where Inductor fuses what reads its result, for inference and for training.
-
-Compilation takes nearly all of the time, so several processes do it at once; then they measure one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +18,7 @@ from torch import Tensor
 import torchops
 from torchops._inductor import table
 
-from . import machine, timing
+from . import machine, parallel, timing
 from .case import BACKWARD, FORWARD
 
 OPERATORS = ("gate", "glu sigmoid", "glu silu", "dense")
@@ -146,75 +140,12 @@ class _Contenders:
         return Result(self.case, *worst, self.rewritten)
 
 
-def _work(connection: Connection, cases: list[Case], device: torch.device, repeats: int) -> None:
-    """A process: compiles its cases, says which, and measures each when it is told to."""
+def _prepared(case: Case, device: torch.device, repeats: int) -> Callable[[], Result]:
+    """What measures a case, all compiled."""
     table.TABLE = table.Everywhere()
     torch._inductor.config.force_disable_caches = True
-    torch._inductor.config.compile_threads = 1  # of as many processes as there are cores
-    contenders = {}
-    for case in cases:
-        # One limit of recompilations is for all functions of one line of code.
-        torch._dynamo.config.recompile_limit = 1000
-        try:
-            contenders[case] = _Contenders(case, device)
-            connection.send((case, None))
-        except Exception as error:
-            connection.send((case, timing.first_line(error)))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    while (case := connection.recv()) is not None:
-        try:
-            connection.send(contenders[case].measure(repeats))
-        except Exception as error:
-            connection.send(timing.first_line(error))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _measured(cases: list[Case], device: torch.device, options: argparse.Namespace) -> Iterator[Result]:
-    """Measures what is compiled when `options.seconds` are over, and says what is not."""
-    spawn = multiprocessing.get_context("spawn")
-    deadline = time.monotonic() + options.seconds
-    shards = [cases[i :: options.jobs] for i in range(options.jobs)]
-    workers = []
-    for shard in filter(None, shards):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_work, args=(theirs, shard, device, options.repeats), daemon=True)
-        process.start()
-        workers.append((process, ours, shard))
-    ready: list[tuple[Connection, Case]] = []
-    pending = {id(connection): list(shard) for _, connection, shard in workers}
-    while any(pending.values()) and time.monotonic() < deadline:
-        for _, connection, _ in workers:
-            if pending[id(connection)] and connection.poll(0.01):
-                case, error = connection.recv()
-                pending[id(connection)].remove(case)
-                if error:
-                    print(f"{case.name}: {error}", file=sys.stderr)
-                else:
-                    ready.append((connection, case))
-    late = [case for process, connection, _ in workers for case in pending[id(connection)]]
-    for case in late:
-        print(f"{case.name}: not compiled in time", file=sys.stderr)
-    # Who still compiles would be heard while others measure.
-    for process, connection, _ in workers:
-        if pending[id(connection)]:
-            process.terminate()
-    stopped = {id(connection) for _, connection, _ in workers if pending[id(connection)]}
-    for connection, case in ready:
-        if id(connection) in stopped:
-            print(f"{case.name}: compiled, and not measured", file=sys.stderr)
-            continue
-        connection.send(case)
-        result = connection.recv()
-        if isinstance(result, str):
-            print(f"{case.name}: {result}", file=sys.stderr)
-        else:
-            yield result
-    for process, connection, _ in workers:
-        if id(connection) not in stopped:
-            connection.send(None)
-        process.join()
+    contenders = _Contenders(case, device)
+    return lambda: contenders.measure(repeats)
 
 
 def _rows(results: list[Result], device: torch.device, source: str) -> list[table.Row]:
@@ -268,14 +199,14 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 def run(options: argparse.Namespace) -> int:
     """Measures, prints each case, and writes the table with the new rows in the place of those of the same cases."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if options.jobs is None:
-        options.jobs = min(14, os.cpu_count() or 1) if device.type == "cuda" else 1
+    options.jobs = options.jobs or parallel.jobs(device.type)
     if options.repeats is None:
         options.repeats = 1 if device.type == "cuda" else 3
     description = machine.describe(device)
     source = f"{description['machine']}, torch {description['torch']}, revision {description['revision of src']}"
     cases, results = cases_of(options), []
-    for result in _measured(cases, device, options):
+    prepared = partial(_prepared, device=device, repeats=options.repeats)
+    for _, result in parallel.measured(prepared, cases, options.jobs, options.seconds):
         results.append(result)
         ratio = result.compiled / result.ours
         verdict = "wins" if result.wins else "loses" if result.rewritten else "not rewritten"

@@ -77,7 +77,7 @@ def parse_shape(text: str) -> Shape:
 
 
 @contextmanager
-def _precision(tf32: bool) -> Iterator[None]:
+def precision(tf32: bool) -> Iterator[None]:
     former = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
@@ -110,7 +110,7 @@ def measure_case(
     torch.compiler.reset()
     progress.case(f"{case.op} {case.name}")
     try:
-        with _precision(case.tf32):
+        with precision(case.tf32):
             work = workload.build(case, modes, device, references)
             progress.state("check of the results")
             accuracy, wrong = workload.check(work)

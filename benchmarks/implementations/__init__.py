@@ -5,7 +5,7 @@
 | `cuda`, `cpp` | the operator of torchops, on CUDA and on the CPU |
 | `compile-ours` | `torch.compile` of that operator |
 | `quack`, `liger` | two libraries of GPU kernels, if they are installed (group `peers`): `quack_rows.py`, `liger.py` |
-| `triton` | Triton kernels, on CUDA only: `triton_dense.py`, `triton_softmax.py` |
+| `triton` | Triton kernels, on CUDA only: `triton_*.py` |
 | `compile` | `torch.compile` of the formula in `eager.py`; `compile-max` with autotuning |
 | `eager` | the formula in `eager.py`, one PyTorch operator after the other |
 | `eager-in-place` | the same formula where every operator overwrites what it can, `torch.softmax(x, -1, out=x)` say |
@@ -59,7 +59,7 @@ _MODULES = {
     "cuda": ("library",),
     "cpp": ("library",),
     "py": ("py_dense", "py_gates", "py_rows", "py_in_place"),
-    "triton": ("triton_dense", "triton_softmax"),
+    "triton": ("triton_dense", "triton_gates", "triton_softmax"),
     "quack": ("quack_rows",),
     "liger": ("liger",),
 }

@@ -1,0 +1,349 @@
+"""`python -m benchmarks.gates`: gates, gated linear units and batched products in place, beside what bounds them.
+
+`benchmarks run` compares the ways to write an operator. This goes through sizes, dtypes and gradients of a few of them:
+torchops, `torch.compile` with the weights apart and packed into one, eager mode, a Triton kernel. `--path cublas`
+measures the kernels for GPUs of other architectures, which make their products with cuBLAS.
+
+The bound is the sum over forward and backward of max(bytes / bandwidth, operations / rate), each tensor moved once, at
+the rates that a copy and the best product reach on one H100; backward makes the products of the gates again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchops
+
+from . import implementations, machine, parallel, timing
+from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, Shape, Task
+from .operators import OPERATORS
+from .run import precision
+
+BANDWIDTH, RATE = 2.98e12, 800e12
+OURS, COMPILED, PACKED, EAGER, TRITON = "torchops", "torch.compile", "torch.compile, packed", "eager", "Triton"
+PRODUCT, SECOND = "packed product alone", "torch.bmm, new tensor"
+GLUS = ("glu", "swiglu")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operator at one size. `most` is the time in microseconds that we want to stay below, if there is one."""
+
+    op: str
+    shape: Shape
+    task: Task = FORWARD
+    most: float | None = None
+    dtype: str = "bfloat16"
+    tf32: bool = False
+    compiled: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.shape} {self.task} {self.dtype}{' (TF32)' * self.tf32}"
+
+
+@dataclass
+class Result:
+    """Medians in microseconds and extra memory in bytes at the peak, by contender; the bound is None off its GPU."""
+
+    line: Line
+    bound: float | None
+    microseconds: dict[str, float]
+    over_ours: dict[str, float]
+    peak_bytes: dict[str, int]
+    errors: dict[str, str]
+
+
+def bound(line: Line) -> float | None:
+    """Microseconds; for 16-bit dtypes."""
+    if line.dtype not in ("bfloat16", "float16") or line.task in (OVERHEAD, OVERHEAD_GRAD):
+        return None
+    if line.op == "square_matmul_":
+        batch, rows, n = line.shape
+        stages = [(2 * batch * rows * n + batch * n * n, 2 * batch * rows * n * n)]
+    else:
+        rows, n_in, n_out = line.shape
+        x, y, product = rows * n_in, rows * n_out, 2 * rows * n_in * n_out
+        products = 2 if line.op in GLUS else 1
+        v = 0 if line.op in (*GLUS, "dense") else y
+        w = products * n_in * n_out
+        stages = [(x + w + v + y, products * product)]
+        if line.task == BACKWARD:
+            # Reads g, x and v, writes dx and dv; dense reads its result instead of making the product again.
+            again = 0 if line.op == "dense" else products
+            stages.append(
+                (y + 2 * x + 2 * v + (y if line.op == "dense" else 0) + 2 * w, (2 * products + again) * product)
+            )
+    return sum(max(2 * elements / BANDWIDTH, flops / RATE) for elements, flops in stages) * 1e6
+
+
+def lines(device_type: str) -> list[Line]:
+    """What is measured if nothing else is asked for."""
+    if device_type == "cpu":
+        return [
+            Line(op, (65536, 128, 128), task, dtype=dtype)
+            for op in ("gate", "glu")
+            for dtype in ("float32", "bfloat16")
+            for task in (FORWARD, BACKWARD)
+        ]
+    million, eager = 1048576, partial(Line, compiled=False)
+    return [
+        Line("gate", (million, 128, 128), most=290),
+        Line("gate_", (million, 128, 128), most=290),
+        Line("gate", (million, 128, 128), BACKWARD, 860),
+        Line("gate_", (million, 128, 128), BACKWARD, 1050),
+        Line("glu", (million, 128, 128), most=205),
+        Line("glu", (262144, 128, 128), most=54),
+        Line("glu", (65536, 128, 128), most=17),
+        Line("glu", (million, 64, 64), most=104),
+        Line("glu", (million, 256, 256), most=470),
+        Line("glu", (million, 128, 128), BACKWARD, 660),
+        Line("glu", (million, 64, 64), BACKWARD, 300),
+        Line("glu", (million, 256, 256), BACKWARD, 2000),
+        Line("swiglu", (8192, 4096, 11008)),
+        Line("swiglu", (4096, 1024, 4096)),
+        Line("swiglu", (8192, 4096, 11008), BACKWARD),
+        Line("swiglu", (4096, 1024, 4096), BACKWARD),
+        Line("square_matmul_", (128, 1024, 1024), most=400, compiled=False),
+        *(
+            eager("glu", (million // (1 + n // 200), n, n), task)
+            for n in (48, 96, 192, 384, 512)
+            for task in (FORWARD, BACKWARD)
+        ),
+        *(eager("gate", (million // (1 + n // 200), n, n)) for n in (48, 96, 192, 256, 384, 512)),
+        *(
+            eager(op, (million, 128, 128), task, dtype="float16")
+            for op in ("gate", "glu")
+            for task in (FORWARD, BACKWARD)
+        ),
+        *(
+            eager(op, (262144, 128, 128), task, dtype=dtype, tf32=tf32)
+            for op in ("gate", "glu")
+            for dtype, tf32 in (("float32", False), ("float32", True), ("float64", False))
+            for task in (FORWARD, BACKWARD)
+        ),
+        *(eager(op, (262143, 129, 127), task) for op in ("gate", "glu") for task in (FORWARD, BACKWARD)),
+        *(eager(op, (16, 64, 64), task) for op in ("gate", "gate_", "glu") for task in (OVERHEAD, OVERHEAD_GRAD)),
+    ]
+
+
+def generic_lines() -> list[Line]:
+    """For the kernels of all architectures."""
+    return [
+        Line(op, (rows, n, n), task)
+        for op in ("gate", "glu", "dense")
+        for task in (FORWARD, BACKWARD)
+        for n, all_rows in ((128, (65536, 262144, 1048576)), (64, (65536, 1048576)), (256, (65536, 1048576)))
+        for rows in all_rows
+    ]
+
+
+def _packed(activation: str, x: Tensor, p: Tensor, pb: Tensor) -> Tensor:
+    value, gate = F.linear(x, p, pb).chunk(2, -1)
+    return value * (F.silu(gate) if activation == "silu" else torch.sigmoid(gate))
+
+
+def _overwritten(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """gate_ of what is no leaf, but shares the memory of one: so gradients are measured without another copy."""
+    return torchops.gate_(_Same.apply(v), x, w, b)
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        return v.new_empty(0).set_(v.detach())  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return cotangents[0]
+
+
+def _batched(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    batch, rows, n = shape
+    b = torch.randn(batch, n, n, device=device, dtype=dtype) / n**0.5  # a keeps its size on average
+    return torch.randn(batch, rows, n, device=device, dtype=dtype), b
+
+
+def inputs(line: Line, device: torch.device) -> tuple[Tensor, ...]:
+    """The operator's; of a gated linear unit the packed parameters after them; for gradients the cotangent."""
+    dtype = getattr(torch, line.dtype)
+    make = _batched if line.op == "square_matmul_" else OPERATORS[line.op].make
+    tensors = make(line.shape, dtype, device)
+    if line.op in GLUS:
+        _, w, wg, b, bg = tensors
+        tensors = (*tensors, torch.cat([w, wg]), torch.cat([b, bg]))
+    if line.task in (BACKWARD, OVERHEAD_GRAD):
+        for tensor in tensors:
+            tensor.requires_grad_()
+    if line.task == BACKWARD:
+        rows, _, n_out = line.shape
+        tensors = (*tensors, torch.randn(rows, n_out, device=device, dtype=dtype))
+    return tensors
+
+
+def contenders(line: Line, device: torch.device) -> dict[str, Callable[..., Any]]:
+    """What is called with the inputs, ours first."""
+    op, ours = line.op, "cuda" if device.type == "cuda" else "cpp"
+    if op == "square_matmul_":
+        return {OURS: torchops.square_matmul_, SECOND: torch.bmm}
+    trains = line.task in (BACKWARD, OVERHEAD_GRAD)
+    # What PyTorch overwrites it cannot differentiate: its gate is a new tensor there.
+    formula = "gate" if op == "gate_" and trains else op
+    found: dict[str, Callable[..., Any] | None] = {
+        OURS: _overwritten if op == "gate_" and trains else implementations.find(op, ours),
+        EAGER: implementations.find(formula, "eager"),
+    }
+    if line.compiled:
+        found[COMPILED] = implementations.find(formula, "compile")
+    if line.task == FORWARD and not implementations.unavailable("triton", device.type) and not line.tf32:
+        found[TRITON] = implementations.find(op, "triton") if line.dtype in ("bfloat16", "float16") else None
+    ways = {name: _on_first(way, 3 if op == "dense" else 5 if op in GLUS else 4) for name, way in found.items() if way}
+    if op in GLUS:
+        x, p, pb = 0, 5, 6
+        if line.compiled:
+            activation = "silu" if op == "swiglu" else "sigmoid"
+            packed = torch.compile(partial(_packed, activation), dynamic=False, fullgraph=True)
+            ways[PACKED] = _on(packed, (x, p, pb))
+        if line.task == FORWARD:
+            ways[PRODUCT] = _on(F.linear, (x, p))
+    return {name: _task(way, line.task) for name, way in ways.items()}
+
+
+_Way = tuple[Callable[..., Any], tuple[int, ...]]
+
+
+def _on(function: Callable[..., Any], numbers: tuple[int, ...]) -> _Way:
+    return function, numbers
+
+
+def _on_first(function: Callable[..., Any], count: int) -> _Way:
+    return function, tuple(range(count))
+
+
+def _task(way: _Way, task: Task) -> Callable[..., Any]:
+    function, numbers = way
+    call = timing.contender(function, task)
+    cotangent = (-1,) if task == BACKWARD else ()
+    return lambda *tensors: call(*(tensors[i] for i in (*numbers, *cotangent)))
+
+
+def peak_bytes(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> int:
+    """What a call on CUDA allocates beside what was there, at its peak; its results count."""
+    call(*tensors)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(*tensors)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def prepared(line: Line, device: torch.device, path: str, seconds: float) -> Callable[[], Result]:
+    """Compiles the contenders of a line, and returns what measures them."""
+    ways = contenders(line, device)
+
+    def on_path() -> Any:
+        return torchops.cuda.dense_path(path) if path != "auto" else nullcontext()  # type: ignore[arg-type]
+
+    errors = {}
+    first = inputs(line, device)
+    with precision(line.tf32), timing.context(line.task), on_path():
+        for name, way in list(ways.items()):
+            try:
+                way(*first)
+            except Exception as error:
+                errors[name] = timing.first_line(error)
+                del ways[name]
+
+    def measure() -> Result:
+        effort = replace(timing.effort(device.type, quick=False), contender_seconds=seconds)
+        with precision(line.tf32), on_path():
+            sets = timing.rotate(lambda: inputs(line, device))
+            peaks = {}
+            if device.type == "cuda" and line.task in (FORWARD, BACKWARD):
+                with timing.context(line.task):
+                    peaks = {name: peak_bytes(way, sets[0]) for name, way in ways.items()}
+            measured = timing.measure(ways, sets, line.task, device, effort)
+        times = {name: timing_.seconds * 1e6 for name, timing_ in measured.timings.items()}
+        ratios = {name: timing_.ratio for name, timing_ in measured.timings.items()}
+        least = bound(line) if device.type == "cuda" else None
+        return Result(line, least, times, ratios, peaks, {**errors, **measured.errors})
+
+    return measure
+
+
+def to_markdown(document: dict[str, Any]) -> str:
+    """A row for each line."""
+    rows = [
+        "| | bound | at most | " + " | ".join(document["contenders"]) + " |",
+        "|---" * (3 + len(document["contenders"])) + "|",
+    ]
+    for result in document["results"]:
+        line, times = result["line"], result["microseconds"]
+
+        def cell(value: float | None) -> str:
+            return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+        sizes = ", ".join(map(str, line["shape"]))
+        name = f"`{line['op']}` ({sizes}) {line['dtype']}{' (TF32)' * line['tf32']}, {line['task']}"
+        cells = [cell(result["bound"]), cell(line["most"]), *(cell(times.get(way)) for way in document["contenders"])]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--path", choices=["auto", "cublas"], default="auto", help="torchops.cuda.dense_path")
+    parser.add_argument("--case", default="", help="only lines whose name contains this")
+    parser.add_argument("--seconds", type=float, help="to measure a contender for")
+    parser.add_argument("--jobs", type=int, help="processes that compile")
+    parser.add_argument("--compile-seconds", type=float, default=600, help="what is not compiled by then is left out")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--table", type=Path, help="print these results as Markdown, and measure nothing")
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = parser.parse_args(arguments)
+    if options.table:
+        print(to_markdown(json.loads(options.table.read_text())), end="")
+        return 0
+    device = torch.device(options.device)
+    chosen = generic_lines() if options.path != "auto" else lines(device.type)
+    chosen = [line for line in chosen if options.case in line.name]
+    seconds = options.seconds or (0.03 if device.type == "cuda" else 1.0)
+    prepare = partial(prepared, device=device, path=options.path, seconds=seconds)
+    jobs = options.jobs or parallel.jobs(device.type)
+    results: list[Result] = []
+    document: dict[str, Any] = {}
+    for line, result in parallel.measured(prepare, chosen, jobs, options.compile_seconds):
+        results.append(result)
+        times = ", ".join(f"{name} {us:.1f}" for name, us in result.microseconds.items())
+        print(f"{line.name}: bound {result.bound or 0:.0f}, {times} {result.errors or ''}", flush=True)
+        names = dict.fromkeys(name for r in results for name in r.microseconds)
+        document = {
+            **machine.describe(device),
+            "command": shlex.join(["python", "-m", "benchmarks.gates", *arguments]),
+            "path": options.path,
+            "contenders": [*names],
+            "results": [*map(asdict, results)],
+        }
+        # After each line: a run that is stopped leaves what it has measured.
+        if options.json:
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if len(results) == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

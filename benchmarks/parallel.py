@@ -1,0 +1,103 @@
+"""Measurements of compiled code. Compilation takes nearly all of their time, so several processes do it at once; then
+they measure one after the other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+
+from . import timing
+
+C = TypeVar("C")
+R = TypeVar("R")
+
+
+def jobs(device_type: str) -> int:
+    """How many processes compile. On the CPU they would be in each other's caches."""
+    return min(14, os.cpu_count() or 1) if device_type == "cuda" else 1
+
+
+def _work(connection: Connection, prepare: Callable[[Any], Callable[[], Any]], cases: Sequence[Any]) -> None:
+    """A process: prepares its cases, says which, and measures each when it is told to."""
+    torch._inductor.config.compile_threads = 1  # of as many processes as there are cores
+    measure = {}
+    for number, case in enumerate(cases):
+        # One limit of recompilations is for all functions of one line of code.
+        torch._dynamo.config.recompile_limit = 1000
+        try:
+            measure[number] = prepare(case)
+            connection.send((number, None))
+        except Exception as error:
+            connection.send((number, timing.first_line(error)))
+        _give_back()
+    while (number := connection.recv()) is not None:
+        try:
+            connection.send((measure[number](), None))
+        except Exception as error:
+            connection.send((None, timing.first_line(error)))
+        _give_back()
+
+
+def _give_back() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measured(
+    prepare: Callable[[C], Callable[[], R]], cases: Sequence[C], processes: int, seconds: float
+) -> Iterator[tuple[C, R]]:
+    """`prepare(case)` compiles and returns what measures; both run in the same one of the processes.
+
+    Yields results in the order of the cases. What is not prepared when `seconds` are over, or fails, is left out, with
+    a line on stderr that says why.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + seconds
+    workers = []
+    for shard in (range(i, len(cases), processes) for i in range(min(processes, len(cases)))):
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_work, args=(theirs, prepare, [cases[n] for n in shard]), daemon=True)
+        process.start()
+        workers.append((process, ours, shard))
+    failures: dict[int, str] = {}
+    pending = [set(range(len(shard))) for _, _, shard in workers]
+    while any(pending) and time.monotonic() < deadline:
+        for (_, connection, shard), numbers in zip(workers, pending, strict=True):
+            if numbers and connection.poll(0.01):
+                try:
+                    number, error = connection.recv()
+                except EOFError:
+                    failures |= dict.fromkeys(shard, "its process ended")
+                    numbers.clear()
+                    continue
+                numbers.remove(number)
+                if error:
+                    failures[shard[number]] = error
+    for (process, _, shard), numbers in zip(workers, pending, strict=True):
+        failures |= {shard[number]: "not compiled in time" for number in numbers}
+        # Who still compiles would be heard while others measure.
+        if numbers:
+            process.terminate()
+            failures = {shard[n]: "compiled, and not measured" for n in range(len(shard))} | failures
+    for index, case in enumerate(cases):
+        _, connection, shard = workers[index % len(workers)]
+        if index not in failures:
+            connection.send(shard.index(index))
+            result, error = connection.recv()
+            if not error:
+                yield case, result
+                continue
+            failures[index] = error
+        print(f"{getattr(case, 'name', case)}: {failures[index]}", file=sys.stderr)
+    for (process, connection, _), numbers in zip(workers, pending, strict=True):
+        if not numbers:
+            connection.send(None)
+        process.join()

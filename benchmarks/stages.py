@@ -1,0 +1,123 @@
+"""`python -m benchmarks.stages`: the stages of the triangle update that gate, alone, on CUDA.
+
+    layer norm and two gated linear units, channels first:   a, b = z @ p.T * sigmoid(z @ g.T),  z = norm(x)
+    norm, linear layer, gate, residual:                      x + (norm(o) @ p.T) * sigmoid(z @ g.T),  o channels first
+
+Ours are steps of one operator, and no operators by themselves: their time is that of their kernels, as the profiler
+reports it of calls of the whole operator; with it all kernels of these calls are listed. What PyTorch makes of the same
+formulas is timed by events, alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from . import machine, timing
+from .case import BACKWARD, FORWARD
+from .triangle import NAMES, make, ours
+
+CALLS = 7
+
+
+def glu_stage(x: Tensor, norm_w: Tensor, norm_b: Tensor, p: Tensor, g: Tensor) -> Tensor:
+    z = F.layer_norm(x, x.shape[-1:], norm_w, norm_b)
+    return (F.linear(z, p) * torch.sigmoid(F.linear(z, g))).movedim(-1, 0).contiguous()
+
+
+def packed_glu_stage(x: Tensor, norm_w: Tensor, norm_b: Tensor, packed: Tensor) -> Tensor:
+    z = F.layer_norm(x, x.shape[-1:], norm_w, norm_b)
+    return F.glu(F.linear(z, packed)).movedim(-1, 0).contiguous()
+
+
+def out_stage(
+    x: Tensor, o: Tensor, in_w: Tensor, in_b: Tensor, out_w: Tensor, out_b: Tensor, p: Tensor, g: Tensor
+) -> Tensor:
+    z = F.layer_norm(x, x.shape[-1:], in_w, in_b)
+    normed = F.layer_norm(o.movedim(0, -1), o.shape[:1], out_w, out_b)
+    return x + F.linear(normed, p) * torch.sigmoid(F.linear(z, g))
+
+
+def kernels(call: Callable[..., object], tensors: tuple[Tensor, ...]) -> dict[str, float]:
+    """Microseconds of a call by kernel: medians over several calls of the sum over its launches."""
+    call(*tensors)
+    torch.cuda.synchronize()
+    calls: list[dict[str, float]] = []
+    for _ in range(CALLS):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            call(*tensors)
+            torch.cuda.synchronize()
+        sums: dict[str, float] = defaultdict(float)
+        for event in profiler.events():
+            if event.device_type == DeviceType.CUDA:
+                sums[event.name] += event.time_range.elapsed_us()
+        calls.append(sums)
+    names = dict.fromkeys(name for sums in calls for name in sums)
+    return {name: statistics.median(sums.get(name, 0.0) for sums in calls) for name in names}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stages", description=__doc__)
+    parser.add_argument("--n", type=int, default=1024)
+    parser.add_argument("--features", type=int, default=128)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    options = parser.parse_args(argv)
+    device, n, c = torch.device("cuda"), options.n, options.features
+    tensors = make(n, c, c, torch.bfloat16, device)
+    results: dict[str, Any] = {}
+
+    def in_place(x: Tensor, *parameters: Tensor) -> None:
+        torch.ops.myops.triangle_multiplicative_update_(x, **dict(zip(NAMES, parameters, strict=True)))
+
+    with torch.no_grad():
+        results["kernels, forward"] = kernels(ours, tensors)
+        results["kernels, in place"] = kernels(in_place, (tensors[0].clone(), *tensors[1:]))
+    trained = (*(t.detach().requires_grad_() for t in tensors), torch.randn_like(tensors[0]))
+    results["kernels, forward and backward"] = kernels(timing.contender(ours, BACKWARD), trained)
+    del trained
+    for name, times in results.items():
+        print(name)
+        for kernel, us in times.items():
+            print(f"  {us:8.1f}  {kernel[:150]}", flush=True)
+
+    x, in_w, in_b, p_in, g_in, out_w, out_b, p_out, g_out = tensors
+    x = x[0]
+    o = torch.randn(c, n, n, device=device, dtype=torch.bfloat16)
+    stages: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        "layer norm and GLUs": (glu_stage, (x, in_w, in_b, p_in, g_in)),
+        "layer norm and GLUs, packed": (packed_glu_stage, (x, in_w, in_b, torch.cat([p_in, g_in]))),
+        "norm, linear, gate, residual": (out_stage, (x, o, in_w, in_b, out_w, out_b, p_out, g_out)),
+    }
+    for task in (FORWARD, BACKWARD):
+        for name, (function, arguments) in stages.items():
+            inputs = tuple(t.detach().requires_grad_(task == BACKWARD) for t in arguments)
+            if task == BACKWARD:
+                with torch.no_grad():
+                    inputs = (*inputs, torch.randn_like(function(*arguments)))
+            ways = {"torch.compile": torch.compile(function, dynamic=False), "eager": function}
+            calls = {way: timing.contender(f, task) for way, f in ways.items()}
+            measured = timing.measure(calls, [inputs], task, device, timing.effort("cuda", quick=False))
+            times = {way: timing_.seconds * 1e6 for way, timing_ in measured.timings.items()}
+            results[f"{name}, {task}"] = times
+            print(name, task, times, measured.errors, flush=True)
+            del inputs
+            torch.cuda.empty_cache()
+    if options.json:
+        document = {**machine.describe(device), "n": n, "features": c, "microseconds": results}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
