@@ -101,6 +101,11 @@ def test_nothing_is_kept_elsewhere(device: str) -> None:
     assert all(t.shape == x.shape for t in kept)
 
 
+def test_question_with_wrong_arguments() -> None:
+    with pytest.raises(RuntimeError, match=r"^_glu_keeps_products: expected w of shape .* to match x, got \(3,\)"):
+        OPS._glu_keeps_products(torch.zeros(5, 7), torch.zeros(3))
+
+
 @pytest.mark.usefixtures("everywhere")
 def test_training() -> None:
     """One call makes the result and both products, and the gradients get these."""

@@ -105,6 +105,7 @@ def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
         ("_dense_gradients", (grad, y, z, w.t().contiguous().t(), [True, False, False])),
         *_gate_helpers(),
         ("_dense_on_path", (z, w, None, "cublas")),
+        ("_glu_keeps_products", (z, w)),
         ("_layer_norm", (x, [5], weight, weight, 1e-5)),
         ("_layer_norm", (x.bfloat16(), [4, 5], None, None, 1e-5)),
         ("_layer_norm_", (x.clone(), [5], weight, None, 1e-5)),

@@ -40,6 +40,7 @@ myops::_dense_path(str? path=None) -> str
 myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_glu(Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation) -> (Tensor, Tensor, Tensor)
 myops::_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask, Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+myops::_glu_keeps_products(Tensor x, Tensor w) -> bool
 myops::_keep(Tensor x) -> Tensor
 myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
@@ -87,6 +88,7 @@ myops::_dense_path                               .    .     .         .         
 myops::_gate_backward                            x    x     x         .                .            .             x                 x
 myops::_glu                                      .    x     .         .                .            .             .                 x
 myops::_glu_backward                             x    x     x         .                .            .             x                 x
+myops::_glu_keeps_products                       .    .     .         .                .            .             .                 .
 myops::_keep                                     .    x     x         .                .            .             x                 x
 myops::_layer_norm                               x    x     .         .                .            .             .                 x
 myops::_layer_norm_                              x    x     .         x                .            .             .                 x

@@ -140,6 +140,11 @@ detail::GluGradients glu_backward_meta(const Tensor& grad, const Tensor& x, cons
   return detail::empty_glu_gradients(x, w, mask);
 }
 
+bool glu_keeps_products(const Tensor& x, const Tensor& w) {
+  detail::check_linear("_glu_keeps_products", x, "w", w, "b", {});
+  return detail::glu_keeps_products(x, w);
+}
+
 TORCH_LIBRARY_FRAGMENT(myops, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation=\"sigmoid\") -> Tensor",
@@ -150,7 +155,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
   // For passes of compilers, which write training of glu as the autograd kernel does.
-  m.def("_glu_keeps_products(Tensor x, Tensor w) -> bool", detail::glu_keeps_products, tags);
+  m.def("_glu_keeps_products(Tensor x, Tensor w) -> bool", glu_keeps_products, tags);
 }
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
