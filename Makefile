@@ -12,15 +12,17 @@ BENCH_FLAGS ?=
 BENCH_OUTPUT ?=
 # CUDA kernels: AUTO (where torch and the CUDA compiler allow), ON or OFF.
 CUDA ?= AUTO
-# GEMM kernels: FULL, or REDUCED to one of each family, which compiles every line of code in a fraction of the time.
+# GEMM kernels: FULL, or REDUCED: each operation in one type, which compiles every line of code in a fraction of the time.
 KERNELS ?= FULL
 # The CUDA build of torch that test-cuda-build compiles against. It needs no GPU.
 CUDA_TORCH_VERSION ?= 2.14.1
 # Where CUDA is demanded and there is no compiler for it, PyPI has one.
 NVCC_GROUP = $(if $(filter ON,$(CUDA)),$(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc >/dev/null || echo --group nvcc))
-# What test-cuda-build runs of the suite: that the build loads and registers what it should. `make test` with that torch
-# tests the rest.
-CUDA_SUITE ?= test/test_schema.py test/test_opcheck.py test/test_errors.py test/test_ptx.py
+# What test-cuda-build builds (all that has CUDA in it) and runs: that the build loads and registers what it should.
+# `make test` with that torch tests the rest.
+CUDA_TARGETS := torchops;gemm_test
+CUDA_SUITE ?= $(addprefix test/test_,cuda_build.py configure.py schema.py ptx.py \
+  $(addprefix opcheck.py::test_,static frozen_arguments helpers all_helpers_are_checked))
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
@@ -43,7 +45,7 @@ TORCH := $(VENV)/.torch-$(TORCH_VERSION)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake src torchops/*.py* test/cpp -not -name "*~")
 BUILD_FLAGS = --no-build-isolation --no-deps -C build-dir=$(BUILD) \
   -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=$(CUDA) \
-  -C cmake.define.TORCHOPS_KERNELS=$(KERNELS)
+  -C cmake.define.TORCHOPS_KERNELS=$(KERNELS) $(TARGETS:%=-C "build.targets=%")
 
 help:
 	@echo "make test    build, then run the Python and the C++ tests"
@@ -206,10 +208,10 @@ bench: build $(VENV)/.group-demo
 	[ -z "$$failed" ]
 
 test-cuda-build:
-	$(MAKE) cuda-checks CUDA=ON KERNELS=REDUCED VENV=.venv-cuda TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
+	$(MAKE) cuda-checks CUDA=ON KERNELS=REDUCED TARGETS="$(CUDA_TARGETS)" VENV=.venv-cuda \
+	  TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
 
 cuda-checks: build
-	$(RUN) -m pytest test/test_cuda_build.py test/test_configure.py
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) $(CUDA_SUITE)
 
 # On a GPU machine everything is taken as it is found: the environment of $(PYTHON), which must hold torch, the groups

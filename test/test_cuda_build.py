@@ -94,7 +94,6 @@ def test_an_activation_and_a_tiling_are_a_line_each(tmp_path: Path) -> None:
 
     options = (
         "-DTORCHOPS_CUDA=ON",
-        "-DTORCHOPS_KERNELS=REDUCED",
         "-DTORCH_CUDA_ARCH_LIST=9.0a",
         "-DTORCHOPS_WERROR=ON",
     )
