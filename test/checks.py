@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from op_db import OpCase
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def to_float64(arguments: Any) -> Any:
@@ -48,9 +48,8 @@ def assert_as_good_as_aten(
 
 
 def tensors(arguments: Any) -> list[Tensor]:
-    """The tensors among positional and keyword arguments, in order."""
-    args, kwargs = arguments
-    return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    """The tensors in lists, tuples and dictionaries, such as positional and keyword arguments, in order."""
+    return [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
 
 
 def with_tensors(arguments: Any, values: Iterable[Any]) -> Any:

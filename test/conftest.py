@@ -91,8 +91,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Cached graphs are found by their operators' names, so they may come from another build of the library.
-    torch._inductor.config.force_disable_caches = True
+    # Cached graphs are found by their operators' names, so they may come from another build of the library. Compiled
+    # C++, which is found by its source, is shared by all tests.
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    torch._dynamo.config.automatic_dynamic_local_pgo = False
     config.addinivalue_line(
         "markers", "ops(mutating, dtypes, samples, leaves, large, where): narrows the cases of a test"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close, random_like
+from checks import assert_all_close, random_like, tensors
 from op_db import OPS, OpCase
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -71,23 +71,30 @@ def test_negative_bit_of_the_other_arguments(op: OpCase) -> None:
     assert_all_close([x], [expected])
 
 
-@mutating
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"], ids=str)
-def test_negative_bit_in_training(op: OpCase, backend: str | None) -> None:
-    def overwrite(base: Tensor, *args: Any) -> Tensor:
-        x = negative(base * 1)
-        op.call(op.op, x, *args)
-        return x * 2
+# Compiling for Inductor takes seconds for each graph, so there it is one graph for all.
+@pytest.mark.parametrize(
+    ("ops", "backend"),
+    [*(([op], backend) for op in MUTATING for backend in (None, "aot_eager")), (MUTATING, "inductor")],
+    ids=[*(f"{backend}-{op.name}" for op in MUTATING for backend in (None, "aot_eager")), "inductor"],
+)
+def test_negative_bit_in_training(ops: list[OpCase], backend: str | None) -> None:
+    def overwrite(bases: list[Tensor], others: list[list[Any]]) -> list[Tensor]:
+        outs = []
+        for op, base, args in zip(ops, bases, others, strict=True):
+            x = negative(base * 1)
+            op.call(op.op, x, *args)
+            outs.append(x * 2)
+        return outs
 
-    leaf = complex_base().requires_grad_()
-    _, *args = arguments_of(op, negative(complex_base()))
-    parameters = [a.requires_grad_() for a in args if isinstance(a, Tensor)]
-    expected = op.call(op.reference, negative(leaf), *args) * 2
-    cotangent = random_like(expected.detach(), 3)
-    expected_grads = torch.autograd.grad(expected, [leaf, *parameters], cotangent)
-    function = torch.compile(overwrite, backend=backend) if backend else overwrite
-    out = function(leaf, *args)
-    assert_all_close([out, *torch.autograd.grad(out, [leaf, *parameters], cotangent)], [expected, *expected_grads])
+    bases = [complex_base().requires_grad_() for _ in ops]
+    others = [arguments_of(op, negative(complex_base()))[1:] for op in ops]
+    leaves = [*bases, *(a.requires_grad_() for a in tensors(others))]
+    rows = zip(ops, bases, others, strict=True)
+    expected = [op.call(op.reference, negative(base), *args) * 2 for op, base, args in rows]
+    cotangents = [random_like(t.detach(), 3) for t in expected]
+    expected_grads = torch.autograd.grad(expected, leaves, cotangents)
+    out = (torch.compile(overwrite, backend=backend) if backend else overwrite)(bases, others)
+    assert_all_close([*out, *torch.autograd.grad(out, leaves, cotangents)], [*expected, *expected_grads])
 
 
 @mutating

@@ -6,19 +6,23 @@ of functional ATen operators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mutations
 import pytest
 import torch
-from checks import assert_all_close, random_like
+from checks import assert_all_close, random_like, tensors
 from mutations import VARIANTS, InPlace, Program, Reference, Variant, backward, run
 from torch import Tensor
 
-BACKENDS = ("aot_eager", "inductor")
-
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
-backends = pytest.mark.parametrize("backend", BACKENDS)
+# Compiling for Inductor takes seconds for each graph, so there it is one graph for all.
+compiled_variants = pytest.mark.parametrize(
+    ("together", "backend"),
+    [*(([variant], "aot_eager") for variant in VARIANTS), (VARIANTS, "inductor")],
+    ids=[*(f"aot_eager-{variant.name}" for variant in VARIANTS), "inductor"],
+)
 
 
 def compiler(backend: str, **kwargs: Any) -> Any:
@@ -99,28 +103,27 @@ def test_a_parameter_that_was_saved_and_overwritten_raises(variant: Variant) -> 
 # --- A: a graph input that needs grad, in compiled code --------------------------------------------------------------
 
 
-@variants
-@backends
-def test_trap_a_compiled_mutation_of_an_input_that_needs_grad(variant: Variant, backend: str) -> None:
+@compiled_variants
+def test_trap_a_compiled_mutation_of_an_input_that_needs_grad(together: Sequence[Variant], backend: str) -> None:
     """Its history must reach the caller's tensor, and what the graph returns from it."""
 
-    def overwrite(t: Tensor, *parameters: Any) -> Tensor:
-        InPlace(variant).whole(t, *parameters)
-        return t * 3
+    def overwrite(ts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
+        for variant, t, own in zip(together, ts, parameters, strict=True):
+            InPlace(variant).whole(t, *own)
+        return [t * 3 for t in ts]
 
     results = []
     for reference in (False, True):
-        x = variant.input()
-        parameters = variant.leaves(x)
-        t = x * 2
+        xs = [variant.input() for variant in together]
+        parameters = [variant.leaves(x) for variant, x in zip(together, xs, strict=True)]
+        ts = [x * 2 for x in xs]
         if reference:
-            t = Reference(variant).whole(t, *parameters)
-            out = t * 3
+            ts = [Reference(v).whole(t, *own) for v, t, own in zip(together, ts, parameters, strict=True)]
+            outs = [t * 3 for t in ts]
         else:
-            out = compiler(backend)(overwrite)(t, *parameters)
-        outputs = (out, t * 5)
-        leaves = [x, *(p for p in parameters if isinstance(p, Tensor))]
-        results.append([*outputs, *backward(outputs, leaves)])
+            outs = compiler(backend)(overwrite)(ts, parameters)
+        outputs = (*outs, *(t * 5 for t in ts))
+        results.append([*outputs, *backward(outputs, [*xs, *tensors(parameters)])])
     assert_all_close(*results)
 
 
@@ -173,30 +176,36 @@ def test_trap_b_double_backward_reaches_the_old_value(variant: Variant, part: st
 # --- C: the old value of a graph input, in compiled code -------------------------------------------------------------
 
 
-@variants
-@backends
+@compiled_variants
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen_input", "trained_input"])
-def test_trap_c_old_value_outlives_its_overwriting(variant: Variant, backend: str, frozen: bool) -> None:
+def test_trap_c_old_value_outlives_its_overwriting(together: Sequence[Variant], backend: str, frozen: bool) -> None:
     """The gradients of the parameters need what the input held before the compiled function overwrote it."""
-    x = variant.input()
-    parameters = variant.leaves(x)
-    leaves = [p for p in parameters if isinstance(p, Tensor)]
-    if not leaves and frozen:
-        pytest.skip("without parameters nothing requires grad")
+    if frozen:
+        together = [variant for variant in together if tensor_parameters(variant)]
+        if not together:
+            pytest.skip("without parameters nothing requires grad")
+    xs = [variant.input() for variant in together]
+    parameters = [variant.leaves(x) for variant, x in zip(together, xs, strict=True)]
 
-    def overwrite(t: Tensor, *parameters: Any) -> Tensor:
-        InPlace(variant).whole(t, *parameters)
-        return t.sum(0)
+    def overwrite(ts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
+        for variant, t, own in zip(together, ts, parameters, strict=True):
+            InPlace(variant).whole(t, *own)
+        return [t.sum(0) for t in ts]
 
-    t = x.detach().clone() if frozen else x * 1
-    out = compiler(backend)(overwrite)(t, *parameters)
-    expected = Reference(variant).whole(x.detach() if frozen else x, *parameters)
-    assert_all_close([out, t], [expected.sum(0), expected])
-    wanted = leaves if frozen else [x, *leaves]
+    ts = [x.detach().clone() if frozen else x * 1 for x in xs]
+    outs = compiler(backend)(overwrite)(ts, parameters)
+    expected = [
+        Reference(variant).whole(x.detach() if frozen else x, *own)
+        for variant, x, own in zip(together, xs, parameters, strict=True)
+    ]
+    sums = [t.sum(0) for t in expected]
+    assert_all_close([*outs, *ts], [*sums, *expected])
+    wanted = tensors(parameters) if frozen else [*xs, *tensors(parameters)]
     # Something else lands in the input's memory before the backward pass runs.
     with torch.no_grad():
-        t.detach().fill_(float("nan"))
-    assert_all_close(backward((out,), wanted), backward((expected.sum(0),), wanted))
+        for t in ts:
+            t.detach().fill_(float("nan"))
+    assert_all_close(backward(tuple(outs), wanted), backward(tuple(sums), wanted))
 
 
 # --- D: what the schema promises -------------------------------------------------------------------------------------
@@ -211,9 +220,8 @@ def test_trap_d_schema_returns_nothing(case: Any) -> None:
     assert mutated == [i == case.mutates for i in range(len(mutated))]
 
 
-@variants
-@backends
-def test_trap_d_compiled_inference_keeps_live_values(variant: Variant, backend: str) -> None:
+@compiled_variants
+def test_trap_d_compiled_inference_keeps_live_values(together: Sequence[Variant], backend: str) -> None:
     """Values from before, between and after two mutations of an intermediate, and an input, are read at the end."""
 
     def function(apply: Any, t: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
@@ -228,14 +236,18 @@ def test_trap_d_compiled_inference_keeps_live_values(variant: Variant, backend: 
             alias = u.reshape(-1)
         return before, between, alias[3:9] + 1, u, t
 
-    x = variant.input().detach()
-    parameters = variant.parameters(x)
-    expected = function(Reference(variant), x, *parameters)
+    def all_of(apply: type[InPlace] | type[Reference], ts: list[Tensor]) -> list[tuple[Tensor, ...]]:
+        rows = zip(together, ts, parameters, strict=True)
+        return [function(apply(variant), t, *own) for variant, t, own in rows]
+
+    xs = [variant.input().detach() for variant in together]
+    parameters = [variant.parameters(x) for variant, x in zip(together, xs, strict=True)]
+    expected = all_of(Reference, xs)
     with torch.no_grad():
-        t = x.clone()
-        got = compiler(backend)(lambda t, *p: function(InPlace(variant), t, *p))(t, *parameters)
-    assert_all_close([*got, t], [*expected, expected[-1]])
-    assert got[-1] is t
+        ts = [x.clone() for x in xs]
+        got = compiler(backend)(lambda ts: all_of(InPlace, ts))(ts)
+    assert_all_close([*tensors(got), *ts], [*tensors(expected), *(values[-1] for values in expected)])
+    assert all(values[-1] is t for values, t in zip(got, ts, strict=True))
 
 
 # --- leaves and inference tensors ------------------------------------------------------------------------------------
