@@ -451,3 +451,47 @@ def test_private_arguments_are_checked() -> None:
     ):
         with pytest.raises(RuntimeError, match=text):
             backward(*arguments)
+
+
+def packed(given: dict[str, Tensor]) -> list[Tensor | None]:
+    """The same parameters as the public operators have them: p and g in the places of a, and none in those of b."""
+    layers = beneath(given)
+    for name, place in (("p_in", 2), ("g_in", 6)):
+        layers[place : place + 4] = [given[f"{name}_weight"], given.get(f"{name}_bias"), None, None]
+    return layers
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+def test_packed_parameters_and_their_halves_agree(biases: bool) -> None:
+    x, given = small()
+    if not biases:
+        given = {name: t for name, t in given.items() if name == "mask" or not name.endswith("_bias")}
+    mask, apart, whole = given["mask"], beneath(given), packed(given)
+    results = [OPS._triangle_multiplicative_update(x, mask, layers, False, 1e-5, True) for layers in (apart, whole)]
+    assert torch.equal(results[0][0], results[1][0])
+    backward = OPS._triangle_multiplicative_update_backward
+    gradients = [
+        backward(x, x, product, mask, layers, False, 1e-5, [True, True, *(t is not None for t in layers)])
+        for layers, (_, product) in zip((apart, whole), results, strict=True)
+    ]
+    of_apart, of_whole = gradients
+    for place in (2, 3, 6, 7):
+        if whole[place] is not None:
+            of_apart[2 + place] = torch.cat([of_apart[2 + place], of_apart[4 + place]])
+            of_apart[4 + place] = of_whole[4 + place]  # of nothing
+            assert of_whole[4 + place].numel() == 0
+    assert all(map(torch.equal, of_apart, of_whole))
+
+
+def test_packed_parameters_are_checked() -> None:
+    x, given = small()
+    layers = packed(given)
+    forward = OPS._triangle_multiplicative_update
+    for place, value, text in (
+        (2, layers[2][:-1], r"expected a_p_weight of shape \(2d, c\)"),  # type: ignore[index]
+        (5, torch.zeros(2, dtype=x.dtype), "expected no bias of b beside packed weights"),
+        (6, None, r"a weight as parameters\[6\]"),
+        (8, layers[6], r"a weight as parameters\[4\]"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            forward(x, None, [*layers[:place], value, *layers[place + 1 :]], True, 1e-5, False)

@@ -160,15 +160,30 @@ def _arrived(t: Tensor) -> Tensor:
 
 
 _P_OUT = _Layers._fields.index("p_out")
+_PACKED = ("p_a", "p_a_bias", "g_a", "g_a_bias")
 _GRADIENTS = ("x", "mask", *_Layers._fields)
 _BEFORE_PRODUCT = _GRADIENTS[: _GRADIENTS.index("norm_out")]
+
+
+def _apart(parameters: Sequence[Any]) -> _Layers:
+    """Packed parameters are in the places of a."""
+    layers = _Layers(*parameters)
+    if layers.p_b is not None:
+        return layers
+    halves = {
+        name.replace("_a", f"_{half}"): part
+        for name in _PACKED
+        if (packed := getattr(layers, name)) is not None
+        for half, part in zip("ab", packed.chunk(2), strict=True)
+    }
+    return layers._replace(**halves)
 
 
 class _Rows:
     """The update of a rank's rows, and its gradient."""
 
     def __init__(self, call: _Call) -> None:
-        self.call, self.w = call, _Layers(*call.parameters)
+        self.call, self.w = call, _apart(call.parameters)
         self.dtype, n = self.w.p_out.dtype, call.whole.shape[-2]
         # As in the operator: a is scaled so that o stays in the range of float16, and so is eps.
         self.scale = 2.0 ** -round(math.log2(max(n, 1)) / 2) if self.dtype == torch.float16 else 1.0
@@ -266,6 +281,10 @@ class _Rows:
     def gradients(self, grad: Tensor, product: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Of x, the mask and the parameters; None where none is wanted."""
         asked, w = _Asked(wanted), self.w
+        packed = self.call.parameters[_Layers._fields.index("p_b")] is None
+        if packed:
+            for name in _PACKED:
+                asked.wanted[name.replace("_a", "_b")] = asked.wanted[name]
         out: dict[str, Tensor | None] = {}
         through_product, through_z = asked.any(*_BEFORE_PRODUCT), asked.any("x", "norm_in", "norm_in_bias")
         rows, normed, mean, rstd, projected = self._projected(product)
@@ -286,6 +305,11 @@ class _Rows:
         if through_z:
             assert dzy is not None
             self._through_norm_in(dz, dzy, asked, out)
+        if packed:
+            for name in _PACKED:
+                of_b = out.pop(name.replace("_a", "_b"), None)
+                if (of_a := out.get(name)) is not None and of_b is not None:
+                    out[name] = torch.cat([of_a, of_b])
         return [out.get(name) for name in _GRADIENTS]
 
     def _through_product(self, do: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> Tensor:

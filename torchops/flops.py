@@ -180,9 +180,15 @@ def _triangle_flops(x: Sequence[int], d: int) -> int:
 
 
 def _triangle_beneath_flops(
-    x: Sequence[int], mask: Any, parameters: Sequence[Sequence[int]], *args: Any, **kwargs: Any
+    x: Sequence[int], mask: Any, parameters: Sequence[Any], *args: Any, **kwargs: Any
 ) -> int:
-    return _triangle_flops(x, parameters[2][0])
+    return _triangle_flops(x, _channels(parameters)[0])
+
+
+def _channels(parameters: Sequence[Any]) -> tuple[int, bool]:
+    """d, and whether the weights of a and b are packed."""
+    packed = parameters[4] is None
+    return parameters[2][0] // (2 if packed else 1), packed
 
 
 def triangle_backward_flops(
@@ -190,7 +196,7 @@ def triangle_backward_flops(
     x: Sequence[int],
     product: Sequence[int],
     mask: Any,
-    parameters: Sequence[Sequence[int]],
+    parameters: Sequence[Any],
     outgoing: bool,
     eps: float,
     wanted: Sequence[bool],
@@ -199,12 +205,13 @@ def triangle_backward_flops(
     """The projections of the forward pass again, on the way in twice, once for the products and once for their own
     gradients; two products of matrices; and one product for each gradient of a weight and each step back to ``x`` that
     ``wanted`` asks for."""
-    (n, c), d = x[-2:], parameters[2][0]
+    (n, c), (d, packed) = x[-2:], _channels(parameters)
     to_z = wanted[0] or any(wanted[2:4])
     to_inputs = to_z or wanted[1] or any(wanted[4:12])
     back_to_o = to_inputs or any(wanted[12:14])
     out = c * d * (1 + back_to_o + wanted[14]) + c * c * (1 + to_z + wanted[16])
-    into = c * d * (8 + 4 * to_z + sum(wanted[4:12:2])) + 2 * n * d if to_inputs else 0
+    of_weights = sum(wanted[4:12:2]) * (2 if packed else 1)
+    into = c * d * (8 + 4 * to_z + of_weights) + 2 * n * d if to_inputs else 0
     return 2 * prod(x[:-1]) * (out + into)
 
 

@@ -1,5 +1,6 @@
 #include <ATen/LegacyVmapTransforms.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/stack.h>
@@ -52,8 +53,10 @@ class WrittenOut {
   std::vector<Tensor> gradients(const Tensor& grad, const TriangleMask& wanted) const {
     std::vector<Tensor> out(detail::kTriangleGradients);
     const auto layer = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Tensor& input) {
-      if (wanted[2 + layer]) out[2 + layer] = weight_gradient(cotangent, input);
-      if (wanted[3 + layer]) out[3 + layer] = bias_gradient(cotangent);
+      const bool of_b = t_.packed && (layer == detail::kPB || layer == detail::kGB);
+      const size_t asked = 2 + layer - (of_b ? detail::kPB - detail::kPA : 0);
+      if (wanted[asked]) out[2 + layer] = weight_gradient(cotangent, input);
+      if (wanted[asked + 1]) out[3 + layer] = bias_gradient(cotangent);
     };
     const auto norm = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Normalized& normalized,
                           at::ScalarType dtype) {
@@ -92,6 +95,14 @@ class WrittenOut {
     const Tensor dx = norm(detail::kNormIn, dz, norm_in_, t_.x.scalar_type());
     if (wanted[0]) out[0] = dx;
     if (wanted[1]) out[1] = out[1].to(t_.mask->scalar_type());
+    if (t_.packed) {
+      for (const size_t of_a :
+           {2 + size_t{detail::kPA}, 3 + size_t{detail::kPA}, 2 + size_t{detail::kGA}, 3 + size_t{detail::kGA}}) {
+        Tensor& of_b = out[of_a + detail::kPB - detail::kPA];
+        if (wanted[of_a]) out[of_a] = at::cat({out[of_a], of_b});
+        of_b = Tensor();
+      }
+    }
     for (size_t i = 0; i < out.size(); ++i) {
       if (!out[i].defined()) out[i] = at::empty({0}, (i == 0 ? t_.x : t_.weight(detail::kPA)).options());
     }
@@ -120,9 +131,9 @@ class WrittenOut {
 };
 
 // Function::apply knows lists of tensors, but none with gaps. So it gets those that are there, of x, mask and
-// parameters, and this says which they are.
+// parameters, and this says which they are, a bit for each.
 struct Form {
-  TriangleMask given;
+  int64_t given;
   bool outgoing;
   double eps;
 };
@@ -132,11 +143,12 @@ struct Inputs {
   OptionalTensor mask;
   TriangleParameterList parameters;
 
-  Inputs(at::TensorList tensors, const TriangleMask& given) : x(tensors[0]) {
+  Inputs(at::TensorList tensors, int64_t given) : x(tensors[0]) {
     size_t next = 1;
-    const auto take = [&](bool there) { return there ? OptionalTensor(tensors[next++]) : std::nullopt; };
-    mask = take(given[1]);
-    for (size_t i = 2; i < given.size(); ++i) parameters.push_back(take(given[i]));
+    const auto take = [&](size_t i) { return given >> i & 1 ? OptionalTensor(tensors[next++]) : std::nullopt; };
+    mask = take(1);
+    parameters.reserve(detail::kTriangleParameters);
+    for (size_t i = 2; i < detail::kTriangleGradients; ++i) parameters.push_back(take(i));
   }
 };
 
@@ -161,7 +173,7 @@ struct Update : torch::autograd::Function<Update> {
     variable_list saved = tensors.vec();
     saved.push_back(product);
     ctx->save_for_backward(saved);
-    ctx->saved_data["given"] = c10::List<bool>(form.given);
+    ctx->saved_data["given"] = form.given;
     ctx->saved_data["outgoing"] = form.outgoing;
     ctx->saved_data["eps"] = form.eps;
     ctx->saved_data["adds"] = target.has_value();
@@ -171,11 +183,10 @@ struct Update : torch::autograd::Function<Update> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const detail::DensePathGuard on_path(saved_path(ctx));
-    TriangleMask given, wanted{};
-    const c10::List<bool> saved_given = ctx->saved_data["given"].toBoolList();
-    std::copy(saved_given.begin(), saved_given.end(), given.begin());
+    const int64_t given = ctx->saved_data["given"].toInt();
+    TriangleMask wanted{};
     size_t edges = 0;
-    for (size_t i = 0; i < given.size(); ++i) wanted[i] = given[i] && ctx->needs_input_grad(edges++);
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = given >> i & 1 && ctx->needs_input_grad(edges++);
     const auto [x, mask, parameters] = Inputs(at::TensorList(saved).slice(0, edges), given);
     // That of the update, whose dtype is the parameters'.
     const Tensor grad = grads[0].to(parameters.get(detail::kPA)->scalar_type());
@@ -183,8 +194,8 @@ struct Update : torch::autograd::Function<Update> {
         detail::triangle_update_backward(grad, x, saved.back(), mask, parameters, ctx->saved_data["outgoing"].toBool(),
                                          ctx->saved_data["eps"].toDouble(), wanted);
     variable_list out;
-    for (size_t i = 0; i < given.size(); ++i) {
-      if (given[i]) out.push_back(wanted[i] ? gradients[i] : Tensor());
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (given >> i & 1) out.push_back(wanted[i] ? gradients[i] : Tensor());
     }
     if (wanted[0] && ctx->saved_data["adds"].toBool()) out[0] = out[0] + grads[0];
     out.resize(out.size() + 2);  // of form and target
@@ -202,15 +213,24 @@ Tensor apply(at::TensorList tensors, const Form& form, const OptionalTensor& tar
 }
 #pragma GCC diagnostic pop
 
-Tensor train(const TriangleUpdate& t, const OptionalTensor& target = std::nullopt) {
-  variable_list tensors{t.x};
-  Form form{{true, t.mask.has_value()}, t.outgoing, t.eps};
-  if (t.mask) tensors.push_back(*t.mask);
-  for (size_t i = 0; i < t.parameters.size(); ++i) {
-    form.given[2 + i] = t.parameters[i].has_value();
-    if (t.parameters[i]) tensors.push_back(*t.parameters[i]);
-  }
+Tensor train(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+             double eps, const OptionalTensor& target = std::nullopt) {
+  variable_list tensors;
+  Form form{0, outgoing, eps};
+  const auto give = [&](size_t i, const OptionalTensor& tensor) {
+    if (!tensor) return;
+    form.given |= int64_t{1} << i;
+    tensors.push_back(*tensor);
+  };
+  tensors.reserve(detail::kTriangleGradients);
+  give(0, x);
+  give(1, mask);
+  for (size_t i = 0; i < parameters.size(); ++i) give(2 + i, parameters.get(i));
   return autograd::apply(tensors, form, target);
+}
+
+Tensor train(const TriangleArguments& t, const OptionalTensor& target = std::nullopt) {
+  return autograd::train(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps, target);
 }
 
 // --- the public operators, whose weights are packed
@@ -222,11 +242,11 @@ struct Functional : FunctionalOp<Functional, triangle_multiplicative_update> {
   }
   template <class... Args>
   static Tensor decomposed(const Args&... args) {
-    return WrittenOut(detail::split({args...})).result();
+    return WrittenOut(detail::taken_apart({args...})).result();
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    return autograd::train(detail::split({args...}));
+    return autograd::train(TriangleArguments{args...});
   }
 };
 
@@ -247,7 +267,7 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
   }
   static void in_place(Tensor& x, Args... args) { triangle_multiplicative_update_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
-    return autograd::train(detail::split({x.clone(), args...}), target);
+    return autograd::train(TriangleArguments{x.clone(), args...}, target);
   }
 };
 using InPlace = InPlaceOf<triangle_multiplicative_update>;
@@ -265,13 +285,13 @@ struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
                                                const TriangleParameterList& parameters, bool outgoing, double eps,
                                                bool keep_product) {
     TORCH_CHECK(!keep_product, "_triangle_multiplicative_update: expected keep_product=False under autograd, got True");
-    return without_product(WrittenOut({x, mask, detail::to_array(parameters), outgoing, eps}).result());
+    return without_product(WrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).result());
   }
   static std::tuple<Tensor, Tensor> train(const Tensor& x, const OptionalTensor& mask,
                                           const TriangleParameterList& parameters, bool outgoing, double eps,
                                           bool keep_product) {
     TORCH_CHECK(!keep_product, "_triangle_multiplicative_update: expected keep_product=False under autograd, got True");
-    return without_product(autograd::train({x, mask, detail::to_array(parameters), outgoing, eps}));
+    return without_product(autograd::train(x, mask, parameters, outgoing, eps));
   }
 };
 
@@ -300,7 +320,7 @@ struct Backward : FunctionalOp<Backward, detail::triangle_update_backward> {
   static std::vector<Tensor> decomposed(const Tensor& grad, const Tensor& x, const Tensor&, const OptionalTensor& mask,
                                         const TriangleParameterList& parameters, bool outgoing, double eps,
                                         const TriangleMask& wanted) {
-    return WrittenOut({x, mask, detail::to_array(parameters), outgoing, eps}).gradients(grad, wanted);
+    return WrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).gradients(grad, wanted);
   }
 };
 

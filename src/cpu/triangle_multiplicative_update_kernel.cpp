@@ -133,8 +133,8 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
 std::tuple<Tensor, Tensor> update_cpu(const Tensor& x, const OptionalTensor& mask,
                                       const TriangleParameterList& parameters, bool outgoing, double eps,
                                       bool keep_product) {
-  const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const Layers layers(t);
   Tensor out;
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
@@ -150,8 +150,8 @@ std::tuple<Tensor, Tensor> update_cpu(const Tensor& x, const OptionalTensor& mas
 
 Tensor update_cpu_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                    double eps, bool keep_product) {
-  TriangleUpdate t = detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TriangleUpdate t = detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
   t = detail::read_first(t);
   const Layers layers(t);
   Tensor product;
@@ -288,9 +288,9 @@ void input_backward(const Layers& layers, const Gradients& gradients, const Tria
 std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, const Tensor& product,
                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
                                         bool outgoing, double eps, TriangleMask wanted) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t =
       detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Layers layers(t);
   const Chunks chunks(layers);
   const TriangleGradients gradients(layers, wanted, chunks.count);

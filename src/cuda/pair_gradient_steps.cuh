@@ -96,22 +96,25 @@ class PairGradientSteps {
       offsets_[i] = offset;
       offset += w.size(0) * (w.size(1) + 1);
     }
-    possible_ = case_ && suits(grad, product);
-    if (!possible_) return;
-    moments_ = at::detail::empty_cuda({layout.n(), layout.n(), 2}, layout.options().dtype(at::kFloat));
-    sums_ =
-        at::detail::empty_cuda({detail::batch_size(layout.update().x, 3), offset}, layout.options().dtype(at::kFloat));
+    if (!case_ || !suits(grad, product)) return;
+    sums_of_element_ = offset;
+    const int64_t workspace = (std::max(bytes_out_, bytes_in_) + 15) / 16 * 4;
+    const int64_t sums = (detail::batch_size(layout.update().x, 3) * offset + 3) / 4 * 4;
+    memory_ =
+        at::detail::empty_cuda({workspace + sums + 2 * layout.n() * layout.n()}, layout.options().dtype(at::kFloat));
+    sums_ = memory_.mutable_data_ptr<float>() + workspace;
+    moments_ = sums_ + sums;
   }
 
   /// Whether the kernels are for this call: all of what they make is wanted, and TMA can read and write it.
-  bool possible() const { return possible_; }
+  bool possible() const { return memory_.defined(); }
 
   /// From the cotangent of the update (N, N, c): d(o), in channels like o, and the gate's part of what dz becomes.
   void out(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& o, const at::Tensor& dz,
            const at::Tensor& d_o) {
     const detail::TriangleUpdate& t = layout_.update();
     pair_steps::Step step(t, x);
-    gemm::PairGradientProblem p = problem(step, 0, detail::kPOut, detail::kGOut, dz, moments_);
+    gemm::PairGradientProblem p = problem(step, 0, detail::kPOut, detail::kGOut, dz, /*in_direction=*/false);
     const at::Tensor readable = pair_steps::positions(grad) ? grad : grad.contiguous();
     p.norm_o = step.norm(t, detail::kNormOut, layout_.eps_out());
     p.row_stride = o.stride(1);
@@ -120,7 +123,8 @@ class PairGradientSteps {
     p.d_o = d_o.mutable_data_ptr();
     p.grad = *pair_steps::positions(readable);
     p.first = true;
-    TORCH_INTERNAL_ASSERT(d_o.strides() == o.strides() && gemm::run_chosen<gemm::TriangleOutGradients>(p, *case_, x));
+    TORCH_INTERNAL_ASSERT(d_o.strides() == o.strides());
+    run(*out_, p);
   }
 
   /// From the cotangents of a and b, all in the direction of the update: dx in the place of dz.
@@ -140,7 +144,7 @@ class PairGradientSteps {
   static constexpr std::array<detail::TriangleParameter, 6> kLayers{detail::kPOut, detail::kGOut, detail::kPA,
                                                                     detail::kGA,   detail::kPB,   detail::kGB};
 
-  bool suits(const at::Tensor& grad, const at::Tensor& product) const {
+  bool suits(const at::Tensor& grad, const at::Tensor& product) {
     const detail::TriangleUpdate& t = layout_.update();
     if (!gradients_.wants_z() || gradients_.wants_mask() || grad.scalar_type() != t.dtype() ||
         product.scalar_type() != t.dtype() || !gemm::is_aligned(product.const_data_ptr())) {
@@ -153,35 +157,42 @@ class PairGradientSteps {
       const pair_steps::Step step(t, detail::batch_element(t.x, 3, i));
       gemm::PairGradientProblem p;
       static_cast<gemm::PairProblem&>(p) = step.problem;
-      if (!step.fits || !pair_steps::positions(gradients_.dz(i)) ||
-          !gemm::takes<gemm::TriangleOutGradients>(p, *case_) || !gemm::takes<gemm::TriangleInGradients>(p, *case_)) {
-        return false;
-      }
+      if (!step.fits || !pair_steps::positions(gradients_.dz(i))) return false;
+      if (i > 0) continue;  // which kernels they are depends on sizes alone
+      out_ = gemm::chosen<gemm::TriangleOutGradients>(p, *case_, bytes_out_);
+      in_ = gemm::chosen<gemm::TriangleInGradients>(p, *case_, bytes_in_);
+      if (out_ == nullptr || in_ == nullptr) return false;
     }
     return true;
   }
 
   gemm::PairGradientProblem problem(pair_steps::Step& step, size_t layer, detail::TriangleParameter value,
-                                    detail::TriangleParameter gate, const at::Tensor& dz,
-                                    const at::Tensor& moments) const {
+                                    detail::TriangleParameter gate, const at::Tensor& dz, bool in_direction) const {
     gemm::PairGradientProblem p;
     step.problem.value[0] = step.layer(layout_.update(), value);
     step.problem.gate[0] = step.layer(layout_.update(), gate);
     TORCH_INTERNAL_ASSERT(step.fits);
     static_cast<gemm::PairProblem&>(p) = step.problem;
     p.dz = *pair_steps::positions(dz);
-    p.moments = moments.mutable_data_ptr();
-    p.moments_row_stride = moments.stride(0) / 2;
-    p.moments_stride = moments.stride(1) / 2;
-    p.sums = sums_.mutable_data_ptr<float>() + element_ * sums_.stride(0) + offsets_[layer];
+    const bool transposed = in_direction && !layout_.update().outgoing;
+    p.moments = moments_;
+    p.moments_row_stride = transposed ? 1 : layout_.n();
+    p.moments_stride = transposed ? layout_.n() : 1;
+    p.sums = sums_ + element_ * sums_of_element_ + offsets_[layer];
+    p.workspace = memory_.mutable_data_ptr();
     return p;
+  }
+
+  void run(const gemm::Kernel<gemm::PairGradientProblem>& kernel, const gemm::PairGradientProblem& p) const {
+    const gemm::Status status = kernel.run(p, at::cuda::getCurrentCUDAStream());
+    C10_CUDA_CHECK(status.error);
+    TORCH_INTERNAL_ASSERT(status.done());
   }
 
   void side(const detail::TriangleElement& e, const at::Tensor& grad, size_t layer, detail::TriangleParameter value,
             detail::TriangleParameter gate, double scale, const at::Tensor& dz, bool last) const {
     pair_steps::Step step(layout_.update(), e.x);
-    gemm::PairGradientProblem p =
-        problem(step, layer, value, gate, dz, detail::TriangleElement::in_direction(layout_.update(), moments_));
+    gemm::PairGradientProblem p = problem(step, layer, value, gate, dz, /*in_direction=*/true);
     p.row_stride = grad.stride(1);
     p.channel_stride = grad.stride(0);
     p.channels[0] = const_cast<void*>(grad.const_data_ptr());  // read
@@ -192,7 +203,7 @@ class PairGradientSteps {
       p.mask_row_stride = e.mask.stride(0);
       p.mask_stride = e.mask.stride(1);
     }
-    TORCH_INTERNAL_ASSERT(gemm::run_chosen<gemm::TriangleInGradients>(p, *case_, e.x));
+    run(*in_, p);
   }
 
   template <class T>
@@ -221,9 +232,9 @@ class PairGradientSteps {
       all.norms[norm] = {vector(t.parameters[layer]), vector(t.parameters[layer + 1]), result(layer),
                          result(layer + 1)};
     }
-    all.sums = sums_.const_data_ptr<float>();
-    all.batch = sums_.size(0);
-    all.batch_stride = sums_.stride(0);
+    all.sums = sums_;
+    all.batch = detail::batch_size(t.x, 3);
+    all.batch_stride = sums_of_element_;
     const dim3 blocks((columns + pair_steps::kUnfoldColumns - 1) / pair_steps::kUnfoldColumns, 2);
     pair_steps::unfold_norms_kernel<<<blocks, dim3(pair_steps::kUnfoldColumns, pair_steps::kUnfoldRows), 0,
                                       at::cuda::getCurrentCUDAStream()>>>(all);
@@ -234,9 +245,12 @@ class PairGradientSteps {
   const detail::TriangleGradients& gradients_;
   std::optional<gemm::Case> case_;
   std::array<int64_t, kLayers.size()> offsets_;
-  at::Tensor sums_, moments_;
-  int64_t element_ = 0;
-  bool possible_ = false;
+  const gemm::Kernel<gemm::PairGradientProblem>*out_ = nullptr, *in_ = nullptr;
+  int64_t bytes_out_ = 0, bytes_in_ = 0, sums_of_element_ = 0, element_ = 0;
+  // The kernels' workspace, which one after the other uses; the sums of each element of the batch; and two moments for
+  // each position.
+  at::Tensor memory_;
+  float *sums_ = nullptr, *moments_ = nullptr;
 };
 
 }  // namespace torchops::cuda

@@ -44,7 +44,8 @@ class Layers : public detail::TriangleLayout {
  public:
   explicit Layers(const TriangleUpdate& t) : TriangleLayout(t, kBackend), steps_(t) {
     const auto in_dtype_of_x = [&](const OptionalTensor& parameter) {
-      return parameter ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;
+      const bool cast = parameter && parameter->scalar_type() != t.x.scalar_type();
+      return cast ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;
     };
     norm_weight_ = in_dtype_of_x(t.parameters[detail::kNormIn]);
     norm_bias_ = in_dtype_of_x(t.parameters[detail::kNormIn + 1]);
@@ -146,9 +147,9 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
 std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& mask,
                                        const TriangleParameterList& parameters, bool outgoing, double eps,
                                        bool keep_product) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Layers layers(t);
   Tensor out;
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
@@ -165,9 +166,9 @@ std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& ma
 
 Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                     double eps, bool keep_product) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   TriangleUpdate t = detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   t = detail::read_first(t);
   const Layers layers(t);
   return for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
@@ -264,10 +265,10 @@ void input_backward(const Layers& layers, const TriangleGradients& gradients, co
 std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& product,
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
                                          bool outgoing, double eps, TriangleMask wanted) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t =
       detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
   const c10::cuda::CUDAGuard guard(x.device());
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Layers layers(t);
   const TriangleGradients gradients(layers, wanted);
   const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); };

@@ -88,9 +88,18 @@ class TriangleLayout {
   void for_each_group(const F& f) const {
     const int64_t step = group();
     for (int64_t begin = 0; begin < channels(); begin += step) {
-      f([&](const at::Tensor& all) { return all.narrow(0, begin, std::min(step, channels() - begin)); },
+      f([&](const at::Tensor& all) { return channels_of(all, begin, std::min(step, channels() - begin)); },
         [&](at::Tensor out, const at::Tensor& a, const at::Tensor& b) { backend_.bmm_out(out, a, b); });
     }
+  }
+
+  /// Some of matrices.
+  static at::Tensor channels_of(const at::Tensor& all, int64_t begin, int64_t count) {
+    if (begin == 0 && count == all.size(0)) return all;
+    return strided_view(all, {count, all.size(1), all.size(2)}, all.strides(), begin * all.stride(0));
+  }
+  static at::Tensor matrices_transposed(const at::Tensor& all) {
+    return strided_view(all, {all.size(0), all.size(2), all.size(1)}, {all.stride(0), all.stride(2), all.stride(1)}, 0);
   }
 
  private:
@@ -136,11 +145,17 @@ class RotatingChannels {
   /// The results of all elements.
   at::Tensor product() const {
     const TriangleUpdate& t = layout_.update();
-    return memory_.narrow(0, 0, batch_size(t.x, 3) * layout_.channels()).view_symint(triangle_product_shape(t));
+    const c10::SymDimVector symbolic = triangle_product_shape(t);
+    const at::IntArrayRef shape = C10_AS_INTARRAYREF_SLOW(symbolic);
+    at::DimVector strides(shape.size(), 1);
+    for (size_t i = shape.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * std::max(shape[i], int64_t{1});
+    return strided_view(memory_, shape, strides, 0);
   }
 
  private:
-  at::Tensor from(int64_t first) const { return layout_.matrices(memory_.narrow(0, first, layout_.channels())); }
+  at::Tensor from(int64_t first) const {
+    return layout_.matrices(TriangleLayout::channels_of(memory_, first, layout_.channels()));
+  }
 
   const TriangleLayout& layout_;
   at::Tensor memory_;
@@ -161,7 +176,9 @@ at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, con
       // Gone before finish() makes the result of the first element, which can have its memory.
       const at::Tensor b = layout.empty_matrices();
       make_a_and_b(TriangleElement(t, index), a, b);
-      layout.for_each_group([&](const auto& part, const auto& multiply) { multiply(part(o), part(a), part(b).mT()); });
+      layout.for_each_group([&](const auto& part, const auto& multiply) {
+        multiply(part(o), part(a), layout.matrices_transposed(part(b)));
+      });
     }
     finish(index, o);
   }
@@ -175,6 +192,19 @@ class TriangleGradients {
   TriangleGradients(const TriangleLayout& layout, const TriangleMask& wanted, int64_t chunks = 1)
       : layout_(layout), wanted_(wanted), results_(empty_triangle_gradients(layout.update(), wanted)), sums_(chunks) {
     const TriangleUpdate& t = layout.update();
+    for (size_t i = 0; i < kTriangleParameters; ++i) parts_[i] = results_[2 + i];
+    if (t.packed) {
+      for (const size_t of_a : {size_t{kPA}, kPA + 1, size_t{kGA}, kGA + 1}) {
+        if (!wants(of_a)) continue;
+        const size_t of_b = of_a + kPB - kPA;
+        const at::Tensor both = parts_[of_a];
+        at::DimVector sizes(both.sizes());
+        sizes[0] /= 2;
+        parts_[of_a] = strided_view(both, sizes, both.strides(), 0);
+        parts_[of_b] = strided_view(both, sizes, both.strides(), sizes[0] * both.stride(0));
+        wanted_[2 + of_b] = true;
+      }
+    }
     if (wants_z()) dz_ = wanted[0] ? results_[0] : layout.empty(t.x.sizes(), t.x.options());
     if (wants_mask()) mask_sum_ = at::zeros(t.mask->sizes(), sum_options());
   }
@@ -197,7 +227,7 @@ class TriangleGradients {
     sum.add_(part);
   }
   /// Where the gradient of a parameter goes, for who makes it whole and never calls add().
-  const at::Tensor& result(size_t parameter) const { return results_[2 + parameter]; }
+  const at::Tensor& result(size_t parameter) const { return parts_[parameter]; }
 
   /// Backward, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of
   /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again; da = d(o) @ b and db = d(o).T @
@@ -223,7 +253,7 @@ class TriangleGradients {
       make_a_and_b(element, a, b);
       layout_.for_each_group([&](const auto& part, const auto& multiply) {
         multiply(part(da), part(d_o), part(b));
-        multiply(part(b), part(d_o).mT(), part(a));
+        multiply(part(b), layout_.matrices_transposed(part(d_o)), part(a));
       });
       d_o.reset();
       input(element, da, b, TriangleElement::in_direction(t, dz(index)),
@@ -243,15 +273,16 @@ class TriangleGradients {
       for (const Sums& sums : sums_) {
         if (sums[i].defined()) total = total.defined() ? total.add_(sums[i]) : sums[i];
       }
-      if (total.defined()) results_[2 + i].copy_(total);
+      if (total.defined()) parts_[i].copy_(total);
     }
     if (wants_mask()) results_[1].copy_(mask_sum_);
     return results_;
   }
 
   const TriangleLayout& layout_;
-  const TriangleMask& wanted_;
+  TriangleMask wanted_;  // of a and b apart
   std::vector<at::Tensor> results_;
+  std::array<at::Tensor, kTriangleParameters> parts_;  // the parameters' of them, of a and b apart
   mutable std::vector<Sums> sums_;
   at::Tensor dz_, mask_sum_;
 };

@@ -1,6 +1,8 @@
 #include "ops/triangle_multiplicative_update.h"
 
+#include <ATen/core/dispatch/DispatchKeyExtractor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -154,37 +156,79 @@ void detail::check_triangle(const char* op, const TriangleArguments& t, bool wri
   if (writes) detail::check_writable(op, "x", t.x);
 }
 
-TriangleUpdate detail::split(const TriangleArguments& t) {
-  const c10::SymInt d = t.p_in_weight.sym_size(0) / 2;
-  // One view of both halves, so that the gradient of a packed parameter is one concatenation.
-  const auto halves = [&](const OptionalTensor& packed) -> std::array<OptionalTensor, 2> {
-    if (!packed) return {};
-    const std::vector<Tensor> parts = packed->split_with_sizes_symint({d, d});
-    return {parts[0], parts[1]};
+TriangleParameterList detail::to_list(const TriangleArguments& t) {
+  TriangleParameterList out;
+  out.reserve(kTriangleParameters);
+  const auto layer = [&](const OptionalTensor& weight, const OptionalTensor& bias) {
+    out.push_back(weight);
+    out.push_back(bias);
   };
-  const auto [p_a, p_b] = halves(t.p_in_weight);
-  const auto [p_a_bias, p_b_bias] = halves(t.p_in_bias);
-  const auto [g_a, g_b] = halves(t.g_in_weight);
-  const auto [g_a_bias, g_b_bias] = halves(t.g_in_bias);
-  return {t.x,
-          t.mask,
-          {t.norm_in_weight, t.norm_in_bias, p_a, p_a_bias, p_b, p_b_bias, g_a, g_a_bias, g_b, g_b_bias,
-           t.norm_out_weight, t.norm_out_bias, t.p_out_weight, t.p_out_bias, t.g_out_weight, t.g_out_bias},
-          t.direction == "outgoing",
-          t.eps};
+  layer(t.norm_in_weight, t.norm_in_bias);
+  layer(t.p_in_weight, t.p_in_bias);
+  layer({}, {});
+  layer(t.g_in_weight, t.g_in_bias);
+  layer({}, {});
+  layer(t.norm_out_weight, t.norm_out_bias);
+  layer(t.p_out_weight, t.p_out_bias);
+  layer(t.g_out_weight, t.g_out_bias);
+  return out;
 }
 
-TriangleParameters detail::to_array(const TriangleParameterList& parameters) {
+namespace {
+
+// Whether a call of an operator on it would be the backend's kernel at once: nothing above records or replaces it.
+bool is_below_all(const Tensor& t) {
+  const auto keys = c10::impl::computeDispatchKeySet(t.key_set(), c10::DispatchKeySet(c10::DispatchKeySet::FULL));
+  const c10::DispatchKey key = keys.highestPriorityTypeId();
+  return key == c10::DispatchKey::CPU || key == c10::DispatchKey::CUDA;
+}
+
+bool is_packed(const TriangleParameters& parameters) { return !parameters[detail::kPB] && !parameters[detail::kGB]; }
+
+void take_apart(TriangleUpdate& t) {
+  t.packed = is_packed(t.parameters);
+  if (!t.packed) return;
+  for (const size_t first : {size_t{detail::kPA}, detail::kPA + 1, size_t{detail::kGA}, detail::kGA + 1}) {
+    OptionalTensor &a = t.parameters[first], &b = t.parameters[first + detail::kPB - detail::kPA];
+    if (!a) continue;
+    if (is_below_all(*a)) {
+      at::DimVector sizes(a->sizes());
+      sizes[0] /= 2;
+      b = detail::strided_view(*a, sizes, a->strides(), sizes[0] * a->stride(0));
+      a = detail::strided_view(*a, sizes, a->strides(), 0);
+    } else {
+      // One view of both halves, so that the gradient of a packed parameter is one concatenation.
+      const c10::SymInt d = a->sym_size(0) / 2;
+      const std::vector<Tensor> parts = a->split_with_sizes_symint({d, d});
+      a = parts[0];
+      b = parts[1];
+    }
+  }
+}
+
+TriangleParameters to_array(const TriangleParameterList& parameters) {
   TriangleParameters out;
   for (size_t i = 0; i < std::min(out.size(), parameters.size()); ++i) out[i] = parameters.get(i);
   return out;
 }
 
-TriangleParameterList detail::to_list(const TriangleParameters& parameters) {
-  TriangleParameterList out;
-  out.reserve(parameters.size());
-  for (const OptionalTensor& parameter : parameters) out.push_back(parameter);
-  return out;
+}  // namespace
+
+Tensor detail::strided_view(const Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  offset += t.storage_offset();
+  return is_below_all(t) ? at::native::as_strided_tensorimpl(t, sizes, strides, offset)
+                         : t.as_strided(sizes, strides, offset);
+}
+
+TriangleUpdate detail::taken_apart(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                   bool outgoing, double eps) {
+  TriangleUpdate t{x, mask, to_array(parameters), outgoing, eps, false};
+  take_apart(t);
+  return t;
+}
+
+TriangleUpdate detail::taken_apart(const TriangleArguments& t) {
+  return taken_apart(t.x, t.mask, to_list(t), t.direction == "outgoing", t.eps);
 }
 
 namespace {
@@ -193,19 +237,28 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
                        const TriangleParameterList& parameters, bool outgoing, double eps) {
   TORCH_CHECK(parameters.size() == detail::kTriangleParameters, op, ": expected ", detail::kTriangleParameters,
               " parameters, got ", parameters.size());
-  TriangleUpdate t{x, mask, detail::to_array(parameters), outgoing, eps};
+  TriangleUpdate t{x, mask, to_array(parameters), outgoing, eps, false};
+  const bool packed = is_packed(t.parameters);
   for (const auto layer : {detail::kPA, detail::kPB, detail::kGA, detail::kGB, detail::kPOut, detail::kGOut}) {
+    if (packed && (layer == detail::kPB || layer == detail::kGB)) continue;
     TORCH_CHECK(t.parameters[layer], op, ": expected a weight as parameters[", static_cast<size_t>(layer),
                 "], got none");
   }
   const Tensor& w = t.weight(detail::kPA);
   check_pair(op, x, mask, "a_p_weight", w);
   const c10::SymInt c = x.sym_size(-1);
-  TORCH_CHECK(w.dim() == 2, op, ": expected a_p_weight of shape (d, c) to match x, got ",
+  const char* const shape = packed ? "(2d, c)" : "(d, c)";
+  TORCH_CHECK(w.dim() == 2, op, ": expected a_p_weight of shape ", shape, " to match x, got ",
               detail::to_string(w.sym_sizes()));
-  TORCH_SYM_CHECK(w.sym_size(1).sym_eq(c), op, ": expected a_p_weight of shape (d, c) to match x, got ",
+  TORCH_SYM_CHECK(w.sym_size(1).sym_eq(c), op, ": expected a_p_weight of shape ", shape, " to match x, got ",
                   detail::to_string(w.sym_sizes()));
-  const c10::SymInt d = w.sym_size(0);
+  const c10::SymInt rows = w.sym_size(0), d = packed ? rows / 2 : rows;
+  if (packed) {
+    TORCH_SYM_CHECK((d * 2).sym_eq(rows), op, ": expected a_p_weight of shape (2d, c) to match x, got ",
+                    detail::to_string(w.sym_sizes()));
+    TORCH_CHECK(!t.parameters[detail::kPB + 1] && !t.parameters[detail::kGB + 1], op,
+                ": expected no bias of b beside packed weights, got one");
+  }
   const auto check = [&](const std::string& name, size_t index, const char* reason, c10::SymIntArrayRef shape) {
     check_parameter(op, name, t.parameters[index], reason, shape, "a_p_weight", w);
   };
@@ -213,11 +266,12 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
   check("norm_in_bias", detail::kNormIn + 1, "x", {c});
   const std::array<std::string, 4> names{"a_p", "b_p", "a_g", "b_g"};
   for (size_t i = 0; i < names.size(); ++i) {
-    check(names[i] + "_weight", detail::kPA + 2 * i, "a_p_weight", {d, c});
-    check(names[i] + "_bias", detail::kPA + 2 * i + 1, "a_p_weight", {d});
+    check(names[i] + "_weight", detail::kPA + 2 * i, "a_p_weight", {rows, c});
+    check(names[i] + "_bias", detail::kPA + 2 * i + 1, "a_p_weight", {rows});
   }
   check_output(op, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.weight(detail::kPOut),
                t.bias(detail::kPOut), t.weight(detail::kGOut), t.bias(detail::kGOut), c, d, "a_p_weight", w);
+  take_apart(t);
   return t;
 }
 
@@ -249,7 +303,7 @@ TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, cons
   TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), op,
               ": expected wanted without the gradient of a mask that is none or bool, got it");
   for (size_t i = 0; i < kTriangleParameters; ++i) {
-    TORCH_CHECK(!wanted[2 + i] || t.parameters[i], op, ": expected wanted without the gradient of parameters[", i,
+    TORCH_CHECK(!wanted[2 + i] || parameters.get(i), op, ": expected wanted without the gradient of parameters[", i,
                 "], which is none, got it");
   }
   return t;
@@ -270,7 +324,13 @@ std::vector<Tensor> detail::empty_triangle_gradients(const TriangleUpdate& t, co
   };
   gradients.push_back(like(wanted[1], t.mask, t.weight(kPA)));
   for (size_t i = 0; i < kTriangleParameters; ++i) {
-    gradients.push_back(like(wanted[2 + i], t.parameters[i], t.weight(kPA)));
+    if (t.packed && t.parameters[i] && (i / 2 * 2 == kPA || i / 2 * 2 == kGA)) {
+      c10::SymDimVector shape(t.parameters[i]->sym_sizes());
+      shape[0] = shape[0] * 2;
+      gradients.push_back(empty_if(wanted[2 + i], shape, t.weight(kPA)));
+    } else {
+      gradients.push_back(like(wanted[2 + i], t.parameters[i], t.weight(kPA)));
+    }
   }
   return gradients;
 }
@@ -285,13 +345,14 @@ int64_t detail::batch_size(const Tensor& t, int64_t trailing_dims) {
 }
 
 Tensor detail::batch_element(const Tensor& t, int64_t trailing_dims, int64_t index) {
-  Tensor element = t;
-  for (int64_t of_batch = t.dim() - trailing_dims; of_batch > 0; --of_batch) {
-    const int64_t size = element.size(of_batch - 1);
-    element = element.select(of_batch - 1, index % size);
-    index /= size;
+  const int64_t batch_dims = t.dim() - trailing_dims;
+  if (batch_dims == 0) return t;
+  int64_t offset = 0;
+  for (int64_t dim = batch_dims - 1; dim >= 0; --dim) {
+    offset += index % t.size(dim) * t.stride(dim);
+    index /= t.size(dim);
   }
-  return element;
+  return strided_view(t, t.sizes().slice(batch_dims), t.strides().slice(batch_dims), offset);
 }
 
 namespace {
@@ -305,14 +366,14 @@ struct Public<function> {
   static Tensor update(const Tensor& x, Args... args) {
     const TriangleArguments arguments{x, args...};
     detail::check_triangle("triangle_multiplicative_update", arguments, false);
-    const TriangleUpdate t = detail::split(arguments);
-    return std::get<0>(detail::triangle_update(x, t.mask, detail::to_list(t.parameters), t.outgoing, t.eps, false));
+    return std::get<0>(detail::triangle_update(x, arguments.mask, detail::to_list(arguments),
+                                               arguments.direction == "outgoing", arguments.eps, false));
   }
   static void update_(Tensor& x, Args... args) {
     const TriangleArguments arguments{x, args...};
     detail::check_triangle("triangle_multiplicative_update_", arguments, true);
-    const TriangleUpdate t = detail::split(arguments);
-    detail::triangle_update_(x, t.mask, detail::to_list(t.parameters), t.outgoing, t.eps, false);
+    detail::triangle_update_(x, arguments.mask, detail::to_list(arguments), arguments.direction == "outgoing",
+                             arguments.eps, false);
   }
   static Tensor meta(const Tensor& x, Args... args) {
     const TriangleArguments arguments{x, args...};

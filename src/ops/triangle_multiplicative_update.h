@@ -52,7 +52,9 @@ namespace detail {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-/// The parameters of a triangle update, those of a and b apart. A weight and its bias are neighbours.
+/// The parameters of a triangle update, those of a and b apart. A weight and its bias are neighbours. A list of them
+/// may have p and g packed instead, as the public operators do, first the rows of a: in the places of a, and none in
+/// those of b.
 enum TriangleParameter : size_t {
   kNormIn = 0,
   kPA = 2,
@@ -80,13 +82,14 @@ inline bool wants_a_and_b(const TriangleMask& wanted) {
   return any;
 }
 
-/// The arguments that every form of the operator shares, once they have been checked.
+/// The arguments that every form of the operator shares: parameters of a and b apart, whether or not they came packed.
 struct TriangleUpdate {
   at::Tensor x;
   OptionalTensor mask;
   TriangleParameters parameters;
   bool outgoing;
   double eps;
+  bool packed;
 
   const at::Tensor& weight(TriangleParameter layer) const { return *parameters[layer]; }
   const OptionalTensor& bias(TriangleParameter layer) const { return parameters[layer + 1]; }
@@ -113,23 +116,25 @@ struct TriangleArguments {
 /// Raises unless they fit, and, where `writes`, x can be overwritten.
 void check_triangle(const char* op, const TriangleArguments& arguments, bool writes);
 
-/// Checked arguments with the packed weights taken apart: views, differentiable where autograd is on.
-TriangleUpdate split(const TriangleArguments& arguments);
+/// The parameters, packed.
+TriangleParameterList to_list(const TriangleArguments& arguments);
 
-TriangleParameters to_array(const TriangleParameterList& parameters);
-TriangleParameterList to_list(const TriangleParameters& parameters);
+/// Checked arguments with packed parameters taken apart: views, differentiable where autograd is on.
+TriangleUpdate taken_apart(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                           bool outgoing, double eps);
+TriangleUpdate taken_apart(const TriangleArguments& arguments);
 
-/// The operators beneath, which take weights of a and b that lie anywhere. Each returns the product o too, which the
-/// gradients read, as a contiguous (*batch, d, padded, padded) of padded_size(N), of which only the N rows and columns
-/// are read; or, without keep_product, a tensor of no elements.
+/// The operators beneath, which take packed weights, or those of a and b that lie anywhere. Each returns the product o
+/// too, which the gradients read, as a contiguous (*batch, d, padded, padded) of padded_size(N), of which only the N
+/// rows and columns are read; or, without keep_product, a tensor of no elements.
 std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
                                                    bool keep_product);
 at::Tensor triangle_update_(at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                             bool outgoing, double eps, bool keep_product);
 
-/// The gradients where `wanted` asks for them, and empty tensors elsewhere. Everything but the product is computed
-/// again.
+/// The gradients where `wanted` asks for them, packed as the parameters are, and empty tensors elsewhere. Everything
+/// but the product is computed again.
 std::vector<at::Tensor> triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& product,
                                                  const OptionalTensor& mask, const TriangleParameterList& parameters,
                                                  bool outgoing, double eps, TriangleMask wanted);
@@ -164,6 +169,10 @@ Int padded_size(const Int& n, at::ScalarType dtype) {
 /// by which products of numbers of random signs grow. The layer norm of o is the same, with eps times its square.
 /// 1 in all other types.
 double triangle_scale(int64_t n, at::ScalarType dtype);
+
+/// The view of these sizes and strides. For kernels, where no operator but the backend's is in question, without a call
+/// through the dispatcher, of which a step of training has dozens.
+at::Tensor strided_view(const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset);
 
 /// x (*batch, N, N, c), mask or result as the i-th of its batch elements, (N, N, ...).
 at::Tensor batch_element(const at::Tensor& t, int64_t trailing_dims, int64_t index);

@@ -37,14 +37,15 @@ bool has_kernel(const Case& c) {
   });
 }
 
-/// Whether run_chosen() would find a kernel for it.
+/// The kernel that run_chosen() would run, and how much workspace it wants; null if there is none.
 template <class Operation>
-bool takes(const typename Operation::Problem& problem, const Case& c) {
-  return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
+const Kernel<typename Operation::Problem>* chosen(const typename Operation::Problem& problem, const Case& c,
+                                                  int64_t& workspace_bytes) {
+  for (const auto& rule : rules<Operation>()) {
     const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
-    int64_t workspace_bytes = 0;
-    return kernel != nullptr && kernel->prepare(problem, workspace_bytes).done();
-  });
+    if (kernel != nullptr && kernel->prepare(problem, workspace_bytes).done()) return kernel;
+  }
+  return nullptr;
 }
 
 /// Runs the first kernel that the rules of the operation name, this build has and the problem fits, on the current
@@ -58,8 +59,11 @@ bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Te
     int64_t workspace_bytes = 0;
     Status status = kernel->prepare(problem, workspace_bytes);
     if (status.done()) {
-      const at::Tensor workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
-      problem.workspace = workspace_bytes > 0 ? workspace.mutable_data_ptr() : nullptr;
+      at::Tensor workspace;
+      if (workspace_bytes > 0) {
+        workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
+        problem.workspace = workspace.mutable_data_ptr();
+      }
       status = kernel->run(problem, stream);
     }
     if (status.kind == Status::kNotForMe) continue;

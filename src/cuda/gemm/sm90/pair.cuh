@@ -3,6 +3,10 @@
 // What the two steps of a triangle update share: tiles of a matrix of positions by TMA, and layer norms of tiles in
 // shared memory.
 
+// clang-format off: before what it changes
+#include "cuda/gemm/sm90/driver.cuh"
+// clang-format on
+
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
