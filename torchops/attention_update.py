@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -254,6 +255,11 @@ def _weights(parameters: _Parameters, heads: int, eps: float, overwritten: Tenso
     return panels.Weights(*made, heads, eps, torch.cat(made[3:6]))
 
 
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _flat(t: Tensor, trailing: int) -> Tensor:
     """With one batch dimension; a view, where strides allow it."""
     return t.reshape(math.prod(t.shape[:-trailing]), *t.shape[-trailing:])
@@ -287,7 +293,8 @@ def _update(
     out = torch.empty(x.shape, dtype=w.q.dtype, device=x.device)
     if out.numel():
         target, steps = _flat(out, 3), _steps(x, w.q, heads)
-        panels.forward(_flat(x, 3), _rows_of(mask, ending), w, ending, target, False, kept, steps)
+        with _on(x.device):
+            panels.forward(_flat(x, 3), _rows_of(mask, ending), w, ending, target, False, kept, steps)
     return out
 
 
@@ -312,7 +319,8 @@ def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: b
         for i, each in enumerate(x):
             _overwrite(each, None if part is None else part[i], w, ending)
     else:
-        panels.forward(flat, kept_keys, w, ending, flat, True, None, _steps(x, w.q, w.heads))
+        with _on(x.device):
+            panels.forward(flat, kept_keys, w, ending, flat, True, None, _steps(x, w.q, w.heads))
 
 
 def _kept_kernel(
@@ -351,10 +359,11 @@ def _backward_kernel(
         made = {name: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for name, t in inputs.items() if t is not None}
     elif any(asked.values()):
         w = _weights(parameters, heads, eps)
-        made = panels.backward(
-            _flat(grad, 3), _flat(x, 3), _rows_of(mask, ending), w, ending, product.contiguous(),
-            logsumexp.contiguous(), asked, _steps(x, w.q, heads),
-        )  # fmt: skip
+        with _on(x.device):
+            made = panels.backward(
+                _flat(grad, 3), _flat(x, 3), _rows_of(mask, ending), w, ending, product.contiguous(),
+                logsumexp.contiguous(), asked, _steps(x, w.q, heads),
+            )  # fmt: skip
     return [
         made[name].view(t.shape) if t is not None and asked[name] else x.new_empty(0) for name, t in inputs.items()
     ]

@@ -8,6 +8,13 @@ from torchops.nn.replace import Replacements, replace
 from torchops.nn.triangle_attention import TriangleAttention
 
 __all__ = [
-    *("GLU", "Dense", "Gate", "PairLayer", "Replacements", "Transition", "TriangleAttention"),
-    *("TriangleMultiplicativeUpdate", "replace"),
+    "GLU",
+    "Dense",
+    "Gate",
+    "PairLayer",
+    "Replacements",
+    "Transition",
+    "TriangleAttention",
+    "TriangleMultiplicativeUpdate",
+    "replace",
 ]
