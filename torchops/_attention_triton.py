@@ -27,7 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["MAX_HEAD_DIM", "backward", "forward"]
+__all__ = [
+    *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "on", "padded_bias"),
+    "padded_width",
+]
 
 MAX_HEAD_DIM = 128
 
@@ -378,27 +381,29 @@ def _laid_out_like(made: Tensor | None, t: Tensor) -> Tensor | None:
     return made if made is None or _readable(t) is t else torch.empty_like(t).copy_(made)
 
 
-def _padded_bias(bias: Tensor) -> Tensor:
-    """(batch, heads, n, n), in rows that end at a multiple of `_PADDING`, which hold -inf beyond n."""
+def padded_bias(bias: Tensor) -> Tensor:
+    """The bias as (batch, heads, n, n), in rows that end at a multiple of `_PADDING`, which hold -inf beyond n."""
     bias = bias.squeeze(1)
     n = bias.shape[-1]
     aligned = bias.stride(-1) == 1 and all(s % 16 == 0 for s in bias.stride()[:-1]) and bias.data_ptr() % 16 == 0
     if n % _PADDING == 0 and aligned:
         return bias
-    width = _blocks(n, _PADDING) * _PADDING
-    padded = bias.new_empty(*bias.shape[:-1], width)
+    padded = bias.new_empty(*bias.shape[:-1], padded_width(n))
     padded[..., n:].fill_(float("-inf"))
     padded[..., :n].copy_(bias)
     return padded
+
+
+def padded_width(n: int) -> int:
+    return _blocks(n, _PADDING) * _PADDING
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
     return t.stride()[:4]
 
 
-def _added(mask: Tensor | None, width: int, unused: Tensor) -> Tensor:
-    if mask is None:
-        return unused
+def added_by(mask: Tensor, width: int) -> Tensor:
+    """What a mask, (batch, rows, 1, 1, n), adds to scores, (batch, rows, width) in float32."""
     batch, rows, _, _, n = mask.shape
     added = mask.new_empty((batch, rows, width), dtype=torch.float32)
     strides = mask.stride(0), mask.stride(1), mask.stride(4)
@@ -406,28 +411,36 @@ def _added(mask: Tensor | None, width: int, unused: Tensor) -> Tensor:
     return added
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     """Launches go to the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The result, of strides like q's, and the logarithms of sums, (batch, rows, heads, n)."""
-    batch, rows, heads, n, d = q.shape
+    batch, rows, heads, n, _ = q.shape
     given_q = q
     q, k, v = _readable(q), _readable(k), _readable(v)
     out = torch.empty_like(q)
     lse = q.new_empty((batch, rows, heads, n), dtype=torch.float32)
-    bias = _padded_bias(bias)
-    width = bias.shape[-1]
-    options = _options("forward", d, q.dtype, mask is not None, torch.backends.cuda.matmul.allow_tf32)
-    with _on(q.device):
-        _forward[(_blocks(n, options["BLOCK_J"]), rows, batch * heads)](
-            q, k, v, bias, _added(mask, width, lse), out, lse,
-            _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
-            rows, n, heads, scale, width, **options,
-        )  # fmt: skip
+    bias = padded_bias(bias)
+    with on(q.device):
+        attend(q, k, v, bias, None if mask is None else added_by(mask, bias.shape[-1]), scale, out, lse)
     return cast(Tensor, _laid_out_like(out, given_q)), lse
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, added: Tensor | None, scale: float, out: Tensor, lse: Tensor
+) -> None:
+    """The forward pass with everything prepared: a bias as `padded_bias` makes it, a mask as `added_by` does, features
+    that are contiguous, and the device of the tensors the current one."""
+    batch, rows, heads, n, d = q.shape
+    options = _options("forward", d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32)
+    _forward[(_blocks(n, options["BLOCK_J"]), rows, batch * heads)](
+        q, k, v, bias, lse if added is None else added, out, lse,
+        _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
+        rows, n, heads, scale, bias.shape[-1], **options,
+    )  # fmt: skip
 
 
 def backward(
@@ -443,14 +456,34 @@ def backward(
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and bias that are wanted; the first three of strides like theirs."""
-    batch, rows, heads, n, d = q.shape
-    dbias = None
-    bias_dtype = bias.dtype
     given = q, k, v
     grad, q, k, v, out = map(_readable, (grad, q, k, v, out))
-    bias = _padded_bias(bias)
+    padded = padded_bias(bias)
     # Like what is read: gradients are written in rows, too.
     dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
+    with on(q.device):
+        added = None if mask is None else added_by(mask, padded.shape[-1])
+        dbias = attend_backward(grad, q, k, v, padded, added, out, lse, scale, (dq, dk, dv), wanted[3])
+    dq, dk, dv = map(_laid_out_like, (dq, dk, dv), given)
+    return dq, dk, dv, None if dbias is None else dbias.to(bias.dtype).unsqueeze(1)
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    added: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    into: tuple[Tensor | None, Tensor | None, Tensor | None],
+    wants_bias: bool,
+) -> Tensor | None:
+    """The backward pass with everything prepared, as for `attend`: gradients of q, k and v go to `into`, where there is
+    a tensor; that of the bias, where it is wanted, (batch, heads, n, n), may be float32."""
+    batch, rows, heads, n, d = q.shape
     width = bias.shape[-1]
     log_sums, delta = q.new_empty((2, batch, rows, heads, width), dtype=torch.float32)
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
@@ -458,38 +491,37 @@ def backward(
     tf32 = torch.backends.cuda.matmul.allow_tf32
 
     def options(kernel: str) -> dict[str, Any]:
-        return _options(kernel, d, q.dtype, mask is not None, tf32)
+        return _options(kernel, d, q.dtype, added is not None, tf32)
 
-    with _on(q.device):
-        inputs = grad, q, k, v, bias, _added(mask, width, lse), log_sums, delta
-        _prepare[(width // 64, rows, batch * heads)](
-            grad, out, lse, log_sums, delta, strides[0], _strides(out), rows, n, heads, width,
-            D=d, PADDED_D=_padded(d), BLOCK_J=64,
+    inputs = grad, q, k, v, bias, lse if added is None else added, log_sums, delta
+    _prepare[(width // 64, rows, batch * heads)](
+        grad, out, lse, log_sums, delta, strides[0], _strides(out), rows, n, heads, width,
+        D=d, PADDED_D=_padded(d), BLOCK_J=64,
+    )  # fmt: skip
+    dq, dk, dv = into
+    if dq is not None:
+        how = options("q")
+        _backward_q[(_blocks(n, how["BLOCK_J"]), rows, batch * heads)](
+            *inputs, dq, *strides, _strides(dq), *numbers, **how
+        )
+    if dk is not None or dv is not None:
+        how = options("kv")
+        either = k if dk is None else dk, v if dv is None else dv
+        _backward_kv[(_blocks(n, how["BLOCK_K"]), rows, batch * heads)](
+            *inputs, *either, *strides, *map(_strides, either), *numbers,
+            WANT_K=dk is not None, WANT_V=dv is not None, **how,
         )  # fmt: skip
-        if dq is not None:
-            how = options("q")
-            _backward_q[(_blocks(n, how["BLOCK_J"]), rows, batch * heads)](
-                *inputs, dq, *strides, _strides(dq), *numbers, **how
-            )
-        if dk is not None or dv is not None:
-            how = options("kv")
-            either = k if dk is None else dk, v if dv is None else dv
-            _backward_kv[(_blocks(n, how["BLOCK_K"]), rows, batch * heads)](
-                *inputs, *either, *strides, *map(_strides, either), *numbers,
-                WANT_K=dk is not None, WANT_V=dv is not None, **how,
-            )  # fmt: skip
-        if wanted[3]:
-            how = options("bias")
-            tiles = _blocks(n, how["BLOCK_J"]) * _blocks(n, how["BLOCK_K"])
-            parts = _parts(tiles * batch * heads, rows, 4 * batch * heads * n * n, q.device)
-            share = _blocks(rows, parts)
-            parts = _blocks(rows, share)
-            dtype = bias_dtype if parts == 1 else torch.float32
-            dbias = q.new_empty((parts, batch, heads, n, n), dtype=dtype)
-            _backward_bias[(tiles, parts, batch * heads)](*inputs, dbias, *strides, *numbers, share, **how)
-            dbias = (dbias[0] if parts == 1 else dbias.sum(0).to(bias_dtype)).unsqueeze(1)
-    dq, dk, dv = map(_laid_out_like, (dq, dk, dv), given)
-    return dq, dk, dv, dbias
+    if not wants_bias:
+        return None
+    how = options("bias")
+    tiles = _blocks(n, how["BLOCK_J"]) * _blocks(n, how["BLOCK_K"])
+    parts = _parts(tiles * batch * heads, rows, 4 * batch * heads * n * n, q.device)
+    share = _blocks(rows, parts)
+    parts = _blocks(rows, share)
+    dtype = bias.dtype if parts == 1 else torch.float32
+    dbias = q.new_empty((parts, batch, heads, n, n), dtype=dtype)
+    _backward_bias[(tiles, parts, batch * heads)](*inputs, dbias, *strides, *numbers, share, **how)
+    return dbias[0] if parts == 1 else dbias.sum(0)
 
 
 def _parts(programs: int, rows: int, nbytes: int, device: torch.device) -> int:

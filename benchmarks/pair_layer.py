@@ -1,0 +1,180 @@
+"""The pair layer beside PyTorch's own operators as papers write them: `python -m benchmarks.pair_layer`.
+
+Times are device time between two events, medians of rounds in which all ways take turns. Memory is what a call
+allocates beside its inputs, results and gradients included, on CUDA, in pair tensors of N * N * c elements of the
+compute dtype. `--parts` measures the parts of the layer as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from examples.models import pair_layer as written
+from torch import Tensor, nn
+
+import torchops
+
+from . import machine
+
+C = 128
+FORWARD, TRAINING = "forward", "forward + backward"
+
+
+def parameters_(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Random ones, so that no update is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(values / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1 + 0.1 * values)
+    return module
+
+
+class Case:
+    """Calls of one N, task and precision; `bf16-mixed` is a float32 x under autocast."""
+
+    def __init__(self, n: int, task: str, precision: str, device: torch.device) -> None:
+        self.n, self.task, self.precision, self.device = n, task, precision, device
+        self.mixed = precision == "bf16-mixed"
+        stored = torch.float32 if self.mixed else getattr(torch, precision)
+        self.compute = torch.bfloat16 if self.mixed else stored
+        self.x = torch.randn(1, n, n, C, device=device).to(stored)
+        self.grad = torch.randn_like(self.x) if task == TRAINING else None
+        self.mask = (torch.rand(1, n, n, device=device) > 0.1).to(stored)
+        plain = parameters_(written.PairLayer(C)).to(device, stored)
+        self.plain = plain
+        self.ours = torchops.nn.PairLayer(C, dropout=0).to(device, stored)
+        self.ours.load_state_dict(plain.state_dict())
+        self.checkpointed = copy.copy(self.ours)
+        self.checkpointed.checkpoint = True
+
+    def call(self, way: Callable[..., Tensor], module: nn.Module, in_place: bool) -> None:
+        """`way` computes `module`."""
+        with torch.autocast(self.device.type, self.compute, enabled=self.mixed):
+            if self.grad is None:
+                with torch.no_grad():
+                    way(self.x, self.mask, inplace=True) if in_place else way(self.x, self.mask)
+                return
+            x = self.x.detach().requires_grad_()
+            out = way(x, self.mask)
+        torch.autograd.grad(out, [x, *module.parameters()], self.grad.to(out.dtype))
+
+    def pair_bytes(self) -> int:
+        return self.n * self.n * C * self.compute.itemsize
+
+    def ways(self, eager: bool, compiled: bool) -> dict[str, Callable[[], None]]:
+        ways = {"torchops": lambda: self.call(self.ours, self.ours, True)}
+        if self.task == TRAINING:
+            ways["torchops, checkpointed"] = lambda: self.call(self.checkpointed, self.ours, False)
+        if eager:
+            ways["eager"] = lambda: self.call(self.plain, self.plain, False)
+        if compiled:
+            graph = torch.compile(self.plain, dynamic=False)
+            ways["torch.compile"] = lambda: self.call(graph, self.plain, False)
+        return ways
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        def part(name: str, module: Any) -> Callable[[], None]:
+            if name == "transition_z":
+                return lambda: self.call(lambda x, mask, **how: module(x, **how), module, True)
+            return lambda: self.call(module, module, True)
+
+        return {name: part(name, module) for name, module in self.ours.named_children()}
+
+
+def sample(call: Callable[[], None], device: torch.device) -> tuple[float, int]:
+    """Microseconds, and bytes beside what was there."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6, 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    call()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) * 1e3, torch.cuda.max_memory_allocated() - before
+
+
+def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    peaks: dict[str, int] = {}
+    errors: dict[str, str] = {}
+    for done in range(rounds + 2):
+        for name, call in ways.items():
+            if name in errors:
+                continue
+            try:
+                microseconds, peaks[name] = sample(call, case.device)
+            except torch.cuda.OutOfMemoryError as error:
+                errors[name] = str(error).split(". ")[0]
+                torch.cuda.empty_cache()
+                continue
+            if done >= 2:
+                times[name].append(microseconds)
+    return {
+        "n": case.n,
+        "task": case.task,
+        "precision": case.precision,
+        "microseconds": {name: statistics.median(values) for name, values in times.items() if values},
+        "pair tensors": {name: peak / case.pair_bytes() for name, peak in peaks.items() if name not in errors},
+        "errors": errors,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="N, by comma")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=[FORWARD, TRAINING])
+    parser.add_argument("--precisions", type=lambda text: text.split(","), help="bfloat16, bf16-mixed, float32, ...")
+    parser.add_argument("--eager", type=lambda text: [int(n) for n in text.split(",") if n], help="N of PyTorch's own")
+    parser.add_argument("--compile", type=lambda text: [int(n) for n in text.split(",") if n], default=[])
+    parser.add_argument("--parts", action="store_true", help="the parts of our layer, too")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    options = parser.parse_args(argv)
+    device = torch.device(options.device)
+    cuda = device.type == "cuda"
+    sizes = options.sizes or ([384, 768, 769, 1024, 2048] if cuda else [64, 128])
+    eager = options.eager if options.eager is not None else [n for n in sizes if n <= 768 and n % 2 == 0]
+    results = []
+    for precision in options.precisions or (["bfloat16", "bf16-mixed"] if cuda else ["float32"]):
+        for n in sizes:
+            for task in options.tasks:
+                if task == TRAINING and cuda and n > 1024:
+                    continue
+                case = Case(n, task, precision, device)
+                ways = case.ways(n in eager, n in options.compile)
+                if options.parts:
+                    ways |= case.parts()
+                results.append(measure(case, ways, options.rounds))
+                result = results[-1]
+                memory = result["pair tensors"]
+                print(f"N = {n}, {task}, {precision}")
+                for name, us in result["microseconds"].items():
+                    print(f"    {name:28} {us / 1e3:9.3f} ms" + f"  {memory[name]:6.2f} pair tensors" * cuda, flush=True)
+                for name, error in result["errors"].items():
+                    print(f"    {name:28} {error}")
+                del case, ways
+                if cuda:
+                    torch.cuda.empty_cache()
+    if options.json:
+        document = {"machine": machine.describe(device), "torchops": torchops.__version__, "results": results}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

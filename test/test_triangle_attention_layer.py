@@ -1,0 +1,449 @@
+"""torchops.nn.TriangleAttention beside the formula of the papers, and the operators beneath it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_all_close, random_like
+from test_memory import growth
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchops
+from torchops import _attention_update_panels as panels
+from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
+from torchops.nn import TriangleAttention
+
+OPS = torch.ops.myops
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
+NODES: tuple[Node, Node] = ("starting", "ending")
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def reference(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> Tensor:
+    """As papers write it. The exponential of -1000 is 0, also in float64, and the number so small that a row without
+    keys has the result which it has without a mask."""
+    if node == "ending":
+        x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
+    z = layer_norm(x, x.shape[-1:], w.norm_weight, w.norm_bias, w.eps)
+    q, k, v = (linear(z, t).unflatten(-1, (w.heads, -1)).transpose(-3, -2) for t in (w.q, w.k, w.v))
+    s = q @ k.mT * q.shape[-1] ** -0.5 + linear(z, w.bias_weight).movedim(-1, -3).unsqueeze(-4)
+    if mask is not None:
+        s = s - 1e3 * (mask == 0)[..., None, None, :]
+    o = (s.softmax(-1) @ v).transpose(-3, -2).flatten(-2)
+    if w.gate is not None:
+        o = o * linear(z, w.gate, w.gate_bias).sigmoid()
+    out = linear(o, w.out, w.out_bias)
+    return out.transpose(-2, -3) if node == "ending" else out
+
+
+def weights(
+    c: int = 12, heads: int = 3, d: int = 5, *, gate: bool = True, biases: bool = True, dtype: Any = torch.float64,
+    device: str = "cpu",
+) -> AttentionWeights:  # fmt: skip
+    seed = itertools.count()
+
+    def random(*shape: int) -> Tensor:
+        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.3
+        return (random_like(torch.empty(shape, dtype=torch.float64), next(seed)) * scale).to(dtype).to(device)
+
+    width = heads * d
+    return AttentionWeights(
+        norm_weight=random(c) + 1,
+        norm_bias=random(c),
+        bias_weight=random(heads, c),
+        q=random(width, c),
+        k=random(width, c),
+        v=random(width, c),
+        gate=random(width, c) if gate else None,
+        gate_bias=random(width) if gate and biases else None,
+        out=random(c, width),
+        out_bias=random(c) if biases else None,
+        heads=heads,
+    )
+
+
+def leaves_of(w: AttentionWeights, dtype: torch.dtype | None = None) -> AttentionWeights:
+    made = (t.detach().to(dtype or t.dtype).requires_grad_() if isinstance(t, Tensor) else t for t in w)
+    return AttentionWeights(*made)
+
+
+def with_gradients(function: Any, x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> list[Tensor]:
+    out = function(x, mask, w, node)
+    cotangent = random_like(out.detach().cpu().double(), 7).to(out)
+    leaves = [t for t in (x, *w) if isinstance(t, Tensor)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+
+
+def assert_near(got: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for i, (g, e) in enumerate(zip(got, exact, strict=True)):
+        assert g.shape == e.shape
+        distance = ((g.double() - e).norm() / e.norm().clamp_min(1e-3)).item()
+        assert distance <= tolerance, f"{i}: {distance}"
+
+
+def check(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> None:
+    exact = with_gradients(reference, x.detach().double().requires_grad_(), mask, leaves_of(w, torch.float64), node)
+    tolerance = TOLERANCE[w.q.dtype]
+    got = with_gradients(triangle_attention_update, x.detach().requires_grad_(), mask, leaves_of(w), node)
+    assert got[0].dtype == w.q.dtype
+    assert got[0].is_contiguous()
+    assert_near(got, exact, tolerance)
+    y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    with torch.no_grad():
+        assert_near([triangle_attention_update(x, mask, w, node)], exact[:1], tolerance)
+        version = y._version
+        assert triangle_attention_update(y, mask, w, node, inplace=True) is y
+        assert y._version == version + 1
+    assert_near([y.double() - x], exact[:1], tolerance + 4 * torch.finfo(x.dtype).eps * float(x.norm() / exact[0].norm()))
+
+
+# --- values and gradients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("panel_bytes", [None, 9000], ids=["whole", "panels"])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("node", NODES)
+def test_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, node: Node, batch: tuple[int, ...], panel_bytes: int | None, device: str
+) -> None:
+    """Panels of many of a batch, and of some rows of one."""
+    if panel_bytes:
+        monkeypatch.setattr(panels, "_budget", lambda *_: panel_bytes)
+    for gate, biases, masked in ((True, True, False), (True, False, True), (False, True, True)):
+        w = weights(gate=gate, biases=biases, device=device)
+        x = random_like(torch.empty(*batch, 11, 11, 12, dtype=torch.float64), 20).to(device)
+        mask = random_like(torch.empty(*batch, 11, 11)).to(device) > -0.5
+        mask[..., 3, :] = False  # a row without keys
+        mask[..., 5] = False
+        check(x, mask if masked else None, w, node)
+    check(x, mask.double() * 0.5, w._replace(norm_weight=None), node)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("node", NODES)
+def test_dtypes(node: Node, dtype: torch.dtype, device: str) -> None:
+    """Also a float32 x beside parameters of 16 bits, and sizes that no block of a kernel divides."""
+    for x_dtype in {dtype, torch.float32}:
+        w = weights(24, 2, 16, dtype=dtype, device=device)
+        x = random_like(torch.empty(2, 19, 19, 24, dtype=torch.float64), 20).to(device, x_dtype)
+        check(x, random_like(torch.empty(2, 19, 19)).to(device) > -1, w, node)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("node", NODES)
+def test_strides(node: Node, device: str) -> None:
+    """Transposed, with gaps, features that are not side by side, and batches that cannot be one dimension."""
+    w = weights(dtype=torch.float32, device=device)
+    whole = random_like(torch.empty(4, 14, 14, 12)).to(device)
+    mask = random_like(torch.empty(2, 2, 14, 14)).to(device) > -0.5
+    check(whole.transpose(1, 2)[0], mask[0, 0], w, node)
+    check(whole[:, 1:8, 2:9], mask.flatten(0, 1)[:, 1:8, 2:9], w, node)
+    check(whole.mT.contiguous().mT, None, w, node)
+    check(whole.view(2, 2, 14, 14, 12).transpose(0, 1)[:, :1], mask[:, :1], w, node)
+    check(whole.view(2, 2, 14, 14, 12).transpose(0, 1), mask, w, node)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 3, 3, 12), (2, 0, 0, 12)], ids=str)
+def test_empty(shape: tuple[int, ...], device: str) -> None:
+    w = weights(dtype=torch.float32, device=device)
+    x = torch.zeros(shape, device=device)
+    got = with_gradients(triangle_attention_update, x.requires_grad_(), None, leaves_of(w), "ending")
+    assert got[0].shape == shape
+    assert not any(t.any() for t in got)
+    with torch.no_grad():
+        assert triangle_attention_update(x, None, w, "ending", inplace=True) is x
+
+
+def test_gradients_that_nobody_asks_for() -> None:
+    """The same values whatever else is wanted, and empty tensors for the others; no product for them."""
+    w = weights(dtype=torch.float32)
+    x, parameters, how = torch.randn(1, 6, 6, 12), list(w[:10]), (3, 1e-5, True)
+    update, product, logsumexp = OPS._triangle_attention_update_kept(x, None, parameters, *how)
+    grad = torch.randn_like(update)
+
+    def backward(wanted: list[bool]) -> list[Tensor]:
+        return OPS._triangle_attention_update_backward(grad, x, product, logsumexp, None, parameters, *how, wanted)
+
+    whole = backward([True] * 11)
+    counts = []
+    for i in range(11):
+        wanted = [j == i for j in range(11)]
+        with FlopCounterMode(display=False) as counter:
+            got = backward(wanted)
+        counts.append(counter.get_total_flops())
+        for g, expected, want in zip(got, whole, wanted, strict=True):
+            assert_all_close([g], [expected]) if want else None
+            assert want or g.shape == (0,)
+    assert counts[10] == 0, "a sum over rows"
+    assert counts[9] < counts[7] < counts[6] < counts[4] < counts[0]
+
+
+# --- what the dispatcher asks for ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_derivatives_and_opcheck(masked: bool) -> None:
+    w = leaves_of(weights(4, 2, 2))
+    x = random_like(torch.empty(2, 3, 3, 4, dtype=torch.float64)).requires_grad_()
+    mask = random_like(torch.empty(2, 3, 3)) > -0.5 if masked else None
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        return OPS._triangle_attention_update(x, mask, list(parameters), 2, 1e-5, True)
+
+    leaves = (x, *w[:10])
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+    args = (x, mask, list(w[:10]), 2, 1e-5, True)
+    torch.library.opcheck(OPS._triangle_attention_update.default, args)
+    args = (x.detach(), mask, [t.detach() for t in w[:10] if t is not None], 2, 1e-5, True)
+    torch.library.opcheck(OPS._triangle_attention_update_.default, args)
+    torch.library.opcheck(OPS._triangle_attention_update_kept.default, args)
+    grad, *kept = OPS._triangle_attention_update_kept(*args)
+    arguments = (grad, args[0], *kept, *args[1:], [True, False] * 5 + [True])
+    torch.library.opcheck(OPS._triangle_attention_update_backward.default, arguments)
+
+
+def test_transforms() -> None:
+    w = weights(dtype=torch.float32)
+    x = torch.randn(3, 2, 5, 5, 12)
+    mapped = torch.func.vmap(lambda x: triangle_attention_update(x, None, w, "ending"))(x)
+    assert_all_close([mapped], [triangle_attention_update(x, None, w, "ending")], rtol=1e-4, atol=1e-5)
+    y = x.clone()
+    torch.func.vmap(lambda y: triangle_attention_update(y, None, w, inplace=True))(y)
+    assert_all_close([y], [x + triangle_attention_update(x, None, w)], rtol=1e-4, atol=1e-5)
+    results = [
+        torch.func.grad(lambda x, f=f: f(x, None, w, "ending").square().sum())(x)
+        for f in (triangle_attention_update, reference)
+    ]
+    assert_all_close(results[:1], results[1:], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new", "in_place"])
+def test_compiled(inplace: bool) -> None:
+    """One node in one graph for all N; in training, on an intermediate."""
+    layer = torchops.nn.TriangleAttention(8, 2, 4, "ending")
+    torch.nn.init.normal_(layer.mha.linear_o.weight)  # type: ignore[arg-type, union-attr]
+    names: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        names.append([str(node.target) for node in graph.graph.nodes if "attention" in str(node.target)])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, _inputs)
+
+    def model(x: Tensor, mask: Tensor) -> Tensor:
+        y = x * 2
+        out = layer(y, mask, inplace=inplace)
+        return out + y if inplace else out
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for n in (5, 6, 9):
+        x, mask = torch.randn(2, n, n, 8, requires_grad=True), torch.rand(2, n, n) > 0.3
+        results = []
+        for function in (compiled, model):
+            out = function(x, mask)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+        assert_all_close(*results, rtol=1e-4, atol=1e-4)
+    assert [len(found) for found in names] == [1]
+
+
+def test_autocast() -> None:
+    """Parameters are cast; a float32 x is not, and gets a float32 gradient."""
+    w = weights(dtype=torch.float32)
+    x = torch.randn(2, 6, 6, 12)
+    leaves = leaves_of(w)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = with_gradients(triangle_attention_update, x.requires_grad_(), None, leaves, "ending")
+        y = x.detach().clone()
+        with torch.no_grad():
+            triangle_attention_update(y, None, w, "ending", inplace=True)
+    assert got[0].dtype == torch.bfloat16
+    assert {t.dtype for t in [y, *got[1:]]} == {torch.float32}
+    exact = with_gradients(reference, x.detach().requires_grad_(), None, leaves, "ending")
+    assert_near(got, [t.double() for t in exact], TOLERANCE[torch.bfloat16])
+    assert_near([y], [(x + exact[0]).double()], TOLERANCE[torch.bfloat16])
+
+
+def test_in_place_training_and_overlap() -> None:
+    w = leaves_of(weights(dtype=torch.float32))
+    x = torch.randn(4, 4, 12, requires_grad=True)
+    results = []
+    for inplace in (True, False):
+        y = x * 2
+        out = triangle_attention_update(y, None, w, inplace=True) if inplace else y + triangle_attention_update(y, None, w)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, w.q, w.out])])
+    assert_all_close(*results)
+    with torch.no_grad():  # parameters and mask that are overwritten meanwhile
+        memory = torch.randn(40, 40, 12)
+        old = memory.clone()
+        overlapping = w._replace(bias_weight=memory[0, :3], out=memory[1, :15].T, norm_weight=memory[2, 0])
+        copies = AttentionWeights(*(t.clone() if isinstance(t, Tensor) else t for t in overlapping))
+        triangle_attention_update(memory, memory[..., 0], overlapping, "ending", inplace=True)
+        assert_all_close([memory], [old + triangle_attention_update(old, old[..., 0], copies, "ending")])
+        with pytest.raises(RuntimeError, match="expected x without elements in one place"):
+            triangle_attention_update(torch.zeros(1, 4, 12).expand(4, 4, 12), None, w, inplace=True)
+    with pytest.raises(RuntimeError, match="leaf"):
+        triangle_attention_update(x, None, w, inplace=True)
+
+
+ERRORS: dict[str, tuple[Any, str]] = {
+    "x_square": (lambda w: (torch.zeros(4, 5, 12), None, w), r"expected x of shape \(\*batch, N, N, c\), got \(4, 5, 12\)"),
+    "x_dims": (lambda w: (torch.zeros(5, 12), None, w), r"expected x of shape \(\*batch, N, N, c\), got \(5, 12\)"),
+    "x_dtype": (lambda w: (torch.zeros(4, 4, 12).double(), None, w), "expected x of dtype float32 to match q, got float64"),
+    "c": (lambda w: (torch.zeros(4, 4, 11), None, w), r"expected \w+ of shape \(11,\) to match x of shape"),
+    "mask": (lambda w: (torch.zeros(2, 4, 4, 12), torch.ones(4, 4), w), r"expected mask of shape \(2, 4, 4\) to match x"),
+    "mask_dtype": (lambda w: (torch.zeros(4, 4, 12), torch.ones(4, 4).int(), w), "expected mask of dtype bool or"),
+    "heads": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(heads=4)), r"expected q of shape \(heads \* d, c\)"),
+    "v": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(v=w.v[:14])), r"expected v of shape \(15, 12\)"),
+    "out": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(out=w.v)), r"expected out of shape \(12, 15\)"),
+    "dtype": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(gate=w.gate.double())), "expected gate of dtype float32"),
+    "gate_bias": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(gate=None)), "expected gate_bias None without gate"),
+    "mask_grad": (
+        lambda w: (torch.zeros(4, 4, 12), torch.ones(4, 4, requires_grad=True), w),
+        "expected mask that needs no gradient",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    make, text = ERRORS[name]
+    x, mask, w = make(weights(dtype=torch.float32))
+    for inplace in (False, True):
+        with pytest.raises(RuntimeError, match=f"^_triangle_attention_update_?: {text}"):
+            triangle_attention_update(x, mask, w, inplace=inplace)
+    assert not x.any()
+    if name != "mask_grad":
+        moved = AttentionWeights(*(t.to("meta") if isinstance(t, Tensor) else t for t in w))
+        with pytest.raises(RuntimeError, match=f"^_triangle_attention_update: {text}"):
+            triangle_attention_update(x.to("meta"), None if mask is None else mask.to("meta"), moved)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_memory(node: str) -> None:
+    """Of x, 144 MiB, q, k, v and o are four times as much: in place, the bias, 9 MiB, and panels."""
+    program = f"""
+    def layer(n):
+        with torch.no_grad():
+            module(torch.ones(n, n, 64), torch.ones(n, n, dtype=torch.bool), inplace=True)
+
+    module = torchops.nn.TriangleAttention(64, 4, 16, "{node}")
+    layer(64)
+    x, mask = filled(768, 768, 64), torch.ones(768, 768, dtype=torch.bool)
+    with torch.no_grad():
+        growth(lambda: module(x, mask, inplace=True))
+    """
+    assert growth(program) <= 64
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("n", [768, 1100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("node", NODES)
+def test_memory_cuda(node: Node, dtype: torch.dtype, n: int) -> None:
+    """At most a pair tensor and 64 MiB, also beside a float32 x."""
+    layer = TriangleAttention(128, node=node, device="cuda", dtype=torch.bfloat16)
+    x, mask = torch.randn(1, n, n, 128, device="cuda", dtype=dtype), torch.rand(1, n, n, device="cuda") > 0.1
+    with torch.no_grad():
+        layer(x, mask, inplace=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        layer(x, mask, inplace=True)
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 2 * 128 * n * n + (64 << 20)
+
+
+# --- the kernels in Triton -------------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import torch
+from torchops import _attention_update_panels as panels, _attention_update_triton as kernels
+from torchops.attention_update import _weights
+
+torch.manual_seed(0)
+panels._budget = lambda *_: 20000
+c, heads, n = 24, 2, 9
+shapes = (c,), (c,), (heads, c), (16, c), (16, c), (16, c), (16, c), (16,), (c, 16), (c,)
+parameters = [(torch.randn(shape) / shape[-1] ** 0.5).half() for shape in shapes]
+for ending, x_dtype, few in ((False, torch.float32, False), (True, torch.float16, True)):
+    given = [None if few and i in (1, 7, 9) else t for i, t in enumerate(parameters)]
+    w, exact_w = (_weights([t if t is None else t.to(d) for t in given], heads, 1e-5) for d in (None, torch.float64))
+    x, mask = torch.randn(2, n, n, c).to(x_dtype), torch.rand(2, n, n) > 0.3
+    exact, kept = torch.zeros(x.shape).double(), []
+    for dtype in (torch.float16, torch.float64):
+        wide = torch.promote_types(dtype, torch.float32)
+        kept.append((torch.empty(2, n, n, 16, dtype=dtype), torch.empty(2, n, heads, n, dtype=wide)))
+    y, new = x.clone(), torch.empty(x.shape, dtype=torch.float16)
+    panels.forward(y, mask, w, ending, y, True, None, kernels)
+    panels.forward(x, mask, w, ending, new, False, kept[0], kernels)
+    panels.forward(x.double(), mask, exact_w, ending, exact, False, kept[1], panels)
+    for got, expected in ((new, exact), (y - x.double(), exact), *zip(*kept)):
+        assert (got.double() - expected).norm() <= 5e-3 * expected.norm(), (ending, got.dtype)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_interpreted() -> None:
+    """On the CPU, where Triton runs them with NumPy: their arithmetic, not how they compile."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- the module ------------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "layer_norm.weight": (12,),
+    "layer_norm.bias": (12,),
+    "linear.weight": (3, 12),
+    **{f"mha.linear_{name}.weight": (15, 12) for name in "qkvg"},
+    "mha.linear_o.weight": (12, 15),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_module(bias: bool) -> None:
+    layer = TriangleAttention(12, 3, 5, "ending", bias=bias, eps=1e-3)
+    shapes = SHAPES | ({"mha.linear_g.bias": (15,), "mha.linear_o.bias": (12,)} if bias else {})
+    assert {name: tuple(t.shape) for name, t in layer.state_dict().items()} == shapes
+    x = torch.randn(2, 6, 6, 12)
+    mask = torch.rand(2, 6, 6) > 0.3
+    assert not layer(x, mask).any()
+    for i, parameter in enumerate(layer.parameters()):
+        parameter.data = random_like(parameter.data, i)
+    expected = reference(x, mask, layer.weights(), "ending")
+    assert_all_close([layer(x, mask)], [expected], rtol=1e-4, atol=1e-4)
+    other: Any = copy.deepcopy(layer)
+    with torch.no_grad():
+        assert_all_close([other(x.clone(), mask, inplace=True)], [x + expected], rtol=1e-4, atol=1e-4)
+    layer(x).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    assert "12, heads=3, head_dim=5, node=ending, eps=0.001" in repr(layer)
+
+
+def test_a_node_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="expected node starting or ending, got both"):
+        TriangleAttention(12, node="both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected node starting or ending, got both"):
+        triangle_attention_update(torch.zeros(3, 3, 12), None, weights(), "both")  # type: ignore[arg-type]

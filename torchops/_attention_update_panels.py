@@ -1,0 +1,364 @@
+"""The update by triangle attention, in panels of rows, or of columns for the ending node.
+
+A panel is as many of them as keep what exists for it, z, q, k, v and the result of the attention, within a budget. So
+none of these exists for all pairs at once. All tensors stay in the order in which ``x`` lies in memory: for the ending
+node the attention is given transposed views, and nothing is transposed but the bias, ``heads / c`` of a pair tensor.
+
+The steps of a panel are functions of a module: here they are operators, `_attention_update_triton.py` has kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchops import _attention_panels
+from torchops.ops import gate, layer_norm
+
+__all__ = ["Weights", "add", "attend", "backward", "forward", "norm", "prepared_mask", "triangle_bias"]
+
+
+class Weights(NamedTuple):
+    """Those of AttentionWeights that are tensors, in its order, on x's device and of one dtype; and what is made of
+    them once for a call."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    bias: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+    gate_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    heads: int
+    eps: float
+    packed: Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(max(self.q.shape[0] // self.heads, 1)) ** -0.5
+
+
+# --- steps, in operators ---------------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, w: Weights) -> Tensor:
+    """z, contiguous and of the weights' dtype."""
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
+    return layer_norm(x, x.shape[-1:], weight, bias, w.eps).to(w.q.dtype)
+
+
+def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
+    """``(batch, heads, j, k)``."""
+    batch, n = x.shape[:2]
+    bias = w.q.new_empty((batch, w.heads, n, n))
+    for b, rows in _panels(batch, n, n * x.shape[-1] * (x.element_size() + bias.element_size()), _CPU_BYTES):
+        made = F.linear(norm(x[b, rows], w), w.bias)
+        if ending:
+            bias[b, :, :, rows] = made.permute(0, 3, 2, 1)
+        else:
+            bias[b, :, rows] = made.permute(0, 3, 1, 2)
+    return bias
+
+
+def prepared_mask(mask: Tensor, bias: Tensor) -> Tensor:
+    """What `attend` takes, of a mask ``(batch, i, k)``, in which rows can be sliced."""
+    return mask[:, :, None, None]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    out: Tensor | None = None,
+    logsumexp: Tensor | None = None,
+) -> Tensor:
+    """The result of the attention, in `out` where that is given."""
+    made, numbers = _attention_panels.forward(q, k, v, bias.unsqueeze(1), mask, scale)
+    if logsumexp is not None:
+        logsumexp.copy_(numbers)
+    return made if out is None else out.copy_(made)
+
+
+def add(target: Tensor, o: Tensor, z: Tensor, w: Weights, adds: bool) -> None:
+    """``target`` becomes the product of ``o``, gated, with ``w.out``, or that is added to it. ``o`` may be lost."""
+    if w.gate is not None:
+        o = gate(o, z, w.gate, w.gate_bias)
+    update = F.linear(o, w.out, w.out_bias)
+    target.add_(update) if adds else target.copy_(update)
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    wanted: tuple[bool, bool, bool, bool],
+    into: tuple[Tensor, Tensor, Tensor],
+) -> Tensor | None:
+    """The gradients of q, k and v that are wanted, in `into`, and that of the bias."""
+    arguments = grad, q, k, v, bias.unsqueeze(1), mask, out, logsumexp, scale, wanted
+    *of_qkv, of_bias = _attention_panels.backward(*arguments)
+    for target, made in zip(into, of_qkv, strict=True):
+        if made is not None:
+            target.copy_(made)
+    return None if of_bias is None else of_bias.squeeze(1)
+
+
+# --- panels ----------------------------------------------------------------------------------------------------------
+
+# On the CPU what stays in the cache. On a GPU, inference may take a pair tensor, of which the bias and sums take a part,
+# and 64 MiB; where pair tensors are small, panels are few because each takes the host's time.
+_CPU_BYTES = 8 << 20
+_CUDA_BYTES = 56 << 20
+_CUDA_TRAINING_BYTES = 256 << 20
+
+
+def _budget(x: Tensor, itemsize: int, training: bool) -> int:
+    if not x.is_cuda:
+        return _CPU_BYTES
+    pair = math.prod(x.shape[1:]) * itemsize
+    return max(2 * pair, _CUDA_TRAINING_BYTES) if training else pair * 7 // 8 + _CUDA_BYTES
+
+
+def _panels(batch: int, n: int, row_bytes: int, budget: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of the batch, and of rows: many of a batch with all their rows, or some rows of one of it."""
+    whole = budget // max(1, row_bytes * n)
+    if whole:
+        for b in range(0, batch, whole):
+            yield slice(b, min(b + whole, batch)), slice(0, n)
+        return
+    count = -(-n // max(1, budget // max(1, row_bytes)))
+    size = -(-n // count)  # of about the same size, so that the last one is not small
+    for b in range(batch):
+        for first in range(0, n, size):
+            yield slice(b, b + 1), slice(first, min(first + size, n))
+
+
+def _slab(t: Tensor, b: slice, rows: slice, ending: bool) -> Tensor:
+    """Of a tensor (batch, N, N, ...) in the order of memory."""
+    return t[b, :, rows] if ending else t[b, rows]
+
+
+def _heads(t: Tensor, heads: int, ending: bool) -> Tensor:
+    """Of (batch, N, N, heads * d) in the order of memory, what attention takes: (batch, i, heads, j, d)."""
+    t = t.unflatten(-1, (heads, t.shape[-1] // heads))
+    return t.permute(0, 2, 3, 1, 4) if ending else t.permute(0, 1, 3, 2, 4)
+
+
+def forward(
+    x: Tensor,
+    mask: Tensor | None,
+    w: Weights,
+    ending: bool,
+    target: Tensor,
+    adds: bool,
+    kept: tuple[Tensor, Tensor] | None,
+    steps: ModuleType | Any,
+) -> None:
+    """Adds the update of x, (batch, N, N, c), to the target, which may be x, or writes it there; and into `kept` the
+    result of the attention before its gate, (batch, N, N, heads * d), and the logarithms of sums, (batch, i, heads, j).
+
+    The mask is bool, (batch, i, k) in the order of the attention.
+    """
+    batch, n, _, c = x.shape
+    width, itemsize = w.q.shape[0], w.q.element_size()
+    row_bytes = n * ((c + 4 * width) * itemsize + 4 * w.heads)
+    for b, panels in _batches(_panels(batch, n, row_bytes, _budget(x, itemsize, False))):
+        bias = steps.triangle_bias(x[b], w, ending)
+        prepared = None if mask is None else steps.prepared_mask(mask[b], bias)
+        for rows in panels:
+            z = steps.norm(_slab(x, b, rows, ending), w)
+            qkv = F.linear(z, w.packed).split(width, -1)
+            q, k, v = (_heads(t, w.heads, ending) for t in qkv)
+            row_mask = None if prepared is None else prepared[:, rows]
+            if kept is None:
+                o = steps.attend(q, k, v, bias, row_mask, w.scale)
+                o = (o.permute(0, 3, 1, 2, 4) if ending else o.transpose(-3, -2)).flatten(-2)
+            else:
+                o = _slab(kept[0], b, rows, ending)
+                steps.attend(q, k, v, bias, row_mask, w.scale, _heads(o, w.heads, ending), kept[1][b, rows])
+            del qkv, q, k, v
+            steps.add(_slab(target, b, rows, ending), o, z, w, adds)
+            del o, z
+
+
+def _batches(panels: Iterator[tuple[slice, slice]]) -> Iterator[tuple[slice, list[slice]]]:
+    """Panels of the same part of the batch together."""
+    current: tuple[slice, list[slice]] | None = None
+    for b, rows in panels:
+        if current is not None and current[0] == b:
+            current[1].append(rows)
+            continue
+        if current is not None:
+            yield current
+        current = b, [rows]
+    if current is not None:
+        yield current
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+WANTED = ("x", "norm_weight", "norm_bias", "bias", "q", "k", "v", "gate", "gate_bias", "out", "out_bias")
+
+
+class _Sums(dict[str, Tensor]):
+    """Gradients of parameters: sums over panels, in at least float32 where there are several."""
+
+    def add(self, name: str, part: Tensor) -> None:
+        self[name] = part if name not in self else self[name].to(_attention_panels.accumulator(part.dtype)) + part
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    w: Weights,
+    ending: bool,
+    o: Tensor,
+    logsumexp: Tensor,
+    wanted: dict[str, bool],
+    steps: ModuleType | Any,
+) -> dict[str, Tensor]:
+    """The gradients that are wanted, of x (contiguous) and of parameters, by the names of `WANTED`.
+
+    Two passes over x: panels of the attention make everything but the gradient by way of the bias, which is a sum over
+    all rows, and so dz of a part of x; then rows of x get the rest of dz, and go through the layer norm.
+    """
+    sums = _Sums()
+    to_z = any(wanted[name] for name in WANTED[:3])
+    to_bias = to_z or wanted["bias"]
+    to_qkv = tuple(to_z or wanted[name] for name in "qkv")
+    to_o = to_bias or any(to_qkv)
+    batch, n, _, c = x.shape
+    width, dtype = w.q.shape[0], w.q.dtype
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted["x"] else None
+    dz = torch.empty(x.shape, dtype=dtype, device=x.device) if to_z and (dx is None or dx.dtype != dtype) else dx
+    row_bytes = n * ((4 * c + 8 * width) * w.q.element_size() + 8 * w.heads)
+    for b, panels in _batches(_panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True))):
+        bias = steps.triangle_bias(x[b], w, ending)
+        dbias: Tensor | None = None
+        prepared = None if mask is None else steps.prepared_mask(mask[b], bias)
+        for rows in panels:
+            z = steps.norm(_slab(x, b, rows, ending), w)
+            o_rows = _slab(o, b, rows, ending)
+            g = _slab(grad, b, rows, ending).to(dtype).reshape(-1, c)
+            do, dz_rows = _through_gate(sums, g, o_rows, z, w, wanted, to_o, to_z)
+            del g
+            if do is None:
+                continue
+            z = z.reshape(-1, c)
+            qkv = F.linear(z, w.packed).view(*o_rows.shape[:-1], -1)
+            d_packed = torch.empty_like(qkv)
+            q, k, v, dq, dk, dv = (
+                _heads(t, w.heads, ending) for t in (*qkv.split(width, -1), *d_packed.split(width, -1))
+            )
+            part = steps.attend_backward(
+                _heads(do, w.heads, ending), q, k, v, bias, None if prepared is None else prepared[:, rows],
+                _heads(o_rows, w.heads, ending), logsumexp[b, rows], w.scale, (*to_qkv, to_bias), (dq, dk, dv),
+            )  # fmt: skip
+            del do, qkv, q, k, v, dq, dk, dv
+            if part is not None:
+                wide = _attention_panels.accumulator(dtype)
+                dbias = part if dbias is None else dbias.to(wide).add_(part)
+            d_rows = d_packed.view(-1, 3 * width)
+            _weights_of_products(sums, d_rows, z, w, wanted)
+            del z
+            if dz is not None:
+                made = d_rows @ w.packed if dz_rows is None else dz_rows.view(-1, c).addmm_(d_rows, w.packed)
+                place = _slab(dz, b, rows, ending)
+                place.copy_(made.view(place.shape))
+        if dbias is not None:
+            _through_norm(sums, dbias.to(dtype), x[b], dz if dz is None else dz[b], dx if dx is None else dx[b], w,
+                          ending, wanted)  # fmt: skip
+    made_sums = {name: t.to(dtype) for name, t in sums.items()}
+    return made_sums if dx is None else made_sums | {"x": dx}
+
+
+def _through_gate(
+    sums: _Sums, g: Tensor, o: Tensor, z: Tensor, w: Weights, wanted: dict[str, bool], to_o: bool, to_z: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of o, where it is wanted, and that of z by way of the gate."""
+    if wanted["out"]:
+        gated = o if w.gate is None else gate(o, z, w.gate, w.gate_bias)
+        sums.add("out", g.T @ gated.reshape(len(g), -1))
+        del gated
+    if wanted["out_bias"]:
+        sums.add("out_bias", g.sum(0))
+    if not (to_o or wanted["gate"] or wanted["gate_bias"]):
+        return None, None
+    do = (g @ w.out).view(o.shape)
+    if w.gate is None:
+        return do, None
+    asked = [to_o, to_z, wanted["gate"], wanted["gate_bias"]]
+    do, dz, d_gate, d_gate_bias = torch.ops.myops._gate_backward(do, o, z, w.gate, w.gate_bias, asked)
+    if wanted["gate"]:
+        sums.add("gate", d_gate)
+    if wanted["gate_bias"]:
+        sums.add("gate_bias", d_gate_bias)
+    return do if to_o else None, dz if to_z else None
+
+
+def _weights_of_products(sums: _Sums, d_rows: Tensor, z: Tensor, w: Weights, wanted: dict[str, bool]) -> None:
+    width = w.q.shape[0]
+    if all(wanted[name] for name in "qkv"):
+        parts = (d_rows.T @ z).split(width)
+    else:
+        parts = tuple(
+            d.T @ z if wanted[name] else None for name, d in zip("qkv", d_rows.split(width, -1), strict=True)
+        )
+    for name, part in zip("qkv", parts, strict=True):
+        if part is not None:
+            sums.add(name, part)
+
+
+def _through_norm(
+    sums: _Sums,
+    dbias: Tensor,
+    x: Tensor,
+    dz: Tensor | None,
+    dx: Tensor | None,
+    w: Weights,
+    ending: bool,
+    wanted: dict[str, bool],
+) -> None:
+    """The part of dz that comes by way of the bias, then the gradients of the layer norm."""
+    batch, n, _, c = x.shape
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
+    row_bytes = n * c * (3 * x.element_size() + 2 * w.q.element_size())
+    for b, rows in _panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True)):
+        z, mean, rstd = torch.ops.myops._layer_norm(x[b, rows], (c,), weight, bias, w.eps)
+        # (heads, positions in the order of x)
+        d = (dbias[b, :, :, rows].permute(1, 0, 3, 2) if ending else dbias[b, :, rows].transpose(0, 1)).flatten(1)
+        if wanted["bias"]:
+            sums.add("bias", d @ z.view(-1, c).to(d.dtype))
+        del z
+        if dz is None:
+            continue
+        d_rows = torch.addmm(dz[b, rows].reshape(-1, c), d.T, w.bias).view(dz[b, rows].shape).to(x.dtype)
+        asked = [dx is not None, wanted["norm_weight"], wanted["norm_bias"]]
+        made, d_weight, d_bias = torch.ops.myops._layer_norm_backward(
+            d_rows, x[b, rows], (c,), mean, rstd, weight, asked
+        )
+        if dx is not None:
+            dx[b, rows] = made
+        if wanted["norm_weight"]:
+            sums.add("norm_weight", d_weight)
+        if wanted["norm_bias"]:
+            sums.add("norm_bias", d_bias)

@@ -1,0 +1,132 @@
+"""The pair half of a layer of AlphaFold 3 as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchops.nn.pair import Transition, TriangleMultiplicativeUpdate
+from torchops.nn.triangle_attention import TriangleAttention
+
+__all__ = ["PairLayer"]
+
+
+class PairLayer(nn.Module):
+    """The part of a layer of AlphaFold 3 that updates the pair tensor (`Abramson et al. 2024
+    <https://doi.org/10.1038/s41586-024-07487-w>`_, supplement, algorithm 17).
+
+    .. code-block:: text
+
+        x += dropout(tri_mul_out(x, mask))       by rows
+        x += dropout(tri_mul_in(x, mask))        by rows
+        x += dropout(tri_att_start(x, mask))     by rows
+        x += dropout(tri_att_end(x, mask))       by columns
+        x += transition_z(x)
+
+    Args:
+        c: features of ``x``.
+        heads, head_dim: of the attentions.
+        hidden: features inside the transition; ``4 * c`` if it is not given.
+        dropout: in training, the probability that the update of a row (a column) is left out; one decision for each row
+            and batch, for all its columns and features, and the others are scaled by ``1 / (1 - dropout)``.
+        checkpoint: in training, keep of each update its input alone, and compute it again for the gradient: less
+            memory for more time.
+        bias: learn biases of projections, gates and output products, as AlphaFold 2 does; AlphaFold 3 and Boltz have
+            none.
+        eps: of all layer norms.
+        device, dtype: of the parameters.
+
+    The modules inside are :class:`TriangleMultiplicativeUpdate`, :class:`TriangleAttention` and :class:`Transition`,
+    under the names of the formula, which are those of Boltz's ``PairformerNoSeqLayer``: it loads the state dict of
+    that.
+
+    Shape:
+        ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, or ``None``: of zeros and ones, bool or
+        floating-point. The result has the shape of ``x``, and its dtype; with 16-bit parameters, ``x`` may be float32.
+
+    Example:
+
+        >>> layer = torchops.nn.PairLayer(8, heads=2, head_dim=4)
+        >>> layer(torch.randn(5, 5, 8), mask=torch.ones(5, 5)).shape
+        torch.Size([5, 5, 8])
+        >>> x = torch.randn(5, 5, 8)
+        >>> with torch.inference_mode():
+        ...     layer.eval()(x, inplace=True) is x
+        True
+    """
+
+    def __init__(
+        self,
+        c: int,
+        heads: int = 4,
+        head_dim: int = 32,
+        hidden: int | None = None,
+        *,
+        dropout: float = 0.25,
+        checkpoint: bool = False,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"PairLayer: expected dropout of at least 0 and below 1, got {dropout}")
+        self.dropout, self.checkpoint = dropout, checkpoint
+        how: Any = {"bias": bias, "eps": eps, "device": device, "dtype": dtype}
+        self.tri_mul_out = TriangleMultiplicativeUpdate(c, direction="outgoing", **how)
+        self.tri_mul_in = TriangleMultiplicativeUpdate(c, direction="incoming", **how)
+        self.tri_att_start = TriangleAttention(c, heads, head_dim, "starting", **how)
+        self.tri_att_end = TriangleAttention(c, heads, head_dim, "ending", **how)
+        self.transition_z = Transition(c, hidden, **how)
+
+    def reset_parameters(self) -> None:
+        """Initialises all parameters as the modules inside do."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False) -> Tensor:
+        """``x`` after the five updates, a new tensor; or, with ``inplace``, ``x`` itself, overwritten, which needs no
+        tensor for an update and is meant for inference."""
+        for module, shared_along in (
+            (self.tri_mul_out, "rows"),
+            (self.tri_mul_in, "rows"),
+            (self.tri_att_start, "rows"),
+            (self.tri_att_end, "columns"),
+        ):
+            kept = self._kept(x, shared_along)  # type: ignore[arg-type]
+            x = self._add(module, x, (mask,), kept, inplace)
+        return self._add(self.transition_z, x, (), None, inplace)
+
+    def _kept(self, x: Tensor, of: Literal["rows", "columns"]) -> Tensor | None:
+        """Factors of rows, or of columns: 0 for those whose update is left out."""
+        if not self.training or self.dropout == 0:
+            return None
+        shape = [*x.shape[:-3], x.shape[-3], 1, 1] if of == "rows" else [*x.shape[:-3], 1, x.shape[-2], 1]
+        kept = torch.rand(shape, device=x.device) >= self.dropout
+        return kept.to(x.dtype) * (1 / (1 - self.dropout))
+
+    def _add(
+        self, module: nn.Module, x: Tensor, mask: tuple[Tensor | None, ...], kept: Tensor | None, inplace: bool
+    ) -> Tensor:
+        if inplace and kept is None:
+            return module(x, *mask, inplace=True)
+        if inplace:
+            return x.addcmul_(module(x.clone() if torch.is_grad_enabled() else x, *mask), kept)
+        arguments: Any = module, x, mask, kept
+        if self.checkpoint and torch.is_grad_enabled():
+            # The factors of the dropout are drawn already, so that no state of a generator has to be kept.
+            return checkpoint(_added, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return _added(*arguments)
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}, checkpoint={self.checkpoint}"
+
+
+def _added(module: Callable[..., Tensor], x: Tensor, mask: tuple[Tensor | None, ...], kept: Tensor | None) -> Tensor:
+    update = module(x, *mask)
+    return x + update if kept is None else torch.addcmul(x, update, kept)

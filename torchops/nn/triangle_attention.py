@@ -1,0 +1,127 @@
+"""AlphaFold's triangle attention as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
+
+__all__ = ["TriangleAttention"]
+
+
+class TriangleAttention(nn.Module):
+    """AlphaFold's triangle attention with its layer norm, gate and output product (`Jumper et al. 2021
+    <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 13 and 14).
+
+    With ``z = layer_norm(x)``, the edges ``(i, j)`` of each row ``i`` attend to its edges ``(i, k)``, by
+    :func:`torchops.triangle_attention` of ``linear_q(z)``, ``linear_k(z)``, ``linear_v(z)`` and the bias ``linear(z)``
+    of ``(j, k)``; of the result ``o`` it returns ``linear_o(o * sigmoid(linear_g(z)))``. For the ending node, rows are
+    columns. The caller adds that to ``x``, usually behind a dropout.
+
+    In inference it works by panels of rows, and ``q``, ``k``, ``v`` and ``o`` never exist for all of them.
+
+    Args:
+        c: features of ``x``.
+        heads: of the attention.
+        head_dim: features of a head.
+        node: ``"starting"`` or ``"ending"``.
+        bias: learn biases of the gate and of the output product, as AlphaFold 2 does; AlphaFold 3 and Boltz have none.
+        eps: of the layer norm.
+        device, dtype: of the parameters.
+
+    The state dict has the names of Boltz, so that it loads Boltz's: ``layer_norm.weight``, ``layer_norm.bias``
+    ``(c,)``; ``linear.weight`` ``(heads, c)``; ``mha.linear_q.weight``, ``mha.linear_k.weight``,
+    ``mha.linear_v.weight``, ``mha.linear_g.weight`` ``(heads * head_dim, c)``; ``mha.linear_o.weight``
+    ``(c, heads * head_dim)``; and with ``bias`` ``mha.linear_g.bias`` ``(heads * head_dim,)``, ``mha.linear_o.bias``
+    ``(c,)``.
+
+    It starts as AlphaFold does: ``linear`` normal with variance ``1 / c``; ``q``, ``k`` and ``v`` uniform after Glorot
+    and Bengio; the gate with weights of 0 and biases of 1, thus open at ``sigmoid(1)``, or at a half without biases;
+    ``linear_o`` 0, so the first update is 0; the norm with weights of 1 and biases of 0.
+
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``, of which only the parameters are read. They are not
+    called, so their hooks do not run.
+
+    Shape:
+        ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``: a key
+        whose mask is 0 has no weight, and any other number keeps it. A row whose mask is all 0 is computed as if it
+        were all 1. The result is of ``x``'s shape and the dtype of the parameters; with 16-bit parameters, ``x`` may be
+        float32.
+
+    Raises:
+        ValueError: a node that does not exist.
+        RuntimeError: as :func:`torchops.attention_update.triangle_attention_update`, when called.
+
+    Example:
+
+        >>> layer = torchops.nn.TriangleAttention(8, heads=2, head_dim=4, node="ending")
+        >>> layer(torch.randn(5, 5, 8), mask=torch.ones(5, 5)).shape
+        torch.Size([5, 5, 8])
+    """
+
+    def __init__(
+        self,
+        c: int,
+        heads: int = 4,
+        head_dim: int = 32,
+        node: Node = "starting",
+        *,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if node not in ("starting", "ending"):
+            raise ValueError(f"TriangleAttention: expected node starting or ending, got {node}")
+        self.c, self.heads, self.head_dim, self.eps = c, heads, head_dim, eps
+        self.node: Node = node
+        where: Any = {"device": device, "dtype": dtype}
+        self.layer_norm = nn.LayerNorm(c, eps, **where)
+        self.linear = nn.Linear(c, heads, bias=False, **where)
+        self.mha = nn.Module()
+        for name in ("q", "k", "v"):
+            self.mha.add_module(f"linear_{name}", nn.Linear(c, heads * head_dim, bias=False, **where))
+        self.mha.linear_o = nn.Linear(heads * head_dim, c, bias, **where)
+        self.mha.linear_g = nn.Linear(c, heads * head_dim, bias, **where)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises all parameters as described above."""
+        w = self.weights()
+        self.layer_norm.reset_parameters()
+        nn.init.normal_(w.bias_weight, std=self.c**-0.5)
+        for weight in (w.q, w.k, w.v):
+            nn.init.xavier_uniform_(weight)
+        for value, tensor in ((0.0, w.gate), (1.0, w.gate_bias), (0.0, w.out), (0.0, w.out_bias)):
+            if tensor is not None:
+                nn.init.constant_(tensor, value)
+
+    def weights(self) -> AttentionWeights:
+        """The parameters as :func:`torchops.attention_update.triangle_attention_update` takes them."""
+        mha: Any = self.mha
+        return AttentionWeights(
+            self.layer_norm.weight,
+            self.layer_norm.bias,
+            self.linear.weight,
+            mha.linear_q.weight,
+            mha.linear_k.weight,
+            mha.linear_v.weight,
+            mha.linear_g.weight,
+            mha.linear_g.bias,
+            mha.linear_o.weight,
+            mha.linear_o.bias,
+            self.heads,
+            self.eps,
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False) -> Tensor:
+        """The update of ``x``; or, with ``inplace``, ``x`` itself after ``x += update(x)``, which needs no tensor for
+        the update and is meant for inference."""
+        return triangle_attention_update(x, mask, self.weights(), self.node, inplace=inplace)
+
+    def extra_repr(self) -> str:
+        return f"{self.c}, heads={self.heads}, head_dim={self.head_dim}, node={self.node}, eps={self.eps}"
