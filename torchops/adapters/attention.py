@@ -1,9 +1,9 @@
 """Triangle attention of a public package, with its norm, gate and output product, and the module that takes its place.
 
 The packages add ``inf * (mask - 1)`` to the scores, with ``inf`` of 1e9. So of the keys of a row only those of the
-greatest mask have weight, which is what `_keys` says. In a row whose greatest mask is not 1, such as one without any key,
-the float32 sum with so large a number rounds the scores to multiples of 32 and more: the packages weigh its keys alike
-then, the operator by their scores. Such rows are padding, which every layer's mask keeps from all others.
+greatest mask have weight, which is what `_keys` says. In a row whose greatest mask is not 1, such as one without any
+key, the float32 sum with so large a number rounds the scores to multiples of 32 and more: the packages weigh its keys
+alike then, the operator by their scores. Such rows are padding, which every layer's mask keeps from all others.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class TriangleAttention(Replacement):
     @classmethod
     def refuse(cls, module: nn.Module) -> str | None:
         inner: Any = module._modules[cls.names.inner]
-        heads = module.get_submodule(cls.names.bias).weight.shape[0]  # type: ignore[union-attr, index]
+        heads = module.get_submodule(cls.names.bias).weight.shape[0]  # type: ignore[index]
         if inner.no_heads != heads or inner.no_heads * inner.c_hidden != inner.linear_q.weight.shape[0]:
             return f"{inner.no_heads} heads of {inner.c_hidden} do not fit its layers"
         if not module.inf >= 1e9:  # type: ignore[operator]

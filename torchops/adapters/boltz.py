@@ -5,14 +5,14 @@ Chunks and ``use_kernels`` choose how the same is computed there, and choose not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchops.adapters import attention, layer, transition, triangle
-from torchops.adapters.module import Adapter, Call, random
+from torchops.adapters.module import Adapter, Call, Replacement, random
 from torchops.adapters.triangle import PACKED, Direction
 
 
@@ -58,7 +58,7 @@ class BoltzTransition(transition.Transition):
 class BoltzPairLayer(layer.Layer):
     """In the place of ``PairformerNoSeqLayer``."""
 
-    parts = {
+    parts: ClassVar[Mapping[str, type[Replacement]]] = {
         "tri_mul_out": BoltzTriangleUpdate,
         "tri_mul_in": BoltzTriangleUpdate,
         "tri_att_start": BoltzTriangleAttention,
@@ -85,7 +85,9 @@ class BoltzPairLayer(layer.Layer):
             dtype = torch.promote_types(z.dtype, torch.float32)
             z = z.to(dtype, memory_format=torch.contiguous_format, copy=True)  # the caller may read the old one
             for part in parts:
-                torch.rand(z.shape[0] * z.shape[1], device=z.device)  # as many as there, so that those after are the same
+                torch.rand(
+                    z.shape[:2], device=z.device
+                )  # there are masks in evaluation, too: later numbers stay the same
                 part.update_(z, mask)
             return last.update_(z)
         from boltz.model.layers.dropout import get_dropout_mask
@@ -128,16 +130,17 @@ class BoltzPairformerLayer(BoltzPairLayer):
         use_cuequiv_attn: bool = False,
     ) -> tuple[Tensor, Tensor]:
         z = self.pair(z, pair_mask)
+        rest: Any = self._modules
         with torch.autocast("cuda", enabled=False):
             s = s.float()
-            normed = self.pre_norm_s(s)
-            s = s + self.attention(s=normed, z=z.float(), mask=mask.float(), k_in=normed)
-            s = s + self.transition_s(s)
-            return self.s_post_norm(s), z
+            normed = rest["pre_norm_s"](s)
+            s = s + rest["attention"](s=normed, z=z.float(), mask=mask.float(), k_in=normed)
+            s = s + rest["transition_s"](s)
+            return rest["s_post_norm"](s), z
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
         z, pair_mask = self._pair_example(generator)
-        features = self.pre_norm_s.weight.shape[0]  # type: ignore[union-attr, index]
+        features: Any = self.get_submodule("pre_norm_s").weight.shape[0]  # type: ignore[index]
         s, mask = random(generator, *z.shape[:2], features), torch.ones(z.shape[:2], device="cpu")
         mask[0, 1] = 0
         yield Call("", (s, z, mask, pair_mask), {}, (0, 1))

@@ -32,4 +32,6 @@ MODULES = (
     Adapter(FILE, ("EsmFoldTriangleAttention",), (EsmFoldTriangleAttention,), _ROLES),
 )
 LAYERS: tuple[Adapter, ...] = ()
-UNFIT = ((FILE, "EsmFoldResidueMLP", "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"),)
+UNFIT = (
+    (FILE, "EsmFoldResidueMLP", "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"),
+)

@@ -1,5 +1,5 @@
-"""A layer of a public package whose parts are replacements, and the one that takes its place: in inference its parts add
-to a pair tensor of its own, so none of their results exists as a tensor."""
+"""A layer of a public package whose parts are replacements, and the one that takes its place: in inference its parts
+add to a pair tensor of its own, so none of their results exists as a tensor."""
 
 from __future__ import annotations
 

@@ -207,8 +207,12 @@ def _identity(module: nn.Module) -> Iterator[Any]:
     """All that can make two modules of one class compute different things, beside the values of their parameters."""
     for name, child in module.named_modules():
         registries = ("_parameters", "_buffers", "_modules", "training")
-        held = {k: v for k, v in vars(child).items() if k not in registries and not (isinstance(v, dict | set) and not v)}
-        attributes = ((k, v if isinstance(v, PLAIN) else repr(v) if type(v) is tuple else id(v)) for k, v in held.items())
+        held = {
+            k: v for k, v in vars(child).items() if k not in registries and not (isinstance(v, dict | set) and not v)
+        }
+        attributes = (
+            (k, v if isinstance(v, PLAIN) else repr(v) if type(v) is tuple else id(v)) for k, v in held.items()
+        )
         shapes = ((k, None if p is None else p.shape) for k, p in child._parameters.items())
         yield name, type(child), tuple(attributes), tuple(shapes)
 

@@ -128,8 +128,8 @@ class OpenFoldTriangleAttention(TriangleAttention):
 
 
 class TransposingTriangleAttention(TriangleAttention):
-    """In the place of those of OpenFold-3, from 0.5.0 on: its layers give the pair tensor of the ending node transposed,
-    and have the bias transposed back."""
+    """In the place of those of OpenFold-3, from 0.5.0 on: its layers transpose the pair tensor for the ending node, and
+    have the bias transposed back."""
 
     names = attention.Names(bias="linear_z")
 
@@ -259,7 +259,10 @@ MODULES = (
     *_updates(f"{_LAYERS3}.triangular_multiplicative_update"),
     Adapter("openfold.model.triangular_attention", _ATTENTIONS, (OpenFoldTriangleAttention,), _ROLES),
     Adapter(
-        f"{_LAYERS3}.triangular_attention", _ATTENTIONS, (TransposingTriangleAttention, KernelsTriangleAttention, CueqTriangleAttention), _ROLES
+        f"{_LAYERS3}.triangular_attention",
+        _ATTENTIONS,
+        (TransposingTriangleAttention, KernelsTriangleAttention, CueqTriangleAttention),
+        _ROLES,
     ),
     Adapter(f"{_LAYERS3}.transition", ("SwiGLUTransition",), (SwiGLUTransition,), _ROLES),
 )

@@ -22,8 +22,8 @@ def probe(module: nn.Module, make: Callable[[nn.Module], Replacement]) -> str | 
     """Why `make(module)` may not take the place of `module`; None if both compute the same.
 
     They are compared on copies on the CPU in float32, with random parameters (fresh modules end in a projection by 0),
-    on what `Replacement.calls` has (batches of 2, masks that are not symmetric), in training and in evaluation: results,
-    gradients, what becomes of the arguments, and how many random numbers are drawn.
+    on what `Replacement.calls` has (batches of 2, masks that are not symmetric), in training and in evaluation:
+    results, gradients, what becomes of the arguments, and how many random numbers are drawn.
     """
     try:
         with _plain_float32():

@@ -1,16 +1,16 @@
-"""The transition of a public package, ``down(silu(gate(z)) * up(z))`` behind a layer norm, and the module that takes its
-place."""
+"""The transition of a public package, ``down(silu(gate(z)) * up(z))`` behind a layer norm, and the module that takes
+its place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import torchops
-from torchops.adapters.module import Call, Replacement, Shape, needs_grad, random
+from torchops.adapters.module import Replacement, Shape, random
 
 
 class Names(NamedTuple):
