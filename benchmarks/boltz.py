@@ -241,11 +241,13 @@ MODULES: tuple[tuple[str, str, Callable[[Any], nn.Module]], ...] = (
 )  # fmt: skip
 
 
-def modules(device: torch.device, n: int = 96) -> Iterator[dict[str, Any]]:
+def modules(
+    device: torch.device, n: int, packages: Sequence[str] = ("boltz", "openfold3", "transformers")
+) -> Iterator[dict[str, Any]]:
     """Before and after in float32 and bf16-mixed; deviations are those from the original in float32."""
     for path, what, make in MODULES:
         package = path.partition(".")[0]
-        if find_spec(package) is None:
+        if package not in packages or find_spec(package) is None:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -293,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     sizes = options.sizes if options.sizes is not None else [384, 768] if device.type == "cuda" else [64]
     found, results = [], []
-    for row in modules(device):
+    for row in modules(device, 96 if device.type == "cuda" else 24):
         found.append(row)
         print(json.dumps(row), flush=True)
     for n in sizes:

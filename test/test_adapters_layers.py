@@ -458,3 +458,19 @@ def test_openfold3_pair_block(in_place: bool) -> None:
         grads.append(torch.autograd.grad(out.square().mean(), list(m.parameters())))
     for expected, got in zip(*grads, strict=True):
         assert (got - expected).norm() <= 1e-3 * expected.norm() + 1e-5
+
+
+@needs_boltz
+def test_benchmark() -> None:
+    """benchmarks/boltz.py on a stack of the release: nothing but rounding differs in float32."""
+    boltz = importlib.import_module("benchmarks.boltz")
+    cpu = torch.device("cpu")
+    for result in boltz.measure(6, cpu, 32, 1):
+        before, after = result["before"], result["after"]
+        assert before["ms"] > 0
+        for what, allowed in before["deviation"].items():
+            limit = 1e-5 if result["precision"] == "float32" else 2 * allowed["norm"]
+            assert after["deviation"][what]["norm"] <= limit, (result["task"], what)
+    rows = list(boltz.modules(cpu, 6, ["boltz"]))
+    assert {row["module"] for row in rows} == {m for path, m, _ in boltz.MODULES if path.startswith("boltz.")}
+    assert all(row["float32"]["greatest difference"] <= 1e-5 * row["greatest element"] for row in rows)

@@ -33,7 +33,7 @@ class FirstBoltzTriangleUpdate(BoltzTriangleUpdate):
 
 
 class BoltzTriangleAttention(attention.TriangleAttention):
-    """In the place of ``TriangleAttentionStartingNode`` and ``TriangleAttentionEndingNode``."""
+    """In the place of ``TriangleAttentionStartingNode`` and ``TriangleAttentionEndingNode``, from 2.2 on."""
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, use_kernels: bool = False
@@ -56,7 +56,7 @@ class BoltzTransition(transition.Transition):
 
 
 class BoltzPairLayer(layer.Layer):
-    """In the place of ``PairformerNoSeqLayer``."""
+    """In the place of ``PairformerNoSeqLayer``, from 2.2 on."""
 
     parts: ClassVar[Mapping[str, type[Replacement]]] = {
         "tri_mul_out": BoltzTriangleUpdate,
