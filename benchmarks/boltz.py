@@ -117,15 +117,15 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def peak(run: Callable[[], Any], device: torch.device) -> float | None:
-    """MiB that a call takes beside what was there, its results included."""
+def peak(run: Callable[[], Any], device: torch.device) -> tuple[Any, float | None]:
+    """What a call returns, and the MiB that it takes beside what was there, its results included."""
     if device.type != "cuda":
-        return None
+        return run(), None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run()
+    made = run()
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return made, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def deviation(got: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, Any]:
@@ -166,14 +166,11 @@ def _measured(runs: Mapping[str, Run], exact: list[Tensor], device: torch.device
     result: dict[str, Any] = {}
     for which, run in runs.items():
         first = timed(partial(_unless_out_of_memory, run), device)
-        values = _unless_out_of_memory(run)
-        result[which] = {"first call, s": first, "out of memory": values is None}
-        if values is None:
-            continue
-        if exact:
+        values, memory = peak(partial(_unless_out_of_memory, run), device)
+        result[which] = {"first call, s": first, "MiB": memory, "out of memory": values is None}
+        if values is not None and exact:
             result[which]["deviation"] = deviation(values, exact)
         del values
-        result[which]["MiB"] = peak(run, device)
     times: dict[str, list[float]] = {which: [] for which in runs if not result[which]["out of memory"]}
     for _ in range(rounds):
         for which in times:
@@ -287,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",") if n], help="N, by comma")
     parser.add_argument("--features", type=int, default=FEATURES)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(argv)
     if folder := os.environ.get("TORCHOPS_PEERS"):
