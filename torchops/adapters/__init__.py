@@ -1,13 +1,13 @@
-"""What public packages call the layers that :func:`torchops.nn.replace` knows: a page for each package.
+"""What public packages call the modules that :func:`torchops.nn.replace` knows: a page for each package.
 
 Nothing here is imported for a package that the process has not imported, and nothing here imports a package. A module
 is found by its class: the very object that the package's own file defines under the known name. Its forward must have
 the arguments that the adapter honours, it must have the layers and parameters expected and nothing else on it (hooks, a
-forward of its own), and it must compute, on a small random problem, what its replacement computes
+forward of its own), and it must compute, on small random problems, what its replacement computes
 (:mod:`torchops.adapters.probe`): so a later release of a package that computes something else is left alone.
 
 A copy of such a module in a package of one's own is not replaced, whatever it computes: a few random problems
-prove less than a known source. It is reported.
+prove less than a known source. One of a triangle update is reported.
 """
 
 from __future__ import annotations
@@ -15,16 +15,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
-from torchops.adapters.triangle import TriangleAdapter
+from torchops.adapters import swap  # noqa: F401  (replace() knows it once it is imported)
+from torchops.adapters.module import Adapter
 
-__all__ = ["triangle_adapters"]
+__all__ = ["adapters", "unfit"]
 
 # The file here for each top-level package.
 _FILES = {"boltz": "boltz", "openfold": "openfold", "openfold3": "openfold", "transformers": "esmfold"}
 
 
-def triangle_adapters() -> Iterator[TriangleAdapter]:
+def _pages() -> Iterator[Any]:
     """Those of the packages that are imported."""
     for file in dict.fromkeys(file for package, file in _FILES.items() if package in sys.modules):
-        yield from import_module(f"torchops.adapters.{file}").TRIANGLE_UPDATES
+        yield import_module(f"torchops.adapters.{file}")
+
+
+def adapters(layers: bool = False) -> Iterator[Adapter]:
+    """Of modules; or of layers, whose parts are replacements."""
+    for page in _pages():
+        yield from page.LAYERS if layers else page.MODULES
+
+
+def unfit() -> Iterator[tuple[type, str]]:
+    """Classes that resemble one that has an operator, and why they have none."""
+    for page in _pages():
+        for file, name, reason in page.UNFIT:
+            if cls := vars(sys.modules.get(file, sys)).get(name):
+                yield cls, reason

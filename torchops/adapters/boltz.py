@@ -1,13 +1,22 @@
-"""Boltz 1 and 2: ``boltz.model.layers.triangular_mult``."""
+"""Boltz 1 and 2: ``boltz.model.layers``.
+
+Chunks and ``use_kernels`` choose how the same is computed there, and choose nothing here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
 from torch import Tensor
 
-from torchops.adapters.triangle import PACKED, Direction, TriangleAdapter, TriangleUpdate
+from torchops.adapters import attention, layer, transition, triangle
+from torchops.adapters.module import Adapter, Call, Replacement, random
+from torchops.adapters.triangle import PACKED, Direction
 
 
-class BoltzTriangleUpdate(TriangleUpdate):
+class BoltzTriangleUpdate(triangle.TriangleUpdate):
     """In the place of ``TriangleMultiplicationOutgoing`` and ``TriangleMultiplicationIncoming``."""
 
     names = PACKED
@@ -23,13 +32,142 @@ class FirstBoltzTriangleUpdate(BoltzTriangleUpdate):
         return self.update(x, mask)
 
 
-def _adapter(name: str, direction: Direction) -> TriangleAdapter:
+class BoltzTriangleAttention(attention.TriangleAttention):
+    """In the place of ``TriangleAttentionStartingNode`` and ``TriangleAttentionEndingNode``, from 2.2 on."""
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, use_kernels: bool = False
+    ) -> Tensor:
+        return self.update(x, mask)
+
+
+class BoltzTransition(transition.Transition):
+    """In the place of ``Transition``, which sums over chunks of the hidden features if it is told to."""
+
+    names = transition.Names("norm", "fc1", "fc2", "fc3", {"silu": "silu"})
+
+    def forward(self, x: Tensor, chunk_size: int = None) -> Tensor:  # type: ignore[assignment]  # noqa: RUF013
+        return self.update(x)
+
+    def calls(self, generator: torch.Generator) -> Iterable[Call]:
+        x = self.example(generator)
+        yield Call("", (x,), {}, (0,))
+        yield Call("chunk_size=3", (x,), {"chunk_size": 3})
+
+
+class BoltzPairLayer(layer.Layer):
+    """In the place of ``PairformerNoSeqLayer``, from 2.2 on."""
+
+    parts: ClassVar[Mapping[str, type[Replacement]]] = {
+        "tri_mul_out": BoltzTriangleUpdate,
+        "tri_mul_in": BoltzTriangleUpdate,
+        "tri_att_start": BoltzTriangleAttention,
+        "tri_att_end": BoltzTriangleAttention,
+        "transition_z": BoltzTransition,
+    }
+
+    def forward(
+        self,
+        z: Tensor,
+        pair_mask: Tensor,
+        chunk_size_tri_attn: int | None = None,
+        use_kernels: bool = False,
+        use_cuequiv_mul: bool = False,
+        use_cuequiv_attn: bool = False,
+    ) -> Tensor:
+        return self.pair(z, pair_mask)
+
+    def pair(self, z: Tensor, mask: Tensor) -> Tensor:
+        modules: Any = [self._modules[name] for name in self.parts]
+        *parts, last = modules
+        if not (self.training or torch.is_grad_enabled()):
+            # Dropout masks are float32, so what they are multiplied with and added to is at least that.
+            dtype = torch.promote_types(z.dtype, torch.float32)
+            z = z.to(dtype, memory_format=torch.contiguous_format, copy=True)  # the caller may read the old one
+            for part in parts:
+                torch.rand(
+                    z.shape[:2], device=z.device
+                )  # there are masks in evaluation, too: later numbers stay the same
+                part.update_(z, mask)
+            return last.update_(z)
+        from boltz.model.layers.dropout import get_dropout_mask
+
+        for name, part in zip(self.parts, parts, strict=False):
+            dropout = get_dropout_mask(self.dropout, z, self.training, columnwise=name == "tri_att_end")
+            update = part.update(z, mask)
+            with torch.autocast(z.device.type, enabled=False):
+                z = torch.addcmul(z, dropout, update)
+        return z + last.update(z)
+
+    def calls(self, generator: torch.Generator) -> Iterable[Call]:
+        z, mask = self._pair_example(generator)
+        yield Call("", (z, mask), {}, (0,))
+        yield Call("", (z, mask), {})
+
+    def _pair_example(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        n: Any = 5
+        c: Any = self.token_z
+        mask = (random(generator, 2, n, n) > -0.5) | torch.eye(n, device="cpu").bool()
+        return random(generator, 2, n, n, c), mask.float()
+
+
+class BoltzPairformerLayer(BoltzPairLayer):
+    """In the place of ``PairformerLayer``, whose other half is called as it is."""
+
+    parts = BoltzPairLayer.parts
+    others = frozenset({"pre_norm_s", "attention", "transition_s", "s_post_norm"})
+    outputs = 2
+
+    def forward(  # type: ignore[override]
+        self,
+        s: Tensor,
+        z: Tensor,
+        mask: Tensor,
+        pair_mask: Tensor,
+        chunk_size_tri_attn: int | None = None,
+        use_kernels: bool = False,
+        use_cuequiv_mul: bool = False,
+        use_cuequiv_attn: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        z = self.pair(z, pair_mask)
+        rest: Any = self._modules
+        with torch.autocast("cuda", enabled=False):
+            s = s.float()
+            normed = rest["pre_norm_s"](s)
+            s = s + rest["attention"](s=normed, z=z.float(), mask=mask.float(), k_in=normed)
+            s = s + rest["transition_s"](s)
+            return rest["s_post_norm"](s), z
+
+    def calls(self, generator: torch.Generator) -> Iterable[Call]:
+        z, pair_mask = self._pair_example(generator)
+        features: Any = self.get_submodule("pre_norm_s").weight.shape[0]  # type: ignore[index]
+        s, mask = random(generator, *z.shape[:2], features), torch.ones(z.shape[:2], device="cpu")
+        mask[0, 1] = 0
+        yield Call("", (s, z, mask, pair_mask), {}, (0, 1))
+        yield Call("", (s, z, mask, pair_mask), {})
+
+
+def _update(name: str, direction: Direction) -> Adapter:
     """Only the class says the direction."""
     replacements = (BoltzTriangleUpdate, FirstBoltzTriangleUpdate)
-    return TriangleAdapter("boltz.model.layers.triangular_mult", (name,), replacements, lambda module: direction)
+    return Adapter("boltz.model.layers.triangular_mult", (name,), replacements, arguments=lambda module: (direction,))
 
 
-TRIANGLE_UPDATES = (
-    _adapter("TriangleMultiplicationOutgoing", "outgoing"),
-    _adapter("TriangleMultiplicationIncoming", "incoming"),
+_PARTS = {"norm": "LayerNorm", "linear": "Linear", "attention": "Attention"}
+
+MODULES = (
+    _update("TriangleMultiplicationOutgoing", "outgoing"),
+    _update("TriangleMultiplicationIncoming", "incoming"),
+    Adapter(
+        "boltz.model.layers.triangular_attention.attention",
+        ("TriangleAttention", "TriangleAttentionEndingNode"),
+        (BoltzTriangleAttention,),
+        _PARTS,
+    ),
+    Adapter("boltz.model.layers.transition", ("Transition",), (BoltzTransition,)),
 )
+LAYERS = tuple(
+    layer.LayerAdapter("boltz.model.layers.pairformer", (name,), (replacement,))
+    for name, replacement in (("PairformerNoSeqLayer", BoltzPairLayer), ("PairformerLayer", BoltzPairformerLayer))
+)
+UNFIT: tuple[tuple[str, str, str], ...] = ()

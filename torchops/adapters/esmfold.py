@@ -1,17 +1,37 @@
-"""ESMFold in transformers, ``transformers.models.esm.modeling_esmfold``: the module of OpenFold, with biases."""
+"""ESMFold in transformers, ``transformers.models.esm.modeling_esmfold``: the modules of OpenFold, with biases."""
 
 from __future__ import annotations
 
-from torchops.adapters.openfold import InPlaceTriangleUpdate, direction
-from torchops.adapters.triangle import TriangleAdapter
+from torch import Tensor
 
-TRIANGLE_UPDATES = (
-    TriangleAdapter(
-        "transformers.models.esm.modeling_esmfold",
-        ("EsmFoldTriangleMultiplicativeUpdate",),
-        (InPlaceTriangleUpdate,),
-        direction,
-        norm="LayerNorm",
-        linear="EsmFoldLinear",
-    ),
+from torchops.adapters.attention import TriangleAttention
+from torchops.adapters.module import Adapter
+from torchops.adapters.openfold import InPlaceTriangleUpdate, direction
+
+FILE = "transformers.models.esm.modeling_esmfold"
+_ROLES = {"norm": "LayerNorm", "linear": "EsmFoldLinear", "attention": "EsmFoldAttention"}
+
+
+class EsmFoldTriangleAttention(TriangleAttention):
+    """In the place of ``EsmFoldTriangleAttention``. Its `inplace_safe` overwrites nothing of the caller's."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        chunk_size: int | None = None,
+        use_memory_efficient_kernel: bool = False,
+        use_lma: bool = False,
+        inplace_safe: bool = False,
+    ) -> Tensor:
+        return self.update(x, mask)
+
+
+MODULES = (
+    Adapter(FILE, ("EsmFoldTriangleMultiplicativeUpdate",), (InPlaceTriangleUpdate,), _ROLES, direction),
+    Adapter(FILE, ("EsmFoldTriangleAttention",), (EsmFoldTriangleAttention,), _ROLES),
+)
+LAYERS: tuple[Adapter, ...] = ()
+UNFIT = (
+    (FILE, "EsmFoldResidueMLP", "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"),
 )

@@ -13,13 +13,16 @@ operator accumulates in float32 and has no need to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchops.adapters.triangle import FUSED, SEPARATE, Direction, Names, TriangleAdapter, TriangleUpdate
+from torchops.adapters import attention, transition
+from torchops.adapters.attention import TriangleAttention
+from torchops.adapters.module import Adapter, Call
+from torchops.adapters.triangle import FUSED, SEPARATE, Direction, TriangleUpdate
 
 
 class InPlaceTriangleUpdate(TriangleUpdate):
@@ -28,6 +31,7 @@ class InPlaceTriangleUpdate(TriangleUpdate):
     names = SEPARATE
     # Whether an update in place without the addition overwrites z; those with fused weights return a new tensor.
     overwrites = True
+    takes_none = True
 
     def forward(
         self,
@@ -107,37 +111,164 @@ class FusedCueqTriangleUpdate(CueqTriangleUpdate):
     overwrites = False
 
 
-def direction(module: nn.Module) -> Direction:
-    return "outgoing" if module._outgoing else "incoming"
+class OpenFoldTriangleAttention(TriangleAttention):
+    """In the place of OpenFold's ``TriangleAttention``. Its `inplace_safe` overwrites nothing of the caller's."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        chunk_size: int | None = None,
+        use_memory_efficient_kernel: bool = False,
+        use_deepspeed_evo_attention: bool = False,
+        use_lma: bool = False,
+        inplace_safe: bool = False,
+    ) -> Tensor:
+        return self.update(x, mask)
 
 
-def _fixed_precision(names: Names, module: nn.Module) -> str | None:
-    """Their linear layers can be told to compute in one dtype whatever their input has."""
-    fixed = [name for name in names.linears if getattr(module._modules[name], "precision", None) is not None]
-    return f"{fixed[0]} has a precision of its own" if fixed else None
+class TransposingTriangleAttention(TriangleAttention):
+    """In the place of those of OpenFold-3, from 0.5.0 on: its layers transpose the pair tensor for the ending node, and
+    have the bias transposed back."""
+
+    names = attention.Names(bias="linear_z")
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        transpose_bias: bool = False,
+        chunk_size: int | None = None,
+        use_deepspeed_evo_attention: bool = False,
+        use_cueq_triangle_kernels: bool = False,
+        use_triton_triangle_kernels: bool = False,
+        use_lma: bool = False,
+        inplace_safe: bool = False,
+    ) -> Tensor:
+        return self.update(x, mask, transpose_bias)
+
+    @classmethod
+    def probes(cls) -> Iterable[Mapping[str, Any]]:
+        return (*super().probes(), {"transpose_bias": True})
 
 
-def _adapters(file: str) -> tuple[TriangleAdapter, ...]:
-    separate = (KernelsTriangleUpdate, CueqTriangleUpdate, InPlaceTriangleUpdate)
-    fused = (FusedKernelsTriangleUpdate, FusedCueqTriangleUpdate, FusedInPlaceTriangleUpdate)
-    return tuple(
-        TriangleAdapter(
-            file,
-            (f"{prefix}TriangleMultiplicationOutgoing", f"{prefix}TriangleMultiplicationIncoming", base),
-            replacements,
-            direction,
-            norm="LayerNorm",
-            linear="Linear",
-            refuse=lambda module, names=replacements[0].names: _fixed_precision(names, module),  # type: ignore[misc]
-        )
-        for prefix, base, replacements in (
-            ("", "TriangleMultiplicativeUpdate", separate),
-            ("Fused", "FusedTriangleMultiplicativeUpdate", fused),
-        )
+class CueqTriangleAttention(TriangleAttention):
+    """In the place of those of OpenFold-3 0.3.0 and 0.4.0."""
+
+    names = attention.Names(bias="linear_z")
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        chunk_size: int | None = None,
+        use_deepspeed_evo_attention: bool = False,
+        use_cueq_triangle_kernels: bool = False,
+        use_lma: bool = False,
+        inplace_safe: bool = False,
+    ) -> Tensor:
+        return self.update(x, mask)
+
+
+class KernelsTriangleAttention(TriangleAttention):
+    """In the place of those of OpenFold-3 0.4.1."""
+
+    names = attention.Names(bias="linear_z")
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        chunk_size: int | None = None,
+        use_deepspeed_evo_attention: bool = False,
+        use_cueq_triangle_kernels: bool = False,
+        use_triton_triangle_kernels: bool = False,
+        use_lma: bool = False,
+        inplace_safe: bool = False,
+    ) -> Tensor:
+        return self.update(x, mask)
+
+
+class SwiGLUTransition(transition.Transition):
+    """In the place of OpenFold-3's ``SwiGLUTransition``. Chunks and checkpoints of them save memory that is not taken
+    here."""
+
+    names = transition.Names(
+        "layer_norm",
+        "swiglu.linear_a",
+        "swiglu.linear_b",
+        "linear_out",
+        {"swiglu": "swiglu", "swiglu.swish": "silu"},
     )
 
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        chunk_size: int | None = None,
+        ckpt_chunk_size: int | None = None,
+    ) -> Tensor:
+        update = self._update(x)
+        # Without a mask they multiply by ones of the dtype of x.
+        dtype = torch.promote_types(update.dtype, x.dtype if mask is None else mask.dtype)
+        if mask is not None:
+            mask = mask.unsqueeze(-1)
+            reuse = update.dtype == dtype and not update.requires_grad
+            update = update.mul_(mask) if reuse else update * mask
+        return update.to(dtype if ckpt_chunk_size is None else x.dtype)
 
-TRIANGLE_UPDATES = (
-    *_adapters("openfold.model.triangular_multiplicative_update"),
-    *_adapters("openfold3.core.model.layers.triangular_multiplicative_update"),
+    def _update(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            return self.update(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.update(x, {name: None if t is None else t.to(x.dtype) for name, t in self.weights().items()})
+
+    def calls(self, generator: torch.Generator) -> Iterable[Call]:
+        x = self.example(generator)
+        mask = torch.rand(x.shape[:-1], generator=generator, device="cpu")
+        yield Call("", (x, mask), {}, (0,))
+        for arguments in ({}, {"mask": mask, "chunk_size": 3}, {"mask": mask, "ckpt_chunk_size": 2}):
+            yield Call(", ".join(arguments), (x,), arguments)
+
+
+def direction(module: nn.Module) -> tuple[Direction]:
+    return ("outgoing" if module._outgoing else "incoming",)
+
+
+_ROLES = {"norm": "LayerNorm", "linear": "Linear", "attention": "Attention", "swiglu": "SwiGLU"}
+
+
+def _updates(file: str) -> Iterator[Adapter]:
+    for prefix, base, replacements in (
+        ("", "TriangleMultiplicativeUpdate", (KernelsTriangleUpdate, CueqTriangleUpdate, InPlaceTriangleUpdate)),
+        (
+            "Fused",
+            "FusedTriangleMultiplicativeUpdate",
+            (FusedKernelsTriangleUpdate, FusedCueqTriangleUpdate, FusedInPlaceTriangleUpdate),
+        ),
+    ):
+        classes = (f"{prefix}TriangleMultiplicationOutgoing", f"{prefix}TriangleMultiplicationIncoming", base)
+        yield Adapter(file, classes, replacements, _ROLES, direction)
+
+
+_ATTENTIONS = ("TriangleAttention", "TriangleAttentionEndingNode")
+_LAYERS3 = "openfold3.core.model.layers"
+
+MODULES = (
+    *_updates("openfold.model.triangular_multiplicative_update"),
+    *_updates(f"{_LAYERS3}.triangular_multiplicative_update"),
+    Adapter("openfold.model.triangular_attention", _ATTENTIONS, (OpenFoldTriangleAttention,), _ROLES),
+    Adapter(
+        f"{_LAYERS3}.triangular_attention",
+        _ATTENTIONS,
+        (TransposingTriangleAttention, KernelsTriangleAttention, CueqTriangleAttention),
+        _ROLES,
+    ),
+    Adapter(f"{_LAYERS3}.transition", ("SwiGLUTransition",), (SwiGLUTransition,), _ROLES),
+)
+LAYERS: tuple[Adapter, ...] = ()
+_RELU = "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"
+UNFIT = (
+    ("openfold.model.pair_transition", "PairTransition", _RELU),
+    (f"{_LAYERS3}.transition", "ReLUTransition", _RELU),
 )

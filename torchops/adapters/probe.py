@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +12,18 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torchops.adapters.triangle import TriangleUpdate
+    from torchops.adapters.module import Call, Replacement
 
 # Float32, a few additions in another order; whoever computes something else is off by far more.
 TOLERANCE = 1e-4
-# A value of size 1 and one at which eps decides what a layer norm makes of the product: the norm would hide any factor.
-SCALES = (1.0, 0.05)
 
 
-def probe(module: nn.Module, make: Callable[[nn.Module], TriangleUpdate]) -> str | None:
+def probe(module: nn.Module, make: Callable[[nn.Module], Replacement]) -> str | None:
     """Why `make(module)` may not take the place of `module`; None if both compute the same.
 
     They are compared on copies on the CPU in float32, with random parameters (fresh modules end in a projection by 0),
-    on a batch of 2 with a mask that is neither symmetric nor binary and without one, in training and in evaluation,
-    with gradients; and for the further arguments in `probes()`, with what they leave in `x`.
+    on what `Replacement.calls` has (batches of 2, masks that are not symmetric), in training and in evaluation:
+    results, gradients, what becomes of the arguments, and how many random numbers are drawn.
     """
     try:
         with _plain_float32():
@@ -64,64 +61,50 @@ def _plain_float32() -> Iterator[None]:
             torch.set_float32_matmul_precision(precision)
 
 
-def _difference(original: nn.Module, new: TriangleUpdate, generator: torch.Generator) -> str | None:
-    c = new._get(new.names.g_out, "weight").shape[0]  # type: ignore[union-attr]
-    n = 5 if c != 5 else 6
-    x = torch.randn(2, n, n, c, generator=generator, device="cpu")
-    mask = torch.randn(2, n, n, generator=generator, device="cpu")
-    mask[torch.rand(mask.shape, generator=generator, device="cpu") < 0.2] = 0
-    cotangent = torch.randn(x.shape, generator=generator, device="cpu")
-    takes_none = "mask" not in _required(new)
+def _difference(original: nn.Module, new: Replacement, generator: torch.Generator) -> str | None:
     for training in (True, False):
         original.train(training)
         new.train(training)
-        when = "training" if training else "evaluation"
-        for scale in SCALES:
-            theirs, ours = (_with_gradients(m, x, mask * scale, cotangent) for m in (original, new))
-            if reason := _compared(theirs, ours, f"in {when}"):
-                return reason
-        masks = [mask * SCALES[0], *([None] if takes_none else [])]
-        for value, arguments in ((value, arguments) for value in masks for arguments in new.probes()):
-            theirs, ours = (_without_gradients(m, x, value, arguments) for m in (original, new))
-            if reason := _compared(theirs, ours, f"in {when}, {_said(value, arguments)}"):
+        for call in new.calls(generator):
+            theirs, ours = (_results(module, call, new.outputs) for module in (original, new))
+            said = call.said or ("" if call.gradients else "without gradients")
+            when = f"in {'training' if training else 'evaluation'}{said and ', ' + said}"
+            if reason := _compared(theirs, ours, when):
                 return reason
     return None
 
 
-def _required(new: nn.Module) -> set[str]:
-    return {name for name, p in inspect.signature(new.forward).parameters.items() if p.default is p.empty}
-
-
-def _said(mask: Tensor | None, arguments: Mapping[str, Any]) -> str:
-    said = [f"{name}={value}" for name, value in arguments.items()]
-    return ", ".join(["without a mask"] * (mask is None) + said) or "without gradients"
-
-
-def _with_gradients(module: nn.Module, x: Tensor, mask: Tensor, cotangent: Tensor) -> dict[str, Any]:
-    x = x.clone().requires_grad_()
-    out = module(x, mask)
-    if type(out) is not Tensor or out.shape != x.shape:
+def _results(module: nn.Module, call: Call, outputs: int) -> dict[str, Any]:
+    args = [a.clone() if isinstance(a, Tensor) else a for a in call.args]
+    inputs = {"its input" if i == 0 else f"its argument {i}": args[i].requires_grad_() for i in call.gradients}
+    torch.default_generator.manual_seed(0)
+    with torch.set_grad_enabled(bool(call.gradients)):
+        out = module(*args, **call.kwargs)
+    outs = out if type(out) is tuple and outputs > 1 else (out,)
+    if len(outs) != outputs or any(type(t) is not Tensor for t in outs) or outs[-1].shape != args[outputs - 1].shape:
         return {"result": out}
-    parameters = dict(module.named_parameters())
-    grads = torch.autograd.grad(out, [x, *parameters.values()], cotangent)
-    return {"result": out, **{f"gradient of {n}": g for n, g in zip(["its input", *parameters], grads, strict=True)}}
-
-
-def _without_gradients(
-    module: nn.Module, x: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    x = x.clone()
-    with torch.no_grad():
-        return {"result": module(x, mask, **arguments), "input afterwards": x}
+    results: dict[str, Any] = {"result" if i == 0 else f"result {i}": t for i, t in enumerate(outs)}
+    if call.gradients:
+        sources = inputs | dict(module.named_parameters())
+        generator = torch.Generator("cpu").manual_seed(1)
+        cotangents = [torch.randn(t.shape, generator=generator, device="cpu") for t in outs]
+        grads = torch.autograd.grad(outs, list(sources.values()), cotangents)
+        results |= {f"gradient of {name}": g for name, g in zip(sources, grads, strict=True)}
+    else:
+        results["input afterwards"] = args[0]
+    return results | {"random number drawn next": torch.rand((), device="cpu")}
 
 
 def _compared(theirs: dict[str, Any], ours: dict[str, Any], when: str) -> str | None:
+    # Some gradients are 0, if nothing is rounded: those of what adds the same number to all scores of a softmax.
+    rounding = 1e-7 * max([g.norm().item() for name, g in theirs.items() if name.startswith("gradient")], default=0)
     for name, value in theirs.items():
         if type(value) is not Tensor:
             return f"it returns a {type(value).__name__} {when}"
-        if value.shape != ours[name].shape:
+        if name not in ours or value.shape != ours[name].shape:
             return f"its {name} is of shape {tuple(value.shape)} {when}"
-        error = (value - ours[name]).norm() / value.norm()
-        if not error <= TOLERANCE:
-            return f"it computes something else: its {name} {when} differs by {error.item():.1e} of its norm"
+        difference, norm = (value - ours[name]).norm().item(), value.norm().item()
+        if not difference <= max(TOLERANCE * norm, rounding):
+            error = f"{difference / norm:.1e} of its norm" if norm else f"{difference:.1e}"
+            return f"it computes something else: its {name} {when} differs by {error}"
     return None

@@ -11,7 +11,8 @@ import copy
 import importlib
 import inspect
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -133,7 +134,8 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
     try:
         for training in (True, False):
             module.training = training
-            finder = Finder(module, Tracer().trace(module))
+            with _no_contexts():
+                finder = Finder(module, Tracer().trace(module))
             finder.rewrite()
             if finder.count:
                 _check_pure(module, finder.graph)
@@ -155,6 +157,24 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
         if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
             raise _LeaveError("its forward makes a tensor")
     return results[0]
+
+
+@contextmanager
+def _no_contexts() -> Iterator[None]:
+    """Raises where one is entered that decides how operators compute: `torch.fx` would record them without it."""
+    kinds = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
+    entered = [(kind, kind.__enter__) for kind in kinds]
+
+    def enter(context: Any) -> None:
+        raise RuntimeError(f"it enters {type(context).__name__}, which no graph shows")
+
+    try:
+        for kind in kinds:
+            kind.__enter__ = enter  # type: ignore[method-assign]
+        yield
+    finally:
+        for kind, method in entered:
+            kind.__enter__ = method  # type: ignore[method-assign]
 
 
 def _speaks_of_gates(module: nn.Module) -> bool:

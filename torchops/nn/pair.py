@@ -217,11 +217,12 @@ class TriangleMultiplicativeUpdate(nn.Module):
         Raises:
             TypeError: it is not such a module, or does not compute what this layer computes; with the reason.
         """
-        from torchops.adapters.triangle import TriangleUpdate, known_update
+        from torchops.adapters.swap import known
+        from torchops.adapters.triangle import TriangleUpdate
 
-        update = module if isinstance(module, TriangleUpdate) else known_update(module)
+        update = module if isinstance(module, TriangleUpdate) else known(module, {})
         if not isinstance(update, TriangleUpdate):
-            got = update or type(module).__name__
+            got = update if isinstance(update, str) else type(module).__name__
             raise TypeError(f"TriangleMultiplicativeUpdate: expected a triangle update of a known package, got {got}")
         values = update.packed()
         p_out = values["p_out.weight"]

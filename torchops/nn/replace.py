@@ -77,8 +77,9 @@ def replace(model: nn.Module) -> Replacements:
       parameters of these layers, which are no longer called. Its class becomes a subclass of what it was, so that its
       attributes, other methods and hooks stay. What the new forward is was read off by ``torch.fx``: attributes that
       steer the forward have the values from then on that they have now;
-    - the triangle multiplicative updates of Boltz, OpenFold, OpenFold-3 and transformers' ESMFold, by a module with the
-      signature of the original that calls :func:`torchops.triangle_multiplicative_update` (:mod:`torchops.adapters`).
+    - triangle multiplicative updates, triangle attention and transitions of the public packages that
+      :mod:`torchops.adapters` knows, by modules with the signature of the original that call the operators; and layers
+      that are made of them, whose updates are added in place in inference.
 
     A layer is left as it is, and reported, where its parts do more than their classes say or are seen from outside:
 
@@ -91,10 +92,10 @@ def replace(model: nn.Module) -> Replacements:
     - the linear layer also stands in a place where no sigmoid follows it. A layer that is followed by a sigmoid
       wherever it stands is replaced by one ``Dense`` in all places;
     - the ``nn.Sequential`` is of a subclass with a forward or an iteration of its own;
-    - a forward that gates cannot be traced, differs between training and evaluation, overwrites tensors, or computes
-      something else than its replacement on a copy with random parameters;
-    - a triangle update is of no known class, has other layers, or computes something else. Every one is computed beside
-      its replacement first, as a small problem with random parameters, on the CPU.
+    - a forward that gates cannot be traced (autocast inside of it cannot), differs between training and evaluation,
+      overwrites tensors, or computes something else than its replacement on a copy with random parameters;
+    - a module of a package is of no known class, has other layers, or computes something else. One of each class and
+      size is computed beside its replacement first, as a small problem with random parameters, on the CPU.
 
     Code that takes a layer out of a module and calls it alone is not seen.
     :mod:`torchops.inductor` follows the computation itself and needs no such structure.

@@ -1,0 +1,36 @@
+"""A layer of a public package whose parts are replacements, and the one that takes its place: in inference its parts
+add to a pair tensor of its own, so none of their results exists as a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from torchops.adapters.module import Adapter, Replacement
+
+
+class Layer(Replacement):
+    """A layer with the children of the original."""
+
+    layers: ClassVar[Mapping[str, str]] = {}
+    parts: ClassVar[Mapping[str, type[Replacement]]]
+    others: ClassVar[frozenset[str]] = frozenset()  # children that are called as the original calls them
+
+
+class LayerAdapter(Adapter):
+    """How the layers of one file of a package are replaced."""
+
+    def _structure_reason(self, module: nn.Module, new: type[Replacement]) -> str | None:
+        assert issubclass(new, Layer)
+        children = {name for name, child in module._modules.items() if child is not None}
+        for name, kind in new.parts.items():
+            if not isinstance(module._modules.get(name), kind):
+                return f"its {name} is not replaced"
+        if missing := new.others - children:
+            return f"it has no {min(missing)}"
+        if more := children - new.parts.keys() - new.others:
+            return f"it has a layer {min(more)}"
+        own = [*module._parameters, *module._buffers]
+        return f"it has a tensor {own[0]} of its own" if own else None

@@ -1,0 +1,222 @@
+"""A module of a public package and the one that takes its place: what those of all kinds share.
+
+A replacement has the parameters of the original under their names, and its plain attributes. Its operator reads them
+where they are. Whether a module is what its class is known for is asked in this order: its type, the arguments of its
+`forward`, its layers and nothing else on it, the sizes of its parameters, and what it computes
+(:mod:`torchops.adapters.probe`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchops.nn.replace import module_reason, parameters_reason
+
+Shape = tuple[int, ...]
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Parameters(nn.Module):
+    """The parameters of a layer, under their names, for the operator that reads them. It cannot be called, so nothing
+    that wraps, quantizes or adapts layers takes it for one whose output is used."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in layer._parameters.items():
+            self.register_parameter(name, parameter)
+        for name, child in layer.named_children():
+            self.add_module(name, Parameters(child))
+        self.training = layer.training
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={tuple(p.shape)}" for name, p in self._parameters.items() if p is not None)
+
+
+class Call(NamedTuple):
+    """One call with which an original and its replacement are compared."""
+
+    said: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    # Of these of `args`; none: the call is made without gradients, and what becomes of the arguments is compared.
+    gradients: tuple[int, ...] = ()
+
+
+class Replacement(nn.Module):
+    """A module with the parameters and plain attributes of the module `of`.
+
+    Adapters derive from it, with the `forward` of their package.
+    """
+
+    # The layers that the original must have, by their names, those within others as "mha.linear_q", and what they are:
+    # a key of `Adapter.roles`; with a question mark for one that may be missing.
+    layers: ClassVar[Mapping[str, str]]
+    operator: ClassVar[str]
+    outputs: ClassVar[int] = 1
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        known = vars(self)
+        vars(self).update({k: v for k, v in vars(of).items() if k not in known and isinstance(v, PLAIN)})
+        self.training = of.training
+        for name, child in of.named_children():
+            has_parameters = name in self.layers and next(child.parameters(), None) is not None
+            self.add_module(name, Parameters(child) if has_parameters else child)
+
+    def parameter(self, layer: str, name: str) -> Tensor | None:
+        module: Any = self
+        for part in layer.split("."):
+            module = module._modules[part]
+        return module._parameters.get(name)
+
+    def calls(self, generator: torch.Generator) -> Iterable[Call]:
+        """With what it is compared with the original."""
+        raise NotImplementedError
+
+    @classmethod
+    def sizes(cls, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
+        """The shapes that weights must have; a bias is as long as its weight."""
+        raise NotImplementedError
+
+    @classmethod
+    def refuse(cls, module: nn.Module) -> str | None:
+        """Anything else that forbids it, with the reason."""
+        return None
+
+
+def random(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, device="cpu")
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How the classes of one file of a package are replaced.
+
+    Attributes:
+        file: the module in which the package defines them.
+        classes: their names.
+        replacements: for each signature of `forward` that releases of the package have had.
+        roles: what that file calls the classes of the layers.
+        arguments: what a replacement is told besides the module.
+    """
+
+    file: str
+    classes: tuple[str, ...]
+    replacements: tuple[type[Replacement], ...]
+    roles: Mapping[str, str] = field(default_factory=lambda: {"norm": "nn.LayerNorm", "linear": "nn.Linear"})
+    arguments: Callable[[nn.Module], tuple[Any, ...]] = lambda module: ()
+
+    def has(self, module: nn.Module) -> bool:
+        return any(type(module) is known for known in self._known())
+
+    def derives(self, module: nn.Module) -> bool:
+        return isinstance(module, self._known())
+
+    def _known(self) -> tuple[type[nn.Module], ...]:
+        file = sys.modules.get(self.file)
+        return tuple(vars(file)[name] for name in self.classes if name in vars(file)) if file else ()
+
+    def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
+        """The module that takes its place, or why none does. `tried` is what was found out about others."""
+        if reason := module_reason(module, type(module)):
+            return reason
+        forward = signature(type(module))
+        match = next((new for new in self.replacements if signature(new) == forward), None)
+        if reason := self._structure_reason(module, match or self.replacements[0]):
+            return reason
+        if match is None:
+            return f"its forward takes ({', '.join(name for name, *_ in forward)}), which no known release does"
+        if reason := match.refuse(module):
+            return reason
+        from torchops.adapters.probe import probe
+
+        made: Any = match
+        arguments = self.arguments(module)
+        key = (match, arguments, *_identity(module))
+        if key not in tried:
+            tried[key] = probe(module, lambda original: made(original, *arguments))
+        return tried[key] or made(module, *arguments)
+
+    def _structure_reason(self, module: nn.Module, new: type[Replacement]) -> str | None:
+        expected = {name: role.removesuffix("?") for name, role in new.layers.items()}
+        kinds: dict[str, type[nn.Module]] = {"sigmoid": nn.Sigmoid, "silu": nn.SiLU}
+        try:
+            for role in {*expected.values()} - kinds.keys():
+                kinds[role] = attrgetter(self.roles[role])(sys.modules[self.file])
+        except AttributeError as error:
+            return str(error)
+        there = {name: child for name, child in module.named_modules(remove_duplicate=False) if name}
+        for name, role in new.layers.items():
+            if not role.endswith("?") and name not in there:
+                return f"it has no {name}"
+        for name, child in there.items():
+            if name in expected and (reason := module_reason(child, kinds[expected[name]])):
+                return f"{name}: {reason}"
+        if more := there.keys() - expected.keys():
+            return f"it has a layer {min(more)}"
+        for name, child in {"": module, **there}.items():
+            leaf = name != "" and expected[name] in ("norm", "linear")
+            own = [*child._buffers, *(child._parameters.keys() - ({"weight", "bias"} if leaf else set()))]
+            if own:
+                return f"{name}: it has {own[0]}" if name else f"it has a tensor {own[0]} of its own"
+            if getattr(child, "precision", None) is not None:
+                # Linear layers of several packages can be told to compute in one dtype whatever their input has.
+                return f"{name} has a precision of its own"
+        parameters = {
+            f"{name}.{kind}": parameter
+            for name, child in there.items()
+            if expected[name] in ("norm", "linear")
+            for kind, parameter in child._parameters.items()
+        }
+        return _parameters_reason(parameters, [n for n in there if expected[n] == "linear"], new)
+
+
+def _parameters_reason(
+    parameters: Mapping[str, nn.Parameter | None], linears: list[str], new: type[Replacement]
+) -> str | None:
+    for name in linears:
+        if parameters.get(f"{name}.weight") is None:
+            return f"{name} has no weight"
+    if reason := parameters_reason(parameters, f"{linears[-1]}.weight", new.operator):
+        return reason
+    sizes = new.sizes(parameters)
+    for name, parameter in parameters.items():
+        layer, _, kind = name.rpartition(".")
+        size = sizes[layer] if kind == "weight" else sizes[layer][:1]
+        if parameter is not None and tuple(parameter.shape) != size:
+            return f"{name} is of shape {tuple(parameter.shape)} and not {size}"
+    return None
+
+
+def _identity(module: nn.Module) -> Iterator[Any]:
+    """All that can make two modules of one class compute different things, beside the values of their parameters."""
+    for name, child in module.named_modules():
+        registries = ("_parameters", "_buffers", "_modules", "training")
+        held = {
+            k: v for k, v in vars(child).items() if k not in registries and not (isinstance(v, dict | set) and not v)
+        }
+        attributes = (
+            (k, v if isinstance(v, PLAIN) else repr(v) if type(v) is tuple else id(v)) for k, v in held.items()
+        )
+        shapes = ((k, None if p is None else p.shape) for k, p in child._parameters.items())
+        yield name, type(child), tuple(attributes), tuple(shapes)
+
+
+def signature(module: type[nn.Module]) -> list[tuple[str, Any, Any]]:
+    parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+    return [(p.name, p.kind, p.default) for p in parameters]

@@ -1,0 +1,58 @@
+"""The part of :func:`torchops.nn.replace` that knows modules of public packages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import torchops
+from torchops.adapters.module import Replacement
+from torchops.adapters.triangle import FUSED, PACKED, SEPARATE
+from torchops.nn.replace import Replacements, join, swapper
+
+
+def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False) -> Replacement | str | None:
+    """The module that takes the place of `module`, or why none does; None if it resembles none that is known. `layers`:
+    those whose parts are replacements."""
+    if isinstance(module, Replacement | torchops.nn.TriangleMultiplicativeUpdate):
+        return None
+    from torchops.adapters import adapters, unfit
+
+    found = list(adapters(layers))
+    for adapter in found:
+        if adapter.has(module):
+            return adapter.replacement(module, tried)
+    name = type(module).__name__
+    for adapter in found:
+        if adapter.derives(module):
+            return f"{name} is a subclass of one in {adapter.file}"
+    if layers:
+        return None
+    for kind, reason in unfit():
+        if type(module) is kind:
+            return reason
+    for names in (PACKED, SEPARATE, FUSED):
+        if {name for name, role in names.layers.items() if not role.endswith("?")} <= module._modules.keys():
+            return f"{name} has the layers of a triangle update, but is of no known package"
+    return None
+
+
+@swapper
+def replace_known_modules(model: nn.Module) -> Replacements:
+    """Modules of public packages, first those without parts that are known, then layers made of those."""
+    tried: dict[Any, str | None] = {}
+    replaced, left = [], {}
+    for layers in (False, True):
+        found = {module: known(module, tried, layers) for module in model.modules()}
+        if (own := found[model]) is not None and "" not in left:
+            left[""] = own if isinstance(own, str) else "it is the model itself"
+        for parent, name in [(parent, name) for name, parent in model.named_modules()]:
+            for key, child in parent._modules.items():
+                new = None if child is None else found.get(child)
+                if isinstance(new, Replacement):
+                    parent._modules[key] = new
+                    replaced.append(join(name, key))
+                elif new is not None:
+                    left[join(name, key)] = new
+    return Replacements(tuple(replaced), left)
