@@ -1,0 +1,148 @@
+"""GPU MODE's public task "TriMul": `python -m benchmarks.trimul` (gpu-mode/reference-kernels, problems/bioml/trimul).
+
+A triangle update from float32 to float32 that gates before its last projection, by the private operator of
+`torchops._gated_triangle`. Its cases, inputs and tolerance are the task's, and so is the way of timing: synchronised
+calls between two events, with inputs that stay where they are. The score is the geometric mean of the seven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import torchops
+from torchops import _gated_triangle as gated
+
+from . import machine
+
+TOLERANCE = 2e-2  # relative and absolute
+HIDDEN = 128
+
+
+class Task(NamedTuple):
+    n: int
+    batch: int
+    dim: int
+    masked: bool
+    cauchy: bool
+
+
+# The task's own, in its order.
+BENCHMARKS = (
+    Task(256, 2, 128, False, False),
+    Task(768, 1, 128, False, True),
+    Task(256, 2, 384, True, False),
+    Task(512, 1, 128, False, False),
+    Task(1024, 1, 128, False, True),
+    Task(768, 1, 384, True, False),
+    Task(1024, 1, 384, False, False),
+)
+TESTS = (
+    *(Task(32, 1, 128, masked, False) for masked in (False, True)),
+    *(Task(64, 2, 256, masked, False) for masked in (False, True)),
+    Task(128, 1, 768, False, False),
+    *(Task(256, 1, 128, masked, False) for masked in (False, True)),
+    Task(768, 2, 128, False, False),
+    *(Task(1024, 1, dim, masked, False) for dim, masked in ((384, True), (768, False), (768, True))),
+    Task(32, 1, 128, False, True),
+    Task(64, 2, 256, False, True),
+    Task(128, 1, 768, False, True),
+    Task(256, 1, 128, False, True),
+    Task(768, 2, 128, False, True),
+    *(Task(1024, 1, dim, True, True) for dim in (384, 768)),
+)
+
+
+def make(task: Task, device: torch.device) -> tuple[Tensor, Tensor, gated.Weights]:
+    """x, the mask and the weights, of the task's distributions."""
+    shape = (task.batch, task.n, task.n)
+    x = torch.empty(*shape, task.dim, device=device)
+    x = x.cauchy_(0, 2) if task.cauchy else x.normal_()
+    mask = torch.randint(0, 2, shape, device=device) if task.masked else torch.ones(shape, device=device)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device)
+
+    def inner() -> Tensor:
+        return random(HIDDEN, task.dim) / math.sqrt(HIDDEN)
+
+    norm, of_x = (random(task.dim), random(task.dim)), (inner(), inner(), inner(), inner(), inner())
+    p_out = random(task.dim, HIDDEN) / math.sqrt(task.dim)
+    return x, mask, gated.Weights(*norm, *of_x, random(HIDDEN), random(HIDDEN), p_out)
+
+
+Kernel = Callable[[Tensor, Tensor, gated.Weights], Tensor]
+
+
+def check(kernel: Kernel, x: Tensor, mask: Tensor, weights: gated.Weights) -> float:
+    """Raises unless the values are the task's. Returns the share of the tolerance that the worst of them needs."""
+    got, want = kernel(x, mask, weights), gated.written_out(x, mask, weights)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+    return ((got - want).abs() / (TOLERANCE * (1 + want.abs()))).max().item()
+
+
+def microseconds(kernel: Kernel, arguments: tuple[Any, ...], most_calls: int) -> list[float]:
+    """Until the mean's error is 0.1%, as the task has it."""
+    times: list[float] = []
+    while len(times) < most_calls:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        result = kernel(*arguments)
+        end.record()
+        torch.cuda.synchronize()
+        del result
+        times.append(start.elapsed_time(end) * 1e3)
+        if len(times) > 2 and statistics.stdev(times) / math.sqrt(len(times)) < 1e-3 * statistics.mean(times):
+            break
+    return times
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--calls", type=int, default=100, help="at most, of each case")
+    parser.add_argument("--no-tests", action="store_true", help="leave out the task's correctness cases")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("the task needs a GPU")
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    kernel: Kernel = gated.update
+    results: list[dict[str, Any]] = []
+    with torch.no_grad():
+        tests = [] if options.no_tests else [check(kernel, *make(task, device)) for task in TESTS]
+        for task in BENCHMARKS:
+            arguments = make(task, device)
+            worst = check(kernel, *arguments)
+            times = microseconds(kernel, arguments, options.calls)
+            results.append(
+                task._asdict()
+                | {"microseconds": statistics.mean(times), "calls": len(times), "of the tolerance": worst}
+            )
+            print(f"{task}: {results[-1]['microseconds']:.0f} us, {worst:.2f} of the tolerance", flush=True)
+            del arguments
+    score = math.exp(statistics.mean(math.log(result["microseconds"]) for result in results))
+    print(f"{len(tests)} tests pass; geometric mean {score:.0f} us")
+    if options.json:
+        document = {
+            "machine": machine.describe(device),
+            "torchops": torchops.__version__,
+            "tests": tests,
+            "results": results,
+            "geometric mean": score,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,72 @@
+"""A triangle update that gates before the last projection, in inference, from float32 to float32 by 16-bit products.
+
+With z = layer_norm(x), a and b as in ``triangle_multiplicative_update`` and o[i, j] = sum_k a[i, k] b[j, k] it is
+``(layer_norm(o) * sigmoid(z @ gate.T)) @ p_out.T``: the formula of GPU MODE's public task "TriMul", which
+``benchmarks/trimul.py`` runs. Private: no module of a public package computes it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Weights", "update", "written_out"]
+
+
+class Weights(NamedTuple):
+    """Of c features and d channels: norm (c,), a to gate (d, c); norm_out (d,), p_out (c, d)."""
+
+    norm: Tensor
+    norm_bias: Tensor
+    a: Tensor
+    a_gate: Tensor
+    b: Tensor
+    b_gate: Tensor
+    gate: Tensor
+    norm_out: Tensor
+    norm_out_bias: Tensor
+    p_out: Tensor
+
+
+def written_out(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1e-5) -> Tensor:
+    """In ATen operators, in the dtype of the arguments."""
+    w = weights
+    z = F.layer_norm(x, x.shape[-1:], w.norm, w.norm_bias, eps)
+    factor = 1 if mask is None else mask.unsqueeze(-1)
+    a = F.linear(z, w.a) * torch.sigmoid(F.linear(z, w.a_gate)) * factor
+    b = F.linear(z, w.b) * torch.sigmoid(F.linear(z, w.b_gate)) * factor
+    o = (a.movedim(-1, -3) @ b.movedim(-1, -3).mT).movedim(-3, -1)
+    n = F.layer_norm(o, o.shape[-1:], w.norm_out, w.norm_out_bias, eps)
+    return F.linear(n * torch.sigmoid(F.linear(z, w.gate)), w.p_out)
+
+
+def fits(x: Tensor, weights: Weights) -> bool:
+    """Whether the kernels can run: matrices of whole tiles, in float32."""
+    c, d = weights.p_out.shape
+    return (
+        x.dtype == torch.float32
+        and x.shape[0] > 0
+        and x.shape[1] > 1
+        and d == 128
+        and (c in (64, 128) or (c % 128 == 0 and c <= 768))
+        and all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+    )
+
+
+def update(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1e-5) -> Tensor:
+    """x of (batch, N, N, c), mask (batch, N, N) of any dtype or None; like x. By the kernels where they can run and no
+    gradient is wanted."""
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
+    if x.is_cuda and fits(x, weights) and not needs_grad:
+        try:
+            kernels = importlib.import_module("torchops._gated_triangle_triton")
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+        else:
+            return kernels.run(x, mask, weights, eps, kernels.tiling(x.shape[-1]))
+    return written_out(x, mask, weights, eps)

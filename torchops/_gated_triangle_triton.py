@@ -1,0 +1,210 @@
+# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: N803
+"""The kernels of `_gated_triangle.py`, which imports this where it needs them.
+
+The gate is as wide as o, so it is made beside a and b, and x is read once:
+
+1. ``_pack_kernel`` makes one matrix of the weights, in float16;
+2. ``_in_kernel`` makes from a tile of x a and b, channels first, and the gate, by rows, all in float16;
+3. one batched product makes o;
+4. ``_out_kernel`` reads o and the gate.
+
+a is scaled by a power of 2, and eps by its square, so that o fits float16 (see ``triangle_scale()`` in C++).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ._gated_triangle import Weights
+
+__all__ = ["run", "tiling"]
+
+
+@triton.jit
+def _pack_kernel(
+    a, a_gate, b, b_gate, gate, p_out, to,
+    C: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A row of what `packed` returns."""
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    there = column < C
+    if row < 2 * D:
+        at = tl.where(row % 2 == 0, a.to(tl.int64), a_gate.to(tl.int64)) + (row // 2) * C * 4
+    elif row < 4 * D:
+        at = tl.where(row % 2 == 0, b.to(tl.int64), b_gate.to(tl.int64)) + (row // 2 - D) * C * 4
+    elif row < 5 * D:
+        at = gate.to(tl.int64) + (row - 4 * D) * C * 4
+    else:
+        at = p_out.to(tl.int64) + (row - 5 * D) * C * 4
+    values = tl.load(at.to(tl.pointer_type(tl.float32)) + column, mask=there)
+    tl.store(to + row * C + column, values.to(tl.float16), mask=there)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def _in_kernel(
+    x, w, norm, norm_bias, mask, a, b, gate, positions, scale, eps,
+    C: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """BLOCK positions of the matrix of one element of the batch. w has 2 d rows for a, in turns of the value and the
+    gate of a channel, the same for b, and d of the gate."""
+    element = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * BLOCK
+    place = first + tl.arange(0, BLOCK)
+    there = place < positions
+    column = tl.arange(0, K)
+    rows = x + (element * positions + first) * C + (tl.arange(0, BLOCK) * C)[:, None] + column[None, :]
+
+    mean = tl.zeros((BLOCK,), tl.float32)
+    square = tl.zeros((BLOCK,), tl.float32)  # the sum of those of the differences to the mean
+    for k in tl.static_range(C // K):
+        values = tl.load(rows + k * K, mask=there[:, None], other=0.0)
+        of_part = tl.sum(values, 1) / K
+        apart = values - of_part[:, None]
+        difference = of_part - mean
+        mean += difference / (k + 1)
+        square += tl.sum(apart * apart, 1) + difference * difference * (K * k / (k + 1))
+    rstd = tl.rsqrt(square / C + eps)
+
+    z = ()
+    for k in tl.static_range(C // K):
+        values = tl.load(rows + k * K, mask=there[:, None], other=0.0)
+        gamma = tl.load(norm + k * K + column)[None, :]
+        beta = tl.load(norm_bias + k * K + column)[None, :]
+        part = (values - mean[:, None]) * rstd[:, None] * gamma + beta
+        z = z + (part.to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005
+
+    factor = there.to(tl.float32)
+    if HAS_MASK:
+        factor = tl.load(mask + element * positions + place, mask=there, other=0).to(tl.float32)
+    if AHEAD > 0:
+        # What the program reads that comes here next, while this one multiplies.
+        line = tl.arange(0, 32)
+        of_next = tl.minimum(place + AHEAD * BLOCK, positions - 1).to(tl.int64) * C
+        lines = x + element * positions * C + of_next[:, None] + tl.minimum(line * 32, C - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [lines.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    row = tl.arange(0, 128)
+    channels = place[:, None] + tl.arange(0, 64)[None, :] * positions.to(tl.int64) + element * D * positions
+    of_gate = gate + ((element * positions + place) * D)[:, None] + row[None, :]
+    for j in tl.range(4 * D // 128, num_stages=STAGES):
+        of_tile = w + (j * 128 + row)[None, :] * C + column[:, None]
+        total = tl.zeros((BLOCK, 128), tl.float32)
+        for k in tl.static_range(C // K):
+            total = tl.dot(z[k], tl.load(of_tile + k * K), total)
+        value, opened = tl.split(tl.reshape(total, (BLOCK, 64, 2)))
+        value = value * _sigmoid(opened) * factor[:, None]
+        if j < 2 * D // 128:
+            to = a + channels + j * 64 * positions.to(tl.int64)
+            tl.store(to, (value * scale).to(tl.float16), mask=there[:, None])
+        else:
+            to = b + channels + (j * 64 - D) * positions.to(tl.int64)
+            tl.store(to, value.to(tl.float16), mask=there[:, None])
+    for j in tl.static_range(D // 128):
+        of_tile = w + (4 * D + j * 128 + row)[None, :] * C + column[:, None]
+        total = tl.zeros((BLOCK, 128), tl.float32)
+        for k in tl.static_range(C // K):
+            total = tl.dot(z[k], tl.load(of_tile + k * K), total)
+        tl.store(of_gate + j * 128, _sigmoid(total).to(tl.float16), mask=there[:, None])
+
+
+@triton.jit
+def _out_kernel(
+    o, gate, w, norm, norm_bias, out, positions, eps,
+    C: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    element = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = place < positions
+    channel = tl.arange(0, D)
+    of_o = o + element * D * positions + channel[None, :] * positions.to(tl.int64) + place[:, None]
+    values = tl.load(of_o, mask=there[:, None], other=0.0).to(tl.float32)
+    of_gate = gate + ((element * positions + place) * D)[:, None] + channel[None, :]
+    opened = tl.load(of_gate, mask=there[:, None], other=0.0)
+    apart = values - (tl.sum(values, 1) / D)[:, None]
+    rstd = tl.rsqrt(tl.sum(apart * apart, 1) / D + eps)
+    gamma, beta = tl.load(norm + channel)[None, :], tl.load(norm_bias + channel)[None, :]
+    gated = ((apart * rstd[:, None] * gamma + beta) * opened.to(tl.float32)).to(tl.float16)
+    column = tl.arange(0, COLUMNS)
+    to = out + ((element * positions + place) * C)[:, None] + column[None, :]
+    for j in tl.range(C // COLUMNS, num_stages=1):
+        of_tile = tl.load(w + (j * COLUMNS + column)[None, :] * D + channel[:, None])
+        tl.store(to + j * COLUMNS, tl.dot(gated, of_tile), mask=there[:, None])
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+class Tiling(NamedTuple):
+    """Features at a time, positions and warps of a program of the step in, how many tiles of weights it has on their
+    way, and how many programs ahead x is fetched into the cache; and positions of a program of the step out."""
+
+    k: int
+    block: int
+    warps: int
+    stages: int
+    ahead: int
+    out_block: int
+
+
+def tiling(c: int) -> Tiling:
+    """Measured on an H100 at N = 768, for c = 128 and 384. Programs of 64 positions share a multiprocessor; one of 128
+    has it for itself, and reads the weights half as often."""
+    if c <= 128:
+        return Tiling(c, 64, 4, 2, 0, 64)
+    return Tiling(128, 128, 8, 2, 132, 64) if c <= 384 else Tiling(128, 64, 8, 1, 0, 64)
+
+
+def packed(weights: Weights) -> tuple[Tensor, Tensor]:
+    """The weights of both steps in float16, as the kernels read them."""
+    c, d = weights.p_out.shape
+    all_of_them = torch.empty(6 * d, c, dtype=torch.float16, device=weights.a.device)
+    _pack_kernel[(6 * d,)](
+        *weights[2:7], weights.p_out, all_of_them, C=c, D=d, COLUMNS=triton.next_power_of_2(c), num_warps=4
+    )
+    return all_of_them[: 5 * d], all_of_them[5 * d :].view(c, d)
+
+
+def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Tiling) -> Tensor:
+    """The update of x (batch, N, N, c) in float32, of a size that `tiling` is for, N > 1."""
+    batch, n, _, c = x.shape
+    d = weights.a.shape[0]
+    x = x.contiguous()
+    with torch.cuda.device_of(x):
+        w_in, w_out = packed(weights)
+        a, b = x.new_empty(2, batch * d, n, n, dtype=torch.float16).unbind()
+        gate, out = x.new_empty(batch, n, n, d, dtype=torch.float16), torch.empty_like(x)
+        positions, scale = n * n, 2.0 ** -math.ceil(math.log2(n) / 2)
+        _in_kernel[(triton.cdiv(positions, tiling.block), batch)](
+            x, w_in, weights.norm, weights.norm_bias, x if mask is None else mask.contiguous(), a, b, gate,
+            positions, scale, eps, C=c, D=d, K=tiling.k, BLOCK=tiling.block, HAS_MASK=mask is not None,
+            STAGES=tiling.stages, AHEAD=tiling.ahead, num_warps=tiling.warps,
+        )  # fmt: skip
+        o = torch.bmm(a, b.mT)
+        _out_kernel[(triton.cdiv(positions, tiling.out_block), batch)](
+            o, gate, w_out, weights.norm_out, weights.norm_out_bias, out, positions, eps * scale * scale,
+            C=c, D=d, BLOCK=tiling.out_block, COLUMNS=min(c, 128), num_warps=4,
+        )  # fmt: skip
+    return out
