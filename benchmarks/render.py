@@ -146,7 +146,8 @@ def triangle(machine: str) -> str:
         "| N | call | torchops | channels first, `torch.compile` | as papers write it, eager |",
         "|---|---|---|---|---|",
     ]
-    for result in document["results"]:
+    results = [r for r in document["results"] if r.get("section", "forward") in ("forward", "backward")]
+    for result in sorted(results, key=lambda r: (r["n"], r["task"] == "forward and backward")):
         times, memory = result["microseconds"], result["pair tensors"]
         cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in memory}
         lines.append(_row([str(result["n"]), result["task"], *(cells.get(name, "") for name in names)]))

@@ -1,17 +1,22 @@
 """The triangle update of pair tensors against PyTorch's ways to write it: `python -m benchmarks.triangle`.
 
 It has no row that depends on a row of its input alone, so it is no `Operator` of the other benchmarks. Time is that of
-`timing.measure`: contenders interleaved, cold inputs. Memory is what a call allocates beside its inputs, on CUDA, in
-pair tensors of N * N * max(c, d) elements.
+`timing.measure`: contenders interleaved, cold inputs. Memory is counted in pair tensors of N * N * max(c, d) elements.
+`--sections` measures some of it, and leaves the rest of the file that `--json` names as it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,129 +27,376 @@ import torchops
 from . import machine, timing
 from .case import BACKWARD, FORWARD, Task
 
-NAMES = (
-    *("norm_in_weight", "norm_in_bias", "p_in_weight", "g_in_weight"),
-    *("norm_out_weight", "norm_out_bias", "p_out_weight", "g_out_weight"),
-)
+NORMS = ("norm_in", "norm_out")
+LAYERS = ("p_in", "g_in", "p_out", "g_out")
+# What a copy and the best product reach on an H100: bytes and operations in a second.
+COPY, PRODUCT = 2.98e12, 800e12
 
 
-def make(n: int, c: int, d: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """x, and the parameters in the order of NAMES."""
+class Line(NamedTuple):
+    """A call that is measured. Compiled contenders compile for seconds, so they are asked for by name."""
+
+    section: str
+    n: int
+    c: int = 128
+    task: Task = FORWARD
+    dtype: torch.dtype = torch.bfloat16
+    batch: int = 1
+    biases: bool = False
+    masked: bool = False
+    stream: bool = False  # float32 x beside 16-bit weights
+    tf32: bool = False
+    path: Literal["auto", "cublas"] = "auto"
+    against: tuple[str, ...] = ()
+
+
+COMPILED = "channels first, torch.compile"
+COMPILED_AS_WRITTEN = "as written, torch.compile"
+
+
+def lines(section: str) -> Iterator[Line]:
+    sizes = (256, 512, 768, 1024)
+    if section == "forward":
+        for n in sizes:
+            yield Line(section, n, against=(COMPILED, *((COMPILED_AS_WRITTEN,) if n in (512, 1024) else ())))
+            yield Line(section, n + 1)
+    elif section == "backward":
+        for n in sizes:
+            yield Line(section, n, task=BACKWARD, against=(COMPILED,))
+        yield Line(section, 1025, task=BACKWARD)
+    elif section == "options":
+        for n in (512, 1024):
+            yield Line(section, n, batch=2)
+            yield Line(section, n, biases=True)
+            yield Line(section, n, masked=True)
+            yield Line(section, n, stream=True)
+    elif section == "features":
+        for c, n in itertools.product((64, 256, 384), (512, 1024)):
+            yield Line(section, n, c)
+    elif section == "dtypes":
+        for dtype, tf32 in ((torch.float32, False), (torch.float32, True), (torch.float64, False)):
+            for task in (FORWARD, BACKWARD):
+                yield Line(section, 512, task=task, dtype=dtype, tf32=tf32, against=(COMPILED,))
+    elif section == "generic":
+        for n, task in itertools.product((512, 1024), (FORWARD, BACKWARD)):
+            yield Line(section, n, task=task, path="cublas", against=(COMPILED,))
+    elif section == "cpu":
+        for n, task in itertools.product((128, 256), (FORWARD, BACKWARD)):
+            yield Line(section, n, task=task, dtype=torch.float32)
+
+
+ON_CUDA = ("forward", "backward", "options", "features", "dtypes", "generic", "memory", "host")
+ON_CPU = ("cpu",)
+
+
+# --- contenders ------------------------------------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    """x; the mask or None; weights and, where there are any, biases by name."""
+
+    x: Tensor
+    mask: Tensor | None
+    parameters: dict[str, Tensor]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.x, *([] if self.mask is None else [self.mask]), *self.parameters.values())
+
+
+def make(line: Line, device: torch.device, d: int | None = None) -> Arguments:
+    n, c, d = line.n, line.c, d or line.c
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device) / (shape[-1] ** 0.5 if len(shape) == 2 else 1)
+        return torch.randn(*shape, dtype=line.dtype, device=device) / (shape[-1] ** 0.5 if len(shape) == 2 else 1)
 
-    x = torch.randn(1, n, n, c, dtype=dtype, device=device)
-    norms = (random(c) + 1, random(c), random(d) + 1, random(d))
-    return x, *norms[:2], random(2 * d, c), random(2 * d, c), *norms[2:], random(c, d), random(c, c)
-
-
-def ours(x: Tensor, *parameters: Tensor) -> Tensor:
-    return torch.ops.myops.triangle_multiplicative_update(x, **dict(zip(NAMES, parameters, strict=True)))
-
-
-def _ab(x: Tensor, norm_w: Tensor, norm_b: Tensor, p_in: Tensor, g_in: Tensor) -> tuple[Tensor, Tensor]:
-    z = F.layer_norm(x, x.shape[-1:], norm_w, norm_b)
-    return z, F.linear(z, p_in) * torch.sigmoid(F.linear(z, g_in))
-
-
-def _out(o: Tensor, z: Tensor, norm_w: Tensor, norm_b: Tensor, p_out: Tensor, g_out: Tensor) -> Tensor:
-    return F.linear(F.layer_norm(o, o.shape[-1:], norm_w, norm_b), p_out) * torch.sigmoid(F.linear(z, g_out))
-
-
-def as_written(x: Tensor, *parameters: Tensor) -> Tensor:
-    """As papers have it: the product takes its channels last."""
-    z, ab = _ab(x, *parameters[:4])
-    return _out(torch.einsum("bikc,bjkc->bijc", *ab.chunk(2, -1)), z, *parameters[4:])
-
-
-def channels_first(x: Tensor, *parameters: Tensor) -> Tensor:
-    """The strongest way in PyTorch: one copy, so that the product finds matrices."""
-    z, ab = _ab(x, *parameters[:4])
-    a, b = ab.movedim(-1, -3).contiguous().chunk(2, -3)
-    return _out((a @ b.mT).movedim(-3, -1), z, *parameters[4:])
-
-
-def contenders(compiled: bool) -> dict[str, Callable[..., Any]]:
-    ways: dict[str, Callable[..., Any]] = {
-        "torchops": ours,
-        "channels first": channels_first,
-        "as written": as_written,
+    parameters = {
+        **{"norm_in_weight": random(c) + 1, "norm_in_bias": random(c)},
+        **{"p_in_weight": random(2 * d, c), "g_in_weight": random(2 * d, c)},
+        **{"norm_out_weight": random(d) + 1, "norm_out_bias": random(d)},
+        **{"p_out_weight": random(c, d), "g_out_weight": random(c, c)},
     }
-    if compiled:
-        ways["channels first, torch.compile"] = torch.compile(channels_first, dynamic=False)
+    if line.biases:
+        parameters |= {f"{name}_bias": random(parameters[f"{name}_weight"].shape[0]) for name in LAYERS}
+    x = torch.randn(line.batch, n, n, c, dtype=torch.float32 if line.stream else line.dtype, device=device)
+    mask = (torch.rand(line.batch, n, n, device=device) > 0.1).to(line.dtype) if line.masked else None
+    return Arguments(x, mask, parameters)
+
+
+Way = Callable[[Arguments], Tensor]
+
+
+def ours(arguments: Arguments) -> Tensor:
+    x, mask, parameters = arguments
+    return torch.ops.myops.triangle_multiplicative_update(x, mask=mask, **parameters)
+
+
+def _ab(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    x, mask, w = arguments
+    z = F.layer_norm(x, x.shape[-1:], w["norm_in_weight"].to(x.dtype), w["norm_in_bias"].to(x.dtype))
+    z = z.to(w["p_in_weight"].dtype)
+    ab = F.linear(z, w["p_in_weight"], w.get("p_in_bias"))
+    ab = ab * torch.sigmoid(F.linear(z, w["g_in_weight"], w.get("g_in_bias")))
+    return z, ab if mask is None else ab * mask.unsqueeze(-1)
+
+
+def _out(o: Tensor, z: Tensor, w: dict[str, Tensor]) -> Tensor:
+    o = F.layer_norm(o, o.shape[-1:], w["norm_out_weight"], w["norm_out_bias"])
+    gate = torch.sigmoid(F.linear(z, w["g_out_weight"], w.get("g_out_bias")))
+    return F.linear(o, w["p_out_weight"], w.get("p_out_bias")) * gate
+
+
+def as_written(arguments: Arguments) -> Tensor:
+    """As papers have it: the product takes its channels last."""
+    z, ab = _ab(arguments)
+    return _out(torch.einsum("bikc,bjkc->bijc", *ab.chunk(2, -1)), z, arguments.parameters)
+
+
+def channels_first(arguments: Arguments) -> Tensor:
+    """The strongest way in PyTorch: one copy, so that the product finds matrices."""
+    z, ab = _ab(arguments)
+    a, b = ab.movedim(-1, -3).contiguous().chunk(2, -3)
+    return _out((a @ b.mT).movedim(-3, -1), z, arguments.parameters)
+
+
+@functools.cache
+def compiled(name: str) -> Way:
+    return torch.compile({COMPILED: channels_first, COMPILED_AS_WRITTEN: as_written}[name], dynamic=False)
+
+
+def contenders(line: Line, with_compiled: bool) -> dict[str, Way]:
+    ways: dict[str, Way] = {"torchops": ours, "channels first": channels_first, "as written": as_written}
+    if with_compiled:
+        ways |= {name: compiled(name) for name in line.against}
     return ways
 
 
-def extra_pair_tensors(call: Callable[..., Any], inputs: tuple[Tensor, ...], d: int) -> float | None:
-    """The peak of a call beside what was there, its result included."""
-    x = inputs[0]
-    if not x.is_cuda:
+def bound(line: Line) -> float | None:
+    """Seconds: of each stage that cannot be merged with the next the larger of what a copy of its bytes and what its
+    operations take. See docs/triangle_update.md for the passes of each. None where other units decide."""
+    if line.dtype not in (torch.bfloat16, torch.float16):
         return None
-    call(*inputs)
+    pair = line.n * line.n * line.c * line.dtype.itemsize * line.batch
+    product = max(3 * pair / COPY, 2 * line.n**3 * line.c * line.batch / PRODUCT)
+    rows = line.n * line.n * line.batch
+    x = 2 * pair if line.stream else pair
+    seconds = max((x + 2 * pair) / COPY, 8 * rows * line.c**2 / PRODUCT) + product
+    seconds += max((x + 2 * pair) / COPY, 4 * rows * line.c**2 / PRODUCT)
+    if line.task == BACKWARD:
+        seconds += 13 * pair / COPY + 2 * product
+    return seconds
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def precision(line: Line) -> Iterator[None]:
+    """Of products, and which kernels run."""
+    former = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = line.tf32
+    path: AbstractContextManager[Any] = nullcontext() if line.path == "auto" else torchops.cuda.dense_path(line.path)
+    try:
+        with path:
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = former
+
+
+def relative_errors(line: Line, arguments: Arguments) -> dict[str, float]:
+    """Against float64, of norms: ours and eager's."""
+    x, mask, parameters = arguments
+    weights = {name: w.double() for name, w in parameters.items()}
+    exact = as_written(Arguments(x.double(), None if mask is None else mask.double(), weights))
+    errors = {}
+    for name, way in (("torchops", ours), ("as written", as_written)):
+        errors[name] = ((way(arguments).double() - exact).norm() / exact.norm()).item()
+    if not errors["torchops"] < 8 * torch.finfo(line.dtype).eps and not line.tf32:
+        raise AssertionError(f"{line}: relative error {errors['torchops']}")
+    return errors
+
+
+def time_line(line: Line, device: torch.device, with_compiled: bool) -> dict[str, Any]:
+    known: dict[int, Arguments] = {}
+
+    def inputs() -> tuple[Tensor, ...]:
+        arguments = make(line, device)
+        tensors = arguments.tensors()
+        if line.task == BACKWARD:
+            for t in (arguments.x, *arguments.parameters.values()):
+                t.requires_grad_()
+            tensors = (*tensors, torch.randn_like(arguments.x).to(line.dtype))
+        known[id(tensors[0])] = arguments
+        return tensors
+
+    def of_tensors(way: Way) -> Callable[..., Tensor]:
+        return lambda x, *_: way(known[id(x)])
+
+    ways = {name: timing.contender(of_tensors(way), line.task) for name, way in contenders(line, with_compiled).items()}
+    sets = timing.rotate(inputs)
+    with precision(line):
+        result: dict[str, Any] = {}
+        if line.n <= 256:
+            with torch.no_grad():
+                result["relative errors"] = relative_errors(line, known[id(sets[0][0])])
+        with timing.context(line.task):
+            memory = {name: extra_pair_tensors(way, sets[0], line) for name, way in ways.items()}
+        measured = timing.measure(ways, sets, line.task, device, timing.effort(device.type, quick=False))
+    least = bound(line)
+    return (
+        line._asdict()
+        | {"dtype": str(line.dtype).removeprefix("torch."), "against": None}
+        | {
+            "bound": least and least * 1e6,
+            "microseconds": {name: t.seconds * 1e6 for name, t in measured.timings.items()},
+            "over ours": {name: t.ratio for name, t in measured.timings.items()},
+            "pair tensors": memory,
+            "errors": measured.errors,
+        }
+        | result
+    )
+
+
+def pair_bytes(line: Line, d: int) -> int:
+    return line.batch * line.n * line.n * max(line.c, d) * line.dtype.itemsize
+
+
+def _peak(call: Callable[[], Any]) -> int:
+    """Bytes beside what was there, the result included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = call(*inputs)
+    result = call()
     torch.cuda.synchronize()
-    del out
-    pair = x.numel() // x.shape[-1] * max(x.shape[-1], d) * x.element_size()
-    return (torch.cuda.max_memory_allocated() - before) / pair
+    del result
+    return torch.cuda.max_memory_allocated() - before
 
 
-def measure(n: int, c: int, task: Task, dtype: torch.dtype, device: torch.device, compiled: bool) -> dict[str, Any]:
-    ways = {name: timing.contender(way, task) for name, way in contenders(compiled).items()}
+def extra_pair_tensors(call: Callable[..., Any], inputs: tuple[Tensor, ...], line: Line) -> float | None:
+    """The peak of a call beside what was there, its result included."""
+    if not inputs[0].is_cuda:
+        return None
+    try:
+        call(*inputs)
+        return _peak(lambda: call(*inputs)) / pair_bytes(line, line.c)
+    except Exception:  # which the timing reports
+        return None
 
-    def inputs() -> tuple[Tensor, ...]:
-        tensors = make(n, c, c, dtype, device)
-        if task == FORWARD:
-            return tensors
-        return *(t.requires_grad_() for t in tensors), torch.randn_like(tensors[0])  # the cotangent
 
-    sets = timing.rotate(inputs)
-    with timing.context(task):
-        arguments = [t.detach() for t in sets[0][: 1 + len(NAMES)]]
-        if n <= 256:
-            exact = as_written(*(t.double() for t in arguments))
-            error = ((ours(*arguments).double() - exact).norm() / exact.norm()).item()
-            if not error < 8 * torch.finfo(dtype).eps:
-                raise AssertionError(f"N = {n}, {dtype}: relative error {error}")
-        memory = {name: extra_pair_tensors(way, sets[0], c) for name, way in ways.items()}
-    measured = timing.measure(ways, sets, task, device, timing.effort(device.type, quick=False))
-    return {
-        "n": n,
-        "c": c,
-        "task": task,
-        "dtype": str(dtype).removeprefix("torch."),
-        "microseconds": {name: t.seconds * 1e6 for name, t in measured.timings.items()},
-        "over ours": {name: t.ratio for name, t in measured.timings.items()},
-        "pair tensors": memory,
-        "errors": measured.errors,
-    }
+def memory(n: int, device: torch.device) -> list[dict[str, Any]]:
+    """In pair tensors, of both forms: forward without grad, what is kept for backward, and the peak of backward without
+    the update and x's gradient."""
+    line = Line("memory", n)
+    results = []
+    for in_place in (False, True):
+        arguments = make(line, device)
+        x, _, parameters = arguments
+        pair = pair_bytes(line, line.c)
+
+        def forward(x: Tensor, parameters: dict[str, Tensor] = parameters, in_place: bool = in_place) -> Tensor:
+            if in_place:
+                torch.ops.myops.triangle_multiplicative_update_(x, **parameters)
+                return x
+            return ours(Arguments(x, None, parameters))
+
+        with torch.no_grad():
+            forward(x)
+            without_grad = _peak(functools.partial(forward, x)) / pair
+        leaves = [x.requires_grad_(), *(w.requires_grad_() for w in parameters.values())]
+        for _ in range(2):  # the first call allocates what stays
+            given = x + 0 if in_place else x
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            y = forward(given)
+            made = 0 if in_place else y.nbytes
+            kept = torch.cuda.memory_allocated() - before - made
+            grad = torch.randn_like(y)
+            torch.cuda.reset_peak_memory_stats()
+            gradients = torch.autograd.grad(y, leaves, grad)
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before - made - grad.nbytes - gradients[0].nbytes
+            del y, given, gradients, grad
+        results.append(
+            {"section": "memory", "n": n, "in place": in_place, "forward": without_grad}
+            | {"kept for backward": kept / pair, "peak of backward": peak / pair}
+        )
+    return results
+
+
+def host_time(device: torch.device, n: int = 32, calls: int = 300, rounds: int = 5) -> list[dict[str, Any]]:
+    """Microseconds of the host, of calls whose end on the device is not waited for: means of the calls of a round, and
+    of these the median."""
+    arguments = make(Line("host", n), device)
+    leaves = [t.detach().clone().requires_grad_() for t in arguments.tensors()]
+    with_grad = Arguments(leaves[0], None, dict(zip(arguments.parameters, leaves[1:], strict=True)))
+    grad = torch.randn_like(arguments.x)
+
+    def forward() -> None:
+        with torch.no_grad():
+            ours(arguments)
+
+    def step() -> None:
+        torch.autograd.grad(ours(with_grad), leaves, grad)
+
+    results = []
+    for task, call in ((FORWARD, forward), (BACKWARD, step)):
+        for _ in range(20):
+            call()
+        means = []
+        for _ in range(rounds):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            means.append((time.perf_counter() - start) / calls * 1e6)
+        results.append({"section": "host", "n": n, "task": task, "microseconds": statistics.median(means)})
+    return results
+
+
+def measure(section: str, device: torch.device, sizes: Sequence[int] | None, with_compiled: bool) -> Iterator[Any]:
+    if section == "memory":
+        for n in sizes or (768, 1024):
+            yield from memory(n, device)
+    elif section == "host":
+        yield from host_time(device)
+    else:
+        for line in lines(section):
+            if sizes is None or line.n in sizes:
+                yield time_line(line, device, with_compiled)
+
+
+def summary(result: dict[str, Any]) -> str:
+    shown = {key: value for key, value in result.items() if value not in (None, False, {}) and key != "over ours"}
+    return json.dumps(shown, default=str)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="N, by comma")
-    parser.add_argument("--features", type=int, default=128)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"])
+    parser.add_argument("--sections", help=f"by comma, of {', '.join((*ON_CUDA, *ON_CPU))}")
+    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="only these N, by comma")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
-    cuda = device.type == "cuda"
-    dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))
-    results = []
-    for n in options.sizes or ([256, 512, 513, 768, 769, 1024, 1025] if cuda else [128, 256]):
-        for task in (FORWARD, BACKWARD):
-            result = measure(n, options.features, task, dtype, device, not options.no_compile)
+    sections = options.sections.split(",") if options.sections else ON_CUDA if device.type == "cuda" else ON_CPU
+    if unknown := set(sections) - {*ON_CUDA, *ON_CPU}:
+        parser.error(f"no such section: {', '.join(sorted(unknown))}")
+    torch._dynamo.config.recompile_limit = 64  # a graph for each line
+    about = machine.describe(device)
+    results: list[dict[str, Any]] = []
+    if options.json and options.json.exists():
+        former = json.loads(options.json.read_text())
+        if former["machine"] == about:
+            results = [result for result in former["results"] if result.get("section") not in sections]
+    for section in sections:
+        start = time.perf_counter()
+        for result in measure(section, device, options.sizes, not options.no_compile):
             results.append(result)
-            times = ", ".join(f"{name} {us:.0f} us" for name, us in result["microseconds"].items())
-            print(f"N = {n}, {task}: {times}", flush=True)
-    if options.json:
-        document = {"machine": machine.describe(device), "torchops": torchops.__version__, "results": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+            print(summary(result), flush=True)
+        print(f"{section}: {time.perf_counter() - start:.1f} s", flush=True)
+        if options.json:
+            document = {"machine": about, "torchops": torchops.__version__, "results": results}
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
