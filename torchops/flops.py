@@ -179,9 +179,7 @@ def _triangle_flops(x: Sequence[int], d: int) -> int:
     return 2 * prod(x[:-1]) * (4 * d * c + n * d + c * d + c * c)
 
 
-def _triangle_beneath_flops(
-    x: Sequence[int], mask: Any, parameters: Sequence[Any], *args: Any, **kwargs: Any
-) -> int:
+def _triangle_beneath_flops(x: Sequence[int], mask: Any, parameters: Sequence[Any], *args: Any, **kwargs: Any) -> int:
     return _triangle_flops(x, _channels(parameters)[0])
 
 
