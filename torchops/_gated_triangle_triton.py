@@ -16,7 +16,8 @@ a is scaled by a power of 2, and eps by its square, so that o fits float16 (see 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -57,7 +58,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _in_kernel(
-    x, w, norm, norm_bias, mask, a, b, gate, positions, scale, eps,
+    x, norm, norm_bias, mask, w, a, b, gate, positions, scale, eps,
     C: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +133,7 @@ def _in_kernel(
 
 @triton.jit
 def _out_kernel(
-    o, gate, w, norm, norm_bias, out, positions, eps,
+    norm, norm_bias, o, gate, w, out, positions, eps,
     C: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     element = tl.program_id(1).to(tl.int64)
@@ -173,18 +174,43 @@ def tiling(c: int) -> Tiling:
     """Measured on an H100 at N = 768, for c = 128 and 384. Programs of 64 positions share a multiprocessor; one of 128
     has it for itself, and reads the weights half as often."""
     if c <= 128:
-        return Tiling(c, 64, 4, 2, 0, 64)
-    return Tiling(128, 128, 8, 2, 132, 64) if c <= 384 else Tiling(128, 64, 8, 1, 0, 64)
+        return Tiling(c, 64, 4, 2, 132, 64)
+    return Tiling(128, 128, 8, 2, 66, 64) if c <= 384 else Tiling(128, 64, 8, 1, 0, 64)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int], given: Sequence[Tensor], made: Sequence[Tensor], numbers: Sequence[float],
+    *constants: int, warps: int = 4,
+) -> None:  # fmt: skip
+    """kernel[grid](*given, *made, *numbers, *constants), of tensors that a caller has given and of new ones.
+
+    Triton looks at all arguments in every launch, which takes the host 30 us: as long as the smallest of the task's
+    kernels. So what it compiled for such arguments is called again: those of which it asks are below.
+    """
+    arguments = (*given, *made, *numbers, *constants)
+    aligned = all(t.data_ptr() % 16 == 0 for t in given)
+    seen = tuple(n if n == 1 else (n % 16 == 0, n < 2**31) for n in numbers if type(n) is int)
+    dtypes = tuple(t.dtype for t in given)
+    key = (kernel, made[0].device.index, aligned, dtypes, seen, constants, warps)
+    known = _compiled.get(key)
+    if known is None:
+        known = kernel[grid](*arguments, num_warps=warps)
+        if aligned and known is not None:  # None by the interpreter
+            _compiled[key] = known
+    else:
+        known[(*grid, 1)](*arguments)
 
 
 def packed(weights: Weights) -> tuple[Tensor, Tensor]:
     """The weights of both steps in float16, as the kernels read them."""
     c, d = weights.p_out.shape
-    all_of_them = torch.empty(6 * d, c, dtype=torch.float16, device=weights.a.device)
-    _pack_kernel[(6 * d,)](
-        *weights[2:7], weights.p_out, all_of_them, C=c, D=d, COLUMNS=triton.next_power_of_2(c), num_warps=4
-    )
-    return all_of_them[: 5 * d], all_of_them[5 * d :].view(c, d)
+    rows = torch.empty(6 * d, c, dtype=torch.float16, device=weights.a.device)
+    given = (*weights[2:7], weights.p_out)
+    _launch(_pack_kernel, (6 * d, 1), given, (rows,), (), c, d, triton.next_power_of_2(c))
+    return rows[: 5 * d], rows[5 * d :].view(c, d)
 
 
 def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Tiling) -> Tensor:
@@ -197,14 +223,13 @@ def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Ti
         a, b = x.new_empty(2, batch * d, n, n, dtype=torch.float16).unbind()
         gate, out = x.new_empty(batch, n, n, d, dtype=torch.float16), torch.empty_like(x)
         positions, scale = n * n, 2.0 ** -math.ceil(math.log2(n) / 2)
-        _in_kernel[(triton.cdiv(positions, tiling.block), batch)](
-            x, w_in, weights.norm, weights.norm_bias, x if mask is None else mask.contiguous(), a, b, gate,
-            positions, scale, eps, C=c, D=d, K=tiling.k, BLOCK=tiling.block, HAS_MASK=mask is not None,
-            STAGES=tiling.stages, AHEAD=tiling.ahead, num_warps=tiling.warps,
-        )  # fmt: skip
+        given = (x, weights.norm, weights.norm_bias, x if mask is None else mask.contiguous())
+        numbers = (positions, scale, float(eps))
+        constants = (c, d, tiling.k, tiling.block, int(mask is not None), tiling.stages, tiling.ahead)
+        grid = (triton.cdiv(positions, tiling.block), batch)
+        _launch(_in_kernel, grid, given, (w_in, a, b, gate), numbers, *constants, warps=tiling.warps)
         o = torch.bmm(a, b.mT)
-        _out_kernel[(triton.cdiv(positions, tiling.out_block), batch)](
-            o, gate, w_out, weights.norm_out, weights.norm_out_bias, out, positions, eps * scale * scale,
-            C=c, D=d, BLOCK=tiling.out_block, COLUMNS=min(c, 128), num_warps=4,
-        )  # fmt: skip
+        grid = (triton.cdiv(positions, tiling.out_block), batch)
+        given, numbers = (weights.norm_out, weights.norm_out_bias), (positions, eps * scale * scale)
+        _launch(_out_kernel, grid, given, (o, gate, w_out, out), numbers, c, d, tiling.out_block, min(c, 128))
     return out

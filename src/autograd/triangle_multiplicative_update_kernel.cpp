@@ -277,7 +277,7 @@ using InPlace = InPlaceOf<triangle_multiplicative_update>;
 struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
   static void check(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                     double eps, bool) {
-    detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
+    detail::check_triangle_update(x, mask, parameters, outgoing, eps);
   }
   // Without a product: what needs one is the gradient, and that is ATen's here.
   static std::tuple<Tensor, Tensor> without_product(const Tensor& y) { return {y, at::empty({0}, y.options())}; }
@@ -315,7 +315,7 @@ Tensor beneath_version_(Tensor& x, const OptionalTensor& mask, const TrianglePar
 struct Backward : FunctionalOp<Backward, detail::triangle_update_backward> {
   static void check(const Tensor& grad, const Tensor& x, const Tensor& product, const OptionalTensor& mask,
                     const TriangleParameterList& parameters, bool outgoing, double eps, const TriangleMask& wanted) {
-    detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
+    detail::check_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
   }
   static std::vector<Tensor> decomposed(const Tensor& grad, const Tensor& x, const Tensor&, const OptionalTensor& mask,
                                         const TriangleParameterList& parameters, bool outgoing, double eps,

@@ -190,7 +190,13 @@ at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, con
 class TriangleGradients {
  public:
   TriangleGradients(const TriangleLayout& layout, const TriangleMask& wanted, int64_t chunks = 1)
-      : layout_(layout), wanted_(wanted), results_(empty_triangle_gradients(layout.update(), wanted)), sums_(chunks) {
+      : layout_(layout),
+        wanted_(wanted),
+        results_(empty_triangle_gradients(layout.update(), wanted,
+                                          [&](c10::SymIntArrayRef shape, const at::TensorOptions& options) {
+                                            return layout.empty(C10_AS_INTARRAYREF_SLOW(shape), options);
+                                          })),
+        sums_(chunks) {
     const TriangleUpdate& t = layout.update();
     for (size_t i = 0; i < kTriangleParameters; ++i) parts_[i] = results_[2 + i];
     if (t.packed) {

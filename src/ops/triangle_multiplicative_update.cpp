@@ -233,6 +233,10 @@ TriangleUpdate detail::taken_apart(const TriangleArguments& t) {
 
 namespace {
 
+constexpr const char* kForward = "_triangle_multiplicative_update";
+constexpr const char* kBackward = "_triangle_multiplicative_update_backward";
+
+// The arguments with parameters as they came, packed or not.
 TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& mask,
                        const TriangleParameterList& parameters, bool outgoing, double eps) {
   TORCH_CHECK(parameters.size() == detail::kTriangleParameters, op, ": expected ", detail::kTriangleParameters,
@@ -271,15 +275,47 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
   }
   check_output(op, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.weight(detail::kPOut),
                t.bias(detail::kPOut), t.weight(detail::kGOut), t.bias(detail::kGOut), c, d, "a_p_weight", w);
+  return t;
+}
+
+TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const Tensor& product, const OptionalTensor& mask,
+                                const TriangleParameterList& parameters, bool outgoing, double eps,
+                                const TriangleMask& wanted) {
+  TriangleUpdate t = checked(kBackward, x, mask, parameters, outgoing, eps);
+  detail::check_matches(kBackward, "grad", grad, "a_p_weight", t.weight(detail::kPA));
+  detail::check_shape(kBackward, "grad", grad, "x", x.sym_sizes());
+  detail::check_matches(kBackward, "product", product, "a_p_weight", t.weight(detail::kPA));
+  detail::check_shape(kBackward, "product", product, "x and a_p_weight", detail::triangle_product_shape(t));
+  TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), kBackward,
+              ": expected wanted without the gradient of a mask that is none or bool, got it");
+  for (size_t i = 0; i < detail::kTriangleParameters; ++i) {
+    TORCH_CHECK(!wanted[2 + i] || t.parameters[i], kBackward, ": expected wanted without the gradient of parameters[",
+                i, "], which is none, got it");
+  }
+  return t;
+}
+
+TriangleUpdate apart(TriangleUpdate t) {
   take_apart(t);
   return t;
 }
 
 }  // namespace
 
+void detail::check_triangle_update(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                   bool outgoing, double eps) {
+  checked(kForward, x, mask, parameters, outgoing, eps);
+}
+
+void detail::check_triangle_update_backward(const Tensor& grad, const Tensor& x, const Tensor& product,
+                                            const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                            bool outgoing, double eps, const TriangleMask& wanted) {
+  checked_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
+}
+
 TriangleUpdate detail::checked_triangle_update(const Tensor& x, const OptionalTensor& mask,
                                                const TriangleParameterList& parameters, bool outgoing, double eps) {
-  return checked("_triangle_multiplicative_update", x, mask, parameters, outgoing, eps);
+  return apart(checked(kForward, x, mask, parameters, outgoing, eps));
 }
 
 TriangleUpdate detail::checked_triangle_update_(const Tensor& x, const OptionalTensor& mask,
@@ -287,51 +323,41 @@ TriangleUpdate detail::checked_triangle_update_(const Tensor& x, const OptionalT
   constexpr const char* op = "_triangle_multiplicative_update_";
   TriangleUpdate t = checked(op, x, mask, parameters, outgoing, eps);
   check_writable(op, "x", x);
-  return t;
+  return apart(std::move(t));
 }
 
 TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, const Tensor& x, const Tensor& product,
                                                         const OptionalTensor& mask,
                                                         const TriangleParameterList& parameters, bool outgoing,
                                                         double eps, const TriangleMask& wanted) {
-  constexpr const char* op = "_triangle_multiplicative_update_backward";
-  TriangleUpdate t = checked(op, x, mask, parameters, outgoing, eps);
-  check_matches(op, "grad", grad, "a_p_weight", t.weight(kPA));
-  check_shape(op, "grad", grad, "x", x.sym_sizes());
-  check_matches(op, "product", product, "a_p_weight", t.weight(kPA));
-  check_shape(op, "product", product, "x and a_p_weight", triangle_product_shape(t));
-  TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), op,
-              ": expected wanted without the gradient of a mask that is none or bool, got it");
-  for (size_t i = 0; i < kTriangleParameters; ++i) {
-    TORCH_CHECK(!wanted[2 + i] || parameters.get(i), op, ": expected wanted without the gradient of parameters[", i,
-                "], which is none, got it");
-  }
-  return t;
+  return apart(checked_backward(grad, x, product, mask, parameters, outgoing, eps, wanted));
 }
 
 c10::SymDimVector detail::triangle_product_shape(const TriangleUpdate& t) {
   c10::SymDimVector shape(t.x.sym_sizes().slice(0, t.x.dim() - 3));
   const c10::SymInt padded = padded_size(t.x.sym_size(-2), t.dtype());
-  for (const c10::SymInt& size : {t.weight(kPA).sym_size(0), padded, padded}) shape.push_back(size);
+  for (const c10::SymInt& size : {t.weight(kPOut).sym_size(1), padded, padded}) shape.push_back(size);
   return shape;
 }
 
-std::vector<Tensor> detail::empty_triangle_gradients(const TriangleUpdate& t, const TriangleMask& wanted) {
-  std::vector<Tensor> gradients{empty_if(wanted[0], t.x.sym_sizes(), t.x)};
-  const auto like = [](bool wanted, const OptionalTensor& argument, const Tensor& otherwise) {
-    const Tensor& reference = argument ? *argument : otherwise;
-    return empty_if(wanted, reference.sym_sizes(), reference);
-  };
-  gradients.push_back(like(wanted[1], t.mask, t.weight(kPA)));
-  for (size_t i = 0; i < kTriangleParameters; ++i) {
-    if (t.packed && t.parameters[i] && (i / 2 * 2 == kPA || i / 2 * 2 == kGA)) {
-      c10::SymDimVector shape(t.parameters[i]->sym_sizes());
-      shape[0] = shape[0] * 2;
-      gradients.push_back(empty_if(wanted[2 + i], shape, t.weight(kPA)));
-    } else {
-      gradients.push_back(like(wanted[2 + i], t.parameters[i], t.weight(kPA)));
+std::vector<Tensor> detail::empty_triangle_gradients(
+    const TriangleUpdate& t, const TriangleMask& wanted,
+    c10::function_ref<Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty) {
+  std::vector<Tensor> gradients;
+  gradients.reserve(kTriangleGradients);
+  const at::TensorOptions of_weights = t.weight(kPA).options();
+  const auto make = [&](const OptionalTensor& argument, const at::TensorOptions& options, bool of_both_halves = false) {
+    c10::SymDimVector shape{0};
+    if (wanted[gradients.size()]) {
+      shape = c10::SymDimVector(argument->sym_sizes());
+      if (of_both_halves) shape[0] = shape[0] * 2;
     }
-  }
+    gradients.push_back(empty(shape, options));
+  };
+  make(t.x, t.x.options());
+  make(t.mask, t.mask ? t.mask->options() : of_weights);
+  for (size_t i = 0; i < kTriangleParameters; ++i)
+    make(t.parameters[i], of_weights, t.packed && kPA <= i && i < kNormOut);
   return gradients;
 }
 
@@ -405,7 +431,8 @@ std::vector<Tensor> update_backward_meta(const Tensor& grad, const Tensor& x, co
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
                                          bool outgoing, double eps, TriangleMask wanted) {
   return detail::empty_triangle_gradients(
-      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted), wanted);
+      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted), wanted,
+      [](c10::SymIntArrayRef shape, const at::TensorOptions& options) { return at::empty_symint(shape, options); });
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {

@@ -3,6 +3,7 @@
 #include <ATen/core/DimVector.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <array>
 #include <optional>
@@ -148,14 +149,23 @@ TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at
                                                 const OptionalTensor& mask, const TriangleParameterList& parameters,
                                                 bool outgoing, double eps, const TriangleMask& wanted);
 
+/// The checks alone, of arguments that are handed on.
+void check_triangle_update(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                           bool outgoing, double eps);
+void check_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& product,
+                                    const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+                                    double eps, const TriangleMask& wanted);
+
 /// Registers the public operators for a backend that has those beneath.
 void register_triangle_update(torch::Library& backend);
 
 /// Of the product o: (*batch, d, N, N), with N padded.
 c10::SymDimVector triangle_product_shape(const TriangleUpdate& update);
 
-/// Uninitialised gradients, the parameters' in the dtype of the parameters.
-std::vector<at::Tensor> empty_triangle_gradients(const TriangleUpdate& update, const TriangleMask& wanted);
+/// Uninitialised gradients, the parameters' in the dtype of the parameters, and empty ones where none is wanted.
+std::vector<at::Tensor> empty_triangle_gradients(
+    const TriangleUpdate& update, const TriangleMask& wanted,
+    c10::function_ref<at::Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty);
 
 /// N rounded up so that rows of a product are multiples of 32 bytes. Matrix kernels need 16 to be fast at all; on an
 /// H100 the 128 products of N = 1025 in bfloat16 take 523 us for rows of 1040 elements and 820 for 1032.
