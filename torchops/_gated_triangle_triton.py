@@ -60,7 +60,7 @@ def _sigmoid(x):
 def _in_kernel(
     x, norm, norm_bias, mask, w, a, b, gate, positions, scale, eps,
     C: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """BLOCK positions of the matrix of one element of the batch. w has 2 d rows for a, in turns of the value and the
     gate of a channel, the same for b, and d of the gate."""
@@ -107,28 +107,28 @@ def _in_kernel(
             pack=1,
         )
 
-    row = tl.arange(0, 128)
-    channels = place[:, None] + tl.arange(0, 64)[None, :] * positions.to(tl.int64) + element * D * positions
+    row = tl.arange(0, ROWS)
+    channels = place[:, None] + tl.arange(0, ROWS // 2)[None, :] * positions.to(tl.int64) + element * D * positions
     of_gate = gate + ((element * positions + place) * D)[:, None] + row[None, :]
-    for j in tl.range(4 * D // 128, num_stages=STAGES):
-        of_tile = w + (j * 128 + row)[None, :] * C + column[:, None]
-        total = tl.zeros((BLOCK, 128), tl.float32)
+    for j in tl.range(4 * D // ROWS, num_stages=STAGES):
+        of_tile = w + (j * ROWS + row)[None, :] * C + column[:, None]
+        total = tl.zeros((BLOCK, ROWS), tl.float32)
         for k in tl.static_range(C // K):
             total = tl.dot(z[k], tl.load(of_tile + k * K), total)
-        value, opened = tl.split(tl.reshape(total, (BLOCK, 64, 2)))
+        value, opened = tl.split(tl.reshape(total, (BLOCK, ROWS // 2, 2)))
         value = value * _sigmoid(opened) * factor[:, None]
-        if j < 2 * D // 128:
-            to = a + channels + j * 64 * positions.to(tl.int64)
+        if j < 2 * D // ROWS:
+            to = a + channels + j * (ROWS // 2) * positions.to(tl.int64)
             tl.store(to, (value * scale).to(tl.float16), mask=there[:, None])
         else:
-            to = b + channels + (j * 64 - D) * positions.to(tl.int64)
+            to = b + channels + (j * (ROWS // 2) - D) * positions.to(tl.int64)
             tl.store(to, value.to(tl.float16), mask=there[:, None])
-    for j in tl.static_range(D // 128):
-        of_tile = w + (4 * D + j * 128 + row)[None, :] * C + column[:, None]
-        total = tl.zeros((BLOCK, 128), tl.float32)
+    for j in tl.static_range(D // ROWS):
+        of_tile = w + (4 * D + j * ROWS + row)[None, :] * C + column[:, None]
+        total = tl.zeros((BLOCK, ROWS), tl.float32)
         for k in tl.static_range(C // K):
             total = tl.dot(z[k], tl.load(of_tile + k * K), total)
-        tl.store(of_gate + j * 128, _sigmoid(total).to(tl.float16), mask=there[:, None])
+        tl.store(of_gate + j * ROWS, _sigmoid(total).to(tl.float16), mask=there[:, None])
 
 
 @triton.jit
@@ -159,12 +159,14 @@ def _out_kernel(
 
 
 class Tiling(NamedTuple):
-    """Features at a time, positions and warps of a program of the step in, how many tiles of weights it has on their
-    way, and how many programs ahead x is fetched into the cache; and positions of a program of the step out."""
+    """Of a program of the step in: features at a time, positions, warps, rows of a tile of weights, how many such tiles
+    it has on their way, and how many programs ahead x is fetched into the cache. And positions of one of the step out.
+    """
 
     k: int
     block: int
     warps: int
+    rows: int
     stages: int
     ahead: int
     out_block: int
@@ -174,8 +176,8 @@ def tiling(c: int) -> Tiling:
     """Measured on an H100 at N = 768, for c = 128 and 384. Programs of 64 positions share a multiprocessor; one of 128
     has it for itself, and reads the weights half as often."""
     if c <= 128:
-        return Tiling(c, 64, 4, 2, 132, 64)
-    return Tiling(128, 128, 8, 2, 66, 64) if c <= 384 else Tiling(128, 64, 8, 1, 0, 64)
+        return Tiling(c, 64, 4, 128, 2, 132, 64)
+    return Tiling(128, 128, 8, 128, 2, 66, 64) if c <= 384 else Tiling(128, 64, 8, 128, 1, 0, 64)
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -225,7 +227,7 @@ def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Ti
         positions, scale = n * n, 2.0 ** -math.ceil(math.log2(n) / 2)
         given = (x, weights.norm, weights.norm_bias, x if mask is None else mask.contiguous())
         numbers = (positions, scale, float(eps))
-        constants = (c, d, tiling.k, tiling.block, int(mask is not None), tiling.stages, tiling.ahead)
+        constants = (c, d, tiling.k, tiling.block, int(mask is not None), tiling.rows, tiling.stages, tiling.ahead)
         grid = (triton.cdiv(positions, tiling.block), batch)
         _launch(_in_kernel, grid, given, (w_in, a, b, gate), numbers, *constants, warps=tiling.warps)
         o = torch.bmm(a, b.mT)
