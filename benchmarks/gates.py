@@ -252,9 +252,11 @@ def peak_bytes(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def prepared(line: Line, device: torch.device, path: str, seconds: float) -> Callable[[], Result]:
+def prepared(
+    line: Line, device: torch.device, path: str, seconds: float, without: Sequence[str] = ()
+) -> Callable[[], Result]:
     """Compiles the contenders of a line, and returns what measures them."""
-    ways = contenders(line, device)
+    ways = {name: way for name, way in contenders(line, device).items() if name not in without}
 
     def on_path() -> Any:
         return torchops.cuda.dense_path(path) if path != "auto" else nullcontext()  # type: ignore[arg-type]
@@ -309,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--path", choices=["auto", "cublas"], default="auto", help="torchops.cuda.dense_path")
-    parser.add_argument("--case", default="", help="only lines whose name contains this")
+    parser.add_argument("--case", nargs="+", default=[""], help="only lines whose name contains one of these")
+    parser.add_argument("--without", nargs="+", default=[], help="contenders to leave out: torch.compile Triton")
     parser.add_argument("--seconds", type=float, help="to measure a contender for")
     parser.add_argument("--jobs", type=int, help="processes that compile")
     parser.add_argument("--compile-seconds", type=float, default=600, help="what is not compiled by then is left out")
@@ -322,9 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     device = torch.device(options.device)
     chosen = generic_lines() if options.path != "auto" else lines(device.type)
-    chosen = [line for line in chosen if options.case in line.name]
+    chosen = [line for line in chosen if any(text in line.name for text in options.case)]
     seconds = options.seconds or (0.03 if device.type == "cuda" else 1.0)
-    prepare = partial(prepared, device=device, path=options.path, seconds=seconds)
+    prepare = partial(prepared, device=device, path=options.path, seconds=seconds, without=options.without)
     jobs = options.jobs or parallel.jobs(device.type)
     results: list[Result] = []
     document: dict[str, Any] = {}
