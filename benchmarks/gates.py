@@ -288,23 +288,50 @@ def prepared(
     return measure
 
 
-def to_markdown(document: dict[str, Any]) -> str:
-    """A row for each line."""
-    rows = [
-        "| | bound | at most | " + " | ".join(document["contenders"]) + " |",
-        "|---" * (3 + len(document["contenders"])) + "|",
-    ]
+def to_markdown(
+    document: dict[str, Any],
+    contenders: Sequence[str] | None = None,
+    keep: Callable[[dict[str, Any]], bool] = lambda line: True,
+    memory: bool = False,
+) -> str:
+    """A row for each line to `keep`, and whence: microseconds, and with `memory` the extra MiB at the peak."""
+    ways = contenders or document["contenders"]
+    rows = [f"| | bound | at most | {' | '.join(ways)} |", "|---" * (3 + len(ways)) + "|"]
+
+    def rounded(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
     for result in document["results"]:
-        line, times = result["line"], result["microseconds"]
-
-        def cell(value: float | None) -> str:
-            return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
+        line = result["line"]
+        if not keep(line):
+            continue
         sizes = ", ".join(map(str, line["shape"]))
-        name = f"`{line['op']}` ({sizes}) {line['dtype']}{' (TF32)' * line['tf32']}, {line['task']}"
-        cells = [cell(result["bound"]), cell(line["most"]), *(cell(times.get(way)) for way in document["contenders"])]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+        cells = [f"`{line['op']}` ({sizes}) {line['dtype']}{' (TF32)' * line['tf32']}, {line['task']}"]
+        cells += [rounded(result["bound"]), rounded(line["most"])]
+        for way in ways:
+            peak = result["peak_bytes"].get(way) if memory else None
+            cells.append(rounded(result["microseconds"].get(way)) + (f" ({peak / 2**20:.0f})" if peak else ""))
+        rows.append(f"| {' | '.join(cells)} |")
+    where = f"{document['machine']}, torch {document['torch']}, revision {document['revision of src']} of `src`."
+    return "\n".join([*rows, "", where, ""])
+
+
+def page(document: dict[str, Any]) -> str:
+    """The Markdown that stands beside the JSON."""
+    return (
+        f"# {document['title']}\n\nMicroseconds on the device, or of the host's time for a call where the task is an"
+        f" overhead; in brackets the\nMiB that a call takes beside its inputs, results included.\n\n"
+        f"{to_markdown(document, memory=True)}\n"
+        + "".join(f"    {command}\n" for command in document["command"].split("; "))
+        + "".join(f"\n{note}\n" for note in document.get("notes", []))
+    )
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """What to type; where the results went does not matter."""
+    skipped = {i + j for i, argument in enumerate(arguments) if argument == "--json" for j in (0, 1)}
+    kept = [argument for i, argument in enumerate(arguments) if i not in skipped]
+    return shlex.join(["python", "-m", "benchmarks.gates", *kept])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -321,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_args(arguments)
     if options.table:
-        print(to_markdown(json.loads(options.table.read_text())), end="")
+        print(page(json.loads(options.table.read_text())), end="")
         return 0
     device = torch.device(options.device)
     chosen = generic_lines() if options.path != "auto" else lines(device.type)
@@ -338,8 +365,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = dict.fromkeys(name for r in results for name in r.microseconds)
         document = {
             **machine.describe(device),
-            "command": shlex.join(["python", "-m", "benchmarks.gates", *arguments]),
+            "command": _command(arguments),
             "path": options.path,
+            "title": "Gates by cuBLAS, as on other architectures" if options.path == "cublas" else "Gates",
             "contenders": [*names],
             "results": [*map(asdict, results)],
         }
