@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from . import gates, ladder, plots, report
+from . import gates, ladder, plots, report, stages
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
@@ -166,6 +166,11 @@ def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[di
     return gates.to_markdown(document, contenders, keep)
 
 
+def staged(machine: str) -> str:
+    """What `python -m benchmarks.stages` has measured."""
+    return stages.to_markdown(json.loads((RESULTS / machine / "stages.json").read_text()))
+
+
 def climbed(machine: str) -> str:
     """What `examples/ladder/climb.py` has measured."""
     path = RESULTS / machine / "ladder.json"
@@ -217,6 +222,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "behind-cpu": partial(behind, EPYC),
     "triangle-h100": partial(triangle, H100),
     "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),
+    "stages-h100": partial(staged, H100),
     "gates-by-cublas-h100": partial(
         gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
     ),

@@ -385,7 +385,7 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-GATES = [*gates.lines("cuda"), *gates.generic_lines()]
+GATES = [*gates.lines("cuda"), *gates.cublas_lines()]
 
 
 @pytest.mark.parametrize("op", dict.fromkeys(line.op for line in GATES))
