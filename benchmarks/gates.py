@@ -129,26 +129,29 @@ def lines(device_type: str) -> list[Line]:
             for op in ("gate", "glu")
             for task in (FORWARD, BACKWARD)
         ),
-        *(
-            eager(op, (262144, 128, 128), task, dtype=dtype, tf32=tf32)
-            for op in ("gate", "glu")
-            for dtype, tf32 in (("float32", False), ("float32", True), ("float64", False))
-            for task in (FORWARD, BACKWARD)
-        ),
-        *(eager(op, (262143, 129, 127), task) for op in ("gate", "glu") for task in (FORWARD, BACKWARD)),
         *(eager(op, (16, 64, 64), OVERHEAD) for op in ("gate", "gate_", "glu")),
         *(eager(op, (16, 64, 64), OVERHEAD_GRAD) for op in ("gate", "glu")),
     ]
 
 
-def generic_lines() -> list[Line]:
-    """For the kernels of all architectures."""
+def cublas_lines() -> list[Line]:
+    """What the kernels for GPUs of other architectures do, and what has no other kernel on an H100 either."""
+    tasks, eager = (FORWARD, BACKWARD), partial(Line, compiled=False)
     return [
-        Line(op, (rows, n, n), task)
-        for op in ("gate", "glu", "dense")
-        for task in (FORWARD, BACKWARD)
-        for n, all_rows in ((128, (65536, 262144, 1048576)), (64, (65536, 1048576)), (256, (65536, 1048576)))
-        for rows in all_rows
+        *(
+            Line(op, (rows, n, n), task)
+            for op in ("gate", "glu", "dense")
+            for task in tasks
+            for n, all_rows in ((128, (65536, 262144, 1048576)), (64, (65536, 1048576)), (256, (65536, 1048576)))
+            for rows in all_rows
+        ),
+        *(
+            eager(op, (262144, 128, 128), task, dtype=dtype, tf32=tf32)
+            for op in ("gate", "glu")
+            for dtype, tf32 in (("float32", False), ("float32", True), ("float64", False))
+            for task in tasks
+        ),
+        *(eager(op, (262143, 129, 127), task) for op in ("gate", "glu") for task in tasks),
     ]
 
 
@@ -252,9 +255,11 @@ def peak_bytes(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def prepared(line: Line, device: torch.device, path: str, seconds: float) -> Callable[[], Result]:
+def prepared(
+    line: Line, device: torch.device, path: str, seconds: float, without: Sequence[str] = ()
+) -> Callable[[], Result]:
     """Compiles the contenders of a line, and returns what measures them."""
-    ways = contenders(line, device)
+    ways = {name: way for name, way in contenders(line, device).items() if name not in without}
 
     def on_path() -> Any:
         return torchops.cuda.dense_path(path) if path != "auto" else nullcontext()  # type: ignore[arg-type]
@@ -286,30 +291,58 @@ def prepared(line: Line, device: torch.device, path: str, seconds: float) -> Cal
     return measure
 
 
-def to_markdown(document: dict[str, Any]) -> str:
-    """A row for each line."""
-    rows = [
-        "| | bound | at most | " + " | ".join(document["contenders"]) + " |",
-        "|---" * (3 + len(document["contenders"])) + "|",
-    ]
+def to_markdown(
+    document: dict[str, Any],
+    contenders: Sequence[str] | None = None,
+    keep: Callable[[dict[str, Any]], bool] = lambda line: True,
+    memory: bool = False,
+) -> str:
+    """A row for each line to `keep`, and whence: microseconds, and with `memory` the extra MiB at the peak."""
+    ways = contenders or document["contenders"]
+    rows = [f"| | bound | at most | {' | '.join(ways)} |", "|---" * (3 + len(ways)) + "|"]
+
+    def rounded(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
     for result in document["results"]:
-        line, times = result["line"], result["microseconds"]
-
-        def cell(value: float | None) -> str:
-            return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
+        line = result["line"]
+        if not keep(line):
+            continue
         sizes = ", ".join(map(str, line["shape"]))
-        name = f"`{line['op']}` ({sizes}) {line['dtype']}{' (TF32)' * line['tf32']}, {line['task']}"
-        cells = [cell(result["bound"]), cell(line["most"]), *(cell(times.get(way)) for way in document["contenders"])]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+        cells = [f"`{line['op']}` ({sizes}) {line['dtype']}{' (TF32)' * line['tf32']}, {line['task']}"]
+        cells += [rounded(result["bound"]), rounded(line["most"])]
+        for way in ways:
+            peak = result["peak_bytes"].get(way) if memory else None
+            cells.append(rounded(result["microseconds"].get(way)) + (f" ({peak / 2**20:.0f})" if peak else ""))
+        rows.append(f"| {' | '.join(cells)} |")
+    where = f"{document['machine']}, torch {document['torch']}, revision {document['revision of src']} of `src`."
+    return "\n".join([*rows, "", where, ""])
+
+
+def page(document: dict[str, Any]) -> str:
+    """The Markdown that stands beside the JSON."""
+    return (
+        f"# {document['title']}\n\nMicroseconds on the device, or of the host's time for a call where the task is an"
+        f" overhead; in brackets the\nMiB that a call takes beside its inputs, results included.\n\n"
+        f"{to_markdown(document, memory=True)}\n"
+        + "".join(f"    {command}\n" for command in document["command"].split("; "))
+        + "".join(f"\n{note}\n" for note in document.get("notes", []))
+    )
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """What to type; where the results went does not matter."""
+    skipped = {i + j for i, argument in enumerate(arguments) if argument == "--json" for j in (0, 1)}
+    kept = [argument for i, argument in enumerate(arguments) if i not in skipped]
+    return shlex.join(["python", "-m", "benchmarks.gates", *kept])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--path", choices=["auto", "cublas"], default="auto", help="torchops.cuda.dense_path")
-    parser.add_argument("--case", default="", help="only lines whose name contains this")
+    parser.add_argument("--case", nargs="+", default=[""], help="only lines whose name contains one of these")
+    parser.add_argument("--without", nargs="+", default=[], help="contenders to leave out: torch.compile Triton")
     parser.add_argument("--seconds", type=float, help="to measure a contender for")
     parser.add_argument("--jobs", type=int, help="processes that compile")
     parser.add_argument("--compile-seconds", type=float, default=600, help="what is not compiled by then is left out")
@@ -318,13 +351,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_args(arguments)
     if options.table:
-        print(to_markdown(json.loads(options.table.read_text())), end="")
+        print(page(json.loads(options.table.read_text())), end="")
         return 0
     device = torch.device(options.device)
-    chosen = generic_lines() if options.path != "auto" else lines(device.type)
-    chosen = [line for line in chosen if options.case in line.name]
+    chosen = cublas_lines() if options.path != "auto" else lines(device.type)
+    chosen = [line for line in chosen if any(text in line.name for text in options.case)]
     seconds = options.seconds or (0.03 if device.type == "cuda" else 1.0)
-    prepare = partial(prepared, device=device, path=options.path, seconds=seconds)
+    prepare = partial(prepared, device=device, path=options.path, seconds=seconds, without=options.without)
     jobs = options.jobs or parallel.jobs(device.type)
     results: list[Result] = []
     document: dict[str, Any] = {}
@@ -335,8 +368,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = dict.fromkeys(name for r in results for name in r.microseconds)
         document = {
             **machine.describe(device),
-            "command": shlex.join(["python", "-m", "benchmarks.gates", *arguments]),
+            "command": _command(arguments),
             "path": options.path,
+            "title": "Gates by cuBLAS, as on other architectures" if options.path == "cublas" else "Gates",
             "contenders": [*names],
             "results": [*map(asdict, results)],
         }

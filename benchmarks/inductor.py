@@ -189,7 +189,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         for dtype in options.dtype
         for features in options.features
         for operator in options.operator
-        for training in (False, True)
+        for training in options.training
         for fused in (False, True)
         for rows in options.rows
         if not (fused and operator == "dense")
@@ -232,6 +232,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
+    def switches(text: str) -> list[bool]:
+        return [bool(number) for number in numbers(text)]
+
     def pairs(text: str) -> list[tuple[int, int]]:
         sizes = [part.split("x") for part in text.split(",")]
         return [(int(size[0]), int(size[-1])) for size in sizes]
@@ -249,6 +252,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", type=lambda text: text.split(","), default=["bfloat16"], help="by comma: bfloat16,float16"
     )
     parser.add_argument("--features", type=pairs, default=pairs("128,64,256"), help="by comma: 128,128x256 (in x out)")
+    parser.add_argument(
+        "--training", type=switches, default=[False, True], help="by comma: 0 (inference), 1 (default: both)"
+    )
     parser.add_argument("--rows", type=numbers, default=[65536, 1048576], help="by comma: 65536,1048576")
     parser.add_argument("--jobs", type=int, help="processes that compile (default: 14 for CUDA, 1 for the CPU)")
     parser.add_argument("--repeats", type=int, help="a case has to win in each (default: 1 for CUDA, 3 for the CPU)")

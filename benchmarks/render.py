@@ -14,12 +14,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from . import ladder, plots, report
+from . import gates, ladder, plots, report, stages
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / page for page in ("README.md", "docs/benchmarks.md", "docs/ladder.md", "docs/triangle_update.md"))
+PAGES = tuple(
+    ROOT / page
+    for page in ("README.md", "docs/benchmarks.md", "docs/gates.md", "docs/ladder.md", "docs/triangle_update.md")
+)
 BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)
 
 H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
@@ -45,10 +48,10 @@ NAMES = {
 
 
 def documents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The results of one machine that are made here: of `run`, and of `memory`."""
+    """The results of one machine that are made here: of `run`, of `memory`, and of `benchmarks.gates`."""
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
-        if "op" in document or path.stem == "memory":
+        if "op" in document or path.stem == "memory" or path.stem.startswith("gates"):
             yield path, document
 
 
@@ -56,6 +59,8 @@ def markdown(path: Path, document: dict[str, Any]) -> str:
     """The page that belongs to a file of results."""
     if "op" in document:
         return report.to_markdown(report.from_json(path.read_text()))
+    if "contenders" in document:
+        return gates.page(document)
     description, rows = dict(document), document["cases"]
     command = description.pop("command")
     del description["cases"]
@@ -156,6 +161,17 @@ def triangle(machine: str) -> str:
     return "\n".join([*lines, "", where, ""])
 
 
+def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
+    """What `python -m benchmarks.gates` has measured."""
+    document = json.loads((RESULTS / machine / file).read_text())
+    return gates.to_markdown(document, contenders, keep)
+
+
+def staged(machine: str) -> str:
+    """What `python -m benchmarks.stages` has measured."""
+    return stages.to_markdown(json.loads((RESULTS / machine / "stages.json").read_text()))
+
+
 def climbed(machine: str) -> str:
     """What `examples/ladder/climb.py` has measured."""
     path = RESULTS / machine / "ladder.json"
@@ -195,6 +211,7 @@ _CPU = [
     ("square_matmul_", "forward (65536, 256) float32"),
     ("layer_norm_", "forward (4096, 4096) float32"),
 ]
+_CONTENDERS = (gates.OURS, gates.COMPILED, gates.PACKED, gates.TRITON)
 TABLES: dict[str, Callable[[], str]] = {
     "dense-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "compile-max", "linear"), _DENSE),
     "gates-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "packed product"), _GATES),
@@ -205,6 +222,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios-cpu": partial(ratios, EPYC),
     "behind-cpu": partial(behind, EPYC),
     "triangle-h100": partial(triangle, H100),
+    "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),
+    "stages-h100": partial(staged, H100),
+    "gates-by-cublas-h100": partial(
+        gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
+    ),
     "ladder-h100": partial(climbed, H100),
     "ladder-cpu": partial(climbed, EPYC),
 }
@@ -226,7 +248,7 @@ def run(options: argparse.Namespace) -> int:
             if "op" in document:
                 item = report.from_json(path.read_text())
                 print(f"{folder.name}: {plots.draw(folder, [item], item.results[0].first)}")
-            else:
+            elif path.stem == "memory":
                 ours = next(name for name in OURS if name in document["cases"][0]["peak_bytes"])
                 print(f"{folder.name}: {plots.draw_memory(folder, document['cases'], document, ours)}")
     if not options.no_plots:

@@ -25,10 +25,19 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from . import machine, timing
-from .case import BACKWARD, FORWARD
+from .case import BACKWARD, FORWARD, Task
+from .gates import BANDWIDTH, RATE
 from .triangle import NAMES, make, ours
 
 CALLS = 7
+GLUS, OUT = "layer norm and GLUs", "norm, linear, gate, residual"
+# Of a stage and a task: our kernels, by a part of their names. Those of backward make again what forward did not keep.
+OURS = {
+    (GLUS, FORWARD): ("PairInKernel",),
+    (GLUS, BACKWARD): ("PairInKernel", "Sigmoid, false"),
+    (OUT, FORWARD): ("PairOutKernel",),
+    (OUT, BACKWARD): ("PairOutKernel", "Sigmoid, true"),
+}
 
 
 def glu_stage(x: Tensor, norm_w: Tensor, norm_b: Tensor, p: Tensor, g: Tensor) -> Tensor:
@@ -67,6 +76,49 @@ def kernels(call: Callable[..., object], tensors: tuple[Tensor, ...]) -> dict[st
     return {name: statistics.median(sums.get(name, 0.0) for sums in calls) for name in names}
 
 
+def ours_of(results: dict[str, dict[str, float]], stage: str, task: Task) -> float:
+    """Microseconds of our kernels. The forward ones run once more in backward, which is not of the stage."""
+    forward, *backward = OURS[stage, task]
+    sums = [(f"kernels, {FORWARD}", forward), *((f"kernels, {BACKWARD}", part) for part in backward)]
+    return sum(us for calls, part in sums for name, us in results[calls].items() if part in name)
+
+
+def bound(n: int, c: int, stage: str, task: Task) -> float:
+    """Microseconds by the rates of `benchmarks.gates`, if forward and backward each move every tensor once."""
+    passes = {  # tensors of n * n * c elements, and products of as many elements over c
+        (GLUS, FORWARD): [(3, 4)],
+        (GLUS, BACKWARD): [(3, 4), (4, 12)],
+        (OUT, FORWARD): [(3, 2)],
+        (OUT, BACKWARD): [(3, 2), (5, 6)],
+    }
+    elements = n * n * c
+    both = [
+        (2 * tensors * elements / BANDWIDTH, 2 * products * elements * c / RATE)
+        for tensors, products in passes[stage, task]
+    ]
+    return sum(map(max, both)) * 1e6
+
+
+def to_markdown(document: dict[str, Any]) -> str:
+    """A row for each stage and task, and whence."""
+    results, n, c = document["microseconds"], document["n"], document["features"]
+    rows = ["| | bound | our kernels | torch.compile | torch.compile, packed | eager |", "|---" * 6 + "|"]
+    for stage, task in OURS:
+        times = results[f"{stage}, {task}"]
+        packed = results.get(f"{stage}, packed, {task}", {}).get("torch.compile")
+        cells = [
+            bound(n, c, stage, task),
+            ours_of(results, stage, task),
+            times["torch.compile"],
+            packed,
+            times["eager"],
+        ]
+        shown = " | ".join("" if us is None else f"{us:.0f}" for us in cells)
+        rows.append(f"| {stage}, {task} | {shown} |")
+    where = f"N = {n}, {c} features; {document['machine']}, torch {document['torch']}, "
+    return "\n".join([*rows, "", f"{where}revision {document['revision of src']} of `src`.", ""])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stages", description=__doc__)
     parser.add_argument("--n", type=int, default=1024)
@@ -95,9 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     x = x[0]
     o = torch.randn(c, n, n, device=device, dtype=torch.bfloat16)
     stages: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-        "layer norm and GLUs": (glu_stage, (x, in_w, in_b, p_in, g_in)),
-        "layer norm and GLUs, packed": (packed_glu_stage, (x, in_w, in_b, torch.cat([p_in, g_in]))),
-        "norm, linear, gate, residual": (out_stage, (x, o, in_w, in_b, out_w, out_b, p_out, g_out)),
+        GLUS: (glu_stage, (x, in_w, in_b, p_in, g_in)),
+        f"{GLUS}, packed": (packed_glu_stage, (x, in_w, in_b, torch.cat([p_in, g_in]))),
+        OUT: (out_stage, (x, o, in_w, in_b, out_w, out_b, p_out, g_out)),
     }
     for task in (FORWARD, BACKWARD):
         for name, (function, arguments) in stages.items():

@@ -385,7 +385,7 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-GATES = [*gates.lines("cuda"), *gates.generic_lines()]
+GATES = [*gates.lines("cuda"), *gates.cublas_lines()]
 
 
 @pytest.mark.parametrize("op", dict.fromkeys(line.op for line in GATES))
@@ -420,9 +420,16 @@ def test_gates_measured_and_shown() -> None:
     result = gates.prepared(line, CPU, "auto", 0.0)()
     assert result.errors == {}
     assert all(us > 0 for us in result.microseconds.values())
-    document = {"contenders": [*result.microseconds], "results": [json.loads(json.dumps(asdict(result)))]}
-    *_, row = gates.to_markdown(document).splitlines()
+    about = {"machine": "M", "torch": "2", "revision of src": "abc", "title": "Gates", "command": "python; pip"}
+    results = [json.loads(json.dumps(asdict(result)))]
+    results[0]["peak_bytes"][gates.OURS] = 3 << 20
+    document = {**about, "contenders": [*result.microseconds], "results": results}
+    _, _, row, _, where = gates.to_markdown(document, memory=True).splitlines()
     assert row.startswith("| `gate` (3, 7, 5) float32, forward |  | 1 | ")
+    assert " (3) | " in row
+    assert where == "M, torch 2, revision abc of `src`."
+    assert "    python\n    pip\n" in gates.page(document)
+    assert len(gates.to_markdown(document, [gates.EAGER], lambda line: False).splitlines()) == 4
 
 
 def _prepared(case: int) -> Callable[[], int]:

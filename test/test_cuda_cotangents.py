@@ -102,6 +102,12 @@ def test_gradients(shape: tuple[int, int, int], dtype: torch.dtype, name: str, p
             assert torch.equal(g, repeated)
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_panels_of_float32(name: str) -> None:
+    """So many rows that their product leaves the L2 cache."""
+    test_gradients((100001, 64, 136), torch.float32, name, "auto")
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("rows", [300, 5001])

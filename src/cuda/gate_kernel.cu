@@ -49,9 +49,12 @@ struct GatePass {
   }
 };
 
-// With s = sigmoid(z + bias): dv = g * s, where dv is not null, and dz = g * v * s * (1 - s) in the place of z.
+// With s = sigmoid(z + bias): dv = g * s, where dv is not null, and dz = g * v * s * (1 - s) in the place of z. Sums
+// dz.
 template <class T, class V, int N>
 struct GateBackwardPass {
+  static constexpr int kSums = 1;
+  using Sum = Accumulate<T>;
   Rows<const V> g, v;
   Rows<V> dv;
   Rows<T> z;
@@ -67,7 +70,8 @@ struct GateBackwardPass {
   __device__ Loaded load(int64_t row, int64_t column) const {
     return {z.template load<N>(row, column), g.template load<N>(row, column), v.template load<N>(row, column)};
   }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases,
+                         Sum (&sums)[kSums][N]) const {
     Accumulate<T> dz[N];
     Accumulate<V> gs[N], values[N];
     biases.add_to(loaded.z, dz);
@@ -78,6 +82,7 @@ struct GateBackwardPass {
       Accumulate<V> slope;
       const Accumulate<V> s = activate<Sigmoid, V>(dz[i], slope);
       dz[i] = gs[i] * values[i] * slope;
+      sums[0][i] += dz[i];
       gs[i] *= s;
     }
     if (dv.data != nullptr) dv.template store<N>(row, column, pack<V, N>(gs));
@@ -147,8 +152,10 @@ Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const Option
   if (fused(y_rows, v_rows, x_rows, w, bias)) return y;
   // Of v's type, the product has its place in the result.
   const bool scratch = v.scalar_type() != w.scalar_type();
-  const int64_t product_bytes = scratch ? y_rows.size(1) * static_cast<int64_t>(w.element_size()) : 0;
-  for_each_panel(y_rows.size(0), product_bytes + rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+  const int64_t product_bytes = scratch ? product_row_bytes(w) : 0;
+  const int64_t rows = y_rows.size(0);
+  const int64_t step = rows_of_panel(rows, product_row_bytes(w), product_bytes + rounded_row_bytes(x, w));
+  for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor out = panel(y_rows);
     const Tensor z = scratch ? Tensor(at::detail::empty_cuda(out.sizes(), w.options())) : out;
@@ -167,13 +174,14 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   const OptionalTensor bias = b ? contiguous(detail::read_first(v, *b)) : b;
   // For a panel of rows: its product, and x where that is rounded. All matrices are of one shape, so that scratch is
   // allocated before anything is written.
-  const int64_t product_bytes = w.size(0) * static_cast<int64_t>(w.element_size());
   const bool rounded = x.scalar_type() != w.scalar_type();
   Tensor products, rounded_rows;
   overwrite_rows({v, input}, 1, [&](const detail::Operands& matrices) {
     const Tensor &target = matrices[0], &x_rows = matrices[1];
     if (fused(target, target, x_rows, weight, bias)) return;
-    for_each_panel(target.size(0), product_bytes + rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+    const int64_t product_bytes = product_row_bytes(w);
+    const int64_t step = rows_of_panel(target.size(0), product_bytes, product_bytes + rounded_row_bytes(x, w));
+    for_each_panel_of(target.size(0), step, [&](int64_t begin, int64_t end) {
       const int64_t rows = end - begin;
       if (!products.defined()) {
         products = at::detail::empty_cuda({rows, w.size(0)}, w.options());
@@ -187,18 +195,18 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   });
 }
 
-// dv, where it is wanted, and in the place of z, dz.
-void gate_backward_rows(const Tensor& dv, const Tensor& z, const Tensor& g, const Tensor& v, const OptionalTensor& b,
-                        bool wants_dv) {
+// dv, where it is wanted, and in the place of z, dz, which is added to the sums.
+void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const Tensor& g, const Tensor& v,
+                        const OptionalTensor& b, bool wants_dv) {
   const int64_t rows = z.size(0), columns = z.size(1);
   dispatch(z, v, [&](auto weight, auto value) {
     using T = decltype(weight);
     using V = decltype(value);
     const Rows<V> to = wants_dv ? write_rows<V>(dv) : Rows<V>{nullptr, 0};
     const auto launch = [&](auto width) {
-      launch_pass<width()>(
+      sums.launch<width()>(
           GateBackwardPass<T, V, width()>{read_rows<V>(g), read_rows<V>(v), to, write_rows<T>(z), remaining_bias<T>(b)},
-          rows, columns);
+          rows);
     };
     constexpr int n = kVectorSize<V>;
     const bool in_vectors = columns % n == 0 && read_rows<V>(g).fits(n) && read_rows<V>(v).fits(n) && to.fits(n) &&
@@ -278,14 +286,16 @@ detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, co
   const bool rounded = x.scalar_type() != w.scalar_type();
   const WeightGradient weight(w, mask[2] && rounded);
   if (!problem || !fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) {
-    for_each_panel(dz.size(0), rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+    const int64_t rows = dz.size(0), step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
+    PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
+    for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
       const Tensor z = panel(dz), x_panel = panel(x_rows).to(w.scalar_type());
       linear_out(z, x_panel, w, bias);
-      gate_backward_rows(mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0]);
+      gate_backward_rows(sums, mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0]);
       weight.add(z, x_panel);
     });
-    if (mask[3]) bias_gradient(db, dz);
+    if (mask[3]) sums.finish(db);
   }
   if (mask[1]) input_gradient(detail::as_rows(dx), dz, w);
   if (mask[2] && !rounded) at::cuda::mm_out(dw, dz.t(), x_rows);

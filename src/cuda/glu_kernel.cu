@@ -49,9 +49,11 @@ struct GluPass {
   }
 };
 
-// dz = g * F(u + gate_bias) and du = g * (z + bias) * F'(u + gate_bias). dz may be z, and du u.
+// dz = g * F(u + gate_bias) and du = g * (z + bias) * F'(u + gate_bias). dz may be z, and du u. Sums both.
 template <class F, class T, int N>
 struct GluBackwardPass {
+  static constexpr int kSums = 2;
+  using Sum = Accumulate<T>;
   Rows<const T> g, z, u;
   Rows<T> dz, du;
   const T *bias, *gate_bias;
@@ -67,7 +69,8 @@ struct GluBackwardPass {
   __device__ Loaded load(int64_t row, int64_t column) const {
     return {g.template load<N>(row, column), z.template load<N>(row, column), u.template load<N>(row, column)};
   }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases,
+                         Sum (&sums)[kSums][N]) const {
     Accumulate<T> grads[N], values[N], gates[N];
     unpack(loaded.g, grads);
     biases.value.add_to(loaded.z, values);
@@ -78,6 +81,8 @@ struct GluBackwardPass {
       const Accumulate<T> gate = activate<F, T>(gates[i], slope);
       gates[i] = grads[i] * values[i] * slope;
       values[i] = grads[i] * gate;
+      sums[0][i] += values[i];
+      sums[1][i] += gates[i];
     }
     dz.template store<N>(row, column, pack<T, N>(values));
     du.template store<N>(row, column, pack<T, N>(gates));
@@ -174,8 +179,9 @@ void glu_out(const Tensor& y, const Products& products, const Tensor& x, const T
   const GluActivation act = detail::glu_activation(activation);
   const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
   if (fused(y, products, x, w, wg, bias, gate_bias, act)) return;
-  const int64_t product_bytes = products ? 0 : w.size(0) * static_cast<int64_t>(w.element_size());
-  for_each_panel(y.size(0), product_bytes + rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+  const int64_t product_bytes = products ? 0 : product_row_bytes(w);
+  const int64_t step = rows_of_panel(y.size(0), product_row_bytes(w), product_bytes + rounded_row_bytes(x, w));
+  for_each_panel_of(y.size(0), step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor out = panel(y), x_panel = panel(x).to(w.scalar_type());
     if (products) {
@@ -216,8 +222,9 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_cuda(const Tensor& x, const
   return {y, z, u};
 }
 
-void glu_backward_rows(const Pair& cotangents, const Tensor& g, const Pair& products, const OptionalTensor& b,
-                       const OptionalTensor& bg, GluActivation activation) {
+// The cotangents, which are added to the sums.
+void glu_backward_rows(PassSums& sums, const Pair& cotangents, const Tensor& g, const Pair& products,
+                       const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
   const auto& [dz, du] = cotangents;
   const auto& [z, u] = products;
   const int64_t rows = z.size(0), columns = z.size(1);
@@ -232,7 +239,7 @@ void glu_backward_rows(const Pair& cotangents, const Tensor& g, const Pair& prod
     const GluBackwardPass<F, T, width()> pass{read_rows<T>(g),      read_rows<T>(z),   read_rows<T>(u),
                                               write_rows<T>(dz),    write_rows<T>(du), remaining_bias<T>(b),
                                               remaining_bias<T>(bg)};
-    launch_pass<width()>(pass, rows, columns);
+    sums.launch<width()>(pass, rows);
   });
 }
 
@@ -327,22 +334,23 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
   const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
   if (!in_sums) {
     const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
-    for_each_panel(rows, rounded_row_bytes(x, w), [&](int64_t begin, int64_t end) {
+    const int64_t step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
+    PassSums sums(mask[3] || mask[4], w, 2, rows, step, n);
+    for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
       const Pair to = cotangents.narrow(begin, end);
       const Tensor x_panel = panel(x_rows).to(w.scalar_type());
       if (kept) {
-        glu_backward_rows(to, panel(g_rows), kept->narrow(begin, end), std::nullopt, std::nullopt, act);
+        glu_backward_rows(sums, to, panel(g_rows), kept->narrow(begin, end), std::nullopt, std::nullopt, act);
       } else {
         linear_out(to.z, x_panel, w, bias);
         linear_out(to.u, x_panel, wg, gate_bias);
-        glu_backward_rows(to, panel(g_rows), to, bias, gate_bias, act);
+        glu_backward_rows(sums, to, panel(g_rows), to, bias, gate_bias, act);
       }
       value.add(to.z, x_panel);
       gate.add(to.u, x_panel);
     });
-    if (mask[3]) bias_gradient(db, dz);
-    if (mask[4]) bias_gradient(dbg, du);
+    sums.finish(mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor());
   }
   if (mask[0] && stacks) {
     input_gradient(detail::as_rows(dx), both, stacked(w, wg));

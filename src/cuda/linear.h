@@ -1,10 +1,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
-#include <ATen/ops/sum_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
 
@@ -17,12 +17,33 @@
 // tensors are matrices of rows. float32 rows with 16-bit weights are rounded panel by panel.
 namespace torchops::cuda {
 
+/// Calls f(begin, end) for panels of `step` rows.
+inline void for_each_panel_of(int64_t rows, int64_t step, c10::function_ref<void(int64_t, int64_t)> f) {
+  for (int64_t begin = 0; begin < rows; begin += step) f(begin, std::min(rows, begin + step));
+}
+
 /// Calls f(begin, end) for panels of rows for which scratch of `row_bytes` each stays within `most_bytes`; for all rows
 /// at once where none is needed.
 inline void for_each_panel(int64_t rows, int64_t row_bytes, c10::function_ref<void(int64_t, int64_t)> f,
                            int64_t most_bytes = kMaxScratchBytes) {
-  const int64_t step = row_bytes == 0 ? rows : std::max(most_bytes / row_bytes, int64_t{1});
-  for (int64_t begin = 0; begin < rows; begin += step) f(begin, std::min(rows, begin + step));
+  for_each_panel_of(rows, row_bytes == 0 ? rows : std::max(most_bytes / row_bytes, int64_t{1}), f);
+}
+
+/// Bytes of a row of x @ w.T.
+inline int64_t product_row_bytes(const at::Tensor& w) { return w.size(0) * static_cast<int64_t>(w.element_size()); }
+
+/// The rows of a panel whose product the pass that follows finds in the L2 cache: all rows where there is little of it,
+/// or panels would be too short for cuBLAS. A product, in `product_bytes` for a row, may take a third of the cache,
+/// beside what else the pass reads and writes. `scratch_bytes` for a row stay within kMaxScratchBytes.
+inline int64_t rows_of_panel(int64_t rows, int64_t product_bytes, int64_t scratch_bytes) {
+  constexpr int64_t least_cache = int64_t{24} << 20, least_rows = int64_t{1} << 14;
+  const int64_t cache = at::cuda::getCurrentDeviceProperties()->l2CacheSize;
+  const int64_t within = cache / (3 * product_bytes);
+  const int64_t most = scratch_bytes > 0 ? std::max(kMaxScratchBytes / scratch_bytes, int64_t{1}) : rows;
+  const int64_t step = cache >= least_cache && within >= least_rows ? std::min(within, most) : most;
+  // Panels of about the same size: a short one at the end would cost nearly as much as the others.
+  const int64_t panels = (rows + step - 1) / step;
+  return (rows + panels - 1) / panels;
 }
 
 /// out = x @ w.T + b, rounded once.
@@ -70,9 +91,6 @@ class WeightGradient {
  private:
   at::Tensor sum_;
 };
-
-/// db = dz summed over the rows, in a fixed order.
-inline void bias_gradient(at::Tensor db, const at::Tensor& dz) { at::cuda::sum_out(db, dz, at::IntArrayRef{0}); }
 
 /// t with columns side by side, as the passes read it.
 inline at::Tensor unit_columns(const at::Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); }

@@ -1,12 +1,15 @@
 #pragma once
 
+#include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
 
 #include "cuda/activation.cuh"
+#include "cuda/gemm/column_sum.cuh"
 #include "cuda/vector.cuh"
 
 // An elementwise pass over matrices of which each column has values of its own (a bias), as the step after a product.
@@ -39,17 +42,119 @@ __global__ void __launch_bounds__(kPassBlock) pass_kernel(Pass pass, int64_t row
   }
 }
 
-template <int N, class Pass>
-void launch_pass(const Pass& pass, int64_t rows, int64_t columns) {
-  const int64_t vectors = ceil_div(columns, N);
+/// Threads along the columns, of which each has N, and along the rows.
+inline dim3 pass_block(int64_t columns, int n) {
+  const int64_t vectors = ceil_div(columns, n);
   unsigned width = 1;
   while (width < kPassBlock && width < vectors) width *= 2;
-  const dim3 block(width, kPassBlock / width);
+  return {width, kPassBlock / width};
+}
+
+template <int N, class Pass>
+void launch_pass(const Pass& pass, int64_t rows, int64_t columns) {
+  const dim3 block = pass_block(columns, N);
   const dim3 grid(static_cast<unsigned>(ceil_div(rows, int64_t{block.y} * kPassRows)),
-                  static_cast<unsigned>(ceil_div(vectors, width)));
+                  static_cast<unsigned>(ceil_div(ceil_div(columns, N), block.x)));
   pass_kernel<N><<<grid, block, 0, at::cuda::getCurrentCUDAStream()>>>(pass, rows, columns);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
+
+/// The same for a pass that adds up over rows what it makes of each column, in Pass::kSums sums of the type Pass::Sum:
+///   void finish(int64_t row, int64_t column, const Loaded&, const Columns&, Sum (&sums)[kSums][N])
+/// A block has `rows_of_block` rows, and writes its sums side by side to row blockIdx.x of partial, unless that is
+/// null. It adds in an order that only the sizes determine.
+template <int N, class Pass>
+__global__ void __launch_bounds__(kPassBlock)
+    summing_pass_kernel(Pass pass, typename Pass::Sum* __restrict__ partial, int64_t rows, int64_t columns,
+                        int64_t rows_of_block) {
+  using Sum = typename Pass::Sum;
+  constexpr int kSums = Pass::kSums;
+  const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * N;
+  const bool active = column < columns;
+  Sum sums[kSums][N] = {};
+  if (active) {
+    const auto of_column = pass.columns(column);
+    const int64_t begin = blockIdx.x * rows_of_block;
+    const int64_t end = begin + rows_of_block < rows ? begin + rows_of_block : rows;
+    for (int64_t first = begin + threadIdx.y; first < end; first += int64_t{blockDim.y} * kPassRows) {
+      typename Pass::Loaded loaded[kPassRows];
+#pragma unroll
+      for (int i = 0; i < kPassRows; ++i) {
+        const int64_t row = first + int64_t{i} * blockDim.y;
+        if (row < end) loaded[i] = pass.load(row, column);
+      }
+#pragma unroll
+      for (int i = 0; i < kPassRows; ++i) {
+        const int64_t row = first + int64_t{i} * blockDim.y;
+        if (row < end) pass.finish(row, column, loaded[i], of_column, sums);
+      }
+    }
+  }
+  if (partial == nullptr) return;
+  __shared__ Sum shared[kPassBlock][kSums * N];
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kSums * N; ++i) shared[thread][i] = sums[i / N][i % N];
+  __syncthreads();
+  if (!active || threadIdx.y != 0) return;
+#pragma unroll
+  for (int i = 0; i < kSums * N; ++i) {
+    Sum sum = sums[i / N][i % N];
+    for (int other = thread + blockDim.x; other < kPassBlock; other += blockDim.x) sum += shared[other][i];
+    partial[(int64_t{blockIdx.x} * kSums + i / N) * columns + column + i % N] = sum;
+  }
+}
+
+/// The sums of summing passes over panels of rows of one matrix.
+class PassSums {
+ public:
+  /// `like` has the type and the device of the sums; `most_rows` of `rows` are in a panel. Not `wanted`, nothing is
+  /// summed.
+  PassSums(bool wanted, const at::Tensor& like, int kinds, int64_t rows, int64_t most_rows, int64_t columns)
+      : kinds_(kinds), columns_(columns) {
+    // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread few rows.
+    constexpr int64_t most_blocks = 1056, least_rows = 4 * kPassRows;
+    const dim3 block = pass_block(columns, kVectorBytes / static_cast<int>(like.element_size()));
+    rows_of_block_ = std::max(ceil_div(most_rows, most_blocks), least_rows * block.y);
+    if (!wanted) return;
+    const int64_t blocks = ceil_div(rows, most_rows) * ceil_div(most_rows, rows_of_block_);
+    const at::ScalarType wide = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    partial_ = at::detail::empty_cuda({blocks, kinds * columns}, like.options().dtype(wide));
+  }
+
+  /// A panel, of the rows that follow those of the last one.
+  template <int N, class Pass>
+  void launch(const Pass& pass, int64_t rows) {
+    const dim3 block = pass_block(columns_, N);
+    const dim3 grid(static_cast<unsigned>(ceil_div(rows, rows_of_block_)),
+                    static_cast<unsigned>(ceil_div(ceil_div(columns_, N), block.x)));
+    using Sum = typename Pass::Sum;
+    Sum* const sums = partial_.defined() ? partial_.mutable_data_ptr<Sum>() + used_ * kinds_ * columns_ : nullptr;
+    summing_pass_kernel<N>
+        <<<grid, block, 0, at::cuda::getCurrentCUDAStream()>>>(pass, sums, rows, columns_, rows_of_block_);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    used_ += grid.x;
+  }
+
+  /// The sums over all panels, rounded; of two kinds, the second to `second`. What is not defined is not written.
+  void finish(const at::Tensor& first, const at::Tensor& second = {}) const {
+    const at::Tensor& any = first.defined() ? first : second;
+    if (!any.defined()) return;
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, any.scalar_type(), "column_sums", [&] {
+      using Sum = Accumulate<scalar_t>;
+      const auto to = [](const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr<scalar_t>() : nullptr; };
+      launch_column_sum<scalar_t, Sum, 1, 32, 32>(partial_.const_data_ptr<Sum>(), to(first), to(second), used_,
+                                                  columns_, kinds_ * columns_, kinds_ * columns_,
+                                                  at::cuda::getCurrentCUDAStream());
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+  }
+
+ private:
+  int kinds_;
+  int64_t columns_, rows_of_block_, used_ = 0;
+  at::Tensor partial_;
+};
 
 /// A matrix whose rows are `stride` elements apart and have their columns side by side.
 template <class T>
