@@ -168,7 +168,8 @@ class Sum {
 // The formulas stand beside the CPU kernel. The hidden features are made twice where the gradients of down and of
 // another layer are wanted: once as they are, and once inside glu_backward. Panels may be larger than those of a
 // forward pass: each of them adds to all gradients of the weights.
-TransitionGradients transition_backward_cuda(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
+TransitionGradients transition_backward_cuda(const Tensor& grad, const Transition& t, const TransitionMask& wanted,
+                                             bool adds) {
   detail::check_transition_backward(grad, t, wanted);
   const c10::cuda::CUDAGuard guard(t.x.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -205,7 +206,7 @@ TransitionGradients transition_backward_cuda(const Tensor& grad, const Transitio
     const c10::SymInt features = rows.size(1);
     const auto [dx_panel, dweight, dbias] = detail::layer_norm_backward(
         dz.to(rows.scalar_type()), rows, features, mean, rstd, layers.norm_weight(), {wanted[0], wanted[1], wanted[2]});
-    if (wanted[0]) dx_rows.narrow(0, begin, end - begin).copy_(dx_panel);
+    if (wanted[0]) dx_rows.narrow(0, begin, end - begin).copy_(adds ? dx_panel.add_(g) : dx_panel);
     norm_weight.add(dweight);
     norm_bias.add(dbias);
   };
