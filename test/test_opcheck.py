@@ -71,7 +71,7 @@ def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
         )
         norm = (gate[0], up[1]) if bias else (None, None)
         b, bg = (up[:, 0], gate[:, 1]) if bias else (None, None)
-        return "_transition_backward", (grad, x, *norm, gate, bg, up, b, down, 1e-5, wanted)
+        return "_transition_backward", (grad, x, *norm, gate, bg, up, b, down, 1e-5, wanted, bias)
 
     low, full = torch.bfloat16, torch.float32
     return [

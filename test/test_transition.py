@@ -97,6 +97,29 @@ def test_sums_over_rows_are_in_float32(device: str, dtype: torch.dtype) -> None:
         assert distance <= 3 * torch.finfo(dtype).eps, name
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_adds_the_cotangent_where_asked(device: str) -> None:
+    given = values(700, 8, 16, device=device)
+    grad = random_like(given["x"], 20)
+    parameters = [t for name, t in given.items() if name != "down_bias"]
+    for wanted in ([True] * 9, [True] + [False] * 8, [False] + [True] * 8):
+        dx, *others = backward(given, grad, wanted)
+        got = OPS._transition_backward(grad, *parameters, 1e-5, wanted, adds=True)
+        assert torch.equal(got[0], dx + grad if wanted[0] else dx)
+        assert all(map(torch.equal, got[1:], others))
+
+
+
+def test_residual_of_a_wider_stream_keeps_its_digits() -> None:
+    """The layer's gradient is of 16 bits, that which passes by is not."""
+    given = values(30, 8, 16, torch.bfloat16)
+    x = given.pop("x").float().requires_grad_()
+    given["down_weight"].zero_()
+    grad = random_like(torch.empty(30, 8), 20)
+    (dx,) = torch.autograd.grad(torchops.transition_(x.clone(), **given), x, grad)
+    assert torch.equal(dx, grad)
+
+
 def test_repeatable() -> None:
     given = values(5000, 33, 65)
     grad = random_like(given["x"], 20)

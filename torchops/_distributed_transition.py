@@ -90,15 +90,18 @@ def _transition_backward(
     down_weight: Any,
     eps: float,
     wanted: Sequence[bool],
+    adds: bool = False,
 ) -> list[_Way]:
     parameters = [norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight]
     ways: list[_Way] = []
     for p in (Replicate(), *_sharded(x, range(x.ndim - 1))):
         summed = Replicate() if p == Replicate() else Partial()
-        inputs = [p, p, *map(_if_given, parameters), None, None]
+        inputs = [p, p, *map(_if_given, parameters), None, None, None]
         ways.append((_asked(wanted, [p, *[summed] * 8]), inputs))
+    if adds:  # parts of a sum would each have grad
+        return ways
     hidden = list(_HIDDEN_PARALLEL.values())
-    inputs = [Replicate(), Replicate(), *map(_if_given, parameters, hidden), None, None]
+    inputs = [Replicate(), Replicate(), *map(_if_given, parameters, hidden), None, None, None]
     ways.append((_asked(wanted, [Partial(), Partial(), Partial(), *hidden[2:]]), inputs))
     return ways
 

@@ -149,6 +149,7 @@ def transition_backward_flops(
     down_weight: Sequence[int],
     eps: float,
     wanted: Sequence[bool],
+    adds: bool = False,
     **kwargs: Any,
 ) -> int:
     """The products of gate and up again, one back through down, two back to ``x``, and one for each gradient of a

@@ -29,7 +29,7 @@ class WrittenOut {
 
   Tensor result() const { return linear(silu(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
 
-  TransitionGradients gradients(const Tensor& grad, const TransitionMask& wanted) const {
+  TransitionGradients gradients(const Tensor& grad, const TransitionMask& wanted, bool adds) const {
     const detail::TransitionNeeds needs(wanted);
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
     const Tensor &w = t_.gate_weight, s = at::sigmoid(gate_), v = needs.gate || wanted[7] ? up() : Tensor();
@@ -41,6 +41,7 @@ class WrittenOut {
       const Tensor dz = (matmul(dv, t_.up_weight) + matmul(du, w)).to(norm_.xhat.scalar_type());
       of_norm = normalization_gradients(dz, norm_, 1, t_.norm_weight, {wanted[0], wanted[1], wanted[2]},
                                         norm_.xhat.scalar_type());
+      if (wanted[0] && adds) of_norm[0] = of_norm[0] + grad;
     }
     return {wanted[0] ? of_norm[0].to(t_.x.scalar_type()) : none(t_.x),
             wanted[1] ? of_norm[1].to(t_.dtype()) : none(w),
@@ -102,16 +103,17 @@ struct Layer : torch::autograd::Function<Layer> {
       wanted[i] = given && ctx->needs_input_grad(edges++);
     }
     const Tensor& gate_weight = saved[3];
-    // That of the layer, whose dtype is the parameters'.
+    // That of the layer, whose dtype is the parameters'; that of x keeps the digits of a wider one.
     const Tensor grad = grads[0].to(gate_weight.scalar_type());
+    const bool is_sum = ctx->saved_data["adds"].toBool(), adds = is_sum && grad.scalar_type() == grads[0].scalar_type();
     TransitionGradients gradients =
         detail::transition_backward(grad, saved[0], optional(1), optional(2), gate_weight, optional(4), saved[5],
-                                    optional(6), saved[7], ctx->saved_data["eps"].toDouble(), wanted);
+                                    optional(6), saved[7], ctx->saved_data["eps"].toDouble(), wanted, adds);
     variable_list out = std::apply([](auto&... gradient) { return variable_list{gradient...}; }, gradients);
     for (size_t i = 0; i < wanted.size(); ++i) {
       if (!wanted[i]) out[i] = Tensor();
     }
-    if (wanted[0] && ctx->saved_data["adds"].toBool()) out[0] = out[0] + grads[0];
+    if (wanted[0] && is_sum && !adds) out[0] = out[0] + grads[0];
     out.resize(out.size() + 2);  // of eps and target
     return out;
   }
@@ -165,20 +167,22 @@ struct Backward : FunctionalOp<Backward, detail::transition_backward> {
   }
 
  private:
-  static TransitionGradients checked(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted) {
+  static TransitionGradients checked(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted,
+                                     bool /*adds*/) {
     detail::check_transition_backward(grad, t, wanted);
     return {};
   }
-  static TransitionGradients written_out(const Tensor& grad, const detail::Transition& t,
-                                         const TransitionMask& wanted) {
-    return WrittenOut(t).gradients(grad, wanted);
+  static TransitionGradients written_out(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted,
+                                         bool adds) {
+    return WrittenOut(t).gradients(grad, wanted, adds);
   }
 };
 
 // With the strides that the kernels promise.
-TransitionGradients composite(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted) {
+TransitionGradients composite(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted,
+                              bool adds) {
   detail::check_transition_backward(grad, t, wanted);
-  const TransitionGradients gradients = WrittenOut(t).gradients(grad, wanted);
+  const TransitionGradients gradients = WrittenOut(t).gradients(grad, wanted, adds);
   return std::apply([](const auto&... gradient) { return TransitionGradients{gradient.contiguous()...}; }, gradients);
 }
 

@@ -120,7 +120,8 @@ class NormGradient {
 // With u = gate(z), v = up(z), h = silu(u) * v and the cotangent g:
 //   dh = g @ down,  dv = dh * silu(u),  du = dh * v * silu'(u),  dz = dv @ up + du @ gate, and back through the norm;
 //   ddown = g.T @ h,  dup = dv.T @ z,  dgate = du.T @ z, and biases the sums over the rows.
-TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
+TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition& t, const TransitionMask& wanted,
+                                            bool adds) {
   detail::check_transition_backward(grad, t, wanted);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   TransitionGradients gradients = detail::empty_transition_gradients(t, wanted);
@@ -167,7 +168,7 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
     const auto& [y, mean, rstd] = normalized;
     const auto [dx_panel, dweight, dbias] =
         layer_norm_gradients(dz, rows, {rows.size(1)}, mean, rstd, layers.affine(), {wanted[0], wanted[1], wanted[2]});
-    if (wanted[0]) panel_of(dx_rows).copy_(dx_panel);
+    if (wanted[0]) panel_of(dx_rows).copy_(adds ? dx_panel.add_(g) : dx_panel);
     norm_weight.add(chunk, dweight);
     norm_bias.add(chunk, dbias);
   });

@@ -6,6 +6,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "cuda/linear.h"
@@ -73,36 +75,58 @@ class Layers {
   OptionalTensor norm_weight_, norm_bias_;
 };
 
+// A call of the kernels for compute capability 9.0, with x as a matrix: what both directions give them. They may not be
+// for it.
+template <class Problem>
+class Fused {
+ public:
+  Fused(const Tensor& x, const Transition& t) {
+    const int64_t c = x.size(1), hidden = t.gate_weight.size(0);
+    const auto from = gemm::operand(x), gate = gemm::operand(t.gate_weight), up = gemm::operand(t.up_weight),
+               down = gemm::operand(t.down_weight);
+    if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != t.dtype() || c == 0 || hidden == 0 ||
+        c % 8 != 0 || hidden % 8 != 0 || !from || !gate || !up || !down) {
+      return;
+    }
+    case_ = gemm::sm90_case(x.size(0), hidden, c, t.dtype());
+    if (!case_) return;
+    problem.m = static_cast<int>(case_->m);
+    problem.c = static_cast<int>(c);
+    problem.hidden = static_cast<int>(hidden);
+    problem.x = *from;
+    problem.norm = {vector(t.norm_weight), vector(t.norm_bias), static_cast<float>(t.eps)};
+    problem.gate = {*gate, vector(t.gate_bias)};
+    problem.up = {*up, vector(t.up_bias)};
+    problem.down = {*down, vector(t.down_bias)};
+  }
+  Fused(const Fused&) = delete;
+  Fused& operator=(const Fused&) = delete;
+
+  bool possible() const { return case_.has_value(); }
+  const gemm::Case& of_rows() const { return *case_; }
+
+  Problem problem;
+
+ private:
+  const void* vector(const OptionalTensor& parameter) {
+    if (!parameter) return nullptr;
+    kept_.push_back(parameter->contiguous());
+    return kept_.back().const_data_ptr();
+  }
+
+  std::optional<gemm::Case> case_;
+  c10::SmallVector<Tensor, 5> kept_;
+};
+
 // All of it in one pass over the rows; false, with nothing done, where that kernel cannot run. `out`, to which it adds
 // or not, may be x. Both are matrices.
 bool fused(const Tensor& out, const Tensor& x, const Transition& t, bool adds) {
-  const int64_t c = x.size(1), hidden = t.gate_weight.size(0);
-  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != t.dtype() || c == 0 || hidden == 0 ||
-      c % 8 != 0 || hidden % 8 != 0) {
-    return false;
-  }
-  const auto from_x = gemm::operand(x), to = gemm::operand(out), gate = gemm::operand(t.gate_weight),
-             up = gemm::operand(t.up_weight), down = gemm::operand(t.down_weight);
-  const auto of_rows = gemm::sm90_case(x.size(0), hidden, c, t.dtype());
-  if (!from_x || !to || !gate || !up || !down || !of_rows) return false;
-  c10::SmallVector<Tensor, 5> kept;
-  const auto vector = [&](const OptionalTensor& parameter) -> const void* {
-    if (!parameter) return nullptr;
-    kept.push_back(parameter->contiguous());
-    return kept.back().const_data_ptr();
-  };
-  gemm::TransitionProblem problem;
-  problem.m = static_cast<int>(of_rows->m);
-  problem.c = static_cast<int>(c);
-  problem.hidden = static_cast<int>(hidden);
-  problem.x = *from_x;
-  problem.out = *to;
-  problem.norm = {vector(t.norm_weight), vector(t.norm_bias), static_cast<float>(t.eps)};
-  problem.gate = {*gate, vector(t.gate_bias)};
-  problem.up = {*up, vector(t.up_bias)};
-  problem.down = {*down, vector(t.down_bias)};
-  problem.adds = adds;
-  return gemm::run_chosen<gemm::Transition>(problem, *of_rows, out);
+  Fused<gemm::TransitionProblem> call(x, t);
+  const auto to = gemm::operand(out);
+  if (!call.possible() || !to) return false;
+  call.problem.out = *to;
+  call.problem.adds = adds;
+  return gemm::run_chosen<gemm::Transition>(call.problem, call.of_rows(), out);
 }
 
 Tensor transition_cuda(const Transition& t) {
@@ -165,10 +189,42 @@ class Sum {
   Tensor result_, sum_;
 };
 
+// dx, and if all of them are wanted the gradients of the weights and what comes with them; false, with nothing done,
+// where the kernels cannot run or are not for what is wanted. All are matrices of rows.
+bool fused_backward(const Tensor& grad, const Tensor& x, const Tensor& dx, const Transition& t,
+                    const TransitionGradients& gradients, const TransitionMask& wanted, bool adds) {
+  const bool weights = wanted[3] && wanted[5] && wanted[7];
+  if (!wanted[0] || (!weights && std::find(wanted.begin() + 1, wanted.end(), true) != wanted.end())) return false;
+  Fused<gemm::TransitionGradientProblem> call(x, t);
+  const Tensor readable = gemm::operand(grad) ? grad : grad.contiguous();
+  const auto to = gemm::operand(dx), from = gemm::operand(readable);
+  if (!call.possible() || !to || !from) return false;
+  gemm::TransitionGradientProblem& problem = call.problem;
+  problem.grad = *from;
+  problem.dx = *to;
+  problem.adds = adds;
+  if (weights) {
+    const auto result = [&](bool is_wanted, const Tensor& gradient) {
+      return is_wanted ? gradient.mutable_data_ptr() : nullptr;
+    };
+    const auto& [dx_, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;
+    problem.dnorm_weight = result(wanted[1], dnorm_weight);
+    problem.dnorm_bias = result(wanted[2], dnorm_bias);
+    problem.dweights[0] = dgate.mutable_data_ptr();
+    problem.dbiases[0] = result(wanted[4], dgate_bias);
+    problem.dweights[1] = dup.mutable_data_ptr();
+    problem.dbiases[1] = result(wanted[6], dup_bias);
+    problem.dweights[2] = ddown.mutable_data_ptr();
+    problem.dbiases[2] = result(wanted[8], ddown_bias);
+  }
+  return gemm::run_chosen<gemm::TransitionGradients>(problem, call.of_rows(), dx);
+}
+
 // The formulas stand beside the CPU kernel. The hidden features are made twice where the gradients of down and of
 // another layer are wanted: once as they are, and once inside glu_backward. Panels may be larger than those of a
 // forward pass: each of them adds to all gradients of the weights.
-TransitionGradients transition_backward_cuda(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
+TransitionGradients transition_backward_cuda(const Tensor& grad, const Transition& t, const TransitionMask& wanted,
+                                             bool adds) {
   detail::check_transition_backward(grad, t, wanted);
   const c10::cuda::CUDAGuard guard(t.x.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -182,6 +238,7 @@ TransitionGradients transition_backward_cuda(const Tensor& grad, const Transitio
   const Layers layers(t);
   const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(t.x);
   const Tensor dx_rows = wanted[0] ? detail::as_rows(dx) : dx;
+  if (fused_backward(grad_rows, x_rows, dx_rows, t, gradients, wanted, adds)) return gradients;
   const Sum norm_weight(dnorm_weight, wanted[1]), norm_bias(dnorm_bias, wanted[2]), gate(dgate, wanted[3]),
       gate_bias(dgate_bias, wanted[4]), up(dup, wanted[5]), up_bias(dup_bias, wanted[6]), down(ddown, wanted[7]),
       down_bias(ddown_bias, wanted[8]);
@@ -205,7 +262,7 @@ TransitionGradients transition_backward_cuda(const Tensor& grad, const Transitio
     const c10::SymInt features = rows.size(1);
     const auto [dx_panel, dweight, dbias] = detail::layer_norm_backward(
         dz.to(rows.scalar_type()), rows, features, mean, rstd, layers.norm_weight(), {wanted[0], wanted[1], wanted[2]});
-    if (wanted[0]) dx_rows.narrow(0, begin, end - begin).copy_(dx_panel);
+    if (wanted[0]) dx_rows.narrow(0, begin, end - begin).copy_(adds ? dx_panel.add_(g) : dx_panel);
     norm_weight.add(dweight);
     norm_bias.add(dbias);
   };

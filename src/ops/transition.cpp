@@ -40,11 +40,12 @@ TransitionGradients detail::transition_backward(const Tensor& grad, const Tensor
                                                 const OptionalTensor& norm_bias, const Tensor& gate_weight,
                                                 const OptionalTensor& gate_bias, const Tensor& up_weight,
                                                 const OptionalTensor& up_bias, const Tensor& down_weight, double eps,
-                                                TransitionMask wanted) {
+                                                TransitionMask wanted, bool adds) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_transition_backward", "")
                              .typed<decltype(transition_backward)>();
-  return op.call(grad, x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, eps, wanted);
+  return op.call(grad, x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, eps, wanted,
+                 adds);
 }
 
 namespace {
@@ -128,7 +129,8 @@ Tensor transition_meta(const Transition& t) {
   return at::empty_symint(t.x.sym_sizes(), t.gate_weight.options());
 }
 
-TransitionGradients transition_backward_meta(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
+TransitionGradients transition_backward_meta(const Tensor& grad, const Transition& t, const TransitionMask& wanted,
+                                             bool /*adds*/) {
   detail::check_transition_backward(grad, t, wanted);
   return detail::empty_transition_gradients(t, wanted);
 }
@@ -143,7 +145,8 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   define("transition_(Tensor(a!) x, " + parameters + ") -> ()");
   define(
       "_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, "
-      "Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted) -> "
+      "Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted, bool "
+      "adds=False) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

@@ -75,13 +75,13 @@ struct TransitionNeeds {
 };
 
 /// The gradients of transition() where `wanted` asks for them, and empty tensors elsewhere. Everything is computed
-/// again. No gradient reads down_bias.
+/// again. No gradient reads down_bias. That of x is that of transition_() if it `adds`: with grad itself.
 TransitionGradients transition_backward(const at::Tensor& grad, const at::Tensor& x,
                                         const std::optional<at::Tensor>& norm_weight,
                                         const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                                         const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
                                         const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
-                                        double eps, TransitionMask wanted);
+                                        double eps, TransitionMask wanted, bool adds);
 
 /// Its checks; t is without a down_bias.
 void check_transition_backward(const at::Tensor& grad, const Transition& t, const TransitionMask& wanted);
@@ -113,11 +113,11 @@ TransitionGradients transition_backward_kernel(const at::Tensor& grad, const at:
                                                const at::Tensor& gate_weight,
                                                const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
                                                const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
-                                               double eps, TransitionMask wanted) {
+                                               double eps, TransitionMask wanted, bool adds) {
   return kernel(
       grad,
       Transition{x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, std::nullopt, eps},
-      wanted);
+      wanted, adds);
 }
 
 }  // namespace detail

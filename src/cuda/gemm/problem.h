@@ -99,6 +99,21 @@ struct TransitionProblem {
   void* workspace = nullptr;
 };
 
+/// The gradients of a transition for the cotangent `grad` of its result: dx, plus `grad` where it adds; and of the
+/// weights of gate, up (hidden x c) and down (c x hidden), all or none (null), and with them of what is not null:
+/// biases, the norm. They are contiguous.
+struct TransitionGradientProblem {
+  int m = 0, c = 0, hidden = 0;
+  Operand x, grad, dx;
+  Norm norm;
+  Layer gate, up, down;
+  bool adds = false;
+  void *dweights[3] = {}, *dbiases[3] = {}, *dnorm_weight = nullptr, *dnorm_bias = nullptr;
+  void* workspace = nullptr;
+
+  bool has_weights() const { return dweights[0] != nullptr; }
+};
+
 /// How a call ended. An error of CUDA is always a failure: it never stands for "another kernel should do this".
 struct Status {
   enum Kind { kDone, kNotForMe, kFailed } kind = kDone;

@@ -61,6 +61,8 @@ bool has_sm90_kernels() {
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #define TORCHOPS_FEED_FORWARD(name, ...) \
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
+#define TORCHOPS_FEED_FORWARD_GRADIENT(name, ...) \
+  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #define TORCHOPS_GRADIENT(name, ...) \
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #define TORCHOPS_COTANGENT(name, ...) \

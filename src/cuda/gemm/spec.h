@@ -88,6 +88,11 @@ inline constexpr int kSpec = 0;
     using Problem = TransitionProblem;   \
     using Tiling = NarrowTiling;         \
   };
+#define TORCHOPS_FEED_FORWARD_GRADIENT(name, ...) \
+  struct name {                                   \
+    using Problem = TransitionGradientProblem;    \
+    using Tiling = NarrowTiling;                  \
+  };
 #define TORCHOPS_GRADIENT(name, ...) \
   struct name {                      \
     using Problem = GradientProblem; \
