@@ -164,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 memory = result["pair tensors"]
                 print(f"N = {n}, {task}, {precision}")
                 for name, us in result["microseconds"].items():
-                    print(f"    {name:28} {us / 1e3:9.3f} ms" + f"  {memory[name]:6.2f} pair tensors" * cuda, flush=True)
+                    print(
+                        f"    {name:28} {us / 1e3:9.3f} ms" + f"  {memory[name]:6.2f} pair tensors" * cuda, flush=True
+                    )
                 for name, error in result["errors"].items():
                     print(f"    {name:28} {error}")
                 del case, ways

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from . import machine, timing
 from .case import BACKWARD, FORWARD, Task
 from .gates import BANDWIDTH, RATE
-from .triangle import NAMES, make, ours
+from .triangle import Arguments, Line, make, ours
 
 CALLS = 7
 GLUS, OUT = "layer norm and GLUs", "norm, linear, gate, residual"
@@ -126,25 +126,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(argv)
     device, n, c = torch.device("cuda"), options.n, options.features
-    tensors = make(n, c, c, torch.bfloat16, device)
+    made = make(Line("stages", n, c), device)
+    names, tensors = tuple(made.parameters), made.tensors()
     results: dict[str, Any] = {}
 
+    def whole(x: Tensor, *parameters: Tensor) -> Tensor:
+        return ours(Arguments(x, None, dict(zip(names, parameters, strict=True))))
+
     def in_place(x: Tensor, *parameters: Tensor) -> None:
-        torch.ops.myops.triangle_multiplicative_update_(x, **dict(zip(NAMES, parameters, strict=True)))
+        torch.ops.myops.triangle_multiplicative_update_(x, **dict(zip(names, parameters, strict=True)))
 
     with torch.no_grad():
-        results["kernels, forward"] = kernels(ours, tensors)
+        results["kernels, forward"] = kernels(whole, tensors)
         results["kernels, in place"] = kernels(in_place, (tensors[0].clone(), *tensors[1:]))
     trained = (*(t.detach().requires_grad_() for t in tensors), torch.randn_like(tensors[0]))
-    results["kernels, forward and backward"] = kernels(timing.contender(ours, BACKWARD), trained)
+    results["kernels, forward and backward"] = kernels(timing.contender(whole, BACKWARD), trained)
     del trained
     for name, times in results.items():
         print(name)
         for kernel, us in times.items():
             print(f"  {us:8.1f}  {kernel[:150]}", flush=True)
 
-    x, in_w, in_b, p_in, g_in, out_w, out_b, p_out, g_out = tensors
-    x = x[0]
+    x, in_w, in_b, p_in, g_in, out_w, out_b, p_out, g_out = (made.x[0], *made.parameters.values())
     o = torch.randn(c, n, n, device=device, dtype=torch.bfloat16)
     stages: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         GLUS: (glu_stage, (x, in_w, in_b, p_in, g_in)),
