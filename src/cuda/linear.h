@@ -33,10 +33,11 @@ inline void for_each_panel(int64_t rows, int64_t row_bytes, c10::function_ref<vo
 inline int64_t product_row_bytes(const at::Tensor& w) { return w.size(0) * static_cast<int64_t>(w.element_size()); }
 
 /// The rows of a panel whose product the pass that follows finds in the L2 cache: all rows where there is little of it,
-/// or panels would be too short for cuBLAS. A product, in `product_bytes` for a row, may take a third of the cache,
-/// beside what else the pass reads and writes. `scratch_bytes` for a row stay within kMaxScratchBytes.
+/// or panels would be too short for cuBLAS (float64 to 128 features, 17066 rows: 722 us instead of 633 on an H100). A
+/// product, in `product_bytes` for a row, may take a third of the cache, beside what else the pass reads and writes.
+/// `scratch_bytes` for a row stay within kMaxScratchBytes.
 inline int64_t rows_of_panel(int64_t rows, int64_t product_bytes, int64_t scratch_bytes) {
-  constexpr int64_t least_cache = int64_t{24} << 20, least_rows = int64_t{1} << 14;
+  constexpr int64_t least_cache = int64_t{24} << 20, least_rows = int64_t{1} << 15;
   const int64_t cache = at::cuda::getCurrentDeviceProperties()->l2CacheSize;
   const int64_t within = cache / (3 * product_bytes);
   const int64_t most = scratch_bytes > 0 ? std::max(kMaxScratchBytes / scratch_bytes, int64_t{1}) : rows;
