@@ -43,9 +43,12 @@ export TORCHINDUCTOR_CACHE_DIR := $(abspath $(BUILD))/inductor
 # Named for its torch version, so that asking for another one installs it.
 TORCH := $(VENV)/.torch-$(TORCH_VERSION)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake src torchops/*.py* test/cpp -not -name "*~")
+# With CHECK=ON, what need only compile, load and be right; what -O3 warns of, the builds of make test show.
+CHECK ?=
+CHECK_FLAGS := -C cmake.define.TORCHOPS_SHARE_HEADERS=ON -C cmake.define.CMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG"
 BUILD_FLAGS = --no-build-isolation --no-deps -C build-dir=$(BUILD) \
   -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=$(CUDA) \
-  -C cmake.define.TORCHOPS_KERNELS=$(KERNELS) $(TARGETS:%=-C "build.targets=%")
+  -C cmake.define.TORCHOPS_KERNELS=$(KERNELS) $(TARGETS:%=-C "build.targets=%") $(if $(CHECK),$(CHECK_FLAGS))
 
 help:
 	@echo "make test    build, then run the Python and the C++ tests"
@@ -208,7 +211,7 @@ bench: build $(VENV)/.group-demo
 	[ -z "$$failed" ]
 
 test-cuda-build:
-	$(MAKE) cuda-checks CUDA=ON KERNELS=REDUCED TARGETS="$(CUDA_TARGETS)" VENV=.venv-cuda \
+	$(MAKE) cuda-checks CUDA=ON KERNELS=REDUCED CHECK=ON TARGETS="$(CUDA_TARGETS)" VENV=.venv-cuda \
 	  TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
 
 cuda-checks: build

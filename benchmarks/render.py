@@ -19,10 +19,7 @@ from .report import Report, Result
 from .run import RESULTS as RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(
-    ROOT / page
-    for page in ("README.md", "docs/benchmarks.md", "docs/gates.md", "docs/ladder.md", "docs/triangle_update.md")
-)
+PAGES = tuple(ROOT / "docs" / page for page in ("benchmarks.md", "gates.md", "ladder.md", "triangle_update.md"))
 BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)
 
 H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
