@@ -8,10 +8,11 @@
 //   da = dh * u * F'(a);  du = dh * F(a);  dxhat = da @ gate + du @ up;  dx = dxhat through the norm
 //
 // As in transition.cuh the weights stream through a ring of stages, 64 hidden features at a time, half of them loaded
-// by each CTA of a cluster; da and du stay in registers, where they are operands of the last products.
+// by each CTA of a cluster; xhat, da and du stay in registers, where they are operands. While a warpgroup
+// differentiates, the matrix instructions of the other run.
 //
 //   warps 0, 1, 2 of the last warpgroup   weights; rows of x and of g for each of the
-//   2 warpgroups                          64 rows each: xhat over x; then products; dx over xhat
+//   2 warpgroups                          64 rows each: xhat from x, and over it; then products; dx over xhat
 //
 // xhat also goes to memory, for the gradients of the weights.
 
@@ -95,15 +96,15 @@ struct FeedForwardDxKernel {
 
   using Major = cute::GMMA::Major;
   template <int n, int k, Major major_b>
-  using FromShared = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::Int<kRows>, cute::Int<n>, cute::Int<k>>,
+  using FromRegisters = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::Int<kRows>, cute::Int<n>, cute::Int<k>>,
                                  Major::K, major_b>()));
-  using ProductFactors = FromShared<2 * kChunk, kC, Major::K>;
-  using ProductDown = FromShared<kChunk, kC, Major::MN>;
-  using ProductX = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Element, Element, float,
-                                 cute::Shape<cute::Int<kRows>, cute::Int<kC>, cute::Int<2 * kChunk>>, Major::K,
+  using ProductFactors = FromRegisters<2 * kChunk, kC, Major::K>;
+  using ProductDown = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float,
+                                 cute::Shape<cute::Int<kRows>, cute::Int<kChunk>, cute::Int<kC>>, Major::K,
                                  Major::MN>()));
+  using ProductX = FromRegisters<kC, 2 * kChunk, Major::MN>;
   /// An operand in registers, k long: of 16 columns, a thread has pairs in two rows, and the same 8 columns further.
   template <int k>
   using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<k / 16>>>;
@@ -191,6 +192,9 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
   Tensor dx = partition_fragment_C(product_x, Shape<Int<kRows>, Int<kC>>{});
   Tensor cotangents = make_tensor<Element>(Operand<2 * kChunk>{});  // da, then du
   clear(cotangents);
+  Tensor xhat = make_tensor<Element>(Operand<kC>{});
+  Tensor rows = make_tensor(xhat.data(), dx.layout());  // the same, as in the sums
+  clear(xhat);
   clear(dx);
   constexpr int count = decltype(size(dh))::value;
   const auto read = make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product_x);
@@ -209,6 +213,7 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     warpgroup_fence_operand(dh);
     warpgroup_fence_operand(dx);
     warpgroup_fence_operand(cotangents);
+    warpgroup_fence_operand(xhat);
   };
   const auto multiply = [&](auto& product, const auto& a, const auto& b, auto& sums) {
     product.accumulate_ = GMMA::ScaleOut::Zero;
@@ -218,14 +223,14 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
       product.accumulate_ = GMMA::ScaleOut::One;
     }
   };
-  const auto start_hidden = [&](const FactorState& at, const DownState& down_at, Element* xhat) {
+  const auto start_hidden = [&](const FactorState& at, const DownState& down_at) {
     const auto of_factors = product_factors.get_slice(0);
     const auto of_down = product_down.get_slice(0);
     shared.factors_loaded[at.index()].wait(at.phase());
     shared.down_loaded[down_at.index()].wait(down_at.phase());
     begin();
     warpgroup_arrive();
-    multiply(product_factors, of_factors.make_fragment_A(of_factors.partition_A(view(xhat, InRows{}))),
+    multiply(product_factors, xhat,
              of_factors.make_fragment_B(of_factors.partition_B(
                  view(shared.factors[at.index()].data(), SwizzledRows<Element, 2 * kChunk, kC>{}))),
              hidden);
@@ -250,43 +255,41 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
   };
   // The accumulators of a product lie in a thread as its next operand does.
   const auto differentiate = [&](int chunk) {
+    Tensor pairs = recast<cutlass::Array<Element, 2>>(cotangents);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < count; i += 4) {  // two columns of a row, then of the other row
-      const int column = chunk * kChunk + i / 4 * 8 + in_quad;
+    for (int group = 0; group < count; group += 4) {  // two columns of a row and of the other row
+      const int column = chunk * kChunk + group / 4 * 8 + in_quad;
       const float2 gate = __ldg(reinterpret_cast<const float2*>(p.bias + column));
       const float2 up = __ldg(reinterpret_cast<const float2*>(p.bias + kMostHidden + column));
       CUTLASS_PRAGMA_UNROLL
-      for (int v = 0; v < 4; ++v) {
-        const float a = fmaf(Slopes::kScale, hidden(i + v), v % 2 == 0 ? gate.x : gate.y);
-        const float u = hidden(count + i + v) + (v % 2 == 0 ? up.x : up.y);
-        float value;
-        Slopes::of(a, u, dh(i + v), hidden(i + v), hidden(count + i + v), value);
+      for (int i = group; i < group + 4; i += 2) {
+        cutlass::Array<float, 2> da, du;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < 2; ++v) {
+          const float a = fmaf(Slopes::kScale, hidden(i + v), v == 0 ? gate.x : gate.y);
+          const float u = hidden(count + i + v) + (v == 0 ? up.x : up.y);
+          float value;
+          Slopes::of(a, u, dh(i + v), da[v], du[v], value);
+        }
+        pairs(i / 2) = round(da);
+        pairs((count + i) / 2) = round(du);
       }
     }
-  };
-  // Once no product reads them any more.
-  const auto round_cotangents = [&] {
-    Tensor pairs = recast<cutlass::Array<Element, 2>>(cotangents);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2 * count; i += 2) pairs(i / 2) = round(cutlass::Array<float, 2>{hidden(i), hidden(i + 1)});
   };
 
   TileState tile_at;
   GradState grad_at;
-  FactorState at, former;
+  FactorState at;
   DownState down_at;
   int stored = -1;
   for (int tile = p.first(); tile < p.row_tiles; tile += p.step(), ++tile_at, ++grad_at) {
     Element* const x = shared.x[tile_at.index()][warpgroup].data();
     const int place = p.place(tile, warpgroup);
     float rstd[2];
-    {
-      Tensor rows = make_tensor_like<Element>(dx);
-      shared.x_loaded[tile_at.index()][warpgroup].wait(tile_at.phase());
-      copy(read, read_slice.partition_S(in_rows(x)), read_slice.retile_D(rows));
-      normalize_rows<Element>(rows, p.c, p.eps, rstd);
-      copy(write, write_slice.retile_S(rows), write_slice.partition_D(in_rows(x)));
-    }
+    shared.x_loaded[tile_at.index()][warpgroup].wait(tile_at.phase());
+    copy(read, read_slice.partition_S(in_rows(x)), read_slice.retile_D(rows));
+    normalize_rows<Element>(rows, p.c, p.eps, rstd);
+    copy(write, write_slice.retile_S(rows), write_slice.partition_D(in_rows(x)));
     cutlass::arch::fence_view_async_shared();
     sync();
     if (thread == 0) {
@@ -298,54 +301,36 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     }
     shared.grad_loaded[warpgroup].wait(grad_at.phase());
 
-    start_hidden(at, down_at, x);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(hidden);
-    warpgroup_fence_operand(dh);
-    release(shared.down_free[down_at.index()]);
-    differentiate(0);
-    round_cotangents();
-    former = at;
-    ++at;
-    ++down_at;
-    for (int chunk = 1; chunk < chunks; ++chunk, ++at, ++down_at) {
-      start_hidden(at, down_at, x);
-      start_dx(former, chunk == 1);
-      warpgroup_wait<1>();
+    for (int chunk = 0; chunk < chunks; ++chunk, ++at, ++down_at) {
+      start_hidden(at, down_at);
+      warpgroup_wait<0>();
       warpgroup_fence_operand(hidden);
       warpgroup_fence_operand(dh);
       release(shared.down_free[down_at.index()]);
+      if (chunk == chunks - 1 && !p.adds && thread == 0) shared.grad_free[warpgroup].arrive();
       differentiate(chunk);
+      begin();
+      start_dx(at, chunk == 0);
       warpgroup_wait<0>();
       warpgroup_fence_operand(dx);
-      warpgroup_fence_operand(cotangents);
-      release(shared.factors_free[former.index()]);
-      round_cotangents();
-      former = at;
+      release(shared.factors_free[at.index()]);
     }
-    if (!p.adds && thread == 0) shared.grad_free[warpgroup].arrive();
-    begin();
-    start_dx(former, chunks == 1);
-    Tensor xhat = make_tensor_like<Element>(dx);
-    copy(read, read_slice.partition_S(in_rows(x)), read_slice.retile_D(xhat));
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(dx);
-    release(shared.factors_free[former.index()]);
 
-    through_norm<Element>(dx, xhat, p.c, rstd);
+    through_norm<Element>(dx, rows, p.c, rstd);
     if (p.adds) {
       Tensor grad = make_tensor_like<Element>(dx);
       copy(read, read_slice.partition_S(in_rows(shared.grad[warpgroup].data())), read_slice.retile_D(grad));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(grad(i));
     }
-    Tensor pairs = recast<cutlass::Array<Element, 2>>(xhat);
+    Tensor result = make_tensor_like<Element>(dx);
+    Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(dx); i += 2) pairs(i / 2) = round(cutlass::Array<float, 2>{dx(i), dx(i + 1)});
     if (thread == 0) tma_store_wait<0>();  // of xhat
-    sync();                                // all warps have read it
+    sync();                                // all warps have read g
     if (p.adds && thread == 0) shared.grad_free[warpgroup].arrive();
-    copy(write, write_slice.retile_S(xhat), write_slice.partition_D(in_rows(x)));
+    copy(write, write_slice.retile_S(result), write_slice.partition_D(in_rows(x)));
     cutlass::arch::fence_view_async_shared();
     sync();
     if (thread == 0) p.dx.store(x, place, 0);
