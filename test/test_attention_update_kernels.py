@@ -77,8 +77,8 @@ from torchops import _attention_update_panels as panels, _attention_update_trito
 from torchops._attention_update_operators import _weights
 
 torch.manual_seed(0)
-panels._budget = lambda *_: 20000
-c, heads, n = 24, 2, 9
+panels._budget = lambda *_: 8000
+c, heads, n = 24, 2, 5
 shapes = (c,), (c,), (heads, c), (16, c), (16, c), (16, c), (16, c), (16,), (c, 16), (c,)
 parameters = [(torch.randn(shape) / shape[-1] ** 0.5).half() for shape in shapes]
 for ending, x_dtype, few in ((False, torch.float32, False), (True, torch.float16, True)):
@@ -95,6 +95,16 @@ for ending, x_dtype, few in ((False, torch.float32, False), (True, torch.float16
     panels.forward(x.double(), mask, exact_w, ending, exact, False, kept[1], panels)
     for got, expected in ((new, exact), (y, x + exact), *zip(*kept)):
         assert (got.double() - expected).norm() <= 5e-3 * expected.norm(), (ending, got.dtype)
+    grad, wanted = torch.randn(x.shape), {name: True for name in panels.WANTED}
+    for name, i in zip(panels.WANTED[1:], range(10)):
+        wanted[name] = given[i] is not None
+    made, expected = (
+        panels.backward(grad.to(weights.q.dtype), values, mask, weights, ending, *numbers, wanted, steps)
+        for values, weights, numbers, steps in ((x, w, kept[0], kernels), (x.double(), exact_w, kept[1], panels))
+    )
+    assert made.keys() == expected.keys()
+    for name, exact in expected.items():
+        assert (made[name].double() - exact).norm() <= 1e-2 * exact.norm(), (ending, name)
 """
 
 
