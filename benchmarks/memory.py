@@ -11,6 +11,7 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,26 +33,31 @@ def supported(device: torch.device) -> bool:
 
 
 def peak(work: Workload, contender: str, device: torch.device) -> int:
-    """Bytes that one call needs at its peak on top of what was there before it.
+    """That of `peak_of`, for one contender of a benchmark."""
+    call, args = work.contenders[contender], work.inputs[0]
+    with timing.context(work.case.task):
+        return peak_of(lambda: call(*args), device)
+
+
+def peak_of(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call needs at its peak on top of what was there before it.
 
     The call before it is a warm-up: what compilation, thread start and library initialisation allocate does not count,
     and what the allocator kept of it goes back to the system first, so that reused memory does count.
     """
-    call, args = work.contenders[contender], work.inputs[0]
-    with timing.context(work.case.task):
-        call(*args)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            allocated = torch.cuda.memory_allocated(device)
-            call(*args)
-            return torch.cuda.max_memory_allocated(device) - allocated
-        ctypes.CDLL(None).malloc_trim(0)
-        (PROC / "clear_refs").write_text("5")
-        before = _status_bytes("VmRSS")
-        call(*args)
-        return max(0, _status_bytes("VmHWM") - before)
+    call()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - allocated
+    ctypes.CDLL(None).malloc_trim(0)
+    (PROC / "clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    call()
+    return max(0, _status_bytes("VmHWM") - before)
 
 
 def _status_bytes(field: str) -> int:

@@ -11,18 +11,22 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from examples.models import pair_layer as written
 from torch import Tensor, nn
 
 import torchops
 
 from . import machine
+
+sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
+
+import alphafold3_pair_layer as written
 
 C = 128
 FORWARD, TRAINING = "forward", "forward + backward"

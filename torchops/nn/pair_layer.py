@@ -113,9 +113,9 @@ class PairLayer(nn.Module):
     def _add(
         self, module: nn.Module, x: Tensor, mask: tuple[Tensor | None, ...], kept: Tensor | None, inplace: bool
     ) -> Tensor:
-        if inplace and kept is None:
-            return module(x, *mask, inplace=True)
         if inplace:
+            if kept is None:
+                return module(x, *mask, inplace=True)
             return x.addcmul_(module(x.clone() if torch.is_grad_enabled() else x, *mask), kept)
         arguments: Any = module, x, mask, kept
         if self.checkpoint and torch.is_grad_enabled():

@@ -1,0 +1,169 @@
+"""The arguments of triangle attention's update: its parameters, and the checks that all backends share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchops import _attention_panels, attention
+
+__all__ = ["AttentionWeights", "Node", "Parameters", "check", "check_constant", "check_kept", "check_writable"]
+
+Node = Literal["starting", "ending"]
+
+
+class AttentionWeights(NamedTuple):
+    """The parameters of triangle attention of ``c`` features in ``heads`` heads of ``d``."""
+
+    norm_weight: Tensor | None
+    """``(c,)``, as ``norm_bias``; ``None`` for 1 and 0."""
+    norm_bias: Tensor | None
+    bias_weight: Tensor
+    """``(heads, c)``: makes the bias of the scores."""
+    q: Tensor
+    """``(heads * d, c)``, as ``k`` and ``v``."""
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+    """``(heads * d, c)``; ``None`` for no gate."""
+    gate_bias: Tensor | None
+    """``(heads * d,)``, or ``None``."""
+    out: Tensor
+    """``(c, heads * d)``."""
+    out_bias: Tensor | None
+    """``(c,)``, or ``None``."""
+    heads: int
+    eps: float = 1e-5
+
+
+Parameters = Sequence[Tensor | None]
+"""The tensors of AttentionWeights, in its order."""
+
+_NAMES = AttentionWeights._fields[:10]
+_OPTIONAL = ("norm_weight", "norm_bias", "gate", "gate_bias", "out_bias")
+_name = attention._name
+_expect = attention._expect
+_check_layout = attention._check_layout
+
+
+def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int) -> None:
+    _expect(len(parameters) == 10, lambda: f"{op}: expected 10 parameters, got {len(parameters)}")
+    given = dict(zip(_NAMES, parameters, strict=True))
+    missing = [name for name, t in given.items() if t is None and name not in _OPTIONAL]
+    _expect(not missing, lambda: f"{op}: expected a tensor {missing[0]}, got None")
+    q = given["q"]
+    assert q is not None
+    dtypes = attention._DTYPES
+    _expect(
+        q.dtype in dtypes,
+        lambda: f"{op}: expected q of dtype float32, float64, float16 or bfloat16, got {_name(q.dtype)}",
+    )
+    either = " or float32" if q.element_size() == 2 else ""
+    _expect(
+        x.dtype == q.dtype or (bool(either) and x.dtype == torch.float32),
+        lambda: f"{op}: expected x of dtype {_name(q.dtype)}{either} to match q, got {_name(x.dtype)}",
+    )
+    _expect(x.dim() >= 3, lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
+    c, width = x.shape[-1], q.shape[0]
+    _expect(x.shape[-3] == x.shape[-2], lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
+    _check_layout(op, "x", x)
+    _expect(heads >= 1, lambda: f"{op}: expected heads of at least 1, got {heads}")
+    _expect(
+        width % heads == 0,
+        lambda: f"{op}: expected q of shape (heads * d, c) with heads = {heads}, got {tuple(q.shape)}",
+    )
+    _expect(width >= heads, lambda: f"{op}: expected heads of at least one feature, got q of shape {tuple(q.shape)}")
+    shapes: dict[str, tuple[Any, ...]] = dict.fromkeys(("norm_weight", "norm_bias", "out_bias"), (c,))
+    shapes |= dict.fromkeys(("q", "k", "v", "gate"), (width, c))
+    shapes |= {"bias_weight": (heads, c), "gate_bias": (width,), "out": (c, width)}
+    for name, t in given.items():
+        if t is not None:
+            _check_layout(op, name, t)
+            _check_parameter(op, name, t, x, q, shapes[name])
+    _expect(
+        given["gate"] is not None or given["gate_bias"] is None,
+        lambda: f"{op}: expected gate_bias None without gate, got a tensor",
+    )
+    if mask is not None:
+        _check_mask(op, mask, x)
+
+
+def _check_parameter(op: str, name: str, t: Tensor, x: Tensor, q: Tensor, shape: tuple[Any, ...]) -> None:
+    _expect(
+        t.dtype == q.dtype,
+        lambda: f"{op}: expected {name} of dtype {_name(q.dtype)} to match q, got {_name(t.dtype)}",
+    )
+    _expect(t.device == x.device, lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}")
+    _check_shape(op, name, t, x, shape)
+
+
+def _check_mask(op: str, mask: Tensor, x: Tensor) -> None:
+    _check_layout(op, "mask", mask)
+    _expect(
+        mask.dtype == torch.bool or mask.is_floating_point(),
+        lambda: f"{op}: expected mask of dtype bool or floating-point, got {_name(mask.dtype)}",
+    )
+    _expect(mask.device == x.device, lambda: f"{op}: expected mask on device {x.device} to match x, got {mask.device}")
+    _check_shape(op, "mask", mask, x, tuple(x.shape[:-1]))
+
+
+def _check_shape(op: str, name: str, t: Tensor, x: Tensor, shape: tuple[Any, ...]) -> None:
+    def message() -> str:
+        return f"{op}: expected {name} of shape {shape} to match x of shape {tuple(x.shape)}, got {tuple(t.shape)}"
+
+    _expect(t.dim() == len(shape), message)
+    for size, expected in zip(t.shape, shape, strict=True):
+        _expect(size == expected, message)
+
+
+def check_writable(op: str, x: Tensor) -> None:
+    """No two elements of x in one place, as far as strides say it without a search."""
+    sizes = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True)]
+    shared = any(stride == 0 and size > 1 for stride, size in sizes)
+    if all(isinstance(number, int) for pair in sizes for number in pair):
+        reach = 0  # of the dimensions of smaller strides
+        for stride, size in sorted(pair for pair in sizes if pair[1] > 1):
+            shared = shared or stride <= reach
+            reach += stride * (size - 1)
+    if shared and x.numel():
+        _expect(
+            False,
+            lambda: f"{op}: expected x without elements in one place, got strides {x.stride()} of {tuple(x.shape)}",
+        )
+
+
+def check_kept(
+    grad: Tensor, x: Tensor, product: Tensor, logsumexp: Tensor, mask: Any, parameters: Parameters, heads: int
+) -> None:
+    op = "_triangle_attention_update_backward"
+    check(op, x, mask, parameters, heads)
+    q = parameters[3]
+    assert q is not None
+    batch, n = math.prod(x.shape[:-3]), x.shape[-2]
+    wide = _attention_panels.accumulator(q.dtype)
+    for name, t, dtype, shape in (
+        ("grad", grad, q.dtype, tuple(x.shape)),
+        ("product", product, q.dtype, (batch, n, n, q.shape[0])),
+        ("logsumexp", logsumexp, wide, (batch, n, heads, n)),
+    ):
+        _check_layout(op, name, t)
+        _expect(
+            t.dtype == dtype,
+            lambda: f"{op}: expected {name} of dtype {_name(dtype)}, got {_name(t.dtype)}",  # noqa: B023
+        )
+        _expect(
+            t.device == x.device,
+            lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}",  # noqa: B023
+        )
+        _check_shape(op, name, t, x, shape)
+
+
+def check_constant(op: str, mask: Tensor | None) -> None:
+    _expect(
+        mask is None or not attention._needs_grad(mask),
+        lambda: f"{op}: expected mask that needs no gradient, got one that does",
+    )

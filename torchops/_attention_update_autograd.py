@@ -1,0 +1,209 @@
+"""Gradients of triangle attention's update, transforms and autocast: what stands above the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchops import attention
+from torchops._attention_update_arguments import Parameters, check, check_constant, check_kept, check_writable
+from torchops._attention_update_operators import NAME, is_first, library, update, update_, update_backward, update_kept
+from torchops.ops import gate, layer_norm
+
+__all__: list[str] = []
+
+
+def _composite(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
+    """In differentiable operators, with q, k and v whole."""
+    norm_weight, norm_bias, bias_weight, q, k, v, gate_weight, gate_bias, out, out_bias = parameters
+    assert bias_weight is not None
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert out is not None
+    if ending:
+        x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
+    n, c = x.shape[-2:]
+    weight, bias = (t if t is None else t.to(x.dtype) for t in (norm_weight, norm_bias))
+    z = layer_norm(x, (c,), weight, bias, eps).to(q.dtype).reshape(-1, n, n, c)
+    q, k, v = (F.linear(z, t).unflatten(-1, (heads, -1)).transpose(-3, -2) for t in (q, k, v))
+    of_scores = F.linear(z, bias_weight).movedim(-1, 1).unsqueeze(1)
+    kept = None if mask is None else (mask != 0).reshape(-1, n, 1, 1, n)
+    o = attention.triangle_attention(q, k, v, of_scores, kept).transpose(-3, -2).flatten(-2)
+    if gate_weight is not None:
+        o = gate(o, z, gate_weight, gate_bias)
+    made = F.linear(o, out, out_bias).view(x.shape)
+    return made.transpose(-2, -3).contiguous() if ending else made
+
+
+def _given(x: Tensor, parameters: Parameters) -> list[Tensor]:
+    return [x, *(t for t in parameters if t is not None)]
+
+
+class _Update(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mask: Tensor | None, heads: int, eps: float, ending: bool, *parameters: Tensor | None
+    ) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            made, product, logsumexp = update_kept(x, mask, parameters, heads, eps, ending)
+        ctx.save_for_backward(x, product, logsumexp, mask, *parameters)
+        ctx.how = heads, eps, ending
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, product, logsumexp, mask, *parameters = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        wanted = [needed[0], *needed[5:]]
+        grads = update_backward(grad, x, product, logsumexp, mask, parameters, *ctx.how, wanted)
+        dx, *rest = (g if want else None for g, want in zip(grads, wanted, strict=True))
+        return dx, None, None, None, None, *rest
+
+
+def _autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> Tensor:
+    op = "_triangle_attention_update"
+    check(op, x, mask, parameters, how[0])
+    check_constant(op, mask)
+    given = _given(x, parameters)
+    if attention._needs_decomposition(*given):
+        return _composite(x, mask, parameters, *how)
+    if attention._needs_grad(*given):
+        return _Update.apply(x, mask, *how, *parameters)
+    with torch._C._AutoDispatchBelowAutograd():
+        return update(x, mask, parameters, *how)
+
+
+def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
+    op = "_triangle_attention_update_"
+    check(op, x, mask, parameters, how[0])
+    check_writable(op, x)
+    check_constant(op, mask)
+    given = _given(x, parameters)
+    if attention._needs_decomposition(*given):
+        x.add_(_composite(x, mask, parameters, *how))
+    elif attention._needs_grad(*given):
+        x.add_(update(x.clone(), mask, parameters, *how))
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            update_(x, mask, parameters, *how)
+
+
+def _version_(x: Tensor, *args: Any) -> None:
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        update_(x, *args)
+    torch.autograd.graph.increment_version(x)
+
+
+def _kept_autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    op = "_triangle_attention_update_kept"
+    check(op, x, mask, parameters, how[0])
+    given = _given(x, parameters)
+    attention._expect(
+        not (attention._needs_decomposition(*given) or attention._needs_grad(*given)),
+        lambda: f"{op}: expected no argument that needs a gradient or has a tangent, got one",
+    )
+    with torch._C._AutoDispatchBelowAutograd():
+        return update_kept(x, mask, parameters, *how)
+
+
+def _backward_autograd(
+    grad: Tensor,
+    x: Tensor,
+    product: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    *rest: Any,
+) -> list[Tensor]:
+    """Only double backward differentiates this one: through everything, which is therefore computed again."""
+    check_kept(grad, x, product, logsumexp, mask, parameters, rest[0])
+    given = [grad, *_given(x, parameters)]
+    if attention._needs_decomposition(*given) or attention._needs_grad(*given):
+        return _composite_gradients(grad, x, product, logsumexp, mask, parameters, *rest)
+    with torch._C._AutoDispatchBelowAutograd():
+        return update_backward(grad, x, product, logsumexp, mask, parameters, *rest)
+
+
+def _composite_gradients(
+    grad: Tensor,
+    x: Tensor,
+    product: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    inputs = (x, *parameters)
+    asked = [i for i, (t, want) in enumerate(zip(inputs, wanted, strict=True)) if want and t is not None]
+
+    def of_those(*values: Tensor) -> Tensor:
+        all_of_them: list[Any] = list(inputs)
+        for i, value in zip(asked, values, strict=True):
+            all_of_them[i] = value
+        return _composite(all_of_them[0], mask, all_of_them[1:], heads, eps, ending)
+
+    made = torch.func.vjp(of_those, *(inputs[i] for i in asked))[1](grad) if asked else ()
+    by_input = dict(zip(asked, made, strict=True))
+    return [by_input[i] if i in by_input else x.new_empty(0) for i in range(len(inputs))]
+
+
+def _batched_(x: Tensor, *args: Any) -> None:
+    x.add_(_composite(x, *args))
+
+
+def _negative_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
+    """Of views that are negated as they are read, as an imaginary part of a conjugate is."""
+    resolved = x.resolve_neg()
+    others = [t if t is None else t.resolve_neg() for t in (mask, *parameters)]
+    update_(resolved, others[0], others[1:], *how)
+    if resolved is not x:
+        x.copy_(resolved)
+
+
+def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
+    """Casts the parameters, and no float32 x, nor one that is overwritten."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+    def cast(t: Tensor | None) -> Tensor | None:
+        floating = t is not None and t.device.type == device_type and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(torch.get_autocast_dtype(device_type)) if t is not None and floating else t
+
+    def kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            given = x if op is update_ or x.dtype == torch.float32 else cast(x)
+            return op(given, mask, [cast(t) for t in parameters], *how)
+
+    return kernel
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+def _register() -> None:
+    for suffix, autograd, batched in (
+        ("", _autograd, _composite),
+        ("_", _autograd_, _batched_),
+        ("_kept", _kept_autograd, None),
+        ("_backward", _backward_autograd, _composite_gradients),
+    ):
+        library.impl(NAME + suffix, autograd, "Autograd")
+        if batched is not None:
+            library.impl(NAME + suffix, batched, "FuncTorchBatched")
+    library.impl(NAME + "_", _version_, "ADInplaceOrView")
+    library.impl(NAME + "_", _negative_, "Negative")
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        for suffix, op in (("", update), ("_", update_)):
+            library.impl(NAME + suffix, _autocast(op, device), key)
+
+
+if is_first:
+    _register()

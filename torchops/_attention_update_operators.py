@@ -1,0 +1,230 @@
+"""The operators beneath triangle attention's update, registered from here because the kernels for CUDA are written in
+Triton: in inference a caller's graph has one node for all panels (`_attention_update_panels.py`), whatever N. Gradients
+and transforms stand in `_attention_update_autograd.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchops import _attention_panels, attention
+from torchops import _attention_update_panels as panels
+from torchops._attention_update_arguments import Parameters, check, check_kept, check_writable
+
+__all__ = ["NAME", "is_first", "library", "steps_for", "update", "update_", "update_backward", "update_kept"]
+
+NAME = "_triangle_attention_update"
+
+# A process in which this module is imported again has its operators already.
+is_first = not hasattr(torch.ops.myops, NAME)
+library = torch.library.Library("myops", "FRAGMENT")
+_ARGUMENTS = "Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending"
+for _schema in (
+    f"{NAME}(Tensor x, {_ARGUMENTS}) -> Tensor",
+    f"{NAME}_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
+    # The update, the result of the attention before its gate, and the logarithms of sums.
+    f"{NAME}_kept(Tensor x, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"{NAME}_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, {_ARGUMENTS}, "
+    "bool[11] wanted) -> Tensor[]",
+):
+    if is_first:
+        library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+update = torch.ops.myops._triangle_attention_update.default
+update_ = torch.ops.myops._triangle_attention_update_.default
+update_kept = torch.ops.myops._triangle_attention_update_kept.default
+update_backward = torch.ops.myops._triangle_attention_update_backward.default
+
+
+# --- backends --------------------------------------------------------------------------------------------------------
+
+
+def steps_for(x: Tensor, q: Tensor, heads: int) -> Any:
+    """The module whose steps run for such an x; q is the weight."""
+    of_heads = q.unflatten(0, (heads, q.shape[0] // heads)).mT  # its last dimension is that of a head
+    if x.is_cuda and x.stride(-1) == 1 and attention._body(of_heads) is not _attention_panels:
+        return importlib.import_module("torchops._attention_update_triton")
+    return panels
+
+
+def _weights(parameters: Parameters, heads: int, eps: float, overwritten: Tensor | None = None) -> panels.Weights:
+    """Contiguous, and not in memory that is overwritten."""
+
+    def usable(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        if overwritten is not None and t.untyped_storage()._cdata == overwritten.untyped_storage()._cdata:
+            return t.clone(memory_format=torch.contiguous_format)
+        return t.contiguous()
+
+    made: list[Any] = [usable(t) for t in parameters]
+    return panels.Weights._make([*made, heads, eps, torch.cat(made[3:6])])
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _flat(t: Tensor, trailing: int) -> Tensor:
+    """With one batch dimension; a view, where strides allow it."""
+    return t.reshape(math.prod(t.shape[:-trailing]), *t.shape[-trailing:])
+
+
+def _rows_of(mask: Tensor | None, ending: bool) -> Tensor | None:
+    """Which keys are kept: bool, (batch, i, k) in the order of the attention."""
+    if mask is None:
+        return None
+    mask = _flat(mask if mask.dtype == torch.bool else mask != 0, 2)
+    return mask.mT if ending else mask
+
+
+def _kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
+    check("_triangle_attention_update", x, mask, parameters, heads)
+    return _update(x, mask, parameters, heads, eps, ending, None)
+
+
+def _update(
+    x: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    kept: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    w = _weights(parameters, heads, eps)
+    out = torch.empty(x.shape, dtype=w.q.dtype, device=x.device)
+    if out.numel():
+        target, steps = _flat(out, 3), steps_for(x, w.q, heads)
+        with _on(x.device):
+            panels.forward(_flat(x, 3), _rows_of(mask, ending), w, ending, target, False, kept, steps)
+    return out
+
+
+def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
+    check("_triangle_attention_update_", x, mask, parameters, heads)
+    check_writable("_triangle_attention_update_", x)
+    if x.numel():
+        w = _weights(parameters, heads, eps, overwritten=x)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = mask.clone() if mask.untyped_storage()._cdata == x.untyped_storage()._cdata else mask
+        _overwrite(x, _rows_of(mask, ending), w, ending)
+
+
+def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: bool) -> None:
+    """Batch dimensions that cannot be one are taken one by one."""
+    try:
+        flat = x.view(math.prod(x.shape[:-3]), *x.shape[-3:])
+    except RuntimeError:
+        part = None if kept_keys is None else kept_keys.unflatten(0, (len(x), -1))
+        for i, each in enumerate(x):
+            _overwrite(each, None if part is None else part[i], w, ending)
+    else:
+        with _on(x.device):
+            panels.forward(flat, kept_keys, w, ending, flat, True, None, steps_for(x, w.q, w.heads))
+
+
+def _kept_kernel(
+    x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    check("_triangle_attention_update_kept", x, mask, parameters, heads)
+    product, logsumexp = _empty_kept(x, parameters, heads)
+    return _update(x, mask, parameters, heads, eps, ending, (product, logsumexp)), product, logsumexp
+
+
+def _empty_kept(x: Tensor, parameters: Parameters, heads: int) -> tuple[Tensor, Tensor]:
+    q = parameters[3]
+    assert q is not None
+    batch, n = math.prod(x.shape[:-3]), x.shape[-2]
+    wide = _attention_panels.accumulator(q.dtype)
+    return q.new_empty((batch, n, n, q.shape[0])), q.new_empty((batch, n, heads, n), dtype=wide)
+
+
+def _backward_kernel(
+    grad: Tensor,
+    x: Tensor,
+    product: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    check_kept(grad, x, product, logsumexp, mask, parameters, heads)
+    inputs = dict(zip(panels.WANTED, (x, *parameters), strict=True))
+    asked = {name: want and inputs[name] is not None for name, want in zip(panels.WANTED, wanted, strict=True)}
+    made: dict[str, Tensor] = {}
+    if x.numel() == 0:
+        given = {name: t for name, t in inputs.items() if t is not None}
+        made = {name: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items()}
+    elif any(asked.values()):
+        w = _weights(parameters, heads, eps)
+        with _on(x.device):
+            made = panels.backward(
+                _flat(grad, 3), _flat(x, 3), _rows_of(mask, ending), w, ending, product.contiguous(),
+                logsumexp.contiguous(), asked, steps_for(x, w.q, heads),
+            )  # fmt: skip
+    return [made[name].view(t.shape) if t is not None and asked[name] else x.new_empty(0) for name, t in inputs.items()]
+
+
+# --- fake kernels ----------------------------------------------------------------------------------------------------
+
+
+def _fake(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
+    check("_triangle_attention_update", x, mask, parameters, heads)
+    assert parameters[3] is not None
+    return torch.empty(x.shape, dtype=parameters[3].dtype, device=x.device)
+
+
+def _fake_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
+    check("_triangle_attention_update_", x, mask, parameters, heads)
+    check_writable("_triangle_attention_update_", x)
+
+
+def _kept_fake(
+    x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake(x, mask, parameters, heads, eps, ending), *_empty_kept(x, parameters, heads)
+
+
+def _backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    product: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    check_kept(grad, x, product, logsumexp, mask, parameters, heads)
+    return [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else x.new_empty(0)
+        for t, want in zip((x, *parameters), wanted, strict=True)
+    ]
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+if is_first:
+    for _suffix, _of_backends, _of_shapes in (
+        ("", _kernel, _fake),
+        ("_", _kernel_, _fake_),
+        ("_kept", _kept_kernel, _kept_fake),
+        ("_backward", _backward_kernel, _backward_fake),
+    ):
+        for _key in ("CPU", "CUDA"):
+            library.impl(NAME + _suffix, _of_backends, _key)
+        torch.library.register_fake(f"myops::{NAME}{_suffix}", _of_shapes, lib=library)
