@@ -203,7 +203,7 @@ def _launch(
         if aligned and known is not None:  # None by the interpreter
             _compiled[key] = known
     else:
-        known[(*grid, 1)](*arguments)
+        known[grid[0], grid[1], 1](*arguments)
 
 
 def packed(weights: Weights) -> tuple[Tensor, Tensor]:
@@ -232,6 +232,7 @@ def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Ti
         _launch(_in_kernel, grid, given, (w_in, a, b, gate), numbers, *constants, warps=tiling.warps)
         o = torch.bmm(a, b.mT)
         grid = (triton.cdiv(positions, tiling.out_block), batch)
-        given, numbers = (weights.norm_out, weights.norm_out_bias), (positions, eps * scale * scale)
-        _launch(_out_kernel, grid, given, (o, gate, w_out, out), numbers, c, d, tiling.out_block, min(c, 128))
+        norm = (weights.norm_out, weights.norm_out_bias)
+        of_norm = (positions, eps * scale * scale)
+        _launch(_out_kernel, grid, norm, (o, gate, w_out, out), of_norm, c, d, tiling.out_block, min(c, 128))
     return out
