@@ -99,6 +99,35 @@ def test_dtype(dtype: torch.dtype) -> None:
     assert_all_close(got, calls.expected(), atol=tolerance, rtol=tolerance)
 
 
+class Triangles(nn.Module):
+    """Both updates, with and without biases, the second in place; and triangle attention of a row without keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outgoing = torchops.nn.TriangleMultiplicativeUpdate(8, 6)
+        self.incoming = torchops.nn.TriangleMultiplicativeUpdate(8, direction="incoming", bias=True)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor, mask: Tensor, qkv: Tensor, bias: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+        updated = x + self.outgoing(x, mask)
+        self.incoming(updated, inplace=True)
+        q, k, v = qkv.unbind()
+        attended = torchops.triangle_attention(q, k, v, bias, keys), torchops.triangle_attention(q, k, v, bias)
+        return updated, *attended
+
+
+def test_triangles() -> None:
+    model = Triangles()
+    keys = torch.rand(2, 3, 1, 1, 5) > 0.5
+    keys[0, 1] = False
+    sizes = (2, 5, 5, 8), (2, 5, 5), (3, 2, 3, 2, 5, 4), (2, 1, 2, 5, 5)
+    inputs = (*(random_like(torch.empty(size), seed) for seed, size in enumerate(sizes)), keys)
+    program = torchops.onnx.export(model, inputs, verbose=False)
+    assert_all_close(run(program, *inputs), list(model(*inputs)), atol=1e-4, rtol=1e-5)
+
+
 class Overwriting(nn.Module):
     """Overwrites an intermediate, a view of one, its input and a buffer, and reads all of them afterwards."""
 

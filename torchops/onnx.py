@@ -1,7 +1,8 @@
 """The operators of torchops in ONNX: :func:`export`, and the :func:`translation_table` that it gives the exporter.
 
-ONNX has no operators that overwrite their input, and the file holds none of torchops: every operator is written in
-standard ONNX operators, for any runtime. Needs ``pip install onnx onnxscript``, which importing this module does not.
+ONNX has no operators that overwrite their input, and the file holds none of torchops: each is written in
+standard ONNX operators, for any runtime; only the modules of triangle attention have no translation yet. Needs
+``pip install onnx onnxscript``, which importing this module does not.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def export(
     custom_translation_table: dict[Any, Callable[..., Any]] | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
-    """``torch.onnx.export(..., dynamo=True)`` of a model that calls any of torchops' operators.
+    """``torch.onnx.export(..., dynamo=True)`` of a model that calls operators of torchops.
 
     An operator that overwrites a tensor becomes one that makes a new tensor, which is read in its place from there on,
     through all views. As with PyTorch's own in-place operators, what a model writes into its arguments does not reach
@@ -136,6 +137,11 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         y, *_moments = op.LayerNormalization(x, weight, bias, axis=-dims, epsilon=eps)
         return y
 
+    def normalized(x: Any, weight: Any, bias: Any, eps: float, like: Any) -> Any:
+        weight, bias = (t if t is None or t.dtype == x.dtype else op.CastLike(t, x) for t in (weight, bias))
+        z = layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return z if x.dtype == like.dtype else op.CastLike(z, like)
+
     def transition(
         x: Any,
         *,
@@ -149,17 +155,60 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         down_bias: Any = None,
         eps: float = 1e-5,
     ) -> Any:
-        weight, bias = (t if t is None or t.dtype == x.dtype else op.CastLike(t, x) for t in (norm_weight, norm_bias))
-        z = layer_norm(x, x.shape[-1:], weight, bias, eps)
-        z = z if x.dtype == gate_weight.dtype else op.CastLike(z, gate_weight)
+        z = normalized(x, norm_weight, norm_bias, eps, gate_weight)
         u, v = (op.MatMul(z, op.Transpose(w, perm=[1, 0])) for w in (gate_weight, up_weight))
         u, v = (t if b is None else op.Add(t, b) for t, b in ((u, gate_bias), (v, up_bias)))
         y = op.MatMul(op.Mul(op.Mul(u, op.Sigmoid(u)), v), op.Transpose(down_weight, perm=[1, 0]))
         return y if down_bias is None else op.Add(y, down_bias)
 
+    def triangle_multiplicative_update(
+        x: Any,
+        direction: str = "outgoing",
+        *,
+        mask: Any = None,
+        norm_in_weight: Any = None,
+        norm_in_bias: Any = None,
+        p_in_weight: Any,
+        p_in_bias: Any = None,
+        g_in_weight: Any,
+        g_in_bias: Any = None,
+        norm_out_weight: Any = None,
+        norm_out_bias: Any = None,
+        p_out_weight: Any,
+        p_out_bias: Any = None,
+        g_out_weight: Any,
+        g_out_bias: Any = None,
+        eps: float = 1e-5,
+    ) -> Any:
+        *batch, first, second, c = range(len(x.shape))
+        z = normalized(x, norm_in_weight, norm_in_bias, eps, p_in_weight)
+        ab = op.Mul(linear(z, p_in_weight, p_in_bias), op.Sigmoid(linear(z, g_in_weight, g_in_bias)))
+        if mask is not None:
+            ab = op.Mul(ab, op.Unsqueeze(op.CastLike(mask, ab), op.Constant(value_ints=[-1])))
+        a, b = op.Split(ab, axis=-1, num_outputs=2)
+        kept, summed = (first, second) if direction == "outgoing" else (second, first)
+        o = op.MatMul(op.Transpose(a, perm=[*batch, c, kept, summed]), op.Transpose(b, perm=[*batch, c, summed, kept]))
+        o = layer_norm(op.Transpose(o, perm=[*batch, second, c, first]), p_out_weight.shape[1:], norm_out_weight,
+                       norm_out_bias, eps)  # fmt: skip
+        return op.Mul(linear(o, p_out_weight, p_out_bias), op.Sigmoid(linear(z, g_out_weight, g_out_bias)))
+
+    def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> Any:
+        scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+        s = op.MatMul(q, op.Transpose(k, perm=[0, 1, 2, 4, 3]))
+        if s.dtype != bias.dtype:
+            s = op.CastLike(s, bias)
+        s = op.Add(op.Mul(s, op.CastLike(op.Constant(value_float=scale), s)), bias)
+        if mask is not None:  # a row of which no key is kept has all of them
+            number = op.CastLike(mask, s)
+            none = op.Not(op.CastLike(op.ReduceMax(number, op.Constant(value_ints=[-1])), mask))
+            s = op.Where(op.Or(mask, none), s, op.CastLike(op.Constant(value_float=float("-inf")), s))
+        p = op.Softmax(s, axis=-1)
+        return op.MatMul(p if q.dtype == bias.dtype else op.CastLike(p, q), v)
+
+    translations = dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition
     return {
         getattr(torch.ops.myops, translation.__name__).default: translation
-        for translation in (dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition)
+        for translation in (*translations, triangle_multiplicative_update, triangle_attention)
     }
 
 
