@@ -38,7 +38,7 @@ constexpr int kTile = 32 * V;
 /// channels[c][positions.of(r)] = rows[r][c] * factors.of(r).
 template <class T, int V>
 __global__ void __launch_bounds__(32 * kTileThreads)
-    to_channels_kernel(Rows<const T> rows, Rows<T> channels, Positions positions, RowFactors<T> factors,
+    to_channels_kernel(MatrixRows<const T> rows, MatrixRows<T> channels, Positions positions, RowFactors<T> factors,
                        int64_t row_count, int64_t channel_count) {
   __shared__ T tile[kTile<V>][kTile<V> + V];
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>, first_channel = int64_t{blockIdx.y} * kTile<V>;
@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(32 * kTileThreads)
 /// rows[r][c] = channels[c][positions.of(r)] * factors.of(r).
 template <class T, int V>
 __global__ void __launch_bounds__(32 * kTileThreads)
-    to_rows_kernel(Rows<const T> channels, Rows<T> rows, Positions positions, RowFactors<T> factors, int64_t row_count,
-                   int64_t channel_count) {
+    to_rows_kernel(MatrixRows<const T> channels, MatrixRows<T> rows, Positions positions, RowFactors<T> factors,
+                   int64_t row_count, int64_t channel_count) {
   __shared__ T tile[kTile<V>][kTile<V> + V];
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>, first_channel = int64_t{blockIdx.y} * kTile<V>;
   const int lane = static_cast<int>(threadIdx.x) * V;

@@ -23,9 +23,9 @@ using OptionalTensor = std::optional<Tensor>;
 // y = v * sigmoid(z + bias). y may be z or v.
 template <class T, class V, int N>
 struct GatePass {
-  Rows<const T> z;
-  Rows<const V> v;
-  Rows<V> y;
+  MatrixRows<const T> z;
+  MatrixRows<const V> v;
+  MatrixRows<V> y;
   const T* bias;
 
   using Columns = Biases<T, N>;
@@ -55,9 +55,9 @@ template <class T, class V, int N>
 struct GateBackwardPass {
   static constexpr int kSums = 1;
   using Sum = Accumulate<T>;
-  Rows<const V> g, v;
-  Rows<V> dv;
-  Rows<T> z;
+  MatrixRows<const V> g, v;
+  MatrixRows<V> dv;
+  MatrixRows<T> z;
   const T* bias;
 
   using Columns = Biases<T, N>;
@@ -202,7 +202,7 @@ void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const
   dispatch(z, v, [&](auto weight, auto value) {
     using T = decltype(weight);
     using V = decltype(value);
-    const Rows<V> to = wants_dv ? write_rows<V>(dv) : Rows<V>{nullptr, 0};
+    const MatrixRows<V> to = wants_dv ? write_rows<V>(dv) : MatrixRows<V>{nullptr, 0};
     const auto launch = [&](auto width) {
       sums.launch<width()>(
           GateBackwardPass<T, V, width()>{read_rows<V>(g), read_rows<V>(v), to, write_rows<T>(z), remaining_bias<T>(b)},

@@ -22,8 +22,8 @@ using detail::GluActivation;
 // y = (z + bias) * F(u + gate_bias). y may be z.
 template <class F, class T, int N>
 struct GluPass {
-  Rows<const T> z, u;
-  Rows<T> y;
+  MatrixRows<const T> z, u;
+  MatrixRows<T> y;
   const T *bias, *gate_bias;
 
   struct Columns {
@@ -54,8 +54,8 @@ template <class F, class T, int N>
 struct GluBackwardPass {
   static constexpr int kSums = 2;
   using Sum = Accumulate<T>;
-  Rows<const T> g, z, u;
-  Rows<T> dz, du;
+  MatrixRows<const T> g, z, u;
+  MatrixRows<T> dz, du;
   const T *bias, *gate_bias;
 
   struct Columns {

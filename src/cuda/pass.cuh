@@ -158,7 +158,7 @@ class PassSums {
 
 /// A matrix whose rows are `stride` elements apart and have their columns side by side.
 template <class T>
-struct Rows {
+struct MatrixRows {
   T* data;
   int64_t stride;
 
@@ -177,11 +177,11 @@ struct Rows {
 };
 
 template <class T>
-Rows<const T> read_rows(const at::Tensor& t) {
+MatrixRows<const T> read_rows(const at::Tensor& t) {
   return {t.const_data_ptr<T>(), t.stride(0)};
 }
 template <class T>
-Rows<T> write_rows(const at::Tensor& t) {
+MatrixRows<T> write_rows(const at::Tensor& t) {
   return {t.mutable_data_ptr<T>(), t.stride(0)};
 }
 
