@@ -149,15 +149,17 @@ def test_zero_tensors(op: OpCase) -> None:
     assert_all_close([x], [expected])
 
 
-def test_every_operator_that_overwrites_has_kernels_for_lazy_bits() -> None:
+def test_every_operator_that_overwrites_or_takes_a_list_has_kernels_for_lazy_bits() -> None:
     for name in map(str, torch._C._dispatch_get_all_op_names()):
-        if not name.startswith("myops::"):
+        # test_triangle_attention_layer.py has those of the attention's update, whose kernels are in Python.
+        if not name.startswith("myops::") or name.startswith("myops::_triangle_attention_update"):
             continue
-        writes = any(
-            a.alias_info is not None and a.alias_info.is_write for a in torch._C._get_schema(name, "").arguments
-        )
+        arguments = torch._C._get_schema(name, "").arguments
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        takes_list = any(str(a.type) == "List[Optional[Tensor]]" for a in arguments)
         for key in ("Negative", "Conjugate", "ZeroTensor"):
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key) == writes, (name, key)
+            has = torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+            assert has == (writes or takes_list), (name, key)
 
 
 # --- other layouts ---------------------------------------------------------------------------------------------------

@@ -368,6 +368,28 @@ def test_strided() -> None:
     torch.testing.assert_close(negative, expected)
 
 
+LAZY = {"negative": lambda t: torch._neg_view(-t), "zero": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype)}
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+@pytest.mark.parametrize("lazy", LAZY)
+def test_lazy_bits_in_training(lazy: str, direction: str) -> None:
+    """The operators beneath take the parameters as a list, into which ATen's fallbacks for such tensors do not look."""
+    x, given = small()
+    cotangent = torch.randn_like(x)
+    for name in ("x", *given):
+        everything = {"x": x, **given}
+        everything = {n: LAZY[lazy](t) if n == name else t for n, t in everything.items()}
+        values = {n: t.clone() for n, t in everything.items()}
+        leaves = [t.requires_grad_() for t in everything.values() if not t._is_zerotensor()]
+        kept = [values[n].requires_grad_() for n, t in everything.items() if not t._is_zerotensor()]
+        out = OPS.triangle_multiplicative_update(direction=direction, **everything)
+        expected = reference(direction=direction, **values)
+        torch.testing.assert_close(out, expected)
+        got = torch.autograd.grad(out, leaves, cotangent)
+        torch.testing.assert_close(got, torch.autograd.grad(expected, kept, cotangent))
+
+
 def test_repeatable() -> None:
     x, given = arguments("panels", torch.float32, "cpu")
     runs = []

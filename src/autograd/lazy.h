@@ -11,9 +11,10 @@
 
 // Tensors whose memory does not hold their values: a bit says that they are to be negated (x.conj().imag) or
 // conjugated, or that they are zero and have no memory at all. The keys Negative, Conjugate and ZeroTensor stand
-// between ADInplaceOrView and the backends. For functional operators ATen's fallbacks there do what is needed. For one
-// that overwrites its argument they expect it back as the first return, and write past the end of the stack where an
-// operator returns nothing: so every such operator registers a kernel of its own for these keys.
+// between ADInplaceOrView and the backends. For functional operators ATen's fallbacks there do what is needed, unless
+// tensors come in a list of optional ones (Tensor?[]), which they pass on as it is. For one that overwrites its
+// argument they expect it back as the first return, and write past the end of the stack where an operator returns
+// nothing. So every operator of these two kinds registers a kernel of its own for these keys.
 namespace torchops::autograd {
 
 using at::Tensor;
@@ -59,10 +60,19 @@ struct Materialized<in_place> {
   }
 };
 
-/// `in_place`, which calls an operator that overwrites its first argument, with all arguments materialized and the
-/// result copied back: a kernel of that operator for the keys Negative, Conjugate and ZeroTensor.
-template <auto in_place>
-constexpr auto materialized = &Materialized<in_place>::call;
+template <class Return, class... Args, Return (*functional)(const Tensor&, Args...)>
+struct Materialized<functional> {
+  static Return call(const Tensor& self, Args... args) {
+    const at::AutoDispatchBelowADInplaceOrView below_version_counter;
+    const at::DisableRecordFunctionGuard not_recorded;
+    return functional(materialize(self), materialize(args)...);
+  }
+};
+
+/// `function`, which calls an operator, with all arguments materialized, and copied back what the operator overwrites:
+/// a kernel of that operator for the keys Negative, Conjugate and ZeroTensor.
+template <auto function>
+constexpr auto materialized = &Materialized<function>::call;
 
 }  // namespace torchops::autograd
 

@@ -335,7 +335,9 @@ TORCHOPS_MUTATING("triangle_multiplicative_update_", InPlace)
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("_triangle_multiplicative_update_", beneath_version_); }
 
+TORCHOPS_LAZY("_triangle_multiplicative_update", detail::triangle_update)
 TORCHOPS_LAZY("_triangle_multiplicative_update_", detail::triangle_update_)
+TORCHOPS_LAZY("_triangle_multiplicative_update_backward", detail::triangle_update_backward)
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("triangle_multiplicative_update", cast_parameters<triangle_multiplicative_update>);
