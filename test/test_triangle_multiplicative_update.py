@@ -270,6 +270,19 @@ def test_training_in_place(direction: str) -> None:
         torch.testing.assert_close(g, e)
 
 
+def test_training_in_place_with_a_mask_in_the_same_memory() -> None:
+    x, given = small(torch.float32)
+    memory = torch.zeros(x.numel() + 8)
+    memory.view(torch.uint8)[: given["mask"].numel()] = (given["mask"] > 0.5).flatten()
+    target = memory[: x.numel()].view_as(x)
+    given["mask"] = memory.view(torch.uint8)[: given["mask"].numel()].view(torch.bool).view_as(given["mask"])
+    given["p_out_weight"].requires_grad_()
+    mask = given["mask"].clone()
+    expected = target + reference(target.clone(), **given | {"mask": mask})
+    OPS.triangle_multiplicative_update_(target, **given)
+    torch.testing.assert_close(target, expected)
+
+
 def test_transforms() -> None:
     x, given = small()
     del given["mask"]

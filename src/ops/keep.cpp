@@ -18,7 +18,13 @@ Tensor detail::keep(const Tensor& x) {
 
 namespace {
 
-void check_keep(const Tensor& x) { detail::check_dtype("_keep", "x", x); }
+// Whatever an argument of a mutating operator may be, which a bool mask is.
+void check_keep(const Tensor& x) {
+  detail::check_layout("_keep", "x", x);
+  const at::ScalarType dtype = x.scalar_type();
+  TORCH_CHECK(dtype == at::kBool || at::isFloatingType(dtype),
+              "_keep: expected x of dtype bool or a floating-point dtype, got ", detail::to_string(dtype));
+}
 
 Tensor keep_kernel(const Tensor& x) {
   check_keep(x);
