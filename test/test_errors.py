@@ -108,7 +108,8 @@ def test_a_leaf_that_requires_grad_is_refused(case: OpCase, device: str, dtype: 
 
 @pytest.mark.ops(samples=["matrix"], dtypes=[torch.float32])
 def test_a_wrong_type_is_a_type_error(case: OpCase, sample: Sample) -> None:
-    """As from PyTorch's own functions: for what is no tensor, in place of each tensor."""
+    """As from PyTorch's own functions: for what is no tensor, in place of each tensor; None is one where it may be left
+    out."""
     args, kwargs = sample(torch.float32, "cpu")
     parameters = inspect.signature(case.wrapper).parameters
     given = dict(zip(parameters, args, strict=False)) | kwargs
@@ -117,6 +118,10 @@ def test_a_wrong_type_is_a_type_error(case: OpCase, sample: Sample) -> None:
             case.wrapper(**{**given, name: "no tensor"})
         expected = parameters[name].annotation.replace("|", "or")
         assert str(raised.value) == f"{case.name}: expected {name} of type {expected}, got str"
+        if expected == "Tensor":
+            with pytest.raises(TypeError) as raised:
+                case.wrapper(**{**given, name: None})
+            assert str(raised.value) == f"{case.name}: expected {name} of type Tensor, got NoneType"
 
 
 def test_other_wrong_types_are_type_errors() -> None:

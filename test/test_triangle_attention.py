@@ -368,6 +368,15 @@ def test_errors(changed: dict[str, Any], text: str) -> None:
         assert str(raised.value).startswith(f"triangle_attention: {text}")
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+@pytest.mark.parametrize(("value", "kind"), [("text", "str"), (None, "NoneType")])
+def test_type_errors(name: str, value: Any, kind: str) -> None:
+    given: dict[str, Any] = dict(zip(("q", "k", "v", "bias"), arguments(4), strict=False))
+    with pytest.raises(TypeError) as raised:
+        torchops.triangle_attention(**given | {name: value})
+    assert str(raised.value) == f"triangle_attention: expected {name} of type Tensor, got {kind}"
+
+
 def test_private_arguments_are_checked() -> None:
     q, k, v, bias, mask = arguments(4, masked=True)
     out, logsumexp = OPS._triangle_attention(q, k, v, bias, mask, 0.25)
@@ -378,6 +387,12 @@ def test_private_arguments_are_checked() -> None:
                 RuntimeError, match=f"_triangle_attention_backward: expected .*{name if name != 'q' else ''}"
             ):
                 OPS._triangle_attention_backward(**good | {name: bad}, scale=0.25, wanted=[True] * 4)
+        if name != "mask":
+            with pytest.raises(TypeError, match=f"_triangle_attention_backward: expected {name} of type Tensor, got"):
+                OPS._triangle_attention_backward(**good | {name: None}, scale=0.25, wanted=[True] * 4)
+    for count in (3, 5):
+        with pytest.raises(RuntimeError, match=f"expected wanted of 4 values, got {count}"):
+            OPS._triangle_attention_backward(**good, scale=0.25, wanted=[True] * count)
     with pytest.raises(RuntimeError, match="_triangle_attention: expected no argument that needs a gradient"):
         OPS._triangle_attention(q.requires_grad_(), k, v, bias, mask, 0.25)
 

@@ -477,6 +477,8 @@ def test_private_arguments_are_checked() -> None:
     _, product = OPS._triangle_multiplicative_update(x, None, layers, True, 1e-5, True)
     backward = OPS._triangle_multiplicative_update_backward
     nothing = [False] * 18
+    with pytest.raises(TypeError, match="expected product of type Tensor, got NoneType"):
+        backward(x, x, None, None, layers, True, 1e-5, nothing)
     for arguments, text in (
         ((x, x, product[..., :-1], None, layers, True, 1e-5, nothing), "expected product of shape"),
         ((x[:1], x, product, None, layers, True, 1e-5, nothing), "expected grad of shape"),

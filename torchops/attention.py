@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchops import _attention_panels as panels
+from torchops.ops import with_type_errors
 
 __all__ = ["triangle_attention"]
 
 
+@with_type_errors
 def triangle_attention(
     q: Tensor,
     k: Tensor,
@@ -101,9 +103,10 @@ def _expect(holds: Any, message: Callable[[], str]) -> None:
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
-        if t is not None:
-            _check_layout(op, name, t)
+    for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias)):
+        _check_layout(op, name, t)
+    if mask is not None:
+        _check_layout(op, "mask", mask)
     expected = "float32, float64, float16 or bfloat16"
     _expect(q.dtype in _DTYPES, lambda: f"{op}: expected q of dtype {expected}, got {_name(q.dtype)}")
     _expect(
@@ -119,7 +122,9 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor 
         _check_place(op, "mask", mask, q, (batch, rows, 1, 1, n))
 
 
-def _check_layout(op: str, name: str, t: Tensor) -> None:
+def _check_layout(op: str, name: str, t: Tensor | None) -> None:
+    if t is None:  # the dispatcher takes it for an undefined tensor
+        raise TypeError(f"{op}: expected {name} of type Tensor, got NoneType")
     _expect(
         t.layout == torch.strided,
         lambda: f"{op}: expected {name} of layout strided, got {_name(t.layout)}",
@@ -222,9 +227,11 @@ def _check_backward(
     mask: Tensor | None,
     out: Tensor,
     logsumexp: Tensor,
+    wanted: Sequence[bool],
 ) -> None:
     op = "_triangle_attention_backward"
     _check(op, q, k, v, bias, mask)
+    _expect(len(wanted) == 4, lambda: f"{op}: expected wanted of 4 values, got {len(wanted)}")
     for name, t in (("grad", grad), ("out", out)):
         _check_layout(op, name, t)
         _check_matches(op, name, t, q, q.shape)
@@ -252,7 +259,7 @@ def _backward_kernel(
     scale: float,
     wanted: Sequence[bool],
 ) -> _Gradients:
-    _check_backward(grad, q, k, v, bias, mask, out, logsumexp)
+    _check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
     if q.numel() == 0:
         return _where_wanted([torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zeros(bias)], q, wanted)
     if any(wanted):
@@ -299,7 +306,7 @@ def _backward_fake(
     scale: float,
     wanted: Sequence[bool],
 ) -> _Gradients:
-    _check_backward(grad, q, k, v, bias, mask, out, logsumexp)
+    _check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
     made = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), bias.new_empty(bias.shape))
     return _where_wanted(made, q, wanted)
 
@@ -371,7 +378,7 @@ def _backward_autograd(
     wanted: Sequence[bool],
 ) -> _Gradients:
     """Only double backward differentiates this one: through the result too, which is therefore computed again."""
-    _check_backward(grad, q, k, v, bias, mask, out, logsumexp)
+    _check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
     inputs = grad, q, k, v, bias
     if _needs_decomposition(*inputs) or _needs_grad(*inputs):
         return _where_wanted(panels.written_out_gradients(*inputs, mask, scale), q, wanted)
