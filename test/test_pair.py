@@ -12,7 +12,7 @@ from checks import assert_all_close, random_like
 from torch import Tensor, nn
 from triangle_reference import triangle_multiplicative_update
 
-from torchops.nn import TriangleMultiplicativeUpdate
+from torchops.nn import Transition, TriangleMultiplicativeUpdate
 
 WEIGHTS = ["norm_in.weight", "norm_in.bias", "p_in.weight", "g_in.weight"]
 WEIGHTS += ["norm_out.weight", "norm_out.bias", "p_out.weight", "g_out.weight"]
@@ -102,3 +102,9 @@ def test_copies_and_pickles() -> None:
 def test_a_direction_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match="expected direction outgoing or incoming, got both"):
         TriangleMultiplicativeUpdate(6, direction="both")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_no_features() -> None:
+    assert TriangleMultiplicativeUpdate(0)(torch.zeros(3, 3, 0)).shape == (3, 3, 0)
+    assert Transition(0, 4)(torch.zeros(3, 0)).shape == (3, 0)

@@ -14,8 +14,8 @@ and build. A row may have other bits in a batch of another size, where another k
 
 ``torch.autocast`` casts as for the PyTorch functions that they replace: ``dense`` and ``square_matmul`` run in its
 lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
-in the dtype of ``x``. Of ``gate`` and ``glu`` it casts the weights, and no float32 input. An in-place operator keeps
-the dtype of its first argument, to which the others are cast, those of ``gate_`` excepted.
+in the dtype of ``x``. Of ``gate`` and ``glu`` it casts the weights, and leaves float32 inputs as they are. An in-place
+operator keeps the dtype of its first argument, to which the others are cast, those of ``gate_`` excepted.
 """
 
 from __future__ import annotations

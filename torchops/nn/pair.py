@@ -73,7 +73,7 @@ class Transition(nn.Module):
     def reset_parameters(self) -> None:
         """Initialises all parameters as described above."""
         self.norm.reset_parameters()
-        std = self.c**-0.5 / _TRUNCATED_STD
+        std = max(self.c, 1) ** -0.5 / _TRUNCATED_STD
         for linear in (self.fc1, self.fc2):
             nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
         nn.init.zeros_(self.fc3.weight)
@@ -173,7 +173,7 @@ class TriangleMultiplicativeUpdate(nn.Module):
         """Initialises all parameters as described above."""
         self.norm_in.reset_parameters()
         self.norm_out.reset_parameters()
-        std = self.c**-0.5 / _TRUNCATED_STD
+        std = max(self.c, 1) ** -0.5 / _TRUNCATED_STD
         nn.init.trunc_normal_(self.p_in.weight, std=std, a=-2 * std, b=2 * std)
         for linear, weight, bias in ((self.p_in, None, 0), (self.g_in, 0, 1), (self.p_out, 0, 0), (self.g_out, 0, 1)):
             if weight is not None:
