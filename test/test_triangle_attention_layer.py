@@ -237,6 +237,56 @@ def test_transforms() -> None:
     assert_all_close(results[:1], results[1:], rtol=1e-3, atol=1e-4)
 
 
+def in_place_of_a_copy(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node = "starting") -> Tensor:
+    return triangle_attention_update(x * 1, mask, w, node, inplace=True) - x
+
+
+def test_transforms_in_place() -> None:
+    w = weights(dtype=torch.float32)
+    x = torch.randn(2, 4, 4, 12)
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
+        made = [
+            transform(lambda x, f=f: f(x, None, w).square().sum())(x)
+            for f in (in_place_of_a_copy, triangle_attention_update)
+        ]
+        assert_all_close(made[:1], made[1:], rtol=1e-4, atol=1e-4)
+
+
+def test_transforms_of_nothing() -> None:
+    w, x = weights(dtype=torch.float32), torch.zeros(2, 0, 3, 3, 12)
+    mask = torch.ones(2, 0, 3, 3)
+    mapped = torch.func.vmap(lambda x, mask: triangle_attention_update(x, mask, w, "ending"))(x, mask)
+    _, tangent = torch.func.jvp(lambda x: triangle_attention_update(x, mask, w), (x,), (x,))
+    assert mapped.shape == tangent.shape == x.shape
+
+
+def negated(t: Any) -> Any:
+    """t, of which the memory holds -t."""
+    lazy = torch.complex(torch.zeros_like(t), -t).conj().imag if isinstance(t, Tensor) else t
+    assert not isinstance(t, Tensor) or lazy.is_neg()
+    return lazy
+
+
+def test_tensors_whose_memory_holds_other_values() -> None:
+    plain = leaves_of(weights(dtype=torch.float32))
+    x = torch.randn(4, 4, 12)
+    leaves = [t for t in plain if isinstance(t, Tensor)]
+    expected = triangle_attention_update(x, None, plain)
+    cotangent = random_like(expected.detach(), 3)
+    grads = torch.autograd.grad(expected, leaves, cotangent)
+    lazy = AttentionWeights._make(map(negated, plain))
+    got = triangle_attention_update(negated(x), None, lazy)
+    assert_all_close([got, *torch.autograd.grad(got, leaves, negated(cotangent))], [expected, *grads])
+    with torch.no_grad():
+        assert_all_close([triangle_attention_update(x, None, lazy)], [expected])
+        y = negated(x)
+        triangle_attention_update(y, None, lazy, inplace=True)
+        assert_all_close([y], [x + expected])
+        zeros = plain._replace(out_bias=torch._efficientzerotensor((12,)))
+        held = plain._replace(out_bias=torch.zeros(12))
+        assert_all_close([triangle_attention_update(x, None, zeros)], [triangle_attention_update(x, None, held)])
+
+
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "in_place"])
 def test_compiled(inplace: bool) -> None:
     """One node in one graph for all N; in training, on an intermediate."""
@@ -350,6 +400,19 @@ def test_errors(name: str) -> None:
         moved = AttentionWeights._make(t.to("meta") if isinstance(t, Tensor) else t for t in w)
         with pytest.raises(RuntimeError, match=f"^_triangle_attention_update: {text}"):
             triangle_attention_update(x.to("meta"), None if mask is None else mask.to("meta"), moved)
+
+
+def test_private_arguments() -> None:
+    w = weights(dtype=torch.float32)
+    _, product, logsumexp = OPS._triangle_attention_update_kept(X, None, w[:10], 3, 1e-5, False)
+    for count in (10, 12):
+        with pytest.raises(RuntimeError, match=f"expected wanted of 11 elements, got {count}"):
+            OPS._triangle_attention_update_backward(
+                X, X, product, logsumexp, None, w[:10], 3, 1e-5, False, [True] * count
+            )
+    nested = torch.nested.nested_tensor([torch.zeros(4, 12), torch.zeros(3, 12)])
+    with pytest.raises(RuntimeError, match="expected x of layout strided, got a nested tensor"):
+        triangle_attention_update(nested, None, w)
 
 
 # --- the module ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from torchops import _attention_panels, attention
 
-__all__ = ["AttentionWeights", "Node", "Parameters", "check", "check_constant", "check_kept", "check_writable"]
+__all__ = [
+    "AttentionWeights",
+    "Node",
+    "Parameters",
+    "check",
+    "check_constant",
+    "check_kept",
+    "check_wanted",
+    "check_writable",
+]
 
 Node = Literal["starting", "ending"]
 
@@ -55,6 +64,9 @@ def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads
     given = dict(zip(_NAMES, parameters, strict=True))
     missing = [name for name, t in given.items() if t is None and name not in _OPTIONAL]
     _expect(not missing, lambda: f"{op}: expected a tensor {missing[0]}, got None")
+    for name, t in {"x": x, **given}.items():
+        if t is not None:
+            _check_layout(op, name, t)
     q = given["q"]
     assert q is not None
     dtypes = attention._DTYPES
@@ -70,7 +82,6 @@ def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads
     _expect(x.dim() >= 3, lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
     c, width = x.shape[-1], q.shape[0]
     _expect(x.shape[-3] == x.shape[-2], lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
-    _check_layout(op, "x", x)
     _expect(heads >= 1, lambda: f"{op}: expected heads of at least 1, got {heads}")
     _expect(
         width % heads == 0,
@@ -82,7 +93,6 @@ def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads
     shapes |= {"bias_weight": (heads, c), "gate_bias": (width,), "out": (c, width)}
     for name, t in given.items():
         if t is not None:
-            _check_layout(op, name, t)
             _check_parameter(op, name, t, x, q, shapes[name])
     _expect(
         given["gate"] is not None or given["gate_bias"] is None,
@@ -160,6 +170,11 @@ def check_kept(
             lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}",  # noqa: B023
         )
         _check_shape(op, name, t, x, shape)
+
+
+def check_wanted(wanted: Sequence[bool]) -> None:
+    op = "_triangle_attention_update_backward"
+    _expect(len(wanted) == 11, lambda: f"{op}: expected wanted of 11 elements, got {len(wanted)}")
 
 
 def check_constant(op: str, mask: Tensor | None) -> None:

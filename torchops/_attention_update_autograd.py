@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchops import attention
-from torchops._attention_update_arguments import Parameters, check, check_constant, check_kept, check_writable
+from torchops._attention_update_arguments import (
+    Parameters,
+    check,
+    check_constant,
+    check_kept,
+    check_wanted,
+    check_writable,
+)
 from torchops._attention_update_operators import NAME, is_first, library, update, update_, update_backward, update_kept
 from torchops.ops import gate, layer_norm
 
@@ -27,12 +35,12 @@ def _composite(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: in
     assert out is not None
     if ending:
         x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
-    n, c = x.shape[-2:]
+    batch, (n, c) = math.prod(x.shape[:-3]), x.shape[-2:]
     weight, bias = (t if t is None else t.to(x.dtype) for t in (norm_weight, norm_bias))
-    z = layer_norm(x, (c,), weight, bias, eps).to(q.dtype).reshape(-1, n, n, c)
+    z = layer_norm(x, (c,), weight, bias, eps).to(q.dtype).reshape(batch, n, n, c)
     q, k, v = (F.linear(z, t).unflatten(-1, (heads, -1)).transpose(-3, -2) for t in (q, k, v))
     of_scores = F.linear(z, bias_weight).movedim(-1, 1).unsqueeze(1)
-    kept = None if mask is None else (mask != 0).reshape(-1, n, 1, 1, n)
+    kept = None if mask is None else (mask != 0).reshape(batch, n, 1, 1, n)
     o = attention.triangle_attention(q, k, v, of_scores, kept).transpose(-3, -2).flatten(-2)
     if gate_weight is not None:
         o = gate(o, z, gate_weight, gate_bias)
@@ -85,7 +93,7 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
     check_constant(op, mask)
     given = _given(x, parameters)
     if attention._needs_decomposition(*given):
-        x.add_(_composite(x, mask, parameters, *how))
+        x.add_(_composite(x.clone(), mask, parameters, *how))
     elif attention._needs_grad(*given):
         x.add_(update(x.clone(), mask, parameters, *how))
     else:
@@ -141,6 +149,7 @@ def _composite_gradients(
     ending: bool,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
+    check_wanted(wanted)
     inputs = (x, *parameters)
     asked = [i for i, (t, want) in enumerate(zip(inputs, wanted, strict=True)) if want and t is not None]
 
@@ -156,16 +165,27 @@ def _composite_gradients(
 
 
 def _batched_(x: Tensor, *args: Any) -> None:
-    x.add_(_composite(x, *args))
+    x.add_(_composite(x.clone(), *args))
 
 
-def _negative_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
-    """Of views that are negated as they are read, as an imaginary part of a conjugate is."""
-    resolved = x.resolve_neg()
-    others = [t if t is None else t.resolve_neg() for t in (mask, *parameters)]
-    update_(resolved, others[0], others[1:], *how)
-    if resolved is not x:
-        x.copy_(resolved)
+def _materialized(op: Any) -> Callable[..., Any]:
+    """`op` of tensors whose memory holds their values, for the keys under which it does not: views that are negated as
+    they are read, as an imaginary part of a conjugate is, and zeros without memory. ATen's fallbacks for these keys do
+    not look into lists of optional tensors, and expect an operator that overwrites to return its argument."""
+
+    def held(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone() if value._is_zerotensor() else value.resolve_conj().resolve_neg()
+        return [held(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def kernel(first: Tensor, *args: Any) -> Any:
+        resolved = held(first)
+        made = op(resolved, *held(args))
+        if op is update_ and resolved is not first:
+            first.copy_(resolved)
+        return made
+
+    return kernel
 
 
 def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
@@ -189,17 +209,18 @@ def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
 
 
 def _register() -> None:
-    for suffix, autograd, batched in (
-        ("", _autograd, _composite),
-        ("_", _autograd_, _batched_),
-        ("_kept", _kept_autograd, None),
-        ("_backward", _backward_autograd, _composite_gradients),
+    for suffix, op, autograd, batched in (
+        ("", update, _autograd, _composite),
+        ("_", update_, _autograd_, _batched_),
+        ("_kept", update_kept, _kept_autograd, None),
+        ("_backward", update_backward, _backward_autograd, _composite_gradients),
     ):
         library.impl(NAME + suffix, autograd, "Autograd")
+        for key in ("Negative", "Conjugate", "ZeroTensor"):
+            library.impl(NAME + suffix, _materialized(op), key)
         if batched is not None:
             library.impl(NAME + suffix, batched, "FuncTorchBatched")
     library.impl(NAME + "_", _version_, "ADInplaceOrView")
-    library.impl(NAME + "_", _negative_, "Negative")
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         for suffix, op in (("", update), ("_", update_)):
             library.impl(NAME + suffix, _autocast(op, device), key)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchops import _attention_panels, attention
 from torchops import _attention_update_panels as panels
-from torchops._attention_update_arguments import Parameters, check, check_kept, check_writable
+from torchops._attention_update_arguments import Parameters, check, check_kept, check_wanted, check_writable
 
 __all__ = ["NAME", "is_first", "library", "steps_for", "update", "update_", "update_backward", "update_kept"]
 
@@ -160,6 +160,7 @@ def _backward_kernel(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     check_kept(grad, x, product, logsumexp, mask, parameters, heads)
+    check_wanted(wanted)
     inputs = dict(zip(panels.WANTED, (x, *parameters), strict=True))
     asked = {name: want and inputs[name] is not None for name, want in zip(panels.WANTED, wanted, strict=True)}
     made: dict[str, Tensor] = {}
@@ -209,6 +210,7 @@ def _backward_fake(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     check_kept(grad, x, product, logsumexp, mask, parameters, heads)
+    check_wanted(wanted)
     return [
         torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else x.new_empty(0)
         for t, want in zip((x, *parameters), wanted, strict=True)
