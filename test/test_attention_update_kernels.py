@@ -23,9 +23,10 @@ from torchops.nn import TriangleAttention
 NODES: tuple[Node, Node] = ("starting", "ending")
 
 
-def test_memory() -> None:
-    """Of x, 36 MiB, q, k, v and o are four times as much: in place, the bias, panels of 8 MiB, and
-    what the allocator keeps of those before."""
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of x, 36 MiB, q, k, v and o are four times as much: in place, the bias and panels of 8 MiB exist. The allocator
+    gives back what is freed, since how much it keeps differs from run to run."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     program = """
     module = torchops.nn.TriangleAttention(64, 4, 16, "ending")
 
@@ -37,7 +38,7 @@ def test_memory() -> None:
     x = filled(384, 384, 64)
     growth(lambda: layer(x))
     """
-    assert growth(program) <= 48
+    assert growth(program) <= 28
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
