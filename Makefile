@@ -113,7 +113,7 @@ test: build $(VENV)/.wheel $(VENV)/.adapters
 	@failed=; export TORCHOPS_WHEEL_DIR="$(abspath $(BUILD))/wheel"; \
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) | tee build/pytest.log || failed=yes; \
 	{ $(RUN) -m pytest -m serial $(PYTEST_FLAGS) | tee build/pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
-	$(abspath $(BIN))/ctest --test-dir $(BUILD) --output-on-failure | tee build/ctest.log || failed=yes; \
+	$(abspath $(BIN))/ctest --test-dir $(BUILD) -j 2 --output-on-failure | tee build/ctest.log || failed=yes; \
 	echo; \
 	echo "pytest:         $$(tail -n 1 build/pytest.log)"; \
 	echo "pytest, serial: $$(tail -n 1 build/pytest-serial.log)"; \
