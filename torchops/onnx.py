@@ -156,10 +156,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         eps: float = 1e-5,
     ) -> Any:
         z = normalized(x, norm_weight, norm_bias, eps, gate_weight)
-        u, v = (op.MatMul(z, op.Transpose(w, perm=[1, 0])) for w in (gate_weight, up_weight))
-        u, v = (t if b is None else op.Add(t, b) for t, b in ((u, gate_bias), (v, up_bias)))
-        y = op.MatMul(op.Mul(op.Mul(u, op.Sigmoid(u)), v), op.Transpose(down_weight, perm=[1, 0]))
-        return y if down_bias is None else op.Add(y, down_bias)
+        return linear(glu(z, up_weight, gate_weight, up_bias, gate_bias, "silu"), down_weight, down_bias)
 
     def triangle_multiplicative_update(
         x: Any,
@@ -182,7 +179,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     ) -> Any:
         *batch, first, second, c = range(len(x.shape))
         z = normalized(x, norm_in_weight, norm_in_bias, eps, p_in_weight)
-        ab = op.Mul(linear(z, p_in_weight, p_in_bias), op.Sigmoid(linear(z, g_in_weight, g_in_bias)))
+        ab = glu(z, p_in_weight, g_in_weight, p_in_bias, g_in_bias)
         if mask is not None:
             ab = op.Mul(ab, op.Unsqueeze(op.CastLike(mask, ab), op.Constant(value_ints=[-1])))
         a, b = op.Split(ab, axis=-1, num_outputs=2)
@@ -190,7 +187,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         o = op.MatMul(op.Transpose(a, perm=[*batch, c, kept, summed]), op.Transpose(b, perm=[*batch, c, summed, kept]))
         o = layer_norm(op.Transpose(o, perm=[*batch, second, c, first]), p_out_weight.shape[1:], norm_out_weight,
                        norm_out_bias, eps)  # fmt: skip
-        return op.Mul(linear(o, p_out_weight, p_out_bias), op.Sigmoid(linear(z, g_out_weight, g_out_bias)))
+        return gate(linear(o, p_out_weight, p_out_bias), z, g_out_weight, g_out_bias)
 
     def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> Any:
         scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
