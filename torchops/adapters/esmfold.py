@@ -7,6 +7,7 @@ from torch import Tensor
 from torchops.adapters.attention import TriangleAttention
 from torchops.adapters.module import Adapter
 from torchops.adapters.openfold import InPlaceTriangleUpdate, direction
+from torchops.adapters.transition import HAS_RELU
 
 FILE = "transformers.models.esm.modeling_esmfold"
 _ROLES = {"norm": "LayerNorm", "linear": "EsmFoldLinear", "attention": "EsmFoldAttention"}
@@ -32,6 +33,4 @@ MODULES = (
     Adapter(FILE, ("EsmFoldTriangleAttention",), (EsmFoldTriangleAttention,), _ROLES),
 )
 LAYERS: tuple[Adapter, ...] = ()
-UNFIT = (
-    (FILE, "EsmFoldResidueMLP", "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"),
-)
+UNFIT = ((FILE, "EsmFoldResidueMLP", HAS_RELU),)

@@ -267,8 +267,7 @@ MODULES = (
     Adapter(f"{_LAYERS3}.transition", ("SwiGLUTransition",), (SwiGLUTransition,), _ROLES),
 )
 LAYERS: tuple[Adapter, ...] = ()
-_RELU = "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"
 UNFIT = (
-    ("openfold.model.pair_transition", "PairTransition", _RELU),
-    (f"{_LAYERS3}.transition", "ReLUTransition", _RELU),
+    ("openfold.model.pair_transition", "PairTransition", transition.HAS_RELU),
+    (f"{_LAYERS3}.transition", "ReLUTransition", transition.HAS_RELU),
 )

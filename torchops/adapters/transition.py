@@ -12,6 +12,9 @@ from torch import Tensor, nn
 import torchops
 from torchops.adapters.module import Replacement, Shape, random
 
+# Why the feed-forward layers of OpenFold's kind stay.
+HAS_RELU = "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"
+
 
 class Names(NamedTuple):
     """What a package calls the layers, and those besides that have no parameters of their own."""
