@@ -24,7 +24,6 @@ import json
 import os
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 
 import torchops
 
-from . import machine
+from . import machine, timing
 
 LAYERS, FEATURES = 4, 128
 CHECKPOINTED_FROM = 513
@@ -103,20 +102,6 @@ def call(stack: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], training: bool
     return out.detach(), *torch.autograd.grad(out, [z, *stack.parameters()], cotangent)
 
 
-def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
 def peak(run: Callable[[], Any], device: torch.device) -> tuple[Any, float | None]:
     """What a call returns, and the MiB that it takes beside what was there, its results included."""
     if device.type != "cuda":
@@ -165,7 +150,7 @@ Run = Callable[[], tuple[Tensor, ...]]
 def _measured(runs: Mapping[str, Run], exact: list[Tensor], device: torch.device, rounds: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for which, run in runs.items():
-        first = timed(partial(_unless_out_of_memory, run), device)
+        first = timing.once(partial(_unless_out_of_memory, run), device)
         values, memory = peak(partial(_unless_out_of_memory, run), device)
         result[which] = {"first call, s": first, "MiB": memory, "out of memory": values is None}
         if values is not None and exact:
@@ -174,7 +159,7 @@ def _measured(runs: Mapping[str, Run], exact: list[Tensor], device: torch.device
     times: dict[str, list[float]] = {which: [] for which in runs if not result[which]["out of memory"]}
     for _ in range(rounds):
         for which in times:
-            times[which].append(timed(runs[which], device))
+            times[which].append(timing.once(runs[which], device))
     for which, seconds in times.items():
         result[which]["ms"] = statistics.median(seconds) * 1e3
     return result

@@ -12,7 +12,6 @@ import copy
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 import torchops
 
-from . import machine
+from . import machine, timing
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
 
@@ -97,18 +96,11 @@ class Case:
 def sample(call: Callable[[], None], device: torch.device) -> tuple[float, int]:
     """Microseconds, and bytes beside what was there."""
     if device.type == "cpu":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e6, 0
+        return timing.once(call, device) * 1e6, 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    call()
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last) * 1e3, torch.cuda.max_memory_allocated() - before
+    return timing.once(call, device) * 1e6, torch.cuda.max_memory_allocated() - before
 
 
 def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:

@@ -172,6 +172,20 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def once(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call: between two events on CUDA, by the clock elsewhere."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
 def _trial(call: Callable[..., Any], inputs: Inputs, device: torch.device) -> float:
     # The first call compiles or starts threads, the second one may still specialise.
     for _ in range(3):
