@@ -12,6 +12,7 @@ from torch import Tensor
 from torchops import _attention_panels, attention
 
 __all__ = [
+    "TENSORS",
     "AttentionWeights",
     "Node",
     "Parameters",
@@ -52,7 +53,9 @@ class AttentionWeights(NamedTuple):
 Parameters = Sequence[Tensor | None]
 """The tensors of AttentionWeights, in its order."""
 
-_NAMES = AttentionWeights._fields[:10]
+TENSORS = AttentionWeights._fields[:10]
+"""Their names."""
+
 _OPTIONAL = ("norm_weight", "norm_bias", "gate", "gate_bias", "out_bias")
 _name = attention._name
 _expect = attention._expect
@@ -61,7 +64,7 @@ _check_layout = attention._check_layout
 
 def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int) -> None:
     _expect(len(parameters) == 10, lambda: f"{op}: expected 10 parameters, got {len(parameters)}")
-    given = dict(zip(_NAMES, parameters, strict=True))
+    given = dict(zip(TENSORS, parameters, strict=True))
     missing = [name for name, t in given.items() if t is None and name not in _OPTIONAL]
     _expect(not missing, lambda: f"{op}: expected a tensor {missing[0]}, got None")
     for name, t in {"x": x, **given}.items():

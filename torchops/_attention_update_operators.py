@@ -64,7 +64,7 @@ def _weights(parameters: Parameters, heads: int, eps: float, overwritten: Tensor
         return t.contiguous()
 
     made: list[Any] = [usable(t) for t in parameters]
-    return panels.Weights._make([*made, heads, eps, torch.cat(made[3:6])])
+    return panels.Weights._make([*made, heads, eps])
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

@@ -11,36 +11,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchops import _attention_panels
+from torchops._attention_update_arguments import TENSORS, AttentionWeights
 from torchops.ops import gate, layer_norm
 
 __all__ = ["Weights", "add", "attend", "backward", "forward", "norm", "prepared_mask", "triangle_bias"]
 
 
-class Weights(NamedTuple):
-    """Those of AttentionWeights that are tensors, in its order, on x's device and of one dtype; and what is made of
-    them once for a call."""
+class Weights(AttentionWeights):
+    """On x's device and of one dtype; and what is made of them once for a call."""
 
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    bias: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor | None
-    gate_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    heads: int
-    eps: float
-    packed: Tensor
+    @cached_property
+    def packed(self) -> Tensor:
+        return torch.cat((self.q, self.k, self.v))
 
     @property
     def scale(self) -> float:
@@ -61,7 +52,7 @@ def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
     batch, n = x.shape[:2]
     bias = w.q.new_empty((batch, w.heads, n, n))
     for b, rows in _panels(batch, n, n * x.shape[-1] * (x.element_size() + bias.element_size()), _CPU_BYTES):
-        made = F.linear(norm(x[b, rows], w), w.bias)
+        made = F.linear(norm(x[b, rows], w), w.bias_weight)
         if ending:
             bias[b, :, :, rows] = made.permute(0, 3, 2, 1)
         else:
@@ -215,7 +206,7 @@ def _batches(panels: Iterator[tuple[slice, slice]]) -> Iterator[tuple[slice, lis
 
 # --- gradients -------------------------------------------------------------------------------------------------------
 
-WANTED = ("x", "norm_weight", "norm_bias", "bias", "q", "k", "v", "gate", "gate_bias", "out", "out_bias")
+WANTED = ("x", *TENSORS)
 
 
 class _Sums(dict[str, Tensor]):
@@ -243,7 +234,7 @@ def backward(
     """
     sums = _Sums()
     to_z = any(wanted[name] for name in WANTED[:3])
-    to_bias = to_z or wanted["bias"]
+    to_bias = to_z or wanted["bias_weight"]
     to_q, to_k, to_v = (to_z or wanted[name] for name in "qkv")
     to_o = to_bias or to_q or to_k or to_v
     reads_z = to_o or (w.gate is not None and any(wanted[name] for name in ("gate", "gate_bias", "out")))
@@ -352,12 +343,12 @@ def _through_norm(
         z, mean, rstd = torch.ops.myops._layer_norm(x[b, rows], (c,), weight, bias, w.eps)
         # (heads, positions in the order of x)
         d = (dbias[b, :, :, rows].permute(1, 0, 3, 2) if ending else dbias[b, :, rows].transpose(0, 1)).flatten(1)
-        if wanted["bias"]:
-            sums.add("bias", d @ z.view(-1, c).to(d.dtype))
+        if wanted["bias_weight"]:
+            sums.add("bias_weight", d @ z.view(-1, c).to(d.dtype))
         del z
         if dz is None:
             continue
-        d_rows = torch.addmm(dz[b, rows].reshape(-1, c), d.T, w.bias).view(dz[b, rows].shape).to(x.dtype)
+        d_rows = torch.addmm(dz[b, rows].reshape(-1, c), d.T, w.bias_weight).view(dz[b, rows].shape).to(x.dtype)
         asked = [dx is not None, wanted["norm_weight"], wanted["norm_bias"]]
         made, d_weight, d_bias = torch.ops.myops._layer_norm_backward(
             d_rows, x[b, rows], (c,), mean, rstd, weight, asked

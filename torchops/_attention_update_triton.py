@@ -214,8 +214,8 @@ def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
         x_strides = x_strides[0], x_strides[2], x_strides[1]
     options = _norm_options(c, w.norm_weight is not None, w.norm_bias is not None)
     _bias[_grid((batch, n, n), options["BLOCK"])](
-        x, w.norm_weight, w.norm_bias, w.bias, made, x_strides, (made_strides[0], made_strides[2], 1), made_strides[1],
-        n, w.eps, HEADS=w.heads, **options,
+        x, w.norm_weight, w.norm_bias, w.bias_weight, made, x_strides, (made_strides[0], made_strides[2], 1),
+        made_strides[1], n, w.eps, HEADS=w.heads, **options,
     )  # fmt: skip
     return made
 
