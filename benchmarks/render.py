@@ -19,7 +19,9 @@ from .report import Report, Result
 from .run import RESULTS as RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / "docs" / page for page in ("benchmarks.md", "gates.md", "ladder.md", "triangle_update.md"))
+PAGES = tuple(
+    ROOT / "docs" / page for page in ("benchmarks.md", "gates.md", "ladder.md", "pair_layer.md", "triangle_update.md")
+)
 BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)
 
 H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
@@ -140,6 +142,10 @@ def behind(machine: str) -> str:
     return "\n".join([*lines, ""])
 
 
+def _where(about: dict[str, Any]) -> str:
+    return f"{about['machine']}, torch {about['torch']}, revision {about['revision of src']} of `src`."
+
+
 def triangle(machine: str) -> str:
     """What `python -m benchmarks.triangle` has measured: times, and memory in pair tensors."""
     document = json.loads((RESULTS / machine / "triangle.json").read_text())
@@ -153,9 +159,25 @@ def triangle(machine: str) -> str:
         times, memory = result["microseconds"], result["pair tensors"]
         cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in memory}
         lines.append(_row([str(result["n"]), result["task"], *(cells.get(name, "") for name in names)]))
-    about = document["machine"]
-    where = f"{about['machine']}, torch {about['torch']}, revision {about['revision of src']} of `src`."
-    return "\n".join([*lines, "", where, ""])
+    return "\n".join([*lines, "", _where(document["machine"]), ""])
+
+
+def pair_layer(machine: str) -> str:
+    """What `python -m benchmarks.pair_layer` has measured: times, and memory in pair tensors."""
+    document = json.loads((RESULTS / machine / "pair_layer.json").read_text())
+    titles = {
+        "torchops": "torchops",
+        "torchops, checkpointed": "checkpointed",
+        "torch.compile": "`torch.compile`",
+        "eager": "eager",
+    }
+    lines = [f"| N | call | {' | '.join(titles.values())} |", "|---|---|" + "---|" * len(titles)]
+    for result in document["results"]:
+        times, memory = result["microseconds"], result["pair tensors"]
+        cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in times}
+        call = f"{result['task']}, {result['precision']}"
+        lines.append(_row([str(result["n"]), call, *(cells.get(name, "") for name in titles)]))
+    return "\n".join([*lines, "", _where(document["machine"]), ""])
 
 
 def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
@@ -219,6 +241,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios-cpu": partial(ratios, EPYC),
     "behind-cpu": partial(behind, EPYC),
     "triangle-h100": partial(triangle, H100),
+    "pair-layer-h100": partial(pair_layer, H100),
     "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),
     "stages-h100": partial(staged, H100),
     "gates-by-cublas-h100": partial(
