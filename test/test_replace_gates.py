@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -268,3 +269,25 @@ def test_a_trial_sees_what_the_graph_does_not(monkeypatch: pytest.MonkeyPatch) -
     model = SwiGLU()
     assert replace(model) == Replacements((), {"": "a trial gave other results"})
     assert type(model) is SwiGLU
+
+
+class Beside(SwiGLU):
+    """While its forward is traced, another thread computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            self.note = other.submit(self.compute).result()
+        return super().forward(x)
+
+    @staticmethod
+    def compute() -> str:
+        with torch.no_grad(), torch.autocast("cpu"):
+            return str(torch.ones(1, 1).mm(torch.ones(1, 1)).dtype)
+
+
+def test_other_threads_enter_contexts() -> None:
+    methods = torch.no_grad.__enter__, torch.autocast.__enter__
+    module = Beside()
+    replace(module)
+    assert module.note == "torch.bfloat16"
+    assert (torch.no_grad.__enter__, torch.autocast.__enter__) == methods

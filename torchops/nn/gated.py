@@ -11,7 +11,8 @@ import copy
 import importlib
 import inspect
 import operator
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
@@ -159,22 +160,32 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
     return results[0]
 
 
+_CONTEXTS = threading.Lock()  # of two that replaced the methods at once, the second would put back those of the first
+
+
 @contextmanager
 def _no_contexts() -> Iterator[None]:
-    """Raises where one is entered that decides how operators compute: `torch.fx` would record them without it."""
+    """Raises where this thread enters one that decides how operators compute: a graph would be without it."""
     kinds = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
-    entered = [(kind, kind.__enter__) for kind in kinds]
+    tracing = threading.get_ident()
 
-    def enter(context: Any) -> None:
-        raise RuntimeError(f"it enters {type(context).__name__}, which no graph shows")
+    def refusing(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def entered(context: Any) -> Any:
+            if threading.get_ident() == tracing:
+                raise RuntimeError(f"it enters {type(context).__name__}, which no graph shows")
+            return enter(context)
 
-    try:
-        for kind in kinds:
-            kind.__enter__ = enter  # type: ignore[method-assign]
-        yield
-    finally:
-        for kind, method in entered:
-            kind.__enter__ = method  # type: ignore[method-assign]
+        return entered
+
+    with _CONTEXTS:
+        methods = [(kind, kind.__enter__) for kind in kinds]
+        try:
+            for kind, method in methods:
+                kind.__enter__ = refusing(method)  # type: ignore[method-assign]
+            yield
+        finally:
+            for kind, method in methods:
+                kind.__enter__ = method  # type: ignore[method-assign]
 
 
 def _speaks_of_gates(module: nn.Module) -> bool:
