@@ -10,8 +10,8 @@
 #include "ops/dense_path.h"
 #include "ops/triangle_multiplicative_update.h"
 
-// The two steps of a triangle update around its products, by the kernels for compute capability 9.0 that make each one
-// pass over memory.
+// The two steps of a triangle update around its products, by the kernels for compute capability 9.0. Up to 128 features
+// and channels each is one pass over memory; beyond, another measures the moments of its layer norm at first.
 namespace torchops::cuda {
 
 namespace pair_steps {
@@ -80,6 +80,9 @@ inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
   return gemm::sm90_case(t.x.size(-2), t.weight(detail::kPA).size(0), t.x.size(-1), t.dtype());
 }
 
+/// Whether features or channels are too many for the kernels of one pass.
+inline bool is_wide(const gemm::PairProblem& p) { return p.c > 128 || p.d > 128; }
+
 }  // namespace pair_steps
 
 /// The steps of one call, for an element of the batch each. What they have in common is looked up once: for small N the
@@ -94,9 +97,42 @@ class PairSteps {
   bool out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& out, bool adds, double eps_out) const;
 
  private:
+  bool wide_in(gemm::PairProblem& problem, const at::Tensor& a) const;
+  bool wide_out(gemm::PairProblem& problem, const at::Tensor& out) const;
+
   const detail::TriangleUpdate& t_;
   std::optional<gemm::Case> case_;
+  // (N, N, 2), of the layer norm of the element that in() was given last, in the direction of the update.
+  mutable at::Tensor moments_;
 };
+
+inline bool PairSteps::wide_in(gemm::PairProblem& p, const at::Tensor& a) const {
+  moments_ = at::detail::empty_cuda({p.n, p.n, 2}, a.options().dtype(at::kFloat));
+  p.moments = moments_.mutable_data_ptr();
+  p.moments_row_stride = p.n;
+  p.moments_stride = 1;
+  if (gemm::run_chosen<gemm::WideTriangleIn>(p, *case_, a)) return true;
+  moments_.reset();
+  return false;
+}
+
+// Many CTAs read the same rows of x, so that the update cannot take their place before it is complete.
+inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& out) const {
+  if (!moments_.defined()) return false;
+  p.moments = moments_.mutable_data_ptr();
+  p.moments_row_stride = t_.outgoing ? p.n : 1;
+  p.moments_stride = t_.outgoing ? 1 : p.n;
+  if (!p.adds) return gemm::run_chosen<gemm::WideTriangleOut>(p, *case_, out);
+  const at::Tensor update = at::detail::empty_cuda(out.sizes(), out.options());
+  p.out = update.mutable_data_ptr();
+  p.out_row_stride = update.stride(1);
+  p.out_stride = update.stride(0);
+  p.adds = false;
+  if (!gemm::run_chosen<gemm::WideTriangleOut>(p, *case_, update)) return false;
+  at::Tensor target = out;
+  target.add_(update);
+  return true;
+}
 
 inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b,
                           double scale) const {
@@ -118,7 +154,7 @@ inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at:
     p.mask_row_stride = mask.stride(0);
     p.mask_stride = mask.stride(1);
   }
-  return gemm::run_chosen<gemm::TriangleIn>(p, *case_, a);
+  return pair_steps::is_wide(p) ? wide_in(p, a) : gemm::run_chosen<gemm::TriangleIn>(p, *case_, a);
 }
 
 inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& out, bool adds,
@@ -137,7 +173,7 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
   p.out_row_stride = to->row_stride;
   p.out_stride = to->batch_stride;
   p.adds = adds;
-  return gemm::run_chosen<gemm::TriangleOut>(p, *case_, out);
+  return pair_steps::is_wide(p) ? wide_out(p, out) : gemm::run_chosen<gemm::TriangleOut>(p, *case_, out);
 }
 
 }  // namespace torchops::cuda

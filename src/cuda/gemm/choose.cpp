@@ -75,6 +75,11 @@ constexpr Rule<Tiling> kWideCotangents[] = {{always, Tiling::k128x64SharedA}};
 
 constexpr Rule<NarrowTiling> kPair[] = {{always, NarrowTiling::k64x128x128}};
 
+// The only ones measured: of N = 768, c = d = 384 the kernels take 1138 and 682 us (H100, bfloat16).
+constexpr Rule<Tiling> kWidePairIn[] = {{always, Tiling::k128x64SharedA}};
+
+constexpr Rule<Tiling> kWidePairOut[] = {{always, Tiling::k128x128Cooperative}};
+
 constexpr Rule<GradientTiling> kPairGradients[] = {{always, GradientTiling::k128x128}};
 
 constexpr Rule<GradientTiling> kGated[] = {
@@ -110,6 +115,8 @@ TORCHOPS_RULES(GluSigmoidCotangents, kWideCotangents)
 TORCHOPS_RULES(GluSiluCotangents, kWideCotangents)
 TORCHOPS_RULES(TriangleIn, kPair)
 TORCHOPS_RULES(TriangleOut, kPair)
+TORCHOPS_RULES(WideTriangleIn, kWidePairIn)
+TORCHOPS_RULES(WideTriangleOut, kWidePairOut)
 TORCHOPS_RULES(TriangleInGradients, kPairGradients)
 TORCHOPS_RULES(TriangleOutGradients, kPairGradients)
 TORCHOPS_RULES(Transition, kPair)

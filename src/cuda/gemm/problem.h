@@ -69,6 +69,10 @@ struct PairProblem {
   void* out = nullptr;
   int64_t out_row_stride = 0, out_stride = 0;
   bool adds = false;
+  /// Two floats for each position, or null: of the layer norm of x, what the first step that needs them leaves to those
+  /// that follow.
+  void* moments = nullptr;
+  int64_t moments_row_stride = 0, moments_stride = 0;
   void* workspace = nullptr;
 };
 
@@ -80,9 +84,6 @@ struct PairGradientProblem : PairProblem {
   /// the last makes that of x.
   Operand dz;
   bool first = false, last = false;
-  /// Two floats for each position: what the step out leaves to the steps in of the layer norm of x.
-  void* moments = nullptr;
-  int64_t moments_row_stride = 0, moments_stride = 0;
   void* d_o = nullptr;  // of the step out: of o's strides
   /// For the value and then the gate: weight (rows x columns), bias (rows).
   float* sums = nullptr;

@@ -57,6 +57,8 @@ bool has_sm90_kernels() {
 #define TORCHOPS_NARROW(name, ...) \
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #define TORCHOPS_PAIR(name, ...) template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
+#define TORCHOPS_WIDE_PAIR(name, ...) \
+  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #define TORCHOPS_PAIR_GRADIENT(name, ...) \
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #define TORCHOPS_FEED_FORWARD(name, ...) \

@@ -78,6 +78,11 @@ inline constexpr int kSpec = 0;
     using Problem = gemm::PairProblem; \
     using Tiling = NarrowTiling;       \
   };
+#define TORCHOPS_WIDE_PAIR(name, ...)  \
+  struct name {                        \
+    using Problem = gemm::PairProblem; \
+    using Tiling = gemm::Tiling;       \
+  };
 #define TORCHOPS_PAIR_GRADIENT(name, ...)      \
   struct name {                                \
     using Problem = gemm::PairGradientProblem; \

@@ -93,7 +93,8 @@ struct WideBias {
 ///   share()                  beside the last of them; all threads meet between it and
 ///   finish(sums, sync)       when the products are complete
 ///   end()                    after the last tile
-template <class Epilogue_>
+/// MapOfA is TileMap, or what loads tiles of a by its interface.
+template <class Epilogue_, template <class Copy, class Element, int rows, int columns> class MapOfA = TileMap>
 struct WideKernel {
   using Epilogue = Epilogue_;
   using Tile = typename Epilogue::Tile;
@@ -126,7 +127,7 @@ struct WideKernel {
 
   using LoadOfA = std::conditional_t<(kCluster > 1), cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   struct Parameters {
-    TileMap<LoadOfA, Element, kRowsOfA, kK> a;
+    MapOfA<LoadOfA, Element, kRowsOfA, kK> a;
     TileMap<cute::SM90_TMA_LOAD, Element, kN, kK> w[kProducts];
     typename Epilogue::Parameters epilogue;
     int n, steps;
@@ -173,8 +174,8 @@ struct WideKernel {
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
 };
 
-template <class Epilogue>
-CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& shared, int warpgroup) {
+template <class Epilogue, template <class, class, int, int> class MapOfA>
+CUTLASS_DEVICE void WideKernel<Epilogue, MapOfA>::compute(const Parameters& p, Shared& shared, int warpgroup) {
   using namespace cute;
   const int thread = threadIdx.x % 128;
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
