@@ -71,24 +71,28 @@ def _in_kernel(
     column = tl.arange(0, K)
     rows = x + (element * positions + first) * C + (tl.arange(0, BLOCK) * C)[:, None] + column[None, :]
 
+    # Up to 384 features, those of all positions have room in registers; more are read again for each use.
+    values = ()
     mean = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(C // K):
+        part = tl.load(rows + k * K, mask=there[:, None], other=0.0)
+        mean += tl.sum(part, 1)
+        if C <= 384:
+            values = values + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    mean = mean / C
     square = tl.zeros((BLOCK,), tl.float32)  # the sum of those of the differences to the mean
     for k in tl.static_range(C // K):
-        values = tl.load(rows + k * K, mask=there[:, None], other=0.0)
-        of_part = tl.sum(values, 1) / K
-        apart = values - of_part[:, None]
-        difference = of_part - mean
-        mean += difference / (k + 1)
-        square += tl.sum(apart * apart, 1) + difference * difference * (K * k / (k + 1))
+        part = values[k] if C <= 384 else tl.load(rows + k * K, mask=there[:, None], other=0.0)
+        apart = part - mean[:, None]
+        square += tl.sum(apart * apart, 1)
     rstd = tl.rsqrt(square / C + eps)
 
     z = ()
     for k in tl.static_range(C // K):
-        values = tl.load(rows + k * K, mask=there[:, None], other=0.0)
+        part = values[k] if C <= 384 else tl.load(rows + k * K, mask=there[:, None], other=0.0)
         gamma = tl.load(norm + k * K + column)[None, :]
         beta = tl.load(norm_bias + k * K + column)[None, :]
-        part = (values - mean[:, None]) * rstd[:, None] * gamma + beta
-        z = z + (part.to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005
+        z = z + (((part - mean[:, None]) * rstd[:, None] * gamma + beta).to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005
 
     factor = there.to(tl.float32)
     if HAS_MASK:
@@ -176,63 +180,73 @@ def tiling(c: int) -> Tiling:
     """Measured on an H100 at N = 768, for c = 128 and 384. Programs of 64 positions share a multiprocessor; one of 128
     has it for itself, and reads the weights half as often."""
     if c <= 128:
-        return Tiling(c, 64, 4, 128, 2, 132, 64)
-    return Tiling(128, 128, 8, 128, 2, 66, 64) if c <= 384 else Tiling(128, 64, 8, 128, 1, 0, 64)
+        return Tiling(c, 64, 4, 64, 3, 0, 64)
+    return Tiling(128, 128, 8, 64, 4, 66, 64) if c <= 384 else Tiling(128, 64, 8, 128, 1, 0, 64)
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _launch(
-    kernel: Any, grid: tuple[int, int], given: Sequence[Tensor], made: Sequence[Tensor], numbers: Sequence[float],
-    *constants: int, warps: int = 4,
-) -> None:  # fmt: skip
-    """kernel[grid](*given, *made, *numbers, *constants), of tensors that a caller has given and of new ones.
+class _Launch:
+    """kernel[grid](*arguments, *constants), on tensors the first time.
 
     Triton looks at all arguments in every launch, which took the host of an H100 some 30 us for the weights' kernel.
-    So what it compiled for such arguments is called again: those of which it asks are below.
+    What it compiled is launched again without that, and then tensors may be addresses.
     """
-    arguments = (*given, *made, *numbers, *constants)
-    aligned = all(t.data_ptr() % 16 == 0 for t in given)
-    seen = tuple(n if n == 1 else (n % 16 == 0, n < 2**31) for n in numbers if type(n) is int)
-    dtypes = tuple(t.dtype for t in given)
-    key = (kernel, made[0].device.index, aligned, dtypes, seen, constants, warps)
-    known = _compiled.get(key)
-    if known is None:
-        known = kernel[grid](*arguments, num_warps=warps)
-        if aligned and known is not None:  # None by the interpreter
-            _compiled[key] = known
-    else:
-        known[grid[0], grid[1], 1](*arguments)
+
+    def __init__(self, kernel: Any, grid: tuple[int, int], *constants: int, warps: int = 4) -> None:
+        self.kernel, self.grid, self.constants, self.warps = kernel, (*grid, 1), constants, warps
+        self.runner: Any = None
+
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        if self.runner is not None:
+            self.runner(*arguments, *self.constants, stream=stream)
+            return
+        compiled = self.kernel[self.grid](*arguments, *self.constants, num_warps=self.warps)
+        if compiled is not None:  # None by the interpreter
+            self.runner = compiled[self.grid]
 
 
-def packed(weights: Weights) -> tuple[Tensor, Tensor]:
-    """The weights of both steps in float16, as the kernels read them."""
-    c, d = weights.p_out.shape
-    rows = torch.empty(6 * d, c, dtype=torch.float16, device=weights.a.device)
-    given = (*weights[2:7], weights.p_out)
-    _launch(_pack_kernel, (6 * d, 1), given, (rows,), (), c, d, triton.next_power_of_2(c))
-    return rows[: 5 * d], rows[5 * d :].view(c, d)
+def _launches(shape: Sequence[int], d: int, has_mask: bool, tiling: Tiling) -> tuple[_Launch, _Launch, _Launch]:
+    batch, n, _, c = shape
+    t, positions = tiling, n * n
+    constants = (c, d, t.k, t.block, int(has_mask), t.rows, t.stages, t.ahead)
+    return (
+        _Launch(_pack_kernel, (6 * d, 1), c, d, triton.next_power_of_2(c)),
+        _Launch(_in_kernel, (triton.cdiv(positions, t.block), batch), *constants, warps=t.warps),
+        _Launch(_out_kernel, (triton.cdiv(positions, t.out_block), batch), c, d, t.out_block, min(c, 128)),
+    )
+
+
+_known: dict[tuple[Any, ...], tuple[_Launch, _Launch, _Launch]] = {}
 
 
 def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Tiling) -> Tensor:
     """The update of x (batch, N, N, c) in float32, of a size that `tiling` is for, N > 1."""
     batch, n, _, c = x.shape
-    d = weights.a.shape[0]
-    x = x.contiguous()
+    d, positions = weights.a.shape[0], n * n
+    x, eps = x.contiguous(), float(eps)
+    factors = x if mask is None else mask.contiguous()
+    # All that the kernels are compiled for; other tensors than these are the allocator's.
+    key = (x.shape, d, x.device.index, None if mask is None else mask.dtype, tiling)
+    aligned = all(t.data_ptr() % 16 == 0 for t in (x, factors, *weights))
+    launches = _known.get(key) if aligned else None
+    pack, step_in, step_out = launches or _launches(x.shape, d, mask is not None, tiling)
     with torch.cuda.device_of(x):
-        w_in, w_out = packed(weights)
-        a, b = x.new_empty(2, batch * d, n, n, dtype=torch.float16).unbind()
-        gate, out = x.new_empty(batch, n, n, d, dtype=torch.float16), torch.empty_like(x)
-        positions, scale = n * n, 2.0 ** -math.ceil(math.log2(n) / 2)
-        given = (x, weights.norm, weights.norm_bias, x if mask is None else mask.contiguous())
-        numbers = (positions, scale, float(eps))
-        constants = (c, d, tiling.k, tiling.block, int(mask is not None), tiling.rows, tiling.stages, tiling.ahead)
-        grid = (triton.cdiv(positions, tiling.block), batch)
-        _launch(_in_kernel, grid, given, (w_in, a, b, gate), numbers, *constants, warps=tiling.warps)
-        o = torch.bmm(a, b.mT)
-        grid = (triton.cdiv(positions, tiling.out_block), batch)
-        norm = (weights.norm_out, weights.norm_out_bias)
+        stream = triton.runtime.driver.active.get_current_stream(x.device.index) if x.is_cuda else 0
+        # The weights of both steps, a, b and the gate in one allocation, and what the host can put off comes late: the
+        # first kernels wait for nothing but the host.
+        channels = batch * d * positions
+        begins = (0, 5 * d * c, 6 * d * c, 6 * d * c + channels, 6 * d * c + 2 * channels)
+        memory = x.new_empty(begins[-1] + channels, dtype=torch.float16)
+        first = memory.data_ptr()
+        known = step_out.runner is not None
+        w_in, w_out, a, b, gate = [first + 2 * i for i in begins] if known else [memory[i:] for i in begins]
+        pack(stream, *weights[2:7], weights.p_out, w_in)
+        scale = 2.0 ** -math.ceil(math.log2(n) / 2)
+        step_in(stream, x, weights.norm, weights.norm_bias, factors, w_in, a, b, gate, positions, scale, eps)
+        shape, strides = (batch * d, n, n), (positions, n, 1)
+        of_b = memory.as_strided(shape, (positions, 1, n), begins[3])
+        o, out = torch.bmm(memory.as_strided(shape, strides, begins[2]), of_b), torch.empty_like(x)
         of_norm = (positions, eps * scale * scale)
-        _launch(_out_kernel, grid, norm, (o, gate, w_out, out), of_norm, c, d, tiling.out_block, min(c, 128))
+        step_out(stream, weights.norm_out, weights.norm_out_bias, o, gate, w_out, out, *of_norm)
+    if aligned:
+        _known[key] = (pack, step_in, step_out)
     return out
