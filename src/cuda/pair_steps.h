@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "cuda/centered.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "cuda/linear.h"
@@ -72,12 +73,31 @@ struct Step {
   }
 };
 
-/// The case of all elements of the batch; nothing where the kernels are not for it.
+/// The case of all elements of the batch, of x in the dtype of the products; nothing where the kernels are not for it.
+inline std::optional<gemm::Case> case_of(const TriangleUpdate& t) {
+  if (detail::dense_path() == detail::DensePath::kCublas || t.x.size(-2) == 0) return std::nullopt;
+  return gemm::sm90_case(t.x.size(-2), t.weight(detail::kPA).size(0), t.x.size(-1), t.dtype());
+}
+
+/// The same; nothing for another x.
 inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
-  if (detail::dense_path() == detail::DensePath::kCublas || t.x.scalar_type() != t.dtype() || t.x.size(-2) == 0) {
+  return t.x.scalar_type() == t.dtype() ? case_of(t) : std::nullopt;
+}
+
+/// A float32 x centred, so that both steps can read it; nothing for another x, and where there are no such kernels.
+inline std::optional<Centered> centered(const TriangleUpdate& t) {
+  if (!Centered::takes(t.x, t.dtype())) return std::nullopt;
+  const auto c = case_of(t);
+  gemm::PairProblem problem;
+  problem.n = static_cast<int>(t.x.size(-2));
+  problem.c = static_cast<int>(t.x.size(-1));
+  problem.d = static_cast<int>(t.weight(detail::kPA).size(0));
+  int64_t bytes = 0;
+  if (!c || problem.d % 8 != 0 || gemm::chosen<gemm::TriangleIn>(problem, *c, bytes) == nullptr ||
+      gemm::chosen<gemm::TriangleOut>(problem, *c, bytes) == nullptr) {
     return std::nullopt;
   }
-  return gemm::sm90_case(t.x.size(-2), t.weight(detail::kPA).size(0), t.x.size(-1), t.dtype());
+  return Centered(t.x, t.dtype(), t.eps);
 }
 
 /// Whether features or channels are too many for the kernels of one pass.
@@ -93,7 +113,8 @@ class PairSteps {
 
   /// From x (N, N, c) and the mask (N, N) or none, both in the direction of the update, to a and b.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
-  /// From the product o and x (N, N, c) to the update, in `out`; or, where it adds, x += update, and `out` is x.
+  /// From the product o and x (N, N, c) to the update, in `out`; or, where it adds, x += update, and `out` is x. Where
+  /// c and d are at most 128, `out` may be x in any case.
   bool out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& out, bool adds, double eps_out) const;
 
  private:

@@ -19,8 +19,9 @@
 // from o and x. Beside x, panels and a spare group of channels two pair tensors are alive: a with b, then o with the
 // update. Where the kernels of pair_steps.h can run, the first step and the last are one pass over memory each.
 // Elsewhere panels, small enough for the second-level cache, go through layer_norm, glu and a transposition on the way
-// in, and through a transposition, layer_norm, the projection and gate on the way out. TriangleGradients::make() has
-// the order of a backward pass, which takes three pair tensors beside its arguments and dx.
+// in, and through a transposition, layer_norm, the projection and gate on the way out. A float32 x beside 16-bit
+// weights is centred for those kernels first (centered.h): half its size in addition. TriangleGradients::make() has the
+// order of a backward pass, which takes three pair tensors beside its arguments and dx.
 namespace torchops::cuda {
 namespace {
 
@@ -126,14 +127,15 @@ void make_a_and_b(const Layers& layers, const TriangleElement& e, const Tensor& 
   });
 }
 
-// The update of a panel, into `out`.
+// The update of a panel, into `out`, which may be x_rows.
 void update_panel(const Layers& layers, const TrianglePanel& panel, const Tensor& o, const Tensor& x_rows, Tensor out) {
   const TriangleUpdate& t = layers.update();
+  const Tensor z = layers.z(x_rows);
   Tensor n = layers.rows_of(o, panel);
   layer_norm_(n, at::IntArrayRef(n.size(1)), t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1],
               layers.eps_out());
   layers.project(out, n);
-  gate_(out, layers.z(x_rows), t.weight(detail::kGOut), t.bias(detail::kGOut));
+  gate_(out, z, t.weight(detail::kGOut), t.bias(detail::kGOut));
 }
 
 // Makes the products of all elements of the batch, and calls finish(index, o) on each.
@@ -144,24 +146,35 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
       [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); }, finish);
 }
 
+// Into `out`, which may be t.x; undefined, it is made.
+std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool keep_product) {
+  const Layers layers(t);
+  const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
+    // Only now, so that it can have the memory of b.
+    if (!out.defined()) out = layers.empty(t.x.sizes());
+    const Tensor pair = detail::batch_element(t.x, 3, index), result = detail::batch_element(out, 3, index);
+    if (layers.steps().out(o, pair, result, /*adds=*/false, layers.eps_out())) return;
+    layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
+      update_panel(layers, panel, o, panel.rows_of(pair), panel.rows_of(result));
+    });
+  });
+  return {out.defined() ? out : layers.empty(t.x.sizes()), product};
+}
+
+// The update of a float32 x that is centred: in the place of what the kernels read.
+std::tuple<Tensor, Tensor> update_of(TriangleUpdate t, const Centered& centered, bool keep_product) {
+  t.x = centered.rows();
+  return update_into(t.x, t, keep_product);
+}
+
 std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& mask,
                                        const TriangleParameterList& parameters, bool outgoing, double eps,
                                        bool keep_product) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  const Layers layers(t);
-  Tensor out;
-  const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
-    // Only now, so that it can have the memory of b.
-    if (!out.defined()) out = layers.empty(x.sizes());
-    const Tensor pair = detail::batch_element(x, 3, index), result = detail::batch_element(out, 3, index);
-    if (layers.steps().out(o, pair, result, /*adds=*/false, layers.eps_out())) return;
-    layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
-      update_panel(layers, panel, o, panel.rows_of(pair), panel.rows_of(result));
-    });
-  });
-  return {out.defined() ? out : layers.empty(x.sizes()), product};
+  if (const auto centered = pair_steps::centered(t)) return update_of(t, *centered, keep_product);
+  return update_into({}, t, keep_product);
 }
 
 Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
@@ -169,6 +182,11 @@ Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   TriangleUpdate t = detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
   const c10::cuda::CUDAGuard guard(x.device());
+  if (const auto centered = pair_steps::centered(t)) {
+    const auto [update, product] = update_of(t, *centered, keep_product);
+    add_update(x, update);
+    return product;
+  }
   t = detail::read_first(t);
   const Layers layers(t);
   return for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
@@ -262,13 +280,8 @@ void input_backward(const Layers& layers, const TriangleGradients& gradients, co
   panel.of(dz_pair).copy_(dx.view(panel.of(dz_pair).sizes()));
 }
 
-std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& product,
-                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                         bool outgoing, double eps, TriangleMask wanted) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const TriangleUpdate t =
-      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
-  const c10::cuda::CUDAGuard guard(x.device());
+std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, const Tensor& product,
+                                 const TriangleMask& wanted) {
   const Layers layers(t);
   const TriangleGradients gradients(layers, wanted);
   const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); };
@@ -291,6 +304,22 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
         layers.for_each_panel(
             6, 1, [&](const TrianglePanel& panel) { input_backward(layers, gradients, panel, tensors...); });
       });
+}
+
+std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& product,
+                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                         bool outgoing, double eps, TriangleMask wanted) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TriangleUpdate t =
+      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
+  const c10::cuda::CUDAGuard guard(x.device());
+  if (const auto centered = pair_steps::centered(t)) {
+    t.x = centered->rows();
+    std::vector<Tensor> gradients = gradients_of(grad, t, product, wanted);
+    if (wanted[0]) gradients[0] = centered->gradient(gradients[0]);
+    return gradients;
+  }
+  return gradients_of(grad, t, product, wanted);
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
