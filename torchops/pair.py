@@ -48,8 +48,8 @@ def transition(
         eps: of the layer norm.
 
     Dtypes: float32, float64, float16 or bfloat16, one for all parameters. Where that is float16 or bfloat16, ``x`` may
-    be float32: it is normalised in float32 and then rounded. ``torch.autocast`` casts the parameters, and leaves a
-    float32 ``x`` as it is.
+    be float32: nothing of it is rounded before the mean of each row is subtracted. ``torch.autocast`` casts the
+    parameters, and leaves a float32 ``x`` as it is.
 
     Memory: of the ``hidden`` features, which are several times as many as those of ``x``, only those of a panel of rows
     exist at a time. For backward, nothing is kept but the arguments; everything else is computed again.
@@ -175,9 +175,9 @@ def triangle_multiplicative_update(
         eps: of both layer norms.
 
     Dtypes: float32, float64, float16 or bfloat16, one for all arguments but the mask. Where the parameters are float16
-    or bfloat16, ``x`` may be float32: it is normalised in float32 and then rounded. ``torch.autocast`` casts the mask
-    and the parameters, and leaves a float32 ``x`` as it is. In float16 nothing has to be scaled by the caller: ``a`` is
-    scaled so that ``o`` does not overflow for want of range.
+    or bfloat16, ``x`` may be float32: nothing of it is rounded before the mean of each row is subtracted.
+    ``torch.autocast`` casts the mask and the parameters, and leaves a float32 ``x`` as it is. In float16 nothing has to
+    be scaled by the caller: ``a`` is scaled so that ``o`` does not overflow for want of range.
 
     Returns:
         The update, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the parameters.
