@@ -50,7 +50,7 @@ myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? ma
 myops::_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, Tensor logsumexp, float scale, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention_update(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> Tensor
 myops::_triangle_attention_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> ()
-myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool[11] wanted) -> Tensor[]
+myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool[11] wanted, bool sparing=False) -> Tensor[]
 myops::_triangle_attention_update_kept(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> (Tensor, Tensor, Tensor)
 myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> (Tensor, Tensor)
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor

@@ -27,9 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchops._triton_launch import Launch
+
 __all__ = [
-    *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "on", "padded_bias"),
-    "padded_width",
+    *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
+    *("on", "padded_bias", "padded_width", "processors", "sum_of_dbias"),
 ]
 
 MAX_HEAD_DIM = 128
@@ -85,7 +87,7 @@ def _where(heads, BLOCK: tl.constexpr):
 
 
 @_jit
-def _add_of_mask(mask, added, mask_strides, rows, n, width, BLOCK: tl.constexpr):
+def _add_of_mask(mask, added, mask_strides, rows: tl.int32, n: tl.int32, width, BLOCK: tl.constexpr):
     """What a mask, of strides (batch, i, k), adds to the scores of each row: -inf at keys that are not kept, unless
     none is. In float32 and rows of `width`, so that the forward pass and dq read it ahead, as they do the other
     operands: that takes 4 bytes at once, and bytes would be waited for."""
@@ -95,7 +97,7 @@ def _add_of_mask(mask, added, mask_strides, rows, n, width, BLOCK: tl.constexpr)
     kept = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, n, BLOCK):
         at = (start + kk).to(tl.int64) * mask_strides[2]
-        kept |= tl.load(row + at, mask=kk < n - start, other=0).to(tl.int32)
+        kept |= (tl.load(row + at, mask=kk < n - start, other=0) != 0).to(tl.int32)
     none = tl.max(kept, 0) == 0
     for start in range(0, width, BLOCK):
         at = (start + kk).to(tl.int64) * mask_strides[2]
@@ -107,7 +109,7 @@ def _add_of_mask(mask, added, mask_strides, rows, n, width, BLOCK: tl.constexpr)
 def _forward(
     q, k, v, bias, added, out, lse,
     q_strides, k_strides, v_strides, bias_strides, out_strides,
-    rows, n, heads, scale, width,
+    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +152,8 @@ def _forward(
 
 @_jit
 def _prepare(
-    grad, out, lse, log_sums, delta, grad_strides, out_strides, rows, n, heads, width,
+    grad, out, lse, log_sums, delta, grad_strides, out_strides,
+    rows: tl.int32, n: tl.int32, heads: tl.int32, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """For each edge and head the logarithm to base 2 of its sum, inf beyond n, and the sum over keys of p * dp, which
@@ -169,7 +172,7 @@ def _prepare(
 def _backward_q(
     grad, q, k, v, bias, added, log_sums, delta, dq,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dq_strides,
-    rows, n, heads, scale, width,
+    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -210,19 +213,21 @@ def _backward_q(
 def _backward_kv(
     grad, q, k, v, bias, added, log_sums, delta, dk, dv,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dk_strides, dv_strides,
-    rows, n, heads, scale, width,
+    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dk = scale * ds^T q, dv = p^T grad; tiles are transposed, so that p and ds are left factors as they stand."""
+    """dk = scale * ds^T q, dv = p^T grad; tiles are transposed, so that p and ds are left factors as they stand. So is
+    the bias, (batch, h, k, j): a thread reads two of its numbers at once."""
     b, i, h, first = _where(heads, BLOCK_K)
     j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
     left = (n - first).to(tl.int32)
     k_tile = _load(_row(k, k_strides, b, i, h, first), k_strides[3], left, D, PADDED_D, BLOCK_K)
     v_tile = _load(_row(v, v_strides, b, i, h, first), v_strides[3], left, D, PADDED_D, BLOCK_K)
     q_rows, g_rows = _row(q, q_strides, b, i, h, 0), _row(grad, grad_strides, b, i, h, 0)
-    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first
+    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
+    bias_at = tl.minimum(kk, left - 1)[:, None] * bias_strides[2] + j[None, :]
     numbers = ((b * rows + i) * heads + h) * width
     if MASKED:
         added_k = tl.load(added + (b * rows + i) * width + first + kk)
@@ -234,8 +239,7 @@ def _backward_kv(
         g_tile = _load(g_rows, grad_strides[3], n - start, D, PADDED_D, BLOCK_J)
         log_sums_j = tl.load(log_sums + numbers + j)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        bias_at = tl.minimum(j, n - start - 1)[:, None] * bias_strides[2] + kk[None, :]
-        s = s * scale + tl.trans(tl.load(bias_rows + bias_at)).to(tl.float32)
+        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
         if MASKED:
             s += added_k[:, None]
         p = tl.exp2(s * LOG2E - log_sums_j[None, :])
@@ -248,7 +252,7 @@ def _backward_kv(
             k_sums = tl.dot(ds.to(q_tile.dtype), q_tile, k_sums, input_precision=PRECISION)
         q_rows += BLOCK_J * q_strides[3]
         g_rows += BLOCK_J * grad_strides[3]
-        bias_rows += BLOCK_J * bias_strides[2]
+        bias_rows += BLOCK_J
         numbers += BLOCK_J
 
     if WANT_K:
@@ -261,11 +265,11 @@ def _backward_kv(
 def _backward_bias(
     grad, q, k, v, bias, added, log_sums, delta, dbias,
     grad_strides, q_strides, k_strides, v_strides, bias_strides,
-    rows, n, heads, scale, width, share,
-    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, share: tl.int32,
+    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ADDS: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sum of ds over `share` rows i, in dbias (parts, batch, heads, n, n).
+    """The sum of ds over `share` rows i, in dbias (parts, batch, heads, n, n), or added to what is there.
 
     The grid is (tiles, parts, batch * heads).
     """
@@ -309,7 +313,10 @@ def _backward_bias(
     batch_heads = tl.num_programs(2).to(tl.int64)
     at = ((part * batch_heads + bh) * n + first_j) * n + first_k
     there = (j < left_j)[:, None] & (kk < left_k)[None, :]
-    tl.store(dbias + at + (j[:, None] * n + kk[None, :]), sums.to(dbias.dtype.element_ty), mask=there)
+    at = dbias + at + (j[:, None] * n + kk[None, :])
+    if ADDS:
+        sums += tl.load(at, mask=there, other=0.0)
+    tl.store(at, sums.to(dbias.dtype.element_ty), mask=there)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -333,12 +340,13 @@ class _Launch(NamedTuple):
         }
 
 
-# By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of a sweep on an H100 (4
-# heads, N = 768, bfloat16): 1211, 1268, 2143 and 1465 us, the last three with 142 of _prepare. Others were not swept.
+# By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of sweeps on an H100 (4
+# heads, N = 768, bfloat16): 1211 us forward, 1268 and 1465 for q and bias, with 142 of _prepare in both; and, in the 4
+# panels of the update's gradient, 2225 for kv. Others were not swept.
 _LAUNCHES = {
     "forward": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
     "q": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 4, 2)},
-    "kv": {32: _Launch(32, 128, 4, 2), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
+    "kv": {32: _Launch(64, 64, 4, 2), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
     "bias": {32: _Launch(64, 32, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
 }
 
@@ -350,17 +358,23 @@ def _launch(kernel: str, d: int, dtype: torch.dtype) -> _Launch:
     return next(launch for up_to, launch in _LAUNCHES[kernel].items() if _padded(d) <= up_to)
 
 
+_KERNELS = {"forward": _forward, "q": _backward_q, "kv": _backward_kv, "bias": _backward_bias}
+
+
 @cache
-def _options(kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool) -> dict[str, Any]:
-    """The constants of a kernel, which don't depend on N."""
-    return {
-        "D": d,
-        "PADDED_D": _padded(d),
-        "MASKED": masked,
-        # Without TF32, three products of it have the accuracy of float32.
-        "PRECISION": "tf32" if tf32 or dtype != torch.float32 else "tf32x3",
-        **_launch(kernel, d, dtype).arguments(),
-    }
+def _launcher(kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool, **constants: bool) -> Launch:
+    """A kernel with its constants, which don't depend on N."""
+    precision = "tf32" if tf32 or dtype != torch.float32 else "tf32x3"  # three products have the accuracy of float32
+    options = {"D": d, "PADDED_D": _padded(d), "MASKED": masked, "PRECISION": precision}
+    return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype).arguments())
+
+
+@cache
+def _prepare_launcher(d: int) -> Launch:
+    return Launch(_prepare, D=d, PADDED_D=_padded(d), BLOCK_J=64)
+
+
+_mask_launcher = Launch(_add_of_mask, BLOCK=512)
 
 
 def _padded(d: int) -> int:
@@ -394,6 +408,15 @@ def padded_bias(bias: Tensor) -> Tensor:
     return padded
 
 
+def of_keys(bias: Tensor) -> Tensor:
+    """Of a bias as `padded_bias` makes it, (batch, heads, k, j) in rows like its own."""
+    n = bias.shape[-2]
+    made = bias.new_empty((*bias.shape[:-1], padded_width(n)))
+    made[..., n:].fill_(float("-inf"))
+    made[..., :n].copy_(bias[..., :n].mT)
+    return made
+
+
 def padded_width(n: int) -> int:
     return _blocks(n, _PADDING) * _PADDING
 
@@ -403,11 +426,11 @@ def _strides(t: Tensor) -> tuple[int, ...]:
 
 
 def added_by(mask: Tensor, width: int) -> Tensor:
-    """What a mask, (batch, rows, 1, 1, n), adds to scores, (batch, rows, width) in float32."""
-    batch, rows, _, _, n = mask.shape
+    """What a mask, (batch, rows, n) and of any dtype, adds to scores, (batch, rows, width) in float32."""
+    batch, rows, n = mask.shape
     added = mask.new_empty((batch, rows, width), dtype=torch.float32)
-    strides = mask.stride(0), mask.stride(1), mask.stride(4)
-    _add_of_mask[(rows, batch)](mask.view(torch.uint8), added, strides, rows, n, width, BLOCK=512)
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    _mask_launcher((rows, batch, 1), mask, added, mask.stride(), rows, n, width)
     return added
 
 
@@ -425,7 +448,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, 
     lse = q.new_empty((batch, rows, heads, n), dtype=torch.float32)
     bias = padded_bias(bias)
     with on(q.device):
-        attend(q, k, v, bias, None if mask is None else added_by(mask, bias.shape[-1]), scale, out, lse)
+        attend(q, k, v, bias, _added(mask, bias), scale, out, lse)
     return cast(Tensor, _laid_out_like(out, given_q)), lse
 
 
@@ -435,11 +458,12 @@ def attend(
     """The forward pass with everything prepared: a bias as `padded_bias` makes it, a mask as `added_by` does, features
     that are contiguous, and the device of the tensors the current one."""
     batch, rows, heads, n, d = q.shape
-    options = _options("forward", d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32)
-    _forward[(_blocks(n, options["BLOCK_J"]), rows, batch * heads)](
+    launch = _launcher("forward", d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32)
+    launch(
+        (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads),
         q, k, v, bias, lse if added is None else added, out, lse,
         _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
-        rows, n, heads, scale, bias.shape[-1], **options,
+        rows, n, heads, scale, bias.shape[-1],
     )  # fmt: skip
 
 
@@ -462,10 +486,14 @@ def backward(
     # Like what is read: gradients are written in rows, too.
     dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
     with on(q.device):
-        added = None if mask is None else added_by(mask, padded.shape[-1])
-        dbias = attend_backward(grad, q, k, v, padded, added, out, lse, scale, (dq, dk, dv), wanted[3])
+        dbias = new_dbias(grad, padded) if wanted[3] else None
+        attend_backward(grad, q, k, v, padded, _added(mask, padded), out, lse, scale, (dq, dk, dv), dbias)
     dq, dk, dv = map(_laid_out_like, (dq, dk, dv), given)
-    return dq, dk, dv, None if dbias is None else dbias.to(bias.dtype).unsqueeze(1)
+    return dq, dk, dv, None if dbias is None else sum_of_dbias(dbias).to(bias.dtype).unsqueeze(1)
+
+
+def _added(mask: Tensor | None, bias: Tensor) -> Tensor | None:
+    return None if mask is None else added_by(mask[:, :, 0, 0], bias.shape[-1])
 
 
 def attend_backward(
@@ -479,57 +507,67 @@ def attend_backward(
     lse: Tensor,
     scale: float,
     into: tuple[Tensor | None, Tensor | None, Tensor | None],
-    wants_bias: bool,
-) -> Tensor | None:
+    dbias: Tensor | None,
+    adds: bool = False,
+    bias_of_keys: Tensor | None = None,
+) -> None:
     """The backward pass with everything prepared, as for `attend`: gradients of q, k and v go to `into`, where there is
-    a tensor; that of the bias, where it is wanted, (batch, heads, n, n), may be float32."""
+    a tensor; that of the bias to `dbias`, as `new_dbias` makes it, or is added to it. `bias_of_keys` is
+    ``of_keys(bias)``.
+
+    The last kernel makes the gradients of k and v, each tile from its own part of these: they may take their place.
+    """
     batch, rows, heads, n, d = q.shape
     width = bias.shape[-1]
     log_sums, delta = q.new_empty((2, batch, rows, heads, width), dtype=torch.float32)
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
     numbers = rows, n, heads, scale, width
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-
-    def options(kernel: str) -> dict[str, Any]:
-        return _options(kernel, d, q.dtype, added is not None, tf32)
-
+    how = d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32
     inputs = grad, q, k, v, bias, lse if added is None else added, log_sums, delta
-    _prepare[(width // 64, rows, batch * heads)](
+    _prepare_launcher(d)(
+        (width // 64, rows, batch * heads),
         grad, out, lse, log_sums, delta, strides[0], _strides(out), rows, n, heads, width,
-        D=d, PADDED_D=_padded(d), BLOCK_J=64,
     )  # fmt: skip
+    if dbias is not None:
+        grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads
+        _launcher("bias", *how, ADDS=adds)(grid, *inputs, dbias, *strides, *numbers, _blocks(rows, len(dbias)))
     dq, dk, dv = into
     if dq is not None:
-        how = options("q")
-        _backward_q[(_blocks(n, how["BLOCK_J"]), rows, batch * heads)](
-            *inputs, dq, *strides, _strides(dq), *numbers, **how
+        launch = _launcher("q", *how)
+        launch(
+            (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads), *inputs, dq, *strides, _strides(dq), *numbers
         )
     if dk is not None or dv is not None:
-        how = options("kv")
+        launch = _launcher("kv", *how, WANT_K=dk is not None, WANT_V=dv is not None)
         either = k if dk is None else dk, v if dv is None else dv
-        _backward_kv[(_blocks(n, how["BLOCK_K"]), rows, batch * heads)](
-            *inputs, *either, *strides, *map(_strides, either), *numbers,
-            WANT_K=dk is not None, WANT_V=dv is not None, **how,
+        bias_of_keys = of_keys(bias) if bias_of_keys is None else bias_of_keys
+        launch(
+            (_blocks(n, launch.options["BLOCK_K"]), rows, batch * heads),
+            grad, q, k, v, bias_of_keys, *inputs[5:], *either, *strides[:4], bias_of_keys.stride()[:3],
+            *map(_strides, either), *numbers,
         )  # fmt: skip
-    if not wants_bias:
-        return None
-    how = options("bias")
-    tiles = _blocks(n, how["BLOCK_J"]) * _blocks(n, how["BLOCK_K"])
-    parts = _parts(tiles * batch * heads, rows, 4 * batch * heads * n * n, q.device)
-    share = _blocks(rows, parts)
-    parts = _blocks(rows, share)
-    dtype = bias.dtype if parts == 1 else torch.float32
-    dbias = q.new_empty((parts, batch, heads, n, n), dtype=dtype)
-    _backward_bias[(tiles, parts, batch * heads)](*inputs, dbias, *strides, *numbers, share, **how)
-    return dbias[0] if parts == 1 else dbias.sum(0)
 
 
-def _parts(programs: int, rows: int, nbytes: int, device: torch.device) -> int:
-    """Into how many sums over rows i the gradient of the bias is cut, so that programs are many for the processors."""
-    many = 16 * _processors(device)
-    return max(1, min(_blocks(many, programs), _PARTIAL_BYTES // nbytes, rows))
+def new_dbias(q: Tensor, bias: Tensor, wide: bool = False) -> Tensor:
+    """For the gradient of a bias as `padded_bias` makes it: sums over shares of the rows of q, or of a tensor like it,
+    (parts, batch, heads, n, n), so that programs are many for the processors. Float32 where there are several, or
+    something is to be added."""
+    batch, rows, heads, n, d = q.shape
+    programs, nbytes = _tiles(_launch("bias", d, q.dtype), n) * batch * heads, 4 * batch * heads * n * n
+    parts = max(1, min(_blocks(16 * processors(q.device), programs), _PARTIAL_BYTES // nbytes, rows))
+    parts = _blocks(rows, _blocks(rows, parts))
+    return q.new_empty((parts, batch, heads, n, n), dtype=torch.float32 if wide or parts > 1 else bias.dtype)
+
+
+def sum_of_dbias(dbias: Tensor) -> Tensor:
+    """(batch, heads, n, n)"""
+    return dbias[0] if len(dbias) == 1 else dbias.sum(0)
+
+
+def _tiles(launch: _Launch, n: int) -> int:
+    return _blocks(n, launch.block_j) * _blocks(n, launch.block_k)
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -52,6 +52,13 @@ def _given(x: Tensor, parameters: Parameters) -> list[Tensor]:
     return [x, *(t for t in parameters if t is not None)]
 
 
+def _is_sparing() -> bool:
+    """Whether memory counts for more than time: a checkpoint gives hooks to what is saved, or runs again, inside a
+    backward pass."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or torch._C._current_graph_task_id() != -1
+
+
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -61,6 +68,7 @@ class _Update(torch.autograd.Function):
             made, product, logsumexp = update_kept(x, mask, parameters, heads, eps, ending)
         ctx.save_for_backward(x, product, logsumexp, mask, *parameters)
         ctx.how = heads, eps, ending
+        ctx.sparing = _is_sparing()
         return made
 
     @staticmethod
@@ -68,13 +76,16 @@ class _Update(torch.autograd.Function):
         x, product, logsumexp, mask, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad
         wanted = [needed[0], *needed[5:]]
-        grads = update_backward(grad, x, product, logsumexp, mask, parameters, *ctx.how, wanted)
+        grads = update_backward(grad, x, product, logsumexp, mask, parameters, *ctx.how, wanted, ctx.sparing)
         dx, *rest = (g if want else None for g, want in zip(grads, wanted, strict=True))
         return dx, None, None, None, None, *rest
 
 
 def _autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> Tensor:
     op = "_triangle_attention_update"
+    if attention._only_values():
+        with torch._C._AutoDispatchBelowAutograd():
+            return update(x, mask, parameters, *how)
     check(op, x, mask, parameters, how[0])
     check_constant(op, mask)
     given = _given(x, parameters)
@@ -88,6 +99,8 @@ def _autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any)
 
 def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
     op = "_triangle_attention_update_"
+    if attention._only_values():
+        return _version_(x, mask, parameters, *how)
     check(op, x, mask, parameters, how[0])
     check_writable(op, x)
     check_constant(op, mask)
@@ -148,6 +161,7 @@ def _composite_gradients(
     eps: float,
     ending: bool,
     wanted: Sequence[bool],
+    sparing: bool = False,
 ) -> list[Tensor]:
     check_wanted(wanted)
     inputs = (x, *parameters)

@@ -32,7 +32,7 @@ for _schema in (
     # The update, the result of the attention before its gate, and the logarithms of sums.
     f"{NAME}_kept(Tensor x, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     f"{NAME}_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, {_ARGUMENTS}, "
-    "bool[11] wanted) -> Tensor[]",
+    "bool[11] wanted, bool sparing=False) -> Tensor[]",
 ):
     if is_first:
         library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -78,11 +78,32 @@ def _flat(t: Tensor, trailing: int) -> Tensor:
 
 
 def _rows_of(mask: Tensor | None, ending: bool) -> Tensor | None:
-    """Which keys are kept: bool, (batch, i, k) in the order of the attention."""
+    """(batch, i, k) in the order of the attention."""
     if mask is None:
         return None
-    mask = _flat(mask if mask.dtype == torch.bool else mask != 0, 2)
+    mask = _flat(mask, 2)
     return mask.mT if ending else mask
+
+
+def _forward(
+    x: Tensor,
+    mask: Tensor | None,
+    w: panels.Weights,
+    ending: bool,
+    target: Tensor,
+    adds: bool,
+    kept: tuple[Tensor, Tensor] | None,
+) -> None:
+    steps = steps_for(x, w.q, w.heads)
+    with _on(x.device):
+        if steps is not panels and _fused("").takes(x, w):
+            _fused("").forward(x, mask, w, ending, target, adds, kept)
+        else:
+            panels.forward(x, mask, w, ending, target, adds, kept, steps)
+
+
+def _fused(part: str) -> Any:
+    return importlib.import_module(f"torchops._attention_update_fused{part}")  # Triton may not be there
 
 
 def _kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
@@ -102,9 +123,7 @@ def _update(
     w = _weights(parameters, heads, eps)
     out = torch.empty(x.shape, dtype=w.q.dtype, device=x.device)
     if out.numel():
-        target, steps = _flat(out, 3), steps_for(x, w.q, heads)
-        with _on(x.device):
-            panels.forward(_flat(x, 3), _rows_of(mask, ending), w, ending, target, False, kept, steps)
+        _forward(_flat(x, 3), _rows_of(mask, ending), w, ending, _flat(out, 3), False, kept)
     return out
 
 
@@ -113,8 +132,8 @@ def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int,
     check_writable("_triangle_attention_update_", x)
     if x.numel():
         w = _weights(parameters, heads, eps, overwritten=x)
-        if mask is not None and mask.dtype == torch.bool:
-            mask = mask.clone() if mask.untyped_storage()._cdata == x.untyped_storage()._cdata else mask
+        if mask is not None and mask.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            mask = mask.clone()
         _overwrite(x, _rows_of(mask, ending), w, ending)
 
 
@@ -127,8 +146,7 @@ def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: b
         for i, each in enumerate(x):
             _overwrite(each, None if part is None else part[i], w, ending)
     else:
-        with _on(x.device):
-            panels.forward(flat, kept_keys, w, ending, flat, True, None, steps_for(x, w.q, w.heads))
+        _forward(flat, kept_keys, w, ending, flat, True, None)
 
 
 def _kept_kernel(
@@ -158,7 +176,9 @@ def _backward_kernel(
     eps: float,
     ending: bool,
     wanted: Sequence[bool],
+    sparing: bool = False,
 ) -> list[Tensor]:
+    """With a larger part of the memory that a panel may take, or, where gradients are sparing, with a smaller one."""
     check_kept(grad, x, product, logsumexp, mask, parameters, heads)
     check_wanted(wanted)
     inputs = dict(zip(panels.WANTED, (x, *parameters), strict=True))
@@ -169,11 +189,15 @@ def _backward_kernel(
         made = {name: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items()}
     elif any(asked.values()):
         w = _weights(parameters, heads, eps)
+        flat, steps = _flat(x, 3), steps_for(x, w.q, heads)
+        kept = product.contiguous(), logsumexp.contiguous()
+        arguments = _flat(grad, 3), flat, _rows_of(mask, ending), w, ending, *kept
+        all_asked = all(asked[name] or t is None for name, t in inputs.items())
         with _on(x.device):
-            made = panels.backward(
-                _flat(grad, 3), _flat(x, 3), _rows_of(mask, ending), w, ending, product.contiguous(),
-                logsumexp.contiguous(), asked, steps_for(x, w.q, heads),
-            )  # fmt: skip
+            if steps is not panels and all_asked and _fused("").takes(flat, w):
+                made = _fused("_gradients").backward(*arguments, asked, sparing)
+            else:
+                made = panels.backward(*arguments, asked, steps)
     return [made[name].view(t.shape) if t is not None and asked[name] else x.new_empty(0) for name, t in inputs.items()]
 
 
@@ -208,6 +232,7 @@ def _backward_fake(
     eps: float,
     ending: bool,
     wanted: Sequence[bool],
+    sparing: bool = False,
 ) -> list[Tensor]:
     check_kept(grad, x, product, logsumexp, mask, parameters, heads)
     check_wanted(wanted)

@@ -23,7 +23,10 @@ from torchops import _attention_panels
 from torchops._attention_update_arguments import TENSORS, AttentionWeights
 from torchops.ops import gate, layer_norm
 
-__all__ = ["Weights", "add", "attend", "backward", "forward", "norm", "prepared_mask", "triangle_bias"]
+__all__ = [
+    *("Weights", "add", "attend", "attend_backward", "backward", "batches", "forward", "heads", "norm", "panels"),
+    *("prepared_mask", "slab", "triangle_bias"),
+]
 
 
 class Weights(AttentionWeights):
@@ -51,7 +54,7 @@ def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
     """``(batch, heads, j, k)``."""
     batch, n = x.shape[:2]
     bias = w.q.new_empty((batch, w.heads, n, n))
-    for b, rows in _panels(batch, n, n * x.shape[-1] * (x.element_size() + bias.element_size()), _CPU_BYTES):
+    for b, rows in panels(batch, n, n * x.shape[-1] * (x.element_size() + bias.element_size()), _CPU_BYTES):
         made = F.linear(norm(x[b, rows], w), w.bias_weight)
         if ending:
             bias[b, :, :, rows] = made.permute(0, 3, 2, 1)
@@ -61,8 +64,8 @@ def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
 
 
 def prepared_mask(mask: Tensor, bias: Tensor) -> Tensor:
-    """What `attend` takes, of a mask ``(batch, i, k)``, in which rows can be sliced."""
-    return mask[:, :, None, None]
+    """What `attend` takes, of a mask ``(batch, i, k)`` of any dtype, in which rows can be sliced."""
+    return (mask if mask.dtype == torch.bool else mask != 0)[:, :, None, None]
 
 
 def attend(
@@ -115,9 +118,9 @@ def attend_backward(
 # --- panels ----------------------------------------------------------------------------------------------------------
 
 # On the CPU what stays in the cache. On a GPU, inference may take a pair tensor, of which the bias and sums take a
-# part, and 64 MiB; where pair tensors are small, panels are few because each takes the host's time.
+# part, or 128 MiB where pair tensors are small: there panels are few because each takes the host's time.
 _CPU_BYTES = 8 << 20
-_CUDA_BYTES = 56 << 20
+_CUDA_BYTES = 112 << 20
 _CUDA_TRAINING_BYTES = 256 << 20
 
 
@@ -125,10 +128,10 @@ def _budget(x: Tensor, itemsize: int, training: bool) -> int:
     if not x.is_cuda:
         return _CPU_BYTES
     pair = math.prod(x.shape[1:]) * itemsize
-    return max(2 * pair, _CUDA_TRAINING_BYTES) if training else pair * 7 // 8 + _CUDA_BYTES
+    return max(2 * pair, _CUDA_TRAINING_BYTES) if training else max(pair * 7 // 8, _CUDA_BYTES)
 
 
-def _panels(batch: int, n: int, row_bytes: int, budget: int) -> Iterator[tuple[slice, slice]]:
+def panels(batch: int, n: int, row_bytes: int, budget: int) -> Iterator[tuple[slice, slice]]:
     """Slices of the batch, and of rows: many of a batch with all their rows, or some rows of one of it."""
     whole = budget // max(1, row_bytes * n)
     if whole:
@@ -142,12 +145,12 @@ def _panels(batch: int, n: int, row_bytes: int, budget: int) -> Iterator[tuple[s
             yield slice(b, b + 1), slice(first, min(first + size, n))
 
 
-def _slab(t: Tensor, b: slice, rows: slice, ending: bool) -> Tensor:
+def slab(t: Tensor, b: slice, rows: slice, ending: bool) -> Tensor:
     """Of a tensor (batch, N, N, ...) in the order of memory."""
     return t[b, :, rows] if ending else t[b, rows]
 
 
-def _heads(t: Tensor, heads: int, ending: bool) -> Tensor:
+def heads(t: Tensor, heads: int, ending: bool) -> Tensor:
     """Of (batch, N, N, heads * d) in the order of memory, what attention takes: (batch, i, heads, j, d)."""
     t = t.unflatten(-1, (heads, t.shape[-1] // heads))
     return t.permute(0, 2, 3, 1, 4) if ending else t.permute(0, 1, 3, 2, 4)
@@ -166,34 +169,34 @@ def forward(
     """Adds the update of x, (batch, N, N, c), to the target, which may be x, or writes it there; and into `kept` the
     result of the attention before its gate, (batch, N, N, heads * d), and the logarithms of sums, (batch, i, heads, j).
 
-    The mask is bool, (batch, i, k) in the order of the attention.
+    The mask is (batch, i, k), in the order of the attention.
     """
     batch, n, _, c = x.shape
     width, itemsize = w.q.shape[0], w.q.element_size()
     row_bytes = n * ((c + 4 * width) * itemsize + 4 * w.heads)
-    for b, panels in _batches(_panels(batch, n, row_bytes, _budget(x, itemsize, False))):
+    for b, part_of_b in batches(panels(batch, n, row_bytes, _budget(x, itemsize, False))):
         bias = steps.triangle_bias(x[b], w, ending)
         prepared = None if mask is None else steps.prepared_mask(mask[b], bias)
-        for rows in panels:
-            z = steps.norm(_slab(x, b, rows, ending), w)
+        for rows in part_of_b:
+            z = steps.norm(slab(x, b, rows, ending), w)
             qkv = F.linear(z, w.packed).split(width, -1)
-            q, k, v = (_heads(t, w.heads, ending) for t in qkv)
+            q, k, v = (heads(t, w.heads, ending) for t in qkv)
             row_mask = None if prepared is None else prepared[:, rows]
             if kept is None:
                 o = steps.attend(q, k, v, bias, row_mask, w.scale)
                 o = (o.permute(0, 3, 1, 2, 4) if ending else o.transpose(-3, -2)).flatten(-2)
             else:
-                o = _slab(kept[0], b, rows, ending)
-                steps.attend(q, k, v, bias, row_mask, w.scale, _heads(o, w.heads, ending), kept[1][b, rows])
+                o = slab(kept[0], b, rows, ending)
+                steps.attend(q, k, v, bias, row_mask, w.scale, heads(o, w.heads, ending), kept[1][b, rows])
             del qkv, q, k, v
-            steps.add(_slab(target, b, rows, ending), o, z, w, adds)
+            steps.add(slab(target, b, rows, ending), o, z, w, adds)
             del o, z
 
 
-def _batches(panels: Iterator[tuple[slice, slice]]) -> Iterator[tuple[slice, list[slice]]]:
+def batches(each: Iterator[tuple[slice, slice]]) -> Iterator[tuple[slice, list[slice]]]:
     """Panels of the same part of the batch together."""
     current: tuple[slice, list[slice]] | None = None
-    for b, rows in panels:
+    for b, rows in each:
         if current is not None and current[0] == b:
             current[1].append(rows)
             continue
@@ -243,14 +246,14 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted["x"] else None
     dz = torch.empty(x.shape, dtype=dtype, device=x.device) if to_z and (dx is None or dx.dtype != dtype) else dx
     row_bytes = n * ((4 * c + 8 * width) * w.q.element_size() + 8 * w.heads)
-    for b, panels in _batches(_panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True))):
+    for b, part_of_b in batches(panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True))):
         bias = steps.triangle_bias(x[b], w, ending) if to_o else None
         dbias: Tensor | None = None
         prepared = None if mask is None or bias is None else steps.prepared_mask(mask[b], bias)
-        for rows in panels:
-            z = steps.norm(_slab(x, b, rows, ending), w) if reads_z else None
-            o_rows = _slab(o, b, rows, ending)
-            g = _slab(grad, b, rows, ending).to(dtype).reshape(-1, c)
+        for rows in part_of_b:
+            z = steps.norm(slab(x, b, rows, ending), w) if reads_z else None
+            o_rows = slab(o, b, rows, ending)
+            g = slab(grad, b, rows, ending).to(dtype).reshape(-1, c)
             do, dz_rows = _through_gate(sums, g, o_rows, z, w, wanted, to_o, to_z)
             del g
             if do is None or z is None:
@@ -259,11 +262,11 @@ def backward(
             qkv = F.linear(z, w.packed).view(*o_rows.shape[:-1], -1)
             d_packed = torch.empty_like(qkv)
             q, k, v, dq, dk, dv = (
-                _heads(t, w.heads, ending) for t in (*qkv.split(width, -1), *d_packed.split(width, -1))
+                heads(t, w.heads, ending) for t in (*qkv.split(width, -1), *d_packed.split(width, -1))
             )
             part = steps.attend_backward(
-                _heads(do, w.heads, ending), q, k, v, bias, None if prepared is None else prepared[:, rows],
-                _heads(o_rows, w.heads, ending), logsumexp[b, rows], w.scale, (to_q, to_k, to_v, to_bias), (dq, dk, dv),
+                heads(do, w.heads, ending), q, k, v, bias, None if prepared is None else prepared[:, rows],
+                heads(o_rows, w.heads, ending), logsumexp[b, rows], w.scale, (to_q, to_k, to_v, to_bias), (dq, dk, dv),
             )  # fmt: skip
             del do, qkv, q, k, v, dq, dk, dv
             if part is not None:
@@ -274,7 +277,7 @@ def backward(
             del z
             if dz is not None:
                 made = d_rows @ w.packed if dz_rows is None else dz_rows.view(-1, c).addmm_(d_rows, w.packed)
-                place = _slab(dz, b, rows, ending)
+                place = slab(dz, b, rows, ending)
                 place.copy_(made.view(place.shape))
         if dbias is not None:
             _through_norm(sums, dbias.to(dtype), x[b], dz if dz is None else dz[b], dx if dx is None else dx[b], w,
@@ -339,7 +342,7 @@ def _through_norm(
     batch, n, _, c = x.shape
     weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
     row_bytes = n * c * (3 * x.element_size() + 2 * w.q.element_size())
-    for b, rows in _panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True)):
+    for b, rows in panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True)):
         z, mean, rstd = torch.ops.myops._layer_norm(x[b, rows], (c,), weight, bias, w.eps)
         # (heads, positions in the order of x)
         d = (dbias[b, :, :, rows].permute(1, 0, 3, 2) if ending else dbias[b, :, rows].transpose(0, 1)).flatten(1)

@@ -2,8 +2,8 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
 """The steps of `_attention_update_panels.py` on a GPU, where a step of several operators would pass memory several
-times: the layer norm of a part of x, of any strides and also from float32 to 16 bits; the bias, from x to the layout
-(h, j, k); and the end, which gates the attention's result, multiplies, and adds to x, all in one pass.
+times: the layer norm of a part of x, of any strides and also from float32 to 16 bits; and the bias, from x to the
+layout (h, j, k). `_attention_update_fused.py` goes further where features are few.
 
 One compilation serves all N.
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 from torchops import _attention_triton as attention
 from torchops import _attention_update_panels as panels
 from torchops._attention_update_panels import Weights
+from torchops._triton_launch import Launch
 
 __all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias"]
 
 _MAX_NORM = 4096  # features of which a program holds a row
-_MAX_PRODUCT = 128  # features of which it holds both weights of the end
 
 _jit = triton.jit(do_not_specialize=["inner"])  # one compilation for all N
 
@@ -87,7 +87,7 @@ def _normalised(
 
 @_jit
 def _norm(
-    x, weight, bias, z, x_strides, z_strides, inner, eps,
+    x, weight, bias, z, x_strides, z_strides, inner: tl.int32, eps,
     C: tl.constexpr, PADDED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     left = inner - tl.program_id(1) * BLOCK
@@ -98,11 +98,11 @@ def _norm(
 
 @_jit
 def _bias(
-    x, weight, bias, to_heads, made, x_strides, made_strides, head_stride, inner, eps,
+    x, weight, bias, to_heads, made, x_strides, made_strides, head_stride, inner: tl.int32, width, eps,
     HEADS: tl.constexpr,
     C: tl.constexpr, PADDED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """made[h, j, k] = sum over features of z[j, k] * to_heads[h]; positions are (j, k)."""
+    """made[h, j, k] = sum over features of z[j, k] * to_heads[h], and -inf for k up to width; positions are (j, k)."""
     left = inner - tl.program_id(1) * BLOCK
     z = _normalised(x, weight, bias, x_strides, left, eps, C, PADDED, HAS_WEIGHT, HAS_BIAS, BLOCK)
     z = z.to(made.dtype.element_ty).to(tl.float32)  # as the products of q, k and v read it
@@ -110,42 +110,8 @@ def _bias(
     at = _first(made, made_strides, BLOCK) + r * made_strides[2]
     for h in tl.static_range(HEADS):
         values = tl.sum(z * _vector(to_heads + h * C, 0.0, C, PADDED)[None, :], 1)
-        tl.store(at + h * head_stride, values.to(made.dtype.element_ty), mask=r < left)
-
-
-@triton.jit
-def _matrix(pointer, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDED_R: tl.constexpr, PADDED_C: tl.constexpr):
-    """A weight, transposed."""
-    r, d = tl.arange(0, PADDED_R), tl.arange(0, PADDED_C)
-    inside = (r < ROWS)[:, None] & (d < COLUMNS)[None, :]
-    return tl.trans(tl.load(pointer + (r[:, None] * COLUMNS + d[None, :]), mask=inside, other=0.0))
-
-
-@_jit
-def _end(
-    o, z, gate, gate_bias, out, out_bias, target, o_strides, z_strides, target_strides, inner,
-    C: tl.constexpr, PADDED_C: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
-    HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """target (+)= (o * sigmoid(z @ gate.T + gate_bias)) @ out.T + out_bias."""
-    left = inner - tl.program_id(1) * BLOCK
-    inside = _inside(left, C, BLOCK, PADDED_C)
-    z_tile = tl.load(_tile(_first(z, z_strides, BLOCK), z_strides, BLOCK, PADDED_C), mask=inside, other=0.0)
-    s = tl.dot(z_tile, _matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
-    if HAS_GATE_BIAS:
-        s = s + _vector(gate_bias, 0.0, WIDTH, PADDED_WIDTH)[None, :]
-    o_tile = tl.load(
-        _tile(_first(o, o_strides, BLOCK), o_strides, BLOCK, PADDED_WIDTH),
-        mask=_inside(left, WIDTH, BLOCK, PADDED_WIDTH), other=0.0,
-    )  # fmt: skip
-    gated = (o_tile.to(tl.float32) / (1 + tl.exp2(s * -1.4426950408889634))).to(o_tile.dtype)
-    y = tl.dot(gated, _matrix(out, C, WIDTH, PADDED_C, PADDED_WIDTH))
-    if HAS_OUT_BIAS:
-        y = y + _vector(out_bias, 0.0, C, PADDED_C)[None, :]
-    at = _tile(_first(target, target_strides, BLOCK), target_strides, BLOCK, PADDED_C)
-    if ADDS:
-        y = y + tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, y.to(target.dtype.element_ty), mask=inside)
+        values = tl.where(r < left, values, float("-inf"))
+        tl.store(at + h * head_stride, values.to(made.dtype.element_ty), mask=r < left + width - inner)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -166,26 +132,20 @@ def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-# The blocks and warps below are the best of a sweep on an H100, of a pair tensor of N = 1024, c = 128 and bfloat16: 219
-# us for the norm, 164 for the bias and 504 for the end.
+# The blocks and warps are the best of a sweep on an H100, of a pair tensor of N = 1024, c = 128 and bfloat16: 219 us
+# for the norm, 164 for the bias.
 
 
 @cache
-def _norm_options(c: int, has_weight: bool, has_bias: bool) -> dict[str, Any]:
+def _launcher(kernel: Any, c: int, has_weight: bool, has_bias: bool, **constants: int) -> Launch:
     padded = _padded(c)
-    return {
-        "C": c,
-        "PADDED": padded,
-        "HAS_WEIGHT": has_weight,
-        "HAS_BIAS": has_bias,
-        "BLOCK": max(1, 8192 // padded),
-        "num_warps": 4,
-    }
+    constants |= {"C": c, "PADDED": padded, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias}
+    return Launch(kernel, **constants, BLOCK=max(1, 8192 // padded), num_warps=4)
 
 
-def _grid(shape: _Shape, block: int) -> tuple[int, int, int]:
+def _grid(shape: _Shape, launch: Launch) -> tuple[int, int, int]:
     batch, outer, inner = shape
-    return outer, -(-inner // block), batch
+    return outer, -(-inner // launch.options["BLOCK"]), batch
 
 
 def norm(x: Tensor, w: Weights) -> Tensor:
@@ -194,9 +154,8 @@ def norm(x: Tensor, w: Weights) -> Tensor:
         return panels.norm(x, w)
     z = torch.empty(x.shape, dtype=w.q.dtype, device=x.device)
     shape, strides = _positions(x, z)
-    weight, bias = w.norm_weight, w.norm_bias
-    options = _norm_options(c, weight is not None, bias is not None)
-    _norm[_grid(shape, options["BLOCK"])](x, weight, bias, z, *strides, shape[2], w.eps, **options)
+    launch = _launcher(_norm, c, w.norm_weight is not None, w.norm_bias is not None)
+    launch(_grid(shape, launch), x, w.norm_weight, w.norm_bias, z, *strides, shape[2], w.eps)
     return z
 
 
@@ -206,22 +165,21 @@ def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
     if c > _MAX_NORM:
         return attention.padded_bias(panels.triangle_bias(x, w, ending))
     batch, n = x.shape[:2]
-    made = w.q.new_empty((batch, w.heads, n, attention.padded_width(n)))
-    if made.shape[-1] > n:
-        made[..., n:].fill_(float("-inf"))
+    width = attention.padded_width(n)
+    made = w.q.new_empty((batch, w.heads, n, width))
     x_strides, made_strides = x.stride()[:3], made.stride()
     if ending:
         x_strides = x_strides[0], x_strides[2], x_strides[1]
-    options = _norm_options(c, w.norm_weight is not None, w.norm_bias is not None)
-    _bias[_grid((batch, n, n), options["BLOCK"])](
-        x, w.norm_weight, w.norm_bias, w.bias_weight, made, x_strides, (made_strides[0], made_strides[2], 1),
-        made_strides[1], n, w.eps, HEADS=w.heads, **options,
+    launch = _launcher(_bias, c, w.norm_weight is not None, w.norm_bias is not None, HEADS=w.heads)
+    launch(
+        _grid((batch, n, width), launch), x, w.norm_weight, w.norm_bias, w.bias_weight, made,
+        x_strides, (made_strides[0], made_strides[2], 1), made_strides[1], n, width, w.eps,
     )  # fmt: skip
     return made
 
 
 def prepared_mask(mask: Tensor, bias: Tensor) -> Tensor:
-    return attention.added_by(mask[:, :, None, None], bias.shape[-1])
+    return attention.added_by(mask, bias.shape[-1])
 
 
 def attend(
@@ -256,32 +214,9 @@ def attend_backward(
     into: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor | None:
     dq, dk, dv = (t if want else None for t, want in zip(into, wanted[:3], strict=True))
-    return attention.attend_backward(grad, q, k, v, bias, mask, out, logsumexp, scale, (dq, dk, dv), wanted[3])
+    dbias = attention.new_dbias(q, bias) if wanted[3] else None
+    attention.attend_backward(grad, q, k, v, bias, mask, out, logsumexp, scale, (dq, dk, dv), dbias)
+    return None if dbias is None else attention.sum_of_dbias(dbias)
 
 
-@cache
-def _end_options(c: int, width: int, has_gate_bias: bool, has_out_bias: bool, adds: bool) -> dict[str, Any]:
-    return {
-        "C": c,
-        "PADDED_C": _padded(c),
-        "WIDTH": width,
-        "PADDED_WIDTH": _padded(width),
-        "HAS_GATE_BIAS": has_gate_bias,
-        "HAS_OUT_BIAS": has_out_bias,
-        "ADDS": adds,
-        "BLOCK": 64,
-        "num_warps": 8,
-        "num_stages": 1,
-    }
-
-
-def add(target: Tensor, o: Tensor, z: Tensor, w: Weights, adds: bool) -> None:
-    c, width = z.shape[-1], o.shape[-1]
-    if w.gate is None or o.element_size() > 2 or max(c, width) > _MAX_PRODUCT:
-        panels.add(target, o, z, w, adds)
-        return
-    shape, strides = _positions(o, z, target)
-    options = _end_options(c, width, w.gate_bias is not None, w.out_bias is not None, adds)
-    _end[_grid(shape, options["BLOCK"])](
-        o, z, w.gate, w.gate_bias, w.out, w.out_bias, target, *strides, shape[2], **options
-    )
+add = panels.add

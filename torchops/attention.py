@@ -337,6 +337,13 @@ def _needs_decomposition(*tensors: Tensor) -> bool:
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
+def _only_values() -> bool:
+    """Whether nothing but values can be asked for, of whatever arguments. Then the kernels beneath autograd, which
+    check their arguments as well, are all that has to run."""
+    asked = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    return not asked and not _needs_decomposition()
+
+
 def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 

@@ -40,9 +40,9 @@ def triangle_attention_update(
         node: ``"starting"``: the edges of a row attend to one another; ``"ending"``: those of a column.
         inplace: for inference; training copies ``x`` first.
 
-    Memory: without gradients, at most a tensor of the size of ``x`` in the dtype of the weights and 64 MiB beside the
-    result on CUDA, 32 MiB and the bias on the CPU; or one row, where rows are longer. Training keeps ``x`` and, of the
-    size of ``heads * d`` features, the result of the attention; the rest is computed again.
+    Memory: without gradients, on CUDA, beside the result at most a tensor of the size of ``x`` in the dtype of the
+    weights, or 128 MiB where that is more; 32 MiB and the bias on the CPU; or one row, where rows are longer. Training
+    keeps ``x`` and, of the size of ``heads * d`` features, the result of the attention; the rest is computed again.
 
     Raises:
         ValueError: there is no such node.

@@ -269,6 +269,7 @@ def attention_update_backward_flops(
     eps: float,
     ending: bool,
     wanted: Sequence[bool],
+    sparing: bool = False,
     **kwargs: Any,
 ) -> int:
     """The projections of the forward pass again; what :func:`triangle_attention_backward_flops` counts; and one product

@@ -103,17 +103,18 @@ class TriangleAttention(nn.Module):
     def weights(self) -> AttentionWeights:
         """The parameters as :func:`torchops.attention_update.triangle_attention_update` takes them."""
         mha: Any = self.mha
+        norm, gate, out = self.layer_norm, mha.linear_g, mha.linear_o  # a look-up in a module takes a microsecond
         return AttentionWeights(
-            self.layer_norm.weight,
-            self.layer_norm.bias,
+            norm.weight,
+            norm.bias,
             self.linear.weight,
             mha.linear_q.weight,
             mha.linear_k.weight,
             mha.linear_v.weight,
-            mha.linear_g.weight,
-            mha.linear_g.bias,
-            mha.linear_o.weight,
-            mha.linear_o.bias,
+            gate.weight,
+            gate.bias,
+            out.weight,
+            out.bias,
             self.heads,
             self.eps,
         )

@@ -1,0 +1,329 @@
+# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: N803
+"""Kernels in Triton of triangle attention's update with up to 128 features in 16 bits: whatever reads z makes it from
+x, so z is not written where it is only passed on, and a pass over memory does all that it can.
+
+Tensors are (batch, outer, inner, features) with a stride for each of the first three, in units of `UNIT` elements, so
+that the compiler knows that rows are aligned; features are contiguous. A program takes blocks of positions of one
+batch, (outer, inner) as one index, and every so many of them: weights are loaded once for all of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["UNIT", "bias", "end", "gate_gradient", "norm_gradient", "products", "project", "to_z"]
+
+UNIT = 8
+_UNIT = tl.constexpr(UNIT)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+_PLACES = tuple(
+    f"{tensor}_{number}"
+    for tensor in ("x", "made", "z", "o", "target", "grad", "d", "packed", "a", "b", "dz", "dx", "dbias", "k", "v")
+    for number in ("at", "batch", "outer", "inner")
+)
+# One compilation for all N, and no look at numbers when it is launched.
+_jit = triton.jit(do_not_specialize=[*_PLACES, "batch", "inner", "count", "share", "step", "eps"])
+
+
+@triton.jit
+def _places(t, at, batch, outer, inner, INNER, COUNT, BLOCK: tl.constexpr):
+    """Where the positions of block t are; those beyond the last one are where that is."""
+    p = tl.minimum(t * BLOCK + tl.arange(0, BLOCK), COUNT - 1)
+    i = p // INNER
+    start = at * _UNIT + tl.program_id(1).to(tl.int64) * (batch * _UNIT)
+    return start + i.to(tl.int64) * (outer * _UNIT) + (p - i * INNER).to(tl.int64) * (inner * _UNIT)
+
+
+@triton.jit
+def _inside(t, count, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    inside = (t * BLOCK + tl.arange(0, BLOCK) < count)[:, None]
+    if PADDED != SIZE:
+        inside = inside & (tl.arange(0, PADDED) < SIZE)[None, :]
+    return inside
+
+
+@triton.jit
+def _load(pointer, places, t, count, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    at = pointer + (places[:, None] + tl.arange(0, PADDED)[None, :])
+    return tl.load(at, mask=_inside(t, count, SIZE, PADDED, BLOCK), other=0.0)
+
+
+@triton.jit
+def _store(pointer, places, t, count, values, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    at = pointer + (places[:, None] + tl.arange(0, PADDED)[None, :])
+    tl.store(at, values.to(pointer.dtype.element_ty), mask=_inside(t, count, SIZE, PADDED, BLOCK))
+
+
+@triton.jit
+def _vector(pointer, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    d = tl.arange(0, PADDED)
+    return tl.load(pointer + d, mask=d < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _matrix(pointer, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDED_R: tl.constexpr, PADDED_C: tl.constexpr):
+    r, d = tl.arange(0, PADDED_R), tl.arange(0, PADDED_C)
+    at = pointer + (r[:, None] * COLUMNS + d[None, :])
+    return tl.load(at, mask=(r < ROWS)[:, None] & (d < COLUMNS)[None, :], other=0.0)
+
+
+@triton.jit
+def _normalised(values, eps, C: tl.constexpr, PADDED: tl.constexpr):
+    """Of rows in float32; and the factor. What lies beyond C is 0."""
+    mean = tl.sum(values, 1) / C
+    distances = values - mean[:, None]
+    if PADDED != C:
+        distances = tl.where((tl.arange(0, PADDED) < C)[None, :], distances, 0.0)
+    # Not of the squares: no digits cancel.
+    factor = 1 / tl.sqrt(tl.sum(distances * distances, 1) / C + eps)
+    return distances * factor[:, None], factor
+
+
+@triton.jit
+def _z(
+    values, norm_weight, norm_bias, eps,
+    C: tl.constexpr, PADDED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """z of rows of x, in float32."""
+    z, _ = _normalised(values.to(tl.float32), eps, C, PADDED)
+    if HAS_WEIGHT:
+        z = z * _vector(norm_weight, C, PADDED)[None, :]
+    if HAS_BIAS:
+        z = z + _vector(norm_bias, C, PADDED)[None, :]
+    return z
+
+
+@_jit
+def bias(
+    x, norm_weight, norm_bias, to_heads, made,
+    x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
+    made_outer: tl.int32, inner: tl.int32, count: tl.int32, eps: tl.float32,
+    HEADS: tl.constexpr, PADDED_H: tl.constexpr,
+    C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """made = z @ to_heads.T, (batch, heads, outer, inner), in rows of `made_outer`."""
+    p, h = tl.arange(0, BLOCK), tl.arange(0, PADDED_H)
+    heads = tl.trans(_matrix(to_heads, HEADS, C, PADDED_H, PADDED_C))
+    head = (count // inner).to(tl.int64) * made_outer
+    made += tl.program_id(1) * HEADS * head
+    for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        places = _places(t, x_at, x_batch, x_outer, x_inner, inner, count, BLOCK)
+        values = _load(x, places, t, count, C, PADDED_C, BLOCK)
+        rows = _z(values, norm_weight, norm_bias, eps, C, PADDED_C, HAS_WEIGHT, HAS_BIAS).to(made.dtype.element_ty)
+        s = tl.trans(tl.dot(rows, heads))
+        at = t * BLOCK + p
+        there = (h < HEADS)[:, None] & (at < count)[None, :]
+        at = (at // inner).to(tl.int64) * made_outer + at % inner
+        tl.store(made + (h.to(tl.int64)[:, None] * head + at[None, :]), s.to(made.dtype.element_ty), mask=there)
+
+
+@_jit
+def project(
+    x, norm_weight, norm_bias, weights, made, z,
+    x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
+    made_at: tl.int64, made_batch: tl.int64, made_outer: tl.int64, made_inner: tl.int64,
+    z_batch: tl.int64, z_outer: tl.int64, z_inner: tl.int64,
+    k_at: tl.int64, v_at: tl.int64, inner: tl.int32, count: tl.int32, eps: tl.float32,
+    C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, KEEPS_Z: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """q, k and v = z @ weights[m].T: q in `made`, the others so many units behind it; and z where it is kept."""
+    w0 = tl.trans(_matrix(weights, WIDTH, C, PADDED_WIDTH, PADDED_C))
+    w1 = tl.trans(_matrix(weights + WIDTH * C, WIDTH, C, PADDED_WIDTH, PADDED_C))
+    w2 = tl.trans(_matrix(weights + 2 * WIDTH * C, WIDTH, C, PADDED_WIDTH, PADDED_C))
+    for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        places = _places(t, x_at, x_batch, x_outer, x_inner, inner, count, BLOCK)
+        values = _load(x, places, t, count, C, PADDED_C, BLOCK)
+        rows = _z(values, norm_weight, norm_bias, eps, C, PADDED_C, HAS_WEIGHT, HAS_BIAS).to(made.dtype.element_ty)
+        if KEEPS_Z:
+            places = _places(t, 0, z_batch, z_outer, z_inner, inner, count, BLOCK)
+            _store(z, places, t, count, rows, C, PADDED_C, BLOCK)
+        places = _places(t, made_at, made_batch, made_outer, made_inner, inner, count, BLOCK)
+        _store(made, places, t, count, tl.dot(rows, w0), WIDTH, PADDED_WIDTH, BLOCK)
+        _store(made + k_at * _UNIT, places, t, count, tl.dot(rows, w1), WIDTH, PADDED_WIDTH, BLOCK)
+        _store(made + v_at * _UNIT, places, t, count, tl.dot(rows, w2), WIDTH, PADDED_WIDTH, BLOCK)
+
+
+@_jit
+def end(
+    o, x, norm_weight, norm_bias, gate, gate_bias, out, out_bias, target,
+    o_at: tl.int64, o_batch: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
+    x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
+    target_at: tl.int64, target_batch: tl.int64, target_outer: tl.int64, target_inner: tl.int64,
+    inner: tl.int32, count: tl.int32, eps: tl.float32,
+    C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """target = (o * sigmoid(z @ gate.T + gate_bias)) @ out.T + out_bias, to which x is added if ADDS. It may be x."""
+    to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
+    to_out = tl.trans(_matrix(out, C, WIDTH, PADDED_C, PADDED_WIDTH))
+    for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        places = _places(t, x_at, x_batch, x_outer, x_inner, inner, count, BLOCK)
+        values = _load(x, places, t, count, C, PADDED_C, BLOCK)
+        rows = _z(values, norm_weight, norm_bias, eps, C, PADDED_C, HAS_WEIGHT, HAS_BIAS).to(o.dtype.element_ty)
+        s = tl.dot(rows, to_gate)
+        if HAS_GATE_BIAS:
+            s = s + _vector(gate_bias, WIDTH, PADDED_WIDTH)[None, :]
+        places = _places(t, o_at, o_batch, o_outer, o_inner, inner, count, BLOCK)
+        o_rows = _load(o, places, t, count, WIDTH, PADDED_WIDTH, BLOCK)
+        gated = (o_rows.to(tl.float32) / (1 + tl.exp2(s * -_LOG2E))).to(o_rows.dtype)
+        y = tl.dot(gated, to_out)
+        if HAS_OUT_BIAS:
+            y = y + _vector(out_bias, C, PADDED_C)[None, :]
+        if ADDS:
+            y = y + values.to(tl.float32)
+        places = _places(t, target_at, target_batch, target_outer, target_inner, inner, count, BLOCK)
+        _store(target, places, t, count, y, C, PADDED_C, BLOCK)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def gate_gradient(
+    grad, o, x, norm_weight, norm_bias, gate, gate_bias, out, d, gated, d_gate,
+    grad_at: tl.int64, grad_batch: tl.int64, grad_outer: tl.int64, grad_inner: tl.int64,
+    o_at: tl.int64, o_batch: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
+    x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
+    d_batch: tl.int64, d_outer: tl.int64, d_inner: tl.int64,
+    packed_batch: tl.int64, packed_outer: tl.int64, packed_inner: tl.int64,
+    inner: tl.int32, count: tl.int32, eps: tl.float32,
+    C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of grad: d, the gradient of o; d_gate, that of the gate before its sigmoid; and gated, the product of o and the
+    gate. The last two have the strides of `packed`."""
+    to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
+    from_out = _matrix(out, C, WIDTH, PADDED_C, PADDED_WIDTH)
+    for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        places = _places(t, x_at, x_batch, x_outer, x_inner, inner, count, BLOCK)
+        values = _load(x, places, t, count, C, PADDED_C, BLOCK)
+        rows = _z(values, norm_weight, norm_bias, eps, C, PADDED_C, HAS_WEIGHT, HAS_BIAS).to(o.dtype.element_ty)
+        s = tl.dot(rows, to_gate)
+        if HAS_GATE_BIAS:
+            s = s + _vector(gate_bias, WIDTH, PADDED_WIDTH)[None, :]
+        sigmoid = 1 / (1 + tl.exp2(s * -_LOG2E))
+        places = _places(t, grad_at, grad_batch, grad_outer, grad_inner, inner, count, BLOCK)
+        g = _load(grad, places, t, count, C, PADDED_C, BLOCK)
+        d_rows = tl.dot(g.to(o.dtype.element_ty), from_out) * sigmoid
+        places = _places(t, 0, d_batch, d_outer, d_inner, inner, count, BLOCK)
+        _store(d, places, t, count, d_rows, WIDTH, PADDED_WIDTH, BLOCK)
+        places = _places(t, o_at, o_batch, o_outer, o_inner, inner, count, BLOCK)
+        o_rows = _load(o, places, t, count, WIDTH, PADDED_WIDTH, BLOCK).to(tl.float32)
+        gated_rows = o_rows * sigmoid
+        places = _places(t, 0, packed_batch, packed_outer, packed_inner, inner, count, BLOCK)
+        _store(gated, places, t, count, gated_rows, WIDTH, PADDED_WIDTH, BLOCK)
+        _store(d_gate, places, t, count, d_rows * (o_rows - gated_rows), WIDTH, PADDED_WIDTH, BLOCK)
+
+
+@_jit
+def products(
+    a, b, made,
+    a_at: tl.int64, a_batch: tl.int64, a_outer: tl.int64, a_inner: tl.int64,
+    b_batch: tl.int64, b_outer: tl.int64, b_inner: tl.int64,
+    step: tl.int64, batch: tl.int32, inner: tl.int32, count: tl.int32, share: tl.int32,
+    A: tl.constexpr, PADDED_A: tl.constexpr, B: tl.constexpr, PADDED_B: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """made[chunk, m] (+)= a[m].T @ b in float32, over `share` blocks of positions; a[m] are `step` units apart.
+
+    The grid is (m, 1, chunks).
+    """
+    m, chunk = tl.program_id(0), tl.program_id(2)
+    r, d = tl.arange(0, PADDED_A), tl.arange(0, PADDED_B)
+    at = made + (chunk * tl.num_programs(0) + m).to(tl.int64) * (A * B) + (r[:, None] * B + d[None, :])
+    inside = (r < A)[:, None] & (d < B)[None, :]
+    sums = tl.zeros((PADDED_A, PADDED_B), tl.float32)
+    if ADDS:
+        sums += tl.load(at, mask=inside, other=0.0)
+    a += m * (step * _UNIT)
+    for each in range(batch):
+        for t in range(chunk * share, tl.minimum((chunk + 1) * share, tl.cdiv(count, BLOCK))):
+            places = _places(t, a_at + each * a_batch, 0, a_outer, a_inner, inner, count, BLOCK)
+            a_rows = _load(a, places, t, count, A, PADDED_A, BLOCK)
+            places = _places(t, each * b_batch, 0, b_outer, b_inner, inner, count, BLOCK)
+            b_rows = _load(b, places, t, count, B, PADDED_B, BLOCK)
+            sums = tl.dot(tl.trans(a_rows).to(b_rows.dtype), b_rows, sums)
+    tl.store(at, sums, mask=inside)
+
+
+@_jit
+def to_z(
+    d, weights, dz,
+    d_batch: tl.int64, d_outer: tl.int64, d_inner: tl.int64,
+    dz_at: tl.int64, dz_batch: tl.int64, dz_outer: tl.int64, dz_inner: tl.int64,
+    step: tl.int64, inner: tl.int32, count: tl.int32,
+    C: tl.constexpr, PADDED_C: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dz = the sum over m = 0 to 3 of d[m] @ weights[m]; d[m] are `step` units apart."""
+    t = tl.program_id(0)
+    places = _places(t, 0, d_batch, d_outer, d_inner, inner, count, BLOCK)
+    sums = tl.zeros((BLOCK, PADDED_C), tl.float32)
+    for _ in range(4):
+        rows = _load(d, places, t, count, WIDTH, PADDED_WIDTH, BLOCK)
+        sums = tl.dot(rows, _matrix(weights, WIDTH, C, PADDED_WIDTH, PADDED_C), sums)
+        d += step * _UNIT
+        weights += WIDTH * C
+    places = _places(t, dz_at, dz_batch, dz_outer, dz_inner, inner, count, BLOCK)
+    _store(dz, places, t, count, sums, C, PADDED_C, BLOCK)
+
+
+@_jit
+def norm_gradient(
+    dz, dbias, x, norm_weight, norm_bias, to_heads, dx, sums,
+    x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
+    dz_at: tl.int64, dz_batch: tl.int64, dz_outer: tl.int64, dz_inner: tl.int64,
+    dx_at: tl.int64, dx_batch: tl.int64, dx_outer: tl.int64, dx_inner: tl.int64,
+    dbias_outer: tl.int32, dbias_inner: tl.int32, inner: tl.int32, count: tl.int32, eps: tl.float32,
+    HEADS: tl.constexpr, PADDED_H: tl.constexpr,
+    C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx, with what dz gets by way of the bias, whose gradient is (batch, heads, positions); and of each program its
+    sums over positions, (batch, program, 2 + HEADS, C): gradients of the norm's weight, its bias, and `to_heads`.
+
+    Rows of dz may lie in the memory of the same rows of dx: no number of a row of dx is known before all of dz is.
+    """
+    r, d, h = tl.arange(0, BLOCK), tl.arange(0, PADDED_C), tl.arange(0, PADDED_H)
+    in_c = d < C
+    weight = tl.full((PADDED_C,), 1.0, tl.float32)
+    if HAS_WEIGHT:
+        weight = _vector(norm_weight, C, PADDED_C)
+    # Of a block's positions each for itself, as long as the loop runs: sums over them would wait for all warps.
+    of_weight, of_bias = tl.zeros((BLOCK, PADDED_C), tl.float32), tl.zeros((BLOCK, PADDED_C), tl.float32)
+    of_heads = tl.zeros((PADDED_H, PADDED_C), tl.float32)
+    dbias += tl.program_id(1).to(tl.int64) * HEADS * count
+    for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        places = _places(t, x_at, x_batch, x_outer, x_inner, inner, count, BLOCK)
+        values = _load(x, places, t, count, C, PADDED_C, BLOCK).to(tl.float32)
+        places = _places(t, dz_at, dz_batch, dz_outer, dz_inner, inner, count, BLOCK)
+        g = _load(dz, places, t, count, C, PADDED_C, BLOCK).to(tl.float32)
+        unit, factor = _normalised(values, eps, C, PADDED_C)
+        p = tl.minimum(t * BLOCK + r, count - 1)
+        at = dbias + ((p // inner) * dbias_outer + (p % inner) * dbias_inner).to(tl.int64)
+        there = t * BLOCK + r < count
+        for head in tl.static_range(HEADS):
+            by_bias = tl.load(at + head * count.to(tl.int64), mask=there, other=0.0)
+            by_bias = by_bias.to(to_heads.dtype.element_ty).to(tl.float32)
+            g += by_bias[:, None] * _vector(to_heads + head * C, C, PADDED_C)[None, :]
+        z = unit * weight[None, :]
+        if HAS_BIAS:
+            z += _vector(norm_bias, C, PADDED_C)[None, :]
+        every = (h[:, None] < HEADS) & there[None, :]
+        every = tl.load(at[None, :] + h.to(tl.int64)[:, None] * count, mask=every, other=0.0)
+        of_heads = tl.dot(every.to(to_heads.dtype.element_ty), z.to(to_heads.dtype.element_ty), of_heads)
+        of_weight += g * unit
+        of_bias += g
+        g = g * weight[None, :]
+        g = g - (tl.sum(g, 1) / C)[:, None] - unit * (tl.sum(g * unit, 1) / C)[:, None]
+        places = _places(t, dx_at, dx_batch, dx_outer, dx_inner, inner, count, BLOCK)
+        _store(dx, places, t, count, g * factor[:, None], C, PADDED_C, BLOCK)
+    row = sums + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ((2 + HEADS) * C)
+    tl.store(row + d, tl.sum(of_weight, 0), mask=in_c)
+    tl.store(row + C + d, tl.sum(of_bias, 0), mask=in_c)
+    tl.store(row + ((2 + h)[:, None] * C + d[None, :]), of_heads, mask=(h < HEADS)[:, None] & in_c[None, :])
