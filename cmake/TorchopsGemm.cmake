@@ -12,6 +12,7 @@ set(_name "[A-Za-z0-9_]+")
 
 # The header of a family; those without an entry are in ops.
 set(_gemm_header_of_Wide wide_value)
+set(_gemm_header_of_WideSingle wide_value)
 set(_gemm_header_of_WideCotangents wide_cotangents)
 set(_gemm_header_of_Narrow narrow)
 set(_gemm_header_of_PairIn pair_in)
@@ -23,6 +24,7 @@ set(_gemm_header_of_FeedForward transition)
 set(_gemm_header_of_FeedForwardGradients transition_gradients)
 set(_gemm_header_of_OnePass one_pass)
 set(_gemm_header_of_GatedGradients gated_gradients)
+set(_gemm_header_of_WeightGradients weight_gradients)
 
 # For each OPERATION line and each TILING line that names its family, appends the lines of its kernels to the property
 # torchops_gemm_lines_of_<unit>. In the FULL set a unit has two kernels at most, so that many jobs share the work. In the

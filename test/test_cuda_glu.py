@@ -1,5 +1,5 @@
-"""What only the CUDA kernels of glu for sums of more than 256 features can get wrong: tile edges, turns and clusters,
-strides, memory. Values and gradients of small sizes are tested by the generic suites."""
+"""What only the CUDA kernels of glu and gate for sums of more than 256 features can get wrong: tile edges, turns and
+clusters, strides, memory. Values and gradients of small sizes are tested by the generic suites."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_checks import assert_accurate, error, poison, random
-from product_samples import glu_reference
+from product_samples import gate_reference, glu_reference
 from torch import Tensor
 
 import torchops
@@ -83,6 +83,39 @@ def test_glu_of_long_sums(shape: tuple[int, int, int], dtype: torch.dtype, activ
             assert torch.equal(y, torchops.glu(x, w, wg, b, bg, activation=activation))
         assert y.is_contiguous()
         assert_accurate(y, eager, exact)
+
+
+@pytest.mark.parametrize("path", ["auto", "fused", "cublas"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    # One tile; tiles without columns or rows at the end; an odd number of them; several waves; not for TMA.
+    [(1, 264, 8), (129, 520, 264), (777, 384, 1000), (3001, 2056, 1032), (20001, 384, 384), (300, 264, 260)],
+    ids=str,
+)
+def test_gate_of_long_sums(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -> None:
+    rows, k, n = shape
+    x, (w, _), v = random(rows, k, dtype=dtype), weights(n, k, dtype), random(rows, n + 8, dtype=dtype)[:, 8:]
+    for b in (None, random(n + 1, dtype=dtype)[1:]):
+        exact, eager = gate_reference(*double(v, x, w, b)), gate_reference(v, x, w, b)
+        poison(rows, n, dtype=dtype)
+        with torchops.cuda.dense_path(path):
+            y, overwritten = torchops.gate(v, x, w, b), v.clone()
+            torchops.gate_(overwritten, x, w, b)
+        assert y.is_contiguous()
+        assert_accurate(y, eager, exact)
+        assert error(overwritten, y.double()) <= torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("n", [64, 128, 256, 384])
+def test_gate_of_what_it_overwrites(n: int) -> None:
+    """Several tiles of a row read all of it: none may be overwritten before."""
+    x, (w, _) = random(100_000, n, dtype=torch.bfloat16), weights(n, n, torch.bfloat16)
+    expected = torchops.gate(x, x, w)
+    for _ in range(10):
+        y = x.clone()
+        torchops.gate_(y, y, w)
+        assert error(y, expected.double()) <= torch.finfo(y.dtype).eps / 2
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -119,8 +119,8 @@ void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z, const Optional
   });
 }
 
-// y = v * sigmoid(x @ w.T + b) by the kernel for few features, which reads and writes each row once; false, with
-// nothing done, where it cannot run. All tensors are matrices; y may be v.
+// y = v * sigmoid(x @ w.T + b) by the kernel for few features, which reads and writes each row once, or by the one for
+// longer sums; false, with nothing done, where none can run or cuBLAS is faster. All tensors are matrices; y may be v.
 bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   const at::ScalarType dtype = w.scalar_type();
   if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || x.scalar_type() != dtype ||
@@ -139,7 +139,11 @@ bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, c
   problem.c = *from_v;
   problem.d = *to_y;
   problem.bias = b ? b->const_data_ptr() : nullptr;
-  return gemm::run_chosen<gemm::Gate>(problem, *c, y);
+  // Several tiles of a row of the result read all of that row of x.
+  if (x.const_data_ptr() == y.const_data_ptr() && c->n > 128) return false;
+  if (gemm::run_chosen<gemm::Gate>(problem, *c, y)) return true;
+  const bool prefers_cublas = detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(*c);
+  return !prefers_cublas && gemm::run_chosen<gemm::WideGate>(problem, *c, y);
 }
 
 Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {

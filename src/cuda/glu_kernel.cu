@@ -284,6 +284,27 @@ bool in_one_pass(const detail::GluGradients& gradients, gemm::GradientProblem pr
                                             : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, c, dx);
 }
 
+// All gradients but dx by a kernel that makes both products again, and, if dx is wanted, dz and du by turns; false,
+// with nothing done, where that kernel cannot run or not all are wanted. The gradients are contiguous.
+bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& cotangents, gemm::GradientProblem problem,
+                         const gemm::Case& c, GluActivation activation, std::array<bool, 5> mask) {
+  if (!mask[1] || !mask[2] || c.k % 8 != 0) return false;
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  if (mask[0]) problem.dz = *gemm::operand(cotangents);
+  problem.dw = dw.mutable_data_ptr();
+  problem.dw2 = dwg.mutable_data_ptr();
+  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluWeightGradients>(problem, c, dw)
+                                            : gemm::run_chosen<gemm::GluSigmoidWeightGradients>(problem, c, dw);
+}
+
+// The rows of w and wg in the order in which weights_in_one_pass() writes their cotangents.
+Tensor by_turns(const Tensor& w, const Tensor& wg) {
+  const auto turns = [](const Tensor& t) { return t.reshape({-1, gemm::GradientProblem::kTurn, t.size(1)}); };
+  return at::cuda::cat(at::TensorList({turns(w), turns(wg)}), 1).view({-1, w.size(1)});
+}
+
 // dz, du and the gradients of biases by a kernel that makes both products again and keeps them to itself; false, with
 // nothing done, where it cannot run or cuBLAS is faster.
 bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& dbg, gemm::GradientProblem problem,
@@ -327,6 +348,10 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
   if (problem && in_one_pass(gradients, problem->first, problem->second, act, mask)) return gradients;
   const int64_t rows = g_rows.size(0), n = w.size(0);
   const Tensor both = at::detail::empty_cuda({rows, 2 * n}, w.options());
+  if (problem && weights_in_one_pass(gradients, both, problem->first, problem->second, act, mask)) {
+    if (mask[0]) input_gradient(detail::as_rows(dx), both, by_turns(w, wg));
+    return gradients;
+  }
   const Pair cotangents = Pair::halves(both);
   const auto& [dz, du] = cotangents;
   const bool rounded = x.scalar_type() != w.scalar_type(), stacks = rows > 4 * n;

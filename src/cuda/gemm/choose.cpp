@@ -49,12 +49,15 @@ constexpr Rule<Tiling> kSquareMatmul[] = {
 };
 
 // The smallest that has room for k. More columns than a tile has are other CTAs' work, which read the rows again, from
-// L2.
+// L2: with the first, glu of (1048576, 192) to 192 features takes 309 us instead of 432. Gates of such sizes were not
+// measured with it.
 constexpr Rule<NarrowTiling> kNarrow[] = {
+    {[](const Case& c) { return c.n > 128 && c.n <= 192 && c.k <= 192; }, NarrowTiling::k64x192x192},
     {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, NarrowTiling::k128x64x64},
     {[](const Case& c) { return c.k <= 128; }, NarrowTiling::k64x128x128},
     {[](const Case& c) { return c.k <= 256; }, NarrowTiling::k64x128x256},
 };
+constexpr std::span kNarrowGate = std::span(kNarrow).subspan<1>();
 
 // The fastest tilings on an H100, of those measured (bfloat16; 14 shapes, 16 to 262144 rows, k from 128 to 8192, n from
 // 256 to 11008).
@@ -69,8 +72,12 @@ constexpr Rule<Tiling> kWideGlu[] = {
     {always, Tiling::k128x64SharedA},
 };
 
-// The only one measured. All gradients of glu from (1048576, 256) to 256 features take 2191 us, and 3530 where cuBLAS
-// makes the products again; from (262144, 384) to 384, 945 and 1569 (H100 80GB HBM3, torch 2.11, bfloat16).
+// The only one measured. gate of (524288, 384) to 384 features takes 493 us, and 733 by cuBLAS and a pass; of (4096,
+// 1024) to 1024, 27 and 39; of (512, 512) to 512, 24 and 39 (H100 80GB HBM3, torch 2.11, bfloat16).
+constexpr Rule<Tiling> kWideGate[] = {{always, Tiling::k128x64SharedA}};
+
+// The only one measured. All gradients of glu from (262144, 384) to 384 features take 945 us, and 1569 where cuBLAS
+// makes the products again (H100 80GB HBM3, torch 2.11, bfloat16).
 constexpr Rule<Tiling> kWideCotangents[] = {{always, Tiling::k128x64SharedA}};
 
 constexpr Rule<NarrowTiling> kPair[] = {{always, NarrowTiling::k64x128x128}};
@@ -85,6 +92,13 @@ constexpr Rule<GradientTiling> kPairGradients[] = {{always, GradientTiling::k128
 constexpr Rule<GradientTiling> kGated[] = {
     {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, GradientTiling::k64x64},
     {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
+};
+
+// Where most CTAs of a cluster have columns. All gradients of glu but dx, with its cotangents, from (1048576, 256) to
+// 256 features take 917 us, and 1505 by the kernel for cotangents and cuBLAS; from 192 to 192, 592 (H100, bfloat16).
+constexpr Rule<GradientTiling> kWeightGradients[] = {
+    {[](const Case& c) { return c.n > 128 && c.n <= 192 && c.k > 128 && c.k <= 192; }, GradientTiling::k192x192Cluster},
+    {[](const Case& c) { return c.n > 128 && c.n <= 256 && c.k > 128 && c.k <= 256; }, GradientTiling::k256x256Cluster},
 };
 
 // Measured on an H100, bfloat16, from 64 rows to 1048576.
@@ -105,11 +119,12 @@ constexpr Rule<GradientTiling> kDenseGradients[] = {
 TORCHOPS_RULES(Dense, kDense)
 TORCHOPS_RULES(SquareMatmul, kSquareMatmul)
 TORCHOPS_RULES(SquareMatmulT, kSquareMatmul)
-TORCHOPS_RULES(Gate, kNarrow)
+TORCHOPS_RULES(Gate, kNarrowGate)
 TORCHOPS_RULES(GluSigmoid, kNarrow)
 TORCHOPS_RULES(GluSilu, kNarrow)
 TORCHOPS_RULES(WideGluSigmoid, kWideGlu)
 TORCHOPS_RULES(WideGluSilu, kWideGlu)
+TORCHOPS_RULES(WideGate, kWideGate)
 TORCHOPS_RULES(GateCotangents, kWideCotangents)
 TORCHOPS_RULES(GluSigmoidCotangents, kWideCotangents)
 TORCHOPS_RULES(GluSiluCotangents, kWideCotangents)
@@ -125,6 +140,8 @@ TORCHOPS_RULES(DenseGradients, kDenseGradients)
 TORCHOPS_RULES(GateGradients, kGated)
 TORCHOPS_RULES(GluSigmoidGradients, kGated)
 TORCHOPS_RULES(GluSiluGradients, kGated)
+TORCHOPS_RULES(GluSigmoidWeightGradients, kWeightGradients)
+TORCHOPS_RULES(GluSiluWeightGradients, kWeightGradients)
 
 // cuBLAS divides a long sum among multiprocessors that would have no tile.
 bool prefers_cublas(const Case& c) { return c.m < 16 || (c.k >= 512 && c.tiles(64, 128) * 2 <= c.sm_count); }

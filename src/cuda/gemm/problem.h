@@ -29,8 +29,9 @@ struct Problem {
 /// The gradients of y = f(x @ w.T + bias, x @ w2.T + bias2, c), of which the operation reads what it needs: grad, y and
 /// c are m x n, x is m x k, the weights are n x k, n and k are multiples of 8. The gradients dx (m x k), dc (m x n), of
 /// weights (n x k) and of biases (n) are contiguous and aligned to 16 bytes. An operation that stops at the cotangents
-/// of the products writes those to dz and dz2 (m x n).
+/// of the products writes those to dz and dz2 (m x n), or side by side, kTurn columns of each by turns, to dz alone.
 struct GradientProblem {
+  static constexpr int kTurn = 8;
   int m = 0, n = 0, k = 0;
   Operand grad, y, c, x, w, w2, dz, dz2;
   const void *bias = nullptr, *bias2 = nullptr;

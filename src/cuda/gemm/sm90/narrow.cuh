@@ -8,10 +8,11 @@
 //
 //   load warp     a tile of rows of a, and of c if the rule reads it -> a stage of shared memory, by TMA, several ahead
 //   warpgroups    in turn, a tile each: all its products, side by side in registers; the rule makes one value of a
-//   row's
-//                 and column's sums; the tile of results, over that of c or of a; by TMA to device memory
+//                 row's and column's sums; the tile of results, over that of c or of a; by TMA to device memory
 //
-// While one warpgroup computes its rule, the matrix instructions of another run.
+// While one warpgroup computes its rule, the matrix instructions of another run. Where the sums of all columns would
+// not fit the registers, they are made in parts, the next beside the rule of the one before, of an operand that is read
+// to registers before its place in shared memory is written.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -32,15 +33,18 @@ struct NarrowKernel {
   using Element = Element_;
   static constexpr int kRows = kSpec<tiling>.rows, kN = kSpec<tiling>.tile_n, kK = kSpec<tiling>.most_k;
   static constexpr int kWarpgroups = 2, kProducts = Rule::kProducts;
+  static constexpr int kColumns = kN > 128 ? 64 : kN, kParts = kN / kColumns, kSets = std::min(kParts, 2);
+  static constexpr bool kFromRegisters = kParts > 1;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // of the last warpgroup, one thread works
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kRows * (kK + (Rule::kReadsC ? kN : 0)) * kSize;
   static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
   static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kProducts * kN * 4;
-  static constexpr int kStages = std::min(kSpec<tiling>.stages, kRoom / kStageBytes);
+  // Where two tensors are read for one that is written, the loads may run further ahead of the stores.
+  static constexpr int kStages = std::min(kSpec<tiling>.stages + (Rule::kReadsC ? 2 : 0), kRoom / kStageBytes);
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
-  static_assert(kStages >= kWarpgroups && (Rule::kReadsC || kN <= kK));
+  static_assert(kStages >= kWarpgroups && kN % kColumns == 0 && (Rule::kReadsC || kN <= kK));
   // A warpgroup that meets a stage only every other time could take the phase before the one in between for its own:
   // the barrier tells phases by their parity. Where the stages are not divided among the warpgroups, they look at them
   // in turn, so that none is a whole ring ahead.
@@ -85,12 +89,20 @@ struct NarrowKernel {
     CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
   };
 
-  using Product = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::Int<kRows>, cute::Int<kN>, cute::Int<kK>>,
-                                 cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+  static constexpr auto product() {
+    using Tile = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kK>>;
+    constexpr auto major = cute::GMMA::Major::K;
+    if constexpr (kFromRegisters) {
+      return cute::make_tiled_mma(cute::GMMA::rs_op_selector<Element, Element, float, Tile, major, major>());
+    } else {
+      return cute::make_tiled_mma(cute::GMMA::ss_op_selector<Element, Element, float, Tile, major, major>());
+    }
+  }
+  using Product = decltype(product());
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     const int column = p.column();
+    // Before the rows: behind what memory has to deliver, they would arrive last, and no product can start without.
     shared.w_loaded.arrive_and_expect_tx(kWeightBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kProducts; ++i) p.w[i].load(shared.w[i].data(), column, 0, shared.w_loaded);
@@ -127,22 +139,46 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
   using namespace cute;
   const int thread = threadIdx.x % 128, column = p.column();
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
-  const auto in_rows = [](Element* data) {
-    return as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(data), SwizzledRows<Element, kRows, kN>{}));
+  const auto in_rows = [](Element* data, auto columns) {
+    return as_position_independent_swizzle_tensor(
+        make_tensor(make_smem_ptr(data), SwizzledRows<Element, kRows, columns()>{}));
   };
   Product product;
   const auto slice = product.get_slice(thread);
-  Tensor z = partition_fragment_C(product, Shape<Int<kRows>, Int<kN>>{});
-  Tensor t = make_fragment_like(z);  // of the second product
-  const Tensor places = slice.partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kN>>{}));
-  const auto factor = [&](int i) {
-    const Tensor w = make_tensor(make_smem_ptr(shared.w[i].data()), SwizzledRows<Element, kN, kK>{});
-    return slice.make_fragment_B(slice.partition_B(w));
-  };
+  using Part = Shape<Int<kRows>, Int<kColumns>>;
+  // Of both products, for the columns whose rule is computed, and for the next.
+  using Sums = decltype(partition_fragment_C(product, Part{}));
+  Sums z[kSets], t[kSets];
+  using Rows = SwizzledRows<Element, kRows, kK>;
+  Tensor x = slice.partition_fragment_A(make_tensor(make_smem_ptr(shared.stages[0].a.data()), Rows{}));
+  const Tensor places = slice.partition_C(make_identity_tensor(Part{}));
   const auto read_c = make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product);
   const auto write_d = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product);
   const auto read_slice = read_c.get_slice(thread);
   const auto write_slice = write_d.get_slice(thread);
+  const auto multiply = [&](const auto& a, int part) {
+    const auto factor = [&](int i) {
+      const Tensor w = local_tile(make_tensor(make_smem_ptr(shared.w[i].data()), SwizzledRows<Element, kN, kK>{}),
+                                  Shape<Int<kColumns>, Int<kK>>{}, make_coord(part, 0));
+      return slice.make_fragment_B(slice.partition_B(w));
+    };
+    warpgroup_arrive();
+    product.accumulate_ = GMMA::ScaleOut::Zero;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < size<2>(a); ++block) {
+      cute::gemm(product, a(_, _, block), factor(0)(_, _, block), z[part % kSets]);
+      if constexpr (kProducts == 2) cute::gemm(product, a(_, _, block), factor(1)(_, _, block), t[part % kSets]);
+      product.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+  };
+  const auto fence = [&] {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSets; ++i) {
+      warpgroup_fence_operand(z[i]);
+      if constexpr (kProducts == 2) warpgroup_fence_operand(t[i]);
+    }
+  };
 
   shared.w_loaded.wait(0);
   PipelineState at;
@@ -164,48 +200,52 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
       if (thread == 0) shared.turn[(warpgroup + 1) % kWarpgroups].arrive();
     }
     ++round;
-    const Tensor a = slice.make_fragment_A(
-        slice.partition_A(make_tensor(make_smem_ptr(stage.a.data()), SwizzledRows<Element, kRows, kK>{})));
-    warpgroup_fence_operand(z);
-    if constexpr (kProducts == 2) warpgroup_fence_operand(t);
-    warpgroup_arrive();
-    product.accumulate_ = GMMA::ScaleOut::Zero;
-    CUTLASS_PRAGMA_UNROLL
-    for (int block = 0; block < size<2>(a); ++block) {
-      cute::gemm(product, a(_, _, block), factor(0)(_, _, block), z);
-      if constexpr (kProducts == 2) cute::gemm(product, a(_, _, block), factor(1)(_, _, block), t);
-      product.accumulate_ = GMMA::ScaleOut::One;
+    fence();
+    // Of a tile in shared memory, a warp reads rows to registers that it alone overwrites.
+    if constexpr (kFromRegisters) {
+      const auto read_a = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product);
+      const auto a_slice = read_a.get_slice(thread);
+      copy(read_a, a_slice.partition_S(in_rows(stage.a.data(), Int<kK>{})), a_slice.retile_D(x));
+      warpgroup_fence_operand(x);
+      multiply(x, 0);
+    } else {
+      multiply(slice.make_fragment_A(slice.partition_A(make_tensor(make_smem_ptr(stage.a.data()), Rows{}))), 0);
     }
-    warpgroup_commit_batch();
-    Tensor c = make_tensor_like<Element>(z);
-    if constexpr (Rule::kReadsC) {
-      copy(read_c, read_slice.partition_S(in_rows(stage.result())), read_slice.retile_D(c));
-    }
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(z);
-    if constexpr (kProducts == 2) warpgroup_fence_operand(t);
-
-    Tensor result = make_tensor_like<Element>(z);
-    const cutlass::NumericArrayConverter<Element, float, 2> round;
-    Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < size(z); i += 2) {  // a thread has pairs of neighbouring columns
-      const int in_tile = get<1>(places(i));
-      float2 bias[2];
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kProducts; ++j) bias[j] = *reinterpret_cast<const float2*>(&shared.bias[j][in_tile]);
-      cutlass::Array<float, 2> values;
-      CUTLASS_PRAGMA_UNROLL
-      for (int v = 0; v < 2; ++v) {
-        const float first = fmaf(Rule::scale(0), z(i + v), v == 0 ? bias[0].x : bias[0].y);
-        float second = 0.f;
-        if constexpr (kProducts == 2) second = fmaf(Rule::scale(1), t(i + v), v == 0 ? bias[1].x : bias[1].y);
-        values[v] = Rule::template value<kExactness>(first, second, Rule::kReadsC ? static_cast<float>(c(i + v)) : 0.f);
+    for (int part = 0; part < kParts; ++part) {
+      if constexpr (kFromRegisters) {
+        if (part + 1 < kParts) multiply(x, part + 1);
       }
-      pairs(i / 2) = round(values);
+      const Tensor in_part = in_rows(stage.result() + part * (kRows * kColumns), Int<kColumns>{});
+      Tensor result = make_tensor_like<Element>(z[0]);
+      if constexpr (Rule::kReadsC) copy(read_c, read_slice.partition_S(in_part), read_slice.retile_D(result));
+      part + 1 < kParts ? warpgroup_wait<1>() : warpgroup_wait<0>();
+      fence();
+
+      const cutlass::NumericArrayConverter<Element, float, 2> round;
+      Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(result); i += 2) {  // a thread has pairs of neighbouring columns
+        const int in_tile = part * kColumns + get<1>(places(i));
+        float2 bias[2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kProducts; ++j) bias[j] = *reinterpret_cast<const float2*>(&shared.bias[j][in_tile]);
+        cutlass::Array<float, 2> values;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < 2; ++v) {
+          const float first = fmaf(Rule::scale(0), z[part % kSets](i + v), v == 0 ? bias[0].x : bias[0].y);
+          float second = 0.f;
+          if constexpr (kProducts == 2) {
+            second = fmaf(Rule::scale(1), t[part % kSets](i + v), v == 0 ? bias[1].x : bias[1].y);
+          }
+          values[v] =
+              Rule::template value<kExactness>(first, second, Rule::kReadsC ? static_cast<float>(result(i + v)) : 0.f);
+        }
+        pairs(i / 2) = round(values);
+      }
+      if constexpr (!kFromRegisters) sync();  // all warps' products have read what the result overwrites
+      copy(write_d, write_slice.retile_S(result), write_slice.partition_D(in_part));
     }
-    sync();  // all warps have read what the result overwrites
-    copy(write_d, write_slice.retile_S(result), write_slice.partition_D(in_rows(stage.result())));
     cutlass::arch::fence_view_async_shared();
     sync();
     if (thread == 0) {

@@ -7,6 +7,7 @@
 #include "cuda/gemm/sm90/driver.cuh"
 // clang-format on
 
+#include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
@@ -259,10 +260,14 @@ __global__ void __launch_bounds__(kPairThreads, 1) pair_kernel(const __grid_cons
   if (threadIdx.x == 0) shared.barriers.init();
   __syncthreads();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
+  // A kernel that wants more registers takes what the loading warpgroup does not need.
+  constexpr bool wants_registers = requires { Kernel::kRegisters; };
   if (warpgroup < kPairComputing) {
+    if constexpr (wants_registers) cutlass::arch::warpgroup_reg_alloc<Kernel::kRegisters>();
     Kernel::compute(p, shared, warpgroup);
-  } else if (warp % 4 == 0 && cute::elect_one_sync()) {
-    Kernel::load(p, shared);
+  } else {
+    if constexpr (wants_registers) cutlass::arch::warpgroup_reg_dealloc<24>();
+    if (warp % 4 == 0 && cute::elect_one_sync()) Kernel::load(p, shared);
   }
 }
 

@@ -4,9 +4,11 @@
 // channels of positions, in one pass over x.
 //
 // A CTA keeps all weights in shared memory, and tiles of 64 positions stream through it (see pair.cuh). A computing
-// warpgroup multiplies its tile for a, and then for b, and stores the results transposed; TMA takes them to the
-// channels.
+// warpgroup reads its tile once and normalises it in registers, where it stays as the operand of all products: shared
+// memory, which would deliver it to each of them again, is as busy here as the matrix instructions. It multiplies the
+// tile for a, and then for b, and stores the results transposed; TMA takes them to the channels.
 
+#include "cuda/gemm/sm90/operand_norm.cuh"
 #include "cuda/gemm/sm90/pair.cuh"
 
 namespace torchops::cuda::gemm {
@@ -16,12 +18,12 @@ struct PairInKernel {
   using Element = Element_;
   static constexpr int kRows = kPairRows, kColumns = kPairColumns, kN = kSpec<tiling>.tile_n, kK = kSpec<tiling>.most_k;
   static constexpr int kParts = kN / kColumns, kProducts = 2, kWeights = 2 * kParts * kProducts;
-  static constexpr int kSize = static_cast<int>(sizeof(Element));
+  static constexpr int kSize = static_cast<int>(sizeof(Element)), kRegisters = 160;
   static constexpr int kStageBytes = kRows * kK * kSize, kWeightBytes = kColumns * kK * kSize;
   static constexpr int kRoom =
-      227 * 1024 - 512 - kWeights * (kWeightBytes + 8 * kColumns) - kPairComputing * kColumns * kRows * kSize - 8 * kK;
+      227 * 1024 - 512 - kWeights * (kWeightBytes + 4 * kColumns) - kPairComputing * kColumns * kRows * kSize - 8 * kK;
   static constexpr int kStages = std::min(kSpec<tiling>.stages, kRoom / kStageBytes);
-  // Of the gate's product: the terms of its columns have it too.
+  // Of the gate's product: the biases of its columns have it too.
   static constexpr float kGateScale = Gate::kTanhScale;
   static_assert(kSpec<tiling>.rows == kRows && kStages > kPairComputing);
   using PipelineState = cutlass::PipelineState<kStages>;
@@ -30,7 +32,7 @@ struct PairInKernel {
     cute::array_aligned<Element, kColumns * kK, 1024> w[2][kParts][kProducts];
     cute::array_aligned<Element, kColumns * kRows, 1024> results[kPairComputing];
     cute::array_aligned<Element, kRows * kK, 1024> stages[kStages];
-    alignas(16) ColumnTerms terms[2][kParts][kProducts][kColumns];
+    alignas(16) float bias[2][kParts][kProducts][kColumns];  // and of the norm
     NormVectors<kK> norm;
     PairBarriers<kStages> barriers;
   };
@@ -55,9 +57,11 @@ struct PairInKernel {
   };
 
   using Product = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float,
+      cute::GMMA::rs_op_selector<Element, Element, float,
                                  cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kK>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+  /// The rows of a tile as their operand: of 16 features, a thread has pairs in two rows, and the same 8 further.
+  using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kK / 16>>>;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     auto& barriers = shared.barriers;
@@ -91,9 +95,11 @@ struct PairInKernel {
       const int side = i / (kWeights * kColumns / 2), part = i / (kProducts * kColumns) % kParts;
       const int product = i / kColumns % kProducts, row = i % kColumns, channel = part * kColumns + row;
       const Element* const bias = p.sides[side].bias[product];
-      shared.terms[side][part][product][row] = fold_norm<kColumns>(
-          shared.w[side][part][product].data(), row, shared.norm,
-          bias == nullptr || channel >= p.d ? nullptr : bias + channel, product == 0 ? 1.f : kGateScale);
+      shared.bias[side][part][product][row] =
+          fold_norm<kColumns>(shared.w[side][part][product].data(), row, shared.norm,
+                              bias == nullptr || channel >= p.d ? nullptr : bias + channel,
+                              product == 0 ? 1.f : kGateScale)
+              .bias;
     }
     cutlass::arch::fence_view_async_shared();
     sync_computing();
@@ -111,6 +117,9 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
   Tensor z = partition_fragment_C(product, Shape<Int<kRows>, Int<kColumns>>{});
   Tensor t = make_fragment_like(z);
   const Tensor places = slice.partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{}));
+  Tensor x = make_tensor<Element>(Operand{});
+  const auto read = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product);
+  const auto read_slice = read.get_slice(thread);
   const auto write = make_tiled_copy_C(Copy_Atom<SM90_U16x8_STSM_T, Element>{}, product);
   const auto write_slice = write.get_slice(thread);
   Element* const results = shared.results[warpgroup].data();
@@ -136,10 +145,12 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
       }
     }
     shared.barriers.wait_for(at.index(), at.phase(), warpgroup, round++);
-    Element* const stage = shared.stages[at.index()].data();
-    const Tensor a =
-        slice.make_fragment_A(slice.partition_A(make_tensor(make_smem_ptr(stage), SwizzledRows<Element, kRows, kK>{})));
-    Moments moments;
+    copy(read,
+         read_slice.partition_S(as_position_independent_swizzle_tensor(
+             make_tensor(make_smem_ptr(shared.stages[at.index()].data()), SwizzledRows<Element, kRows, kK>{}))),
+         read_slice.retile_D(x));
+    float rstd[2];
+    normalize_rows<Element>(x, p.c, p.eps, rstd);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < 2 * parts; ++step) {
       const int side = step / parts, part = step % parts;
@@ -150,16 +161,16 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
       };
       warpgroup_fence_operand(z);
       warpgroup_fence_operand(t);
+      warpgroup_fence_operand(x);
       warpgroup_arrive();
       product.accumulate_ = GMMA::ScaleOut::Zero;
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < size<2>(a); ++block) {
-        cute::gemm(product, a(_, _, block), factor(0)(_, _, block), z);
-        cute::gemm(product, a(_, _, block), factor(1)(_, _, block), t);
+      for (int block = 0; block < size<2>(x); ++block) {
+        cute::gemm(product, x(_, _, block), factor(0)(_, _, block), z);
+        cute::gemm(product, x(_, _, block), factor(1)(_, _, block), t);
         product.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      if (step == 0) moments = row_moments<Element, kK>(stage, p.c, p.eps);
       warpgroup_wait<0>();
       warpgroup_fence_operand(z);
       warpgroup_fence_operand(t);
@@ -172,26 +183,21 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(z); i += 2) {  // pairs of neighbouring columns, in one row and the other by turns
         const int in_tile = get<1>(places(i)), of_thread = i / 2 % 2;
-        const float4 value_terms = *reinterpret_cast<const float4*>(&shared.terms[side][part][0][in_tile]);
-        const float4 gate_terms = *reinterpret_cast<const float4*>(&shared.terms[side][part][1][in_tile]);
-        const float by = moments.scale[of_thread], gate_by = kGateScale * by, shift = moments.shift[of_thread];
+        const float2 bias = *reinterpret_cast<const float2*>(&shared.bias[side][part][0][in_tile]);
+        const float2 gate_bias = *reinterpret_cast<const float2*>(&shared.bias[side][part][1][in_tile]);
         cutlass::Array<float, 2> values;
         CUTLASS_PRAGMA_UNROLL
         for (int v = 0; v < 2; ++v) {
-          const float value =
-              fmaf(by, z(i + v),
-                   v == 0 ? fmaf(shift, value_terms.x, value_terms.y) : fmaf(shift, value_terms.z, value_terms.w));
-          const float gate =
-              fmaf(gate_by, t(i + v),
-                   v == 0 ? fmaf(shift, gate_terms.x, gate_terms.y) : fmaf(shift, gate_terms.z, gate_terms.w));
+          const float value = z(i + v) + (v == 0 ? bias.x : bias.y);
+          const float gate = fmaf(kGateScale, t(i + v), v == 0 ? gate_bias.x : gate_bias.y);
           // What a gate lets through when it is nearly closed is lost in the sum that follows.
           values[v] = Gate::from_tanh(halves[of_thread] * value, tanh_approximate(gate));
         }
         pairs(i / 2) = to_element(values);
       }
       if (thread == 0) tma_store_wait<0>();
-      sync_warpgroup(warpgroup);  // the products have read the tile, and TMA the last results
-      if (step + 1 == 2 * parts && thread == 0) shared.barriers.free[at.index()].arrive();
+      sync_warpgroup(warpgroup);  // all threads have read the tile, and TMA the last results
+      if (step == 0 && thread == 0) shared.barriers.free[at.index()].arrive();
       copy(write, write_slice.retile_S(result), to_results);
       cutlass::arch::fence_view_async_shared();
       sync_warpgroup(warpgroup);
