@@ -2,7 +2,8 @@
 
 Times are device time between two events, medians of rounds in which all ways take turns. Memory is what a call
 allocates beside its inputs, results and gradients included, on CUDA, in pair tensors of N * N * c elements of the
-compute dtype. `--parts` measures the parts of the layer as well.
+compute dtype; beside it the GiB of all that is allocated then. `--parts` measures the parts of the layer as well,
+`--check` compares each with float64 where it overwrites x, at some positions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import torchops
 
-from . import machine, timing
+from . import machine, sampled, timing
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
 
@@ -70,6 +71,14 @@ class Case:
             out = way(x, self.mask)
         torch.autograd.grad(out, [x, *module.parameters()], self.grad.to(out.dtype))
 
+    def deviations(self) -> dict[str, float]:
+        """From float64, where each part of our layer overwrites x. Autocast rounds what is float32."""
+        with torch.autocast(self.device.type, self.compute, enabled=self.mixed):
+            made = sampled.errors(self.ours, self.x, self.mask)
+        if not max(made.values()) < 8 * torch.finfo(self.compute).eps:
+            raise AssertionError(f"too far from float64: {made}")
+        return made
+
     def pair_bytes(self) -> int:
         return self.n * self.n * C * self.compute.itemsize
 
@@ -93,26 +102,28 @@ class Case:
         return {name: part(name, module) for name, module in self.ours.named_children()}
 
 
-def sample(call: Callable[[], None], device: torch.device) -> tuple[float, int]:
-    """Microseconds, and bytes beside what was there."""
+def sample(call: Callable[[], None], device: torch.device) -> tuple[float, int, int]:
+    """Microseconds, and bytes beside what was there and with it."""
     if device.type == "cpu":
-        return timing.once(call, device) * 1e6, 0
+        return timing.once(call, device) * 1e6, 0, 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    return timing.once(call, device) * 1e6, torch.cuda.max_memory_allocated() - before
+    microseconds, peak = timing.once(call, device) * 1e6, torch.cuda.max_memory_allocated()
+    return microseconds, peak - before, peak
 
 
 def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     peaks: dict[str, int] = {}
+    totals: dict[str, int] = {}
     errors: dict[str, str] = {}
     for done in range(rounds + 2):
         for name, call in ways.items():
             if name in errors:
                 continue
             try:
-                microseconds, peaks[name] = sample(call, case.device)
+                microseconds, peaks[name], totals[name] = sample(call, case.device)
             except torch.cuda.OutOfMemoryError as error:
                 errors[name] = str(error).split(". ")[0]
                 torch.cuda.empty_cache()
@@ -125,6 +136,7 @@ def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dic
         "precision": case.precision,
         "microseconds": {name: statistics.median(values) for name, values in times.items() if values},
         "pair tensors": {name: peak / case.pair_bytes() for name, peak in peaks.items() if name not in errors},
+        "GiB in all": {name: total / 2**30 for name, total in totals.items() if name not in errors},
         "errors": errors,
     }
 
@@ -138,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--eager", type=lambda text: [int(n) for n in text.split(",") if n], help="N of PyTorch's own")
     parser.add_argument("--compile", type=lambda text: [int(n) for n in text.split(",") if n], default=[])
     parser.add_argument("--parts", action="store_true", help="the parts of our layer, too")
+    parser.add_argument("--check", action="store_true", help="errors at some positions")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(argv)
@@ -157,14 +170,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                     ways |= case.parts()
                 results.append(measure(case, ways, options.rounds))
                 result = results[-1]
-                memory = result["pair tensors"]
+                memory, totals = result["pair tensors"], result["GiB in all"]
                 print(f"N = {n}, {task}, {precision}")
                 for name, us in result["microseconds"].items():
-                    print(
-                        f"    {name:28} {us / 1e3:9.3f} ms" + f"  {memory[name]:6.2f} pair tensors" * cuda, flush=True
-                    )
+                    peak = f"  {memory[name]:6.2f} pair tensors, {totals[name]:6.2f} GiB in all" * cuda
+                    print(f"    {name:28} {us / 1e3:9.3f} ms{peak}", flush=True)
                 for name, error in result["errors"].items():
                     print(f"    {name:28} {error}")
+                if options.check and task == FORWARD:
+                    result["deviations"] = case.deviations()
+                    print("    deviations:", ", ".join(f"{k} {v:.1e}" for k, v in result["deviations"].items()))
                 del case, ways
                 if cuda:
                     torch.cuda.empty_cache()

@@ -197,9 +197,11 @@ def test_openfold3_pair_block(in_place: bool) -> None:
 
 
 @needs_boltz
-def test_benchmark() -> None:
+@pytest.mark.parametrize("checkpointed_from", [6, 7])
+def test_benchmark(checkpointed_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """benchmarks/boltz.py on a stack of the release: nothing but rounding differs in float32."""
     boltz = importlib.import_module("benchmarks.boltz")
+    monkeypatch.setattr(boltz, "CHECKPOINTED_FROM", checkpointed_from)
     cpu = torch.device("cpu")
     for result in boltz.measure(6, cpu, 32, 1):
         before, after = result["before"], result["after"]
@@ -207,6 +209,12 @@ def test_benchmark() -> None:
         for what, allowed in before["deviation"].items():
             limit = 1e-5 if result["precision"] == "float32" else 2 * allowed["norm"]
             assert after["deviation"][what]["norm"] <= limit, (result["task"], what)
+
+
+@needs_boltz
+def test_benchmark_of_modules() -> None:
+    boltz = importlib.import_module("benchmarks.boltz")
+    cpu = torch.device("cpu")
     rows = list(boltz.modules(cpu, 6, ["boltz"]))
     assert {row["module"] for row in rows} == {m for path, m, _ in boltz.MODULES if path.startswith("boltz.")}
     assert all(row["float32"]["greatest difference"] <= 1e-5 * row["greatest element"] for row in rows)

@@ -21,6 +21,7 @@ from benchmarks import (
     gates,
     gradcheck,
     implementations,
+    pair_layer,
     parallel,
     plots,
     progress,
@@ -442,3 +443,16 @@ def test_cases_are_prepared_in_processes_and_measured_in_turn(capsys: pytest.Cap
     assert list(parallel.measured(_prepared, [1, 2, 3, 4], 2, 600)) == [(1, -1), (4, 4)]
     errors = capsys.readouterr().err.splitlines()
     assert errors == ["2: ValueError: no luck", "3: ZeroDivisionError: integer division or modulo by zero"]
+
+
+def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["--device", "cpu", "--sizes", "7", "--rounds", "1", "--check", "--json", str(tmp_path / "r.json")]
+    assert pair_layer.main(command) == 0
+    forward, training = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert set(forward["microseconds"]) == {"torchops"}
+    assert len(forward["deviations"]) == 5
+    assert "deviations" not in training
+    # With parameters that the exact values do not have, it fails.
+    monkeypatch.setattr(pair_layer.sampled.F, "silu", torch.sigmoid)
+    with pytest.raises(AssertionError, match="too far from float64"):
+        pair_layer.main(command)
