@@ -1,4 +1,5 @@
-"""One of four processes that compute a triangle update together, with gloo on the CPU or NCCL on four GPUs.
+"""One of four processes that compute a triangle update, triangle attention or pair layers together, with gloo on the
+CPU or NCCL on four GPUs.
 
     python distributed_triangle_worker.py RANK DEVICE RENDEZVOUS_FILE RESULT_FILE
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import distributed_attention_checks
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,6 +291,7 @@ def checks() -> dict[str, Callable[[DeviceMesh], None]]:
         "plain tensors": check_plain_tensors_among_them,
         "DistributedDataParallel": partial(check_training, DistributedDataParallel),
         "fully_shard": partial(check_training, _fully_shard),
+        **distributed_attention_checks.checks(),
     }
 
 

@@ -10,10 +10,10 @@ The steps of a panel are functions of a module: here they are operators, `_atten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,8 @@ from torchops._attention_update_arguments import TENSORS, AttentionWeights
 from torchops.ops import gate, layer_norm
 
 __all__ = [
-    *("Weights", "add", "attend", "attend_backward", "backward", "batches", "forward", "heads", "norm", "panels"),
-    *("prepared_mask", "slab", "triangle_bias"),
+    *("Shared", "Weights", "add", "attend", "attend_backward", "backward", "batches", "forward", "heads", "norm"),
+    *("panels", "prepared_mask", "rows_and_keys", "slab", "triangle_bias", "whole_bias"),
 ]
 
 
@@ -51,16 +51,21 @@ def norm(x: Tensor, w: Weights) -> Tensor:
 
 
 def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
-    """``(batch, heads, j, k)``."""
-    batch, n = x.shape[:2]
-    bias = w.q.new_empty((batch, w.heads, n, n))
-    for b, rows in panels(batch, n, n * x.shape[-1] * (x.element_size() + bias.element_size()), _CPU_BYTES):
+    """``(batch, heads, j, k)``; of a part of x, for a part of j."""
+    batch, outer, inner, c = x.shape
+    bias = w.q.new_empty((batch, w.heads, *((inner, outer) if ending else (outer, inner))))
+    for b, rows in panels(batch, outer, inner * c * (x.element_size() + bias.element_size()), _CPU_BYTES):
         made = F.linear(norm(x[b, rows], w), w.bias_weight)
         if ending:
             bias[b, :, :, rows] = made.permute(0, 3, 2, 1)
         else:
             bias[b, :, rows] = made.permute(0, 3, 1, 2)
     return bias
+
+
+def whole_bias(bias: Tensor) -> Tensor:
+    """What `attend` takes, of a bias ``(batch, heads, j, k)``."""
+    return bias.contiguous()
 
 
 def prepared_mask(mask: Tensor, bias: Tensor) -> Tensor:
@@ -133,6 +138,8 @@ def _budget(x: Tensor, itemsize: int, training: bool) -> int:
 
 def panels(batch: int, n: int, row_bytes: int, budget: int) -> Iterator[tuple[slice, slice]]:
     """Slices of the batch, and of rows: many of a batch with all their rows, or some rows of one of it."""
+    if not n:
+        return
     whole = budget // max(1, row_bytes * n)
     if whole:
         for b in range(0, batch, whole):
@@ -150,6 +157,12 @@ def slab(t: Tensor, b: slice, rows: slice, ending: bool) -> Tensor:
     return t[b, :, rows] if ending else t[b, rows]
 
 
+def rows_and_keys(x: Tensor, ending: bool) -> tuple[int, int]:
+    """How many rows i there are, and how many edges in each."""
+    outer, inner = x.shape[1:3]
+    return (inner, outer) if ending else (outer, inner)
+
+
 def heads(t: Tensor, heads: int, ending: bool) -> Tensor:
     """Of (batch, N, N, heads * d) in the order of memory, what attention takes: (batch, i, heads, j, d)."""
     t = t.unflatten(-1, (heads, t.shape[-1] // heads))
@@ -165,17 +178,20 @@ def forward(
     adds: bool,
     kept: tuple[Tensor, Tensor] | None,
     steps: ModuleType | Any,
+    whole_bias: Tensor | None = None,
 ) -> None:
     """Adds the update of x, (batch, N, N, c), to the target, which may be x, or writes it there; and into `kept` the
     result of the attention before its gate, (batch, N, N, heads * d), and the logarithms of sums, (batch, i, heads, j).
 
-    The mask is (batch, i, k), in the order of the attention.
+    The mask is (batch, i, k), in the order of the attention. With `whole_bias`, as `steps.whole_bias` has it of all
+    rows, x, the target and `kept` have some of the rows i alone; for the ending node, some of the columns.
     """
-    batch, n, _, c = x.shape
+    batch, *_, c = x.shape
+    own, n = rows_and_keys(x, ending)
     width, itemsize = w.q.shape[0], w.q.element_size()
     row_bytes = n * ((c + 4 * width) * itemsize + 4 * w.heads)
-    for b, part_of_b in batches(panels(batch, n, row_bytes, _budget(x, itemsize, False))):
-        bias = steps.triangle_bias(x[b], w, ending)
+    for b, part_of_b in batches(panels(batch, own, row_bytes, _budget(x, itemsize, False))):
+        bias = steps.triangle_bias(x[b], w, ending) if whole_bias is None else whole_bias[b]
         prepared = None if mask is None else steps.prepared_mask(mask[b], bias)
         for rows in part_of_b:
             z = steps.norm(slab(x, b, rows, ending), w)
@@ -212,6 +228,15 @@ def batches(each: Iterator[tuple[slice, slice]]) -> Iterator[tuple[slice, list[s
 WANTED = ("x", *TENSORS)
 
 
+class Shared(NamedTuple):
+    """What the gradient of some of the rows needs of those who have the others."""
+
+    bias: Callable[[], Tensor]
+    """Makes that of all rows, as `steps.whole_bias` has it."""
+    summed: Callable[[Tensor], Tensor]
+    """From the gradient of the bias by these rows, (batch, heads, N, N), to that by all, of j in these rows."""
+
+
 class _Sums(dict[str, Tensor]):
     """Gradients of parameters: sums over panels, in at least float32 where there are several."""
 
@@ -229,11 +254,13 @@ def backward(
     logsumexp: Tensor,
     wanted: dict[str, bool],
     steps: ModuleType | Any,
+    shared: Shared | None = None,
 ) -> dict[str, Tensor]:
     """The gradients that are wanted, of x (contiguous) and of parameters, by the names of `WANTED`.
 
     Two passes over x: panels of the attention make everything but the gradient by way of the bias, which is a sum over
-    all rows, and so dz of a part of x; then rows of x get the rest of dz, and go through the layer norm.
+    all rows, and so dz of a part of x; then rows of x get the rest of dz, and go through the layer norm. `shared`: x
+    and what has its rows have some of them alone, as in `forward`, and the sums are of these.
     """
     sums = _Sums()
     to_z = any(wanted[name] for name in WANTED[:3])
@@ -241,13 +268,19 @@ def backward(
     to_q, to_k, to_v = (to_z or wanted[name] for name in "qkv")
     to_o = to_bias or to_q or to_k or to_v
     reads_z = to_o or (w.gate is not None and any(wanted[name] for name in ("gate", "gate_bias", "out")))
-    batch, n, _, c = x.shape
+    batch, *_, c = x.shape
+    own, n = rows_and_keys(x, ending)
     width, dtype = w.q.shape[0], w.q.dtype
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted["x"] else None
     dz = torch.empty(x.shape, dtype=dtype, device=x.device) if to_z and (dx is None or dx.dtype != dtype) else dx
     row_bytes = n * ((4 * c + 8 * width) * w.q.element_size() + 8 * w.heads)
-    for b, part_of_b in batches(panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True))):
-        bias = steps.triangle_bias(x[b], w, ending) if to_o else None
+    wide = _attention_panels.accumulator(dtype)
+    whole_bias = None if shared is None or not to_o else shared.bias()
+    dbias_here = None if shared is None or not to_bias else x.new_zeros((batch, w.heads, n, n), dtype=wide)
+    for b, part_of_b in batches(panels(batch, own, row_bytes, _budget(x, w.q.element_size(), True))):
+        bias: Tensor | None = None
+        if to_o:
+            bias = steps.triangle_bias(x[b], w, ending) if whole_bias is None else whole_bias[b]
         dbias: Tensor | None = None
         prepared = None if mask is None or bias is None else steps.prepared_mask(mask[b], bias)
         for rows in part_of_b:
@@ -270,7 +303,6 @@ def backward(
             )  # fmt: skip
             del do, qkv, q, k, v, dq, dk, dv
             if part is not None:
-                wide = _attention_panels.accumulator(dtype)
                 dbias = part if dbias is None else dbias.to(wide).add_(part)
             d_rows = d_packed.view(-1, 3 * width)
             _weights_of_products(sums, d_rows, z, w, wanted)
@@ -279,9 +311,15 @@ def backward(
                 made = d_rows @ w.packed if dz_rows is None else dz_rows.view(-1, c).addmm_(d_rows, w.packed)
                 place = slab(dz, b, rows, ending)
                 place.copy_(made.view(place.shape))
-        if dbias is not None:
-            _through_norm(sums, dbias.to(dtype), x[b], dz if dz is None else dz[b], dx if dx is None else dx[b], w,
-                          ending, wanted)  # fmt: skip
+        if dbias is None:
+            continue
+        if dbias_here is not None:
+            dbias_here[b] = dbias
+            continue
+        _through_norm(sums, dbias.to(dtype), x[b], dz if dz is None else dz[b], dx if dx is None else dx[b], w, ending,
+                      wanted)  # fmt: skip
+    if shared is not None and dbias_here is not None:
+        _through_norm(sums, shared.summed(dbias_here).to(dtype), x, dz, dx, w, ending, wanted)
     made_sums = {name: t.to(dtype) for name, t in sums.items()}
     return made_sums if dx is None else made_sums | {"x": dx}
 
@@ -339,10 +377,10 @@ def _through_norm(
     wanted: dict[str, bool],
 ) -> None:
     """The part of dz that comes by way of the bias, then the gradients of the layer norm."""
-    batch, n, _, c = x.shape
+    batch, outer, inner, c = x.shape
     weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
-    row_bytes = n * c * (3 * x.element_size() + 2 * w.q.element_size())
-    for b, rows in panels(batch, n, row_bytes, _budget(x, w.q.element_size(), True)):
+    row_bytes = inner * c * (3 * x.element_size() + 2 * w.q.element_size())
+    for b, rows in panels(batch, outer, row_bytes, _budget(x, w.q.element_size(), True)):
         z, mean, rstd = torch.ops.myops._layer_norm(x[b, rows], (c,), weight, bias, w.eps)
         # (heads, positions in the order of x)
         d = (dbias[b, :, :, rows].permute(1, 0, 3, 2) if ending else dbias[b, :, rows].transpose(0, 1)).flatten(1)

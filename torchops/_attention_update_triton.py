@@ -23,7 +23,7 @@ from torchops import _attention_update_panels as panels
 from torchops._attention_update_panels import Weights
 from torchops._triton_launch import Launch
 
-__all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias"]
+__all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias", "whole_bias"]
 
 _MAX_NORM = 4096  # features of which a program holds a row
 
@@ -163,19 +163,23 @@ def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
     """In rows that end at a multiple of the kernels' blocks, as these read it."""
     c = x.shape[-1]
     if c > _MAX_NORM:
-        return attention.padded_bias(panels.triangle_bias(x, w, ending))
-    batch, n = x.shape[:2]
+        return whole_bias(panels.triangle_bias(x, w, ending))
+    batch, (own, n) = len(x), panels.rows_and_keys(x, ending)
     width = attention.padded_width(n)
-    made = w.q.new_empty((batch, w.heads, n, width))
+    made = w.q.new_empty((batch, w.heads, own, width))
     x_strides, made_strides = x.stride()[:3], made.stride()
     if ending:
         x_strides = x_strides[0], x_strides[2], x_strides[1]
     launch = _launcher(_bias, c, w.norm_weight is not None, w.norm_bias is not None, HEADS=w.heads)
     launch(
-        _grid((batch, n, width), launch), x, w.norm_weight, w.norm_bias, w.bias_weight, made,
+        _grid((batch, own, width), launch), x, w.norm_weight, w.norm_bias, w.bias_weight, made,
         x_strides, (made_strides[0], made_strides[2], 1), made_strides[1], n, width, w.eps,
     )  # fmt: skip
     return made
+
+
+def whole_bias(bias: Tensor) -> Tensor:
+    return attention.padded_bias(bias.unsqueeze(1))
 
 
 def prepared_mask(mask: Tensor, bias: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import linear
 
-_myops = torch.ops.myops
+from torchops._distributed_pair import PairCall, local, moved, wrap
 
-Placements = tuple[Any, ...]
+_myops = torch.ops.myops
 
 
 class _Layers(NamedTuple):
@@ -49,66 +49,17 @@ class _Layers(NamedTuple):
     g_out_bias: Tensor | None
 
 
-def _stays(x: Any, p: Any) -> bool:
-    return p == Replicate() or (type(p) is Shard and p.dim <= x.ndim - 3)
-
-
-def _placements(x: Any) -> Placements:
-    """Those in which `x` is computed with. Columns are moved to rows, which is less than gathering them."""
-    rows = Shard(x.ndim - 3)
-    return tuple(p if _stays(x, p) else rows if p == Shard(x.ndim - 2) else Replicate() for p in x.placements)
-
-
-def _moved(x: Any, placements: Sequence[Any]) -> Any:
-    """Autograd is above this; redistribute() must not see that x requires a gradient."""
-    return x if x is None or x.placements == tuple(placements) else x.detach().redistribute(placements=placements)
-
-
-def _local(x: Any, placements: Sequence[Any]) -> Any:
-    return None if x is None else _moved(x, placements).to_local()
-
-
-def _wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
-    stride = [math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape))]
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
-
-
 def _padded(n: int, dtype: torch.dtype) -> int:
     step = 32 // dtype.itemsize
     return -(-n // step) * step
 
 
-class _Call:
-    """One call: what every rank has of the arguments."""
-
+class _Call(PairCall):
     def __init__(
         self, op: str, x: Any, mask: Any, parameters: Sequence[Any], outgoing: bool, eps: float, writes: bool = False
     ) -> None:
-        mesh = x.device_mesh if isinstance(x, DTensor) else None
-        for t in (x, mask, *parameters):
-            if t is not None and not (isinstance(t, DTensor) and t.device_mesh == mesh):
-                raise RuntimeError(f"{op}: expected DTensors on one mesh, got a {type(t).__name__} or another mesh")
-        if writes and not all(_stays(x, p) for p in x.placements):
-            raise RuntimeError(
-                f"{op}: expected x replicated or sharded along rows or the batch, got shape {tuple(x.shape)} with "
-                f"placements {tuple(x.placements)}; redistribute() it first, or use {op.rstrip('_')}"
-            )
-        self.whole, self.placements = x, _placements(x)
-        self.rows, self.columns = Shard(x.ndim - 3), Shard(x.ndim - 2)
-        self.dx, self.dmask = _moved(x, self.placements), _moved(mask, self.placements)
-        self.x, self.mask = _local(self.dx, self.placements), _local(self.dmask, self.placements)
-        replicated = [Replicate()] * len(self.placements)
-        self.parameters: list[Any] = [_local(p, replicated) for p in parameters]
+        super().__init__(op, x, mask, parameters, writes)
         self.outgoing, self.eps = outgoing, eps
-
-    @property
-    def by_rows(self) -> bool:
-        return self.rows in self.placements
-
-    def with_rows_as(self, placement: Any) -> Placements:
-        return tuple(placement if p == self.rows else p for p in self.placements)
 
     def product_shape(self) -> tuple[int, ...]:
         """As the operator beneath has it."""
@@ -117,11 +68,11 @@ class _Call:
         return (*batch, d, _padded(n, dtype), _padded(n, dtype))
 
     def wrapped(self, update: Tensor, product: Tensor, keep: bool) -> tuple[Any, Any]:
-        out = _wrap(update, self.whole, self.placements, self.whole.shape)
+        out = wrap(update, self.whole, self.placements, self.whole.shape)
         # Rows of the pair matrix are the last but one of the product. Of sharded rows it is o without padding, which
         # none but `gradients` reads, on the same ranks.
-        places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else [Replicate()] * len(self.placements)
-        return out, _wrap(product, self.whole, places, self.product_shape() if keep else (0,))
+        places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else self.nowhere
+        return out, wrap(product, self.whole, places, self.product_shape() if keep else (0,))
 
     def update(self, keep: bool) -> tuple[Tensor, Tensor]:
         if self.by_rows:
@@ -130,8 +81,8 @@ class _Call:
         return _myops._triangle_multiplicative_update(*arguments)
 
     def gradients(self, grad: Any, product: Any, wanted: Sequence[bool]) -> list[Any]:
-        grad = _local(grad, self.placements)
-        product = _local(product, self.with_rows_as(Shard(self.whole.ndim - 2)))
+        grad = local(grad, self.placements)
+        product = local(product, self.with_rows_as(Shard(self.whole.ndim - 2)))
         gradients: list[Any]
         if self.by_rows:
             gradients = _Rows(self).gradients(grad, product, wanted)
@@ -139,16 +90,8 @@ class _Call:
             gradients = _myops._triangle_multiplicative_update_backward(
                 grad, self.x, product, self.mask, self.parameters, self.outgoing, self.eps, wanted
             )
-        # What is summed over rows or the batch is a part of the sum where these are sharded.
-        sums = [Partial() if isinstance(p, Shard) else p for p in self.placements]
-        places = [self.placements, self.placements, *[sums] * len(self.parameters)]
-        shapes = [t.shape if t is not None else (0,) for t in (self.whole, self.dmask, *self.parameters)]
-        nowhere = [Replicate()] * len(self.placements)
-        nothing = _wrap(self.x.new_empty(0), self.whole, nowhere, (0,))
-        return [
-            _wrap(g, self.whole, p, shape) if asked else nothing
-            for g, p, shape, asked in zip(gradients, places, shapes, wanted, strict=True)
-        ]
+        inputs = [self.whole, self.dmask, *self.parameters]
+        return self.wrapped_gradients(gradients, inputs, [self.placements] * 2, wanted)
 
 
 # Of channels; more would hide more of the first group, and make the products smaller.
@@ -219,8 +162,8 @@ class _Rows:
 
     def _transposed_back(self, t: Tensor, shape: Sequence[int]) -> Tensor:
         rows = self.call.rows.dim
-        local = t.transpose(rows, rows + 1).contiguous()
-        whole = _wrap(local, self.call.whole, self.call.with_rows_as(self.call.columns), shape)
+        columns = t.transpose(rows, rows + 1).contiguous()
+        whole = wrap(columns, self.call.whole, self.call.with_rows_as(self.call.columns), shape)
         return whole.redistribute(placements=self.call.placements).to_local()
 
     @staticmethod
@@ -243,7 +186,7 @@ class _Rows:
             for r in (here, there)
         )
         *sizes, n, _, _ = self.call.whole.shape
-        whole = _wrap(t.movedim(-2, 0).contiguous(), self.call.whole, places, (n, *sizes, t.shape[-3], n))
+        whole = wrap(t.movedim(-2, 0).contiguous(), self.call.whole, places, (n, *sizes, t.shape[-3], n))
         return whole.redistribute(placements=targets, async_op=True).to_local().movedim(0, -2)
 
     def _gathered(self, b: Tensor) -> list[Tensor]:
@@ -404,7 +347,7 @@ def _parted(kwargs: Any) -> list[Any]:
     def halves(t: Any) -> Sequence[Any]:
         if not isinstance(t, DTensor):
             return (t, t)  # none; or a tensor that _Call refuses
-        return _moved(t, [Replicate()] * len(t.placements)).chunk(2)
+        return moved(t, [Replicate()] * len(t.placements)).chunk(2)
 
     p_in, g_in = (list(zip(*map(halves, of(layer)), strict=True)) for layer in ("p_in", "g_in"))
     ins = [t for weight_and_bias in (*p_in, *g_in) for t in weight_and_bias]

@@ -367,5 +367,6 @@ for _name, _rule in {
 }.items():
     torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
 
+import torchops._distributed_attention  # noqa: E402
 import torchops._distributed_transition  # noqa: E402
 import torchops._distributed_triangle  # noqa: E402, F401

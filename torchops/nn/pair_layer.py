@@ -107,7 +107,8 @@ class PairLayer(nn.Module):
         if not self.training or self.dropout == 0:
             return None
         shape = [*x.shape[:-3], x.shape[-3], 1, 1] if of == "rows" else [*x.shape[:-3], 1, x.shape[-2], 1]
-        kept = torch.rand(shape, device=x.device) >= self.dropout
+        # As torch.rand, and of the kind of x: the same numbers on all ranks of a DTensor.
+        kept = x.new_empty(shape, dtype=torch.float32).uniform_() >= self.dropout
         return kept.to(x.dtype) * (1 / (1 - self.dropout))
 
     def _add(

@@ -1,0 +1,226 @@
+"""Triangle attention of ``DTensor``; imported by :mod:`torchops.distributed`.
+
+Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
+
+- replicated, or sharded along the batch: every rank calls the operator on its part;
+- sharded along rows, dimension -3: a row attends to its own edges, and all that a rank needs of others' rows is the
+  bias that they make, ``heads / c`` of a pair tensor, which is gathered. Its gradient is summed by a reduce-scatter.
+  For the ending node x goes from rows to columns first, by an all-to-all, and the update comes back by another.
+
+Anything else is moved to one of these. The attention alone, of q, k and v, may be sharded along heads, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding
+
+from torchops import _attention_panels
+from torchops import _attention_update_operators as operators
+from torchops import _attention_update_panels as panels
+from torchops._attention_update_arguments import TENSORS
+from torchops._distributed_pair import PairCall, Placements, local, wrap
+from torchops.distributed import _asked, _if_given, _sharded, _Way
+
+_myops = torch.ops.myops
+
+
+class _Call(PairCall):
+    def __init__(
+        self,
+        op: str,
+        x: Any,
+        mask: Any,
+        parameters: Sequence[Any],
+        heads: int,
+        eps: float,
+        ending: bool,
+        writes: bool = False,
+    ) -> None:
+        super().__init__(op, x, mask, parameters, writes)
+        self.heads, self.eps, self.ending = heads, eps, ending
+        self.arguments = (self.x, self.mask, self.parameters, heads, eps, ending)
+
+    def wrapped(self, update: Tensor) -> Any:
+        return wrap(update, self.whole, self.placements, self.whole.shape)
+
+    def kept_places(self) -> tuple[Placements, Placements]:
+        """Of the attention's result, (batch, N, N, heads * d), and of the logarithms of sums, (batch, i, heads, j)."""
+
+        def with_rows(rows: Any) -> Placements:
+            return tuple(rows if p == self.rows else Shard(0) if isinstance(p, Shard) else p for p in self.placements)
+
+        return with_rows(Shard(2 if self.ending else 1)), with_rows(Shard(1))
+
+    def wrapped_kept(self, kept: Sequence[Tensor]) -> list[Any]:
+        *batch, n, _, _ = self.whole.shape
+        flat, width = torch.Size(batch).numel(), self.parameters[TENSORS.index("q")].shape[0]
+        shapes = (flat, n, n, width), (flat, n, self.heads, n)
+        return [wrap(t, self.whole, p, s) for t, p, s in zip(kept, self.kept_places(), shapes, strict=True)]
+
+
+class _Rows:
+    """The update of a rank's rows, for the ending node of its columns, and the gradient of that."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call, self.ending = call, call.ending
+        self.places = call.with_rows_as(call.columns) if self.ending else call.placements
+        self.whole_x = local(call.dx, self.places)
+        self.x = operators._flat(self.whole_x, 3)
+        self.keys = operators._rows_of(local(call.dmask, self.places), self.ending)
+        self.w = operators._weights(call.parameters, call.heads, call.eps)
+        self.steps = operators.steps_for(self.x, self.w.q, call.heads)
+        self.own, self.n = panels.rows_and_keys(self.x, self.ending)
+
+    def _returned(self, t: Tensor) -> Tensor:
+        """From where the update is computed to where x is."""
+        t = t.view(self.whole_x.shape)
+        if not self.ending:
+            return t
+        moved = wrap(t, self.call.whole, self.places, self.call.whole.shape)
+        return moved.redistribute(placements=self.call.placements).to_local()
+
+    def _moved_bias(self, t: Tensor, here: Any, there: Any) -> Tensor:
+        """(batch, heads, j, k) with j placed `there` and not `here`. It goes as (j, *batch, heads, k): in whole blocks
+        of memory, which no copy has to put together."""
+        batch = [Shard(p.dim + 1) if type(p) is Shard else p for p in self.call.placements]
+        rows = [p == self.call.rows for p in self.call.placements]
+        places, targets = ([r if is_rows else p for is_rows, p in zip(rows, batch, strict=True)] for r in (here, there))
+        first = t.movedim(2, 0).contiguous().unflatten(1, self.whole_x.shape[:-3] or (1,))
+        sizes = (self.n, *(self.call.whole.shape[:-3] or (1,)), *t.shape[1:2], self.n)
+        moved = wrap(first, self.call.whole, places, sizes).redistribute(placements=targets).to_local()
+        return moved.flatten(1, -3).movedim(0, 2)
+
+    def bias(self) -> Tensor:
+        """Of all rows."""
+        if self.x.numel():
+            made = self.steps.triangle_bias(self.x, self.w, self.ending)[..., : self.n]
+        else:
+            made = self.w.q.new_empty((len(self.x), self.w.heads, self.own, self.n))
+        return self.steps.whole_bias(self._moved_bias(made, Shard(0), Replicate()))
+
+    def _forward(self, target: Tensor, adds: bool, kept: tuple[Tensor, Tensor] | None) -> None:
+        bias = self.bias()
+        panels.forward(self.x, self.keys, self.w, self.ending, target, adds, kept, self.steps, bias)
+
+    def update(self, keep: bool) -> tuple[Tensor, ...]:
+        target = torch.empty(self.x.shape, dtype=self.w.q.dtype, device=self.x.device)
+        if not keep:
+            self._forward(target, False, None)
+            return (self._returned(target),)
+        sums = (len(self.x), self.own, self.w.heads, self.n)
+        kept = (
+            target.new_empty((*self.x.shape[:-1], self.w.q.shape[0])),
+            target.new_empty(sums, dtype=_attention_panels.accumulator(target.dtype)),
+        )
+        self._forward(target, False, kept)
+        return self._returned(target), *kept
+
+    def update_(self) -> None:
+        target = self.call.x
+        if self.ending:
+            self._forward(self.x, True, None)
+            target.copy_(self._returned(self.x))
+        elif self.x.untyped_storage()._cdata == target.untyped_storage()._cdata:
+            self._forward(self.x, True, None)
+        else:  # strides that no batch dimension goes with
+            target.add_(self.update(False)[0])
+
+    def gradients(self, grad: Any, product: Tensor, logsumexp: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        inputs = dict(zip(panels.WANTED, (self.call.whole, *self.call.parameters), strict=True))
+        asked = {n: want and inputs[n] is not None for n, want in zip(panels.WANTED, wanted, strict=True)}
+        made = panels.backward(
+            operators._flat(local(grad, self.places), 3), self.x, self.keys, self.w, self.ending, product, logsumexp,
+            asked, self.steps, panels.Shared(self.bias, lambda t: self._moved_bias(t, Partial(), Shard(0))),
+        )  # fmt: skip
+        if "x" in made:
+            made["x"] = self._returned(made["x"])
+        # A rank without rows has no share of a sum.
+        return [made.get(n, torch.zeros_like(t)) if asked[n] else None for n, t in inputs.items()]
+
+
+# --- what the operators become ---------------------------------------------------------------------------------------
+
+
+def _update(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
+    call = _Call("_triangle_attention_update", *args)
+    return call.wrapped(_Rows(call).update(False)[0] if call.by_rows else operators.update(*call.arguments))
+
+
+def _update_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> None:
+    x, mask, parameters, heads, eps, ending = args
+    call = _Call("_triangle_attention_update_", x, mask, parameters, heads, eps, ending, writes=True)
+    _Rows(call).update_() if call.by_rows else operators.update_(*call.arguments)
+
+
+def _update_kept(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
+    call = _Call("_triangle_attention_update_kept", *args)
+    update, *kept = _Rows(call).update(True) if call.by_rows else operators.update_kept(*call.arguments)
+    return call.wrapped(update), *call.wrapped_kept(kept)
+
+
+def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
+    grad, x, product, logsumexp, *arguments, wanted = args
+    call = _Call("_triangle_attention_update_backward", x, *arguments)
+    product, logsumexp = (local(t, p) for t, p in zip((product, logsumexp), call.kept_places(), strict=True))
+    gradients: list[Any]
+    if call.by_rows:
+        gradients = _Rows(call).gradients(grad, product, logsumexp, wanted)
+    else:
+        own = local(grad, call.placements)
+        gradients = operators.update_backward(own, call.x, product, logsumexp, *call.arguments[1:], wanted)
+    return call.wrapped_gradients(gradients, [call.whole, *call.parameters], [call.placements], wanted)
+
+
+for _suffix, _rule in {"": _update, "_": _update_, "_kept": _update_kept, "_backward": _update_backward}.items():
+    torch.library.register_torch_dispatch(f"myops::{operators.NAME}{_suffix}", DTensor, _rule)
+
+
+# --- the attention alone ---------------------------------------------------------------------------------------------
+
+_HEADS = Shard(2)
+
+
+def _ways(q: Any, mask: Any) -> list[tuple[Any, Any, Any, Any]]:
+    """The placements of q, k, v and the result, of the bias, its gradient, and the mask."""
+    alike = [Replicate(), *_sharded(q, [0])]
+    ways: list[tuple[Any, Any, Any, Any]] = [(p, p, p, _if_given(mask, p)) for p in alike]
+    ways += [(p, Replicate(), Partial(), _if_given(mask, p)) for p in _sharded(q, [1])]
+    return [*ways, (_HEADS, _HEADS, _HEADS, _if_given(mask))]
+
+
+def _attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> list[_Way]:
+    return [([p], [p, p, p, b, m, None]) for p, b, _, m in _ways(q, mask)]
+
+
+def _attention_with_sums(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float) -> list[_Way]:
+    return [([p, p], [p, p, p, b, m, None]) for p, b, _, m in _ways(q, mask)]
+
+
+def _attention_backward(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    out: Any,
+    logsumexp: Any,
+    scale: float,
+    wanted: Sequence[bool],
+) -> list[_Way]:
+    return [(_asked(wanted, [p, p, p, d]), [p, p, p, p, b, m, p, p, None, None]) for p, b, d, m in _ways(q, mask)]
+
+
+register_sharding(_myops.triangle_attention.default)(_attention)
+register_sharding(_myops._triangle_attention.default)(_attention_with_sums)
+register_sharding(_myops._triangle_attention_backward.default)(_attention_backward)
+# As in torchops.distributed: the placements depend on a list, which has this position.
+_schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+_schema_info[_myops._triangle_attention_backward.default] = RuntimeSchemaInfo(9, needs_pytree=True)
