@@ -158,7 +158,7 @@ class _Rows:
     def _transposed(self, t: Any) -> Tensor:
         """This rank's rows of the transpose of a pair tensor or mask."""
         rows = self.call.rows.dim
-        return t.redistribute(placements=self.call.with_rows_as(self.call.columns)).to_local().transpose(rows, rows + 1)
+        return local(t, self.call.with_rows_as(self.call.columns)).transpose(rows, rows + 1)
 
     def _transposed_back(self, t: Tensor, shape: Sequence[int]) -> Tensor:
         rows = self.call.rows.dim

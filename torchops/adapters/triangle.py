@@ -1,7 +1,7 @@
 """The triangle multiplicative update of a public package, and the module that takes its place.
 
 A package stores the six projections under names of its own, ``a`` and ``b`` packed in one weight or apart. The operator
-reads them where they are, halves of packed ones as views.
+reads them where they are.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class TriangleUpdate(Replacement):
         return self._triangle[1]
 
     def _ins(self, kind: str) -> list[Tensor | None]:
-        """For a, b, and their gates."""
-        parts = 4 // len(self.names.ins)
-        tensors = (self.parameter(name, kind) for name in self.names.ins)
-        return [part for t in tensors for part in ((None,) * parts if t is None else t.chunk(parts))]
+        """For a, b, and their gates; packed ones in the places of a. The operator takes them apart itself, and so what
+        autocast makes of a parameter is made once, and not for every view."""
+        tensors = [self.parameter(name, kind) for name in self.names.ins]
+        return [tensors[0], None, tensors[1], None] if len(tensors) == 2 else tensors
 
     def weights(self) -> list[Tensor | None]:
         """Weight and bias by turns of norm_in, the projections to a, b, and their gates, norm_out, p_out and g_out: the
-        order of the operator beneath, which takes weights of a and b that lie anywhere."""
+        order of the operator beneath, which takes weights of a and b that lie anywhere, or packed."""
         names = self.names
 
         def of(layer: str) -> list[Tensor | None]:
@@ -88,11 +88,14 @@ class TriangleUpdate(Replacement):
         return [*of(names.norm_in), *ins, *of(names.norm_out), *of(names.p_out), *of(names.g_out)]
 
     def packed(self) -> dict[str, Tensor | None]:
-        """Copies of the values by the names of :class:`torchops.nn.TriangleMultiplicativeUpdate`."""
+        """The values by the names of :class:`torchops.nn.TriangleMultiplicativeUpdate`."""
         values: dict[str, Tensor | None] = {}
         for i, kind in enumerate(("weight", "bias")):
             norm_in, p_a, p_b, g_a, g_b, norm_out, p_out, g_out = self.weights()[i::2]
-            values |= {f"p_in.{kind}": _concatenated(p_a, p_b), f"g_in.{kind}": _concatenated(g_a, g_b)}
+            if len(self.names.ins) == 2:
+                values |= {f"p_in.{kind}": p_a, f"g_in.{kind}": g_a}
+            else:
+                values |= {f"p_in.{kind}": _concatenated(p_a, p_b), f"g_in.{kind}": _concatenated(g_a, g_b)}
             values |= {f"norm_in.{kind}": norm_in, f"norm_out.{kind}": norm_out}
             values |= {f"p_out.{kind}": p_out, f"g_out.{kind}": g_out}
         return values
