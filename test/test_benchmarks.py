@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -456,3 +457,17 @@ def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pair_layer.sampled.F, "silu", torch.sigmoid)
     with pytest.raises(AssertionError, match="too far from float64"):
         pair_layer.main(command)
+
+
+def test_pair_layer_sharded_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checks hold where one rank has all rows; distributed_triangle_worker.py has several."""
+    sharded = importlib.import_module("benchmarks.pair_layer_sharded")
+    one = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in one.items():
+        monkeypatch.setenv(name, value)
+    small = ["--device", "cpu", "--features", "32", "--rounds", "1", "--json", str(tmp_path / "r.json")]
+    assert sharded.main([*small, "--sizes", "7", "--training", "5", "--data-parallel", "4"]) == 0
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert [row["task"] for row in results["rows"]] == [FORWARD, BACKWARD]
+    (found,) = results["data parallel"]
+    assert max(found[name]["worst"] for name in sharded.WRAPPERS) < 1e-12
