@@ -226,7 +226,7 @@ def check_dropout(mesh: DeviceMesh) -> None:
     """Of sharded rows: a row that is left out is so on all ranks, and what is kept is scaled."""
     x, _, _ = arguments(7, "none", "plain", mesh.device_type)
     torch.manual_seed(3)
-    layer: Any = distribute_module(Stack(dropout=0.5).to(mesh.device_type), mesh).layers[0]  # type: ignore[index, union-attr]
+    layer: Any = distribute_module(Stack(dropout=0.5).to(mesh.device_type), mesh).layers[0]  # type: ignore[index]
     ours: Any = sharded(x, mesh, [placement("S1")])
     for part, of in (("tri_mul_out", "rows"), ("tri_att_end", "columns")):
         kept = layer._kept(ours, of)

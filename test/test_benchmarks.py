@@ -454,7 +454,7 @@ def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(forward["deviations"]) == 5
     assert "deviations" not in training
     # With parameters that the exact values do not have, it fails.
-    monkeypatch.setattr(pair_layer.sampled.F, "silu", torch.sigmoid)
+    monkeypatch.setattr(torch.nn.functional, "silu", torch.sigmoid)
     with pytest.raises(AssertionError, match="too far from float64"):
         pair_layer.main(command)
 
