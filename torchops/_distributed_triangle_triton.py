@@ -26,7 +26,6 @@ from torch import Tensor
 __all__ = ["Gather", "fits", "transposed", "update"]
 
 _PADDING = 16
-_BLOCK, _WARPS = 64, 8
 
 _jit = triton.jit(do_not_specialize=["own", "n"])  # one compilation for all N
 
@@ -117,7 +116,8 @@ def _outs(
     o[batch, d, i, j]."""
     batch, i = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    inside, d, dtype = j < n, tl.arange(0, D).to(tl.int64), o.dtype.element_ty
+    inside, d = j < n, tl.arange(0, D).to(tl.int64)
+    dtype = o.dtype.element_ty
     of_channels = o + ((batch * D + d) * own + i) * width
     channels = tl.load(of_channels[:, None] + j[None, :], mask=inside[None, :], other=0.0)
     normed = _normalised(
@@ -176,8 +176,8 @@ def update(
     group = d // groups
     w = w._replace(**{name: t.contiguous() for name, t in w._asdict().items() if t is not None})
     has: Any = {"C": c, "D": d, "HAS_NORM": w.norm_in is not None, "HAS_NORM_BIAS": w.norm_in_bias is not None}
-    blocks = {"BLOCK": _BLOCK, "num_warps": _WARPS}
-    grid = triton.cdiv(width, _BLOCK), own, batch
+    blocks = {"BLOCK": 64, "num_warps": 8, "maxnreg": 128}  # two programs to a processor
+    grid = triton.cdiv(width, 64), own, batch
     a = w.p_out.new_empty((batch, d, own, width))
     b = w.p_out.new_empty((groups, own, batch, group, width))
     if a.numel():
