@@ -94,13 +94,13 @@ struct FoldedWeights {
   FoldedWeight<T> of[count];
 };
 
-constexpr int kFoldWarps = 4;
+constexpr int kWideFoldWarps = 4;
 
 /// A warp makes a row of one of the weights (blockIdx.y).
 template <class T, int count>
-__global__ void __launch_bounds__(32 * kFoldWarps) fold_weights_kernel(const FoldedWeights<T, count> all) {
+__global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const FoldedWeights<T, count> all) {
   const FoldedWeight<T>& f = all.of[blockIdx.y];
-  const int row = static_cast<int>(blockIdx.x) * kFoldWarps + threadIdx.y;
+  const int row = static_cast<int>(blockIdx.x) * kWideFoldWarps + threadIdx.y;
   if (row >= f.padded) return;
   const bool exists = row < f.rows;
   float sum = 0.f, shift = 0.f;
@@ -129,8 +129,8 @@ template <class T, int count>
 void launch_fold_weights(const FoldedWeights<T, count>& all, cudaStream_t stream) {
   int rows = 0;
   for (const auto& f : all.of) rows = std::max(rows, f.padded);
-  const dim3 blocks(static_cast<unsigned>((rows + kFoldWarps - 1) / kFoldWarps), count);
-  fold_weights_kernel<T, count><<<blocks, dim3(32, kFoldWarps), 0, stream>>>(all);
+  const dim3 blocks(static_cast<unsigned>((rows + kWideFoldWarps - 1) / kWideFoldWarps), count);
+  fold_weights_kernel<T, count><<<blocks, dim3(32, kWideFoldWarps), 0, stream>>>(all);
 }
 
 /// Tiles of positions, numbered row after row, of which `in_row` lie side by side; what TileMap is for a matrix.
