@@ -120,7 +120,7 @@ def test_values_and_gradients(shape: str, direction: str, dtype: torch.dtype, de
     overwrite: Any = torchops.triangle_multiplicative_update_
     assert overwrite(in_place, direction, **given) is in_place
     if x.numel():
-        allowed = 2 * eps + (0 if x.numel() > 1000 else 5 * distance(aten["out"], exact["out"]))
+        allowed = 2 * eps + (1.1 if x.numel() > 1000 else 5) * distance(aten["out"], exact["out"])
         assert distance(in_place, x.double() + exact["out"]) <= allowed
 
 
