@@ -269,6 +269,9 @@ MACHINE = $$($(1) -c "import torch; from benchmarks import machine as m; print(m
 results: build $(VENV)/.group-demo
 	@$(COMMITTED)
 	$(MAKE) bench BENCH_FLAGS="--device cpu"
+	here=$(RESULTS)/$(call MACHINE,$(RUN),cpu) && \
+	$(RUN) -m benchmarks.gates --device cpu --json $$here/gates.json && \
+	$(RUN) -m benchmarks.pair_layer --device cpu --sizes 128 --tasks forward --json $$here/pair_layer.json
 	$(RUN) examples/ladder/climb.py --device cpu $(or $(BENCH_OUTPUT:%=--output %),--save)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py --bench \
 	  --json $(RESULTS)/$(call MACHINE,$(RUN),cpu)/allreduce.json

@@ -1,9 +1,10 @@
 """The pair layer beside PyTorch's own operators as papers write them: `python -m benchmarks.pair_layer`.
 
-Times are device time between two events, medians of rounds in which all ways take turns. Memory is what a call
-allocates beside its inputs, results and gradients included, on CUDA, in pair tensors of N * N * c elements of the
-compute dtype; beside it the GiB of all that is allocated then. `--parts` measures the parts of the layer as well,
-`--check` compares each with float64 where it overwrites x, at some positions.
+Times are device time between two events, or those of the clock on the CPU, medians of rounds in which all ways take
+turns. Memory is what a call takes beside its inputs, results and gradients included (on the CPU what the process grows
+by), in pair tensors of N * N * c elements of the compute dtype; on CUDA the GiB of all that is allocated, too.
+`--parts` measures the parts of the layer as well, `--check` compares each with float64 where it overwrites x, at some
+positions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 import torchops
 
-from . import machine, sampled, timing
+from . import machine, memory, sampled, timing
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
 
@@ -103,7 +104,7 @@ class Case:
 
 
 def sample(call: Callable[[], None], device: torch.device) -> tuple[float, int, int]:
-    """Microseconds, and bytes beside what was there and with it."""
+    """Microseconds, and on CUDA bytes beside what was there and with it."""
     if device.type == "cpu":
         return timing.once(call, device) * 1e6, 0, 0
     torch.cuda.synchronize()
@@ -130,6 +131,9 @@ def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dic
                 continue
             if done >= 2:
                 times[name].append(microseconds)
+    if case.device.type == "cpu" and memory.supported(case.device):
+        # After all times: pages that are given back have to be asked for again.
+        peaks = {name: memory.peak_of(call, case.device) for name, call in ways.items() if name not in errors}
     return {
         "n": case.n,
         "task": case.task,
@@ -170,11 +174,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     ways |= case.parts()
                 results.append(measure(case, ways, options.rounds))
                 result = results[-1]
-                memory, totals = result["pair tensors"], result["GiB in all"]
+                pairs, totals = result["pair tensors"], result["GiB in all"]
                 print(f"N = {n}, {task}, {precision}")
                 for name, us in result["microseconds"].items():
-                    peak = f"  {memory[name]:6.2f} pair tensors, {totals[name]:6.2f} GiB in all" * cuda
-                    print(f"    {name:28} {us / 1e3:9.3f} ms{peak}", flush=True)
+                    total = f", {totals[name]:6.2f} GiB in all" * cuda
+                    print(f"    {name:28} {us / 1e3:9.3f} ms  {pairs[name]:6.2f} pair tensors{total}", flush=True)
                 for name, error in result["errors"].items():
                     print(f"    {name:28} {error}")
                 if options.check and task == FORWARD:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import torchops
 
-from . import machine, timing
+from . import machine, memory, timing
 from .case import BACKWARD, FORWARD, Task
 
 NORMS = ("norm_in", "norm_out")
@@ -239,7 +239,7 @@ def time_line(line: Line, device: torch.device, with_compiled: bool) -> dict[str
             with torch.no_grad():
                 result["relative errors"] = relative_errors(line, known[id(sets[0][0])])
         with timing.context(line.task):
-            memory = {name: extra_pair_tensors(way, sets[0], line) for name, way in ways.items()}
+            pairs = {name: extra_pair_tensors(way, sets[0], line) for name, way in ways.items()}
         measured = timing.measure(ways, sets, line.task, device, timing.effort(device.type, quick=False))
     least = bound(line)
     return (
@@ -249,7 +249,7 @@ def time_line(line: Line, device: torch.device, with_compiled: bool) -> dict[str
             "bound": least and least * 1e6,
             "microseconds": {name: t.seconds * 1e6 for name, t in measured.timings.items()},
             "over ours": {name: t.ratio for name, t in measured.timings.items()},
-            "pair tensors": memory,
+            "pair tensors": pairs,
             "errors": measured.errors,
         }
         | result
@@ -273,16 +273,15 @@ def _peak(call: Callable[[], Any]) -> int:
 
 def extra_pair_tensors(call: Callable[..., Any], inputs: tuple[Tensor, ...], line: Line) -> float | None:
     """The peak of a call beside what was there, its result included."""
-    if not inputs[0].is_cuda:
+    if not memory.supported(inputs[0].device):
         return None
     try:
-        call(*inputs)
-        return _peak(lambda: call(*inputs)) / pair_bytes(line, line.c)
+        return memory.peak_of(lambda: call(*inputs), inputs[0].device) / pair_bytes(line, line.c)
     except Exception:  # which the timing reports
         return None
 
 
-def memory(n: int, device: torch.device) -> list[dict[str, Any]]:
+def memory_lines(n: int, device: torch.device) -> list[dict[str, Any]]:
     """In pair tensors, of both forms: forward without grad, what is kept for backward, and the peak of backward without
     the update and x's gradient."""
     line = Line("memory", n)
@@ -355,7 +354,7 @@ def host_time(device: torch.device, n: int = 32, calls: int = 300, rounds: int =
 def measure(section: str, device: torch.device, sizes: Sequence[int] | None, with_compiled: bool) -> Iterator[Any]:
     if section == "memory":
         for n in sizes or (768, 1024):
-            yield from memory(n, device)
+            yield from memory_lines(n, device)
     elif section == "host":
         yield from host_time(device)
     else:

@@ -198,7 +198,8 @@ def test_second_derivatives() -> None:
     got, eager = graph(*args), second(glu_reference)(*args)
     exact = second(glu_reference)(*(t.double() for t in args))
     for g, e, value in zip(got, eager, exact, strict=True):
-        assert (g - value).norm() <= 2 * (e - value).norm() + 1e-3 * value.norm()
+        # Biases are few numbers, of which one may be rounded the other way.
+        assert (g - value).norm() <= 2 * (e - value).norm() + torch.finfo(HALF).eps / 2 * value.norm()
 
 
 @pytest.mark.usefixtures("everywhere")

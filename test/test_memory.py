@@ -376,3 +376,17 @@ def test_triangle_update(call: str) -> None:
         growth(lambda: {call})
     """
     assert growth(program) <= 2 * 72 + 64
+
+
+def test_triangle_update_of_few_pairs() -> None:
+    """What the products take beside the two tensors, here of 32 MiB, is small beside them too."""
+    program = """
+    weights = dict(p_in_weight=torch.ones(256, 128), g_in_weight=torch.ones(256, 128))
+    weights |= dict(p_out_weight=torch.ones(128, 128), g_out_weight=torch.ones(128, 128))
+    with torch.no_grad():
+        t = filled(8, 8, 128)
+        torchops.triangle_multiplicative_update_(t, **weights)
+        t = filled(256, 256, 128)
+        growth(lambda: torchops.triangle_multiplicative_update_(t, **weights))
+    """
+    assert growth(program) <= 2 * 32 + 16

@@ -1,10 +1,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mul_cpu_dispatch.h>
-#include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
-#include <ATen/ops/sigmoid_cpu_dispatch.h>
 #include <torch/library.h>
 
+#include "cpu/gated.h"
 #include "cpu/linear.h"
 #include "ops/common.h"
 #include "ops/gate.h"
@@ -18,20 +16,21 @@ using OptionalTensor = std::optional<Tensor>;
 // while its gate is in the cache. Panels of fewer rows than this would spend their time on packing w.
 constexpr int64_t kFewestRows = 128;
 
-// sigmoid(x @ w.T + b) of a panel, in the dtype of v, which may be wider than the product's.
-Tensor gate_of(const Tensor& x, const Tensor& w_t, const OptionalTensor& b, at::ScalarType dtype) {
+constexpr auto kSigmoid = detail::GluActivation::kSigmoid;
+
+// x @ w.T + b of a panel.
+Tensor product(const Tensor& x, const Tensor& w_t, const OptionalTensor& b) {
   const Tensor z = at::empty({x.size(0), w_t.size(1)}, w_t.options());
   linear_out(z, x, w_t, b);
-  Tensor s = z.to(dtype);
-  at::cpu::sigmoid_(s);
-  return s;
+  return z;
 }
 
-// What that takes per row, and x in the dtype of the product.
+// Bytes per row of what kernels take beside scratch: z where v is of another dtype, x in the dtype of the product, and
+// v without gaps.
 int64_t row_temporaries(const Tensor& v, const Tensor& x, const Tensor& w) {
   const bool wider = v.scalar_type() != w.scalar_type();
-  const auto bytes = static_cast<int64_t>(v.element_size() + w.element_size());
-  return rounded_row_bytes(x, w) + (wider ? w.size(0) * bytes : 0);
+  return rounded_row_bytes(x, w) + (wider ? w.size(0) * static_cast<int64_t>(w.element_size()) : 0) +
+         (v.is_contiguous() ? 0 : w.size(0) * static_cast<int64_t>(v.element_size()));
 }
 
 Tensor gate_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
@@ -40,15 +39,14 @@ Tensor gate_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const Optiona
   const Tensor w_t = transposed(w);
   const RowPanels panels{.min_rows = kFewestRows, .row_temporaries = row_temporaries(v, x, w)};
   for_each_row_panel(y, {y, v, x}, panels, [&](const Operands& panel, const Operands&) {
-    Tensor out = panel[0];
+    const Tensor& out = panel[0];
     const Tensor x_panel = panel[2].to(w.scalar_type());
     if (out.scalar_type() == w.scalar_type()) {
       // The result's own memory serves as scratch.
       linear_out(out, x_panel, w_t, b);
-      at::cpu::sigmoid_(out);
-      at::cpu::mul_(out, panel[1]);
+      gated_out(out, panel[1], out, kSigmoid);
     } else {
-      at::cpu::mul_out(out, gate_of(x_panel, w_t, b, out.scalar_type()), panel[1]);
+      gated_out(out, panel[1], product(x_panel, w_t, b), kSigmoid);
     }
   });
   return y;
@@ -59,20 +57,17 @@ void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = b ? OptionalTensor(detail::read_first(v, *b)) : b;
   const Tensor w_t = transposed(weight);
-  // Gates of v's dtype are made in scratch that was allocated first.
+  // Products of v's dtype are made in scratch that was allocated first.
   const bool mixed = v.scalar_type() != w.scalar_type();
   const RowPanels panels{
       .min_rows = kFewestRows, .scratch = mixed ? 0 : 1, .row_temporaries = row_temporaries(v, x, w)};
   for_each_row_panel(v, {v, input}, panels, [&](const Operands& panel, const Operands& scratch) {
-    Tensor out = panel[0];
-    const Tensor x_panel = panel[1].to(w.scalar_type());
+    const Tensor &out = panel[0], x_panel = panel[1].to(w.scalar_type());
     if (mixed) {
-      at::cpu::mul_(out, gate_of(x_panel, w_t, bias, v.scalar_type()));
+      gated_out(out, out, product(x_panel, w_t, bias), kSigmoid);
     } else {
-      Tensor gate = scratch[0];
-      linear_out(gate, x_panel, w_t, bias);
-      at::cpu::sigmoid_(gate);
-      at::cpu::mul_(out, gate);
+      linear_out(scratch[0], x_panel, w_t, bias);
+      gated_out(out, out, scratch[0], kSigmoid);
     }
   });
 }
@@ -96,15 +91,12 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
-    const Tensor s = gate_of(x_panel, w_t, b, v.scalar_type());
-    if (mask[0]) {
-      Tensor dv_panel = panel_of(dv_rows);
-      at::cpu::mul_out(dv_panel, g, s);
-    }
-    if (!mask[1] && !mask[2] && !mask[3]) return;
-    Tensor dz = at::cpu::mul(g, panel_of(v_rows));
-    at::cpu::sigmoid_backward_out(dz, dz, s);
-    dz = dz.to(w.scalar_type());
+    const Tensor z = product(x_panel, w_t, b);
+    const bool needs_dz = mask[1] || mask[2] || mask[3];
+    gated_backward_out(mask[0] ? panel_of(dv_rows) : Tensor(), needs_dz ? z : Tensor(), g,
+                       needs_dz ? panel_of(v_rows) : Tensor(), z, kSigmoid);
+    if (!needs_dz) return;
+    const Tensor& dz = z;
     if (mask[1]) input_gradient(panel_of(dx_rows), dz, w);
     weight.add(chunk, dz, x_panel);
   });

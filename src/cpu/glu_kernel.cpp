@@ -1,12 +1,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mul_cpu_dispatch.h>
-#include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
-#include <ATen/ops/sigmoid_cpu_dispatch.h>
-#include <ATen/ops/silu_backward_cpu_dispatch.h>
-#include <ATen/ops/silu_cpu_dispatch.h>
 #include <torch/library.h>
 
+#include "cpu/gated.h"
 #include "cpu/linear.h"
 #include "ops/common.h"
 #include "ops/glu.h"
@@ -16,10 +12,6 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
-
-void activate_(GluActivation activation, Tensor& z) {
-  activation == GluActivation::kSilu ? at::cpu::silu_(z) : at::cpu::sigmoid_(z);
-}
 
 // Eager writes both products and the activation, three tensors of the result's size. Here the second product is a panel
 // of scratch, and the result is made while both are in the cache.
@@ -37,9 +29,8 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
     Tensor out = panel[0], gate = scratch[0];
     const Tensor x_panel = panel[1].to(w.scalar_type());
     linear_out(gate, x_panel, wg_t, bg);
-    activate_(act, gate);
     linear_out(out, x_panel, w_t, b);
-    at::cpu::mul_(out, gate);
+    gated_out(out, out, gate, act);
   });
   return y;
 }
@@ -69,23 +60,19 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
     const Tensor dx_panel = mask[0] ? panel_of(dx_rows) : dx_rows;
-    const Tensor u_panel = at::empty(g.sizes(), w.options());
-    linear_out(u_panel, x_panel, wg_t, bg);
-    Tensor a;  // act(u)
-    if (needs_dz || act == GluActivation::kSigmoid) {
-      a = act == GluActivation::kSilu ? at::cpu::silu(u_panel) : at::cpu::sigmoid(u_panel);
-    }
+    const auto product = [&](const Tensor& weight_t, const OptionalTensor& bias) {
+      const Tensor out = at::empty(g.sizes(), w.options());
+      linear_out(out, x_panel, weight_t, bias);
+      return out;
+    };
+    const Tensor u_panel = product(wg_t, bg), z_panel = needs_du ? product(w_t, b) : Tensor();
+    const Tensor dz = needs_dz ? at::empty(g.sizes(), w.options()) : Tensor(), du = needs_du ? u_panel : Tensor();
+    gated_backward_out(dz, du, g, z_panel, u_panel, act);
     if (needs_dz) {
-      const Tensor dz = at::cpu::mul(g, a);
       if (mask[0]) input_gradient(dx_panel, dz, w);
       value.add(chunk, dz, x_panel);
     }
     if (needs_du) {
-      Tensor du = at::empty(g.sizes(), w.options());
-      linear_out(du, x_panel, w_t, b);
-      at::cpu::mul_(du, g);
-      act == GluActivation::kSilu ? at::cpu::silu_backward_out(du, du, u_panel)
-                                  : at::cpu::sigmoid_backward_out(du, du, a);
       if (mask[0]) input_gradient(dx_panel, du, wg, /*accumulate=*/true);
       gate.add(chunk, du, x_panel);
     }

@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "cpu/gated.h"
 #include "cpu/layer_norm.h"
 #include "cpu/linear.h"
 #include "ops/common.h"
@@ -49,9 +50,8 @@ class Layers {
   /// transition() of rows, into `out`.
   void forward(const Tensor& out, const Tensor& rows) const {
     const Tensor z = this->z(normalized(rows.contiguous()));
-    Tensor h = gate(z);
-    at::cpu::silu_(h);
-    at::cpu::mul_(h, up(z));
+    const Tensor h = gate(z);
+    gated_out(h, up(z), h, detail::GluActivation::kSilu);
     linear_out(out, h, down_t_, t_.down_bias);
   }
 

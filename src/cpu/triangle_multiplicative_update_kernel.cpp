@@ -27,9 +27,10 @@ using detail::TriangleParameter;
 using detail::TriangleParameterList;
 using detail::TriangleUpdate;
 
+// A few matrices keep the threads busy, and next to nothing is taken beside a and b, also where these are small.
 constexpr detail::TriangleBackend kBackend{
     [](at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }, at::bmm_out,
-    /*multiplies_padding=*/false};
+    /*multiplies_padding=*/false, /*group_bytes=*/int64_t{1} << 20};
 
 // What the panels of one call share.
 class Layers : public detail::TriangleLayout {

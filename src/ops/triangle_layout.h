@@ -21,6 +21,8 @@ struct TriangleBackend {
   at::Tensor& (*bmm_out)(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
   /// Whether products are of whole padded matrices, because those are faster.
   bool multiplies_padding;
+  /// Of the channels that are multiplied at a time, unless one alone is larger.
+  int64_t group_bytes = int64_t{32} << 20;
 };
 
 /// Rows [begin, end) of the pair matrix.
@@ -78,9 +80,8 @@ class TriangleLayout {
 
   /// How many channels are multiplied at a time.
   int64_t group() const {
-    constexpr int64_t most_bytes = int64_t{32} << 20;
     const int64_t bytes = padded_ * padded_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
-    return std::clamp(most_bytes / std::max(bytes, int64_t{1}), int64_t{1}, std::max(channels(), int64_t{1}));
+    return std::clamp(backend_.group_bytes / std::max(bytes, int64_t{1}), int64_t{1}, std::max(channels(), int64_t{1}));
   }
   /// Calls f(part, multiply) for groups of channels: part(matrices) are those of the group, and multiply(out, a, b) is
   /// out = a @ b for each of them.
