@@ -321,7 +321,9 @@ def test_under_vmap(name: str) -> None:
         got = vmap(lambda x: case.call(case.pure, x, *rest))(batch)
         expected = torch.stack([case.call(case.pure, x, *rest) for x in batch])
     assert got.dtype == expected.dtype
-    assert_all_close([got], [expected])
+    # What a transition keeps between its steps is rounded once in its kernel, and twice where it is taken apart.
+    inner = {"rtol": 0.016, "atol": 2**-8 * expected.abs().max().item()} if "transition" in name else {}
+    assert_all_close([got], [expected], **inner)
 
 
 def test_of_grad_transform() -> None:
