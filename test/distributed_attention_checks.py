@@ -215,6 +215,13 @@ def check_layers_by_rows(mesh: DeviceMesh) -> None:
     for exact, got in zip(*results, strict=True):
         assert_same(got, exact)
     assert results[1][0].placements == (placement("S1"),)
+    for layer in several.layers:  # type: ignore[union-attr]
+        layer.checkpoint = True
+    ours_again: Any = sharded(x.detach(), mesh, [placement("S1")]).requires_grad_()
+    again = several(ours_again, sharded(mask, mesh, [placement("S1")]))
+    grads = torch.autograd.grad(full(again).square().mean(), [ours_again, *several.parameters()])
+    for exact, got in zip(results[0][1:], grads, strict=True):
+        assert_same(got, exact)
     with torch.no_grad():
         ours: Any = sharded(x.detach().clone(), mesh, [placement("S1")])
         for layer in several.eval().layers:  # type: ignore[union-attr]

@@ -166,7 +166,8 @@ def _update_kept(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs
 
 
 def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    grad, x, product, logsumexp, *arguments, wanted = args
+    # `sparing` is left out where it is False; the panels that rows go through do not know it.
+    grad, x, product, logsumexp, *arguments, wanted, sparing = (*args, False)[:11]
     call = _Call("_triangle_attention_update_backward", x, *arguments)
     product, logsumexp = (local(t, p) for t, p in zip((product, logsumexp), call.kept_places(), strict=True))
     gradients: list[Any]
@@ -174,7 +175,7 @@ def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kw
         gradients = _Rows(call).gradients(grad, product, logsumexp, wanted)
     else:
         own = local(grad, call.placements)
-        gradients = operators.update_backward(own, call.x, product, logsumexp, *call.arguments[1:], wanted)
+        gradients = operators.update_backward(own, call.x, product, logsumexp, *call.arguments[1:], wanted, sparing)
     return call.wrapped_gradients(gradients, [call.whole, *call.parameters], [call.placements], wanted)
 
 
