@@ -22,6 +22,7 @@
 
 #include "cuda/gemm/sm90/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
+#include "cuda/gemm/sm90/turns.cuh"
 #include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
@@ -45,9 +46,7 @@ struct NarrowKernel {
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
   static_assert(kStages >= kWarpgroups && kN % kColumns == 0 && (Rule::kReadsC || kN <= kK));
-  // A warpgroup that meets a stage only every other time could take the phase before the one in between for its own:
-  // the barrier tells phases by their parity. Where the stages are not divided among the warpgroups, they look at them
-  // in turn, so that none is a whole ring ahead.
+  // Where the stages are not divided among the warpgroups, a stage goes from one to another.
   static constexpr bool kInTurn = kStages % kWarpgroups != 0;
   using PipelineState = cutlass::PipelineState<kStages>;
 
@@ -67,7 +66,8 @@ struct NarrowKernel {
     StageOf<Rule::kReadsC> stages[kStages];
     alignas(16) float bias[kProducts][kN];  // scaled as the rule wants it
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier stored[kStages], turn[kWarpgroups];
+    cutlass::arch::ClusterBarrier stored[kStages];
+    Turns<kWarpgroups> turns;
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 
@@ -191,14 +191,9 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
       tma_store_wait<0>();
       shared.stored[stage_of_store].arrive();
     }
-    if constexpr (kInTurn) {
-      // The first warpgroup waits for the others' former round, the others for the one before them in this round.
-      if (warpgroup > 0 || round > 0) shared.turn[warpgroup].wait((warpgroup > 0 ? round : round - 1) & 1);
-    }
+    if constexpr (kInTurn) shared.turns.wait(warpgroup, round);
     shared.loaded[at.index()].wait(at.phase());
-    if constexpr (kInTurn) {
-      if (thread == 0) shared.turn[(warpgroup + 1) % kWarpgroups].arrive();
-    }
+    if constexpr (kInTurn) shared.turns.pass_on(warpgroup);
     ++round;
     fence();
     // Of a tile in shared memory, a warp reads rows to registers that it alone overwrites.
@@ -268,7 +263,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
       shared.loaded[stage].init(1);
       shared.stored[stage].init(1);
     }
-    for (int warpgroup = 0; warpgroup < Kernel::kWarpgroups; ++warpgroup) shared.turn[warpgroup].init(1);
+    shared.turns.init();
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

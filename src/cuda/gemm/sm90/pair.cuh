@@ -15,6 +15,7 @@
 
 #include "cuda/gemm/sm90/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
+#include "cuda/gemm/sm90/turns.cuh"
 #include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
@@ -228,7 +229,8 @@ constexpr int kPairComputing = 3, kPairThreads = 128 * (kPairComputing + 1);
 template <int stages>
 struct PairBarriers {
   cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[stages];
-  cutlass::arch::ClusterBarrier free[stages], turn[kPairComputing];
+  cutlass::arch::ClusterBarrier free[stages];
+  Turns<kPairComputing> turns;
 
   CUTLASS_DEVICE void init() {
     w_loaded.init(1);
@@ -236,20 +238,16 @@ struct PairBarriers {
       loaded[stage].init(1);
       free[stage].init(1);
     }
-    for (int warpgroup = 0; warpgroup < kPairComputing; ++warpgroup) turn[warpgroup].init(1);
+    turns.init();
     cutlass::arch::fence_barrier_init();
   }
 
-  /// Waits for a stage. The warpgroups look at stages in turn, as in narrow.cuh, where their number is odd.
+  /// Waits for a stage: in turn, where a stage does not always go to one warpgroup.
   CUTLASS_DEVICE void wait_for(int stage, uint32_t phase, int warpgroup, uint32_t round) {
     constexpr bool in_turn = stages % kPairComputing != 0;
-    if constexpr (in_turn) {
-      if (warpgroup > 0 || round > 0) turn[warpgroup].wait((warpgroup > 0 ? round : round - 1) & 1);
-    }
+    if constexpr (in_turn) turns.wait(warpgroup, round);
     loaded[stage].wait(phase);
-    if constexpr (in_turn) {
-      if (threadIdx.x % 128 == 0) turn[(warpgroup + 1) % kPairComputing].arrive();
-    }
+    if constexpr (in_turn) turns.pass_on(warpgroup);
   }
 };
 

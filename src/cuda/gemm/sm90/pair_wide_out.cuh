@@ -43,7 +43,7 @@ struct WidePairOutKernel {
     Stage stages[kStages];
     typename Epilogue::Shared epilogue[kWarpgroups];
     cutlass::arch::ClusterTransactionBarrier loaded[kStages];
-    cutlass::arch::ClusterBarrier free[kStages], turn[kWarpgroups];
+    cutlass::arch::ClusterBarrier free[kStages];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 

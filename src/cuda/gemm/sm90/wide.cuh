@@ -23,6 +23,7 @@
 
 #include "cuda/gemm/sm90/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
+#include "cuda/gemm/sm90/turns.cuh"
 #include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
@@ -121,7 +122,8 @@ struct WideKernel {
     Stage stages[kStages];
     typename Epilogue::Shared epilogue[kWarpgroups];
     LoadBarrier loaded[kStages];
-    Barrier free[kStages], turn[kWarpgroups];
+    Barrier free[kStages];
+    Turns<kWarpgroups> turns;
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 
@@ -199,11 +201,7 @@ CUTLASS_DEVICE void WideKernel<Epilogue, MapOfA>::compute(const Parameters& p, S
        tile += (kPingPong ? kWarpgroups : 1) * clusters(), ++round) {
     const Place place = WideKernel::place(p, tile);
     epilogue.begin(kPingPong ? place.row : place.row * kWarpgroups + warpgroup, place.column);
-    if constexpr (kPingPong) {
-      // A barrier tells phases by their parity: who looks at a stage must have seen the phase before. The other
-      // warpgroup has seen all of its stages when it passes the turn. The first waits for the other's former round.
-      if (warpgroup > 0 || round > 0) shared.turn[warpgroup].wait((warpgroup > 0 ? round : round - 1) & 1);
-    }
+    if constexpr (kPingPong) shared.turns.wait(warpgroup, round);  // the other one has seen all of its stages
     int former = 0;
     product.accumulate_ = GMMA::ScaleOut::Zero;
     warpgroup_fence_operand(sums);
@@ -212,7 +210,7 @@ CUTLASS_DEVICE void WideKernel<Epilogue, MapOfA>::compute(const Parameters& p, S
       Stage& stage = shared.stages[at.index()];
       shared.loaded[at.index()].wait(at.phase());
       if constexpr (kPingPong) {
-        if (step == p.steps - 1 && thread == 0) shared.turn[1 - warpgroup].arrive();
+        if (step == p.steps - 1) shared.turns.pass_on(warpgroup);
       }
       const Tensor a = slice.make_fragment_A(
           slice.partition_A(make_tensor(make_smem_ptr(stage.a.data() + (kPingPong ? 0 : warpgroup) * kRows * kK),
@@ -254,10 +252,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
       shared.loaded[stage].init(1);
       shared.free[stage].init(Kernel::kCluster * (Kernel::kPingPong ? 1 : Kernel::kWarpgroups));
     }
-    for (int warpgroup = 0; warpgroup < Kernel::kWarpgroups; ++warpgroup) {
-      shared.turn[warpgroup].init(1);
-      Kernel::Epilogue::init(shared.epilogue[warpgroup]);
-    }
+    if constexpr (Kernel::kPingPong) shared.turns.init();
+    for (auto& epilogue : shared.epilogue) Kernel::Epilogue::init(epilogue);
     cutlass::arch::fence_barrier_init();
   }
   clustered ? cute::cluster_sync() : __syncthreads();
