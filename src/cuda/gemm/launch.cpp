@@ -1,8 +1,35 @@
 #include "cuda/gemm/launch.h"
 
 #include <ATen/Context.h>
+#include <cudaTypedefs.h>
+
+#include <atomic>
 
 namespace torchops::cuda::gemm {
+namespace {
+
+// The driver encodes descriptors for TMA only in a thread that has a context. The runtime gives it one with the first
+// launch, but that may be ours: a thread of autograd, whose memory comes out of the cache, has called nothing before.
+void bind_context() {
+  using Function = PFN_cuCtxGetCurrent_v4000;
+  static std::atomic<Function> known{nullptr};
+  Function function = known.load(std::memory_order_acquire);
+  if (function == nullptr) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &found, 4000, cudaEnableDefault, &result));
+    TORCH_CHECK(result == cudaDriverEntryPointSuccess, "the CUDA driver has no cuCtxGetCurrent");
+    function = reinterpret_cast<Function>(found);
+    known.store(function, std::memory_order_release);
+  }
+  CUcontext context = nullptr;
+  if (function(&context) == CUDA_SUCCESS && context != nullptr) return;
+  int device = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaSetDevice(device));
+}
+
+}  // namespace
 
 std::optional<Element> element_of(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return Element::kBFloat16;
@@ -18,11 +45,11 @@ std::optional<int> sm90_multiprocessors() {
   if (device.major != 9 || device.minor != 0) return std::nullopt;
   if (!has_sm90_kernels()) {
     TORCH_WARN_ONCE(
-        "torchops was built without its kernels for this GPU (compute capability 9.0), so dense and square_matmul_ "
-        "take "
-        "slower ways. Rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST; `python -m torchops` shows what it was built for.");
+        "torchops was built without its kernels for this GPU (compute capability 9.0), so its products take slower "
+        "ways. Rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST; `python -m torchops` shows what it was built for.");
     return std::nullopt;
   }
+  bind_context();
   return device.multiProcessorCount;
 }
 

@@ -18,7 +18,7 @@ namespace torchops::cuda::gemm {
 std::optional<Element> element_of(at::ScalarType dtype);
 
 /// The multiprocessors of the current device if the kernels of sm90/ are for it, otherwise nothing. Warns once if they
-/// would be, but this build lacks them.
+/// would be, but this build lacks them. The calling thread has a context then.
 std::optional<int> sm90_multiprocessors();
 
 /// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nothing where the kernels of
