@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchops import _triton_launch
 from torchops._triton_launch import Launch
 
 
@@ -38,27 +39,37 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = 7, "metadata"
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *args: self.kernel.launched.append((grid, args))
+    def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: str, *rest: Any) -> None:
+        assert (stream, function, metadata, rest[:3]) == (5, 7, "metadata", (None, None, None))
+        self.kernel.launched.append(((x, y, z), rest[3:]))
 
 
-def test_one_compilation_serves_all_that_triton_does_not_look_at() -> None:
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton_launch, "_stream", lambda device: 5)
+    monkeypatch.setattr(_triton_launch, "_is_watched", lambda: False)
+
+
+def test_one_compilation_serves_all_that_triton_does_not_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, x = Kernel(), torch.zeros(64)
     launch = Launch(kernel, BLOCK=16, num_warps=4)
     launch((1, 1, 1), x, 8, 3)
     assert (kernel.compiled, kernel.launched) == (1, [])  # Triton compiles, and launches
     launch((2, 1, 1), x, 8, 5)
     assert kernel.compiled == 1
-    ((grid, (first, *rest)),) = kernel.launched
-    assert first is x
-    assert (grid, rest) == ((2, 1, 1), [8, 5, 16])
+    assert kernel.launched == [((2, 1, 1), (x.data_ptr(), 8, 5, 16))]
     for other in ((x, 1, 5), (x[1:], 8, 5), (x.half(), 8, 5)):
         before = kernel.compiled
         launch((1, 1, 1), *other)
         assert kernel.compiled == before + 1
+    monkeypatch.setattr(_triton_launch, "_is_watched", lambda: True)
+    launch((1, 1, 1), x, 8, 3)
+    assert len(kernel.launched) == 1
 
 
 def test_no_failure_is_kept() -> None:
