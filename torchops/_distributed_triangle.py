@@ -13,8 +13,9 @@ glu and gate. Their gradient is written out here, since DTensor's rules run belo
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import linear
 
+from torchops import _attention_update_operators as operators
+from torchops import attention
 from torchops._distributed_pair import PairCall, local, moved, wrap
 
 _myops = torch.ops.myops
@@ -74,11 +77,60 @@ class _Call(PairCall):
         places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else self.nowhere
         return out, wrap(product, self.whole, places, self.product_shape() if keep else (0,))
 
-    def update(self, keep: bool) -> tuple[Tensor, Tensor]:
+    def update(self, keep: bool, adds: bool = False) -> tuple[Tensor, Tensor]:
+        """The update; with `adds`, of rows, x itself, to which it was added."""
         if self.by_rows:
-            return _Rows(self).update(keep)
+            kernels = self._kernels()
+            return self._by_operators(keep, adds) if kernels is None else self._by_kernels(kernels, keep, adds)
         arguments = (self.x, self.mask, self.parameters, self.outgoing, self.eps, keep)
         return _myops._triangle_multiplicative_update(*arguments)
+
+    def _by_operators(self, keep: bool, adds: bool) -> tuple[Tensor, Tensor]:
+        update, product = _Rows(self).update(keep)
+        return self.x.add_(update) if adds else update, product
+
+    def _kernels(self) -> Any:
+        """Those for a GPU, where there are any for these parameters: the same on all ranks."""
+        kernels = _kernels_for(self.x)
+        return None if kernels is None or not kernels.fits(_apart(self.parameters)) else kernels
+
+    def _by_kernels(self, kernels: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor]:
+        w, rows, n = _apart(self.parameters), self.rows.dim, self.whole.shape[-2]
+        y, mask = self.x, self.mask
+        if not self.outgoing:
+            places = self.with_rows_as(self.columns)
+            y = local(self.dx, places).transpose(rows, rows + 1)
+            mask = None if mask is None else local(self.dmask, places).transpose(rows, rows + 1)
+        x, inside = self.x.contiguous(), adds and self.x.is_contiguous()
+        target = x if inside else torch.empty(x.shape, dtype=w.p_out.dtype, device=x.device)
+        sizes, batch = self.whole.shape[:rows], x.shape[:rows]
+        flat = (math.prod(batch), *x.shape[rows:])
+
+        def gather(t: Tensor) -> Callable[[], Tensor]:
+            coming = self.moved_rows(t.unflatten(1, batch or (1,)), Shard(0), Replicate(), sizes or (1,))
+            return lambda: _arrived(coming).flatten(1, -3)
+
+        with operators._on(x.device):
+            product = kernels.update(
+                x.view(flat), y.reshape(flat), None if mask is None else mask.reshape(flat[:-1]), w, n, self.scale(),
+                self.eps, _GROUPS, gather, target.view(flat), inside,
+            )  # fmt: skip
+        product = product.unflatten(0, batch or (1,)).flatten(0, 0 if batch else 1) if keep else x.new_empty(0)
+        return self.x.add_(target) if adds and not inside else target, product
+
+    def scale(self) -> float:
+        """As in the operator: a is scaled so that o stays in the range of float16, and so is eps."""
+        n, dtype = self.whole.shape[-2], self.parameters[_P_OUT].dtype
+        return 2.0 ** -round(math.log2(max(n, 1)) / 2) if dtype == torch.float16 else 1.0
+
+    def moved_rows(self, t: Tensor, here: Any, there: Any, batch: Sequence[int]) -> Tensor:
+        """(rows, *batch, channels, N) with rows placed `there` and not `here`; the movement may still be under way."""
+        moved = [Shard(p.dim + 1) if type(p) is Shard and p != self.rows else p for p in self.placements]
+        places, targets = (
+            [r if p == self.rows else q for p, q in zip(self.placements, moved, strict=True)] for r in (here, there)
+        )
+        whole = wrap(t, self.whole, places, (self.whole.shape[-2], *batch, *t.shape[-2:]))
+        return whole.redistribute(placements=targets, async_op=True).to_local()
 
     def gradients(self, grad: Any, product: Any, wanted: Sequence[bool]) -> list[Any]:
         grad = local(grad, self.placements)
@@ -92,6 +144,37 @@ class _Call(PairCall):
             )
         inputs = [self.whole, self.dmask, *self.parameters]
         return self.wrapped_gradients(gradients, inputs, [self.placements] * 2, wanted)
+
+
+def _kernels_for(x: Tensor) -> Any:
+    if not (x.is_cuda and attention._has_bfloat16(x.device)):
+        return None
+    try:
+        return importlib.import_module("torchops._distributed_triangle_triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+    return None
+
+
+def _channels(t: Tensor) -> Tensor:
+    """(*batch, rows, N, d) -> (*batch, d, rows, N)."""
+    *batch, rows, n, d = t.shape
+    return _swapped(t.reshape(math.prod(batch), rows * n, d)).view(*batch, d, rows, n)
+
+
+def _features(t: Tensor) -> Tensor:
+    """(*batch, d, rows, N) -> (*batch, rows, N, d)."""
+    *batch, d, rows, n = t.shape
+    return _swapped(t.reshape(math.prod(batch), d, rows * n)).view(*batch, rows, n, d)
+
+
+def _swapped(t: Tensor) -> Tensor:
+    """(batch, m, n) -> (batch, n, m), a copy."""
+    kernels = _kernels_for(t)
+    if kernels is None:
+        return t.mT.contiguous()
+    return kernels.transposed(t.contiguous())
 
 
 # Of channels; more would hide more of the first group, and make the products smaller.
@@ -127,9 +210,8 @@ class _Rows:
 
     def __init__(self, call: _Call) -> None:
         self.call, self.w = call, _apart(call.parameters)
-        self.dtype, n = self.w.p_out.dtype, call.whole.shape[-2]
-        # As in the operator: a is scaled so that o stays in the range of float16, and so is eps.
-        self.scale = 2.0 ** -round(math.log2(max(n, 1)) / 2) if self.dtype == torch.float16 else 1.0
+        self.dtype = self.w.p_out.dtype
+        self.scale = call.scale()
         self.z_moments = self._norm(call.x, self.w.norm_in, self.w.norm_in_bias, call.eps)
         self.z = self.z_moments[0].to(self.dtype)
         # y: x, or its transpose; always this rank's rows of it.
@@ -147,8 +229,8 @@ class _Rows:
             for p, g, pb, gb in ((w.p_a, w.g_a, w.p_a_bias, w.g_a_bias), (w.p_b, w.g_b, w.p_b_bias, w.g_b_bias))
         ]
         a, b = (t if self.mask is None else t * self.mask for t in self.ungated)
-        self.a = self._channels(a if self.scale == 1 else a * self.scale)
-        self.b = self._gathered(self._channels(b))
+        self.a = _channels(a if self.scale == 1 else a * self.scale)
+        self.b = self._gathered(_channels(b))
 
     @staticmethod
     def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,11 +248,6 @@ class _Rows:
         whole = wrap(columns, self.call.whole, self.call.with_rows_as(self.call.columns), shape)
         return whole.redistribute(placements=self.call.placements).to_local()
 
-    @staticmethod
-    def _channels(t: Tensor) -> Tensor:
-        """(*batch, rows, N, d) -> (*batch, d, rows, N)."""
-        return t.movedim(-1, -3).contiguous()
-
     # b of other ranks comes, and their parts of its gradient go, as (rows, *batch, channels, N): whole blocks of
     # memory, which no copy has to put together. A group of channels is on its way while another is multiplied.
 
@@ -180,14 +257,8 @@ class _Rows:
 
     def _moved_rows(self, t: Tensor, here: Any, there: Any) -> Tensor:
         """(*batch, channels, rows, N) with rows placed `there` and not `here`; the movement may still be under way."""
-        batch = [Shard(p.dim + 1) if type(p) is Shard and p != self.call.rows else p for p in self.call.placements]
-        places, targets = (
-            [r if p == self.call.rows else q for p, q in zip(self.call.placements, batch, strict=True)]
-            for r in (here, there)
-        )
-        *sizes, n, _, _ = self.call.whole.shape
-        whole = wrap(t.movedim(-2, 0).contiguous(), self.call.whole, places, (n, *sizes, t.shape[-3], n))
-        return whole.redistribute(placements=targets, async_op=True).to_local().movedim(0, -2)
+        blocks = t.movedim(-2, 0).contiguous()
+        return self.call.moved_rows(blocks, here, there, self.call.whole.shape[:-3]).movedim(0, -2)
 
     def _gathered(self, b: Tensor) -> list[Tensor]:
         return [self._moved_rows(group, Shard(0), Replicate()) for group in self._in_groups(b)]
@@ -207,11 +278,11 @@ class _Rows:
             db.append(self._moved_rows(do_group.mT @ a, Partial(), Shard(0)))
             torch.matmul(do_group, _arrived(b), out=out)
         parts = (da * self.scale if self.scale != 1 else da, torch.cat([_arrived(t) for t in db], -3))
-        return [t.movedim(-3, -1) for t in parts]
+        return [_features(t) for t in parts]
 
     def _projected(self, o: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Rows of o, their norm with its moments, and the projection of that."""
-        rows, w = o.movedim(-3, -1).contiguous(), self.w
+        rows, w = _features(o), self.w
         normed, mean, rstd = self._norm(rows, w.norm_out, w.norm_out_bias, self.call.eps * self.scale**2)
         return rows, normed, mean, rstd, linear(normed, w.p_out, w.p_out_bias)
 
@@ -257,7 +328,7 @@ class _Rows:
 
     def _through_product(self, do: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> Tensor:
         """The gradients of the mask and the projections into `out`; returns that of z, in y's layout."""
-        dab = self._factor_gradients(self._channels(do))
+        dab = self._factor_gradients(_channels(do))
         if asked.any("mask"):
             dmask = sum((t * ungated).sum(-1) for t, ungated in zip(dab, self.ungated, strict=True))
             whole = self.call.dmask
@@ -327,9 +398,7 @@ def _in_place(call: _Call, keep: bool) -> Any:
         arguments = (call.x, call.mask, call.parameters, call.outgoing, call.eps, keep)
         product = _myops._triangle_multiplicative_update_(*arguments)
         return call.wrapped(call.x, product, keep)[1]
-    update, product = call.update(keep)
-    call.x.add_(update)
-    return call.wrapped(update, product, keep)[1]
+    return call.wrapped(*call.update(keep, adds=True), keep)[1]
 
 
 def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:

@@ -1,0 +1,128 @@
+"""The kernels for sharded rows of the triangle update, as two ranks would call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triangle_reference import triangle_multiplicative_update as reference
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+import torch.distributed.tensor  # with it, torchops has rules for DTensor
+
+from torchops import _distributed_triangle, _distributed_triangle_triton
+
+GROUPS = 4
+NAMES = _distributed_triangle._Layers._fields
+
+
+def weights(c: int, d: int, full: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, device="cuda") / (shape[-1] ** 0.5 if len(shape) == 2 else 3)).to(dtype)
+
+    made = {"p_in_weight": random(2 * d, c), "g_in_weight": random(2 * d, c)}
+    made |= {"p_out_weight": random(c, d), "g_out_weight": random(c, c)}
+    if full:
+        made |= {
+            "p_in_bias": random(2 * d),
+            "g_in_bias": random(2 * d),
+            "p_out_bias": random(c),
+            "g_out_bias": random(c),
+        }
+        for side, size in (("in", c), ("out", d)):
+            made |= {f"norm_{side}_weight": 1 + random(size), f"norm_{side}_bias": random(size)}
+    return made
+
+
+def in_order(w: dict[str, Tensor]) -> Any:
+    def of(layer: str) -> list[Tensor | None]:
+        return [w.get(f"{layer}_weight"), w.get(f"{layer}_bias")]
+
+    packed = [*of("norm_in"), *of("p_in"), None, None, *of("g_in"), None, None]
+    return _distributed_triangle._apart([*packed, *of("norm_out"), *of("p_out"), *of("g_out")])
+
+
+def by_two_ranks(
+    x: Tensor, mask: Tensor | None, w: dict[str, Tensor], outgoing: bool, first: int, scale: float, adds: bool
+) -> Tensor:
+    n, dtype = x.shape[-2], w["p_out_weight"].dtype
+    y, of_y = (x, mask) if outgoing else (x.transpose(1, 2), None if mask is None else mask.mT)
+    parts = slice(0, first), slice(first, n)
+    sent: list[list[Tensor]] = [[], []]
+
+    def call(rank: int, gather: Callable[[Tensor], Callable[[], Tensor]], target: Tensor, adds: bool) -> Tensor:
+        rows = parts[rank]
+        own = target if adds else x[:, rows]
+        part = None if of_y is None else of_y[:, rows]
+        return _distributed_triangle_triton.update(
+            own, y[:, rows], part, in_order(w), n, scale, 1e-5, GROUPS, gather, target, adds
+        )
+
+    for rank in range(2):  # what they send
+
+        def gather(t: Tensor, rank: int = rank) -> Callable[[], Tensor]:
+            sent[rank].append(t)
+            return lambda: t.new_zeros((n, *t.shape[1:]))
+
+        call(rank, gather, torch.empty_like(x[:, parts[rank]], dtype=dtype), False)
+    targets = []
+    for rank in range(2):
+        whole = iter([torch.cat(pair) for pair in zip(*sent, strict=True)])
+        rows = parts[rank]
+        target = x[:, rows].clone() if adds else torch.empty_like(x[:, rows], dtype=dtype)
+        o = call(rank, lambda t, whole=whole: lambda: next(whole), target, adds)  # type: ignore[misc]
+        assert o.shape == (len(x), w["p_out_weight"].shape[1], rows.stop - rows.start, n)
+        targets.append(target)
+    return torch.cat(targets, 1)
+
+
+@pytest.mark.parametrize("outgoing", [True, False])
+@pytest.mark.parametrize(
+    ("n", "first", "c", "d", "dtype", "of_x", "full", "mask", "batch", "adds"),
+    [
+        (67, 34, 128, 128, torch.bfloat16, torch.bfloat16, False, "float", 1, True),
+        (130, 66, 32, 64, torch.float16, torch.float32, True, "bool", 2, False),
+        (64, 64, 64, 16, torch.bfloat16, torch.float32, True, None, 1, True),
+        (3, 2, 16, 128, torch.float16, torch.float16, False, "float", 1, False),
+    ],
+)
+def test_rows_cuda(
+    outgoing: bool,
+    n: int,
+    first: int,
+    c: int,
+    d: int,
+    dtype: torch.dtype,
+    of_x: torch.dtype,
+    full: bool,
+    mask: str | None,
+    batch: int,
+    adds: bool,
+) -> None:
+    torch.manual_seed(0)
+    w = weights(c, d, full, dtype)
+    assert _distributed_triangle_triton.fits(in_order(w))
+    x = torch.randn(batch, n, n, c, device="cuda").to(of_x)
+    factors = None if mask is None else torch.rand(batch, n, n, device="cuda")
+    if factors is not None and mask == "bool":
+        factors = factors > 0.3
+    exact: Any = {name: t.double() for name, t in w.items()}
+    of_exact = None if factors is None else factors if mask == "bool" else factors.double()
+    expected = reference(x.double(), "outgoing" if outgoing else "incoming", mask=of_exact, **exact)
+    expected = expected + x.double() if adds else expected
+    scale = 2.0**-3 if dtype == torch.float16 else 1.0
+    got = by_two_ranks(x, factors, w, outgoing, first, scale, adds).double()
+    assert (got - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(2, 70, 16), (1, 128, 4161), (3, 4161, 128)])
+def test_transposed_cuda(shape: tuple[int, ...]) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        t = torch.randn(shape, device="cuda").to(dtype)
+        assert torch.equal(_distributed_triangle_triton.transposed(t), t.mT)
