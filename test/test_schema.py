@@ -54,7 +54,7 @@ myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product
 myops::_triangle_attention_update_kept(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> (Tensor, Tensor, Tensor)
 myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> (Tensor, Tensor)
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor
-myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted) -> Tensor[]
+myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted) -> Tensor[]
 myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()

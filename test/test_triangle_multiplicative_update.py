@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import triangle_reference
+from checks import assert_all_close
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
@@ -225,7 +227,7 @@ def test_one_gradient_takes_what_it_needs(wanted: int, products: int, tensors: i
     _, product = OPS._triangle_multiplicative_update(x, given["mask"], beneath(given), True, 1e-5, True)
     mask = [i == wanted for i in range(18)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        OPS._triangle_multiplicative_update_backward(x, x, product, given["mask"], beneath(given), True, 1e-5, mask)
+        OPS._triangle_multiplicative_update_backward(x, x, [product], given["mask"], beneath(given), True, 1e-5, mask)
     events = profiler.events()
     groups = -(-d // (2**20 // (4 * n * n)))  # of channels, whose matrices take a MiB at most
     assert sum(event.name == "aten::bmm" for event in events) == products * groups
@@ -252,8 +254,34 @@ def test_opcheck_of_gradients() -> None:
     wanted = [True] * 18
     torch.library.opcheck(
         OPS._triangle_multiplicative_update_backward.default,
-        (torch.randn_like(x), x, product, given["mask"], parameters, True, 1e-5, wanted),
+        (torch.randn_like(x), x, [product], given["mask"], parameters, True, 1e-5, wanted),
     )
+
+
+@pytest.mark.parametrize("op", ["", "_"])
+def test_ways_through_a_graph(op: str) -> None:
+    """What was saved is there as long as a graph may be asked again, also for those who run it themselves."""
+    x, given = small(requires_grad=True)
+    cotangent, leaves = torch.randn_like(x), [x, *given.values()]
+    call = getattr(torchops, f"triangle_multiplicative_update{op}")
+
+    def update(x: Tensor) -> Tensor:
+        return call(x + 0, **given)
+
+    y = update(x)
+    expected = torch.autograd.grad(y, leaves, cotangent, retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(y, leaves, cotangent), expected))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, leaves, cotangent)
+    for reentrant in (False, True):
+        y = checkpoint(update, x, use_reentrant=reentrant)
+        y.backward(cotangent)
+        assert_all_close([t.grad for t in leaves], expected)
+        for t in leaves:
+            t.grad = None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        update(x).backward(cotangent)
+    assert_all_close([t.grad for t in leaves], expected)
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
@@ -481,14 +509,14 @@ def test_private_arguments_are_checked() -> None:
     _, product = OPS._triangle_multiplicative_update(x, None, layers, True, 1e-5, True)
     backward = OPS._triangle_multiplicative_update_backward
     nothing = [False] * 18
-    with pytest.raises(TypeError, match="expected product of type Tensor, got NoneType"):
-        backward(x, x, None, None, layers, True, 1e-5, nothing)
     for arguments, text in (
-        ((x, x, product[..., :-1], None, layers, True, 1e-5, nothing), "expected product of shape"),
-        ((x[:1], x, product, None, layers, True, 1e-5, nothing), "expected grad of shape"),
-        ((x, x, product, None, layers, True, 1e-5, [False, True, *nothing[2:]]), "without the gradient of a mask"),
-        ((x, x, product, None, layers[:-1], True, 1e-5, nothing), "expected 16 parameters, got 15"),
-        ((x, x, product, None, [*layers[:2], None, *layers[3:]], True, 1e-5, nothing), r"a weight as parameters\[2\]"),
+        ((x, x, [], None, layers, True, 1e-5, nothing), "expected product as a list of one tensor, got one of 0"),
+        ((x, x, [None], None, layers, True, 1e-5, nothing), "expected product as a list of one tensor, got none in it"),
+        ((x, x, [product[..., :-1]], None, layers, True, 1e-5, nothing), "expected product of shape"),
+        ((x[:1], x, [product], None, layers, True, 1e-5, nothing), "expected grad of shape"),
+        ((x, x, [product], None, layers, True, 1e-5, [False, True, *nothing[2:]]), "without the gradient of a mask"),
+        ((x, x, [product], None, layers[:-1], True, 1e-5, nothing), "expected 16 parameters, got 15"),
+        ((x, x, [product], None, [*layers[:2], None, *layers[3:]], True, 1e-5, nothing), r"a weight as parameters\[2\]"),
     ):
         with pytest.raises(RuntimeError, match=text):
             backward(*arguments)
@@ -512,7 +540,7 @@ def test_packed_parameters_and_their_halves_agree(biases: bool) -> None:
     assert torch.equal(results[0][0], results[1][0])
     backward = OPS._triangle_multiplicative_update_backward
     gradients = [
-        backward(x, x, product, mask, layers, False, 1e-5, [True, True, *(t is not None for t in layers)])
+        backward(x, x, [product], mask, layers, False, 1e-5, [True, True, *(t is not None for t in layers)])
         for layers, (_, product) in zip((apart, whole), results, strict=True)
     ]
     of_apart, of_whole = gradients

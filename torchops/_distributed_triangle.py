@@ -140,7 +140,7 @@ class _Call(PairCall):
             gradients = _Rows(self).gradients(grad, product, wanted)
         else:
             gradients = _myops._triangle_multiplicative_update_backward(
-                grad, self.x, product, self.mask, self.parameters, self.outgoing, self.eps, wanted
+                grad, self.x, [product], self.mask, self.parameters, self.outgoing, self.eps, wanted
             )
         inputs = [self.whole, self.dmask, *self.parameters]
         return self.wrapped_gradients(gradients, inputs, [self.placements] * 2, wanted)
@@ -402,7 +402,7 @@ def _in_place(call: _Call, keep: bool) -> Any:
 
 
 def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    grad, x, product, mask, parameters, outgoing, eps, wanted = args
+    grad, x, (product,), mask, parameters, outgoing, eps, wanted = args
     call = _Call("_triangle_multiplicative_update_backward", x, mask, parameters, outgoing, eps)
     return call.gradients(grad, product, wanted)
 

@@ -195,7 +195,7 @@ def _channels(parameters: Sequence[Any]) -> tuple[int, bool]:
 def triangle_backward_flops(
     grad: Sequence[int],
     x: Sequence[int],
-    product: Sequence[int],
+    product: Any,
     mask: Any,
     parameters: Sequence[Any],
     outgoing: bool,

@@ -1,9 +1,11 @@
 #include <ATen/LegacyVmapTransforms.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/stack.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
@@ -21,6 +23,7 @@ using detail::TriangleArguments;
 using detail::TriangleMask;
 using detail::TriangleParameterList;
 using detail::TriangleParameters;
+using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
 // The operator and its gradients in differentiable ATen operators.
@@ -152,6 +155,38 @@ struct Inputs {
   }
 };
 
+TriangleProduct list_of(Tensor product) {
+  TriangleProduct list;
+  list.push_back(std::move(product));
+  return list;
+}
+
+// What backward() reads is released only behind it, but once o has been read its memory can be another's. So o, which
+// nobody else has and which cannot have changed, is kept aside: unless hooks want to see it, whose part it is then to
+// hold it or not, or it is traced.
+void keep_product(AutogradContext* ctx, variable_list& saved, Tensor product) {
+  if (at::SavedTensorDefaultHooks::get_hooks() || is_traced(product)) {
+    saved.push_back(std::move(product));
+  } else {
+    ctx->saved_data["product"] = std::move(product);
+  }
+}
+
+TriangleProduct take_product(AutogradContext* ctx, variable_list& saved) {
+  const auto kept = ctx->saved_data.find("product");
+  if (kept == ctx->saved_data.end()) {
+    Tensor product = std::move(saved.back());
+    saved.pop_back();
+    return list_of(std::move(product));
+  }
+  TORCH_CHECK(kept->second.isTensor(),
+              "Trying to backward through the graph a second time, after the product of a "
+              "triangle_multiplicative_update has been freed. Specify retain_graph=True.");
+  Tensor product = kept->second.toTensor();
+  if (!torch::autograd::get_current_graph_task_keep_graph()) kept->second = c10::IValue();
+  return list_of(std::move(product));
+}
+
 // Saves x, the mask, the parameters and o, and computes everything else again. With a `target` it adds to that in place
 // of returning a new tensor.
 struct Update : torch::autograd::Function<Update> {
@@ -171,8 +206,8 @@ struct Update : torch::autograd::Function<Update> {
           detail::triangle_update(x, mask, parameters, form.outgoing, form.eps, /*keep_product=*/true);
     }
     variable_list saved = tensors.vec();
-    saved.push_back(product);
-    ctx->save_for_backward(saved);
+    keep_product(ctx, saved, std::move(product));
+    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["given"] = form.given;
     ctx->saved_data["outgoing"] = form.outgoing;
     ctx->saved_data["eps"] = form.eps;
@@ -181,7 +216,8 @@ struct Update : torch::autograd::Function<Update> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
+    const TriangleProduct product = take_product(ctx, saved);
     const detail::DensePathGuard on_path(saved_path(ctx));
     const int64_t given = ctx->saved_data["given"].toInt();
     TriangleMask wanted{};
@@ -191,7 +227,7 @@ struct Update : torch::autograd::Function<Update> {
     // That of the update, whose dtype is the parameters'.
     const Tensor grad = grads[0].to(parameters.get(detail::kPA)->scalar_type());
     const variable_list gradients =
-        detail::triangle_update_backward(grad, x, saved.back(), mask, parameters, ctx->saved_data["outgoing"].toBool(),
+        detail::triangle_update_backward(grad, x, product, mask, parameters, ctx->saved_data["outgoing"].toBool(),
                                          ctx->saved_data["eps"].toDouble(), wanted);
     variable_list out;
     for (size_t i = 0; i < wanted.size(); ++i) {
@@ -313,13 +349,13 @@ Tensor beneath_version_(Tensor& x, const OptionalTensor& mask, const TrianglePar
 
 // Only double backward differentiates this one: through o too, which is therefore computed again.
 struct Backward : FunctionalOp<Backward, detail::triangle_update_backward> {
-  static void check(const Tensor& grad, const Tensor& x, const Tensor& product, const OptionalTensor& mask,
+  static void check(const Tensor& grad, const Tensor& x, const TriangleProduct& product, const OptionalTensor& mask,
                     const TriangleParameterList& parameters, bool outgoing, double eps, const TriangleMask& wanted) {
     detail::check_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
   }
-  static std::vector<Tensor> decomposed(const Tensor& grad, const Tensor& x, const Tensor&, const OptionalTensor& mask,
-                                        const TriangleParameterList& parameters, bool outgoing, double eps,
-                                        const TriangleMask& wanted) {
+  static std::vector<Tensor> decomposed(const Tensor& grad, const Tensor& x, const TriangleProduct&,
+                                        const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                        bool outgoing, double eps, const TriangleMask& wanted) {
     return WrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).gradients(grad, wanted);
   }
 };
@@ -355,10 +391,10 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
 
 // The batching of gradients (torch.autograd.grad(..., is_grads_batched=True)) has a key of its own, whose fallback runs
 // an operator for each of the batch, but not one with lists of tensors. So does this.
-std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const Tensor& product,
+std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                   const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                                   double eps, TriangleMask wanted) {
-  std::vector<Tensor> given{grad, x, product};
+  std::vector<Tensor> given{grad, x, *product.get(0)};
   if (mask) given.push_back(*mask);
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (parameters.get(i)) given.push_back(*parameters.get(i));
@@ -380,7 +416,7 @@ std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const Ten
       parameters_i.push_back(parameters.get(i) ? OptionalTensor(take()) : std::nullopt);
     }
     const auto gradients =
-        detail::triangle_update_backward(grad_i, x_i, product_i, mask_i, parameters_i, outgoing, eps, wanted);
+        detail::triangle_update_backward(grad_i, x_i, list_of(product_i), mask_i, parameters_i, outgoing, eps, wanted);
     for (size_t i = 0; i < results.size(); ++i) results[i].push_back(gradients[i]);
   }
   std::vector<Tensor> out;

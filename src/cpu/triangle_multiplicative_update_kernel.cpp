@@ -25,6 +25,7 @@ using detail::TriangleMask;
 using detail::TrianglePanel;
 using detail::TriangleParameter;
 using detail::TriangleParameterList;
+using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
 // A few matrices keep the threads busy, and next to nothing is taken beside a and b, also where these are small.
@@ -286,7 +287,7 @@ void input_backward(const Layers& layers, const Gradients& gradients, const Tria
   panel.of(dz_pair).copy_(dx.view(panel.of(dz_pair).sizes()));
 }
 
-std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, const Tensor& product,
+std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
                                         bool outgoing, double eps, TriangleMask wanted) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -21,7 +21,7 @@
 // Elsewhere panels, small enough for the second-level cache, go through layer_norm, glu and a transposition on the way
 // in, and through a transposition, layer_norm, the projection and gate on the way out. A float32 x beside 16-bit
 // weights is centred for those kernels first (centered.h): half its size in addition. TriangleGradients::make() has the
-// order of a backward pass, which takes three pair tensors beside its arguments and dx.
+// order of a backward pass, which takes three pair tensors beside x, the cotangent and dx, or four where o is held.
 namespace torchops::cuda {
 namespace {
 
@@ -33,6 +33,7 @@ using detail::TriangleMask;
 using detail::TrianglePanel;
 using detail::TriangleParameter;
 using detail::TriangleParameterList;
+using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
 constexpr detail::TriangleBackend kBackend{[](at::IntArrayRef sizes, const at::TensorOptions& options) -> Tensor {
@@ -280,12 +281,12 @@ void input_backward(const Layers& layers, const TriangleGradients& gradients, co
   panel.of(dz_pair).copy_(dx.view(panel.of(dz_pair).sizes()));
 }
 
-std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, const Tensor& product,
+std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, const TriangleProduct& product,
                                  const TriangleMask& wanted) {
   const Layers layers(t);
   const TriangleGradients gradients(layers, wanted);
   const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); };
-  if (PairGradientSteps steps(layers, gradients, grad, product); grad.numel() > 0 && steps.possible()) {
+  if (PairGradientSteps steps(layers, gradients, grad, *product.get(0)); grad.numel() > 0 && steps.possible()) {
     std::vector<Tensor> results = gradients.make(
         grad, product, make, [&](const auto&... tensors) { steps.out(tensors...); },
         [&](const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz, const Tensor&) {
@@ -306,7 +307,7 @@ std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, co
       });
 }
 
-std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& product,
+std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
                                          bool outgoing, double eps, TriangleMask wanted) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;

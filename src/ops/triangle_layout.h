@@ -239,20 +239,25 @@ class TriangleGradients {
   /// Backward, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of
   /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again; da = d(o) @ b and db = d(o).T @
   /// a overwrite them; input(element, da, db, dz, dmask), in the direction of the update, makes dx. All that follows
-  /// d(o) only where a wanted gradient needs it. Three pair tensors are alive at most: output() may take two for itself
-  /// beside d(o), and input() one beside da and db.
+  /// d(o) only where a wanted gradient needs it. Three pair tensors are alive at most, and o: output() may take two for
+  /// itself beside d(o), and input() one beside da and db. `product` is emptied behind the last output(), so that a or
+  /// b can have its memory.
   template <class Make, class Output, class Input>
-  std::vector<at::Tensor> make(const at::Tensor& grad, const at::Tensor& product, const Make& make_a_and_b,
+  std::vector<at::Tensor> make(const at::Tensor& grad, const TriangleProduct& product, const Make& make_a_and_b,
                                const Output& output, const Input& input) const {
     if (grad.numel() == 0) {
       for (const at::Tensor& result : results_) result.zero_();
       return results_;
     }
     const TriangleUpdate& t = layout_.update();
-    for (int64_t index = 0; index < batch_size(t.x, 3); ++index) {
+    const int64_t batch = batch_size(t.x, 3);
+    for (int64_t index = 0; index < batch; ++index) {
       at::Tensor d_o = wants_a_and_b() ? layout_.empty_matrices() : at::Tensor();
-      const at::Tensor o = layout_.matrices(batch_element(product, 3, index).contiguous());
-      output(batch_element(t.x, 3, index), batch_element(grad, 3, index), o, dz(index), d_o);
+      {
+        const at::Tensor o = layout_.matrices(batch_element(*product.get(0), 3, index).contiguous());
+        output(batch_element(t.x, 3, index), batch_element(grad, 3, index), o, dz(index), d_o);
+      }
+      if (index + 1 == batch) product.clear();
       if (!wants_a_and_b()) continue;
       const TriangleElement element(t, index);
       const RotatingChannels memory(layout_, 1);

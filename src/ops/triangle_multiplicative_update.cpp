@@ -18,6 +18,7 @@ using detail::TriangleArguments;
 using detail::TriangleMask;
 using detail::TriangleParameterList;
 using detail::TriangleParameters;
+using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
 Tensor triangle_multiplicative_update(const Tensor& x, std::string_view direction, const OptionalTensor& mask,
@@ -70,8 +71,8 @@ Tensor detail::triangle_update_(Tensor& x, const OptionalTensor& mask, const Tri
   return op.call(x, mask, parameters, outgoing, eps, keep_product);
 }
 
-std::vector<Tensor> detail::triangle_update_backward(const Tensor& grad, const Tensor& x, const Tensor& product,
-                                                     const OptionalTensor& mask,
+std::vector<Tensor> detail::triangle_update_backward(const Tensor& grad, const Tensor& x,
+                                                     const TriangleProduct& product, const OptionalTensor& mask,
                                                      const TriangleParameterList& parameters, bool outgoing, double eps,
                                                      TriangleMask wanted) {
   static const auto op = c10::Dispatcher::singleton()
@@ -278,14 +279,17 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
   return t;
 }
 
-TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const Tensor& product, const OptionalTensor& mask,
-                                const TriangleParameterList& parameters, bool outgoing, double eps,
-                                const TriangleMask& wanted) {
+TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
+                                const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+                                double eps, const TriangleMask& wanted) {
   TriangleUpdate t = checked(kBackward, x, mask, parameters, outgoing, eps);
   detail::check_matches(kBackward, "grad", grad, "a_p_weight", t.weight(detail::kPA));
   detail::check_shape(kBackward, "grad", grad, "x", x.sym_sizes());
-  detail::check_matches(kBackward, "product", product, "a_p_weight", t.weight(detail::kPA));
-  detail::check_shape(kBackward, "product", product, "x and a_p_weight", detail::triangle_product_shape(t));
+  TORCH_CHECK(product.size() == 1 && product.get(0), kBackward, ": expected product as a list of one tensor, got ",
+              product.size() == 1 ? "none in it" : "one of " + std::to_string(product.size()));
+  const Tensor o = *product.get(0);
+  detail::check_matches(kBackward, "product", o, "a_p_weight", t.weight(detail::kPA));
+  detail::check_shape(kBackward, "product", o, "x and a_p_weight", detail::triangle_product_shape(t));
   TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), kBackward,
               ": expected wanted without the gradient of a mask that is none or bool, got it");
   for (size_t i = 0; i < detail::kTriangleParameters; ++i) {
@@ -307,7 +311,7 @@ void detail::check_triangle_update(const Tensor& x, const OptionalTensor& mask, 
   checked(kForward, x, mask, parameters, outgoing, eps);
 }
 
-void detail::check_triangle_update_backward(const Tensor& grad, const Tensor& x, const Tensor& product,
+void detail::check_triangle_update_backward(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                             const OptionalTensor& mask, const TriangleParameterList& parameters,
                                             bool outgoing, double eps, const TriangleMask& wanted) {
   checked_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
@@ -326,8 +330,8 @@ TriangleUpdate detail::checked_triangle_update_(const Tensor& x, const OptionalT
   return apart(std::move(t));
 }
 
-TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, const Tensor& x, const Tensor& product,
-                                                        const OptionalTensor& mask,
+TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, const Tensor& x,
+                                                        const TriangleProduct& product, const OptionalTensor& mask,
                                                         const TriangleParameterList& parameters, bool outgoing,
                                                         double eps, const TriangleMask& wanted) {
   return apart(checked_backward(grad, x, product, mask, parameters, outgoing, eps, wanted));
@@ -427,7 +431,7 @@ Tensor update_meta_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
   return detail::empty_if(keep_product, detail::triangle_product_shape(t), t.weight(detail::kPA));
 }
 
-std::vector<Tensor> update_backward_meta(const Tensor& grad, const Tensor& x, const Tensor& product,
+std::vector<Tensor> update_backward_meta(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
                                          bool outgoing, double eps, TriangleMask wanted) {
   return detail::empty_triangle_gradients(
@@ -448,7 +452,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   const std::string beneath = "Tensor? mask, Tensor?[] parameters, bool outgoing, float eps";
   define("_triangle_multiplicative_update(Tensor x, " + beneath + ", bool keep_product=False) -> (Tensor, Tensor)");
   define("_triangle_multiplicative_update_(Tensor(a!) x, " + beneath + ", bool keep_product=False) -> Tensor");
-  define("_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor product, " + beneath +
+  define("_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, " + beneath +
          ", bool[18] wanted) -> Tensor[]");
 }
 

@@ -134,25 +134,31 @@ std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const Op
 at::Tensor triangle_update_(at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                             bool outgoing, double eps, bool keep_product);
 
+/// A list of the product alone. Kernels empty it as soon as the product has been read, so that its memory is free for
+/// what is made next, unless others hold it.
+using TriangleProduct = c10::List<OptionalTensor>;
+
 /// The gradients where `wanted` asks for them, packed as the parameters are, and empty tensors elsewhere. Everything
 /// but the product is computed again.
-std::vector<at::Tensor> triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& product,
-                                                 const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                                 bool outgoing, double eps, TriangleMask wanted);
+std::vector<at::Tensor> triangle_update_backward(const at::Tensor& grad, const at::Tensor& x,
+                                                 const TriangleProduct& product, const OptionalTensor& mask,
+                                                 const TriangleParameterList& parameters, bool outgoing, double eps,
+                                                 TriangleMask wanted);
 
 /// Their argument checks, for every backend, which return the arguments in one piece.
 TriangleUpdate checked_triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                        const TriangleParameterList& parameters, bool outgoing, double eps);
 TriangleUpdate checked_triangle_update_(const at::Tensor& x, const OptionalTensor& mask,
                                         const TriangleParameterList& parameters, bool outgoing, double eps);
-TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& product,
-                                                const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                                bool outgoing, double eps, const TriangleMask& wanted);
+TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x,
+                                                const TriangleProduct& product, const OptionalTensor& mask,
+                                                const TriangleParameterList& parameters, bool outgoing, double eps,
+                                                const TriangleMask& wanted);
 
 /// The checks alone, of arguments that are handed on.
 void check_triangle_update(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                            bool outgoing, double eps);
-void check_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& product,
+void check_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const TriangleProduct& product,
                                     const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                                     double eps, const TriangleMask& wanted);
 
