@@ -51,8 +51,8 @@ class Compiled:
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_triton_launch, "_stream", lambda device: 5)
-    monkeypatch.setattr(_triton_launch, "_is_watched", lambda: False)
+    monkeypatch.setattr(_triton_launch, "stream_of", lambda device: 5)
+    monkeypatch.setattr(_triton_launch, "is_watched", lambda: False)
 
 
 def test_one_compilation_serves_all_that_triton_does_not_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_one_compilation_serves_all_that_triton_does_not_look_at(monkeypatch: py
         before = kernel.compiled
         launch((1, 1, 1), *other)
         assert kernel.compiled == before + 1
-    monkeypatch.setattr(_triton_launch, "_is_watched", lambda: True)
+    monkeypatch.setattr(_triton_launch, "is_watched", lambda: True)
     launch((1, 1, 1), x, 8, 3)
     assert len(kernel.launched) == 1
 

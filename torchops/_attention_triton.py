@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchops._triton_launch import Launch
+from torchops._triton_launch import Launch, noting
 
 __all__ = [
     *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
@@ -319,6 +319,34 @@ def _backward_bias(
     tl.store(at, sums.to(dbias.dtype.element_ty), mask=there)
 
 
+@_jit
+def _transpose(
+    bias, made, bias_strides, made_strides, n: tl.int32, heads: tl.int32, BLOCK: tl.constexpr
+):  # fmt: skip
+    """made[k, j] = bias[j, k], and -inf for j beyond n. The grid is (blocks of j, blocks of k, batch * heads)."""
+    b, h = (tl.program_id(2) // heads).to(tl.int64), (tl.program_id(2) % heads).to(tl.int64)
+    first_j, first_k = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64) * BLOCK
+    r = tl.arange(0, BLOCK)
+    j, k = tl.minimum(first_j + r, n - 1), tl.minimum(first_k + r, n - 1)
+    rows = bias + b * bias_strides[0] + h * bias_strides[1]
+    tile = tl.trans(tl.load(rows + (j[:, None] * bias_strides[2] + k[None, :])))
+    tile = tl.where((first_j + r < n)[None, :], tile, float("-inf"))
+    rows = made + b * made_strides[0] + h * made_strides[1]
+    at = (first_k + r)[:, None] * made_strides[2] + (first_j + r)[None, :]
+    tl.store(rows + at, tile.to(made.dtype.element_ty), mask=(first_k + r < n)[:, None])
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _sum_parts(dbias, parts: tl.int32, size, BLOCK: tl.constexpr):
+    """The sum of `parts` in the place of the first; the grid is (blocks, 1, 1)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < size
+    sums = tl.load(dbias + at, mask=there, other=0.0)
+    for part in range(1, parts):
+        sums += tl.load(dbias + part * size.to(tl.int64) + at, mask=there, other=0.0)
+    tl.store(dbias + at, sums, mask=there)
+
+
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +403,8 @@ def _prepare_launcher(d: int) -> Launch:
 
 
 _mask_launcher = Launch(_add_of_mask, BLOCK=512)
+_transpose_launcher = Launch(_transpose, BLOCK=64)
+_parts_launcher = Launch(_sum_parts, BLOCK=1024)
 
 
 def _padded(d: int) -> int:
@@ -411,9 +441,10 @@ def padded_bias(bias: Tensor) -> Tensor:
 def of_keys(bias: Tensor) -> Tensor:
     """Of a bias as `padded_bias` makes it, (batch, heads, k, j) in rows like its own."""
     n = bias.shape[-2]
-    made = bias.new_empty((*bias.shape[:-1], padded_width(n)))
-    made[..., n:].fill_(float("-inf"))
-    made[..., :n].copy_(bias[..., :n].mT)
+    batch, heads, _, width = *bias.shape[:3], padded_width(n)
+    made = bias.new_empty((batch, heads, n, width))
+    grid = width // 64, _blocks(n, 64), batch * heads
+    _transpose_launcher(grid, bias, made, bias.stride()[:3], made.stride()[:3], n, heads)
     return made
 
 
@@ -488,8 +519,10 @@ def backward(
     with on(q.device):
         dbias = new_dbias(grad, padded) if wanted[3] else None
         attend_backward(grad, q, k, v, padded, _added(mask, padded), out, lse, scale, (dq, dk, dv), dbias)
+        # Not a part of a larger one.
+        made = None if dbias is None else sum_of_dbias(dbias).to(bias.dtype, copy=len(dbias) > 1).unsqueeze(1)
     dq, dk, dv = map(_laid_out_like, (dq, dk, dv), given)
-    return dq, dk, dv, None if dbias is None else sum_of_dbias(dbias).to(bias.dtype).unsqueeze(1)
+    return dq, dk, dv, made
 
 
 def _added(mask: Tensor | None, bias: Tensor) -> Tensor | None:
@@ -510,18 +543,21 @@ def attend_backward(
     dbias: Tensor | None,
     adds: bool = False,
     bias_of_keys: Tensor | None = None,
+    numbers: Tensor | None = None,
 ) -> None:
     """The backward pass with everything prepared, as for `attend`: gradients of q, k and v go to `into`, where there is
     a tensor; that of the bias to `dbias`, as `new_dbias` makes it, or is added to it. `bias_of_keys` is
-    ``of_keys(bias)``.
+    ``of_keys(bias)``; `numbers`, of two rows in float32, may be lost.
 
     The last kernel makes the gradients of k and v, each tile from its own part of these: they may take their place.
     """
     batch, rows, heads, n, d = q.shape
     width = bias.shape[-1]
-    log_sums, delta = q.new_empty((2, batch, rows, heads, width), dtype=torch.float32)
+    if numbers is None:
+        numbers = q.new_empty((2, batch * rows * heads * width), dtype=torch.float32)
+    log_sums, delta = numbers.unbind()
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
-    numbers = rows, n, heads, scale, width
+    sizes = rows, n, heads, scale, width
     how = d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32
     inputs = grad, q, k, v, bias, lse if added is None else added, log_sums, delta
     _prepare_launcher(d)(
@@ -530,12 +566,12 @@ def attend_backward(
     )  # fmt: skip
     if dbias is not None:
         grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads
-        _launcher("bias", *how, ADDS=adds)(grid, *inputs, dbias, *strides, *numbers, _blocks(rows, len(dbias)))
+        _launcher("bias", *how, ADDS=adds)(grid, *inputs, dbias, *strides, *sizes, _blocks(rows, len(dbias)))
     dq, dk, dv = into
     if dq is not None:
         launch = _launcher("q", *how)
         launch(
-            (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads), *inputs, dq, *strides, _strides(dq), *numbers
+            (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads), *inputs, dq, *strides, _strides(dq), *sizes
         )
     if dk is not None or dv is not None:
         launch = _launcher("kv", *how, WANT_K=dk is not None, WANT_V=dv is not None)
@@ -544,7 +580,7 @@ def attend_backward(
         launch(
             (_blocks(n, launch.options["BLOCK_K"]), rows, batch * heads),
             grad, q, k, v, bias_of_keys, *inputs[5:], *either, *strides[:4], bias_of_keys.stride()[:3],
-            *map(_strides, either), *numbers,
+            *map(_strides, either), *sizes,
         )  # fmt: skip
 
 
@@ -560,14 +596,22 @@ def new_dbias(q: Tensor, bias: Tensor, wide: bool = False) -> Tensor:
 
 
 def sum_of_dbias(dbias: Tensor) -> Tensor:
-    """(batch, heads, n, n)"""
-    return dbias[0] if len(dbias) == 1 else dbias.sum(0)
+    """(batch, heads, n, n), in the memory of the first part."""
+    if len(dbias) > 1:
+        size = dbias[0].numel()
+        _parts_launcher((_blocks(size, 1024), 1, 1), dbias, len(dbias), size)
+    return dbias[0]
 
 
 def _tiles(launch: _Launch, n: int) -> int:
     return _blocks(n, launch.block_j) * _blocks(n, launch.block_k)
 
 
-@cache
 def processors(device: torch.device) -> int:
+    """Of a device; of that for which launches are noted, where there is no device."""
+    return _processors(noting.device if device.type == "meta" and noting.device else device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -142,6 +142,9 @@ def _backward_autograd(
     *rest: Any,
 ) -> list[Tensor]:
     """Only double backward differentiates this one: through everything, which is therefore computed again."""
+    if attention._only_values():
+        with torch._C._AutoDispatchBelowAutograd():
+            return update_backward(grad, x, product, logsumexp, mask, parameters, *rest)
     check_kept(grad, x, product, logsumexp, mask, parameters, rest[0])
     given = [grad, *_given(x, parameters)]
     if attention._needs_decomposition(*given) or attention._needs_grad(*given):

@@ -43,10 +43,14 @@ def takes(x: Tensor, w: Weights) -> bool:
 
 def budget(x: Tensor, itemsize: int, training: bool, sparing: bool = False) -> int:
     """Bytes of a panel. Launches have a tail, in which processors wait: on an H100, kernels of a forward and a backward
-    pass at N = 768 take 8.9 ms with 4 panels of gradients, and 9.6 with 12."""
+    pass at N = 768 take 8.9 ms with 4 panels of gradients, and 9.6 with 12. Gradients of 128 features and 4 heads are
+    one panel up to N = 400, where the time is the host's, and two beyond."""
+    pair = math.prod(x.shape[1:]) * itemsize
     if sparing:
-        return max(math.prod(x.shape[1:]) * itemsize // 2, 48 << 20)
-    return panels._budget(x, itemsize, training)
+        return max(pair // 2, 48 << 20)
+    return (
+        max(pair * 18 // 5, 288 << 20) if training and x.device.type != "cpu" else panels._budget(x, itemsize, training)
+    )
 
 
 def aligned(t: Tensor) -> bool:
@@ -77,6 +81,7 @@ _TILES = {
     "to_z": _Tile(64, 4, 2, 0),
     "norm_gradient": _Tile(16, 4, 1, 6),
     "products": _Tile(64, 8, 4, 0),
+    "finish": _Tile(128, 4, 1, 0),  # BLOCK holds a row of features
 }
 
 
@@ -138,15 +143,13 @@ def triangle_bias(x: Tensor, b: slice, w: Weights, ending: bool) -> Tensor:
     n = x.shape[1]
     width = attention.padded_width(n)
     made = w.q.new_empty((b.stop - b.start, w.heads, n, width))
-    if width > n:
-        made[..., n:].fill_(float("-inf"))
     kernel = kernel_for(w, "bias", HEADS=w.heads, PADDED_H=padded(w.heads))
     at, batch, outer, inner = Places(x).at(b, slice(0, n), False)
     if ending:
         outer, inner = inner, outer
     kernel.launch(
-        (kernel.blocks(n * n, x.device), len(made), 1),
-        x, w.norm_weight, w.norm_bias, w.bias_weight, made, at, batch, outer, inner, width, n, n * n, w.eps,
+        (kernel.blocks(n * width, x.device), len(made), 1),
+        x, w.norm_weight, w.norm_bias, w.bias_weight, made, at, batch, outer, inner, width, n, n * width, w.eps,
     )  # fmt: skip
     return made
 
@@ -201,6 +204,6 @@ def launch_project(
     z_strides = (0, 0, 0) if z is None else Places(z).strides
     kernel.launch(
         (kernel.blocks(outer * inner, x.device), batch, 1),
-        x, w.norm_weight, w.norm_bias, w.packed, made, z, *x_at, 0, *Places(made).strides, *z_strides,
+        x, w.norm_weight, w.norm_bias, w.q, w.k, w.v, made, z, *x_at, 0, *Places(made).strides, *z_strides,
         k_at // kernels.UNIT, (k_at + w.q.shape[0]) // kernels.UNIT, inner, outer * inner, w.eps,
     )  # fmt: skip

@@ -28,17 +28,19 @@ from torchops._attention_update_fused import (
 )
 from torchops._attention_update_panels import Weights
 
-__all__ = ["backward"]
+__all__ = ["backward", "backward_into"]
 
 _CHUNKS = 33  # in which the gradients of weights are summed
+_FINISHED = "q", "k", "v", "gate", "out", "norm_weight", "norm_bias", "bias_weight", "gate_bias", "out_bias"
 
 
 class _Products:
-    """Sums over panels of a[m].T @ b, (chunks, m, rows, columns) in float32."""
+    """Sums over panels of a[m].T @ b, (chunks, m, rows, columns) in float32, and of a[m] where these are wanted."""
 
-    def __init__(self, many: int, a: int, b: int, chunks: int, like: Tensor) -> None:
+    def __init__(self, many: int, a: int, b: int, chunks: int, of_columns: bool, like: Tensor) -> None:
         self.sums = like.new_empty((chunks, many, a, b), dtype=torch.float32)
-        sizes = {"A": a, "PADDED_A": padded(a), "B": b, "PADDED_B": padded(b)}
+        self.columns = like.new_empty((chunks, many, a), dtype=torch.float32) if of_columns else None
+        sizes = {"A": a, "PADDED_A": padded(a), "B": b, "PADDED_B": padded(b), "SUMS": of_columns}
         self.kernels = [kernel_of("products", 0, 0, **sizes, ADDS=adds) for adds in (False, True)]
         self.filled = False
 
@@ -49,8 +51,8 @@ class _Products:
         count = outer * inner
         share = -(-count // (kernel.block * chunks))
         kernel.launch(
-            (many, 1, chunks), a, b, self.sums, *a_at, *Places(b).strides, step // kernels.UNIT, batch, inner, count,
-            share,
+            (many, 1, chunks), a, b, self.sums, self.sums if self.columns is None else self.columns, *a_at,
+            *Places(b).strides, step // kernels.UNIT, batch, inner, count, share,
         )  # fmt: skip
         self.filled = True
 
@@ -68,19 +70,36 @@ def backward(
 ) -> dict[str, Tensor]:
     """As :func:`_attention_update_panels.backward`, where all gradients are wanted, or all but those of parameters
     that are None."""
-    if not aligned(grad):
-        grad = grad.contiguous()
+    parameters = dict(zip(panels.WANTED[1:], w[:10], strict=True))
+    given = {"x": x} | {name: t for name, t in parameters.items() if t is not None}
+    made = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items() if wanted[name]}
+    backward_into(made, grad if aligned(grad) else grad.contiguous(), x, mask, w, ending, o, logsumexp, sparing)
+    return made
+
+
+def backward_into(
+    made: dict[str, Tensor],
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    w: Weights,
+    ending: bool,
+    o: Tensor,
+    logsumexp: Tensor,
+    sparing: bool,
+) -> None:
+    """By launches of kernels alone."""
     batch, n, _, c = x.shape
     width, heads, dtype = w.q.shape[0], w.heads, w.q.dtype
     assert w.gate is not None
-    packed = torch.cat((w.q, w.k, w.v, w.gate))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = made["x"].view(x.shape)
     dz = dx if dx.dtype == dtype else dx.view(dtype)[..., :c]  # in the same rows, of which it takes half
     x_places, o_places, grad_places, dz_places = map(Places, (x, o, grad, dz))
     gate, project, to_z = kernel_for(w, "gate_gradient"), kernel_for(w, "project", KEEPS_Z=True), kernel_for(w, "to_z")
-    of_inputs, of_out = _Products(4, width, c, _CHUNKS, w.q), _Products(1, c, width, 4 * _CHUNKS, w.q)
-    of_gate_bias: list[Tensor] = []
-    of_norm: list[Tensor] = []
+    norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=padded(heads))
+    of_inputs = _Products(4, width, c, _CHUNKS, w.gate_bias is not None, w.q)
+    of_out = _Products(1, c, width, 4 * _CHUNKS, w.out_bias is not None, w.q)
+    of_norm = w.q.new_empty((batch, norm.blocks(n * n, x.device), 2 + heads, c), dtype=torch.float32)
     row_bytes = n * ((c + 6 * width) * w.q.element_size() + 8 * heads)
     for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), True, sparing))):
         size = b.stop - b.start
@@ -88,6 +107,9 @@ def backward(
         added = None if mask is None else steps.prepared_mask(mask[b], bias)
         scratch, z_scratch, d_scratch = (
             scratch_for(b, part[0], n, features, ending, w.q) for features in (5 * width, c, width)
+        )
+        numbers = w.q.new_empty(
+            (2, size * (part[0].stop - part[0].start) * heads * bias.shape[-1]), dtype=torch.float32
         )
         bias_of_keys, dbias, adds = attention.of_keys(bias), None, False
         for rows in part:
@@ -100,8 +122,6 @@ def backward(
                 *grad_places.at(b, rows, ending), *o_places.at(b, rows, ending), *x_at, *Places(d).strides, *strides,
                 inner, count, w.eps,
             )  # fmt: skip
-            if wanted["gate_bias"]:
-                of_gate_bias.append(places[..., 4 * width :].sum((0, 1, 2), dtype=torch.float32))
             of_out.add(grad, grad_places.at(b, rows, ending), 0, places)
             launch_project(project, x, x_at, w, places, 2 * width, z)
             q, dq, k, v, _ = (panels.heads(t, heads, ending) for t in places.split(width, -1))
@@ -110,42 +130,26 @@ def backward(
             attention.attend_backward(
                 panels.heads(d, heads, ending), q, k, v, bias, None if added is None else added[:, rows],
                 panels.heads(panels.slab(o, b, rows, ending), heads, ending), logsumexp[b, rows], w.scale, (dq, k, v),
-                dbias, adds, bias_of_keys,
+                dbias, adds, bias_of_keys, numbers,
             )  # fmt: skip
             adds = True
             d_inputs = places[..., width:]
             of_inputs.add(d_inputs, (0, *strides), width, z)
             to_z.launch(
                 (to_z.blocks(count, x.device), size, 1),
-                d_inputs, packed, dz, *strides, *dz_places.at(b, rows, ending), width // kernels.UNIT, inner, count,
+                d_inputs, w.q, w.k, w.v, w.gate, dz, *strides, *dz_places.at(b, rows, ending), width // kernels.UNIT,
+                inner, count,
             )  # fmt: skip
-        del scratch, z_scratch, d_scratch
         assert dbias is not None
-        of_norm.append(_through_norm(attention.sum_of_dbias(dbias), x, w, b, ending, dz, dx))
-    inputs, sums = of_inputs.sums.sum(0), sum(of_norm)
-    assert isinstance(sums, Tensor)
-    made = dict(zip(("q", "k", "v", "gate"), inputs, strict=True)) | {"out": of_out.sums.sum(0)[0]}
-    made |= {"norm_weight": sums[0], "norm_bias": sums[1], "bias_weight": sums[2:]}
-    if wanted["gate_bias"]:
-        made["gate_bias"] = torch.stack(of_gate_bias).sum(0)
-    if wanted["out_bias"]:
-        made["out_bias"] = grad.sum((0, 1, 2), dtype=torch.float32)
-    rounded = {name: t.new_empty(t.shape, dtype=dtype) for name, t in made.items() if wanted[name]}
-    torch._foreach_copy_(list(rounded.values()), [made[name] for name in rounded])  # one launch
-    return rounded | {"x": dx}
-
-
-def _through_norm(dbias: Tensor, x: Tensor, w: Weights, b: slice, ending: bool, dz: Tensor, dx: Tensor) -> Tensor:
-    """Makes dx of dz and the gradient of the bias, and the gradients of what the norm and the bias have."""
-    n, c = x.shape[-2:]
-    count = n * n
-    kernel = kernel_for(w, "norm_gradient", HEADS=w.heads, PADDED_H=padded(w.heads))
-    programs = kernel.blocks(count, x.device)
-    sums = dbias.new_empty((b.stop - b.start, programs, 2 + w.heads, c), dtype=torch.float32)
-    places = [number for t in (x, dz, dx) for number in Places(t).at(b, slice(0, n), False)]
-    kernel.launch(
-        (programs, b.stop - b.start, 1),
-        dz, dbias, x, w.norm_weight, w.norm_bias, w.bias_weight, dx, sums,
-        *places, *((1, n) if ending else (n, 1)), n, count, w.eps,
+        norm.launch(
+            (of_norm.shape[1], size, 1),
+            dz, attention.sum_of_dbias(dbias), x, w.norm_weight, w.norm_bias, w.bias_weight, dx, of_norm[b],
+            *(number for t in (x, dz, dx) for number in Places(t).at(b, slice(0, n), False)),
+            *((1, n) if ending else (n, 1)), n, n * n, w.eps,
+        )  # fmt: skip
+    finish = kernel_for(w, "finish", HEADS=heads)
+    finish.launch(
+        (heads + 4 + 5 * -(-width * c // finish.block), 1, 1),
+        of_inputs.sums, of_out.sums, of_norm, of_inputs.columns, of_out.columns,
+        *(made.get(name) for name in _FINISHED), _CHUNKS, 4 * _CHUNKS, batch * of_norm.shape[1],
     )  # fmt: skip
-    return sums.sum((0, 1))

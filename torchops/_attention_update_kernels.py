@@ -1,6 +1,7 @@
 # Kernels have no types, and their constants are in capitals as everywhere in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: N803
+# What a constant leaves out is inside an `if` of its own, or it would be compiled.
+# ruff: noqa: N803, SIM102
 """Kernels in Triton of triangle attention's update with up to 128 features in 16 bits: whatever reads z makes it from
 x, so z is not written where it is only passed on, and a pass over memory does all that it can.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["UNIT", "bias", "end", "gate_gradient", "norm_gradient", "products", "project", "to_z"]
+__all__ = ["UNIT", "bias", "end", "finish", "gate_gradient", "norm_gradient", "products", "project", "to_z"]
 
 UNIT = 8
 _UNIT = tl.constexpr(UNIT)
@@ -26,7 +27,9 @@ _PLACES = tuple(
     for number in ("at", "batch", "outer", "inner")
 )
 # One compilation for all N, and no look at numbers when it is launched.
-_jit = triton.jit(do_not_specialize=[*_PLACES, "batch", "inner", "count", "share", "step", "eps"])
+_jit = triton.jit(
+    do_not_specialize=[*_PLACES, "batch", "inner", "count", "share", "step", "eps", "chunks", "out_chunks", "programs"]
+)
 
 
 @triton.jit
@@ -105,25 +108,29 @@ def bias(
     HEADS: tl.constexpr, PADDED_H: tl.constexpr,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """made = z @ to_heads.T, (batch, heads, outer, inner), in rows of `made_outer`."""
+    """made = z @ to_heads.T, (batch, heads, outer, inner), in rows of `made_outer`, with -inf beyond `inner`. `count`
+    is that of what is made."""
     p, h = tl.arange(0, BLOCK), tl.arange(0, PADDED_H)
     heads = tl.trans(_matrix(to_heads, HEADS, C, PADDED_H, PADDED_C))
-    head = (count // inner).to(tl.int64) * made_outer
+    head = count.to(tl.int64)
     made += tl.program_id(1) * HEADS * head
+    start = x_at * _UNIT + tl.program_id(1).to(tl.int64) * (x_batch * _UNIT)
     for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        places = _places(t, x_at, x_batch, x_outer, x_inner, inner, count, BLOCK)
+        at = t * BLOCK + p
+        j, k = at // made_outer, at % made_outer
+        last = (count // made_outer) - 1
+        places = start + tl.minimum(j, last).to(tl.int64) * (x_outer * _UNIT)
+        places += tl.minimum(k, inner - 1).to(tl.int64) * (x_inner * _UNIT)
         values = _load(x, places, t, count, C, PADDED_C, BLOCK)
         rows = _z(values, norm_weight, norm_bias, eps, C, PADDED_C, HAS_WEIGHT, HAS_BIAS).to(made.dtype.element_ty)
-        s = tl.trans(tl.dot(rows, heads))
-        at = t * BLOCK + p
+        s = tl.where((k < inner)[None, :], tl.trans(tl.dot(rows, heads)), float("-inf"))
         there = (h < HEADS)[:, None] & (at < count)[None, :]
-        at = (at // inner).to(tl.int64) * made_outer + at % inner
         tl.store(made + (h.to(tl.int64)[:, None] * head + at[None, :]), s.to(made.dtype.element_ty), mask=there)
 
 
 @_jit
 def project(
-    x, norm_weight, norm_bias, weights, made, z,
+    x, norm_weight, norm_bias, to_q, to_k, to_v, made, z,
     x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
     made_at: tl.int64, made_batch: tl.int64, made_outer: tl.int64, made_inner: tl.int64,
     z_batch: tl.int64, z_outer: tl.int64, z_inner: tl.int64,
@@ -131,10 +138,10 @@ def project(
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, KEEPS_Z: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v = z @ weights[m].T: q in `made`, the others so many units behind it; and z where it is kept."""
-    w0 = tl.trans(_matrix(weights, WIDTH, C, PADDED_WIDTH, PADDED_C))
-    w1 = tl.trans(_matrix(weights + WIDTH * C, WIDTH, C, PADDED_WIDTH, PADDED_C))
-    w2 = tl.trans(_matrix(weights + 2 * WIDTH * C, WIDTH, C, PADDED_WIDTH, PADDED_C))
+    """q = z @ to_q.T, and so on: q in `made`, the others so many units behind it; and z where it is kept."""
+    w0 = tl.trans(_matrix(to_q, WIDTH, C, PADDED_WIDTH, PADDED_C))
+    w1 = tl.trans(_matrix(to_k, WIDTH, C, PADDED_WIDTH, PADDED_C))
+    w2 = tl.trans(_matrix(to_v, WIDTH, C, PADDED_WIDTH, PADDED_C))
     for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         places = _places(t, x_at, x_batch, x_outer, x_inner, inner, count, BLOCK)
         values = _load(x, places, t, count, C, PADDED_C, BLOCK)
@@ -223,14 +230,15 @@ def gate_gradient(
 
 @_jit
 def products(
-    a, b, made,
+    a, b, made, columns,
     a_at: tl.int64, a_batch: tl.int64, a_outer: tl.int64, a_inner: tl.int64,
     b_batch: tl.int64, b_outer: tl.int64, b_inner: tl.int64,
     step: tl.int64, batch: tl.int32, inner: tl.int32, count: tl.int32, share: tl.int32,
     A: tl.constexpr, PADDED_A: tl.constexpr, B: tl.constexpr, PADDED_B: tl.constexpr, ADDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """made[chunk, m] (+)= a[m].T @ b in float32, over `share` blocks of positions; a[m] are `step` units apart.
+    """made[chunk, m] (+)= a[m].T @ b in float32, over `share` blocks of positions; a[m] are `step` units apart. With
+    SUMS, columns[chunk, m] (+)= the sum of a[m].
 
     The grid is (m, 1, chunks).
     """
@@ -239,8 +247,12 @@ def products(
     at = made + (chunk * tl.num_programs(0) + m).to(tl.int64) * (A * B) + (r[:, None] * B + d[None, :])
     inside = (r < A)[:, None] & (d < B)[None, :]
     sums = tl.zeros((PADDED_A, PADDED_B), tl.float32)
+    of_columns = tl.zeros((PADDED_A,), tl.float32)
+    columns += (chunk * tl.num_programs(0) + m) * A + r
     if ADDS:
         sums += tl.load(at, mask=inside, other=0.0)
+        if SUMS:
+            of_columns += tl.load(columns, mask=r < A, other=0.0)
     a += m * (step * _UNIT)
     for each in range(batch):
         for t in range(chunk * share, tl.minimum((chunk + 1) * share, tl.cdiv(count, BLOCK))):
@@ -249,26 +261,30 @@ def products(
             places = _places(t, each * b_batch, 0, b_outer, b_inner, inner, count, BLOCK)
             b_rows = _load(b, places, t, count, B, PADDED_B, BLOCK)
             sums = tl.dot(tl.trans(a_rows).to(b_rows.dtype), b_rows, sums)
+            if SUMS:
+                of_columns += tl.sum(a_rows.to(tl.float32), 0)
     tl.store(at, sums, mask=inside)
+    if SUMS:
+        tl.store(columns, of_columns, mask=r < A)
 
 
 @_jit
 def to_z(
-    d, weights, dz,
+    d, to_q, to_k, to_v, to_gate, dz,
     d_batch: tl.int64, d_outer: tl.int64, d_inner: tl.int64,
     dz_at: tl.int64, dz_batch: tl.int64, dz_outer: tl.int64, dz_inner: tl.int64,
     step: tl.int64, inner: tl.int32, count: tl.int32,
     C: tl.constexpr, PADDED_C: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dz = the sum over m = 0 to 3 of d[m] @ weights[m]; d[m] are `step` units apart."""
+    """dz = the sum over m = 0 to 3 of d[m] @ (to_q, to_k, to_v, to_gate)[m]; d[m] are `step` units apart."""
     t = tl.program_id(0)
     places = _places(t, 0, d_batch, d_outer, d_inner, inner, count, BLOCK)
     sums = tl.zeros((BLOCK, PADDED_C), tl.float32)
-    for _ in range(4):
+    for m in range(4):
+        weights = tl.where(m == 0, to_q, tl.where(m == 1, to_k, tl.where(m == 2, to_v, to_gate)))
         rows = _load(d, places, t, count, WIDTH, PADDED_WIDTH, BLOCK)
         sums = tl.dot(rows, _matrix(weights, WIDTH, C, PADDED_WIDTH, PADDED_C), sums)
         d += step * _UNIT
-        weights += WIDTH * C
     places = _places(t, dz_at, dz_batch, dz_outer, dz_inner, inner, count, BLOCK)
     _store(dz, places, t, count, sums, C, PADDED_C, BLOCK)
 
@@ -327,3 +343,55 @@ def norm_gradient(
     tl.store(row + d, tl.sum(of_weight, 0), mask=in_c)
     tl.store(row + C + d, tl.sum(of_bias, 0), mask=in_c)
     tl.store(row + ((2 + h)[:, None] * C + d[None, :]), of_heads, mask=(h < HEADS)[:, None] & in_c[None, :])
+
+
+@triton.jit
+def _sum_rows(source, rows, stride, target, first, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """target[first + i] = the sum over rows of source[row * stride + first + i], for a block."""
+    r, at = tl.arange(0, ROWS), first + tl.arange(0, BLOCK)
+    there = at < count
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for row in range(0, rows, ROWS):
+        places = source + ((row + r)[:, None].to(tl.int64) * stride + at[None, :])
+        sums += tl.sum(tl.load(places, mask=(row + r < rows)[:, None] & there[None, :], other=0.0), 0)
+    tl.store(target + at, sums.to(target.dtype.element_ty), mask=there)
+
+
+@_jit
+def finish(
+    of_inputs, of_out, of_norm, columns_of_inputs, columns_of_out,
+    q, k, v, gate, out, norm_weight, norm_bias, to_heads, gate_bias, out_bias,
+    chunks: tl.int32, out_chunks: tl.int32, programs: tl.int32,
+    C: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of parameters, from the sums of `products` and `norm_gradient`.
+
+    The grid has `HEADS + 4` programs for rows of at most BLOCK numbers, and a program for each BLOCK of five matrices.
+    """
+    t = tl.program_id(0)
+    if t < HEADS + 4:
+        stride = (2 + HEADS) * C
+        if t < HEADS:
+            _sum_rows(of_norm + (2 + t) * C, programs, stride, to_heads + t * C, 0, C, 64, BLOCK)
+        if HAS_WEIGHT:
+            if t == HEADS:
+                _sum_rows(of_norm, programs, stride, norm_weight, 0, C, 64, BLOCK)
+        if HAS_BIAS:
+            if t == HEADS + 1:
+                _sum_rows(of_norm + C, programs, stride, norm_bias, 0, C, 64, BLOCK)
+        if HAS_GATE_BIAS:
+            if t == HEADS + 2:
+                _sum_rows(columns_of_inputs + 3 * WIDTH, chunks, 4 * WIDTH, gate_bias, 0, WIDTH, 64, BLOCK)
+        if HAS_OUT_BIAS:
+            if t == HEADS + 3:
+                _sum_rows(columns_of_out, out_chunks, C, out_bias, 0, C, 64, BLOCK)
+    else:
+        t -= HEADS + 4
+        blocks = tl.cdiv(WIDTH * C, BLOCK)
+        m, first = t // blocks, t % blocks * BLOCK
+        if m == 4:
+            _sum_rows(of_out, out_chunks, WIDTH * C, out, first, WIDTH * C, 32, BLOCK)
+        else:
+            target = tl.where(m == 0, q, tl.where(m == 1, k, tl.where(m == 2, v, gate)))
+            _sum_rows(of_inputs + m * (WIDTH * C), chunks, 4 * WIDTH * C, target, first, WIDTH * C, 16, BLOCK)

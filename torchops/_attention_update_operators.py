@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchops import _attention_panels, attention
 from torchops import _attention_update_panels as panels
 from torchops._attention_update_arguments import Parameters, check, check_kept, check_wanted, check_writable
+from torchops._triton_plan import Found, Plan, Plans, UnplannableError
 
 __all__ = ["NAME", "is_first", "library", "steps_for", "update", "update_", "update_backward", "update_kept"]
 
@@ -102,39 +104,124 @@ def _forward(
             panels.forward(x, mask, w, ending, target, adds, kept, steps)
 
 
+@cache
 def _fused(part: str) -> Any:
     return importlib.import_module(f"torchops._attention_update_fused{part}")  # Triton may not be there
 
 
+# --- plans -----------------------------------------------------------------------------------------------------------
+#
+# On a GPU, whether arguments pass their checks, and what is launched for them, is found once for arguments alike.
+
+plans = Plans()
+
+
+def _planned(
+    found: Found,
+    launches: Callable[..., None],
+    x: Tensor,
+    parameters: Parameters,
+    heads: int,
+    tensors: Callable[[], Sequence[Tensor | None]],
+) -> Plan | None:
+    """The plan of a call that has passed its checks, where the fused kernels take its tensors as they stand."""
+    plan = found.plan
+    if plan is None and x.is_cuda and x.numel():
+        q = parameters[3]
+        assert q is not None
+        unfused = steps_for(x, q, heads) is panels
+        plan = False if unfused else plans.add(found, launches, tensors(), x.device)
+    return plan if isinstance(plan, Plan) else None
+
+
+def _usable(x: Tensor, parameters: Parameters, heads: int, eps: float) -> tuple[Tensor, panels.Weights]:
+    x, w = _flat(x, 3), _weights(parameters, heads, eps)
+    if not _fused("").takes(x, w):
+        raise UnplannableError("x")
+    return x, w
+
+
+def _run(plan: Plan, found: Found, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
+    with _on(plan.device):
+        plan.run([*given, *made], [*found.pointers, *(t.data_ptr() for t in made)])
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
 def _kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
-    check("_triangle_attention_update", x, mask, parameters, heads)
-    return _update(x, mask, parameters, heads, eps, ending, None)
+    return _update("_triangle_attention_update", False, x, mask, parameters, heads, eps, ending)[0]
+
+
+def _kept_kernel(
+    x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    made, product, logsumexp = _update("_triangle_attention_update_kept", True, x, mask, parameters, heads, eps, ending)
+    return made, product, logsumexp
 
 
 def _update(
+    op: str,
+    keeps: bool,
     x: Tensor,
     mask: Tensor | None,
     parameters: Parameters,
     heads: int,
     eps: float,
     ending: bool,
-    kept: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    w = _weights(parameters, heads, eps)
-    out = torch.empty(x.shape, dtype=w.q.dtype, device=x.device)
-    if out.numel():
-        _forward(_flat(x, 3), _rows_of(mask, ending), w, ending, _flat(out, 3), False, kept)
-    return out
+) -> list[Tensor]:
+    given = x, mask, *parameters
+    found = plans.find((op, heads, eps, ending), given)
+    if found.plan is None:
+        check(op, x, mask, parameters, heads)
+    q = parameters[3]
+    assert q is not None
+    made = [torch.empty(x.shape, dtype=q.dtype, device=x.device)]
+    if keeps:
+        made += _empty_kept(x, parameters, heads)
+
+    def launches(x: Tensor, mask: Tensor | None, *rest: Tensor) -> None:
+        x, w = _usable(x, rest[:10], heads, eps)
+        out, *kept = rest[10:]
+        _fused("").forward(x, _rows_of(mask, ending), w, ending, _flat(out, 3), False, kept or None)
+
+    plan = _planned(found, launches, x, parameters, heads, lambda: [*given, *made])
+    if plan is not None:
+        _run(plan, found, given, made)
+    elif x.numel():
+        w = _weights(parameters, heads, eps)
+        kept = (made[1], made[2]) if keeps else None
+        _forward(_flat(x, 3), _rows_of(mask, ending), w, ending, _flat(made[0], 3), False, kept)
+    return made
 
 
 def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
-    check("_triangle_attention_update_", x, mask, parameters, heads)
-    check_writable("_triangle_attention_update_", x)
-    if x.numel():
+    op, given = "_triangle_attention_update_", (x, mask, *parameters)
+    found = plans.find((op, heads, eps, ending), given)
+    if found.plan is None:
+        check(op, x, mask, parameters, heads)
+        check_writable(op, x)
+
+    def launches(x: Tensor, mask: Tensor | None, *parameters: Tensor) -> None:
+        x, w = _usable(x, parameters, heads, eps)
+        _fused("").forward(x, _rows_of(mask, ending), w, ending, x, True, None)
+
+    plan = _planned(found, launches, x, parameters, heads, lambda: given)
+    if plan is not None and not _holds(x, found.pointers[1:]):
+        _run(plan, found, given, ())
+    elif x.numel():
         w = _weights(parameters, heads, eps, overwritten=x)
         if mask is not None and mask.untyped_storage()._cdata == x.untyped_storage()._cdata:
             mask = mask.clone()
         _overwrite(x, _rows_of(mask, ending), w, ending)
+
+
+def _holds(x: Tensor, pointers: Sequence[int]) -> bool:
+    """Whether something begins in the memory that x has a part of."""
+    storage = x.untyped_storage()
+    first = storage.data_ptr()
+    last = first + storage.nbytes()
+    return any(first <= pointer < last for pointer in pointers)
 
 
 def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: bool) -> None:
@@ -147,14 +234,6 @@ def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: b
             _overwrite(each, None if part is None else part[i], w, ending)
     else:
         _forward(flat, kept_keys, w, ending, flat, True, None)
-
-
-def _kept_kernel(
-    x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    check("_triangle_attention_update_kept", x, mask, parameters, heads)
-    product, logsumexp = _empty_kept(x, parameters, heads)
-    return _update(x, mask, parameters, heads, eps, ending, (product, logsumexp)), product, logsumexp
 
 
 def _empty_kept(x: Tensor, parameters: Parameters, heads: int) -> tuple[Tensor, Tensor]:
@@ -179,26 +258,65 @@ def _backward_kernel(
     sparing: bool = False,
 ) -> list[Tensor]:
     """With a larger part of the memory that a panel may take, or, where gradients are sparing, with a smaller one."""
-    check_kept(grad, x, product, logsumexp, mask, parameters, heads)
-    check_wanted(wanted)
+    given = grad, x, product, logsumexp, mask, *parameters
+    found = plans.find((heads, eps, ending, *wanted, sparing), given)
+    if found.plan is None:
+        check_kept(grad, x, product, logsumexp, mask, parameters, heads)
+        check_wanted(wanted)
     inputs = dict(zip(panels.WANTED, (x, *parameters), strict=True))
     asked = {name: want and inputs[name] is not None for name, want in zip(panels.WANTED, wanted, strict=True)}
     made: dict[str, Tensor] = {}
     if x.numel() == 0:
-        given = {name: t for name, t in inputs.items() if t is not None}
-        made = {name: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items()}
+        of_each = {name: t for name, t in inputs.items() if t is not None}
+        made = {name: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for name, t in of_each.items()}
     elif any(asked.values()):
-        w = _weights(parameters, heads, eps)
-        flat, steps = _flat(x, 3), steps_for(x, w.q, heads)
-        kept = product.contiguous(), logsumexp.contiguous()
-        arguments = _flat(grad, 3), flat, _rows_of(mask, ending), w, ending, *kept
-        all_asked = all(asked[name] or t is None for name, t in inputs.items())
-        with _on(x.device):
-            if steps is not panels and all_asked and _fused("").takes(flat, w):
-                made = _fused("_gradients").backward(*arguments, asked, sparing)
-            else:
-                made = panels.backward(*arguments, asked, steps)
+        made = _gradients(found, given, asked, heads, eps, ending, sparing)
     return [made[name].view(t.shape) if t is not None and asked[name] else x.new_empty(0) for name, t in inputs.items()]
+
+
+def _gradients(
+    found: Found,
+    given: tuple[Tensor | None, ...],
+    asked: dict[str, bool],
+    heads: int,
+    eps: float,
+    ending: bool,
+    sparing: bool,
+) -> dict[str, Tensor]:
+    _, x, _, _, mask, *parameters = given
+    assert x is not None
+    inputs = dict(zip(panels.WANTED, (x, *parameters), strict=True))
+    like = {name: t for name, t in inputs.items() if t is not None}
+    if all(asked[name] for name in like):
+
+        def empty() -> list[Tensor]:
+            return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like.values()]
+
+        def launches(grad: Tensor, x: Tensor, o: Tensor, logsumexp: Tensor, mask: Tensor | None, *rest: Tensor) -> None:
+            (x, w), grad = _usable(x, rest[:10], heads, eps), _flat(grad, 3)
+            if not _fused("").aligned(grad):
+                raise UnplannableError("grad")
+            made = dict(zip(like, rest[10:], strict=True))
+            kept = o.contiguous(), logsumexp.contiguous()
+            _fused("_gradients").backward_into(made, grad, x, _rows_of(mask, ending), w, ending, *kept, sparing)
+
+        plan = _planned(found, launches, x, parameters, heads, lambda: [*given, *empty()])
+        if plan is not None:
+            made = empty()
+            _run(plan, found, given, made)
+            return dict(zip(like, made, strict=True))
+    grad, _, product, logsumexp, *_ = given
+    assert grad is not None
+    assert product is not None
+    assert logsumexp is not None
+    w = _weights(parameters, heads, eps)
+    flat, steps = _flat(x, 3), steps_for(x, w.q, heads)
+    arguments = _flat(grad, 3), flat, _rows_of(mask, ending), w, ending, product.contiguous(), logsumexp.contiguous()
+    with _on(x.device):
+        if steps is not panels and all(asked[name] for name in like) and _fused("").takes(flat, w):
+            made_here: dict[str, Tensor] = _fused("_gradients").backward(*arguments, asked, sparing)
+            return made_here
+        return panels.backward(*arguments, asked, steps)
 
 
 # --- fake kernels ----------------------------------------------------------------------------------------------------

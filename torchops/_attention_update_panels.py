@@ -130,7 +130,7 @@ _CUDA_TRAINING_BYTES = 256 << 20
 
 
 def _budget(x: Tensor, itemsize: int, training: bool) -> int:
-    if not x.is_cuda:
+    if x.device.type == "cpu":
         return _CPU_BYTES
     pair = math.prod(x.shape[1:]) * itemsize
     return max(2 * pair, _CUDA_TRAINING_BYTES) if training else max(pair * 7 // 8, _CUDA_BYTES)

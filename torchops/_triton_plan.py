@@ -1,0 +1,185 @@
+"""Plans: the launches of many kernels in Triton, found once for tensors of certain shapes.
+
+What a function of several launches does on the host, it does for shapes, strides and dtypes: views of tensors, scratch
+memory, grids. So it runs once with tensors without data, and its launches are noted instead of made, as a plan. For
+tensors like those, the plan then only puts pointers into lists of arguments, and takes all scratch memory at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchops._triton_launch import Launch, is_watched, noting, stream_of
+
+__all__ = ["Found", "Plan", "Plans", "UnplannableError"]
+
+_UNIT = 512  # bytes, in which the allocator aligns tensors
+
+
+class UnplannableError(Exception):
+    """For such tensors there is no plan: an operator reads or writes numbers, for example."""
+
+
+class _OnlyShapes(TorchDispatchMode):
+    """Of operators, those that make views or empty tensors can be left out when the launches are made again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.is_view or func.overloadpacket.__name__ in ("empty", "empty_strided", "new_empty", "empty_like"):
+            return func(*args, **(kwargs or {}))
+        raise UnplannableError(str(func))
+
+
+class _Step(NamedTuple):
+    """A launch. Of its arguments, those in `pointers`, (index, tensor, bytes from its start, dtype), are not known."""
+
+    launch: Launch
+    grid: tuple[int, int, int]
+    arguments: list[Any]
+    pointers: list[tuple[int, int, int, torch.dtype]]
+
+
+class Plan:
+    """What `make` launches for tensors on a device that are like these. Scratch memory is what `make` has of empty
+    tensors; those that do not exist at the same time may lie in one place."""
+
+    def __init__(self, make: Callable[..., None], tensors: Sequence[Tensor | None], device: torch.device) -> None:
+        self.device = device
+        standing = [
+            t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors
+        ]
+        calls: list[Any] = []
+        noting.calls, noting.device = calls, device
+        try:
+            with _OnlyShapes():
+                make(*standing)
+        finally:
+            noting.calls = noting.device = None
+        numbers = {t.untyped_storage()._cdata: i for i, t in enumerate(standing) if t is not None}
+        offsets, self._nbytes = _offsets(calls, numbers)
+        self._steps = []
+        for launch, grid, args in calls:
+            arguments, pointers = list(args), []
+            for i, t in enumerate(args):
+                if isinstance(t, Tensor):
+                    storage, at = t.untyped_storage()._cdata, int(t.storage_offset()) * t.element_size()
+                    number = numbers.get(storage, len(tensors))
+                    pointers.append((i, number, at + offsets.get(storage, 0), t.dtype))
+            self._steps.append(_Step(launch, grid, arguments, pointers))
+        # What Triton has compiled for each step, when all of them have run.
+        self._compiled: list[tuple[Any, ...]] | None = None
+
+    def run(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
+        """Launches on the current stream of the device, which has to be the current one; `pointers` are those of the
+        tensors, 0 for None."""
+        stream = stream_of(self.device) if self.device.type == "cuda" else 0
+        scratch = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
+        if self._compiled is None or is_watched():
+            made = [step.launch(step.grid, *_arguments(step, [*tensors, scratch])) for step in self._steps]
+            if all(made):
+                self._compiled = [
+                    (run, *step.grid, function, metadata, [*step.arguments, *step.launch.constants],
+                     [pointer[:3] for pointer in step.pointers])
+                    for step, (run, function, metadata) in zip(self._steps, made, strict=True)
+                ]  # fmt: skip
+            return
+        places = [*pointers, scratch.data_ptr()]
+        for run, x, y, z, function, metadata, template, unknown in self._compiled:
+            arguments = template.copy()
+            for i, number, offset in unknown:
+                arguments[i] = places[number] + offset
+            run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+
+
+def _arguments(step: _Step, tensors: Sequence[Tensor | None]) -> list[Any]:
+    """With tensors where they are unknown: of one element, since kernels know no more than where they begin."""
+    arguments = step.arguments.copy()
+    for i, number, offset, dtype in step.pointers:
+        t = tensors[number]
+        assert t is not None
+        at = t.storage_offset() * t.element_size() + offset
+        storage, size = t.untyped_storage(), dtype.itemsize
+        arguments[i] = torch.empty(0, dtype=dtype, device=t.device).set_(storage, at // size, (1,), (1,))
+    return arguments
+
+
+def _offsets(calls: list[Any], given: dict[int, int]) -> tuple[dict[int, int], int]:
+    """Where each storage that is not given lies in one that holds all, and how many bytes this one has. Larger ones are
+    placed first, each at the lowest place that none has while it is in use."""
+    nbytes: dict[int, int] = {}
+    used: dict[int, tuple[int, int]] = {}
+    for step, (*_, args) in enumerate(calls):
+        for storage in (t.untyped_storage() for t in args if isinstance(t, Tensor)):
+            name = storage._cdata
+            if name not in given:
+                nbytes[name] = -(-storage.nbytes() // _UNIT) * _UNIT
+                used[name] = used.get(name, (step, step))[0], step
+    offsets: dict[int, int] = {}
+    for name in sorted(nbytes, key=lambda each: -nbytes[each]):
+        first, last = used[name]
+        beside = [other for other in offsets if used[other][0] <= last and first <= used[other][1]]
+        offset = 0
+        for other in sorted(beside, key=offsets.__getitem__):
+            if offset + nbytes[name] <= offsets[other]:
+                break
+            offset = max(offset, offsets[other] + nbytes[other])
+        offsets[name] = offset
+    return offsets, max((offsets[name] + nbytes[name] for name in offsets), default=0)
+
+
+class Found(NamedTuple):
+    """What is known of a call: its key, where its tensors are, and its plan. That is None where there is none yet, and
+    False where there cannot be one."""
+
+    key: Any
+    pointers: list[int]
+    plan: Plan | bool | None
+
+
+class Plans:
+    """Plans by what decides about them: shapes, strides, dtypes, the device, and how pointers are aligned."""
+
+    def __init__(self, most: int = 512) -> None:
+        self._most, self._kept, self._lock = most, dict[Any, Plan | bool](), threading.Lock()
+
+    def find(self, how: Any, tensors: Sequence[Tensor | None]) -> Found:
+        key, pointers = [how], []
+        for t in tensors:
+            if t is None:
+                pointers.append(0)
+                key.append(None)
+                continue
+            if not t.is_cuda or t.is_nested or t.layout is not torch.strided:
+                return Found(None, [], None)
+            pointer = t.data_ptr()
+            pointers.append(pointer)
+            key += t.shape, t.stride(), t.dtype, t.device, pointer % 16
+        made = tuple(key)
+        return Found(made, pointers, self._kept.get(made))
+
+    def add(
+        self, found: Found, make: Callable[..., None], tensors: Sequence[Tensor | None], device: torch.device
+    ) -> Plan | bool:
+        """The plan of what `make` launches for these tensors, of which the first ones were looked up; False if it does
+        more than launches."""
+        if found.key is None:
+            return False
+        plan: Plan | bool
+        try:
+            plan = Plan(make, tensors, device)
+        except UnplannableError:
+            plan = False
+        with self._lock:
+            if len(self._kept) >= self._most:
+                self._kept.clear()
+            self._kept[found.key] = plan
+        return plan
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
