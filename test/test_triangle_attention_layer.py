@@ -393,6 +393,12 @@ def test_in_place_training_and_overlap() -> None:
         triangle_attention_update(torch.zeros(0, 1, 12).expand(0, 0, 12), None, w, inplace=True)
     with pytest.raises(RuntimeError, match="leaf"):
         triangle_attention_update(x, None, w, inplace=True)
+    with torch.inference_mode():
+        made = torch.zeros(4, 4, 12)
+        triangle_attention_update(made, None, w, inplace=True)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
+            triangle_attention_update(made, None, w, inplace=True)
 
 
 X = torch.zeros(4, 4, 12)

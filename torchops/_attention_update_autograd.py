@@ -117,6 +117,11 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
 
 
 def _version_(x: Tensor, *args: Any) -> None:
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make a clone to get a "
+            "normal tensor before doing inplace update."
+        )
     with torch._C._AutoDispatchBelowADInplaceOrView():
         update_(x, *args)
     torch.autograd.graph.increment_version(x)
