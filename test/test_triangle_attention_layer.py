@@ -354,6 +354,24 @@ def test_separate_tensors_over_the_memory_that_is_overwritten(monkeypatch: pytes
     assert_all_close([x], [expected])
 
 
+def test_version_counter_of_what_fails_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_CPU_BYTES", 1)
+    w, x = weights(dtype=torch.float32), torch.randn(4, 4, 12)
+    add, added = panels.add, []
+
+    def failing(*args: Any) -> None:
+        if added:
+            raise MemoryError
+        added.append(add(*args))
+
+    monkeypatch.setattr(panels, "add", failing)
+    old = x.clone()
+    with pytest.raises(MemoryError):
+        triangle_attention_update(x, None, w, inplace=True)
+    assert not torch.equal(x, old)
+    assert x._version == 1
+
+
 def test_overlap_in_training() -> None:
     w = leaves_of(weights(dtype=torch.float32))
     memory = torch.randn(16, 12)

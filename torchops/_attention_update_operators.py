@@ -216,7 +216,13 @@ def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int,
         _run(plan, found, given, ())
     elif x.numel():
         w = _weights(parameters, heads, eps, overwritten=x)
-        _overwrite(x, _rows_of(without_alias(x, mask), ending), w, ending)
+        kept_keys = _rows_of(without_alias(x, mask), ending)
+        try:
+            _overwrite(x, kept_keys, w, ending)
+        except BaseException:  # memory that runs out, for one: a part is overwritten, which autograd has to know
+            if not x.is_inference():
+                torch.autograd.graph.increment_version(x)
+            raise
 
 
 def _holds(x: Tensor, pointers: Sequence[int]) -> bool:
