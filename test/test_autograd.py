@@ -26,6 +26,8 @@ from samples import Sample
 from torch import Tensor
 from torch.autograd import forward_ad
 
+import torchops
+
 
 def perturbable(sample: Sample, **_: Any) -> bool:
     """Whether elements can be changed one by one, and tangents of the same layout written: not if it is expanded."""
@@ -205,3 +207,17 @@ def test_inference_mode(case: OpCase, device: str, dtype: torch.dtype, sample: S
     torch.testing.assert_close(out.clone(), expected)
     with torch.no_grad():
         assert not case.pure(*args, **kwargs).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("affine", ["both", "bias"])
+def test_layer_norm_adds_up_many_rows(affine: str, dtype: torch.dtype) -> None:
+    """In 16 bits a sum of positive numbers stops growing after some hundred of them."""
+    x, cotangent = torch.randn(70000, 16).to(dtype), torch.rand(70000, 16).to(dtype) / 4
+    weight = torch.rand(16).to(dtype).requires_grad_() if affine == "both" else None
+    bias = torch.rand(16).to(dtype).requires_grad_()
+    leaves = [bias] if weight is None else [bias, weight]
+    got = torch.autograd.grad(torchops.layer_norm(x, (16,), weight, bias), leaves, cotangent)
+    exact = [torch.nn.functional.layer_norm(x.double(), (16,)) * cotangent.double(), cotangent.double()]
+    for gradient, rows in zip(got, reversed(exact), strict=False):
+        torch.testing.assert_close(gradient.double(), rows.sum(0), rtol=2e-2, atol=2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -210,8 +211,8 @@ def test_derivatives_and_opcheck(masked: bool) -> None:
         return OPS._triangle_attention_update(x, mask, list(parameters), 2, 1e-5, True)
 
     leaves: Any = (x, *w[:10])
-    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, check_batched_grad=True, fast_mode=True)
     args = (x, mask, list(w[:10]), 2, 1e-5, True)
     torch.library.opcheck(OPS._triangle_attention_update.default, args)
     args = (x.detach(), mask, [t.detach() for t in w[:10] if t is not None], 2, 1e-5, True)
@@ -335,6 +336,55 @@ def test_autocast() -> None:
     assert_near([y], [(x + exact[0]).double()], TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("name", ["mask", "norm_weight", "bias_weight", "q", "gate", "gate_bias", "out", "out_bias"])
+def test_separate_tensors_over_the_memory_that_is_overwritten(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(panels, "_CPU_BYTES", 1)  # each row is written before the next is read
+    w = weights(dtype=torch.float32)
+    memory = bytearray(4 * 768)
+    x, shared = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
+    x = x.normal_().view(8, 8, 12)
+    size = (8, 8) if name == "mask" else getattr(w, name).shape
+    shared = shared[: math.prod(size)].view(size)
+
+    def given(t: Tensor) -> tuple[Tensor | None, AttentionWeights]:
+        return (t, w) if name == "mask" else (None, w._replace(**{name: t}))  # type: ignore[arg-type]
+
+    expected = x + triangle_attention_update(x, *given(shared.clone()))
+    triangle_attention_update(x, *given(shared), inplace=True)
+    assert_all_close([x], [expected])
+
+
+def test_version_counter_of_what_fails_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_CPU_BYTES", 1)
+    w, x = weights(dtype=torch.float32), torch.randn(4, 4, 12)
+    add, added = panels.add, []
+
+    def failing(*args: Any) -> None:
+        if added:
+            raise MemoryError
+        added.append(add(*args))
+
+    monkeypatch.setattr(panels, "add", failing)
+    old = x.clone()
+    with pytest.raises(MemoryError):
+        triangle_attention_update(x, None, w, inplace=True)
+    assert not torch.equal(x, old)
+    assert x._version == 1
+
+
+def test_overlap_in_training() -> None:
+    w = leaves_of(weights(dtype=torch.float32))
+    memory = torch.randn(16, 12)
+    x, gate, mask = memory.view(4, 4, 12), memory[:15], memory[:, 0].view(4, 4)
+    old = x.clone()
+    expected = old + triangle_attention_update(old, mask.clone(), w._replace(gate=gate.clone()))
+    triangle_attention_update(x, mask, w._replace(gate=gate), inplace=True)
+    cotangent = torch.randn(4, 4, 12)
+    leaves: Any = [w.q, w.gate_bias, w.out]
+    got, reference = (torch.autograd.grad(y, leaves, cotangent) for y in (x, expected))
+    assert_all_close([x, *got], [expected, *reference])
+
+
 def test_in_place_training_and_overlap() -> None:
     w = leaves_of(weights(dtype=torch.float32))
     x = torch.randn(4, 4, 12, requires_grad=True)
@@ -361,6 +411,12 @@ def test_in_place_training_and_overlap() -> None:
         triangle_attention_update(torch.zeros(0, 1, 12).expand(0, 0, 12), None, w, inplace=True)
     with pytest.raises(RuntimeError, match="leaf"):
         triangle_attention_update(x, None, w, inplace=True)
+    with torch.inference_mode():
+        made = torch.zeros(4, 4, 12)
+        triangle_attention_update(made, None, w, inplace=True)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
+            triangle_attention_update(made, None, w, inplace=True)
 
 
 X = torch.zeros(4, 4, 12)

@@ -21,6 +21,7 @@ __all__ = [
     "check_kept",
     "check_wanted",
     "check_writable",
+    "without_alias",
 ]
 
 Node = Literal["starting", "ending"]
@@ -165,6 +166,24 @@ def check_writable(op: str, x: Tensor) -> None:
             False,
             lambda: f"{op}: expected x without elements in one place, got strides {x.stride()} of {tuple(x.shape)}",
         )
+
+
+def without_alias(written: Tensor, read: Tensor | None) -> Tensor | None:
+    """`read`, or a copy of it where it shares memory with the tensor that is overwritten."""
+    return read.clone() if read is not None and _may_alias(written, read) else read
+
+
+def _may_alias(written: Tensor, read: Tensor) -> bool:
+    to, source = written.untyped_storage(), read.untyped_storage()
+    if to._cdata == source._cdata:
+        return True
+    if type(written) not in _WITH_MEMORY or type(read) not in _WITH_MEMORY or written.device != read.device:
+        return False
+    first, second = to.data_ptr(), source.data_ptr()  # 0 on the device meta
+    return first != 0 and first < second + source.nbytes() and second < first + to.nbytes()
+
+
+_WITH_MEMORY = (Tensor, torch.nn.Parameter)  # not of a subclass, such as a fake tensor
 
 
 def check_kept(

@@ -18,6 +18,7 @@ from torchops._attention_update_arguments import (
     check_kept,
     check_wanted,
     check_writable,
+    without_alias,
 )
 from torchops._attention_update_operators import NAME, is_first, library, update, update_, update_backward, update_kept
 from torchops.ops import gate, layer_norm
@@ -108,6 +109,7 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
     if attention._needs_decomposition(*given):
         x.add_(_composite(x.clone(), mask, parameters, *how))
     elif attention._needs_grad(*given):
+        mask, *parameters = (without_alias(x, t) for t in (mask, *parameters))
         x.add_(update(x.clone(), mask, parameters, *how))
     else:
         with torch._C._AutoDispatchBelowAutograd():
@@ -115,6 +117,11 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
 
 
 def _version_(x: Tensor, *args: Any) -> None:
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make a clone to get a "
+            "normal tensor before doing inplace update."
+        )
     with torch._C._AutoDispatchBelowADInplaceOrView():
         update_(x, *args)
     torch.autograd.graph.increment_version(x)
@@ -185,6 +192,35 @@ def _batched_(x: Tensor, *args: Any) -> None:
     x.add_(_composite(x.clone(), *args))
 
 
+def _each_of_batch(*args: Any) -> list[Tensor]:
+    """Gradients of a batch of cotangents (torch.autograd.grad(..., is_grads_batched=True)), one after another: the
+    fallback of the key Batched takes no lists of tensors."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    sizes = {1}
+
+    def physical(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = torch._remove_batch_dim(value, level, 1, 0)  # a dimension of size 1 where there is none
+            sizes.add(len(value))
+            return value
+        return [physical(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def at(value: Any, i: int) -> Any:
+        if isinstance(value, Tensor):
+            return value[i if len(value) > 1 else 0]
+        return [at(each, i) for each in value] if isinstance(value, (list, tuple)) else value
+
+    torch._C._vmapmode_decrement_nesting()
+    try:
+        given = physical(args)
+        made = [update_backward(*at(given, i)) for i in range(max(sizes))]
+        stacked = [torch.stack(each) for each in zip(*made, strict=True)]
+    finally:
+        torch._C._vmapmode_increment_nesting()
+    return [torch._add_batch_dim(t, 0, level) for t in stacked]
+
+
 def _materialized(op: Any) -> Callable[..., Any]:
     """`op` of tensors whose memory holds their values, for the keys under which it does not: views that are negated as
     they are read, as an imaginary part of a conjugate is, and zeros without memory. ATen's fallbacks for these keys do
@@ -238,6 +274,7 @@ def _register() -> None:
         if batched is not None:
             library.impl(NAME + suffix, batched, "FuncTorchBatched")
     library.impl(NAME + "_", _version_, "ADInplaceOrView")
+    library.impl(NAME + "_backward", _each_of_batch, "Batched")
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         for suffix, op in (("", update), ("_", update_)):
             library.impl(NAME + suffix, _autocast(op, device), key)

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from torchops import _attention_panels, attention
 from torchops import _attention_update_panels as panels
-from torchops._attention_update_arguments import Parameters, check, check_kept, check_wanted, check_writable
+from torchops._attention_update_arguments import (
+    Parameters,
+    check,
+    check_kept,
+    check_wanted,
+    check_writable,
+    without_alias,
+)
 from torchops._triton_plan import Found, Plan, Plans, UnplannableError
 
 __all__ = ["NAME", "is_first", "library", "steps_for", "update", "update_", "update_backward", "update_kept"]
@@ -59,11 +66,9 @@ def _weights(parameters: Parameters, heads: int, eps: float, overwritten: Tensor
     """Contiguous, and not in memory that is overwritten."""
 
     def usable(t: Tensor | None) -> Tensor | None:
-        if t is None:
-            return None
-        if overwritten is not None and t.untyped_storage()._cdata == overwritten.untyped_storage()._cdata:
-            return t.clone(memory_format=torch.contiguous_format)
-        return t.contiguous()
+        if overwritten is not None:
+            t = without_alias(overwritten, t)
+        return None if t is None else t.contiguous()
 
     made: list[Any] = [usable(t) for t in parameters]
     return panels.Weights._make([*made, heads, eps])
@@ -211,9 +216,13 @@ def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int,
         _run(plan, found, given, ())
     elif x.numel():
         w = _weights(parameters, heads, eps, overwritten=x)
-        if mask is not None and mask.untyped_storage()._cdata == x.untyped_storage()._cdata:
-            mask = mask.clone()
-        _overwrite(x, _rows_of(mask, ending), w, ending)
+        kept_keys = _rows_of(without_alias(x, mask), ending)
+        try:
+            _overwrite(x, kept_keys, w, ending)
+        except BaseException:  # memory that runs out, for one: a part is overwritten, which autograd has to know
+            if not x.is_inference():
+                torch.autograd.graph.increment_version(x)
+            raise
 
 
 def _holds(x: Tensor, pointers: Sequence[int]) -> bool:
