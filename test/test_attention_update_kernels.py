@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -19,6 +20,7 @@ from torchops import _attention_panels, attention
 from torchops import _attention_update_autograd as autograd
 from torchops import _attention_update_operators as operators
 from torchops import _attention_update_panels as panels
+from torchops._triton_plan import Plans
 from torchops.attention_update import Node
 from torchops.nn import TriangleAttention
 
@@ -78,7 +80,10 @@ def test_panels_cuda(monkeypatch: pytest.MonkeyPatch, node: Node, dtype: torch.d
         return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], grad)]
 
     whole = results()
-    monkeypatch.setattr(panels, "_budget", lambda *_: 3 << 20)
+    for module in ("", "_gradients"):
+        fused = importlib.import_module(f"torchops._attention_update_fused{module}")
+        monkeypatch.setattr(fused, "budget", lambda *_: 3 << 20)
+    monkeypatch.setattr(operators, "plans", Plans())
     first = results()
     assert all(torch.equal(a, b) for a, b in zip(first, results(), strict=True))
     for a, b in zip(first, whole, strict=True):

@@ -77,7 +77,6 @@ class Plan:
     def run(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
         """Launches on the current stream of the device, which has to be the current one; `pointers` are those of the
         tensors, 0 for None."""
-        stream = stream_of(self.device) if self.device.type == "cuda" else 0
         scratch = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
         if self._compiled is None or is_watched():
             made = [step.launch(step.grid, *_arguments(step, [*tensors, scratch])) for step in self._steps]
@@ -88,7 +87,7 @@ class Plan:
                     for step, (run, function, metadata) in zip(self._steps, made, strict=True)
                 ]  # fmt: skip
             return
-        places = [*pointers, scratch.data_ptr()]
+        places, stream = [*pointers, scratch.data_ptr()], stream_of(self.device)
         for run, x, y, z, function, metadata, template, unknown in self._compiled:
             arguments = template.copy()
             for i, number, offset in unknown:
