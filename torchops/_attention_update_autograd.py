@@ -91,10 +91,10 @@ def _autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any)
     if attention._only_values():
         with torch._C._AutoDispatchBelowAutograd():
             return update(x, mask, parameters, *how)
+    check(op, x, mask, parameters, how[0])
     check_constant(op, mask)
     given = _given(x, parameters)
     if attention._needs_decomposition(*given):
-        check(op, x, mask, parameters, how[0])  # the others check their arguments themselves
         return _composite(x, mask, parameters, *how)
     if attention._needs_grad(*given):
         return _Update.apply(x, mask, *how, *parameters)
