@@ -74,8 +74,13 @@ def test_no_plan_for_operators_on_numbers(kernel: Kernel) -> None:
     for operator in (lambda t: t + 1, lambda t: t.mT.reshape(24), lambda t: t.mT.contiguous(), lambda t: t.zero_()):
         with pytest.raises(UnplannableError):
             Plan(operator, [x], CPU)
+        # As in a kernel, where operators of operators are not taken apart.
+        with pytest.raises(UnplannableError), torch._C._AutoDispatchBelowAutograd():
+            Plan(operator, [x], CPU)
         assert noting.calls is None
     Plan(lambda t: t.mT[1:].unflatten(0, (-1, 7)).view(1, 7, 3), [x], CPU)
+    with torch._C._AutoDispatchBelowAutograd():
+        Plan(lambda t: t.mT[1:].unflatten(0, (-1, 7)).reshape(1, 7, 3).split(1, -1), [x], CPU)
 
 
 def test_kept_by_what_decides(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
