@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -19,6 +20,7 @@ from torchops import _attention_panels, attention
 from torchops import _attention_update_autograd as autograd
 from torchops import _attention_update_operators as operators
 from torchops import _attention_update_panels as panels
+from torchops._triton_plan import Plans
 from torchops.attention_update import Node
 from torchops.nn import TriangleAttention
 
@@ -78,7 +80,10 @@ def test_panels_cuda(monkeypatch: pytest.MonkeyPatch, node: Node, dtype: torch.d
         return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], grad)]
 
     whole = results()
-    monkeypatch.setattr(panels, "_budget", lambda *_: 3 << 20)
+    for module in ("", "_gradients"):
+        fused = importlib.import_module(f"torchops._attention_update_fused{module}")
+        monkeypatch.setattr(fused, "budget", lambda *_: 3 << 20)
+    monkeypatch.setattr(operators, "plans", Plans())
     first = results()
     assert all(torch.equal(a, b) for a, b in zip(first, results(), strict=True))
     for a, b in zip(first, whole, strict=True):
@@ -131,6 +136,34 @@ def test_sparing_memory_cuda(node: Node) -> None:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     assert peak <= 3 * x.nbytes
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_layouts_cuda() -> None:
+    """Of any strides, values and gradients are those of contiguous tensors, in the first call and in a later one."""
+    torch.manual_seed(0)
+    layer = TriangleAttention(64, 4, 16, "ending", bias=True, device="cuda", dtype=torch.bfloat16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(2, 3, 38, 38, 64, device="cuda", dtype=torch.bfloat16)
+    mask, grad = torch.rand(2, 3, 38, 38, device="cuda") > 0.1, torch.randn_like(x)
+
+    def results(x: Tensor, mask: Tensor, grad: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        out = layer(x, mask)
+        return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], grad)]
+
+    def strided(t: Tensor) -> Tensor:
+        """The same numbers, with batch dimensions that cannot be one."""
+        return t.transpose(0, 1).contiguous().transpose(0, 1)
+
+    expected = results(x, mask, grad)
+    to_q = layer.weights().q
+    to_q.data = to_q.data.mT.contiguous().mT
+    for _ in range(2):
+        for given in ((strided(x), mask, grad), (x, strided(mask), grad), (x, mask, strided(grad)), (x, mask, grad)):
+            for got, exact in zip(results(*given), expected, strict=True):
+                torch.testing.assert_close(got, exact, rtol=0, atol=0)
 
 
 def test_kernels_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -560,8 +560,9 @@ def attend_backward(
     sizes = rows, n, heads, scale, width
     how = d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32
     inputs = grad, q, k, v, bias, lse if added is None else added, log_sums, delta
-    _prepare_launcher(d)(
-        (width // 64, rows, batch * heads),
+    prepare = _prepare_launcher(d)
+    prepare(
+        (width // prepare.options["BLOCK_J"], rows, batch * heads),
         grad, out, lse, log_sums, delta, strides[0], _strides(out), rows, n, heads, width,
     )  # fmt: skip
     if dbias is not None:

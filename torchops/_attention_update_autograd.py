@@ -77,7 +77,12 @@ class _Update(torch.autograd.Function):
         x, product, logsumexp, mask, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad
         wanted = [needed[0], *needed[5:]]
-        grads = update_backward(grad, x, product, logsumexp, mask, parameters, *ctx.how, wanted, ctx.sparing)
+        arguments = grad, x, product, logsumexp, mask, parameters, *ctx.how, wanted, ctx.sparing
+        if attention._only_values():
+            with torch._C._AutoDispatchBelowAutograd():
+                grads = update_backward(*arguments)
+        else:
+            grads = update_backward(*arguments)
         dx, *rest = (g if want else None for g, want in zip(grads, wanted, strict=True))
         return dx, None, None, None, None, *rest
 
@@ -149,9 +154,6 @@ def _backward_autograd(
     *rest: Any,
 ) -> list[Tensor]:
     """Only double backward differentiates this one: through everything, which is therefore computed again."""
-    if attention._only_values():
-        with torch._C._AutoDispatchBelowAutograd():
-            return update_backward(grad, x, product, logsumexp, mask, parameters, *rest)
     check_kept(grad, x, product, logsumexp, mask, parameters, rest[0])
     given = [grad, *_given(x, parameters)]
     if attention._needs_decomposition(*given) or attention._needs_grad(*given):

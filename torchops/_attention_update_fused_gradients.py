@@ -149,7 +149,7 @@ def backward_into(
         )  # fmt: skip
     finish = kernel_for(w, "finish", HEADS=heads)
     finish.launch(
-        (heads + 4 + 5 * -(-width * c // finish.block), 1, 1),
+        (4 * (heads + 4) + 5 * -(-width * c // finish.block), 1, 1),
         of_inputs.sums, of_out.sums, of_norm, of_inputs.columns, of_out.columns,
         *(made.get(name) for name in _FINISHED), _CHUNKS, 4 * _CHUNKS, batch * of_norm.shape[1],
     )  # fmt: skip

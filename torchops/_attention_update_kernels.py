@@ -367,31 +367,32 @@ def finish(
 ):  # fmt: skip
     """The gradients of parameters, from the sums of `products` and `norm_gradient`.
 
-    The grid has `HEADS + 4` programs for rows of at most BLOCK numbers, and a program for each BLOCK of five matrices.
+    The grid has four programs for each of `HEADS + 4` vectors of at most BLOCK numbers, of which many rows are summed,
+    and one for each BLOCK of five matrices.
     """
     t = tl.program_id(0)
-    if t < HEADS + 4:
-        stride = (2 + HEADS) * C
-        if t < HEADS:
-            _sum_rows(of_norm + (2 + t) * C, programs, stride, to_heads + t * C, 0, C, 64, BLOCK)
+    if t < 4 * (HEADS + 4):
+        vector, first, stride = t // 4, t % 4 * (BLOCK // 4), (2 + HEADS) * C
+        if vector < HEADS:
+            _sum_rows(of_norm + (2 + vector) * C, programs, stride, to_heads + vector * C, first, C, 256, BLOCK // 4)
         if HAS_WEIGHT:
-            if t == HEADS:
-                _sum_rows(of_norm, programs, stride, norm_weight, 0, C, 64, BLOCK)
+            if vector == HEADS:
+                _sum_rows(of_norm, programs, stride, norm_weight, first, C, 256, BLOCK // 4)
         if HAS_BIAS:
-            if t == HEADS + 1:
-                _sum_rows(of_norm + C, programs, stride, norm_bias, 0, C, 64, BLOCK)
+            if vector == HEADS + 1:
+                _sum_rows(of_norm + C, programs, stride, norm_bias, first, C, 256, BLOCK // 4)
         if HAS_GATE_BIAS:
-            if t == HEADS + 2:
-                _sum_rows(columns_of_inputs + 3 * WIDTH, chunks, 4 * WIDTH, gate_bias, 0, WIDTH, 64, BLOCK)
+            if vector == HEADS + 2:
+                _sum_rows(columns_of_inputs + 3 * WIDTH, chunks, 4 * WIDTH, gate_bias, first, WIDTH, 64, BLOCK // 4)
         if HAS_OUT_BIAS:
-            if t == HEADS + 3:
-                _sum_rows(columns_of_out, out_chunks, C, out_bias, 0, C, 64, BLOCK)
+            if vector == HEADS + 3:
+                _sum_rows(columns_of_out, out_chunks, C, out_bias, first, C, 256, BLOCK // 4)
     else:
-        t -= HEADS + 4
+        t -= 4 * (HEADS + 4)
         blocks = tl.cdiv(WIDTH * C, BLOCK)
         m, first = t // blocks, t % blocks * BLOCK
         if m == 4:
-            _sum_rows(of_out, out_chunks, WIDTH * C, out, first, WIDTH * C, 32, BLOCK)
+            _sum_rows(of_out, out_chunks, WIDTH * C, out, first, WIDTH * C, 64, BLOCK)
         else:
             target = tl.where(m == 0, q, tl.where(m == 1, k, tl.where(m == 2, v, gate)))
-            _sum_rows(of_inputs + m * (WIDTH * C), chunks, 4 * WIDTH * C, target, first, WIDTH * C, 16, BLOCK)
+            _sum_rows(of_inputs + m * (WIDTH * C), chunks, 4 * WIDTH * C, target, first, WIDTH * C, 32, BLOCK)

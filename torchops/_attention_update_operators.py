@@ -155,18 +155,17 @@ def _run(plan: Plan, found: Found, given: Sequence[Tensor | None], made: Sequenc
 
 
 def _kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
-    return _update("_triangle_attention_update", False, x, mask, parameters, heads, eps, ending)[0]
+    return _update(False, x, mask, parameters, heads, eps, ending)[0]
 
 
 def _kept_kernel(
     x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made, product, logsumexp = _update("_triangle_attention_update_kept", True, x, mask, parameters, heads, eps, ending)
+    made, product, logsumexp = _update(True, x, mask, parameters, heads, eps, ending)
     return made, product, logsumexp
 
 
 def _update(
-    op: str,
     keeps: bool,
     x: Tensor,
     mask: Tensor | None,
@@ -176,9 +175,9 @@ def _update(
     ending: bool,
 ) -> list[Tensor]:
     given = x, mask, *parameters
-    found = plans.find((op, heads, eps, ending), given)
+    found = plans.find(("update", keeps, heads, eps, ending), given)
     if found.plan is None:
-        check(op, x, mask, parameters, heads)
+        check(NAME, x, mask, parameters, heads)
     q = parameters[3]
     assert q is not None
     made = [torch.empty(x.shape, dtype=q.dtype, device=x.device)]
@@ -202,7 +201,7 @@ def _update(
 
 def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
     op, given = "_triangle_attention_update_", (x, mask, *parameters)
-    found = plans.find((op, heads, eps, ending), given)
+    found = plans.find(("overwrite", heads, eps, ending), given)
     if found.plan is None:
         check(op, x, mask, parameters, heads)
         check_writable(op, x)
@@ -268,7 +267,7 @@ def _backward_kernel(
 ) -> list[Tensor]:
     """With a larger part of the memory that a panel may take, or, where gradients are sparing, with a smaller one."""
     given = grad, x, product, logsumexp, mask, *parameters
-    found = plans.find((heads, eps, ending, *wanted, sparing), given)
+    found = plans.find(("gradients", heads, eps, ending, *wanted, sparing), given)
     if found.plan is None:
         check_kept(grad, x, product, logsumexp, mask, parameters, heads)
         check_wanted(wanted)
@@ -280,7 +279,7 @@ def _backward_kernel(
         made = {name: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for name, t in of_each.items()}
     elif any(asked.values()):
         made = _gradients(found, given, asked, heads, eps, ending, sparing)
-    return [made[name].view(t.shape) if t is not None and asked[name] else x.new_empty(0) for name, t in inputs.items()]
+    return [made[name] if asked[name] else x.new_empty(0) for name in inputs]
 
 
 def _gradients(
@@ -311,21 +310,23 @@ def _gradients(
 
         plan = _planned(found, launches, x, parameters, heads, lambda: [*given, *empty()])
         if plan is not None:
-            made = empty()
-            _run(plan, found, given, made)
-            return dict(zip(like, made, strict=True))
+            empties = empty()
+            _run(plan, found, given, empties)
+            return dict(zip(like, empties, strict=True))
     grad, _, product, logsumexp, *_ = given
     assert grad is not None
     assert product is not None
     assert logsumexp is not None
+    made: dict[str, Tensor]
     w = _weights(parameters, heads, eps)
     flat, steps = _flat(x, 3), steps_for(x, w.q, heads)
     arguments = _flat(grad, 3), flat, _rows_of(mask, ending), w, ending, product.contiguous(), logsumexp.contiguous()
     with _on(x.device):
         if steps is not panels and all(asked[name] for name in like) and _fused("").takes(flat, w):
-            made_here: dict[str, Tensor] = _fused("_gradients").backward(*arguments, asked, sparing)
-            return made_here
-        return panels.backward(*arguments, asked, steps)
+            made = _fused("_gradients").backward(*arguments, asked, sparing)
+        else:
+            made = panels.backward(*arguments, asked, steps)
+    return {name: t.view(like[name].shape) for name, t in made.items()}
 
 
 # --- fake kernels ----------------------------------------------------------------------------------------------------

@@ -30,8 +30,14 @@ class _OnlyShapes(TorchDispatchMode):
     """Of operators, those that make views or empty tensors can be left out when the launches are made again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.is_view or func.overloadpacket.__name__ in ("empty", "empty_strided", "new_empty", "empty_like"):
+        if func.overloadpacket.__name__ in ("empty", "empty_strided", "new_empty", "empty_like"):
             return func(*args, **(kwargs or {}))
+        if func.is_view:
+            made = func(*args, **(kwargs or {}))
+            # What is said to be a view may be a copy, such as that of reshape().
+            views = made if isinstance(made, (list, tuple)) else (made,)
+            if all(t.untyped_storage()._cdata == args[0].untyped_storage()._cdata for t in views):
+                return made
         raise UnplannableError(str(func))
 
 
@@ -67,6 +73,7 @@ class Plan:
             arguments, pointers = list(args), []
             for i, t in enumerate(args):
                 if isinstance(t, Tensor):
+                    arguments[i] = None
                     storage, at = t.untyped_storage()._cdata, int(t.storage_offset()) * t.element_size()
                     number = numbers.get(storage, len(tensors))
                     pointers.append((i, number, at + offsets.get(storage, 0), t.dtype))
@@ -77,7 +84,6 @@ class Plan:
     def run(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
         """Launches on the current stream of the device, which has to be the current one; `pointers` are those of the
         tensors, 0 for None."""
-        stream = stream_of(self.device) if self.device.type == "cuda" else 0
         scratch = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
         if self._compiled is None or is_watched():
             made = [step.launch(step.grid, *_arguments(step, [*tensors, scratch])) for step in self._steps]
@@ -88,7 +94,7 @@ class Plan:
                     for step, (run, function, metadata) in zip(self._steps, made, strict=True)
                 ]  # fmt: skip
             return
-        places = [*pointers, scratch.data_ptr()]
+        places, stream = [*pointers, scratch.data_ptr()], stream_of(self.device)
         for run, x, y, z, function, metadata, template, unknown in self._compiled:
             arguments = template.copy()
             for i, number, offset in unknown:
