@@ -357,12 +357,14 @@ def test_separate_tensors_over_the_memory_that_is_overwritten(monkeypatch: pytes
 def test_version_counter_of_what_fails_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "_CPU_BYTES", 1)
     w, x = weights(dtype=torch.float32), torch.randn(4, 4, 12)
-    add, added = panels.add, []
+    add = panels.add
+    added: list[None] = []
 
     def failing(*args: Any) -> None:
         if added:
             raise MemoryError
-        added.append(add(*args))
+        add(*args)
+        added.append(None)
 
     monkeypatch.setattr(panels, "add", failing)
     old = x.clone()
