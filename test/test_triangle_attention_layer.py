@@ -460,6 +460,16 @@ def test_errors(name: str) -> None:
             triangle_attention_update(x.to("meta"), None if mask is None else mask.to("meta"), moved)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["x", "mask", "q", "out_bias"])
+def test_type_errors(name: str, inplace: bool) -> None:
+    x, mask, w = (3 if name == "x" else X), (3 if name == "mask" else None), weights(dtype=torch.float32)
+    if name in w._fields:
+        w = w._replace(**{name: 3})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"^triangle_attention_update: expected {name} of type Tensor, got int$"):
+        triangle_attention_update(x, mask, w, inplace=inplace)  # type: ignore[arg-type]
+
+
 def test_private_arguments() -> None:
     w = weights(dtype=torch.float32)
     _, product, logsumexp = OPS._triangle_attention_update_kept(X, None, w[:10], 3, 1e-5, False)
