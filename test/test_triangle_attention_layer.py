@@ -357,12 +357,14 @@ def test_separate_tensors_over_the_memory_that_is_overwritten(monkeypatch: pytes
 def test_version_counter_of_what_fails_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "_CPU_BYTES", 1)
     w, x = weights(dtype=torch.float32), torch.randn(4, 4, 12)
-    add, added = panels.add, []
+    add = panels.add
+    added: list[None] = []
 
     def failing(*args: Any) -> None:
         if added:
             raise MemoryError
-        added.append(add(*args))
+        add(*args)
+        added.append(None)
 
     monkeypatch.setattr(panels, "add", failing)
     old = x.clone()
@@ -456,6 +458,16 @@ def test_errors(name: str) -> None:
         moved = AttentionWeights._make(t.to("meta") if isinstance(t, Tensor) else t for t in w)
         with pytest.raises(RuntimeError, match=f"^_triangle_attention_update: {text}"):
             triangle_attention_update(x.to("meta"), None if mask is None else mask.to("meta"), moved)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["x", "mask", "q", "out_bias"])
+def test_type_errors(name: str, inplace: bool) -> None:
+    x, mask, w = (3 if name == "x" else X), (3 if name == "mask" else None), weights(dtype=torch.float32)
+    if name in w._fields:
+        w = w._replace(**{name: 3})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"^triangle_attention_update: expected {name} of type Tensor, got int$"):
+        triangle_attention_update(x, mask, w, inplace=inplace)  # type: ignore[arg-type]
 
 
 def test_private_arguments() -> None:

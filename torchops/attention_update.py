@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchops import _attention_update_autograd  # noqa: F401  (registers gradients)
-from torchops._attention_update_arguments import AttentionWeights, Node
+from torchops._attention_update_arguments import TENSORS, AttentionWeights, Node
 from torchops._attention_update_operators import update, update_
 
 __all__ = ["AttentionWeights", "Node", "triangle_attention_update"]
@@ -46,13 +46,22 @@ def triangle_attention_update(
 
     Raises:
         ValueError: there is no such node.
+        TypeError: a number, for one, in the place of a tensor.
         RuntimeError: shapes do not match; devices differ; dtypes are not supported together; or ``x`` is to be
             overwritten, and has several elements in one place or is a leaf that requires grad.
     """
     if node not in ("starting", "ending"):
         raise ValueError(f"triangle_attention_update: expected node starting or ending, got {node}")
     parameters, heads, eps = list(weights[:10]), weights.heads, weights.eps
-    if inplace:
-        update_(x, mask, parameters, heads, eps, node == "ending")
-        return x
-    return update(x, mask, parameters, heads, eps, node == "ending")
+    try:
+        if inplace:
+            update_(x, mask, parameters, heads, eps, node == "ending")
+            return x
+        return update(x, mask, parameters, heads, eps, node == "ending")
+    except RuntimeError:
+        # The dispatcher does not say which of a list is no tensor.
+        for name, t in zip(("x", "mask", *TENSORS), (x, mask, *parameters), strict=True):
+            if t is not None and not isinstance(t, Tensor):
+                got = type(t).__name__
+                raise TypeError(f"triangle_attention_update: expected {name} of type Tensor, got {got}") from None
+        raise
