@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "ops/matrices.h"
+#include "ops/overwriting.h"
 
 // The CPU kernels call ATen's own vectorised primitives on panels of rows. A panel is small enough that what one
 // primitive writes is still in the cache when the next one reads it, and that scratch of its size is nothing beside the
@@ -40,18 +41,7 @@ void for_each_panel(int64_t rows, int64_t rows_per_panel, const F& f) {
 
 using detail::for_each_matrix;
 using detail::Operands;
-
-/// Runs f, which overwrites `self` by and by and takes memory meanwhile. If it throws, a part is overwritten: the
-/// version counter says so to autograd.
-template <class F>
-void overwriting(const Tensor& self, const F& f) {
-  try {
-    f();
-  } catch (...) {
-    if (!self.is_inference()) self.unsafeGetTensorImpl()->bump_version();
-    throw;
-  }
-}
+using detail::overwriting;
 
 /// Panels of rows that are overwritten, and how.
 struct RowPanels {

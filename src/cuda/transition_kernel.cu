@@ -17,6 +17,7 @@
 #include "ops/dense_path.h"
 #include "ops/glu.h"
 #include "ops/layer_norm.h"
+#include "ops/overwriting.h"
 #include "ops/transition.h"
 
 // Where the kernel of gemm/sm90/transition.cuh can run, one pass over the rows; those of a float32 x are centred for it
@@ -189,7 +190,7 @@ void transition_cuda_(const Transition& arguments) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Transition t = detail::read_first(arguments);
   const Layers layers(t);
-  overwrite_rows({t.x}, 1, [&](const detail::Operands& matrices) {
+  const auto add = [&](const detail::Operands& matrices) {
     const Tensor& x_rows = matrices[0];
     if (fused(x_rows, x_rows, t, /*adds=*/true) || add_to_float32(x_rows, t)) return;
     for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
@@ -203,7 +204,8 @@ void transition_cuda_(const Transition& arguments) {
       layers.down(update, h);
       target.add_(update);
     });
-  });
+  };
+  detail::overwriting(t.x, [&] { overwrite_rows({t.x}, 1, add); });
 }
 
 // --- gradients

@@ -13,6 +13,7 @@
 #include "ops/gate.h"
 #include "ops/glu.h"
 #include "ops/layer_norm.h"
+#include "ops/overwriting.h"
 #include "ops/triangle_layout.h"
 
 // For each element of the batch: a and b from x, channels first; batched products, which overwrite a with o; the update
@@ -190,7 +191,7 @@ Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
   }
   t = detail::read_first(t);
   const Layers layers(t);
-  return for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
+  const auto add = [&](int64_t index, const Tensor& o) {
     const Tensor pair = detail::batch_element(x, 3, index);
     if (layers.steps().out(o, pair, pair, /*adds=*/true, layers.eps_out())) return;
     layers.for_each_panel(4, 0, [&](const TrianglePanel& panel) {
@@ -199,7 +200,10 @@ Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
       update_panel(layers, panel, o, rows, update);
       target.add_(update.view(target.sizes()));
     });
-  });
+  };
+  Tensor product;
+  detail::overwriting(x, [&] { product = for_each_product(layers, keep_product, add); });
+  return product;
 }
 
 // --- gradients
