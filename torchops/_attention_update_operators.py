@@ -211,7 +211,7 @@ def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int,
         _fused("").forward(x, _rows_of(mask, ending), w, ending, x, True, None)
 
     plan = _planned(found, launches, x, parameters, heads, lambda: given)
-    if plan is not None and not _holds(x, found.pointers[1:]):
+    if plan is not None and not _overlaps(x, given[1:]):
         _run(plan, found, given, ())
     elif x.numel():
         w = _weights(parameters, heads, eps, overwritten=x)
@@ -224,12 +224,17 @@ def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int,
             raise
 
 
-def _holds(x: Tensor, pointers: Sequence[int]) -> bool:
-    """Whether something begins in the memory that x has a part of."""
-    storage = x.untyped_storage()
-    first = storage.data_ptr()
-    last = first + storage.nbytes()
-    return any(first <= pointer < last for pointer in pointers)
+def _overlaps(x: Tensor, others: Sequence[Tensor | None]) -> bool:
+    """Whether the memory behind one of the others has a part of that behind x."""
+    first, last = _memory(x)
+    ranges = [_memory(t) for t in others if t is not None]
+    return any(begin < last and first < end for begin, end in ranges)
+
+
+def _memory(t: Tensor) -> tuple[int, int]:
+    storage = t.untyped_storage()
+    begin = storage.data_ptr()
+    return begin, begin + storage.nbytes()
 
 
 def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: bool) -> None:
