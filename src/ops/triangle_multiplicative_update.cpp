@@ -177,9 +177,12 @@ TriangleParameterList detail::to_list(const TriangleArguments& t) {
 
 namespace {
 
-// Whether a call of an operator on it would be the backend's kernel at once: nothing above records or replaces it.
+// Whether a call of as_strided on it would be the backend's kernel at once: nothing above records or replaces it.
 bool is_below_all(const Tensor& t) {
-  const auto keys = c10::impl::computeDispatchKeySet(t.key_set(), c10::DispatchKeySet(c10::DispatchKeySet::FULL));
+  // BackendSelect is always on, and, as autocast, lets operators of this kind fall through.
+  constexpr auto in_question = c10::DispatchKeySet(c10::DispatchKeySet::FULL).remove(c10::DispatchKey::BackendSelect) -
+                               c10::autocast_dispatch_keyset;
+  const auto keys = c10::impl::computeDispatchKeySet(t.key_set(), in_question);
   const c10::DispatchKey key = keys.highestPriorityTypeId();
   return key == c10::DispatchKey::CPU || key == c10::DispatchKey::CUDA;
 }
