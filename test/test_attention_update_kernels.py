@@ -181,6 +181,7 @@ def test_kernels_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 INTERPRETED = """
+import triton_interpreter
 import torch
 from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
 from torchops import _attention_update_panels as panels, _attention_update_triton as kernels

@@ -400,6 +400,7 @@ def test_private_arguments_are_checked() -> None:
 # --- the kernels in Triton -------------------------------------------------------------------------------------------
 
 INTERPRETED = """
+import triton_interpreter
 import torch
 from torchops import _attention_panels as panels, _attention_triton as kernels
 

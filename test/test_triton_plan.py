@@ -111,6 +111,7 @@ def test_kept_by_what_decides(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -
 
 
 INTERPRETED = """
+import triton_interpreter
 import torch
 from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
 from torchops import _attention_update_operators as operators, _attention_update_panels as panels
