@@ -1,5 +1,5 @@
-"""Imported where Triton's kernels are interpreted: version 3.6 has int() make a number of an array of one element, which
-NumPy 2.4 refuses."""
+"""Imported where Triton's kernels are interpreted: version 3.6 calls int() on arrays of one element, which NumPy 2.4
+refuses."""
 
 from __future__ import annotations
 
