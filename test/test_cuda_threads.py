@@ -76,4 +76,5 @@ with torch.autograd.set_multithreading_enabled(False):
 torch.autograd.grad(m(x), [x, *m.parameters()], torch.ones_like(x))
 torch.cuda.synchronize()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
