@@ -171,12 +171,25 @@ def pair_layer(machine: str) -> str:
         "torch.compile": "`torch.compile`",
         "eager": "eager",
     }
+    titles = {k: v for k, v in titles.items() if any(k in result["microseconds"] for result in document["results"])}
     lines = [f"| N | call | {' | '.join(titles.values())} |", "|---|---|" + "---|" * len(titles)]
     for result in document["results"]:
         times, memory = result["microseconds"], result["pair tensors"]
         cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in times}
         call = f"{result['task']}, {result['precision']}"
         lines.append(_row([str(result["n"]), call, *(cells.get(name, "") for name in titles)]))
+    return "\n".join([*lines, "", _where(document["machine"]), ""])
+
+
+def released(machine: str) -> str:
+    """What `python -m benchmarks.boltz` has measured of a stack of layers before and after `torchops.nn.replace`."""
+    document = json.loads((RESULTS / machine / "boltz.json").read_text())
+    lines = ["| N | call | as released | after `replace` | deviation before, after |", "|---|---|---|---|---|"]
+    for result in document["results"]:
+        before, after = result["before"], result["after"]
+        cells = [f"{report.format_seconds(way['ms'] / 1e3)}, {way['MiB']:.0f} MiB" for way in (before, after)]
+        deviations = ", ".join(f"{way['deviation']['result']['norm']:.1e}" for way in (before, after))
+        lines.append(_row([str(result["n"]), f"{result['task']}, {result['precision']}", *cells, deviations]))
     return "\n".join([*lines, "", _where(document["machine"]), ""])
 
 
@@ -242,6 +255,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "behind-cpu": partial(behind, EPYC),
     "triangle-h100": partial(triangle, H100),
     "pair-layer-h100": partial(pair_layer, H100),
+    "released-h100": partial(released, H100),
     "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),
     "stages-h100": partial(staged, H100),
     "gates-by-cublas-h100": partial(
