@@ -1,14 +1,4 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
-# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: N803
-"""Triangle attention on a GPU: kernels in Triton, compiled once for all N.
-
-The scores ``s[i, h, j, k] = scale * q[i, h, j] . k[i, h, k] + bias[h, j, k]`` never leave the registers. A program
-holds a tile of them, of one head and one row i (for the gradient of the bias: of one row i after the other), and takes
-the exponentials in float32, as powers of 2. The backward pass computes the tiles again, with the logarithms of the sums
-that the forward pass has kept: three times, because the sums over k (dq), over j (dk and dv) and over i (the bias) want
-different loops. Each of them has a fixed order, which depends on shapes and the GPU: there are no atomics, and
-gradients have the same bits in every run.
+"""Triangle attention on a GPU: the launches of its kernels in Triton (`_attention_kernels.py`).
 
 The bias is read in the layout ``(h, j, k)``, in aligned rows that end at a multiple of `_PADDING`, with -inf beyond N:
 so loads are as wide for odd N as for even ones, and there is no tail of keys to mask. Any other bias is copied, which
@@ -23,10 +13,9 @@ from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from torchops import _attention_kernels as kernels
 from torchops._triton_launch import Launch, noting
 
 __all__ = [
@@ -38,316 +27,6 @@ MAX_HEAD_DIM = 128
 
 _PADDING = 128  # every BLOCK_K divides it
 _PARTIAL_BYTES = 48 << 20  # what parts of the gradient of the bias may take
-
-_jit = triton.jit(do_not_specialize=["rows", "n", "heads", "share"])  # one compilation for all N
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-# --- kernels ---------------------------------------------------------------------------------------------------------
-#
-# Strides are tuples (batch, i, h, j), those of the bias (batch, h, j). Offsets within a tile fit 32 bits, those of its
-# first element may not.
-
-
-@triton.jit
-def _there(left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
-    r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
-    there = (r < left)[:, None]
-    if PADDED_D != D:
-        there = there & (d < D)[None, :]
-    return there
-
-
-@triton.jit
-def _load(rows, stride, left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK rows of D numbers, of which the first `left` are there, and zeros beyond."""
-    r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
-    at = rows + (r[:, None] * stride + d[None, :])
-    return tl.load(at, mask=_there(left, D, PADDED_D, BLOCK), other=0.0)
-
-
-@triton.jit
-def _store(rows, stride, left, values, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
-    r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
-    at = rows + (r[:, None] * stride + d[None, :])
-    tl.store(at, values.to(rows.dtype.element_ty), mask=_there(left, D, PADDED_D, BLOCK))
-
-
-@triton.jit
-def _row(pointer, strides, b, i, h, j):
-    return pointer + b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3]
-
-
-@triton.jit
-def _where(heads, BLOCK: tl.constexpr):
-    """Batch, row and head of a program of the grid (blocks, rows, batch * heads), and where its block starts."""
-    bh = tl.program_id(2)
-    i = tl.program_id(1).to(tl.int64)
-    return (bh // heads).to(tl.int64), i, (bh % heads).to(tl.int64), tl.program_id(0).to(tl.int64) * BLOCK
-
-
-@_jit
-def _add_of_mask(mask, added, mask_strides, rows: tl.int32, n: tl.int32, width, BLOCK: tl.constexpr):
-    """What a mask, of strides (batch, i, k), adds to the scores of each row: -inf at keys that are not kept, unless
-    none is. In float32 and rows of `width`, so that the forward pass and dq read it ahead, as they do the other
-    operands: that takes 4 bytes at once, and bytes would be waited for."""
-    i, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = mask + b * mask_strides[0] + i * mask_strides[1]
-    kk = tl.arange(0, BLOCK)
-    kept = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, n, BLOCK):
-        at = (start + kk).to(tl.int64) * mask_strides[2]
-        kept |= (tl.load(row + at, mask=kk < n - start, other=0) != 0).to(tl.int32)
-    none = tl.max(kept, 0) == 0
-    for start in range(0, width, BLOCK):
-        at = (start + kk).to(tl.int64) * mask_strides[2]
-        values = tl.where(none | (tl.load(row + at, mask=kk < n - start, other=0) != 0), 0.0, float("-inf"))
-        tl.store(added + (b * rows + i) * width + start + kk, values, mask=kk < width - start)
-
-
-@_jit
-def _forward(
-    q, k, v, bias, added, out, lse,
-    q_strides, k_strides, v_strides, bias_strides, out_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
-    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    b, i, h, first = _where(heads, BLOCK_J)
-    j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
-    left = (n - first).to(tl.int32)
-    q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
-    k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
-    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
-    bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
-    added_row = added + (b * rows + i) * width
-
-    # The greatest score so far in units of log2, finite also where all of a block of keys is masked.
-    top = tl.full((BLOCK_J,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK_J,), tl.float32)
-    sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
-    for start in range(0, n, BLOCK_K):
-        k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
-        if MASKED:
-            s += tl.load(added_row + kk)[None, :]
-            added_row += BLOCK_K
-        new_top = tl.maximum(top, tl.max(s, 1) * LOG2E)
-        p = tl.exp2(s * LOG2E - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(p, 1)
-        v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        sums = tl.dot(p.to(v_tile.dtype), v_tile, sums * shrink[:, None], input_precision=PRECISION)
-        top = new_top
-        k_rows += BLOCK_K * k_strides[3]
-        v_rows += BLOCK_K * v_strides[3]
-        bias_rows += BLOCK_K
-
-    out_rows = _row(out, out_strides, b, i, h, first)
-    _store(out_rows, out_strides[3], left, sums / total[:, None], D, PADDED_D, BLOCK_J)
-    lse_row = lse + ((b * rows + i) * heads + h) * n + first
-    tl.store(lse_row + j, (top + tl.log2(total)) / LOG2E, mask=j < left)
-
-
-@_jit
-def _prepare(
-    grad, out, lse, log_sums, delta, grad_strides, out_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, width,
-    D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_J: tl.constexpr,
-):  # fmt: skip
-    """For each edge and head the logarithm to base 2 of its sum, inf beyond n, and the sum over keys of p * dp, which
-    is that over features of grad * out, 0 beyond n; both in rows of `width` numbers."""
-    b, i, h, first = _where(heads, BLOCK_J)
-    j, left = tl.arange(0, BLOCK_J), (n - first).to(tl.int32)
-    g = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
-    o = _load(_row(out, out_strides, b, i, h, first), out_strides[3], left, D, PADDED_D, BLOCK_J)
-    row = (b * rows + i) * heads + h
-    lse_j = tl.load(lse + row * n + first + j, mask=j < left, other=float("inf"))
-    tl.store(log_sums + row * width + first + j, lse_j * LOG2E)
-    tl.store(delta + row * width + first + j, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1))
-
-
-@_jit
-def _backward_q(
-    grad, q, k, v, bias, added, log_sums, delta, dq,
-    grad_strides, q_strides, k_strides, v_strides, bias_strides, dq_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
-    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """dq = scale * ds k, with ds = p * (grad v^T - delta)."""
-    b, i, h, first = _where(heads, BLOCK_J)
-    j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
-    left = (n - first).to(tl.int32)
-    q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
-    g_tile = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
-    numbers = ((b * rows + i) * heads + h) * width + first
-    log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
-    k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
-    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
-    bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
-    added_row = added + (b * rows + i) * width
-
-    sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
-    for start in range(0, n, BLOCK_K):
-        k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
-        if MASKED:
-            s += tl.load(added_row + kk)[None, :]
-            added_row += BLOCK_K
-        p = tl.exp2(s * LOG2E - log_sums_j[:, None])
-        v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
-        ds = p * (dp - delta_j[:, None])
-        sums = tl.dot(ds.to(k_tile.dtype), k_tile, sums, input_precision=PRECISION)
-        k_rows += BLOCK_K * k_strides[3]
-        v_rows += BLOCK_K * v_strides[3]
-        bias_rows += BLOCK_K
-
-    _store(_row(dq, dq_strides, b, i, h, first), dq_strides[3], left, sums * scale, D, PADDED_D, BLOCK_J)
-
-
-@_jit
-def _backward_kv(
-    grad, q, k, v, bias, added, log_sums, delta, dk, dv,
-    grad_strides, q_strides, k_strides, v_strides, bias_strides, dk_strides, dv_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
-    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_K: tl.constexpr, WANT_V: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """dk = scale * ds^T q, dv = p^T grad; tiles are transposed, so that p and ds are left factors as they stand. So is
-    the bias, (batch, h, k, j): a thread reads two of its numbers at once."""
-    b, i, h, first = _where(heads, BLOCK_K)
-    j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
-    left = (n - first).to(tl.int32)
-    k_tile = _load(_row(k, k_strides, b, i, h, first), k_strides[3], left, D, PADDED_D, BLOCK_K)
-    v_tile = _load(_row(v, v_strides, b, i, h, first), v_strides[3], left, D, PADDED_D, BLOCK_K)
-    q_rows, g_rows = _row(q, q_strides, b, i, h, 0), _row(grad, grad_strides, b, i, h, 0)
-    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
-    bias_at = tl.minimum(kk, left - 1)[:, None] * bias_strides[2] + j[None, :]
-    numbers = ((b * rows + i) * heads + h) * width
-    if MASKED:
-        added_k = tl.load(added + (b * rows + i) * width + first + kk)
-
-    k_sums = tl.zeros((BLOCK_K, PADDED_D), tl.float32)
-    v_sums = tl.zeros((BLOCK_K, PADDED_D), tl.float32)
-    for start in range(0, n, BLOCK_J):
-        q_tile = _load(q_rows, q_strides[3], n - start, D, PADDED_D, BLOCK_J)
-        g_tile = _load(g_rows, grad_strides[3], n - start, D, PADDED_D, BLOCK_J)
-        log_sums_j = tl.load(log_sums + numbers + j)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
-        if MASKED:
-            s += added_k[:, None]
-        p = tl.exp2(s * LOG2E - log_sums_j[None, :])
-        if WANT_V:
-            v_sums = tl.dot(p.to(g_tile.dtype), g_tile, v_sums, input_precision=PRECISION)
-        if WANT_K:
-            delta_j = tl.load(delta + numbers + j)
-            dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
-            ds = p * (dp - delta_j[None, :])
-            k_sums = tl.dot(ds.to(q_tile.dtype), q_tile, k_sums, input_precision=PRECISION)
-        q_rows += BLOCK_J * q_strides[3]
-        g_rows += BLOCK_J * grad_strides[3]
-        bias_rows += BLOCK_J
-        numbers += BLOCK_J
-
-    if WANT_K:
-        _store(_row(dk, dk_strides, b, i, h, first), dk_strides[3], left, k_sums * scale, D, PADDED_D, BLOCK_K)
-    if WANT_V:
-        _store(_row(dv, dv_strides, b, i, h, first), dv_strides[3], left, v_sums, D, PADDED_D, BLOCK_K)
-
-
-@_jit
-def _backward_bias(
-    grad, q, k, v, bias, added, log_sums, delta, dbias,
-    grad_strides, q_strides, k_strides, v_strides, bias_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, share: tl.int32,
-    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ADDS: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The sum of ds over `share` rows i, in dbias (parts, batch, heads, n, n), or added to what is there.
-
-    The grid is (tiles, parts, batch * heads).
-    """
-    part, bh = tl.program_id(1), tl.program_id(2)
-    blocks_k = tl.cdiv(n, BLOCK_K)
-    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
-    first_j = (tl.program_id(0) // blocks_k).to(tl.int64) * BLOCK_J
-    first_k = (tl.program_id(0) % blocks_k).to(tl.int64) * BLOCK_K
-    j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
-    left_j, left_k = (n - first_j).to(tl.int32), (n - first_k).to(tl.int32)
-
-    bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first_j * bias_strides[2] + first_k
-    bias_tile = tl.load(bias_rows + (tl.minimum(j, left_j - 1)[:, None] * bias_strides[2] + kk[None, :]))
-    bias_tile = bias_tile.to(tl.float32)
-    i = part.to(tl.int64) * share
-    q_rows, g_rows = _row(q, q_strides, b, i, h, first_j), _row(grad, grad_strides, b, i, h, first_j)
-    k_rows, v_rows = _row(k, k_strides, b, i, h, first_k), _row(v, v_strides, b, i, h, first_k)
-    added_row = added + (b * rows + i) * width + first_k
-    numbers = ((b * rows + i) * heads + h) * width + first_j
-
-    sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
-    for _ in range(0, tl.minimum(share, rows - part * share)):
-        q_tile = _load(q_rows, q_strides[3], left_j, D, PADDED_D, BLOCK_J)
-        k_tile = _load(k_rows, k_strides[3], left_k, D, PADDED_D, BLOCK_K)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale + bias_tile
-        if MASKED:
-            s += tl.load(added_row + kk)[None, :]
-            added_row += width
-        log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
-        p = tl.exp2(s * LOG2E - log_sums_j[:, None])
-        g_tile = _load(g_rows, grad_strides[3], left_j, D, PADDED_D, BLOCK_J)
-        v_tile = _load(v_rows, v_strides[3], left_k, D, PADDED_D, BLOCK_K)
-        dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
-        sums += p * (dp - delta_j[:, None])
-        q_rows += q_strides[1]
-        g_rows += grad_strides[1]
-        k_rows += k_strides[1]
-        v_rows += v_strides[1]
-        numbers += heads * width
-
-    batch_heads = tl.num_programs(2).to(tl.int64)
-    at = ((part * batch_heads + bh) * n + first_j) * n + first_k
-    there = (j < left_j)[:, None] & (kk < left_k)[None, :]
-    at = dbias + at + (j[:, None] * n + kk[None, :])
-    if ADDS:
-        sums += tl.load(at, mask=there, other=0.0)
-    tl.store(at, sums.to(dbias.dtype.element_ty), mask=there)
-
-
-@_jit
-def _transpose(
-    bias, made, bias_strides, made_strides, n: tl.int32, heads: tl.int32, BLOCK: tl.constexpr
-):  # fmt: skip
-    """made[k, j] = bias[j, k], and -inf for j beyond n. The grid is (blocks of j, blocks of k, batch * heads)."""
-    b, h = (tl.program_id(2) // heads).to(tl.int64), (tl.program_id(2) % heads).to(tl.int64)
-    first_j, first_k = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64) * BLOCK
-    r = tl.arange(0, BLOCK)
-    j, k = tl.minimum(first_j + r, n - 1), tl.minimum(first_k + r, n - 1)
-    rows = bias + b * bias_strides[0] + h * bias_strides[1]
-    tile = tl.trans(tl.load(rows + (j[:, None] * bias_strides[2] + k[None, :])))
-    tile = tl.where((first_j + r < n)[None, :], tile, float("-inf"))
-    rows = made + b * made_strides[0] + h * made_strides[1]
-    at = (first_k + r)[:, None] * made_strides[2] + (first_j + r)[None, :]
-    tl.store(rows + at, tile.to(made.dtype.element_ty), mask=(first_k + r < n)[:, None])
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _sum_parts(dbias, parts: tl.int32, size, BLOCK: tl.constexpr):
-    """The sum of `parts` in the place of the first; the grid is (blocks, 1, 1)."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < size
-    sums = tl.load(dbias + at, mask=there, other=0.0)
-    for part in range(1, parts):
-        sums += tl.load(dbias + part * size.to(tl.int64) + at, mask=there, other=0.0)
-    tl.store(dbias + at, sums, mask=there)
-
-
-# --- launches --------------------------------------------------------------------------------------------------------
 
 
 class _Launch(NamedTuple):
@@ -390,7 +69,12 @@ def _launch(kernel: str, d: int, dtype: torch.dtype) -> _Launch:
     return next(launch for up_to, launch in _LAUNCHES[kernel].items() if _padded(d) <= up_to)
 
 
-_KERNELS = {"forward": _forward, "q": _backward_q, "kv": _backward_kv, "bias": _backward_bias}
+_KERNELS = {
+    "forward": kernels.forward,
+    "q": kernels.backward_q,
+    "kv": kernels.backward_kv,
+    "bias": kernels.backward_bias,
+}
 
 
 @cache
@@ -403,12 +87,12 @@ def _launcher(kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool,
 
 @cache
 def _prepare_launcher(d: int) -> Launch:
-    return Launch(_prepare, D=d, PADDED_D=_padded(d), BLOCK_J=64)
+    return Launch(kernels.prepare, D=d, PADDED_D=_padded(d), BLOCK_J=64)
 
 
-_mask_launcher = Launch(_add_of_mask, BLOCK=512)
-_transpose_launcher = Launch(_transpose, BLOCK=64)
-_parts_launcher = Launch(_sum_parts, BLOCK=1024)
+_mask_launcher = Launch(kernels.add_of_mask, BLOCK=512)
+_transpose_launcher = Launch(kernels.transpose, BLOCK=64)
+_parts_launcher = Launch(kernels.sum_parts, BLOCK=1024)
 
 
 def _padded(d: int) -> int:

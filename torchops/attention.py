@@ -1,7 +1,7 @@
 """Attention among the edges of a triangle, as models of the AlphaFold kind have it.
 
 The operator ``myops::triangle_attention`` is registered from here, because its kernels for CUDA are written in Triton
-(`_attention_triton.py`). Elsewhere it runs in panels of ATen operators (`_attention_panels.py`). It needs Python, so
+(`_attention_kernels.py`). Elsewhere it runs in panels of ATen operators (`_attention_panels.py`). It needs Python, so
 C++ programs don't have it.
 """
 
