@@ -108,11 +108,14 @@ $(VENV)/.wheel: $(VENV)/.built
 	@$(PIP) wheel . --wheel-dir $(BUILD)/wheel $(BUILD_FLAGS)
 	@touch $@
 
+# To collect all tests only to leave all but these out takes a minute.
+SERIAL_SUITE = $(shell grep -l "mark.serial" test/test_*.py)
+
 # Every suite runs even if one before it fails. pytest's status 5 says that no test was selected.
 test: build $(VENV)/.wheel $(VENV)/.adapters
 	@failed=; export TORCHOPS_WHEEL_DIR="$(abspath $(BUILD))/wheel"; \
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) | tee build/pytest.log || failed=yes; \
-	{ $(RUN) -m pytest -m serial $(PYTEST_FLAGS) | tee build/pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
+	{ $(RUN) -m pytest -m serial $(PYTEST_FLAGS) $(SERIAL_SUITE) | tee build/pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
 	$(abspath $(BIN))/ctest --test-dir $(BUILD) -j 2 --output-on-failure | tee build/ctest.log || failed=yes; \
 	echo; \
 	echo "pytest:         $$(tail -n 1 build/pytest.log)"; \
@@ -221,7 +224,7 @@ cuda-checks: build
 # test and cuda of pyproject.toml and nvcc on the path. Nothing is installed into it, and nothing is downloaded.
 # Both run in the build folder, where the source folder torchops/ does not hide the package.
 GPU_PATH = PYTHONPATH="$(abspath $(GPU_BUILD))/site:$(CURDIR):$$PYTHONPATH"
-GPU_PYTEST = $(GPU_PATH) $(PYTHON) -m pytest $(CURDIR)/test -k cuda
+GPU_PYTEST = $(GPU_PATH) $(PYTHON) -m pytest -k cuda
 # Tests in several processes, if there is pytest-xdist.
 GPU_JOBS ?= $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8 --dist loadgroup")
 
@@ -236,8 +239,8 @@ gpu-build:
 # The names of tests that run on the device hold "cuda".
 test-gpu: gpu-build
 	@failed=; cd $(GPU_BUILD); \
-	$(GPU_PYTEST) $(GPU_JOBS) -m "not serial" $(PYTEST_FLAGS) | tee pytest.log || failed=yes; \
-	{ $(GPU_PYTEST) -m serial $(PYTEST_FLAGS) | tee pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
+	$(GPU_PYTEST) $(GPU_JOBS) -m "not serial" $(PYTEST_FLAGS) $(CURDIR)/test | tee pytest.log || failed=yes; \
+	{ $(GPU_PYTEST) -m serial $(PYTEST_FLAGS) $(addprefix $(CURDIR)/,$(SERIAL_SUITE)) | tee pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
 	ctest --test-dir cmake --output-on-failure | tee ctest.log || failed=yes; \
 	echo; \
 	echo "pytest:         $$(tail -n 1 pytest.log)"; \
