@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchops import _attention_panels, attention
+from torchops._attention_arguments import DTYPES, check_layout, expect, name_of
 
 __all__ = [
     "TENSORS",
@@ -58,9 +59,6 @@ TENSORS = AttentionWeights._fields[:10]
 """Their names."""
 
 _OPTIONAL = ("norm_weight", "norm_bias", "gate", "gate_bias", "out_bias")
-_name = attention._name
-_expect = attention._expect
-_check_layout = attention._check_layout
 
 
 _passed: set[Any] = set()
@@ -82,41 +80,41 @@ def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads
 
 
 def _check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int) -> None:
-    _expect(len(parameters) == 10, lambda: f"{op}: expected 10 parameters, got {len(parameters)}")
+    expect(len(parameters) == 10, lambda: f"{op}: expected 10 parameters, got {len(parameters)}")
     given = dict(zip(TENSORS, parameters, strict=True))
     missing = [name for name, t in given.items() if t is None and name not in _OPTIONAL]
-    _expect(not missing, lambda: f"{op}: expected a tensor {missing[0]}, got None")
+    expect(not missing, lambda: f"{op}: expected a tensor {missing[0]}, got None")
     for name, t in {"x": x, **given}.items():
         if t is not None:
-            _check_layout(op, name, t)
+            check_layout(op, name, t)
     q = given["q"]
     assert q is not None
-    dtypes = attention._DTYPES
-    _expect(
+    dtypes = DTYPES
+    expect(
         q.dtype in dtypes,
-        lambda: f"{op}: expected q of dtype float32, float64, float16 or bfloat16, got {_name(q.dtype)}",
+        lambda: f"{op}: expected q of dtype float32, float64, float16 or bfloat16, got {name_of(q.dtype)}",
     )
     either = " or float32" if q.element_size() == 2 else ""
-    _expect(
+    expect(
         x.dtype == q.dtype or (bool(either) and x.dtype == torch.float32),
-        lambda: f"{op}: expected x of dtype {_name(q.dtype)}{either} to match q, got {_name(x.dtype)}",
+        lambda: f"{op}: expected x of dtype {name_of(q.dtype)}{either} to match q, got {name_of(x.dtype)}",
     )
-    _expect(x.dim() >= 3, lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
+    expect(x.dim() >= 3, lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
     c, width = x.shape[-1], q.shape[0]
-    _expect(x.shape[-3] == x.shape[-2], lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
-    _expect(heads >= 1, lambda: f"{op}: expected heads of at least 1, got {heads}")
-    _expect(
+    expect(x.shape[-3] == x.shape[-2], lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
+    expect(heads >= 1, lambda: f"{op}: expected heads of at least 1, got {heads}")
+    expect(
         width % heads == 0,
         lambda: f"{op}: expected q of shape (heads * d, c) with heads = {heads}, got {tuple(q.shape)}",
     )
-    _expect(width >= heads, lambda: f"{op}: expected heads of at least one feature, got q of shape {tuple(q.shape)}")
+    expect(width >= heads, lambda: f"{op}: expected heads of at least one feature, got q of shape {tuple(q.shape)}")
     shapes: dict[str, tuple[Any, ...]] = dict.fromkeys(("norm_weight", "norm_bias", "out_bias"), (c,))
     shapes |= dict.fromkeys(("q", "k", "v", "gate"), (width, c))
     shapes |= {"bias_weight": (heads, c), "gate_bias": (width,), "out": (c, width)}
     for name, t in given.items():
         if t is not None:
             _check_parameter(op, name, t, x, q, shapes[name])
-    _expect(
+    expect(
         given["gate"] is not None or given["gate_bias"] is None,
         lambda: f"{op}: expected gate_bias None without gate, got a tensor",
     )
@@ -125,21 +123,21 @@ def _check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, head
 
 
 def _check_parameter(op: str, name: str, t: Tensor, x: Tensor, q: Tensor, shape: tuple[Any, ...]) -> None:
-    _expect(
+    expect(
         t.dtype == q.dtype,
-        lambda: f"{op}: expected {name} of dtype {_name(q.dtype)} to match q, got {_name(t.dtype)}",
+        lambda: f"{op}: expected {name} of dtype {name_of(q.dtype)} to match q, got {name_of(t.dtype)}",
     )
-    _expect(t.device == x.device, lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}")
+    expect(t.device == x.device, lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}")
     _check_shape(op, name, t, x, shape)
 
 
 def _check_mask(op: str, mask: Tensor, x: Tensor) -> None:
-    _check_layout(op, "mask", mask)
-    _expect(
+    check_layout(op, "mask", mask)
+    expect(
         mask.dtype == torch.bool or mask.is_floating_point(),
-        lambda: f"{op}: expected mask of dtype bool or floating-point, got {_name(mask.dtype)}",
+        lambda: f"{op}: expected mask of dtype bool or floating-point, got {name_of(mask.dtype)}",
     )
-    _expect(mask.device == x.device, lambda: f"{op}: expected mask on device {x.device} to match x, got {mask.device}")
+    expect(mask.device == x.device, lambda: f"{op}: expected mask on device {x.device} to match x, got {mask.device}")
     _check_shape(op, "mask", mask, x, tuple(x.shape[:-1]))
 
 
@@ -147,9 +145,9 @@ def _check_shape(op: str, name: str, t: Tensor, x: Tensor, shape: tuple[Any, ...
     def message() -> str:
         return f"{op}: expected {name} of shape {shape} to match x of shape {tuple(x.shape)}, got {tuple(t.shape)}"
 
-    _expect(t.dim() == len(shape), message)
+    expect(t.dim() == len(shape), message)
     for size, expected in zip(t.shape, shape, strict=True):
-        _expect(size == expected, message)
+        expect(size == expected, message)
 
 
 def check_writable(op: str, x: Tensor) -> None:
@@ -162,7 +160,7 @@ def check_writable(op: str, x: Tensor) -> None:
             shared = shared or stride <= reach
             reach += stride * (size - 1)
     if shared and x.numel():
-        _expect(
+        expect(
             False,
             lambda: f"{op}: expected x without elements in one place, got strides {x.stride()} of {tuple(x.shape)}",
         )
@@ -200,12 +198,12 @@ def check_kept(
         ("product", product, q.dtype, (batch, n, n, q.shape[0])),
         ("logsumexp", logsumexp, wide, (batch, n, heads, n)),
     ):
-        _check_layout(op, name, t)
-        _expect(
+        check_layout(op, name, t)
+        expect(
             t.dtype == dtype,
-            lambda: f"{op}: expected {name} of dtype {_name(dtype)}, got {_name(t.dtype)}",  # noqa: B023
+            lambda: f"{op}: expected {name} of dtype {name_of(dtype)}, got {name_of(t.dtype)}",  # noqa: B023
         )
-        _expect(
+        expect(
             t.device == x.device,
             lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}",  # noqa: B023
         )
@@ -214,11 +212,11 @@ def check_kept(
 
 def check_wanted(wanted: Sequence[bool]) -> None:
     op = "_triangle_attention_update_backward"
-    _expect(len(wanted) == 11, lambda: f"{op}: expected wanted of 11 elements, got {len(wanted)}")
+    expect(len(wanted) == 11, lambda: f"{op}: expected wanted of 11 elements, got {len(wanted)}")
 
 
 def check_constant(op: str, mask: Tensor | None) -> None:
-    _expect(
+    expect(
         mask is None or not attention._needs_grad(mask),
         lambda: f"{op}: expected mask that needs no gradient, got one that does",
     )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchops import attention
+from torchops._attention_arguments import expect
 from torchops._attention_update_arguments import (
     Parameters,
     check,
@@ -136,7 +137,7 @@ def _kept_autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how:
     op = "_triangle_attention_update_kept"
     check(op, x, mask, parameters, how[0])
     given = _given(x, parameters)
-    attention._expect(
+    expect(
         not (attention._needs_decomposition(*given) or attention._needs_grad(*given)),
         lambda: f"{op}: expected no argument that needs a gradient or has a tangent, got one",
     )

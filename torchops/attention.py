@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchops import _attention_panels as panels
+from torchops._attention_arguments import check, check_backward, expect, numbers
 from torchops.ops import with_type_errors
 
 __all__ = ["triangle_attention"]
@@ -91,82 +92,6 @@ _with_logsumexp = torch.ops.myops._triangle_attention.default
 _backward = torch.ops.myops._triangle_attention_backward.default
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def _expect(holds: Any, message: Callable[[], str]) -> None:
-    """torch._check, which takes a microsecond or more also where something holds; symbolic conditions are its own."""
-    if holds is not True:
-        torch._check(holds, message)
-
-
-def _check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias)):
-        _check_layout(op, name, t)
-    if mask is not None:
-        _check_layout(op, "mask", mask)
-    expected = "float32, float64, float16 or bfloat16"
-    _expect(q.dtype in _DTYPES, lambda: f"{op}: expected q of dtype {expected}, got {_name(q.dtype)}")
-    _expect(
-        q.dim() == 5,
-        lambda: f"{op}: expected q of shape (batch, R, H, N, d), got {tuple(q.shape)}",
-    )
-    for name, t in (("k", k), ("v", v)):
-        _check_matches(op, name, t, q, q.shape)
-    batch, rows, heads, n, _ = q.shape
-    _check_bias(op, "bias", bias, q, (batch, 1, heads, n, n))
-    if mask is not None:
-        _expect(mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {_name(mask.dtype)}")
-        _check_place(op, "mask", mask, q, (batch, rows, 1, 1, n))
-
-
-def _check_layout(op: str, name: str, t: Tensor | None) -> None:
-    if t is None:  # the dispatcher takes it for an undefined tensor
-        raise TypeError(f"{op}: expected {name} of type Tensor, got NoneType")
-    _expect(
-        t.layout == torch.strided,
-        lambda: f"{op}: expected {name} of layout strided, got {_name(t.layout)}",
-    )
-    _expect(not t.is_nested, lambda: f"{op}: expected {name} of layout strided, got a nested tensor")
-
-
-def _check_bias(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    either = " or float32" if q.element_size() == 2 else ""
-    _expect(
-        t.dtype == q.dtype or (bool(either) and t.dtype == torch.float32),
-        lambda: f"{op}: expected {name} of dtype {_name(q.dtype)}{either} to match q, got {_name(t.dtype)}",
-    )
-    _check_place(op, name, t, q, shape)
-
-
-def _check_matches(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    _expect(
-        t.dtype == q.dtype,
-        lambda: f"{op}: expected {name} of dtype {_name(q.dtype)} to match q, got {_name(t.dtype)}",
-    )
-    _check_place(op, name, t, q, shape)
-
-
-def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    _expect(
-        t.device == q.device,
-        lambda: f"{op}: expected {name} on device {q.device} to match q, got {t.device}",
-    )
-
-    def message() -> str:
-        return f"{op}: expected {name} of shape {tuple(shape)} to match q, got {tuple(t.shape)}"
-
-    _expect(t.dim() == len(shape), message)
-    for size, expected in zip(t.shape, shape, strict=True):
-        _expect(size == expected, message)
-
-
-def _name(value: torch.dtype | torch.layout) -> str:
-    return str(value).removeprefix("torch.")
-
-
 # --- backends --------------------------------------------------------------------------------------------------------
 
 
@@ -196,52 +121,22 @@ def _scale(q: Tensor, scale: float | None) -> float:
 def _forward_kernel(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    _check("_triangle_attention", q, k, v, bias, mask)
+    check("_triangle_attention", q, k, v, bias, mask)
     return _forward(q, k, v, bias, mask, scale)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     if q.numel() == 0:
-        return torch.empty_like(q), q.new_zeros(_numbers(q), dtype=panels.accumulator(q.dtype))
+        return torch.empty_like(q), q.new_zeros(numbers(q), dtype=panels.accumulator(q.dtype))
     out, lse = _body(q).forward(q, k, v, bias, mask, scale)
     return out, lse
-
-
-def _numbers(q: Tensor) -> tuple[int, ...]:
-    return q.shape[:4]
 
 
 def _public_kernel(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    _check("triangle_attention", q, k, v, bias, mask)
+    check("triangle_attention", q, k, v, bias, mask)
     return _forward(q, k, v, bias, mask, _scale(q, scale))[0]
-
-
-def _check_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    wanted: Sequence[bool],
-) -> None:
-    op = "_triangle_attention_backward"
-    _check(op, q, k, v, bias, mask)
-    _expect(len(wanted) == 4, lambda: f"{op}: expected wanted of 4 values, got {len(wanted)}")
-    for name, t in (("grad", grad), ("out", out)):
-        _check_layout(op, name, t)
-        _check_matches(op, name, t, q, q.shape)
-    _check_layout(op, "logsumexp", logsumexp)
-    dtype = panels.accumulator(q.dtype)
-    _expect(
-        logsumexp.dtype == dtype,
-        lambda: f"{op}: expected logsumexp of dtype {_name(dtype)} to match q, got {_name(logsumexp.dtype)}",
-    )
-    _check_place(op, "logsumexp", logsumexp, q, _numbers(q))
 
 
 _Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -259,7 +154,7 @@ def _backward_kernel(
     scale: float,
     wanted: Sequence[bool],
 ) -> _Gradients:
-    _check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
+    check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
     if q.numel() == 0:
         return _where_wanted([torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zeros(bias)], q, wanted)
     if any(wanted):
@@ -283,15 +178,15 @@ def _where_wanted(grads: Sequence[Tensor | None], q: Tensor, wanted: Sequence[bo
 def _public_fake(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    _check("triangle_attention", q, k, v, bias, mask)
+    check("triangle_attention", q, k, v, bias, mask)
     return torch.empty_like(q)
 
 
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    _check("_triangle_attention", q, k, v, bias, mask)
-    return torch.empty_like(q), q.new_empty(_numbers(q), dtype=panels.accumulator(q.dtype))
+    check("_triangle_attention", q, k, v, bias, mask)
+    return torch.empty_like(q), q.new_empty(numbers(q), dtype=panels.accumulator(q.dtype))
 
 
 def _backward_fake(
@@ -306,7 +201,7 @@ def _backward_fake(
     scale: float,
     wanted: Sequence[bool],
 ) -> _Gradients:
-    _check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
+    check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
     made = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), bias.new_empty(bias.shape))
     return _where_wanted(made, q, wanted)
 
@@ -351,7 +246,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
 def _public_autograd(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    _check("triangle_attention", q, k, v, bias, mask)
+    check("triangle_attention", q, k, v, bias, mask)
     if _needs_decomposition(q, k, v, bias):
         return panels.written_out(q, k, v, bias, mask, _scale(q, scale))
     if _needs_grad(q, k, v, bias):
@@ -363,8 +258,8 @@ def _public_autograd(
 def _forward_autograd(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    _check("_triangle_attention", q, k, v, bias, mask)
-    _expect(
+    check("_triangle_attention", q, k, v, bias, mask)
+    expect(
         not (_needs_decomposition(q, k, v, bias) or _needs_grad(q, k, v, bias)),
         lambda: "_triangle_attention: expected no argument that needs a gradient or has a tangent, got one",
     )
@@ -385,7 +280,7 @@ def _backward_autograd(
     wanted: Sequence[bool],
 ) -> _Gradients:
     """Only double backward differentiates this one: through the result too, which is therefore computed again."""
-    _check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
+    check_backward(grad, q, k, v, bias, mask, out, logsumexp, wanted)
     inputs = grad, q, k, v, bias
     if _needs_decomposition(*inputs) or _needs_grad(*inputs):
         return _where_wanted(panels.written_out_gradients(*inputs, mask, scale), q, wanted)
