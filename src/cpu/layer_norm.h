@@ -46,6 +46,7 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_gradients(const
     return at::cpu::native_layer_norm_backward(grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(),
                                                rstd.contiguous(), weight, /*bias=*/weight, mask);
   }
+  const at::Tensor wide_weight = weight->to(wide).flatten();
   const at::Tensor dx = mask[0] ? at::empty(x.sizes(), x.options()) : at::Tensor();
   at::Tensor dweight, dbias;
   const auto add = [](at::Tensor& sum, const at::Tensor& part) { sum = sum.defined() ? sum.add_(part) : part; };
@@ -58,8 +59,8 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_gradients(const
     const auto panel = [&](const at::Tensor& t) { return t.narrow(0, begin, std::min(step, rows - begin)); };
     const auto widened = [&](const at::Tensor& t) { return panel(t).to(wide).contiguous(); };
     const auto [dx_panel, dweight_panel, dbias_panel] = at::cpu::native_layer_norm_backward(
-        widened(grads), widened(xs), {features}, widened(means), widened(rstds), weight->to(wide).flatten(),
-        /*bias=*/weight->to(wide).flatten(), mask);
+        widened(grads), widened(xs), {features}, widened(means), widened(rstds), wide_weight,
+        /*bias=*/wide_weight, mask);
     if (mask[0]) panel(dx.view({rows, features})).copy_(dx_panel);
     if (mask[1]) add(dweight, dweight_panel);
     if (mask[2]) add(dbias, dbias_panel);
