@@ -22,6 +22,7 @@ __all__ = [
     "check_kept",
     "check_wanted",
     "check_writable",
+    "may_alias",
     "without_alias",
 ]
 
@@ -168,10 +169,11 @@ def check_writable(op: str, x: Tensor) -> None:
 
 def without_alias(written: Tensor, read: Tensor | None) -> Tensor | None:
     """`read`, or a copy of it where it shares memory with the tensor that is overwritten."""
-    return read.clone() if read is not None and _may_alias(written, read) else read
+    return read.clone() if read is not None and may_alias(written, read) else read
 
 
-def _may_alias(written: Tensor, read: Tensor) -> bool:
+def may_alias(written: Tensor, read: Tensor) -> bool:
+    """Whether a part of the memory behind one of them is behind the other."""
     to, source = written.untyped_storage(), read.untyped_storage()
     if to._cdata == source._cdata:
         return True

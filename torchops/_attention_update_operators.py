@@ -23,6 +23,7 @@ from torchops._attention_update_arguments import (
     check_kept,
     check_wanted,
     check_writable,
+    may_alias,
     without_alias,
 )
 from torchops._triton_plan import Found, Plan, Plans, UnplannableError
@@ -211,7 +212,7 @@ def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int,
         _fused("").forward(x, _rows_of(mask, ending), w, ending, x, True, None)
 
     plan = _planned(found, launches, x, parameters, heads, lambda: given)
-    if plan is not None and not _overlaps(x, given[1:]):
+    if plan is not None and not any(t is not None and may_alias(x, t) for t in given[1:]):
         _run(plan, found, given, ())
     elif x.numel():
         w = _weights(parameters, heads, eps, overwritten=x)
@@ -222,19 +223,6 @@ def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int,
             if not x.is_inference():
                 torch.autograd.graph.increment_version(x)
             raise
-
-
-def _overlaps(x: Tensor, others: Sequence[Tensor | None]) -> bool:
-    """Whether the memory behind one of the others has a part of that behind x."""
-    first, last = _memory(x)
-    ranges = [_memory(t) for t in others if t is not None]
-    return any(begin < last and first < end for begin, end in ranges)
-
-
-def _memory(t: Tensor) -> tuple[int, int]:
-    storage = t.untyped_storage()
-    begin = storage.data_ptr()
-    return begin, begin + storage.nbytes()
 
 
 def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: bool) -> None:

@@ -185,7 +185,3 @@ class Plans:
                 self._kept.clear()
             self._kept[found.key] = plan
         return plan
-
-    def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
