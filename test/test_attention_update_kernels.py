@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +10,7 @@ import torch
 from test_memory import growth
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from triton_interpreter import interpreted, needs_triton
 
 from torchops import _attention_panels, attention
 from torchops import _attention_update_autograd as autograd
@@ -181,7 +177,6 @@ def test_kernels_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 INTERPRETED = """
-import triton_interpreter
 import torch
 from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
 from torchops import _attention_update_panels as panels, _attention_update_triton as kernels
@@ -226,14 +221,7 @@ for way, ending, x_dtype, few in (
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_kernels_interpreted() -> None:
-    """On the CPU, where Triton runs them with NumPy: their arithmetic, not how they compile."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
+    done = interpreted(INTERPRETED)
     assert done.returncode == 0, done.stderr

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from triton_interpreter import interpreted, needs_triton
 
 import torchops
 
@@ -400,7 +396,6 @@ def test_private_arguments_are_checked() -> None:
 # --- the kernels in Triton -------------------------------------------------------------------------------------------
 
 INTERPRETED = """
-import triton_interpreter
 import torch
 from torchops import _attention_panels as panels, _attention_triton as kernels
 
@@ -422,16 +417,9 @@ for n, d, masked in ((70, 16, True), (40, 24, False)):
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_kernels_interpreted() -> None:
-    """On the CPU, where Triton runs them with NumPy: their arithmetic, not how they compile."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
+    done = interpreted(INTERPRETED)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_triton_launch import Kernel
 from torch import Tensor
+from triton_interpreter import interpreted, needs_triton
 
 from torchops import _triton_launch, _triton_plan
 from torchops._triton_launch import Launch, noting
@@ -111,7 +107,6 @@ def test_kept_by_what_decides(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -
 
 
 INTERPRETED = """
-import triton_interpreter
 import torch
 from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
 from torchops import _attention_update_operators as operators, _attention_update_panels as panels
@@ -152,14 +147,8 @@ check(backward, (grad, x, *made[1:], mask, *parameters), [torch.empty_like(t) fo
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_attention_interpreted() -> None:
     """A plan of the update's kernels, on the CPU, does what they do one by one."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
+    done = interpreted(INTERPRETED)
     assert done.returncode == 0, done.stderr
