@@ -29,6 +29,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
 
 import alphafold3_pair_layer as written
 
+from . import expert_pair_layer
+
 C = 128
 FORWARD, TRAINING = "forward", "forward + backward"
 
@@ -54,7 +56,7 @@ class Case:
         self.x = torch.randn(1, n, n, C, device=device).to(stored)
         self.grad = torch.randn_like(self.x) if task == TRAINING else None
         self.mask = (torch.rand(1, n, n, device=device) > 0.1).to(stored)
-        plain = parameters_(written.PairLayer(C)).to(device, stored)
+        plain: Any = parameters_(written.PairLayer(C)).to(device, stored)
         self.plain = plain
         self.ours = torchops.nn.PairLayer(C, dropout=0).to(device, stored)
         self.ours.load_state_dict(plain.state_dict())
@@ -83,7 +85,7 @@ class Case:
     def pair_bytes(self) -> int:
         return self.n * self.n * C * self.compute.itemsize
 
-    def ways(self, eager: bool, compiled: bool) -> dict[str, Callable[[], None]]:
+    def ways(self, eager: bool, compiled: bool, expert: bool) -> dict[str, Callable[[], None]]:
         ways = {"torchops": lambda: self.call(self.ours, self.ours, True)}
         if self.task == TRAINING:
             ways["torchops, checkpointed"] = lambda: self.call(self.checkpointed, self.ours, False)
@@ -92,6 +94,9 @@ class Case:
         if compiled:
             graph = torch.compile(self.plain, dynamic=False)
             ways["torch.compile"] = lambda: self.call(graph, self.plain, False)
+        if expert:
+            by_hand = expert_pair_layer.compiled(self.plain)
+            ways["assembled by an expert"] = lambda: self.call(by_hand, self.plain, False)
         return ways
 
     def parts(self) -> dict[str, Callable[[], None]]:
@@ -145,14 +150,19 @@ def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dic
     }
 
 
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="N, by comma")
+    parser.add_argument("--sizes", type=numbers, help="N, by comma")
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=[FORWARD, TRAINING])
     parser.add_argument("--precisions", type=lambda text: text.split(","), help="bfloat16, bf16-mixed, float32, ...")
-    parser.add_argument("--eager", type=lambda text: [int(n) for n in text.split(",") if n], help="N of PyTorch's own")
-    parser.add_argument("--compile", type=lambda text: [int(n) for n in text.split(",") if n], default=[])
+    parser.add_argument("--eager", type=numbers, help="N of PyTorch's own")
+    parser.add_argument("--compile", type=numbers, default=[])
+    parser.add_argument("--expert", type=numbers, default=[], help="N of expert_pair_layer.py")
     parser.add_argument("--parts", action="store_true", help="the parts of our layer, too")
     parser.add_argument("--check", action="store_true", help="errors at some positions")
     parser.add_argument("--rounds", type=int, default=7)
@@ -169,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if task == TRAINING and cuda and n > 1024:
                     continue
                 case = Case(n, task, precision, device)
-                ways = case.ways(n in eager, n in options.compile)
+                ways = case.ways(n in eager, n in options.compile, n in options.expert)
                 if options.parts:
                     ways |= case.parts()
                 results.append(measure(case, ways, options.rounds))
@@ -185,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     result["deviations"] = case.deviations()
                     print("    deviations:", ", ".join(f"{k} {v:.1e}" for k, v in result["deviations"].items()))
                 del case, ways
+                # Compiled code of earlier cases would count towards the recompile limit.
+                torch.compiler.reset()
                 if cuda:
                     torch.cuda.empty_cache()
     if options.json:

@@ -168,6 +168,7 @@ def pair_layer(machine: str) -> str:
     titles = {
         "torchops": "torchops",
         "torchops, checkpointed": "checkpointed",
+        "assembled by an expert": "assembled by an expert",
         "torch.compile": "`torch.compile`",
         "eager": "eager",
     }
