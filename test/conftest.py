@@ -33,7 +33,15 @@ from samples import dtype_name
 # --- every test asserts ----------------------------------------------------------------------------------------------
 
 # What these assert counts and explains itself as in the tests.
-pytest.register_assert_rewrite("checks", "cuda_checks", "distributed_worker", "mutations", "sharding")
+pytest.register_assert_rewrite(
+    "attention_samples",
+    "attention_update_samples",
+    "checks",
+    "cuda_checks",
+    "distributed_worker",
+    "mutations",
+    "sharding",
+)
 
 ASSERTING: tuple[tuple[Any, str], ...] = (
     (pytest, "raises"),

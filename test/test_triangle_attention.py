@@ -1,4 +1,4 @@
-"""Triangle attention: values and gradients against float64, transforms, errors, and its kernels for CUDA."""
+"""Triangle attention: values and gradients against float64, transforms and errors."""
 
 from __future__ import annotations
 
@@ -8,91 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from attention_samples import (
+    DEVICES,
+    DTYPES,
+    TOLERANCE,
+    arguments,
+    assert_close,
+    check,
+    exact,
+    reference,
+    with_gradients,
+)
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from triton_interpreter import interpreted, needs_triton
 
 import torchops
 
 OPS = torch.ops.myops
-CUDA = torch.cuda.is_available()
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="no CUDA device"))]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """As papers write it, all scores at once. The exponential of -1000 is 0 in float64, and the number is small enough
-    that a row without keys has the result which it has without a mask."""
-    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
-    if mask is not None:
-        s = s - (~mask) * 1e3
-    return torch.softmax(s, -1) @ v
-
-
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-
-
-def arguments(
-    n: int,
-    d: int = 16,
-    *,
-    batch: int = 1,
-    rows: int | None = None,
-    heads: int = 2,
-    dtype: torch.dtype = torch.float64,
-    device: str = "cpu",
-    masked: bool = False,
-    requires_grad: bool = False,
-) -> Arguments:
-    generator = torch.Generator().manual_seed(n)
-    rows = n if rows is None else rows
-
-    def random(*shape: int) -> Tensor:
-        made = torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
-        return made.requires_grad_(requires_grad)
-
-    q, k, v = (random(batch, rows, heads, n, d) for _ in range(3))
-    bias = random(batch, 1, heads, n, n)
-    if not masked:
-        return q, k, v, bias, None
-    mask = torch.rand(batch, rows, 1, 1, n, generator=generator) > 0.3
-    mask[:, rows // 2] = False  # a row without keys
-    mask[:, -1] = False
-    mask[:, -1, ..., -1] = True  # and one with one
-    return q, k, v, bias, mask.to(device)
-
-
-def exact(args: Arguments) -> Arguments:
-    q, k, v, bias, mask = args
-    q, k, v, bias = (t.detach().double().requires_grad_() for t in (q, k, v, bias))
-    return q, k, v, bias, mask
-
-
-def with_gradients(function: Any, args: Arguments, cotangent: Tensor, **kwargs: Any) -> list[Tensor]:
-    out = function(*args, **kwargs)
-    return [out.detach(), *torch.autograd.grad(out, args[:4], cotangent.to(out.dtype))]
-
-
-def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for name, g, e in zip(("out", "q", "k", "v", "bias"), got, expected, strict=True):
-        assert g.shape == e.shape
-        distance = ((g.double() - e).norm() / e.norm().clamp_min(1.0)).item()
-        assert distance <= tolerance, f"{name}: {distance}"
-
-
-def check(args: Arguments, **kwargs: Any) -> list[Tensor]:
-    q, *_ = args
-    cotangent = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(q.device)
-    cotangent = cotangent.to(q.dtype)
-    got = with_gradients(torchops.triangle_attention, args, cotangent, **kwargs)
-    assert [g.dtype for g in got[1:]] == [t.dtype for t in args[:4]]
-    assert got[0].dtype == q.dtype
-    assert_close(got, with_gradients(reference, exact(args), cotangent, **kwargs), TOLERANCE[q.dtype])
-    return got
-
 
 # --- values and gradients --------------------------------------------------------------------------------------------
 
@@ -391,81 +323,3 @@ def test_private_arguments_are_checked() -> None:
             OPS._triangle_attention_backward(**good, scale=0.25, wanted=[True] * count)
     with pytest.raises(RuntimeError, match="_triangle_attention: expected no argument that needs a gradient"):
         OPS._triangle_attention(q.requires_grad_(), k, v, bias, mask, 0.25)
-
-
-# --- the kernels in Triton -------------------------------------------------------------------------------------------
-
-INTERPRETED = """
-import torch
-from torchops import _attention_panels as panels, _attention_triton as kernels
-
-torch.manual_seed(0)
-for n, d, masked in ((70, 16, True), (40, 24, False)):
-    q, k, v, grad = (torch.randn(1, 2, 2, n, d) for _ in range(4))
-    bias = torch.randn(1, n, n, 2).movedim(-1, 1).unsqueeze(1)
-    mask = None
-    if masked:
-        mask = torch.rand(1, 2, 1, 1, n) > 0.3
-        mask[:, 1] = False
-    exact = [t.double() for t in (q, k, v, bias)]
-    out, lse = kernels.forward(q, k, v, bias, mask, 0.25)
-    exact_out, exact_lse = panels.forward(*exact, mask, 0.25)
-    got = kernels.backward(grad, q, k, v, bias, mask, out, lse, 0.25, (True,) * 4)
-    expected = panels.backward(grad.double(), *exact, mask, exact_out, exact_lse, 0.25, (True,) * 4)
-    for g, e in zip((out, lse, *got), (exact_out, exact_lse, *expected)):
-        torch.testing.assert_close(g.double(), e, rtol=1e-4, atol=1e-5)
-"""
-
-
-@needs_triton
-def test_kernels_interpreted() -> None:
-    done = interpreted(INTERPRETED)
-    assert done.returncode == 0, done.stderr
-
-
-needs_cuda = pytest.mark.skipif(not CUDA, reason="no CUDA device")
-
-
-@needs_cuda
-@pytest.mark.parametrize("n", [64, 129, 257])
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_repeatable_cuda(dtype: torch.dtype, masked: bool, n: int) -> None:
-    """Result and gradients have the same bits in every run, that of the bias too."""
-    args = arguments(n, 32, heads=4, dtype=dtype, device="cuda", masked=masked, requires_grad=True)
-    cotangent = torch.randn_like(args[0])
-    first = with_gradients(torchops.triangle_attention, args, cotangent)
-    for _ in range(3):
-        again = with_gradients(torchops.triangle_attention, args, cotangent)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@needs_cuda
-@pytest.mark.parametrize("n", [129, 192])
-def test_many_rows_cuda(n: int) -> None:
-    """All rows, so that the gradient of the bias is a sum of many, in parts."""
-    check(arguments(n, 32, heads=4, dtype=torch.bfloat16, device="cuda", masked=True, requires_grad=True))
-
-
-@needs_cuda
-def test_memory_cuda() -> None:
-    """Beside the result, copies of bias and mask; nothing as large as the scores."""
-    q, k, v, bias, mask = arguments(200, 32, heads=4, dtype=torch.bfloat16, device="cuda", masked=True)
-    torchops.triangle_attention(q, k, v, bias, mask)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = torchops.triangle_attention(q, k, v, bias, mask)
-    assert torch.cuda.max_memory_allocated() - before <= 1.25 * out.nbytes
-
-
-@needs_cuda
-def test_graph_cuda() -> None:
-    """Captured and replayed with other data."""
-    args = arguments(129, 32, heads=4, dtype=torch.bfloat16, device="cuda", masked=True)
-    torchops.triangle_attention(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = torchops.triangle_attention(*args)
-    args[0].copy_(args[0].flip(1))
-    graph.replay()
-    assert torch.equal(out, torchops.triangle_attention(*args))

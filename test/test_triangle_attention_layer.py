@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
+from attention_update_samples import TOLERANCE, assert_near, leaves_of, reference, weights, with_gradients
 from checks import assert_all_close, random_like
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
@@ -23,69 +21,6 @@ from torchops.nn import TriangleAttention
 OPS = torch.ops.myops
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 NODES: tuple[Node, Node] = ("starting", "ending")
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def reference(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> Tensor:
-    """As papers write it. The exponential of -1000 is 0, also in float64, and the number so small that a row without
-    keys has the result which it has without a mask."""
-    if node == "ending":
-        x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
-    z = layer_norm(x, x.shape[-1:], w.norm_weight, w.norm_bias, w.eps)
-    q, k, v = (linear(z, t).unflatten(-1, (w.heads, -1)).transpose(-3, -2) for t in (w.q, w.k, w.v))
-    s = q @ k.mT * q.shape[-1] ** -0.5 + linear(z, w.bias_weight).movedim(-1, -3).unsqueeze(-4)
-    if mask is not None:
-        s = s - 1e3 * (mask == 0)[..., None, None, :]
-    o = (s.softmax(-1) @ v).transpose(-3, -2).flatten(-2)
-    if w.gate is not None:
-        o = o * linear(z, w.gate, w.gate_bias).sigmoid()
-    out = linear(o, w.out, w.out_bias)
-    return out.transpose(-2, -3) if node == "ending" else out
-
-
-def weights(
-    c: int = 12, heads: int = 3, d: int = 5, *, gate: bool = True, biases: bool = True, dtype: Any = torch.float64,
-    device: str = "cpu",
-) -> AttentionWeights:  # fmt: skip
-    seed = itertools.count()
-
-    def random(*shape: int) -> Tensor:
-        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.3
-        return (random_like(torch.empty(shape, dtype=torch.float64), next(seed)) * scale).to(dtype).to(device)
-
-    width = heads * d
-    return AttentionWeights(
-        norm_weight=random(c) + 1,
-        norm_bias=random(c),
-        bias_weight=random(heads, c),
-        q=random(width, c),
-        k=random(width, c),
-        v=random(width, c),
-        gate=random(width, c) if gate else None,
-        gate_bias=random(width) if gate and biases else None,
-        out=random(c, width),
-        out_bias=random(c) if biases else None,
-        heads=heads,
-    )
-
-
-def leaves_of(w: AttentionWeights, dtype: torch.dtype | None = None) -> AttentionWeights:
-    made = (t.detach().to(dtype or t.dtype).requires_grad_() if isinstance(t, Tensor) else t for t in w)
-    return AttentionWeights._make(made)
-
-
-def with_gradients(function: Any, x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> list[Tensor]:
-    out = function(x, mask, w, node)
-    cotangent = random_like(out.detach().cpu().double(), 7).to(out)
-    leaves = [t for t in (x, *w) if isinstance(t, Tensor)]
-    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
-
-
-def assert_near(got: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    for i, (g, e) in enumerate(zip(got, exact, strict=True)):
-        assert g.shape == e.shape
-        distance = ((g.double() - e).norm() / e.norm().clamp_min(1e-3)).item()
-        assert distance <= tolerance, f"{i}: {distance}"
 
 
 def check(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> None:
@@ -261,33 +196,6 @@ def test_transforms_of_nothing() -> None:
     assert mapped.shape == tangent.shape == x.shape
 
 
-def negated(t: Any) -> Any:
-    """t, of which the memory holds -t."""
-    lazy = torch.complex(torch.zeros_like(t), -t).conj().imag if isinstance(t, Tensor) else t
-    assert not isinstance(t, Tensor) or lazy.is_neg()
-    return lazy
-
-
-def test_tensors_whose_memory_holds_other_values() -> None:
-    plain = leaves_of(weights(dtype=torch.float32))
-    x = torch.randn(4, 4, 12)
-    leaves = [t for t in plain if isinstance(t, Tensor)]
-    expected = triangle_attention_update(x, None, plain)
-    cotangent = random_like(expected.detach(), 3)
-    grads = torch.autograd.grad(expected, leaves, cotangent)
-    lazy = AttentionWeights._make(map(negated, plain))
-    got = triangle_attention_update(negated(x), None, lazy)
-    assert_all_close([got, *torch.autograd.grad(got, leaves, negated(cotangent))], [expected, *grads])
-    with torch.no_grad():
-        assert_all_close([triangle_attention_update(x, None, lazy)], [expected])
-        y = negated(x)
-        triangle_attention_update(y, None, lazy, inplace=True)
-        assert_all_close([y], [x + expected])
-        zeros = plain._replace(out_bias=torch._efficientzerotensor((12,)))
-        held = plain._replace(out_bias=torch.zeros(12))
-        assert_all_close([triangle_attention_update(x, None, zeros)], [triangle_attention_update(x, None, held)])
-
-
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "in_place"])
 def test_compiled(inplace: bool) -> None:
     """One node in one graph for all N; in training, on an intermediate."""
@@ -334,153 +242,6 @@ def test_autocast() -> None:
     exact = with_gradients(reference, x.detach().requires_grad_(), None, leaves, "ending")
     assert_near(got, [t.double() for t in exact], TOLERANCE[torch.bfloat16])
     assert_near([y], [(x + exact[0]).double()], TOLERANCE[torch.bfloat16])
-
-
-@pytest.mark.parametrize("name", ["mask", "norm_weight", "bias_weight", "q", "gate", "gate_bias", "out", "out_bias"])
-def test_separate_tensors_over_the_memory_that_is_overwritten(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(panels, "_CPU_BYTES", 1)  # each row is written before the next is read
-    w = weights(dtype=torch.float32)
-    memory = bytearray(4 * 768)
-    x, shared = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
-    x = x.normal_().view(8, 8, 12)
-    size = (8, 8) if name == "mask" else getattr(w, name).shape
-    shared = shared[: math.prod(size)].view(size)
-
-    def given(t: Tensor) -> tuple[Tensor | None, AttentionWeights]:
-        return (t, w) if name == "mask" else (None, w._replace(**{name: t}))  # type: ignore[arg-type]
-
-    expected = x + triangle_attention_update(x, *given(shared.clone()))
-    triangle_attention_update(x, *given(shared), inplace=True)
-    assert_all_close([x], [expected])
-
-
-def test_version_counter_of_what_fails_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_CPU_BYTES", 1)
-    w, x = weights(dtype=torch.float32), torch.randn(4, 4, 12)
-    add = panels.add
-    added: list[None] = []
-
-    def failing(*args: Any) -> None:
-        if added:
-            raise MemoryError
-        add(*args)
-        added.append(None)
-
-    monkeypatch.setattr(panels, "add", failing)
-    old = x.clone()
-    with pytest.raises(MemoryError):
-        triangle_attention_update(x, None, w, inplace=True)
-    assert not torch.equal(x, old)
-    assert x._version == 1
-
-
-def test_overlap_in_training() -> None:
-    w = leaves_of(weights(dtype=torch.float32))
-    memory = torch.randn(16, 12)
-    x, gate, mask = memory.view(4, 4, 12), memory[:15], memory[:, 0].view(4, 4)
-    old = x.clone()
-    expected = old + triangle_attention_update(old, mask.clone(), w._replace(gate=gate.clone()))
-    triangle_attention_update(x, mask, w._replace(gate=gate), inplace=True)
-    cotangent = torch.randn(4, 4, 12)
-    leaves: Any = [w.q, w.gate_bias, w.out]
-    got, reference = (torch.autograd.grad(y, leaves, cotangent) for y in (x, expected))
-    assert_all_close([x, *got], [expected, *reference])
-
-
-def test_in_place_training_and_overlap() -> None:
-    w = leaves_of(weights(dtype=torch.float32))
-    x = torch.randn(4, 4, 12, requires_grad=True)
-    results = []
-    for inplace in (True, False):
-        y = x * 2
-        out = (
-            triangle_attention_update(y, None, w, inplace=True)
-            if inplace
-            else y + triangle_attention_update(y, None, w)
-        )
-        results.append([out, *torch.autograd.grad(out.square().sum(), [x, w.q, w.out])])
-    assert_all_close(*results)
-    with torch.no_grad():  # parameters and mask that are overwritten meanwhile
-        memory = torch.randn(40, 40, 12)
-        old = memory.clone()
-        overlapping = w._replace(bias_weight=memory[0, :3], out=memory[1, :15].T, norm_weight=memory[2, 0])
-        copies = AttentionWeights._make(t.clone() if isinstance(t, Tensor) else t for t in overlapping)
-        triangle_attention_update(memory, memory[..., 0], overlapping, "ending", inplace=True)
-        assert_all_close([memory], [old + triangle_attention_update(old, old[..., 0], copies, "ending")])
-        for shared in (torch.zeros(1, 4, 12).expand(4, 4, 12), torch.zeros(200).as_strided((4, 4, 12), (12, 12, 1))):
-            with pytest.raises(RuntimeError, match="expected x without elements in one place"):
-                triangle_attention_update(shared, None, w, inplace=True)
-        triangle_attention_update(torch.zeros(0, 1, 12).expand(0, 0, 12), None, w, inplace=True)
-    with pytest.raises(RuntimeError, match="leaf"):
-        triangle_attention_update(x, None, w, inplace=True)
-    with torch.inference_mode():
-        made = torch.zeros(4, 4, 12)
-        triangle_attention_update(made, None, w, inplace=True)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
-            triangle_attention_update(made, None, w, inplace=True)
-
-
-X = torch.zeros(4, 4, 12)
-
-ERRORS: dict[str, tuple[Any, str]] = {
-    "x_square": (lambda w: (X[:, :3], None, w), r"expected x of shape \(\*batch, N, N, c\), got \(4, 3, 12\)"),
-    "x_dims": (lambda w: (torch.zeros(5, 12), None, w), r"expected x of shape \(\*batch, N, N, c\), got \(5, 12\)"),
-    "x_dtype": (lambda w: (X.double(), None, w), "expected x of dtype float32 to match q, got float64"),
-    "c": (lambda w: (torch.zeros(4, 4, 11), None, w), r"expected \w+ of shape \(11,\) to match x of shape"),
-    "mask": (lambda w: (X.expand(2, 4, 4, 12), X[..., 0], w), r"expected mask of shape \(2, 4, 4\) to match x"),
-    "mask_dtype": (lambda w: (X, torch.ones(4, 4).int(), w), "expected mask of dtype bool or"),
-    "heads": (lambda w: (X, None, w._replace(heads=4)), r"expected q of shape \(heads \* d, c\)"),
-    "v": (lambda w: (X, None, w._replace(v=w.v[:14])), r"expected v of shape \(15, 12\)"),
-    "out": (lambda w: (X, None, w._replace(out=w.v)), r"expected out of shape \(12, 15\)"),
-    "dtype": (lambda w: (X, None, w._replace(gate=w.gate.double())), "expected gate of dtype float32"),
-    "gate_bias": (lambda w: (X, None, w._replace(gate=None)), "expected gate_bias None without gate"),
-    "no_features": (
-        lambda w: (X, None, w._replace(q=w.q[:0], k=w.k[:0], v=w.v[:0], out=w.out[:, :0], gate=None, gate_bias=None)),
-        "expected heads of at least one feature",
-    ),
-    "mask_grad": (
-        lambda w: (X, torch.ones(4, 4, requires_grad=True), w),
-        "expected mask that needs no gradient",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
-    make, text = ERRORS[name]
-    x, mask, w = make(weights(dtype=torch.float32))
-    for inplace in (False, True):
-        with pytest.raises(RuntimeError, match=f"^_triangle_attention_update_?: {text}"):
-            triangle_attention_update(x, mask, w, inplace=inplace)
-    assert not x.any()
-    if name != "mask_grad":
-        moved = AttentionWeights._make(t.to("meta") if isinstance(t, Tensor) else t for t in w)
-        with pytest.raises(RuntimeError, match=f"^_triangle_attention_update: {text}"):
-            triangle_attention_update(x.to("meta"), None if mask is None else mask.to("meta"), moved)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("name", ["x", "mask", "q", "out_bias"])
-def test_type_errors(name: str, inplace: bool) -> None:
-    x, mask, w = (3 if name == "x" else X), (3 if name == "mask" else None), weights(dtype=torch.float32)
-    if name in w._fields:
-        w = w._replace(**{name: 3})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=f"^triangle_attention_update: expected {name} of type Tensor, got int$"):
-        triangle_attention_update(x, mask, w, inplace=inplace)  # type: ignore[arg-type]
-
-
-def test_private_arguments() -> None:
-    w = weights(dtype=torch.float32)
-    _, product, logsumexp = OPS._triangle_attention_update_kept(X, None, w[:10], 3, 1e-5, False)
-    for count in (10, 12):
-        with pytest.raises(RuntimeError, match=f"expected wanted of 11 elements, got {count}"):
-            OPS._triangle_attention_update_backward(
-                X, X, product, logsumexp, None, w[:10], 3, 1e-5, False, [True] * count
-            )
-    nested = torch.nested.nested_tensor([torch.zeros(4, 12), torch.zeros(3, 12)])
-    with pytest.raises(RuntimeError, match="expected x of layout strided, got a nested tensor"):
-        triangle_attention_update(nested, None, w)
 
 
 # --- the module ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""triangle_attention_update as papers write it, parameters for it, and comparisons with it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from checks import random_like
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear
+
+from torchops.attention_update import AttentionWeights, Node
+
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def reference(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> Tensor:
+    """As papers write it. The exponential of -1000 is 0, also in float64, and the number so small that a row without
+    keys has the result which it has without a mask."""
+    if node == "ending":
+        x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
+    z = layer_norm(x, x.shape[-1:], w.norm_weight, w.norm_bias, w.eps)
+    q, k, v = (linear(z, t).unflatten(-1, (w.heads, -1)).transpose(-3, -2) for t in (w.q, w.k, w.v))
+    s = q @ k.mT * q.shape[-1] ** -0.5 + linear(z, w.bias_weight).movedim(-1, -3).unsqueeze(-4)
+    if mask is not None:
+        s = s - 1e3 * (mask == 0)[..., None, None, :]
+    o = (s.softmax(-1) @ v).transpose(-3, -2).flatten(-2)
+    if w.gate is not None:
+        o = o * linear(z, w.gate, w.gate_bias).sigmoid()
+    out = linear(o, w.out, w.out_bias)
+    return out.transpose(-2, -3) if node == "ending" else out
+
+
+def weights(
+    c: int = 12, heads: int = 3, d: int = 5, *, gate: bool = True, biases: bool = True, dtype: Any = torch.float64,
+    device: str = "cpu",
+) -> AttentionWeights:  # fmt: skip
+    seed = itertools.count()
+
+    def random(*shape: int) -> Tensor:
+        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.3
+        return (random_like(torch.empty(shape, dtype=torch.float64), next(seed)) * scale).to(dtype).to(device)
+
+    width = heads * d
+    return AttentionWeights(
+        norm_weight=random(c) + 1,
+        norm_bias=random(c),
+        bias_weight=random(heads, c),
+        q=random(width, c),
+        k=random(width, c),
+        v=random(width, c),
+        gate=random(width, c) if gate else None,
+        gate_bias=random(width) if gate and biases else None,
+        out=random(c, width),
+        out_bias=random(c) if biases else None,
+        heads=heads,
+    )
+
+
+def leaves_of(w: AttentionWeights, dtype: torch.dtype | None = None) -> AttentionWeights:
+    made = (t.detach().to(dtype or t.dtype).requires_grad_() if isinstance(t, Tensor) else t for t in w)
+    return AttentionWeights._make(made)
+
+
+def with_gradients(function: Any, x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> list[Tensor]:
+    out = function(x, mask, w, node)
+    cotangent = random_like(out.detach().cpu().double(), 7).to(out)
+    leaves = [t for t in (x, *w) if isinstance(t, Tensor)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+
+
+def assert_near(got: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for i, (g, e) in enumerate(zip(got, exact, strict=True)):
+        assert g.shape == e.shape
+        distance = ((g.double() - e).norm() / e.norm().clamp_min(1e-3)).item()
+        assert distance <= tolerance, f"{i}: {distance}"
