@@ -39,6 +39,7 @@ pytest.register_assert_rewrite(
     "checks",
     "cuda_checks",
     "distributed_worker",
+    "memory_growth",
     "mutations",
     "sharding",
 )

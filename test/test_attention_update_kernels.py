@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_memory import growth
+from memory_growth import growth
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton_interpreter import interpreted, needs_triton
