@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close
 from torch import Tensor
 
-from benchmarks import (
-    compare,
-    gates,
-    gradcheck,
-    implementations,
-    pair_layer,
-    parallel,
-    plots,
-    progress,
-    report,
-    run,
-    timing,
-    workload,
-)
+from benchmarks import compare, gradcheck, implementations, plots, progress, report, run, timing, workload
 from benchmarks.__main__ import main, parser
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, STEP, Case, Cost
 from benchmarks.operators import OPERATORS
@@ -385,89 +368,3 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
     bar.state("at work")
     bar.finished()
     assert capsys.readouterr().err == ""
-
-
-GATES = [*gates.lines("cuda"), *gates.cublas_lines()]
-
-
-@pytest.mark.parametrize("op", dict.fromkeys(line.op for line in GATES))
-def test_contenders_of_gates(op: str) -> None:
-    """They compute the same of the same inputs, the packed weight included."""
-    for line in {line.task: line for line in GATES if line.op == op}.values():
-        shape = (2, 3, 5) if op == "square_matmul_" else (3, 7, 5)
-        small = replace(line, shape=shape, dtype="float64", tf32=False, compiled=line.task == FORWARD)
-        tensors, values = gates.inputs(small, CPU), {}
-        with timing.context(line.task), torch.compiler.set_stance("force_eager"):
-            for name, way in gates.contenders(small, CPU).items():
-                copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-                values[name] = way(*copies)
-        assert values.pop(gates.PRODUCT, torch.empty(3, 10)).shape == (3, 10)
-        assert len(values) > 1
-        assert_all_close(list(values.values()), [values[gates.OURS]] * len(values))
-
-
-def test_bounds_of_gates() -> None:
-    """One pass over each tensor, or the products, of forward and of backward, with the products made again there."""
-    bounds = {line.name: gates.bound(line) for line in GATES}
-    for line in (gates.Line("gate", (1048576, 128, 128), BACKWARD), gates.Line("gate_", (1048576, 128, 128), BACKWARD)):
-        assert bounds[line.name] == pytest.approx(8 * 2**28 / gates.BANDWIDTH * 1e6, rel=1e-3)
-    wide = gates.Line("glu", (1048576, 256, 256), BACKWARD)
-    products = 6 * 2 * 1048576 * 256 * 256 / gates.RATE
-    assert bounds[wide.name] == pytest.approx((2 * 2**29 / gates.BANDWIDTH + products) * 1e6, rel=1e-3)
-    assert bounds[gates.Line("gate", (16, 64, 64), OVERHEAD).name] is None
-
-
-def test_gates_measured_and_shown() -> None:
-    line = gates.Line("gate", (3, 7, 5), most=1.0, dtype="float32", compiled=False)
-    result = gates.prepared(line, CPU, "auto", 0.0)()
-    assert result.errors == {}
-    assert all(us > 0 for us in result.microseconds.values())
-    about = {"machine": "M", "torch": "2", "revision of src": "abc", "title": "Gates", "command": "python; pip"}
-    results = [json.loads(json.dumps(asdict(result)))]
-    results[0]["peak_bytes"][gates.OURS] = 3 << 20
-    document = {**about, "contenders": [*result.microseconds], "results": results}
-    _, _, row, _, where = gates.to_markdown(document, memory=True).splitlines()
-    assert row.startswith("| `gate` (3, 7, 5) float32, forward |  | 1 | ")
-    assert " (3) | " in row
-    assert where == "M, torch 2, revision abc of `src`."
-    assert "    python\n    pip\n" in gates.page(document)
-    assert len(gates.to_markdown(document, [gates.EAGER], lambda line: False).splitlines()) == 4
-
-
-def _prepared(case: int) -> Callable[[], int]:
-    if case == 2:
-        raise ValueError("no luck")
-    return lambda: case // (case - 3)
-
-
-def test_cases_are_prepared_in_processes_and_measured_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(parallel.measured(_prepared, [1, 2, 3, 4], 2, 600)) == [(1, -1), (4, 4)]
-    errors = capsys.readouterr().err.splitlines()
-    assert errors == ["2: ValueError: no luck", "3: ZeroDivisionError: integer division or modulo by zero"]
-
-
-def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["--device", "cpu", "--sizes", "7", "--rounds", "1", "--check", "--json", str(tmp_path / "r.json")]
-    assert pair_layer.main(command) == 0
-    forward, training = json.loads((tmp_path / "r.json").read_text())["results"]
-    assert set(forward["microseconds"]) == {"torchops"}
-    assert len(forward["deviations"]) == 5
-    assert "deviations" not in training
-    # With parameters that the exact values do not have, it fails.
-    monkeypatch.setattr(torch.nn.functional, "silu", torch.sigmoid)
-    with pytest.raises(AssertionError, match="too far from float64"):
-        pair_layer.main(command)
-
-
-def test_pair_layer_sharded_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checks hold where one rank has all rows; distributed_triangle_worker.py has several."""
-    sharded = importlib.import_module("benchmarks.pair_layer_sharded")
-    one = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    for name, value in one.items():
-        monkeypatch.setenv(name, value)
-    small = ["--device", "cpu", "--features", "32", "--rounds", "1", "--json", str(tmp_path / "r.json")]
-    assert sharded.main([*small, "--sizes", "7", "--training", "5", "--data-parallel", "4"]) == 0
-    results = json.loads((tmp_path / "r.json").read_text())
-    assert [row["task"] for row in results["rows"]] == [FORWARD, BACKWARD]
-    (found,) = results["data parallel"]
-    assert max(found[name]["worst"] for name in sharded.WRAPPERS) < 1e-12
