@@ -26,11 +26,6 @@ PATHS = ["fused", "cublas"]
 OPERATORS = ["sigmoid", "silu", "gate"]
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def operator(name: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
     """The operator, its reference, and its gradients (grad, inputs, mask)."""
     if name == "gate":

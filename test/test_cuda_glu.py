@@ -23,11 +23,6 @@ ACTIVATIONS = ["sigmoid", "silu"]
 HAS_KERNELS = torch.cuda.get_device_capability() == (9, 0) and "9.0a" in _build_info.gemm_architectures
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
     """The halves of a packed weight."""
     return list(random(2 * n, k, dtype=dtype, scale=k**-0.5).chunk(2))
