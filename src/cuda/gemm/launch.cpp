@@ -3,7 +3,7 @@
 #include <ATen/Context.h>
 #include <cudaTypedefs.h>
 
-#include <atomic>
+#include "cuda/gemm/driver.h"
 
 namespace torchops::cuda::gemm {
 namespace {
@@ -11,19 +11,12 @@ namespace {
 // The driver encodes descriptors for TMA only in a thread that has a context. The runtime gives it one with the first
 // launch, but that may be ours: a thread of autograd, whose memory comes out of the cache, has called nothing before.
 void bind_context() {
-  using Function = PFN_cuCtxGetCurrent_v4000;
-  static std::atomic<Function> known{nullptr};
-  Function function = known.load(std::memory_order_acquire);
-  if (function == nullptr) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &found, 4000, cudaEnableDefault, &result));
-    TORCH_CHECK(result == cudaDriverEntryPointSuccess, "the CUDA driver has no cuCtxGetCurrent");
-    function = reinterpret_cast<Function>(found);
-    known.store(function, std::memory_order_release);
-  }
+  static DriverFunction<PFN_cuCtxGetCurrent_v4000> known("cuCtxGetCurrent", 4000);
+  PFN_cuCtxGetCurrent_v4000 get_current = nullptr;
+  C10_CUDA_CHECK(known.get(get_current));
+  TORCH_CHECK(get_current != nullptr, "the CUDA driver has no cuCtxGetCurrent");
   CUcontext context = nullptr;
-  if (function(&context) == CUDA_SUCCESS && context != nullptr) return;
+  if (get_current(&context) == CUDA_SUCCESS && context != nullptr) return;
   int device = 0;
   C10_CUDA_CHECK(cudaGetDevice(&device));
   C10_CUDA_CHECK(cudaSetDevice(device));

@@ -1,33 +1,22 @@
 #pragma once
 
-// Where CUTLASS gets the driver's functions: it has the runtime look for them again in every call, which takes several
-// times as long as the call. Comes before all headers that make descriptors for TMA.
+// Where CUTLASS gets the driver's functions: it has the runtime look for them again in every call. Comes before all
+// headers that make descriptors for TMA.
 
 #include <cudaTypedefs.h>
-#include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <cutlass/cuda_host_adapter.hpp>
+
+#include "cuda/gemm/driver.h"
 
 namespace torchops::cuda::gemm {
 
 template <class... Args>
 CUresult call_cuTensorMapEncodeTiled(Args... args) {
-  using Function = PFN_cuTensorMapEncodeTiled_v12000;
-  static std::atomic<Function> known{nullptr};
-  Function function = known.load(std::memory_order_acquire);
-  if (function == nullptr) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result) !=
-            cudaSuccess ||
-        result != cudaDriverEntryPointSuccess) {
-      return CUDA_ERROR_UNKNOWN;
-    }
-    function = reinterpret_cast<Function>(found);
-    known.store(function, std::memory_order_release);
-  }
-  return function(args...);
+  static DriverFunction<PFN_cuTensorMapEncodeTiled_v12000> known("cuTensorMapEncodeTiled", 12000);
+  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  if (known.get(encode) != cudaSuccess || encode == nullptr) return CUDA_ERROR_UNKNOWN;
+  return encode(args...);
 }
 using cutlass::call_cuTensorMapEncodeIm2col;
 

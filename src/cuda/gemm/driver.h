@@ -1,0 +1,41 @@
+#pragma once
+
+// No torch headers.
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+
+namespace torchops::cuda::gemm {
+
+/// A function of the driver, which the runtime finds and this keeps: to look it up takes several times as long as to
+/// call it. A failure is not kept. Safe to use from many threads.
+template <class Function>
+class DriverFunction {
+ public:
+  /// `version` is that of CUDA which gave the function this type, as in the name of the type.
+  constexpr DriverFunction(const char* name, unsigned version) : name_(name), version_(version) {}
+
+  /// Null where the driver has no such function.
+  cudaError_t get(Function& function) {
+    function = known_.load(std::memory_order_acquire);
+    if (function != nullptr) return cudaSuccess;
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    if (const cudaError_t error = cudaGetDriverEntryPointByVersion(name_, &found, version_, cudaEnableDefault, &result);
+        error != cudaSuccess) {
+      return error;
+    }
+    if (result == cudaDriverEntryPointSuccess) {
+      function = reinterpret_cast<Function>(found);
+      known_.store(function, std::memory_order_release);
+    }
+    return cudaSuccess;
+  }
+
+ private:
+  const char* name_;
+  unsigned version_;
+  std::atomic<Function> known_{nullptr};
+};
+
+}  // namespace torchops::cuda::gemm
