@@ -18,6 +18,7 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "cuda/gemm/sm90/cluster_launch.cuh"
 #include "cuda/gemm/sm90/operand_norm.cuh"
 #include "cuda/gemm/sm90/pair.cuh"
 
@@ -334,46 +335,20 @@ struct FeedForward {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = FeedForwardKernel<T, F, tiling>;
-
-    static cudaLaunchConfig_t config(int clusters, cudaStream_t stream, cudaLaunchAttribute& attribute) {
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {Kernel::kCtas, 1, 1};
-      cudaLaunchConfig_t config{};
-      config.gridDim = dim3(static_cast<unsigned>(clusters * Kernel::kCtas));
-      config.blockDim = dim3(Kernel::kThreads);
-      config.dynamicSmemBytes = sizeof(typename Kernel::Shared);
-      config.stream = stream;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-      return config;
-    }
-
-    // As many clusters as run at once.
-    static cudaError_t clusters(int& clusters) {
-      static PerDevice cache;
-      return cache.get(clusters, [](int& answer) {
-        const auto* const kernel = reinterpret_cast<const void*>(feed_forward_kernel<Kernel>);
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(sizeof(typename Kernel::Shared)));
-        if (error != cudaSuccess) return error;
-        cudaLaunchAttribute attribute;
-        const cudaLaunchConfig_t one_cluster = config(1, nullptr, attribute);
-        return cudaOccupancyMaxActiveClusters(&answer, kernel, &one_cluster);
-      });
-    }
+    using Launch = ClusterLaunch<Kernel, feed_forward_kernel<Kernel>, Kernel::kCtas>;
 
     static Status prepare(const TransitionProblem& p, int64_t& workspace_bytes) {
       workspace_bytes = 0;
       int count = 0;
       if (p.c > Kernel::kC || p.hidden > Kernel::kMostHidden) return Status::not_for_me();
-      if (const cudaError_t error = clusters(count); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
       return count > 0 ? Status{} : Status::not_for_me();
     }
 
     static Status run(const TransitionProblem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int count = 0;
-      if (const cudaError_t error = clusters(count); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
       if (!are_encodable<T>(p.x, p.out, p.gate.weight, p.up.weight, p.down.weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
@@ -399,9 +374,7 @@ struct FeedForward {
       parameters.hidden = p.hidden;
       parameters.row_tiles = p.m / rows + (p.m % rows != 0);
       parameters.adds = p.adds;
-      cudaLaunchAttribute attribute;
-      const cudaLaunchConfig_t launch = config(std::min(count, parameters.row_tiles), stream, attribute);
-      return Status::of(cudaLaunchKernelEx(&launch, feed_forward_kernel<Kernel>, parameters));
+      return Status::of(Launch::run(parameters, std::min(count, parameters.row_tiles), stream));
     }
   };
 };

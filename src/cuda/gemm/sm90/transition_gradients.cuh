@@ -5,6 +5,7 @@
 // of the weights, and so on; and in the end the norm comes out again. All sums are in a fixed order.
 
 #include "cuda/gemm/column_sum.cuh"
+#include "cuda/gemm/sm90/cluster_launch.cuh"
 #include "cuda/gemm/sm90/transition_dw.cuh"
 
 namespace torchops::cuda::gemm {
@@ -118,37 +119,11 @@ struct FeedForwardGradients {
     using T = typename ElementOf<element>::Type;
     using Dx = FeedForwardDxKernel<T, F, tiling>;
     using Dw = FeedForwardDwKernel<T, F, tiling>;
+    using LaunchDx = ClusterLaunch<Dx, feed_forward_dx_kernel<Dx>, Dx::kCtas>;
+    using LaunchDw = ClusterLaunch<Dw, feed_forward_dw_kernel<Dw>, Dw::kCtas>;
     using Sums = typename Dw::Sums;
     static constexpr int kRowsOfCluster = Dx::kRows * Dx::kWarpgroups * Dx::kCtas;
     static constexpr int64_t kMostXhatBytes = int64_t{48} << 20;
-
-    template <class Kernel>
-    static cudaLaunchConfig_t config(int ctas, cudaStream_t stream, cudaLaunchAttribute& attribute) {
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {Kernel::kCtas, 1, 1};
-      cudaLaunchConfig_t config{};
-      config.gridDim = dim3(static_cast<unsigned>(ctas));
-      config.blockDim = dim3(Kernel::kThreads);
-      config.dynamicSmemBytes = sizeof(typename Kernel::Shared);
-      config.stream = stream;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-      return config;
-    }
-
-    // As many clusters as run at once.
-    template <class Kernel>
-    static cudaError_t clusters(PerDevice& cache, void (*kernel)(typename Kernel::Parameters), int& clusters) {
-      return cache.get(clusters, [&](int& answer) {
-        const auto* const function = reinterpret_cast<const void*>(kernel);
-        const cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(sizeof(typename Kernel::Shared)));
-        if (error != cudaSuccess) return error;
-        cudaLaunchAttribute attribute;
-        const cudaLaunchConfig_t one_cluster = config<Kernel>(Kernel::kCtas, nullptr, attribute);
-        return cudaOccupancyMaxActiveClusters(&answer, function, &one_cluster);
-      });
-    }
 
     // How the rows and the workspace are divided.
     struct Plan {
@@ -156,9 +131,8 @@ struct FeedForwardGradients {
       int64_t step = 0, weights = 0, biases = 0, xhat = 0, partial = 0, sums = 0, bytes = 0;
     };
     static cudaError_t plan(const TransitionGradientProblem& p, Plan& plan) {
-      static PerDevice dx, dw;
-      if (const cudaError_t error = clusters<Dx>(dx, feed_forward_dx_kernel<Dx>, plan.dx_clusters)) return error;
-      if (const cudaError_t error = clusters<Dw>(dw, feed_forward_dw_kernel<Dw>, plan.dw_clusters)) return error;
+      if (const cudaError_t error = LaunchDx::resident(plan.dx_clusters)) return error;
+      if (const cudaError_t error = LaunchDw::resident(plan.dw_clusters)) return error;
       const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
       plan.slices = (p.hidden + Dw::kSlice - 1) / Dw::kSlice;
       plan.slices += plan.slices % Dw::kCtas;
@@ -265,10 +239,7 @@ struct FeedForwardGradients {
       parameters.row_tiles = (rows + kRowsOfCluster - 1) / kRowsOfCluster;
       parameters.keeps_xhat = p.has_weights();
       parameters.adds = p.adds;
-      cudaLaunchAttribute attribute;
-      const cudaLaunchConfig_t launch =
-          config<Dx>(std::min(of.dx_clusters, parameters.row_tiles) * Dx::kCtas, stream, attribute);
-      return Status::of(cudaLaunchKernelEx(&launch, feed_forward_dx_kernel<Dx>, parameters));
+      return Status::of(LaunchDx::run(parameters, std::min(of.dx_clusters, parameters.row_tiles), stream));
     }
 
     static Status run_dw(const TransitionGradientProblem& p, const Plan& of, const T* weights, const float* biases,
@@ -293,9 +264,7 @@ struct FeedForwardGradients {
       parameters.row_tiles = (rows + Dw::kRows - 1) / Dw::kRows;
       parameters.adds = begin > 0;
       parameters.adds_grad = p.dbiases[2] != nullptr;
-      cudaLaunchAttribute attribute;
-      const cudaLaunchConfig_t launch = config<Dw>(of.groups * of.slices, stream, attribute);
-      return Status::of(cudaLaunchKernelEx(&launch, feed_forward_dw_kernel<Dw>, parameters));
+      return Status::of(LaunchDw::run(parameters, of.groups * of.slices / Dw::kCtas, stream));
     }
   };
 };

@@ -22,9 +22,9 @@
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "cuda/gemm/column_sum.cuh"
+#include "cuda/gemm/sm90/cluster_launch.cuh"
 #include "cuda/gemm/sm90/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
-#include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
 
@@ -283,32 +283,11 @@ struct WeightGradients {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = WeightGradientsKernel<Rule, T, tiling>;
-
-    static cudaLaunchConfig_t config(int clusters, cudaStream_t stream, cudaLaunchAttribute& attribute) {
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {Kernel::kCluster, 1, 1};
-      cudaLaunchConfig_t config{};
-      config.gridDim = dim3(clusters * Kernel::kCluster);
-      config.blockDim = dim3(Kernel::kThreads);
-      config.dynamicSmemBytes = sizeof(typename Kernel::Shared);
-      config.stream = stream;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-      return config;
-    }
+    using Launch = ClusterLaunch<Kernel, weight_gradients_kernel<Kernel>, Kernel::kCluster>;
 
     // As many clusters as run at once, or as have work. On them depends the order of additions.
     static cudaError_t clusters(const GradientProblem& p, int& clusters) {
-      static PerDevice cache;
-      const cudaError_t error = cache.get(clusters, [](int& answer) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(reinterpret_cast<const void*>(weight_gradients_kernel<Kernel>),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename Kernel::Shared));
-        if (error != cudaSuccess) return error;
-        cudaLaunchAttribute attribute;
-        const cudaLaunchConfig_t one = config(1, nullptr, attribute);
-        return cudaOccupancyMaxActiveClusters(&answer, weight_gradients_kernel<Kernel>, &one);
-      });
+      const cudaError_t error = Launch::resident(clusters);
       clusters = std::min(clusters, p.m / Kernel::kRows + (p.m % Kernel::kRows != 0));
       return error;
     }
@@ -349,10 +328,7 @@ struct WeightGradients {
                        parameters.dz.map)) {
         return Status::of(cudaErrorInvalidValue);
       }
-      cudaLaunchAttribute attribute;
-      const cudaLaunchConfig_t launch = config(count, stream, attribute);
-      if (const cudaError_t error = cudaLaunchKernelEx(&launch, weight_gradients_kernel<Kernel>, parameters);
-          error != cudaSuccess) {
+      if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
         return Status::of(error);
       }
       for (int i = 0; i < 2; ++i) {

@@ -21,10 +21,10 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
+#include "cuda/gemm/sm90/cluster_launch.cuh"
 #include "cuda/gemm/sm90/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
 #include "cuda/gemm/sm90/turns.cuh"
-#include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
 
@@ -273,39 +273,13 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 template <class Kernel>
 struct WideLaunch {
   using Parameters = typename Kernel::Parameters;
+  using Launch = ClusterLaunch<Kernel, wide_kernel<Kernel>, Kernel::kCluster>;
 
   static int divided(int size, int tile) { return size / tile + (size % tile != 0); }
 
-  static cudaLaunchConfig_t config(int clusters, cudaStream_t stream, cudaLaunchAttribute& attribute) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {Kernel::kCluster, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(clusters * Kernel::kCluster);
-    config.blockDim = dim3(Kernel::kThreads);
-    config.dynamicSmemBytes = sizeof(typename Kernel::Shared);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return config;
-  }
-
-  // As many clusters as run at once.
-  static cudaError_t resident_clusters(int& clusters) {
-    static PerDevice cache;
-    return cache.get(clusters, [](int& answer) {
-      const cudaError_t error =
-          cudaFuncSetAttribute(reinterpret_cast<const void*>(wide_kernel<Kernel>),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename Kernel::Shared));
-      if (error != cudaSuccess) return error;
-      cudaLaunchAttribute attribute;
-      const cudaLaunchConfig_t one = config(1, nullptr, attribute);
-      return cudaOccupancyMaxActiveClusters(&answer, wide_kernel<Kernel>, &one);
-    });
-  }
-
   static Status prepare() {
     int clusters = 0;
-    if (const cudaError_t error = resident_clusters(clusters); error != cudaSuccess) return Status::of(error);
+    if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);
     return clusters > 0 ? Status{} : Status::not_for_me();
   }
 
@@ -328,11 +302,8 @@ struct WideLaunch {
       return cudaErrorInvalidValue;
     }
     int clusters = 0;
-    if (const cudaError_t error = resident_clusters(clusters); error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t launch =
-        config(std::min(clusters, parameters.rows * parameters.columns), stream, attribute);
-    return cudaLaunchKernelEx(&launch, wide_kernel<Kernel>, parameters);
+    if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return error;
+    return Launch::run(parameters, std::min(clusters, parameters.rows * parameters.columns), stream);
   }
 };
 

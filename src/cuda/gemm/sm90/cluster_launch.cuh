@@ -1,0 +1,54 @@
+#pragma once
+
+// How kernels written by hand are launched in clusters.
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/per_device.h"
+
+namespace torchops::cuda::gemm {
+
+/// The launches of `kernel`, of which Kernel has the parameters, threads and shared memory, in clusters of so many
+/// CTAs.
+template <class Kernel, void (*kernel)(typename Kernel::Parameters), int ctas>
+class ClusterLaunch {
+ public:
+  /// As many clusters as run at once on the current device. Lets the kernel have its shared memory.
+  static cudaError_t resident(int& clusters) {
+    static PerDevice cache;
+    return cache.get(clusters, [](int& answer) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(kSharedBytes));
+      if (error != cudaSuccess) return error;
+      cudaLaunchAttribute attribute;
+      const cudaLaunchConfig_t one = config(1, nullptr, attribute);
+      return cudaOccupancyMaxActiveClusters(&answer, kernel, &one);
+    });
+  }
+
+  /// After resident().
+  static cudaError_t run(const typename Kernel::Parameters& parameters, int clusters, cudaStream_t stream) {
+    cudaLaunchAttribute attribute;
+    const cudaLaunchConfig_t launch = config(clusters, stream, attribute);
+    return cudaLaunchKernelEx(&launch, kernel, parameters);
+  }
+
+ private:
+  static constexpr size_t kSharedBytes = sizeof(typename Kernel::Shared);
+
+  static cudaLaunchConfig_t config(int clusters, cudaStream_t stream, cudaLaunchAttribute& attribute) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {ctas, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(clusters * ctas));
+    config.blockDim = dim3(Kernel::kThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return config;
+  }
+};
+
+}  // namespace torchops::cuda::gemm
