@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 
 import torch.distributed.tensor  # with it, torchops has rules for DTensor
 
-from torchops import _distributed_triangle, _distributed_triangle_triton
+from torchops import _distributed_triangle_rows, _distributed_triangle_triton
 
 GROUPS = 4
-NAMES = _distributed_triangle._Layers._fields
+NAMES = _distributed_triangle_rows.Layers._fields
 
 
 def weights(c: int, d: int, full: bool, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def in_order(w: dict[str, Tensor]) -> Any:
         return [w.get(f"{layer}_weight"), w.get(f"{layer}_bias")]
 
     packed = [*of("norm_in"), *of("p_in"), None, None, *of("g_in"), None, None]
-    return _distributed_triangle._apart([*packed, *of("norm_out"), *of("p_out"), *of("g_out")])
+    return _distributed_triangle_rows.apart([*packed, *of("norm_out"), *of("p_out"), *of("g_out")])
 
 
 def by_two_ranks(

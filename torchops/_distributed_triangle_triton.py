@@ -1,8 +1,8 @@
 # Kernels have no types, and their constants are in capitals as everywhere in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""A rank's rows of the triangle update on a GPU, in 16 bits: what `_distributed_triangle.py` does in several operators,
-in three passes over memory.
+"""A rank's rows of the triangle update on a GPU, in 16 bits: what `_distributed_triangle_rows.py` does in several
+operators, in three passes over memory.
 
 1. ``_ins`` makes from x the rank's rows of a and b, channels first; b in blocks of channels that go over the wire as
    they are;
