@@ -1,0 +1,345 @@
+#pragma once
+
+// All gradients of a rule of narrow.cuh in one pass over the rows. Nothing of the forward pass is saved: its products
+// are made again, which costs less than reading them would.
+//
+//   load warp    x, grad, and c if the rule reads it -> a stage of shared memory, by TMA, several ahead
+//   warpgroups   z = x @ w.T for each weight, in registers;
+//                the rule's dz for each, over grad and beside it, and dc over c;
+//                dx = sum of dz @ w, to a buffer of its own;  dw += dz.T @ x;  dbias += dz
+//
+// The sums of dw stay in registers for all rows, those of dbias too. At the end each CTA writes them, and a second
+// kernel adds them in the order of the CTAs. dx and dc leave by TMA while the products of dw run.
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/algorithm/gemm.hpp>
+#include <cutlass/pipeline/sm90_pipeline.hpp>
+
+#include "cuda/gemm/sm90/rules.cuh"
+#include "cuda/gemm/sm90/tma.cuh"
+#include "cuda/gemm/sm90/weight_sums.cuh"
+
+namespace torchops::cuda::gemm {
+
+template <class Rule_, class Element_, GradientTiling tiling>
+struct GatedGradientsKernel {
+  using Rule = Rule_;
+  using Element = Element_;
+  static constexpr int kRows = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
+  static constexpr int kProducts = Rule::kProducts, kSize = static_cast<int>(sizeof(Element));
+  static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
+  static constexpr int kThreads = kConsumers + 128;
+  // A tile is divided among as many warpgroups as have 64 rows of dw each; with more warpgroups than that, groups of
+  // them take tiles in turn, each with sums of its own, and the pointwise part of one runs beside the products of
+  // another.
+  static constexpr int kDivision = std::min(kN / 64, kWarpgroups), kGroups = kWarpgroups / kDivision;
+  static constexpr int kGroupThreads = 128 * kDivision;
+  static constexpr int kLoadBytes = kRows * (kK + kN + (Rule::kReadsC ? kN : 0)) * kSize;
+  // The second dz of two, or c.
+  static constexpr int kStageBytes = kRows * (kK + 2 * kN) * kSize;
+  static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
+  static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kGroups * kRows * kK * kSize - kProducts * kN * 4;
+  // A group meets the same stages every time, so that the parity of a barrier tells its phases apart.
+  static constexpr int kStages = std::min(kRoom / kStageBytes, 6) / kGroups * kGroups;
+  static constexpr Exactness kExactness =
+      std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+  static_assert(kStages >= 2 * kGroups && (kProducts == 2) != Rule::kReadsC);
+  using PipelineState = cutlass::PipelineState<kStages>;
+
+  template <int rows, int columns>
+  using Rows = SwizzledRows<Element, rows, columns>;
+  template <int rows, int columns>
+  using Transposed = SwizzledTransposed<Element, rows, columns>;
+
+  struct Shared {
+    struct Stage {
+      cute::array_aligned<Element, kRows * kK, 1024> x;
+      cute::array_aligned<Element, kRows * kN, 1024> grad;    // then dz of the first product
+      cute::array_aligned<Element, kRows * kN, 1024> second;  // c, then dc; or dz of the second product
+    };
+    cute::array_aligned<Element, kN * kK, 1024> w[kProducts];
+    Stage stages[kStages];
+    cute::array_aligned<Element, kRows * kK, 1024> dx[kGroups];
+    alignas(16) float bias[kProducts][kN];  // scaled as the rule wants it
+    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
+    cutlass::arch::ClusterBarrier consumed[kStages];
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024);
+  // Each warp, when its products have read the stage, and for dc the thread whose store has.
+  static constexpr int kConsumedArrivals = kGroupThreads / 32 + (Rule::kReadsC ? 1 : 0);
+
+  template <int rows, int columns>
+  using Load = TileMap<cute::SM90_TMA_LOAD, Element, rows, columns>;
+  template <int rows, int columns>
+  using Store = TileMap<cute::SM90_TMA_STORE, Element, rows, columns>;
+  struct Parameters {
+    Load<kRows, kK> x;
+    Load<kRows, kN> grad, c;  // c and dc: of grad where there is none
+    Load<kN, kK> w[kProducts];
+    Store<kRows, kK> dx;
+    Store<kRows, kN> dc;
+    const Element* bias[2];
+    float* partial;  // of each group of each CTA, for each product: dw (n x k), dbias (n)
+    int m, n, k;
+
+    CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
+  };
+
+  /// A group's warpgroups divide z and dx by their columns and dw by its rows.
+  template <int m, int n, int k, cute::GMMA::Major major_a, cute::GMMA::Major major_b, class Division>
+  using Product = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::Int<m>, cute::Int<n>, cute::Int<k>>,
+                                 major_a, major_b>(),
+      cute::Layout<Division>{}));
+  using ByColumns = cute::Shape<cute::_1, cute::Int<kDivision>, cute::_1>;
+  using ByRows = cute::Shape<cute::Int<kDivision>, cute::_1, cute::_1>;
+  using ProductZ = Product<kRows, kN / kDivision, kK, cute::GMMA::Major::K, cute::GMMA::Major::K, ByColumns>;
+  using ProductX = Product<kRows, kK / kDivision, kN, cute::GMMA::Major::K, cute::GMMA::Major::MN, ByColumns>;
+  using ProductW = Product<kN, kK, kRows, cute::GMMA::Major::MN, cute::GMMA::Major::MN, ByRows>;
+
+  /// Groups of 8 columns of z that a thread has: neighbouring pairs, 8 apart, in each of two rows.
+  static constexpr int kSums = kN / kDivision / 32;
+
+  CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
+    shared.w_loaded.arrive_and_expect_tx(kWeightBytes);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kProducts; ++i) p.w[i].load(shared.w[i].data(), 0, 0, shared.w_loaded);
+    PipelineState at;
+    for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x, ++at) {
+      auto& stage = shared.stages[at.index()];
+      auto& loaded = shared.loaded[at.index()];
+      shared.consumed[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      loaded.arrive_and_expect_tx(kLoadBytes);
+      p.x.load(stage.x.data(), tile, 0, loaded);
+      p.grad.load(stage.grad.data(), tile, 0, loaded);
+      if constexpr (Rule::kReadsC) p.c.load(stage.second.data(), tile, 0, loaded);
+    }
+  }
+
+  // By the consumers, while the first tiles are on their way.
+  CUTLASS_DEVICE static void load_bias(const Parameters& p, Shared& shared) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kProducts; ++i) {
+      for (int column = threadIdx.x; column < kN; column += kConsumers) {
+        const bool present = p.bias[i] != nullptr && column < p.n;
+        shared.bias[i][column] = present ? Rule::scale(i) * static_cast<float>(p.bias[i][column]) : 0.f;
+      }
+    }
+    cutlass::arch::NamedBarrier::sync(kConsumers, kGroups);
+  }
+
+  CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int group);
+};
+
+template <class Rule, class Element, GradientTiling tiling>
+CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const Parameters& p, Shared& shared,
+                                                                         int group) {
+  using namespace cute;
+  const int thread = threadIdx.x % kGroupThreads;
+  // Descriptors are the same for a warpgroup, and the compiler should know it.
+  const int leader = __shfl_sync(~0u, thread / 128, 0) * 128;
+  const auto sync = [&] { cutlass::arch::NamedBarrier::sync(kGroupThreads, group); };
+  const auto swizzled = [](Element* data, auto layout) {
+    return as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(data), layout));
+  };
+  ProductZ product_z;
+  ProductX product_x;
+  ProductW product_w;
+  const auto slice_z = product_z.get_slice(leader);
+  const auto slice_x = product_x.get_slice(leader);
+  const auto slice_w = product_w.get_slice(leader);
+  Tensor z = partition_fragment_C(product_z, Shape<Int<kRows>, Int<kN>>{});
+  Tensor t = make_fragment_like(z);  // of the second product
+  Tensor sums_x = partition_fragment_C(product_x, Shape<Int<kRows>, Int<kK>>{});
+  Tensor sums_w = partition_fragment_C(product_w, Shape<Int<kN>, Int<kK>>{});
+  Tensor sums_w2 = make_fragment_like(sums_w);
+  clear(sums_w);
+  if constexpr (kProducts == 2) clear(sums_w2);
+  float sums_b[kProducts][kSums] = {};
+  const Tensor places = product_z.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kN>>{}));
+
+  const auto read_z = make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product_z).get_slice(thread);
+  const auto write_z = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_z).get_slice(thread);
+  const auto write_x = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x).get_slice(thread);
+  const auto read_tile = [&](Element* data, auto& fragment) {
+    copy(make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product_z),
+         read_z.partition_S(swizzled(data, Rows<kRows, kN>{})), read_z.retile_D(fragment));
+  };
+  const auto write_tile = [&](const auto& fragment, Element* data) {
+    copy(make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_z), write_z.retile_S(fragment),
+         write_z.partition_D(swizzled(data, Rows<kRows, kN>{})));
+  };
+  const auto weight_z = [&](int i) {
+    return slice_z.make_fragment_B(slice_z.partition_B(make_tensor(make_smem_ptr(shared.w[i].data()), Rows<kN, kK>{})));
+  };
+  const auto weight_x = [&](int i) {
+    return slice_x.make_fragment_B(
+        slice_x.partition_B(make_tensor(make_smem_ptr(shared.w[i].data()), Transposed<kN, kK>{})));
+  };
+  const cutlass::NumericArrayConverter<Element, float, 2> round;
+
+  shared.w_loaded.wait(0);
+  PipelineState at;
+  at.advance(group);
+  int former = -1;  // the stage whose products of dw may still run
+  for (int tile = blockIdx.x + group * gridDim.x; tile < p.tiles(); tile += kGroups * gridDim.x, at.advance(kGroups)) {
+    auto& stage = shared.stages[at.index()];
+    shared.loaded[at.index()].wait(at.phase());
+
+    const Tensor x =
+        slice_z.make_fragment_A(slice_z.partition_A(make_tensor(make_smem_ptr(stage.x.data()), Rows<kRows, kK>{})));
+    warpgroup_fence_operand(z);
+    if constexpr (kProducts == 2) warpgroup_fence_operand(t);
+    warpgroup_arrive();
+    product_z.accumulate_ = GMMA::ScaleOut::Zero;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < size<2>(x); ++block) {
+      cute::gemm(product_z, x(_, _, block), weight_z(0)(_, _, block), z);
+      if constexpr (kProducts == 2) cute::gemm(product_z, x(_, _, block), weight_z(1)(_, _, block), t);
+      product_z.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+    Tensor g = make_tensor_like<Element>(z), second = make_tensor_like<Element>(z);
+    read_tile(stage.grad.data(), g);
+    if constexpr (Rule::kReadsC) read_tile(stage.second.data(), second);
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(sums_w);
+    if constexpr (kProducts == 2) warpgroup_fence_operand(sums_w2);
+    if (former >= 0 && thread % 32 == 0) shared.consumed[former].arrive();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(z);
+    if constexpr (kProducts == 2) warpgroup_fence_operand(t);
+
+    // dz over g, what the second buffer will hold over `second`, and the sums of their columns over both rows.
+    Tensor g_pairs = recast<cutlass::Array<Element, 2>>(g), second_pairs = recast<cutlass::Array<Element, 2>>(second);
+    CUTLASS_PRAGMA_UNROLL
+    for (int part = 0; part < kSums; ++part) {
+      float columns[kProducts][8] = {};
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 16; k += 2) {  // a thread has pairs of neighbouring columns, and row r + 8 after row r
+        const int i = 16 * part + k, in_tile = get<1>(places(i));
+        float2 bias[2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kProducts; ++j) bias[j] = *reinterpret_cast<const float2*>(&shared.bias[j][in_tile]);
+        cutlass::Array<float, 2> first_dz, other;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < 2; ++v) {
+          const float first = fmaf(Rule::scale(0), z(i + v), v == 0 ? bias[0].x : bias[0].y);
+          float scaled = 0.f;
+          if constexpr (kProducts == 2) scaled = fmaf(Rule::scale(1), t(i + v), v == 0 ? bias[1].x : bias[1].y);
+          const float c = Rule::kReadsC ? static_cast<float>(second(i + v)) : 0.f;
+          Rule::template backward<kExactness>(static_cast<float>(g(i + v)), first, scaled, c, first_dz[v], other[v]);
+          const int column = k / 4 * 2 + v;
+          columns[0][column] += first_dz[v];
+          if constexpr (kProducts == 2) columns[kProducts - 1][column] += other[v];
+        }
+        g_pairs(i / 2) = round(first_dz);
+        second_pairs(i / 2) = round(other);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kProducts; ++j) sums_b[j][part] += sum_of_warp(columns[j]);
+    }
+    write_tile(g, stage.grad.data());
+    write_tile(second, stage.second.data());
+    if (thread == 0) {
+      tma_store_wait<0>();  // of the tile before: dx may be written again
+      if (Rule::kReadsC && former >= 0) shared.consumed[former].arrive();
+    }
+    cutlass::arch::fence_view_async_shared();
+    sync();
+
+    warpgroup_fence_operand(sums_x);
+    warpgroup_fence_operand(sums_w);
+    if constexpr (kProducts == 2) warpgroup_fence_operand(sums_w2);
+    warpgroup_arrive();
+    product_x.accumulate_ = GMMA::ScaleOut::Zero;
+    const auto multiply_x = [&](Element* dz, int i) {
+      const Tensor a = slice_x.make_fragment_A(slice_x.partition_A(make_tensor(make_smem_ptr(dz), Rows<kRows, kN>{})));
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < size<2>(a); ++block) {
+        cute::gemm(product_x, a(_, _, block), weight_x(i)(_, _, block), sums_x);
+        product_x.accumulate_ = GMMA::ScaleOut::One;
+      }
+    };
+    const Tensor x_w = slice_w.make_fragment_B(
+        slice_w.partition_B(make_tensor(make_smem_ptr(stage.x.data()), Transposed<kRows, kK>{})));
+    const auto multiply_w = [&](Element* dz, auto& sums) {
+      const Tensor a =
+          slice_w.make_fragment_A(slice_w.partition_A(make_tensor(make_smem_ptr(dz), Transposed<kRows, kN>{})));
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < size<2>(a); ++block) {
+        cute::gemm(product_w, a(_, _, block), x_w(_, _, block), sums);
+      }
+    };
+    multiply_x(stage.grad.data(), 0);
+    if constexpr (kProducts == 2) multiply_x(stage.second.data(), 1);
+    warpgroup_commit_batch();
+    multiply_w(stage.grad.data(), sums_w);
+    if constexpr (kProducts == 2) multiply_w(stage.second.data(), sums_w2);
+    warpgroup_commit_batch();
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(sums_x);
+
+    Tensor result = make_tensor_like<Element>(sums_x);
+    Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(sums_x); i += 2) {
+      pairs(i / 2) = round(cutlass::Array<float, 2>{sums_x(i), sums_x(i + 1)});
+    }
+    copy(make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x), write_x.retile_S(result),
+         write_x.partition_D(swizzled(shared.dx[group].data(), Rows<kRows, kK>{})));
+    cutlass::arch::fence_view_async_shared();
+    sync();
+    if (thread == 0) {
+      p.dx.store(shared.dx[group].data(), tile, 0);
+      if constexpr (Rule::kReadsC) p.dc.store(stage.second.data(), tile, 0);
+    }
+    former = at.index();
+  }
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(sums_w);
+  if constexpr (kProducts == 2) warpgroup_fence_operand(sums_w2);
+  if (thread == 0) tma_store_wait<0>();
+
+  // dx of this group has left.
+  const int64_t weights = int64_t{p.n} * p.k;
+  float* const partial = p.partial + (blockIdx.x * kGroups + group) * (kProducts * (weights + p.n));
+  write_weight_sums(product_w, sums_w, thread, partial, p.n, p.k);
+  if constexpr (kProducts == 2) write_weight_sums(product_w, sums_w2, thread, partial + weights + p.n, p.n, p.k);
+  auto* const scratch = reinterpret_cast<float*>(shared.dx[group].data());
+  static_assert(4 * kProducts * kN * 4 <= kRows * kK * kSize);
+  CUTLASS_PRAGMA_UNROLL
+  for (int j = 0; j < kProducts; ++j) {
+    write_column_sums<kN, kDivision>(sums_b[j], thread, scratch + j * 4 * kN, partial + j * (weights + p.n) + weights,
+                                     p.n, sync);
+  }
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    gated_gradients_kernel(const __grid_constant__ typename Kernel::Parameters p) {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
+  if (threadIdx.x == 0) {
+    shared.w_loaded.init(1);
+    for (int stage = 0; stage < Kernel::kStages; ++stage) {
+      shared.loaded[stage].init(1);
+      shared.consumed[stage].init(Kernel::kConsumedArrivals);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp >= Kernel::kConsumers / 32) {
+    cutlass::arch::warpgroup_reg_dealloc<40>();
+    if (warp == Kernel::kConsumers / 32 && cute::elect_one_sync()) Kernel::load(p, shared);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<232>();
+    Kernel::load_bias(p, shared);
+    Kernel::compute(p, shared, warp / (4 * Kernel::kDivision));
+  }
+}
+
+}  // namespace torchops::cuda::gemm
