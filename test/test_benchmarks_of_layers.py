@@ -88,6 +88,14 @@ def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pair_layer.main(command)
 
 
+def test_pair_layer_as_an_expert_assembles_it() -> None:
+    expert = importlib.import_module("benchmarks.expert_pair_layer")
+    layer = pair_layer.parameters_(importlib.import_module("alphafold3_pair_layer").PairLayer(16, 2, 16))
+    x, mask = torch.randn(2, 7, 7, 16), (torch.rand(2, 7, 7) > 0.1).float()
+    with torch.no_grad():
+        torch.testing.assert_close(expert.assembled(layer)(x, mask), layer(x, mask))
+
+
 def test_pair_layer_sharded_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checks hold where one rank has all rows; distributed_triangle_worker.py has several."""
     sharded = importlib.import_module("benchmarks.pair_layer_sharded")
