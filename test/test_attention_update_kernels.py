@@ -105,7 +105,7 @@ def test_sparing_under_a_checkpoint(monkeypatch: pytest.MonkeyPatch, reentrant: 
     seen = []
 
     def backward(*args: Any) -> Any:
-        seen.append(args[-1])
+        seen.append(args[-2])
         return operators.update_backward(*args)
 
     monkeypatch.setattr(autograd, "update_backward", backward)
@@ -204,8 +204,10 @@ for way, ending, x_dtype, few in (
     for dtype in (torch.float16, torch.float64):
         wide = torch.promote_types(dtype, torch.float32)
         kept.append((torch.empty(2, n, n, 16, dtype=dtype), torch.empty(2, n, heads, n, dtype=wide)))
-    y, new = x.clone(), torch.empty(x.shape, dtype=torch.float16)
+    y, new, both = x.clone(), torch.empty(x.shape, dtype=torch.float16), torch.empty_like(x)
     forward(y, mask, w, ending, y, True, None)
+    forward(x, mask, w, ending, both, True, None)
+    assert torch.equal(both, y)
     forward(x, mask, w, ending, new, False, kept[0])
     panels.forward(x.double(), mask, exact_w, ending, exact, False, kept[1], panels)
     for got, expected in ((new, exact), (y, x + exact), *zip(*kept)):
@@ -213,11 +215,13 @@ for way, ending, x_dtype, few in (
     grad, wanted = torch.randn(x.shape), {name: True for name in panels.WANTED}
     for name, i in zip(panels.WANTED[1:], range(10)):
         wanted[name] = given[i] is not None
-    made = backward(grad.to(w.q.dtype), x, mask, w, ending, *kept[0], wanted)
-    expected = panels.backward(grad.double(), x.double(), mask, exact_w, ending, *kept[1], wanted, panels)
-    assert made.keys() == expected.keys()
-    for name, exact in expected.items():
-        assert (made[name].double() - exact).norm() <= 1e-2 * exact.norm(), (way, ending, name)
+    for adds in (False, True):
+        made = backward(grad.to(w.q.dtype), x, mask, w, ending, *kept[0], wanted, adds)
+        expected = panels.backward(grad.double(), x.double(), mask, exact_w, ending, *kept[1], wanted, False, panels)
+        expected["x"] += adds * grad
+        assert made.keys() == expected.keys()
+        for name, exact in expected.items():
+            assert (made[name].double() - exact).norm() <= 1e-2 * exact.norm(), (way, ending, adds, name)
 """
 
 

@@ -33,6 +33,7 @@ class TestSnapshot(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(map(str, operators())),
             """\
+myops::_add_transition(Tensor x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> Tensor
 myops::_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Tensor, Tensor)
 myops::_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)
 myops::_dense_on_path(Tensor x, Tensor w, Tensor? b, str path) -> Tensor
@@ -48,13 +49,13 @@ myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Te
 myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted, bool adds=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)
 myops::_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, Tensor logsumexp, float scale, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)
-myops::_triangle_attention_update(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> Tensor
+myops::_triangle_attention_update(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool adds=False) -> Tensor
 myops::_triangle_attention_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> ()
-myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool[11] wanted, bool sparing=False) -> Tensor[]
-myops::_triangle_attention_update_kept(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> (Tensor, Tensor, Tensor)
-myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> (Tensor, Tensor)
+myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool[11] wanted, bool sparing=False, bool adds=False) -> Tensor[]
+myops::_triangle_attention_update_kept(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool adds=False) -> (Tensor, Tensor, Tensor)
+myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False, bool adds=False) -> (Tensor, Tensor)
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor
-myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted) -> Tensor[]
+myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted, bool adds=False) -> Tensor[]
 myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()
@@ -85,6 +86,7 @@ myops::triangle_multiplicative_update_(Tensor(a!) x, str direction="outgoing", *
             "\n".join(line.rstrip() for line in [header, *rows]),
             """\
                                                  CPU  Meta  Autograd  ADInplaceOrView  AutocastCPU  AutocastCUDA  FuncTorchBatched  CompositeExplicitAutograd
+myops::_add_transition                           x    x     x         .                x            x             x                 x
 myops::_dense_backward                           x    x     x         .                .            .             x                 x
 myops::_dense_gradients                          .    x     x         .                .            .             x                 x
 myops::_dense_on_path                            .    .     x         .                x            x             x                 x

@@ -130,7 +130,7 @@ def forward(x, mask, *rest):
 def backward(grad, x, o, logsumexp, mask, *rest):
     x, w = operators._usable(x, rest[:10], heads, 1e-5)
     into = dict(zip(panels.WANTED, rest[10:], strict=True))
-    gradients.backward_into(into, grad, x, mask, w, ending, o, logsumexp, False)
+    gradients.backward_into(into, grad, x, mask, w, ending, o, logsumexp, False, False)
 
 
 def check(function, given, made):

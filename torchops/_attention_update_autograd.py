@@ -27,7 +27,15 @@ from torchops.ops import gate, layer_norm
 __all__: list[str] = []
 
 
-def _composite(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
+def _composite(
+    x: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    adds: bool = False,
+) -> Tensor:
     """In differentiable operators, with q, k and v whole."""
     norm_weight, norm_bias, bias_weight, q, k, v, gate_weight, gate_bias, out, out_bias = parameters
     assert bias_weight is not None
@@ -35,6 +43,8 @@ def _composite(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: in
     assert k is not None
     assert v is not None
     assert out is not None
+    if adds:
+        return (x + _composite(x, mask, parameters, heads, eps, ending)).contiguous()
     if ending:
         x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
     batch, (n, c) = math.prod(x.shape[:-3]), x.shape[-2:]
@@ -64,12 +74,19 @@ def _is_sparing() -> bool:
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mask: Tensor | None, heads: int, eps: float, ending: bool, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        heads: int,
+        eps: float,
+        ending: bool,
+        adds: bool,
+        *parameters: Tensor | None,
     ) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            made, product, logsumexp = update_kept(x, mask, parameters, heads, eps, ending)
+            made, product, logsumexp = update_kept(x, mask, parameters, heads, eps, ending, adds)
         ctx.save_for_backward(x, product, logsumexp, mask, *parameters)
-        ctx.how = heads, eps, ending
+        ctx.how, ctx.adds = (heads, eps, ending), adds
         ctx.sparing = _is_sparing()
         return made
 
@@ -77,19 +94,32 @@ class _Update(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, product, logsumexp, mask, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        wanted = [needed[0], *needed[5:]]
-        arguments = grad, x, product, logsumexp, mask, parameters, *ctx.how, wanted, ctx.sparing
+        wanted = [needed[0], *needed[6:]]
+        dtype = parameters[3].dtype
+        # Of the layer, whose dtype is the parameters'; that of x keeps the digits of a wider one.
+        adds, of_layer = ctx.adds and grad.dtype == dtype, grad.to(dtype)
+        arguments = of_layer, x, product, logsumexp, mask, parameters, *ctx.how, wanted, ctx.sparing, adds
         if attention._only_values():
             with torch._C._AutoDispatchBelowAutograd():
                 grads = update_backward(*arguments)
         else:
             grads = update_backward(*arguments)
         dx, *rest = (g if want else None for g, want in zip(grads, wanted, strict=True))
-        return dx, None, None, None, None, *rest
+        if dx is not None and ctx.adds and not adds:
+            dx = dx + grad
+        return dx, None, None, None, None, None, *rest
 
 
-def _autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> Tensor:
-    op = "_triangle_attention_update"
+def _autograd(
+    x: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    adds: bool = False,
+) -> Tensor:
+    op, how = "_triangle_attention_update", (heads, eps, ending, adds)
     if attention._only_values():
         with torch._C._AutoDispatchBelowAutograd():
             return update(x, mask, parameters, *how)
@@ -175,6 +205,7 @@ def _composite_gradients(
     ending: bool,
     wanted: Sequence[bool],
     sparing: bool = False,
+    adds: bool = False,
 ) -> list[Tensor]:
     check_wanted(wanted)
     inputs = (x, *parameters)
@@ -188,6 +219,8 @@ def _composite_gradients(
 
     made = torch.func.vjp(of_those, *(inputs[i] for i in asked))[1](grad) if asked else ()
     by_input = dict(zip(asked, made, strict=True))
+    if adds and 0 in by_input:
+        by_input[0] = by_input[0] + grad
     return [by_input[i] if i in by_input else x.new_empty(0) for i in range(len(inputs))]
 
 

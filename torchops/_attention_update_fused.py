@@ -163,7 +163,7 @@ def forward(
     adds: bool,
     kept: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """As :func:`_attention_update_panels.forward`; where it adds, the target is x."""
+    """As :func:`_attention_update_panels.forward`."""
     batch, n = x.shape[:2]
     width, heads = w.q.shape[0], w.heads
     row_bytes = n * (3 * width * w.q.element_size() + 4 * heads)

@@ -66,6 +66,7 @@ def backward(
     o: Tensor,
     logsumexp: Tensor,
     wanted: dict[str, bool],
+    adds: bool,
     sparing: bool = False,
 ) -> dict[str, Tensor]:
     """As :func:`_attention_update_panels.backward`, where all gradients are wanted, or all but those of parameters
@@ -73,7 +74,7 @@ def backward(
     parameters = dict(zip(panels.WANTED[1:], w[:10], strict=True))
     given = {"x": x} | {name: t for name, t in parameters.items() if t is not None}
     made = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items() if wanted[name]}
-    backward_into(made, grad if aligned(grad) else grad.contiguous(), x, mask, w, ending, o, logsumexp, sparing)
+    backward_into(made, grad if aligned(grad) else grad.contiguous(), x, mask, w, ending, o, logsumexp, adds, sparing)
     return made
 
 
@@ -86,6 +87,7 @@ def backward_into(
     ending: bool,
     o: Tensor,
     logsumexp: Tensor,
+    adds: bool,
     sparing: bool,
 ) -> None:
     """By launches of kernels alone."""
@@ -96,7 +98,7 @@ def backward_into(
     dz = dx if dx.dtype == dtype else dx.view(dtype)[..., :c]  # in the same rows, of which it takes half
     x_places, o_places, grad_places, dz_places = map(Places, (x, o, grad, dz))
     gate, project, to_z = kernel_for(w, "gate_gradient"), kernel_for(w, "project", KEEPS_Z=True), kernel_for(w, "to_z")
-    norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=padded(heads))
+    norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=padded(heads), ADDS=adds)
     of_inputs = _Products(4, width, c, _CHUNKS, w.gate_bias is not None, w.q)
     of_out = _Products(1, c, width, 4 * _CHUNKS, w.out_bias is not None, w.q)
     of_norm = w.q.new_empty((batch, norm.blocks(n * n, x.device), 2 + heads, c), dtype=torch.float32)
@@ -111,7 +113,7 @@ def backward_into(
         numbers = w.q.new_empty(
             (2, size * (part[0].stop - part[0].start) * heads * bias.shape[-1]), dtype=torch.float32
         )
-        bias_of_keys, dbias, adds = attention.of_keys(bias), None, False
+        bias_of_keys, dbias, has_dbias = attention.of_keys(bias), None, False
         for rows in part:
             places, z, d = (part_of(t, rows, ending) for t in (scratch, z_scratch, d_scratch))
             strides, inner, count = Places(places).strides, places.shape[2], n * (rows.stop - rows.start)
@@ -130,9 +132,9 @@ def backward_into(
             attention.attend_backward(
                 panels.heads(d, heads, ending), q, k, v, bias, None if added is None else added[:, rows],
                 panels.heads(panels.slab(o, b, rows, ending), heads, ending), logsumexp[b, rows], w.scale, (dq, k, v),
-                dbias, adds, bias_of_keys, numbers,
+                dbias, has_dbias, bias_of_keys, numbers,
             )  # fmt: skip
-            adds = True
+            has_dbias = True
             d_inputs = places[..., width:]
             of_inputs.add(d_inputs, (0, *strides), width, z)
             to_z.launch(
@@ -143,8 +145,8 @@ def backward_into(
         assert dbias is not None
         norm.launch(
             (of_norm.shape[1], size, 1),
-            dz, attention.sum_of_dbias(dbias), x, w.norm_weight, w.norm_bias, w.bias_weight, dx, of_norm[b],
-            *(number for t in (x, dz, dx) for number in Places(t).at(b, slice(0, n), False)),
+            dz, attention.sum_of_dbias(dbias), x, w.norm_weight, w.norm_bias, w.bias_weight, grad, dx, of_norm[b],
+            *(number for t in (x, dz, grad, dx) for number in Places(t).at(b, slice(0, n), False)),
             *((1, n) if ending else (n, 1)), n, n * n, w.eps,
         )  # fmt: skip
     finish = kernel_for(w, "finish", HEADS=heads)

@@ -291,17 +291,19 @@ def to_z(
 
 @_jit
 def norm_gradient(
-    dz, dbias, x, norm_weight, norm_bias, to_heads, dx, sums,
+    dz, dbias, x, norm_weight, norm_bias, to_heads, grad, dx, sums,
     x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
     dz_at: tl.int64, dz_batch: tl.int64, dz_outer: tl.int64, dz_inner: tl.int64,
+    grad_at: tl.int64, grad_batch: tl.int64, grad_outer: tl.int64, grad_inner: tl.int64,
     dx_at: tl.int64, dx_batch: tl.int64, dx_outer: tl.int64, dx_inner: tl.int64,
     dbias_outer: tl.int32, dbias_inner: tl.int32, inner: tl.int32, count: tl.int32, eps: tl.float32,
     HEADS: tl.constexpr, PADDED_H: tl.constexpr,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx, with what dz gets by way of the bias, whose gradient is (batch, heads, positions); and of each program its
-    sums over positions, (batch, program, 2 + HEADS, C): gradients of the norm's weight, its bias, and `to_heads`.
+    """dx, with what dz gets by way of the bias, whose gradient is (batch, heads, positions), and plus grad if ADDS; and
+    of each program its sums over positions, (batch, program, 2 + HEADS, C): gradients of the norm's weight, its bias,
+    and `to_heads`.
 
     Rows of dz may lie in the memory of the same rows of dx: no number of a row of dx is known before all of dz is.
     """
@@ -337,8 +339,12 @@ def norm_gradient(
         of_bias += g
         g = g * weight[None, :]
         g = g - (tl.sum(g, 1) / C)[:, None] - unit * (tl.sum(g * unit, 1) / C)[:, None]
+        g = g * factor[:, None]
+        if ADDS:
+            places = _places(t, grad_at, grad_batch, grad_outer, grad_inner, inner, count, BLOCK)
+            g += _load(grad, places, t, count, C, PADDED_C, BLOCK).to(tl.float32)
         places = _places(t, dx_at, dx_batch, dx_outer, dx_inner, inner, count, BLOCK)
-        _store(dx, places, t, count, g * factor[:, None], C, PADDED_C, BLOCK)
+        _store(dx, places, t, count, g, C, PADDED_C, BLOCK)
     row = sums + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ((2 + HEADS) * C)
     tl.store(row + d, tl.sum(of_weight, 0), mask=in_c)
     tl.store(row + C + d, tl.sum(of_bias, 0), mask=in_c)

@@ -37,12 +37,13 @@ is_first = not hasattr(torch.ops.myops, NAME)
 library = torch.library.Library("myops", "FRAGMENT")
 _ARGUMENTS = "Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending"
 for _schema in (
-    f"{NAME}(Tensor x, {_ARGUMENTS}) -> Tensor",
+    # The update, or x plus the update, in the dtype of x.
+    f"{NAME}(Tensor x, {_ARGUMENTS}, bool adds=False) -> Tensor",
     f"{NAME}_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
-    # The update, the result of the attention before its gate, and the logarithms of sums.
-    f"{NAME}_kept(Tensor x, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    # The same, the result of the attention before its gate, and the logarithms of sums.
+    f"{NAME}_kept(Tensor x, {_ARGUMENTS}, bool adds=False) -> (Tensor, Tensor, Tensor)",
     f"{NAME}_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, {_ARGUMENTS}, "
-    "bool[11] wanted, bool sparing=False) -> Tensor[]",
+    "bool[11] wanted, bool sparing=False, bool adds=False) -> Tensor[]",
 ):
     if is_first:
         library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -155,14 +156,28 @@ def _run(plan: Plan, found: Found, given: Sequence[Tensor | None], made: Sequenc
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
-    return _update(False, x, mask, parameters, heads, eps, ending)[0]
+def _kernel(
+    x: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    adds: bool = False,
+) -> Tensor:
+    return _update(False, x, mask, parameters, heads, eps, ending, adds)[0]
 
 
 def _kept_kernel(
-    x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool
+    x: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    adds: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made, product, logsumexp = _update(True, x, mask, parameters, heads, eps, ending)
+    made, product, logsumexp = _update(True, x, mask, parameters, heads, eps, ending, adds)
     return made, product, logsumexp
 
 
@@ -174,21 +189,20 @@ def _update(
     heads: int,
     eps: float,
     ending: bool,
+    adds: bool,
 ) -> list[Tensor]:
     given = x, mask, *parameters
-    found = plans.find(("update", keeps, heads, eps, ending), given)
+    found = plans.find(("update", keeps, heads, eps, ending, adds), given)
     if found.plan is None:
         check(NAME, x, mask, parameters, heads)
-    q = parameters[3]
-    assert q is not None
-    made = [torch.empty(x.shape, dtype=q.dtype, device=x.device)]
+    made = [_empty_update(x, parameters, adds)]
     if keeps:
         made += _empty_kept(x, parameters, heads)
 
     def launches(x: Tensor, mask: Tensor | None, *rest: Tensor) -> None:
         x, w = _usable(x, rest[:10], heads, eps)
         out, *kept = rest[10:]
-        _fused("").forward(x, _rows_of(mask, ending), w, ending, _flat(out, 3), False, kept or None)
+        _fused("").forward(x, _rows_of(mask, ending), w, ending, _flat(out, 3), adds, kept or None)
 
     plan = _planned(found, launches, x, parameters, heads, lambda: [*given, *made])
     if plan is not None:
@@ -196,7 +210,7 @@ def _update(
     elif x.numel():
         w = _weights(parameters, heads, eps)
         kept = (made[1], made[2]) if keeps else None
-        _forward(_flat(x, 3), _rows_of(mask, ending), w, ending, _flat(made[0], 3), False, kept)
+        _forward(_flat(x, 3), _rows_of(mask, ending), w, ending, _flat(made[0], 3), adds, kept)
     return made
 
 
@@ -237,6 +251,12 @@ def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: b
         _forward(flat, kept_keys, w, ending, flat, True, None)
 
 
+def _empty_update(x: Tensor, parameters: Parameters, adds: bool) -> Tensor:
+    q = parameters[3]
+    assert q is not None
+    return torch.empty(x.shape, dtype=x.dtype if adds else q.dtype, device=x.device)
+
+
 def _empty_kept(x: Tensor, parameters: Parameters, heads: int) -> tuple[Tensor, Tensor]:
     q = parameters[3]
     assert q is not None
@@ -257,10 +277,11 @@ def _backward_kernel(
     ending: bool,
     wanted: Sequence[bool],
     sparing: bool = False,
+    adds: bool = False,
 ) -> list[Tensor]:
     """With a larger part of the memory that a panel may take, or, where gradients are sparing, with a smaller one."""
     given = grad, x, product, logsumexp, mask, *parameters
-    found = plans.find(("gradients", heads, eps, ending, *wanted, sparing), given)
+    found = plans.find(("gradients", heads, eps, ending, *wanted, sparing, adds), given)
     if found.plan is None:
         check_kept(grad, x, product, logsumexp, mask, parameters, heads)
         check_wanted(wanted)
@@ -271,7 +292,7 @@ def _backward_kernel(
         of_each = {name: t for name, t in inputs.items() if t is not None}
         made = {name: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for name, t in of_each.items()}
     elif any(asked.values()):
-        made = _gradients(found, given, asked, heads, eps, ending, sparing)
+        made = _gradients(found, given, asked, heads, eps, ending, sparing, adds)
     return [made[name] if asked[name] else x.new_empty(0) for name in inputs]
 
 
@@ -283,6 +304,7 @@ def _gradients(
     eps: float,
     ending: bool,
     sparing: bool,
+    adds: bool,
 ) -> dict[str, Tensor]:
     _, x, _, _, mask, *parameters = given
     assert x is not None
@@ -299,7 +321,7 @@ def _gradients(
                 raise UnplannableError("grad")
             made = dict(zip(like, rest[10:], strict=True))
             kept = o.contiguous(), logsumexp.contiguous()
-            _fused("_gradients").backward_into(made, grad, x, _rows_of(mask, ending), w, ending, *kept, sparing)
+            _fused("_gradients").backward_into(made, grad, x, _rows_of(mask, ending), w, ending, *kept, adds, sparing)
 
         plan = _planned(found, launches, x, parameters, heads, lambda: [*given, *empty()])
         if plan is not None:
@@ -316,19 +338,26 @@ def _gradients(
     arguments = _flat(grad, 3), flat, _rows_of(mask, ending), w, ending, product.contiguous(), logsumexp.contiguous()
     with _on(x.device):
         if steps is not panels and all(asked[name] for name in like) and _fused("").takes(flat, w):
-            made = _fused("_gradients").backward(*arguments, asked, sparing)
+            made = _fused("_gradients").backward(*arguments, asked, adds, sparing)
         else:
-            made = panels.backward(*arguments, asked, steps)
+            made = panels.backward(*arguments, asked, adds, steps)
     return {name: t.view(like[name].shape) for name, t in made.items()}
 
 
 # --- fake kernels ----------------------------------------------------------------------------------------------------
 
 
-def _fake(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> Tensor:
+def _fake(
+    x: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    adds: bool = False,
+) -> Tensor:
     check("_triangle_attention_update", x, mask, parameters, heads)
-    assert parameters[3] is not None
-    return torch.empty(x.shape, dtype=parameters[3].dtype, device=x.device)
+    return _empty_update(x, parameters, adds)
 
 
 def _fake_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
@@ -337,9 +366,15 @@ def _fake_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, e
 
 
 def _kept_fake(
-    x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool
+    x: Tensor,
+    mask: Tensor | None,
+    parameters: Parameters,
+    heads: int,
+    eps: float,
+    ending: bool,
+    adds: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake(x, mask, parameters, heads, eps, ending), *_empty_kept(x, parameters, heads)
+    return _fake(x, mask, parameters, heads, eps, ending, adds), *_empty_kept(x, parameters, heads)
 
 
 def _backward_fake(
@@ -354,6 +389,7 @@ def _backward_fake(
     ending: bool,
     wanted: Sequence[bool],
     sparing: bool = False,
+    adds: bool = False,
 ) -> list[Tensor]:
     check_kept(grad, x, product, logsumexp, mask, parameters, heads)
     check_wanted(wanted)

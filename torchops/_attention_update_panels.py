@@ -90,12 +90,13 @@ def attend(
     return made if out is None else out.copy_(made)
 
 
-def add(target: Tensor, o: Tensor, z: Tensor, w: Weights, adds: bool) -> None:
-    """``target`` becomes the product of ``o``, gated, with ``w.out``, or that is added to it. ``o`` may be lost."""
+def add(target: Tensor, x: Tensor | None, o: Tensor, z: Tensor, w: Weights) -> None:
+    """``target`` becomes the product of ``o``, gated, with ``w.out``, plus ``x``, which may be the target. ``o`` may be
+    lost."""
     if w.gate is not None:
         o = gate(o, z, w.gate, w.gate_bias)
     update = F.linear(o, w.out, w.out_bias)
-    target.add_(update) if adds else target.copy_(update)
+    target.copy_(update) if x is None else torch.add(x, update, out=target)
 
 
 def attend_backward(
@@ -180,8 +181,9 @@ def forward(
     steps: ModuleType | Any,
     whole_bias: Tensor | None = None,
 ) -> None:
-    """Adds the update of x, (batch, N, N, c), to the target, which may be x, or writes it there; and into `kept` the
-    result of the attention before its gate, (batch, N, N, heads * d), and the logarithms of sums, (batch, i, heads, j).
+    """Writes the update of x, (batch, N, N, c), to the target, plus x where it adds, and then the target may be x; and
+    into `kept` the result of the attention before its gate, (batch, N, N, heads * d), and the logarithms of sums,
+    (batch, i, heads, j).
 
     The mask is (batch, i, k), in the order of the attention. With `whole_bias`, as `steps.whole_bias` has it of all
     rows, x, the target and `kept` have some of the rows i alone; for the ending node, some of the columns.
@@ -194,7 +196,8 @@ def forward(
         bias = steps.triangle_bias(x[b], w, ending) if whole_bias is None else whole_bias[b]
         prepared = None if mask is None else steps.prepared_mask(mask[b], bias)
         for rows in part_of_b:
-            z = steps.norm(slab(x, b, rows, ending), w)
+            x_rows = slab(x, b, rows, ending)
+            z = steps.norm(x_rows, w)
             qkv = F.linear(z, w.packed).split(width, -1)
             q, k, v = (heads(t, w.heads, ending) for t in qkv)
             row_mask = None if prepared is None else prepared[:, rows]
@@ -205,7 +208,7 @@ def forward(
                 o = slab(kept[0], b, rows, ending)
                 steps.attend(q, k, v, bias, row_mask, w.scale, heads(o, w.heads, ending), kept[1][b, rows])
             del qkv, q, k, v
-            steps.add(slab(target, b, rows, ending), o, z, w, adds)
+            steps.add(slab(target, b, rows, ending), x_rows if adds else None, o, z, w)
             del o, z
 
 
@@ -253,10 +256,12 @@ def backward(
     o: Tensor,
     logsumexp: Tensor,
     wanted: dict[str, bool],
+    adds: bool,
     steps: ModuleType | Any,
     shared: Shared | None = None,
 ) -> dict[str, Tensor]:
-    """The gradients that are wanted, of x (contiguous) and of parameters, by the names of `WANTED`.
+    """The gradients that are wanted, of x (contiguous; plus `grad` where it adds) and of parameters, by the names of
+    `WANTED`.
 
     Two passes over x: panels of the attention make everything but the gradient by way of the bias, which is a sum over
     all rows, and so dz of a part of x; then rows of x get the rest of dz, and go through the layer norm. `shared`: x
@@ -275,6 +280,7 @@ def backward(
     dz = torch.empty(x.shape, dtype=dtype, device=x.device) if to_z and (dx is None or dx.dtype != dtype) else dx
     row_bytes = n * ((4 * c + 8 * width) * w.q.element_size() + 8 * w.heads)
     wide = _attention_panels.accumulator(dtype)
+    residual = grad if adds else None
     whole_bias = None if shared is None or not to_o else shared.bias()
     dbias_here = None if shared is None or not to_bias else x.new_zeros((batch, w.heads, n, n), dtype=wide)
     for b, part_of_b in batches(panels(batch, own, row_bytes, _budget(x, w.q.element_size(), True))):
@@ -316,10 +322,10 @@ def backward(
         if dbias_here is not None:
             dbias_here[b] = dbias
             continue
-        _through_norm(sums, dbias.to(dtype), x[b], dz if dz is None else dz[b], dx if dx is None else dx[b], w, ending,
-                      wanted)  # fmt: skip
+        dz_b, dx_b, residual_b = (t if t is None else t[b] for t in (dz, dx, residual))
+        _through_norm(sums, dbias.to(dtype), x[b], dz_b, dx_b, residual_b, w, ending, wanted)
     if shared is not None and dbias_here is not None:
-        _through_norm(sums, shared.summed(dbias_here).to(dtype), x, dz, dx, w, ending, wanted)
+        _through_norm(sums, shared.summed(dbias_here).to(dtype), x, dz, dx, residual, w, ending, wanted)
     made_sums = {name: t.to(dtype) for name, t in sums.items()}
     return made_sums if dx is None else made_sums | {"x": dx}
 
@@ -372,11 +378,12 @@ def _through_norm(
     x: Tensor,
     dz: Tensor | None,
     dx: Tensor | None,
+    residual: Tensor | None,
     w: Weights,
     ending: bool,
     wanted: dict[str, bool],
 ) -> None:
-    """The part of dz that comes by way of the bias, then the gradients of the layer norm."""
+    """The part of dz that comes by way of the bias, then the gradients of the layer norm; dx plus `residual`."""
     batch, outer, inner, c = x.shape
     weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
     row_bytes = inner * c * (3 * x.element_size() + 2 * w.q.element_size())
@@ -395,7 +402,7 @@ def _through_norm(
             d_rows, x[b, rows], (c,), mean, rstd, weight, asked
         )
         if dx is not None:
-            dx[b, rows] = made
+            dx[b, rows] = made if residual is None else made.add_(residual[b, rows])
         if wanted["norm_weight"]:
             sums.add("norm_weight", d_weight)
         if wanted["norm_bias"]:

@@ -41,9 +41,11 @@ class _Call(PairCall):
         heads: int,
         eps: float,
         ending: bool,
+        adds: bool = False,
         writes: bool = False,
     ) -> None:
         super().__init__(op, x, mask, parameters, writes)
+        self.adds = adds
         self.heads, self.eps, self.ending = heads, eps, ending
         self.arguments = (self.x, self.mask, self.parameters, heads, eps, ending)
 
@@ -110,16 +112,17 @@ class _Rows:
         panels.forward(self.x, self.keys, self.w, self.ending, target, adds, kept, self.steps, bias)
 
     def update(self, keep: bool) -> tuple[Tensor, ...]:
-        target = torch.empty(self.x.shape, dtype=self.w.q.dtype, device=self.x.device)
+        adds = self.call.adds
+        target = torch.empty(self.x.shape, dtype=self.x.dtype if adds else self.w.q.dtype, device=self.x.device)
         if not keep:
-            self._forward(target, False, None)
+            self._forward(target, adds, None)
             return (self._returned(target),)
         sums = (len(self.x), self.own, self.w.heads, self.n)
         kept = (
-            target.new_empty((*self.x.shape[:-1], self.w.q.shape[0])),
-            target.new_empty(sums, dtype=_attention_panels.accumulator(target.dtype)),
+            self.w.q.new_empty((*self.x.shape[:-1], self.w.q.shape[0])),
+            self.w.q.new_empty(sums, dtype=_attention_panels.accumulator(self.w.q.dtype)),
         )
-        self._forward(target, False, kept)
+        self._forward(target, adds, kept)
         return self._returned(target), *kept
 
     def update_(self) -> None:
@@ -135,9 +138,10 @@ class _Rows:
     def gradients(self, grad: Any, product: Tensor, logsumexp: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         inputs = dict(zip(panels.WANTED, (self.call.whole, *self.call.parameters), strict=True))
         asked = {n: want and inputs[n] is not None for n, want in zip(panels.WANTED, wanted, strict=True)}
+        shared = panels.Shared(self.bias, lambda t: self._moved_bias(t, Partial(), Shard(0)))
         made = panels.backward(
             operators._flat(local(grad, self.places), 3), self.x, self.keys, self.w, self.ending, product, logsumexp,
-            asked, self.steps, panels.Shared(self.bias, lambda t: self._moved_bias(t, Partial(), Shard(0))),
+            asked, self.call.adds, self.steps, shared,
         )  # fmt: skip
         if "x" in made:
             made["x"] = self._returned(made["x"])
@@ -150,7 +154,7 @@ class _Rows:
 
 def _update(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
     call = _Call("_triangle_attention_update", *args)
-    return call.wrapped(_Rows(call).update(False)[0] if call.by_rows else operators.update(*call.arguments))
+    return call.wrapped(_Rows(call).update(False)[0] if call.by_rows else operators.update(*call.arguments, call.adds))
 
 
 def _update_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> None:
@@ -161,21 +165,25 @@ def _update_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: An
 
 def _update_kept(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
     call = _Call("_triangle_attention_update_kept", *args)
-    update, *kept = _Rows(call).update(True) if call.by_rows else operators.update_kept(*call.arguments)
+    made = _Rows(call).update(True) if call.by_rows else operators.update_kept(*call.arguments, call.adds)
+    update, *kept = made
     return call.wrapped(update), *call.wrapped_kept(kept)
 
 
 def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    # `sparing` is left out where it is False; the panels that rows go through do not know it.
-    grad, x, product, logsumexp, *arguments, wanted, sparing = (*args, False)[:11]
-    call = _Call("_triangle_attention_update_backward", x, *arguments)
+    # The last two are left out where they are False; the panels that rows go through do not know `sparing`.
+    grad, x, product, logsumexp, *arguments, wanted, sparing, adds = (*args, False, False)[:12]
+    mask, parameters, heads, eps, ending = arguments
+    call = _Call("_triangle_attention_update_backward", x, mask, parameters, heads, eps, ending, adds)
     product, logsumexp = (local(t, p) for t, p in zip((product, logsumexp), call.kept_places(), strict=True))
     gradients: list[Any]
     if call.by_rows:
         gradients = _Rows(call).gradients(grad, product, logsumexp, wanted)
     else:
         own = local(grad, call.placements)
-        gradients = operators.update_backward(own, call.x, product, logsumexp, *call.arguments[1:], wanted, sparing)
+        gradients = operators.update_backward(
+            own, call.x, product, logsumexp, *call.arguments[1:], wanted, sparing, adds
+        )
     return call.wrapped_gradients(gradients, [call.whole, *call.parameters], [call.placements], wanted)
 
 

@@ -68,6 +68,15 @@ def _transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: 
     return _wrap(update, x, placements, x.shape)
 
 
+def _add_transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    (x,) = args
+    update, placements = _transition_of("_add_transition", x, kwargs)
+    rows = [Replicate() if p == Partial() else p for p in placements]
+    if rows != placements:  # parts of a sum
+        update = _wrap(update, x, placements, x.shape).redistribute(placements=rows).to_local()
+    return _wrap(_local(x, rows) + update, x, rows, x.shape)
+
+
 def _transition_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:
     (x,) = args
     rows = [Replicate(), *_sharded(x, range(x.ndim - 1))]
@@ -111,5 +120,9 @@ register_sharding(_myops._transition_backward.default)(_transition_backward)
 _schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
 _schema_info[_myops._transition_backward.default] = RuntimeSchemaInfo(10, needs_pytree=True)
 
-for _name, _rule in {"transition": _transition, "transition_": _transition_}.items():
+for _name, _rule in {
+    "transition": _transition,
+    "transition_": _transition_,
+    "_add_transition": _add_transition,
+}.items():
     torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)

@@ -88,15 +88,17 @@ class _Call(TriangleCall):
         product = product.unflatten(0, batch or (1,)).flatten(0, 0 if batch else 1) if keep else x.new_empty(0)
         return self.x.add_(target) if adds and not inside else target, product
 
-    def gradients(self, grad: Any, product: Any, wanted: Sequence[bool]) -> list[Any]:
+    def gradients(self, grad: Any, product: Any, wanted: Sequence[bool], adds: bool) -> list[Any]:
         grad = local(grad, self.placements)
         product = local(product, self.with_rows_as(Shard(self.whole.ndim - 2)))
         gradients: list[Any]
         if self.by_rows:
             gradients = Rows(self).gradients(grad, product, wanted)
+            if adds and gradients[0] is not None:
+                gradients[0] = gradients[0] + grad
         else:
             gradients = _myops._triangle_multiplicative_update_backward(
-                grad, self.x, [product], self.mask, self.parameters, self.outgoing, self.eps, wanted
+                grad, self.x, [product], self.mask, self.parameters, self.outgoing, self.eps, wanted, adds
             )
         inputs = [self.whole, self.dmask, *self.parameters]
         return self.wrapped_gradients(gradients, inputs, [self.placements] * 2, wanted)
@@ -106,9 +108,10 @@ class _Call(TriangleCall):
 
 
 def _beneath(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    x, mask, parameters, outgoing, eps, keep = (*args, False)[:6]
+    x, mask, parameters, outgoing, eps, keep, adds = (*args, False, False)[:7]
     call = _Call("_triangle_multiplicative_update", x, mask, parameters, outgoing, eps)
-    return call.wrapped(*call.update(keep), keep)
+    update, product = call.update(keep)
+    return call.wrapped(call.x + update if adds else update, product, keep)
 
 
 def _beneath_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -126,9 +129,9 @@ def _in_place(call: _Call, keep: bool) -> Any:
 
 
 def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    grad, x, (product,), mask, parameters, outgoing, eps, wanted = args
+    grad, x, (product,), mask, parameters, outgoing, eps, wanted, adds = (*args, False)[:9]
     call = _Call("_triangle_multiplicative_update_backward", x, mask, parameters, outgoing, eps)
-    return call.gradients(grad, product, wanted)
+    return call.gradients(grad, product, wanted, adds)
 
 
 def _parted(kwargs: Any) -> list[Any]:

@@ -21,9 +21,10 @@ def triangle_attention_update(
     node: Node = "starting",
     *,
     inplace: bool = False,
+    residual: bool = False,
 ) -> Tensor:
-    """What triangle attention adds to ``x``, a new contiguous tensor; or, with ``inplace``, ``x`` itself, to which that
-    was added.
+    """What triangle attention adds to ``x``, a new contiguous tensor; with ``residual``, the sum of both, a new one in
+    the dtype of ``x``; or, with ``inplace``, ``x`` itself, to which that was added.
 
     .. code-block:: text
 
@@ -39,6 +40,7 @@ def triangle_attention_update(
         weights: of one dtype. Where that has 16 bits, ``x`` may be float32.
         node: ``"starting"``: the edges of a row attend to one another; ``"ending"``: those of a column.
         inplace: for inference; training copies ``x`` first.
+        residual: for training: the gradient of ``x`` gets that of the sum in the last pass over it.
 
     Memory: without gradients, on CUDA, beside the result at most a tensor of the size of ``x`` in the dtype of the
     weights, or 128 MiB where that is more; 32 MiB and the bias on the CPU; or one row, where rows are longer. Training
@@ -57,7 +59,7 @@ def triangle_attention_update(
         if inplace:
             update_(x, mask, parameters, heads, eps, node == "ending")
             return x
-        return update(x, mask, parameters, heads, eps, node == "ending")
+        return update(x, mask, parameters, heads, eps, node == "ending", residual)
     except RuntimeError:
         # The dispatcher does not say which of a list is no tensor.
         for name, t in zip(("x", "mask", *TENSORS), (x, mask, *parameters), strict=True):

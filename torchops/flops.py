@@ -201,6 +201,7 @@ def triangle_backward_flops(
     outgoing: bool,
     eps: float,
     wanted: Sequence[bool],
+    adds: bool = False,
     **kwargs: Any,
 ) -> int:
     """The projections of the forward pass again, on the way in twice, once for the products and once for their own
@@ -270,6 +271,7 @@ def attention_update_backward_flops(
     ending: bool,
     wanted: Sequence[bool],
     sparing: bool = False,
+    adds: bool = False,
     **kwargs: Any,
 ) -> int:
     """The projections of the forward pass again; what :func:`triangle_attention_backward_flops` counts; and one product
@@ -305,7 +307,7 @@ def register() -> None:
     register_flop_formula(myops._glu)(glu_flops)
     register_flop_formula(myops._glu_backward)(glu_backward_flops)
     register_flop_formula([myops.square_matmul, myops.square_matmul_])(square_matmul_flops)
-    register_flop_formula([myops.transition, myops.transition_])(transition_flops)
+    register_flop_formula([myops.transition, myops.transition_, myops._add_transition])(transition_flops)
     register_flop_formula(myops._transition_backward)(transition_backward_flops)
     register_flop_formula([myops.triangle_multiplicative_update, myops.triangle_multiplicative_update_])(
         triangle_multiplicative_update_flops

@@ -67,15 +67,15 @@ class WrittenOut {
   Tensor z_, gate_;
 };
 
-// Saves x and the parameters, and computes everything else again. With a `target` it adds to that in place of returning
-// a new tensor.
+// Saves x and the parameters, and computes everything else again. If it `adds`, the result is the sum with x: in the
+// place of `target`, which was x, where there is one.
 struct Layer : torch::autograd::Function<Layer> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& norm_weight,
                         const OptionalTensor& norm_bias, const Tensor& gate_weight, const OptionalTensor& gate_bias,
                         const Tensor& up_weight, const OptionalTensor& up_bias, const Tensor& down_weight,
-                        const OptionalTensor& down_bias, double eps, const OptionalTensor& target) {
+                        const OptionalTensor& down_bias, double eps, bool adds, const OptionalTensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
     save_path(ctx);
     const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
@@ -83,12 +83,13 @@ struct Layer : torch::autograd::Function<Layer> {
                             up_weight, or_undefined(up_bias), down_weight});
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["has_down_bias"] = down_bias.has_value();
-    ctx->saved_data["adds"] = target.has_value();
+    ctx->saved_data["adds"] = adds;
     const auto call = [&](const auto& operation, auto& self) {
       return operation(self, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
                        eps);
     };
-    if (!target) return call(transition, x);
+    if (!adds) return call(transition, x);
+    if (!target) return call(detail::add_transition, x);
     return overwrite(*target, [&](Tensor& self) { call(transition_, self); });
   }
 
@@ -114,7 +115,7 @@ struct Layer : torch::autograd::Function<Layer> {
       if (!wanted[i]) out[i] = Tensor();
     }
     if (wanted[0] && is_sum && !adds) out[0] = out[0] + grads[0];
-    out.resize(out.size() + 2);  // of eps and target
+    out.resize(out.size() + 3);  // of eps, adds and target
     return out;
   }
 };
@@ -131,7 +132,22 @@ struct Functional : FunctionalOp<Functional, transition> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    return Layer::apply(args..., OptionalTensor());
+    return Layer::apply(args..., /*adds=*/false, OptionalTensor());
+  }
+};
+
+struct Sum : FunctionalOp<Sum, detail::add_transition> {
+  template <class... Args>
+  static void check(const Args&... args) {
+    detail::check_add_transition({args...});
+  }
+  template <class... Args>
+  static Tensor decomposed(const Tensor& x, const Args&... args) {
+    return (x + Functional::decomposed(x, args...)).contiguous();
+  }
+  template <class... Args>
+  static Tensor train(const Args&... args) {
+    return Layer::apply(args..., /*adds=*/true, OptionalTensor());
   }
 };
 
@@ -141,19 +157,14 @@ struct InPlaceOf;
 template <class... Args, Tensor (*function)(const Tensor&, Args...)>
 struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
   static void check(const Tensor& x, Args... args) { detail::check_transition_({x, args...}); }
-  static Tensor decomposed(const Tensor& x, Args... args) {
-    return x + Functional::decomposed(x, args...).to(x.scalar_type());
-  }
-  static Tensor traced(const Tensor& x, Args... args) {
-    const Tensor old = detail::keep(x);
-    return old + function(old, args...).to(x.scalar_type());
-  }
+  static Tensor decomposed(const Tensor& x, Args... args) { return Sum::decomposed(x, args...); }
+  static Tensor traced(const Tensor& x, Args... args) { return function(detail::keep(x), args...); }
   static void in_place(Tensor& x, Args... args) { transition_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
-    return Layer::apply(x.clone(), args..., OptionalTensor(target));
+    return Layer::apply(x.clone(), args..., /*adds=*/true, OptionalTensor(target));
   }
 };
-using InPlace = InPlaceOf<transition>;
+using InPlace = InPlaceOf<detail::add_transition>;
 
 // Only double backward differentiates this one.
 struct Backward : FunctionalOp<Backward, detail::transition_backward> {
@@ -188,6 +199,7 @@ TransitionGradients composite(const Tensor& grad, const detail::Transition& t, c
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("transition", Functional::autograd);
+  m.impl("_add_transition", Sum::autograd);
   m.impl("_transition_backward", Backward::autograd);
 }
 
@@ -196,16 +208,26 @@ TORCHOPS_MUTATING("transition_", InPlace)
 TORCHOPS_AUTOCAST(m) {
   m.impl("transition", cast_parameters<transition>);
   m.impl("transition_", cast_parameters<InPlace::in_place>);
+  m.impl("_add_transition", cast_parameters<detail::add_transition>);
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("transition", cast_parameters<Functional::batched>);
   m.impl("transition_", cast_parameters<InPlace::batched>);
+  m.impl("_add_transition", cast_parameters<Sum::batched>);
   m.impl("_transition_backward", Backward::batched);
+}
+
+Tensor composite_sum(const detail::Transition& t) {
+  detail::check_add_transition(t);
+  return (t.x + transition(t.x, t.norm_weight, t.norm_bias, t.gate_weight, t.gate_bias, t.up_weight, t.up_bias,
+                           t.down_weight, t.down_bias, t.eps))
+      .contiguous();
 }
 
 // For a backend that has transition and transition_ alone.
 TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
+  m.impl("_add_transition", detail::TransitionKernel::functional<composite_sum>);
   m.impl("_transition_backward", detail::transition_backward_kernel<composite>);
 }
 

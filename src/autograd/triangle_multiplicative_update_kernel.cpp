@@ -53,7 +53,7 @@ class WrittenOut {
   /// With the cotangent g: dy = g * s and du = g * y * s * (1 - s); back through the projection and norm of o to do;
   /// outgoing da = do b, db = do^T a, incoming da = b do^T, db = a do; and for each of a and b as for a gate. All parts
   /// of dz meet in the norm of x.
-  std::vector<Tensor> gradients(const Tensor& grad, const TriangleMask& wanted) const {
+  std::vector<Tensor> gradients(const Tensor& grad, const TriangleMask& wanted, bool adds) const {
     std::vector<Tensor> out(detail::kTriangleGradients);
     const auto layer = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Tensor& input) {
       const bool of_b = t_.packed && (layer == detail::kPB || layer == detail::kGB);
@@ -96,7 +96,7 @@ class WrittenOut {
     gate(a_, da, detail::kPA, detail::kGA);
     gate(b_, db, detail::kPB, detail::kGB);
     const Tensor dx = norm(detail::kNormIn, dz, norm_in_, t_.x.scalar_type());
-    if (wanted[0]) out[0] = dx;
+    if (wanted[0]) out[0] = adds ? dx + grad : dx;
     if (wanted[1]) out[1] = out[1].to(t_.mask->scalar_type());
     if (t_.packed) {
       for (const size_t of_a :
@@ -139,6 +139,7 @@ struct Form {
   int64_t given;
   bool outgoing;
   double eps;
+  bool adds;
 };
 
 struct Inputs {
@@ -187,8 +188,8 @@ TriangleProduct take_product(AutogradContext* ctx, variable_list& saved) {
   return list_of(std::move(product));
 }
 
-// Saves x, the mask, the parameters and o, and computes everything else again. With a `target` it adds to that in place
-// of returning a new tensor.
+// Saves x, the mask, the parameters and o, and computes everything else again. If it `adds`, the result is the sum with
+// x: in the place of `target`, which was x, where there is one.
 struct Update : torch::autograd::Function<Update> {
   static constexpr bool is_traceable = true;
 
@@ -203,7 +204,7 @@ struct Update : torch::autograd::Function<Update> {
       });
     } else {
       std::tie(out, product) =
-          detail::triangle_update(x, mask, parameters, form.outgoing, form.eps, /*keep_product=*/true);
+          detail::triangle_update(x, mask, parameters, form.outgoing, form.eps, /*keep_product=*/true, form.adds);
     }
     variable_list saved = tensors.vec();
     keep_product(ctx, saved, std::move(product));
@@ -211,7 +212,7 @@ struct Update : torch::autograd::Function<Update> {
     ctx->saved_data["given"] = form.given;
     ctx->saved_data["outgoing"] = form.outgoing;
     ctx->saved_data["eps"] = form.eps;
-    ctx->saved_data["adds"] = target.has_value();
+    ctx->saved_data["adds"] = form.adds;
     return out;
   }
 
@@ -224,16 +225,17 @@ struct Update : torch::autograd::Function<Update> {
     size_t edges = 0;
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = given >> i & 1 && ctx->needs_input_grad(edges++);
     const auto [x, mask, parameters] = Inputs(at::TensorList(saved).slice(0, edges), given);
-    // That of the update, whose dtype is the parameters'.
+    // That of the update, whose dtype is the parameters'; that of x keeps the digits of a wider one.
     const Tensor grad = grads[0].to(parameters.get(detail::kPA)->scalar_type());
+    const bool is_sum = ctx->saved_data["adds"].toBool(), adds = is_sum && grad.scalar_type() == grads[0].scalar_type();
     const variable_list gradients =
         detail::triangle_update_backward(grad, x, product, mask, parameters, ctx->saved_data["outgoing"].toBool(),
-                                         ctx->saved_data["eps"].toDouble(), wanted);
+                                         ctx->saved_data["eps"].toDouble(), wanted, adds);
     variable_list out;
     for (size_t i = 0; i < wanted.size(); ++i) {
       if (given >> i & 1) out.push_back(wanted[i] ? gradients[i] : Tensor());
     }
-    if (wanted[0] && ctx->saved_data["adds"].toBool()) out[0] = out[0] + grads[0];
+    if (wanted[0] && is_sum && !adds) out[0] = out[0] + grads[0];
     out.resize(out.size() + 2);  // of form and target
     return out;
   }
@@ -250,9 +252,9 @@ Tensor apply(at::TensorList tensors, const Form& form, const OptionalTensor& tar
 #pragma GCC diagnostic pop
 
 Tensor train(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
-             double eps, const OptionalTensor& target = std::nullopt) {
+             double eps, bool adds, const OptionalTensor& target = std::nullopt) {
   variable_list tensors;
-  Form form{0, outgoing, eps};
+  Form form{0, outgoing, eps, adds};
   const auto give = [&](size_t i, const OptionalTensor& tensor) {
     if (!tensor) return;
     form.given |= int64_t{1} << i;
@@ -265,8 +267,8 @@ Tensor train(const Tensor& x, const OptionalTensor& mask, const TriangleParamete
   return autograd::apply(tensors, form, target);
 }
 
-Tensor train(const TriangleArguments& t, const OptionalTensor& target = std::nullopt) {
-  return autograd::train(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps, target);
+Tensor train(const TriangleArguments& t, bool adds, const OptionalTensor& target = std::nullopt) {
+  return autograd::train(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps, adds, target);
 }
 
 // --- the public operators, whose weights are packed
@@ -282,7 +284,7 @@ struct Functional : FunctionalOp<Functional, triangle_multiplicative_update> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    return autograd::train(TriangleArguments{args...});
+    return autograd::train(TriangleArguments{args...}, /*adds=*/false);
   }
 };
 
@@ -298,12 +300,13 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
     return x + Functional::decomposed(x, args...).to(x.scalar_type());
   }
   static Tensor traced(const Tensor& x, Args... args) {
-    const Tensor old = detail::keep(x);
-    return old + function(old, args...).to(x.scalar_type());
+    const TriangleArguments t{detail::keep(x), args...};
+    return std::get<0>(detail::triangle_update(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps,
+                                               /*keep_product=*/false, /*adds=*/true));
   }
   static void in_place(Tensor& x, Args... args) { triangle_multiplicative_update_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
-    return autograd::train(TriangleArguments{x.clone(), args...}, target);
+    return autograd::train(TriangleArguments{x.clone(), args...}, /*adds=*/true, target);
   }
 };
 using InPlace = InPlaceOf<triangle_multiplicative_update>;
@@ -312,22 +315,23 @@ using InPlace = InPlaceOf<triangle_multiplicative_update>;
 
 struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
   static void check(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
-                    double eps, bool) {
+                    double eps, bool, bool) {
     detail::check_triangle_update(x, mask, parameters, outgoing, eps);
   }
   // Without a product: what needs one is the gradient, and that is ATen's here.
   static std::tuple<Tensor, Tensor> without_product(const Tensor& y) { return {y, at::empty({0}, y.options())}; }
   static std::tuple<Tensor, Tensor> decomposed(const Tensor& x, const OptionalTensor& mask,
                                                const TriangleParameterList& parameters, bool outgoing, double eps,
-                                               bool keep_product) {
+                                               bool keep_product, bool adds) {
     TORCH_CHECK(!keep_product, "_triangle_multiplicative_update: expected keep_product=False under autograd, got True");
-    return without_product(WrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).result());
+    const Tensor update = WrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).result();
+    return without_product(adds ? (x + update).contiguous() : update);
   }
   static std::tuple<Tensor, Tensor> train(const Tensor& x, const OptionalTensor& mask,
                                           const TriangleParameterList& parameters, bool outgoing, double eps,
-                                          bool keep_product) {
+                                          bool keep_product, bool adds) {
     TORCH_CHECK(!keep_product, "_triangle_multiplicative_update: expected keep_product=False under autograd, got True");
-    return without_product(autograd::train(x, mask, parameters, outgoing, eps));
+    return without_product(autograd::train(x, mask, parameters, outgoing, eps, adds));
   }
 };
 
@@ -350,13 +354,14 @@ Tensor beneath_version_(Tensor& x, const OptionalTensor& mask, const TrianglePar
 // Only double backward differentiates this one: through o too, which is therefore computed again.
 struct Backward : FunctionalOp<Backward, detail::triangle_update_backward> {
   static void check(const Tensor& grad, const Tensor& x, const TriangleProduct& product, const OptionalTensor& mask,
-                    const TriangleParameterList& parameters, bool outgoing, double eps, const TriangleMask& wanted) {
+                    const TriangleParameterList& parameters, bool outgoing, double eps, const TriangleMask& wanted,
+                    bool /*adds*/) {
     detail::check_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
   }
   static std::vector<Tensor> decomposed(const Tensor& grad, const Tensor& x, const TriangleProduct&,
                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                        bool outgoing, double eps, const TriangleMask& wanted) {
-    return WrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).gradients(grad, wanted);
+                                        bool outgoing, double eps, const TriangleMask& wanted, bool adds) {
+    return WrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).gradients(grad, wanted, adds);
   }
 };
 
@@ -393,7 +398,7 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
 // an operator for each of the batch, but not one with lists of tensors. So does this.
 std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                   const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
-                                  double eps, TriangleMask wanted) {
+                                  double eps, TriangleMask wanted, bool adds) {
   std::vector<Tensor> given{grad, x, *product.get(0)};
   if (mask) given.push_back(*mask);
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -415,8 +420,8 @@ std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const Tri
     for (size_t i = 0; i < parameters.size(); ++i) {
       parameters_i.push_back(parameters.get(i) ? OptionalTensor(take()) : std::nullopt);
     }
-    const auto gradients =
-        detail::triangle_update_backward(grad_i, x_i, list_of(product_i), mask_i, parameters_i, outgoing, eps, wanted);
+    const auto gradients = detail::triangle_update_backward(grad_i, x_i, list_of(product_i), mask_i, parameters_i,
+                                                            outgoing, eps, wanted, adds);
     for (size_t i = 0; i < results.size(); ++i) results[i].push_back(gradients[i]);
   }
   std::vector<Tensor> out;

@@ -1,4 +1,5 @@
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/add_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/mul_cpu_dispatch.h>
@@ -86,15 +87,27 @@ Tensor transition_cpu(const Transition& t) {
   return y;
 }
 
+// sum = x + transition(x), panel by panel; it may be x.
+void add_to(const Tensor& sum, const Transition& t) {
+  const Layers layers(t);
+  for_each_row_panel(sum, {sum, t.x}, layers.panels(), [&](const Operands& panel, const Operands&) {
+    const Tensor update = at::empty(panel[1].sizes(), t.gate_weight.options());
+    layers.forward(update, panel[1]);
+    Tensor target = panel[0];
+    at::cpu::add_out(target, panel[1], update);
+  });
+}
+
 void transition_cpu_(const Transition& arguments) {
   detail::check_transition_(arguments);
-  const Transition t = detail::read_first(arguments);
-  const Layers layers(t);
-  for_each_row_panel(t.x, {t.x}, layers.panels(), [&](const Operands& panel, const Operands&) {
-    const Tensor update = at::empty(panel[0].sizes(), t.gate_weight.options());
-    layers.forward(update, panel[0]);
-    panel[0].add_(update);
-  });
+  add_to(arguments.x, detail::read_first(arguments));
+}
+
+Tensor add_transition_cpu(const Transition& t) {
+  detail::check_add_transition(t);
+  Tensor sum = at::detail::empty_cpu(t.x.sizes(), t.x.options());
+  add_to(sum, t);
+  return sum;
 }
 
 // --- gradients
@@ -183,6 +196,7 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
 TORCH_LIBRARY_IMPL(myops, CPU, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_cpu>);
   m.impl("transition_", detail::TransitionKernel::in_place<transition_cpu_>);
+  m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_cpu>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_cpu>);
 }
 

@@ -1,4 +1,5 @@
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/add_cpu_dispatch.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
@@ -124,6 +125,14 @@ Tensor update_of(const Layers& layers, const TrianglePanel& panel, const Tensor&
   return y;
 }
 
+// sum = x plus the update of a panel; it may be x.
+void add_update_of(const Layers& layers, const TrianglePanel& panel, const Tensor& o, const Tensor& x,
+                   const Tensor& sum) {
+  const Tensor own = panel.of(x);
+  Tensor target = panel.of(sum);
+  at::cpu::add_out(target, own, update_of(layers, panel, o, panel.rows_of(x)).view(own.sizes()));
+}
+
 // Makes the products of all elements of the batch, and calls finish(index, o) on each.
 template <class Finish>
 Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& finish) {
@@ -134,20 +143,25 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
 
 std::tuple<Tensor, Tensor> update_cpu(const Tensor& x, const OptionalTensor& mask,
                                       const TriangleParameterList& parameters, bool outgoing, double eps,
-                                      bool keep_product) {
+                                      bool keep_product, bool adds) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const Layers layers(t);
+  const at::TensorOptions options = adds ? x.options() : layers.options();
   Tensor out;
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     // Only now, so that it can have the memory of b.
-    if (!out.defined()) out = layers.empty(x.sizes());
+    if (!out.defined()) out = layers.empty(x.sizes(), options);
     const Tensor pair = detail::batch_element(x, 3, index), result = detail::batch_element(out, 3, index);
     layers.for_each_panel([&](const TrianglePanel& panel) {
-      panel.rows_of(result).copy_(update_of(layers, panel, o, panel.rows_of(pair)));
+      if (adds) {
+        add_update_of(layers, panel, o, pair, result);
+      } else {
+        panel.rows_of(result).copy_(update_of(layers, panel, o, panel.rows_of(pair)));
+      }
     });
   });
-  return {out.defined() ? out : layers.empty(x.sizes()), product};
+  return {out.defined() ? out : layers.empty(x.sizes(), options), product};
 }
 
 Tensor update_cpu_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
@@ -161,10 +175,7 @@ Tensor update_cpu_(Tensor& x, const OptionalTensor& mask, const TriangleParamete
   overwriting(x, [&] {
     product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
       const Tensor pair = detail::batch_element(x, 3, index);
-      layers.for_each_panel([&](const TrianglePanel& panel) {
-        Tensor target = panel.of(pair);
-        target.add_(update_of(layers, panel, o, panel.rows_of(pair)).view(target.sizes()));
-      });
+      layers.for_each_panel([&](const TrianglePanel& panel) { add_update_of(layers, panel, o, pair, pair); });
     });
   });
   return product;
@@ -253,10 +264,10 @@ void output_backward(const Layers& layers, const Gradients& gradients, const Tri
   target.copy_(do_rows.t().view(target.sizes()));
 }
 
-// From da and db, and dz so far: dx in its place, and the mask's gradient.
+// From da and db, and dz so far: dx in its place, plus the residual's gradient, and the mask's gradient.
 void input_backward(const Layers& layers, const Gradients& gradients, const TrianglePanel& panel,
                     const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz_pair,
-                    const Tensor& dmask) {
+                    const Tensor& dmask, const Tensor& residual) {
   const TriangleUpdate& t = layers.update();
   const Tensor rows = panel.rows_of(e.x).contiguous();
   const Layers::Moments normalized = layers.norm_in(rows);
@@ -284,12 +295,17 @@ void input_backward(const Layers& layers, const Gradients& gradients, const Tria
   gate(db, detail::kPB, detail::kGB, 1);
   if (!dz.defined()) return;
   const Tensor dx = gradients.norm_backward(detail::kNormIn, dz, rows, normalized, layers.affine_in());
-  panel.of(dz_pair).copy_(dx.view(panel.of(dz_pair).sizes()));
+  Tensor target = panel.of(dz_pair);
+  if (residual.defined()) {
+    at::cpu::add_out(target, dx.view(target.sizes()), panel.of(residual));
+  } else {
+    target.copy_(dx.view(target.sizes()));
+  }
 }
 
 std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                        bool outgoing, double eps, TriangleMask wanted) {
+                                        bool outgoing, double eps, TriangleMask wanted, bool adds) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t =
       detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
@@ -297,7 +313,8 @@ std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, con
   const Chunks chunks(layers);
   const TriangleGradients gradients(layers, wanted, chunks.count);
   return gradients.make(
-      grad, product, [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); },
+      grad, product, adds,
+      [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); },
       [&](const auto&... tensors) {
         chunks.for_each_panel([&](int64_t chunk, const TrianglePanel& panel) {
           output_backward(layers, {layers, gradients, chunk}, panel, tensors...);

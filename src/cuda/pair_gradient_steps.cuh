@@ -127,10 +127,12 @@ class PairGradientSteps {
     run(*out_, p);
   }
 
-  /// From the cotangents of a and b, all in the direction of the update: dx in the place of dz.
-  void in(const detail::TriangleElement& e, const at::Tensor& da, const at::Tensor& db, const at::Tensor& dz) {
-    side(e, da, 2, detail::kPA, detail::kGA, layout_.scale(), dz, /*last=*/false);
-    side(e, db, 4, detail::kPB, detail::kGB, 1, dz, /*last=*/true);
+  /// From the cotangents of a and b, all in the direction of the update: dx in the place of dz, plus the gradient of
+  /// the residual where that is defined.
+  void in(const detail::TriangleElement& e, const at::Tensor& da, const at::Tensor& db, const at::Tensor& dz,
+          const at::Tensor& residual) {
+    side(e, da, 2, detail::kPA, detail::kGA, layout_.scale(), dz, /*last=*/false, {});
+    side(e, db, 4, detail::kPB, detail::kGB, 1, dz, /*last=*/true, residual);
     ++element_;
   }
 
@@ -190,7 +192,8 @@ class PairGradientSteps {
   }
 
   void side(const detail::TriangleElement& e, const at::Tensor& grad, size_t layer, detail::TriangleParameter value,
-            detail::TriangleParameter gate, double scale, const at::Tensor& dz, bool last) const {
+            detail::TriangleParameter gate, double scale, const at::Tensor& dz, bool last,
+            const at::Tensor& residual) const {
     pair_steps::Step step(layout_.update(), e.x);
     gemm::PairGradientProblem p = problem(step, layer, value, gate, dz, /*in_direction=*/true);
     p.row_stride = grad.stride(1);
@@ -198,6 +201,12 @@ class PairGradientSteps {
     p.channels[0] = const_cast<void*>(grad.const_data_ptr());  // read
     p.scale[0] = static_cast<float>(scale);
     p.last = last;
+    const at::Tensor readable =
+        !residual.defined() || pair_steps::positions(residual) ? residual : residual.contiguous();
+    if (readable.defined()) {
+      p.grad = *pair_steps::positions(readable);
+      p.adds = true;
+    }
     if (e.mask.defined()) {
       p.mask = e.mask.const_data_ptr();
       p.mask_row_stride = e.mask.stride(0);

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <utility>
 
 #include "cuda/centered.h"
 #include "cuda/gemm/launch.h"
@@ -113,13 +114,13 @@ class PairSteps {
 
   /// From x (N, N, c) and the mask (N, N) or none, both in the direction of the update, to a and b.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
-  /// From the product o and x (N, N, c) to the update, in `out`; or, where it adds, x += update, and `out` is x. Where
-  /// c and d are at most 128, `out` may be x in any case.
+  /// From the product o and x (N, N, c) to the update, in `out`; or, where it adds, x plus the update. Where it adds,
+  /// or c and d are at most 128, `out` may be x.
   bool out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& out, bool adds, double eps_out) const;
 
  private:
   bool wide_in(gemm::PairProblem& problem, const at::Tensor& a) const;
-  bool wide_out(gemm::PairProblem& problem, const at::Tensor& out) const;
+  bool wide_out(gemm::PairProblem& problem, const at::Tensor& x, const at::Tensor& out) const;
 
   const detail::TriangleUpdate& t_;
   std::optional<gemm::Case> case_;
@@ -138,20 +139,19 @@ inline bool PairSteps::wide_in(gemm::PairProblem& p, const at::Tensor& a) const 
 }
 
 // Many CTAs read the same rows of x, so that the update cannot take their place before it is complete.
-inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& out) const {
+inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& x, const at::Tensor& out) const {
   if (!moments_.defined()) return false;
   p.moments = moments_.mutable_data_ptr();
   p.moments_row_stride = t_.outgoing ? p.n : 1;
   p.moments_stride = t_.outgoing ? 1 : p.n;
-  if (!p.adds) return gemm::run_chosen<gemm::WideTriangleOut>(p, *case_, out);
-  const at::Tensor update = at::detail::empty_cuda(out.sizes(), out.options());
+  const bool adds = std::exchange(p.adds, false), overwrites = adds && p.out == p.x.data;
+  const at::Tensor update = overwrites ? at::Tensor(at::detail::empty_cuda(out.sizes(), out.options())) : out;
   p.out = update.mutable_data_ptr();
   p.out_row_stride = update.stride(1);
   p.out_stride = update.stride(0);
-  p.adds = false;
   if (!gemm::run_chosen<gemm::WideTriangleOut>(p, *case_, update)) return false;
   at::Tensor target = out;
-  target.add_(update);
+  if (adds) target.add_(overwrites ? update : x);
   return true;
 }
 
@@ -194,7 +194,7 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
   p.out_row_stride = to->row_stride;
   p.out_stride = to->batch_stride;
   p.adds = adds;
-  return pair_steps::is_wide(p) ? wide_out(p, out) : gemm::run_chosen<gemm::TriangleOut>(p, *case_, out);
+  return pair_steps::is_wide(p) ? wide_out(p, x, out) : gemm::run_chosen<gemm::TriangleOut>(p, *case_, out);
 }
 
 }  // namespace torchops::cuda

@@ -1,5 +1,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/add_cuda_dispatch.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
@@ -164,6 +165,24 @@ bool add_to_float32(const Tensor& x_rows, const Transition& t) {
   return true;
 }
 
+// sum = x + transition(x) for matrices, by panels through ATen; it may be x.
+void add_by_panels(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
+  const Layers layers(t);
+  for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
+    const Tensor rows = x_rows.narrow(0, begin, end - begin);
+    Tensor target = sum.narrow(0, begin, end - begin);
+    const Tensor h = layers.hidden_of(rows);
+    if (!t.down_bias && rows.scalar_type() == t.dtype()) {
+      const Tensor w_t = t.down_weight.t();
+      sum.is_same(x_rows) ? at::cuda::addmm_(target, h, w_t) : at::cuda::addmm_out(target, rows, h, w_t);
+      return;
+    }
+    const Tensor update = at::detail::empty_cuda(rows.sizes(), t.gate_weight.options());
+    layers.down(update, h);
+    at::cuda::add_out(target, rows, update);
+  });
+}
+
 Tensor transition_cuda(const Transition& t) {
   detail::check_transition(t);
   const c10::cuda::CUDAGuard guard(t.x.device());
@@ -189,23 +208,32 @@ void transition_cuda_(const Transition& arguments) {
   const c10::cuda::CUDAGuard guard(arguments.x.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Transition t = detail::read_first(arguments);
-  const Layers layers(t);
   const auto add = [&](const detail::Operands& matrices) {
     const Tensor& x_rows = matrices[0];
-    if (fused(x_rows, x_rows, t, /*adds=*/true) || add_to_float32(x_rows, t)) return;
-    for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
-      Tensor target = x_rows.narrow(0, begin, end - begin);
-      const Tensor h = layers.hidden_of(target);
-      if (!t.down_bias && target.scalar_type() == t.dtype()) {
-        at::cuda::addmm_(target, h, t.down_weight.t());
-        return;
-      }
-      const Tensor update = at::detail::empty_cuda(target.sizes(), t.gate_weight.options());
-      layers.down(update, h);
-      target.add_(update);
-    });
+    if (!fused(x_rows, x_rows, t, /*adds=*/true) && !add_to_float32(x_rows, t)) add_by_panels(x_rows, x_rows, t);
   };
   detail::overwriting(t.x, [&] { overwrite_rows({t.x}, 1, add); });
+}
+
+Tensor add_transition_cuda(const Transition& t) {
+  detail::check_add_transition(t);
+  const c10::cuda::CUDAGuard guard(t.x.device());
+  Tensor sum = at::detail::empty_cuda(t.x.sizes(), t.x.options());
+  if (sum.numel() == 0) return sum;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor x_rows = detail::as_rows(t.x), sum_rows = detail::as_rows(sum);
+  if (fused(sum_rows, x_rows, t, /*adds=*/true)) return sum;
+  if (Centered::takes(x_rows, t.dtype())) {
+    const Tensor update = at::detail::empty_cuda(x_rows.sizes(), t.gate_weight.options());
+    if (can_fuse(update, t)) {
+      transition_of_float32(x_rows, update, t);
+      Tensor target = sum_rows;
+      at::cuda::add_out(target, x_rows, update);
+      return sum;
+    }
+  }
+  add_by_panels(sum_rows, x_rows, t);
+  return sum;
 }
 
 // --- gradients
@@ -328,6 +356,7 @@ TransitionGradients transition_backward_cuda(const Tensor& grad, const Transitio
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_cuda>);
   m.impl("transition_", detail::TransitionKernel::in_place<transition_cuda_>);
+  m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_cuda>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_cuda>);
 }
 

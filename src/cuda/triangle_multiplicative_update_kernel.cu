@@ -1,5 +1,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/add_cuda_dispatch.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/bmm_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
@@ -169,14 +170,39 @@ std::tuple<Tensor, Tensor> update_of(TriangleUpdate t, const Centered& centered,
   return update_into(t.x, t, keep_product);
 }
 
+// sum = x plus the update; it may be x; undefined, it is made. Returns the product.
+Tensor add_to(Tensor& sum, const TriangleUpdate& t, bool keep_product) {
+  const Layers layers(t);
+  const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
+    if (!sum.defined()) sum = layers.empty(t.x.sizes(), t.x.options());
+    const Tensor pair = detail::batch_element(t.x, 3, index), target = detail::batch_element(sum, 3, index);
+    if (layers.steps().out(o, pair, target, /*adds=*/true, layers.eps_out())) return;
+    layers.for_each_panel(4, 0, [&](const TrianglePanel& panel) {
+      const Tensor own = panel.of(pair), rows = panel.rows_of(pair), update = layers.empty(rows.sizes());
+      update_panel(layers, panel, o, rows, update);
+      Tensor to = panel.of(target);
+      at::cuda::add_out(to, own, update.view(own.sizes()));
+    });
+  });
+  if (!sum.defined()) sum = layers.empty(t.x.sizes(), t.x.options());
+  return product;
+}
+
 std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& mask,
                                        const TriangleParameterList& parameters, bool outgoing, double eps,
-                                       bool keep_product) {
+                                       bool keep_product, bool adds) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  if (const auto centered = pair_steps::centered(t)) return update_of(t, *centered, keep_product);
-  return update_into({}, t, keep_product);
+  if (const auto centered = pair_steps::centered(t)) {
+    std::tuple<Tensor, Tensor> results = update_of(t, *centered, keep_product);
+    if (adds) std::get<0>(results) = at::cuda::add(x, std::get<0>(results)).contiguous();
+    return results;
+  }
+  if (!adds) return update_into({}, t, keep_product);
+  Tensor sum;
+  const Tensor product = add_to(sum, t, keep_product);
+  return {sum, product};
 }
 
 Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
@@ -190,19 +216,8 @@ Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
     return product;
   }
   t = detail::read_first(t);
-  const Layers layers(t);
-  const auto add = [&](int64_t index, const Tensor& o) {
-    const Tensor pair = detail::batch_element(x, 3, index);
-    if (layers.steps().out(o, pair, pair, /*adds=*/true, layers.eps_out())) return;
-    layers.for_each_panel(4, 0, [&](const TrianglePanel& panel) {
-      Tensor target = panel.of(pair);
-      const Tensor rows = panel.rows_of(pair), update = layers.empty(rows.sizes());
-      update_panel(layers, panel, o, rows, update);
-      target.add_(update.view(target.sizes()));
-    });
-  };
   Tensor product;
-  detail::overwriting(x, [&] { product = for_each_product(layers, keep_product, add); });
+  detail::overwriting(x, [&] { product = add_to(x, t, keep_product); });
   return product;
 }
 
@@ -253,10 +268,10 @@ void output_backward(const Layers& layers, const TriangleGradients& gradients, c
   if (gradients.wants_a_and_b()) layers.transpose(Layers::To::kChannels, panel, d_rows, d_o, {}, 1);
 }
 
-// From da and db, and dz so far: dx in its place, and the mask's gradient.
+// From da and db, and dz so far: dx in its place, plus the residual's gradient, and the mask's gradient.
 void input_backward(const Layers& layers, const TriangleGradients& gradients, const TrianglePanel& panel,
                     const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz_pair,
-                    const Tensor& dmask) {
+                    const Tensor& dmask, const Tensor& residual) {
   const TriangleUpdate& t = layers.update();
   const NormalizedRows normalized(panel.rows_of(e.x), layers.norm_weight(), layers.norm_bias(), t.eps);
   const Tensor z = normalized.y.to(t.dtype());
@@ -282,25 +297,29 @@ void input_backward(const Layers& layers, const TriangleGradients& gradients, co
   gate(db, detail::kPB, detail::kGB, 1);
   if (!gradients.wants_z()) return;
   const Tensor dx = normalized.backward(dz, layers.norm_weight(), detail::kNormIn, gradients);
-  panel.of(dz_pair).copy_(dx.view(panel.of(dz_pair).sizes()));
+  Tensor target = panel.of(dz_pair);
+  if (residual.defined()) {
+    at::cuda::add_out(target, dx.view(target.sizes()), panel.of(residual));
+  } else {
+    target.copy_(dx.view(target.sizes()));
+  }
 }
 
 std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, const TriangleProduct& product,
-                                 const TriangleMask& wanted) {
+                                 const TriangleMask& wanted, bool adds) {
   const Layers layers(t);
   const TriangleGradients gradients(layers, wanted);
   const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); };
   if (PairGradientSteps steps(layers, gradients, grad, *product.get(0)); grad.numel() > 0 && steps.possible()) {
     std::vector<Tensor> results = gradients.make(
-        grad, product, make, [&](const auto&... tensors) { steps.out(tensors...); },
-        [&](const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz, const Tensor&) {
-          steps.in(e, da, db, dz);
-        });
+        grad, product, adds, make, [&](const auto&... tensors) { steps.out(tensors...); },
+        [&](const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz, const Tensor&,
+            const Tensor& residual) { steps.in(e, da, db, dz, residual); });
     steps.finish();
     return results;
   }
   return gradients.make(
-      grad, product, make,
+      grad, product, adds, make,
       [&](const auto&... tensors) {
         layers.for_each_panel(
             9, 2, [&](const TrianglePanel& panel) { output_backward(layers, gradients, panel, tensors...); });
@@ -313,18 +332,19 @@ std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, co
 
 std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                         bool outgoing, double eps, TriangleMask wanted) {
+                                         bool outgoing, double eps, TriangleMask wanted, bool adds) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   TriangleUpdate t =
       detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
   const c10::cuda::CUDAGuard guard(x.device());
   if (const auto centered = pair_steps::centered(t)) {
     t.x = centered->rows();
-    std::vector<Tensor> gradients = gradients_of(grad, t, product, wanted);
+    std::vector<Tensor> gradients = gradients_of(grad, t, product, wanted, /*adds=*/false);
     if (wanted[0]) gradients[0] = centered->gradient(gradients[0]);
+    if (wanted[0] && adds) gradients[0].add_(grad);
     return gradients;
   }
-  return gradients_of(grad, t, product, wanted);
+  return gradients_of(grad, t, product, wanted, adds);
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {

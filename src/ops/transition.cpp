@@ -36,6 +36,15 @@ Tensor& transition_(Tensor& x, const OptionalTensor& norm_weight, const Optional
   return x;
 }
 
+Tensor detail::add_transition(const Tensor& x, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                              const Tensor& gate_weight, const OptionalTensor& gate_bias, const Tensor& up_weight,
+                              const OptionalTensor& up_bias, const Tensor& down_weight, const OptionalTensor& down_bias,
+                              double eps) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::_add_transition", "").typed<decltype(add_transition)>();
+  return op.call(x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, eps);
+}
+
 TransitionGradients detail::transition_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& norm_weight,
                                                 const OptionalTensor& norm_bias, const Tensor& gate_weight,
                                                 const OptionalTensor& gate_bias, const Tensor& up_weight,
@@ -84,6 +93,7 @@ void check(const char* op, const Transition& t) {
 }  // namespace
 
 void detail::check_transition(const Transition& t) { check("transition", t); }
+void detail::check_add_transition(const Transition& t) { check("_add_transition", t); }
 
 void detail::check_transition_(const Transition& t) {
   check("transition_", t);
@@ -129,6 +139,11 @@ Tensor transition_meta(const Transition& t) {
   return at::empty_symint(t.x.sym_sizes(), t.gate_weight.options());
 }
 
+Tensor add_transition_meta(const Transition& t) {
+  detail::check_add_transition(t);
+  return at::empty_symint(t.x.sym_sizes(), t.x.options());
+}
+
 TransitionGradients transition_backward_meta(const Tensor& grad, const Transition& t, const TransitionMask& wanted,
                                              bool /*adds*/) {
   detail::check_transition_backward(grad, t, wanted);
@@ -143,6 +158,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1e-5";
   define("transition(Tensor x, " + parameters + ") -> Tensor");
   define("transition_(Tensor(a!) x, " + parameters + ") -> ()");
+  define("_add_transition(Tensor x, " + parameters + ") -> Tensor");
   define(
       "_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, "
       "Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted, bool "
@@ -153,6 +169,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_meta>);
   m.impl("transition_", detail::TransitionKernel::in_place<detail::check_transition_>);
+  m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_meta>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_meta>);
 }
 

@@ -35,6 +35,14 @@ TORCHOPS_API at::Tensor& transition_(at::Tensor& x, const std::optional<at::Tens
 
 namespace detail {
 
+/// x + transition(x, ...) in x's dtype, a new contiguous tensor: the residual connection of training, which reads the
+/// old x again.
+at::Tensor add_transition(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
+                          const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
+                          const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+                          const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
+                          const std::optional<at::Tensor>& down_bias, double eps);
+
 /// The arguments of transition(), in its order.
 struct Transition {
   at::Tensor x;
@@ -53,6 +61,7 @@ struct Transition {
 
 /// Raises unless they fit.
 void check_transition(const Transition& t);
+void check_add_transition(const Transition& t);
 /// The same for transition_(), of which x is also to be written.
 void check_transition_(const Transition& t);
 
@@ -75,7 +84,7 @@ struct TransitionNeeds {
 };
 
 /// The gradients of transition() where `wanted` asks for them, and empty tensors elsewhere. Everything is computed
-/// again. No gradient reads down_bias. That of x is that of transition_() if it `adds`: with grad itself.
+/// again. No gradient reads down_bias. That of x is that of x + transition(x) if it `adds`: with grad itself.
 TransitionGradients transition_backward(const at::Tensor& grad, const at::Tensor& x,
                                         const std::optional<at::Tensor>& norm_weight,
                                         const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,

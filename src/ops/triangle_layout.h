@@ -238,13 +238,14 @@ class TriangleGradients {
 
   /// Backward, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of
   /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again; da = d(o) @ b and db = d(o).T @
-  /// a overwrite them; input(element, da, db, dz, dmask), in the direction of the update, makes dx. All that follows
-  /// d(o) only where a wanted gradient needs it. Three pair tensors are alive at most, and o: output() may take two for
-  /// itself beside d(o), and input() one beside da and db. `product` is emptied behind the last output(), so that a or
-  /// b can have its memory.
+  /// a overwrite them; input(element, da, db, dz, dmask, residual), in the direction of the update, makes dx. All that
+  /// follows d(o) only where a wanted gradient needs it. Three pair tensors are alive at most, and o: output() may take
+  /// two for itself beside d(o), and input() one beside da and db. `product` is emptied behind the last output(), so
+  /// that a or b can have its memory. If it `adds`, input() adds the cotangent to dx, which it gets as a last argument;
+  /// undefined where it does not.
   template <class Make, class Output, class Input>
-  std::vector<at::Tensor> make(const at::Tensor& grad, const TriangleProduct& product, const Make& make_a_and_b,
-                               const Output& output, const Input& input) const {
+  std::vector<at::Tensor> make(const at::Tensor& grad, const TriangleProduct& product, bool adds,
+                               const Make& make_a_and_b, const Output& output, const Input& input) const {
     if (grad.numel() == 0) {
       for (const at::Tensor& result : results_) result.zero_();
       return results_;
@@ -268,8 +269,8 @@ class TriangleGradients {
         multiply(part(b), layout_.matrices_transposed(part(d_o)), part(a));
       });
       d_o.reset();
-      input(element, da, b, TriangleElement::in_direction(t, dz(index)),
-            TriangleElement::in_direction(t, dmask(index)));
+      input(element, da, b, TriangleElement::in_direction(t, dz(index)), TriangleElement::in_direction(t, dmask(index)),
+            TriangleElement::in_direction(t, adds && wanted_[0] ? batch_element(grad, 3, index) : at::Tensor()));
     }
     return finish();
   }

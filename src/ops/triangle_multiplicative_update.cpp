@@ -56,11 +56,11 @@ Tensor& triangle_multiplicative_update_(Tensor& x, std::string_view direction, c
 
 std::tuple<Tensor, Tensor> detail::triangle_update(const Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                   bool keep_product) {
+                                                   bool keep_product, bool adds) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_triangle_multiplicative_update", "")
                              .typed<decltype(triangle_update)>();
-  return op.call(x, mask, parameters, outgoing, eps, keep_product);
+  return op.call(x, mask, parameters, outgoing, eps, keep_product, adds);
 }
 
 Tensor detail::triangle_update_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
@@ -74,11 +74,11 @@ Tensor detail::triangle_update_(Tensor& x, const OptionalTensor& mask, const Tri
 std::vector<Tensor> detail::triangle_update_backward(const Tensor& grad, const Tensor& x,
                                                      const TriangleProduct& product, const OptionalTensor& mask,
                                                      const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                     TriangleMask wanted) {
+                                                     TriangleMask wanted, bool adds) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_triangle_multiplicative_update_backward", "")
                              .typed<decltype(triangle_update_backward)>();
-  return op.call(grad, x, product, mask, parameters, outgoing, eps, wanted);
+  return op.call(grad, x, product, mask, parameters, outgoing, eps, wanted, adds);
 }
 
 namespace {
@@ -400,7 +400,8 @@ struct Public<function> {
     const TriangleArguments arguments{x, args...};
     detail::check_triangle("triangle_multiplicative_update", arguments, false);
     return std::get<0>(detail::triangle_update(x, arguments.mask, detail::to_list(arguments),
-                                               arguments.direction == "outgoing", arguments.eps, false));
+                                               arguments.direction == "outgoing", arguments.eps,
+                                               /*keep_product=*/false, /*adds=*/false));
   }
   static void update_(Tensor& x, Args... args) {
     const TriangleArguments arguments{x, args...};
@@ -421,10 +422,9 @@ using PublicKernels = Public<triangle_multiplicative_update>;
 
 std::tuple<Tensor, Tensor> update_meta(const Tensor& x, const OptionalTensor& mask,
                                        const TriangleParameterList& parameters, bool outgoing, double eps,
-                                       bool keep_product) {
+                                       bool keep_product, bool adds) {
   const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
-  const auto options = t.weight(detail::kPA).options();
-  return {at::empty_symint(x.sym_sizes(), options),
+  return {at::empty_symint(x.sym_sizes(), (adds ? x : t.weight(detail::kPA)).options()),
           detail::empty_if(keep_product, detail::triangle_product_shape(t), t.weight(detail::kPA))};
 }
 
@@ -436,7 +436,7 @@ Tensor update_meta_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
 
 std::vector<Tensor> update_backward_meta(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                         bool outgoing, double eps, TriangleMask wanted) {
+                                         bool outgoing, double eps, TriangleMask wanted, bool /*adds*/) {
   return detail::empty_triangle_gradients(
       detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted), wanted,
       [](c10::SymIntArrayRef shape, const at::TensorOptions& options) { return at::empty_symint(shape, options); });
@@ -453,10 +453,11 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   define("triangle_multiplicative_update(Tensor x, " + arguments + ") -> Tensor");
   define("triangle_multiplicative_update_(Tensor(a!) x, " + arguments + ") -> ()");
   const std::string beneath = "Tensor? mask, Tensor?[] parameters, bool outgoing, float eps";
-  define("_triangle_multiplicative_update(Tensor x, " + beneath + ", bool keep_product=False) -> (Tensor, Tensor)");
+  define("_triangle_multiplicative_update(Tensor x, " + beneath +
+         ", bool keep_product=False, bool adds=False) -> (Tensor, Tensor)");
   define("_triangle_multiplicative_update_(Tensor(a!) x, " + beneath + ", bool keep_product=False) -> Tensor");
   define("_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, " + beneath +
-         ", bool[18] wanted) -> Tensor[]");
+         ", bool[18] wanted, bool adds=False) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {

@@ -127,10 +127,11 @@ TriangleUpdate taken_apart(const TriangleArguments& arguments);
 
 /// The operators beneath, which take packed weights, or those of a and b that lie anywhere. Each returns the product o
 /// too, which the gradients read, as a contiguous (*batch, d, padded, padded) of padded_size(N), of which only the N
-/// rows and columns are read; or, without keep_product, a tensor of no elements.
+/// rows and columns are read; or, without keep_product, a tensor of no elements. If it `adds`, the first result is x
+/// plus the update, in x's dtype.
 std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                   bool keep_product);
+                                                   bool keep_product, bool adds);
 at::Tensor triangle_update_(at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                             bool outgoing, double eps, bool keep_product);
 
@@ -139,11 +140,11 @@ at::Tensor triangle_update_(at::Tensor& x, const OptionalTensor& mask, const Tri
 using TriangleProduct = c10::List<OptionalTensor>;
 
 /// The gradients where `wanted` asks for them, packed as the parameters are, and empty tensors elsewhere. Everything
-/// but the product is computed again.
+/// but the product is computed again. That of x is that of x plus the update if it `adds`: with grad itself.
 std::vector<at::Tensor> triangle_update_backward(const at::Tensor& grad, const at::Tensor& x,
                                                  const TriangleProduct& product, const OptionalTensor& mask,
                                                  const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                 TriangleMask wanted);
+                                                 TriangleMask wanted, bool adds);
 
 /// Their argument checks, for every backend, which return the arguments in one piece.
 TriangleUpdate checked_triangle_update(const at::Tensor& x, const OptionalTensor& mask,

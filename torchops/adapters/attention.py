@@ -82,6 +82,12 @@ class TriangleAttention(Replacement):
         with torch.autocast(x.device.type, enabled=False):
             return compute(x, mask, self.weights(x.dtype), self.node)
 
+    def updated(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """``x + update(x)``, a new tensor."""
+        if x.dtype == torch.bfloat16:
+            return x + self.update(x, mask)
+        return triangle_attention_update(x, self._keys(x, mask), self.weights(), self.node, residual=True)
+
     def update_(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """``x += update(x)``; returns ``x``."""
         weights = self.weights()

@@ -80,16 +80,21 @@ class BoltzPairLayer(layer.Layer):
     def pair(self, z: Tensor, mask: Tensor) -> Tensor:
         modules: Any = [self._modules[name] for name in self.parts]
         *parts, last = modules
+        # Dropout masks are float32, so what they are multiplied with and added to is at least that. There are masks
+        # where nothing is left out, too: later numbers stay the same.
+        dtype = torch.promote_types(z.dtype, torch.float32)
         if not (self.training or torch.is_grad_enabled()):
-            # Dropout masks are float32, so what they are multiplied with and added to is at least that.
-            dtype = torch.promote_types(z.dtype, torch.float32)
             z = z.to(dtype, memory_format=torch.contiguous_format, copy=True)  # the caller may read the old one
             for part in parts:
-                torch.rand(
-                    z.shape[:2], device=z.device
-                )  # there are masks in evaluation, too: later numbers stay the same
+                torch.rand(z.shape[:2], device=z.device)
                 part.update_(z, mask)
             return last.update_(z)
+        if not (self.training and self.dropout):
+            z = z.to(dtype)
+            for part in parts:
+                torch.rand(z.shape[:2], device=z.device)
+                z = part.updated(z, mask)
+            return last.updated(z)
         from boltz.model.layers.dropout import get_dropout_mask
 
         for name, part in zip(self.parts, parts, strict=False):
@@ -97,7 +102,7 @@ class BoltzPairLayer(layer.Layer):
             update = part.update(z, mask)
             with torch.autocast(z.device.type, enabled=False):
                 z = torch.addcmul(z, dropout, update)
-        return z + last.update(z)
+        return last.updated(z)
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
         z, mask = self._pair_example(generator)

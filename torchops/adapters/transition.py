@@ -53,6 +53,10 @@ class Transition(Replacement):
         weights = self.weights() if weights is None else weights
         return torchops.transition(x, **weights, eps=self._eps)  # type: ignore[arg-type]
 
+    def updated(self, x: Tensor) -> Tensor:
+        """``x + update(x)``, a new tensor."""
+        return torch.ops.myops._add_transition(x, **self.weights(), eps=self._eps)
+
     def update_(self, x: Tensor, weights: dict[str, Tensor | None] | None = None) -> Tensor:
         """``x += update(x)``; returns ``x``."""
         weights = self.weights() if weights is None else weights

@@ -106,6 +106,11 @@ class TriangleUpdate(Replacement):
         outgoing = self.direction == "outgoing"
         return torch.ops.myops._triangle_multiplicative_update(x, _mask_for(x, mask), weights, outgoing, self.eps)[0]
 
+    def updated(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """``x + update(x)``, a new tensor."""
+        how = self.direction == "outgoing", self.eps, False, True
+        return torch.ops.myops._triangle_multiplicative_update(x, _mask_for(x, mask), self.weights(), *how)[0]
+
     def update_(self, x: Tensor, mask: Tensor | None, weights: list[Tensor | None] | None = None) -> Tensor:
         """``x += update(x)``; returns ``x``."""
         mask, weights = _mask_for(x, mask), self.weights() if weights is None else weights

@@ -81,10 +81,12 @@ class Transition(nn.Module):
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
 
-    def forward(self, x: Tensor, *, inplace: bool = False) -> Tensor:
-        """The transition of ``x``; or, with ``inplace``, ``x`` itself after ``x += transition(x)``, which needs no
-        tensor for the transition and is meant for inference."""
-        operator = torchops.transition_ if inplace else torchops.transition
+    def forward(self, x: Tensor, *, inplace: bool = False, residual: bool = False) -> Tensor:
+        """The transition of ``x``; with ``residual``, ``x + transition(x)``, a new tensor of the dtype of ``x``, in no
+        more passes over memory, forward and backward; or, with ``inplace``, ``x`` itself after ``x += transition(x)``,
+        which needs no tensor for the transition and is meant for inference."""
+        functional = torch.ops.myops._add_transition if residual else torchops.transition
+        operator = torchops.transition_ if inplace else functional
         return operator(
             x,
             norm_weight=self.norm.weight,
@@ -181,9 +183,17 @@ class TriangleMultiplicativeUpdate(nn.Module):
             if linear.bias is not None:
                 nn.init.constant_(linear.bias, bias)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False) -> Tensor:
-        """The update of ``x``; or, with ``inplace``, ``x`` itself after ``x += update(x)``, which needs no tensor for
-        the update and is meant for inference."""
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False, residual: bool = False
+    ) -> Tensor:
+        """The update of ``x``; with ``residual``, ``x + update(x)``, a new tensor of the dtype of ``x``, in no more
+        passes over memory, forward and backward; or, with ``inplace``, ``x`` itself after ``x += update(x)``, which
+        needs no tensor for the update and is meant for inference."""
+        if residual and not inplace:
+            outgoing = self.direction == "outgoing"
+            return torch.ops.myops._triangle_multiplicative_update(
+                x, mask, self._parameters_beneath(), outgoing, self.eps, False, True
+            )[0]
         operator = torchops.triangle_multiplicative_update_ if inplace else torchops.triangle_multiplicative_update
         return operator(
             x,
@@ -203,6 +213,15 @@ class TriangleMultiplicativeUpdate(nn.Module):
             g_out_bias=self.g_out.bias,
             eps=self.eps,
         )
+
+    def _parameters_beneath(self) -> list[Tensor | None]:
+        """In the order of the operator beneath, with packed ones in the places of ``a``."""
+
+        def of(layer: nn.LayerNorm | nn.Linear) -> list[Tensor | None]:
+            return [layer.weight, layer.bias]
+
+        ins = [*of(self.p_in), None, None, *of(self.g_in), None, None]
+        return [*of(self.norm_in), *ins, *of(self.norm_out), *of(self.p_out), *of(self.g_out)]
 
     def extra_repr(self) -> str:
         return f"{self.c}, {self.d}, direction={self.direction}, eps={self.eps}"

@@ -129,5 +129,4 @@ class PairLayer(nn.Module):
 
 
 def _added(module: Callable[..., Tensor], x: Tensor, mask: tuple[Tensor | None, ...], kept: Tensor | None) -> Tensor:
-    update = module(x, *mask)
-    return x + update if kept is None else torch.addcmul(x, update, kept)
+    return module(x, *mask, residual=True) if kept is None else torch.addcmul(x, module(x, *mask), kept)

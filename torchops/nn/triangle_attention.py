@@ -119,10 +119,13 @@ class TriangleAttention(nn.Module):
             self.eps,
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False) -> Tensor:
-        """The update of ``x``; or, with ``inplace``, ``x`` itself after ``x += update(x)``, which needs no tensor for
-        the update and is meant for inference."""
-        return triangle_attention_update(x, mask, self.weights(), self.node, inplace=inplace)
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False, residual: bool = False
+    ) -> Tensor:
+        """The update of ``x``; with ``residual``, ``x + update(x)``, a new tensor of the dtype of ``x``, in no more
+        passes over memory, forward and backward; or, with ``inplace``, ``x`` itself after ``x += update(x)``, which
+        needs no tensor for the update and is meant for inference."""
+        return triangle_attention_update(x, mask, self.weights(), self.node, inplace=inplace, residual=residual)
 
     def extra_repr(self) -> str:
         return f"{self.c}, heads={self.heads}, head_dim={self.head_dim}, node={self.node}, eps={self.eps}"

@@ -65,7 +65,7 @@ struct PairProblem {
   const void* mask = nullptr;
   int64_t mask_row_stride = 0, mask_stride = 0;
   float scale[2] = {1, 1};
-  /// The step out: from channels[0], value[0] and gate[0] to d, of x's strides; or, where it adds, to x, which is d.
+  /// The step out: from channels[0], value[0] and gate[0] to `out`; where it adds, plus x, which may be `out`.
   Norm norm_o;
   void* out = nullptr;
   int64_t out_row_stride = 0, out_stride = 0;
@@ -78,7 +78,8 @@ struct PairProblem {
 };
 
 /// The gradients of a step of a triangle update: of one side of the step in, whose cotangent is channels[0], with its
-/// value[0], gate[0] and scale[0]; or of the step out, whose cotangent is `grad`, in which channels[0] is o.
+/// value[0], gate[0] and scale[0]; or of the step out, whose cotangent is `grad`, in which channels[0] is o. Where it
+/// adds, the last side in adds `grad` to what it makes, the gradient of x.
 struct PairGradientProblem : PairProblem {
   Operand grad;
   /// (n x n x c): the cotangent of the layer norm of x without its weight, so far; the first adds nothing to it, and

@@ -51,6 +51,10 @@ struct PlaneMap {
     copy(map.with(reinterpret_cast<uint64_t&>(barrier), ctas), slice.partition_S(tile(row, column, plane)),
          slice.partition_D(make_tensor(make_smem_ptr(shared), Tile{})));
   }
+  /// From memory to the second-level cache.
+  CUTLASS_DEVICE void prefetch(int row, int column, int plane) const {
+    cute::prefetch(map, map.get_slice(0).partition_S(tile(row, column, plane)));
+  }
   CUTLASS_DEVICE void store(Element* shared, int row, int column, int plane) const {
     using namespace cute;
     const auto slice = map.get_slice(0);

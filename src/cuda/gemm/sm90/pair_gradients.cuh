@@ -100,6 +100,13 @@ struct PairGradients {
       parameters.mask = static_cast<const T*>(p.mask);
       parameters.mask_row_stride = p.mask_row_stride;
       parameters.mask_stride = p.mask_stride;
+      if (!out && p.last && p.adds) {
+        const Operand& g = p.grad;
+        if (!are_encodable<T>(g)) return Status::of(cudaErrorInvalidValue);
+        const auto map = Kernel::LoadRows::of(g.data, g.row_stride, g.batch_stride, p.n, p.c, p.n);
+        if (!are_encoded(map.map)) return Status::of(cudaErrorInvalidValue);
+        parameters.residual = {static_cast<const T*>(g.data), g.batch_stride, g.row_stride, map};
+      }
       parameters.moments = static_cast<float2*>(p.moments);
       parameters.moments_row_stride = p.moments_row_stride;
       parameters.moments_stride = p.moments_stride;

@@ -144,6 +144,20 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling>::compute(co
     }
   };
 
+  // In the layout of the accumulators, and late, when registers are free: it is in the second-level cache by then.
+  const auto read_residual = [&](auto& fragment, int row, int place) {
+    const Element* const of_row = p.residual.data + row * p.residual.row_stride;
+    Tensor pairs = recast<cutlass::Array<Element, 2>>(fragment);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(fragment); i += 2) {
+      const int position = place * kRows + get<0>(places(i)), column = get<1>(places(i));
+      if (position < p.tiles.n && column < p.c) {
+        const Element* const from = of_row + position * p.residual.stride + column;
+        pairs(i / 2) = *reinterpret_cast<const cutlass::Array<Element, 2>*>(from);
+      }
+    }
+  };
+
   fold_norms(p, shared);
   read_mask(blockIdx.x);
   PipelineState at, next;
@@ -268,6 +282,11 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling>::compute(co
       if (p.last) {
         read(from_rows, stage.x.data(), InRows{}, other);
         through_norm(dx, other, shared.rstd[at.index()], p.c, [] {});
+        if (p.residual.data != nullptr) {
+          read_residual(other, row, place);
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(other(i));
+        }
       }
       round_to(result, dx);
       write(to_rows, result, stage.other.data(), InRows{});

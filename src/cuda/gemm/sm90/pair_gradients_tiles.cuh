@@ -71,6 +71,11 @@ struct PairGradientsKernel {
     const Element *bias[2], *norm_x[2], *norm_o[2], *mask;
     float2* moments;  // of positions
     int64_t mask_row_stride, mask_stride, moments_row_stride, moments_stride;
+    struct {  // what is added to dx, or null; shared memory has no room for it
+      const Element* data;
+      int64_t row_stride, stride;
+      LoadRows map;
+    } residual;
     float eps_x, eps_o, scale;
     int c, d;
     bool first, last;  // whether there is no dxhat yet; whether dx is wanted in its place
@@ -122,6 +127,7 @@ struct PairGradientsKernel {
       p.x.load(stage.x.data(), place, 0, row, loaded);
       p.channels.load((kOut ? stage.other : stage.grad).data(), 0, place, row, loaded);
       if (reads_rows) p.rows.load((kOut ? stage.grad : stage.other).data(), place, 0, row, loaded);
+      if (!kOut && p.residual.data != nullptr) p.residual.map.prefetch(place, 0, row);
     }
   }
 
