@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_schema import operators
+from test_schema import full_name, operators
 
 import torchops
 from benchmarks import render, run
@@ -79,7 +79,7 @@ def _own_process_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
 @pytest.mark.usefixtures("_own_process_state")
 @pytest.mark.parametrize("page", [p for p in RUN if next(blocks(p, "python"), None)], ids=name)
 def test_python_of(page: Path) -> None:
-    kernels = [torch._C._dispatch_dump(schema.name) for schema in operators()]
+    kernels = [torch._C._dispatch_dump(full_name(schema)) for schema in operators()]
     namespace: dict[str, object] = {"__name__": "__main__"}
     for line, code in blocks(page, "python"):
         printed = io.StringIO()
@@ -94,7 +94,7 @@ def test_python_of(page: Path) -> None:
     for key in [k for k, value in namespace.items() if isinstance(value, torch.library.Library)]:
         del namespace[key]
     gc.collect()
-    assert [torch._C._dispatch_dump(schema.name) for schema in operators()] == kernels
+    assert [torch._C._dispatch_dump(full_name(schema)) for schema in operators()] == kernels
 
 
 @pytest.mark.parametrize("page", RUN, ids=name)
@@ -310,9 +310,9 @@ def dispatch_table() -> str:
     """
     kernels: dict[str, set[str]] = {}
     for schema in operators():
-        lines = torch._C._dispatch_dump(schema.name).splitlines()
+        lines = torch._C._dispatch_dump(full_name(schema)).splitlines()
         keys = [line.partition(":")[0].partition("[")[0] for line in lines if ": registered at" in line]
-        kernels[schema.name.removeprefix("myops::")] = set(keys) - {"debug", "CUDA"}
+        kernels[full_name(schema).removeprefix("myops::")] = set(keys) - {"debug", "CUDA"}
     found = set().union(*kernels.values())
     columns = [k for k in ORDER if k in found] + sorted(found.difference(ORDER))
     rows = [["operator", *columns], ["---", *(":-:" for _ in columns)]]

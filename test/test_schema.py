@@ -21,7 +21,12 @@ KEYS = (
 
 def operators() -> list[torch._C.FunctionSchema]:
     names = sorted(str(name) for name in torch._C._dispatch_get_all_op_names() if str(name).startswith("myops::"))
-    return [torch._C._get_schema(name, "") for name in names]
+    return [torch._C._get_schema(*name.partition(".")[::2]) for name in names]
+
+
+def full_name(schema: torch._C.FunctionSchema) -> str:
+    """With the name of the overload, if it has one, as the dispatcher knows it."""
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
 def registered(name: str, key: str) -> bool:
@@ -57,6 +62,7 @@ myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] paramet
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor
 myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted, bool adds=False) -> Tensor[]
 myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::dense.scaled(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None, *, ScalarType? out_dtype=None) -> Tensor
 myops::gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()
 myops::glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation="sigmoid") -> Tensor
@@ -76,10 +82,11 @@ myops::triangle_multiplicative_update_(Tensor(a!) x, str direction="outgoing", *
         )
 
     def test_dispatch_table(self) -> None:
-        width = max(len(s.name) for s in operators())
+        width = max(len(full_name(s)) for s in operators())
         header = " " * width + "  " + "  ".join(KEYS)
         rows = [
-            f"{s.name:{width}}  " + "  ".join(("x" if registered(s.name, k) else ".").ljust(len(k)) for k in KEYS)
+            f"{full_name(s):{width}}  "
+            + "  ".join(("x" if registered(full_name(s), k) else ".").ljust(len(k)) for k in KEYS)
             for s in operators()
         ]
         self.assertExpectedInline(
@@ -110,6 +117,7 @@ myops::_triangle_multiplicative_update           x    x     x         .         
 myops::_triangle_multiplicative_update_          x    x     x         x                x            x             .                 .
 myops::_triangle_multiplicative_update_backward  x    x     x         .                .            .             x                 .
 myops::dense                                     x    x     x         .                x            x             x                 .
+myops::dense.scaled                              x    x     x         .                .            .             .                 .
 myops::gate                                      x    x     x         .                x            x             x                 .
 myops::gate_                                     x    x     x         x                x            x             x                 .
 myops::glu                                       x    x     x         .                x            x             x                 .
@@ -129,8 +137,9 @@ myops::triangle_multiplicative_update_           x    x     x         x         
         )
 
 
-# Their tensors are keywords, or stand for rows and keys at once, which the generic suites do not know.
+# Their tensors are keywords, stand for rows and keys at once, or have eight bits, which the generic suites do not know.
 TESTED_ALONE = {
+    "dense.scaled": "test_scaled.py",
     "triangle_attention": "test_triangle_attention.py",
     "triangle_multiplicative_update": "test_triangle_multiplicative_update.py",
     "triangle_multiplicative_update_": "test_triangle_multiplicative_update.py",
@@ -138,7 +147,7 @@ TESTED_ALONE = {
 
 
 def test_every_public_operator_is_tested() -> None:
-    public = {s.name.removeprefix("myops::") for s in operators() if not s.name.startswith("myops::_")}
+    public = {full_name(s).removeprefix("myops::") for s in operators() if not s.name.startswith("myops::_")}
     assert {*(case.name for case in OPS), *TESTED_ALONE} == public
     assert all((Path(__file__).parent / file).exists() for file in TESTED_ALONE.values())
 
@@ -146,8 +155,9 @@ def test_every_public_operator_is_tested() -> None:
 def test_operators_are_compliant() -> None:
     """Every operator promises PyTorch 2 that its fake kernel and its schema are right; opcheck holds it to that."""
     for schema in operators():
-        op = getattr(torch.ops.myops, schema.name.removeprefix("myops::")).default
-        assert torch.Tag.pt2_compliant_tag in op.tags, schema.name
+        packet = getattr(torch.ops.myops, schema.name.removeprefix("myops::"))
+        op = getattr(packet, schema.overload_name or "default")
+        assert torch.Tag.pt2_compliant_tag in op.tags, full_name(schema)
 
 
 # Registered from Python for both devices, in every build.
@@ -157,10 +167,10 @@ IN_PYTHON |= {f"myops::_triangle_attention_update{suffix}" for suffix in ("", "_
 
 def test_cuda_column() -> None:
     """In a build with CUDA every operator with a CPU kernel has a CUDA kernel too; one without has those from Python."""
-    on_cuda = {s.name for s in operators() if registered(s.name, "CUDA")}
+    on_cuda = {full_name(s) for s in operators() if registered(full_name(s), "CUDA")}
     assert on_cuda >= IN_PYTHON
-    on_cpu = {s.name for s in operators() if registered(s.name, "CPU")}
-    composite = {s.name for s in operators() if registered(s.name, "CompositeExplicitAutograd")}
+    on_cpu = {full_name(s) for s in operators() if registered(full_name(s), "CPU")}
+    composite = {full_name(s) for s in operators() if registered(full_name(s), "CompositeExplicitAutograd")}
     if not on_cuda - composite - IN_PYTHON:
         pytest.skip("this build has no CUDA kernels")
     assert on_cuda >= on_cpu

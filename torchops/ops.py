@@ -5,9 +5,9 @@ subclasses) it does with these. The in-place ones return their first argument, a
 return nothing.
 
 All tensors of one call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
-inputs with 16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that
-names the operator, the argument, what was expected and what was passed, a ``TypeError`` for what is of another type,
-such as a number in the place of a tensor; nothing is modified.
+inputs with 16-bit weights, and that ``dense_scaled`` multiplies eight-bit tensors. Supported are float32, float64,
+float16 and bfloat16. Invalid arguments raise an error that names the operator, the argument, what was expected and what
+was passed, a ``TypeError`` for what is of another type, such as a number in the place of a tensor; nothing is modified.
 
 The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
 and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
@@ -30,6 +30,7 @@ from torch import Tensor
 
 __all__ = [
     "dense",
+    "dense_scaled",
     "gate",
     "gate_",
     "glu",
@@ -45,6 +46,7 @@ __all__ = [
 
 # Not the overloads `.default`: calls of these can be compiled by torch.jit.script.
 _dense = torch.ops.myops.dense
+_dense_scaled = torch.ops.myops.dense.scaled
 _gate = torch.ops.myops.gate
 _gate_ = torch.ops.myops.gate_
 _glu = torch.ops.myops.glu
@@ -74,7 +76,8 @@ def with_type_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            mismatch = _MISMATCH.match(str(error))
+            # Where an operator has overloads, the text begins with another line, and the first schema is ours.
+            mismatch = _MISMATCH.search(str(error))
             if mismatch is None:
                 raise
             expected, argument, got = mismatch.groups()
@@ -112,6 +115,61 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
                 [0.5000, 0.5000, 0.5000, 0.5000]])
     """
     return _dense(x, w, b)
+
+
+@with_type_errors
+def dense_scaled(
+    x: Tensor,
+    w: Tensor,
+    scale_x: Tensor,
+    scale_w: Tensor,
+    b: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`dense` of eight-bit operands: ``sigmoid((x @ w.T) * scale_x * scale_w + b)``.
+
+    It is ``torch._scaled_mm(x, w.t(), scale_x, scale_w)`` with a sigmoid after it, and takes the scales that function
+    does: what ``x`` and ``w`` were divided by before they were rounded to eight bits. Unlike there, ``x`` may have any
+    number of leading dimensions, one scale may be for a whole tensor and the other for each row, and the features need
+    not be multiples of 16. The operator is ``torch.ops.myops.dense.scaled``, an overload of ``dense``; the function is
+    one of its own, because its results have another dtype and no gradients.
+
+    Args:
+        x: input of shape ``(..., in_features)``.
+        w: weight of shape ``(out_features, in_features)``.
+        scale_x: one element, for all of ``x``; or ``(..., 1)``, one for each of its rows, as
+            ``x.abs().amax(-1, keepdim=True)`` has it.
+        scale_w: one element, for all of ``w``; or ``(1, out_features)``, one for each of its rows.
+        b: bias of shape ``(out_features,)``, or ``None``.
+        out_dtype: bfloat16, float16 or float32. Default: bfloat16.
+
+    Dtypes: float8_e4m3fn ``x`` and ``w``, float32 scales, ``b`` of ``out_dtype`` or float32. Sums are float32; on
+    compute capability 9.0, as in ``_scaled_mm`` without ``use_fast_accum``, sums of a part of the products are those
+    of its tensor cores, with fewer bits, and are added up in float32.
+
+    Gradients: none, as of ``_scaled_mm``. An argument may require grad, but backward raises.
+
+    Memory: the result, and a float32 copy of a ``b`` of another dtype. Where there is no kernel for it (other GPUs than
+    those of compute capability 9.0, features that are no multiples of 16), at most 32 MiB for a panel of rows, and, for
+    such features, a copy of ``w`` in bfloat16. On the CPU, panels in float32 of at most 4 MiB for each thread, or 64
+    columns.
+
+    Returns:
+        A new contiguous tensor of shape ``(..., out_features)``.
+
+    Raises:
+        RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; a dtype is another one; or the
+            GPU has a compute capability below 8.9.
+
+    Example:
+
+        >>> x, w = torch.ones(2, 3).to(torch.float8_e4m3fn), torch.ones(4, 3).to(torch.float8_e4m3fn)
+        >>> torchops.dense_scaled(x, w, torch.tensor([0.0]), torch.tensor([2.0]), out_dtype=torch.float32)
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000],
+                [0.5000, 0.5000, 0.5000, 0.5000]])
+    """
+    return _dense_scaled(x, w, scale_x, scale_w, b, out_dtype=out_dtype)
 
 
 @with_type_errors

@@ -31,6 +31,13 @@ constexpr Rule<Tiling> kDense[] = {
     {always, Tiling::k128x128},
 };
 
+// Eight-bit operands.
+constexpr Rule<Tiling> kScaledDense[] = {
+    {[](const Case& c) { return c.m <= 64 || c.tiles(128, 128) <= c.sm_count; }, Tiling::k64x128},
+    {[](const Case& c) { return c.tiles(128, 192) < int64_t{4} * c.sm_count; }, Tiling::k128x128CooperativeTall},
+    {always, Tiling::k128x192Cooperative},
+};
+
 // The fastest tilings on an H100, of those measured from n = 64 to 16384. With one tile for a row there is no barrier.
 // Otherwise two small tiles in flight hide the wait at the barrier, until, in long products, the traffic of small tiles
 // costs more than the wait. There the large ones are faster, if whole panels keep nine of ten clusters busy.
@@ -117,6 +124,9 @@ constexpr Rule<GradientTiling> kDenseGradients[] = {
     return rules_of_it;                                                  \
   }
 TORCHOPS_RULES(Dense, kDense)
+TORCHOPS_RULES(ScaledDense, kScaledDense)
+TORCHOPS_RULES(ScaledDenseHalf, kScaledDense)
+TORCHOPS_RULES(ScaledDenseFloat, kScaledDense)
 TORCHOPS_RULES(SquareMatmul, kSquareMatmul)
 TORCHOPS_RULES(SquareMatmulT, kSquareMatmul)
 TORCHOPS_RULES(Gate, kNarrowGate)

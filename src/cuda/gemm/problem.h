@@ -15,6 +15,13 @@ struct Operand {
   int64_t batch_stride = 0;
 };
 
+/// What the rows of an operand are multiplied with to have their values: `data` has one factor for each, or one for
+/// all.
+struct Scale {
+  const float* data = nullptr;
+  bool each = false;
+};
+
 /// d (m x n) = f(a (m x k), b, b2, c) for each of a batch, where the operation says what f is and what of them it
 /// reads. A bias has n contiguous elements and no alignment, or is null. z and z2, where an operation knows them and
 /// they are not null, get its products with their biases.
@@ -22,6 +29,8 @@ struct Problem {
   int m = 0, n = 0, k = 0, batch = 1;
   Operand a, b, b2, c, d, z, z2;
   const void *bias = nullptr, *bias2 = nullptr;
+  /// Of operations with eight-bit operands, whose biases are float32.
+  Scale scale_a, scale_b, scale_b2;
   /// As many bytes as Kernel::prepare() asked for, aligned to 16.
   void* workspace = nullptr;
 };

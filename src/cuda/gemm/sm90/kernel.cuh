@@ -22,17 +22,18 @@ namespace torchops::cuda::gemm {
 /// D (m x n) = epilogue(A (m x k) @ B (k x n)), accumulated in float32. A and D have contiguous rows; B has contiguous
 /// columns (b_k_major, as w.T of a weight has), or contiguous rows. Visitor is the tree of visitors that the epilogue
 /// walks for each fragment of the accumulator.
-template <class Element_, Tiling tiling, bool b_k_major, class Visitor>
+template <class Element_, Tiling tiling, bool b_k_major, class Visitor, class Out_ = Element_>
 struct Gemm {
   using Element = Element_;
+  using Out = Out_;
   static constexpr TilingSpec kTiling = kSpec<tiling>;
   static constexpr bool kPingPong = kTiling.schedule == Schedule::kPingPong;
   // 128 bytes, the widest swizzle of shared memory.
   static constexpr int kTileK = 128 / sizeof(Element);
-  static constexpr int kAlignment = 16 / sizeof(Element);
+  static constexpr int kAlignment = 16 / sizeof(Element), kAlignmentOut = 16 / sizeof(Out);
   using Tile = cute::Shape<cute::Int<kTiling.tile_m>, cute::Int<kTiling.tile_n>, cute::Int<kTileK>>;
-  using EpilogueTile = cute::Shape<cute::Int<kPingPong ? 64 : 128>,
-                                   cute::Int<kTiling.epilogue_n * 2 / static_cast<int>(sizeof(Element))>>;
+  using EpilogueTile =
+      cute::Shape<cute::Int<kPingPong ? 64 : 128>, cute::Int<kTiling.epilogue_n * 2 / static_cast<int>(sizeof(Out))>>;
   using Cluster = cute::Shape<cute::Int<kTiling.cluster_m>, cute::Int<kTiling.cluster_n>, cute::_1>;
   using RowMajor = cutlass::layout::RowMajor;
   using LayoutB = std::conditional_t<b_k_major, cutlass::layout::ColumnMajor, RowMajor>;
@@ -42,7 +43,7 @@ struct Gemm {
                                               cutlass::epilogue::TmaWarpSpecializedCooperative>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, RowMajor,
-      kAlignment, Element, RowMajor, kAlignment, EpilogueSchedule, Visitor>::CollectiveOp;
+      kAlignmentOut, Out, RowMajor, kAlignmentOut, EpilogueSchedule, Visitor>::CollectiveOp;
   static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::SharedStorage));
   // What a resident B leaves of 227 KiB, less 1 KiB for the barriers.
   static constexpr int kStagesOfA = std::min<int>(
@@ -76,7 +77,7 @@ struct Gemm {
     } else {
       arguments.mainloop.dB = {cute::_1{}, p.b.row_stride, p.b.batch_stride};
     }
-    arguments.epilogue.ptr_D = static_cast<Element*>(const_cast<void*>(p.d.data));
+    arguments.epilogue.ptr_D = static_cast<Out*>(const_cast<void*>(p.d.data));
     arguments.epilogue.dD = {p.d.row_stride, cute::_1{}, p.d.batch_stride};
     arguments.hw_info.sm_count = clusters * kTiling.cluster_m * kTiling.cluster_n;
     arguments.hw_info.max_active_clusters = clusters;
@@ -122,8 +123,8 @@ struct Gemm {
   }
 };
 
-template <class Element, Tiling tiling, bool b_k_major, class Visitor>
-Status Gemm<Element, tiling, b_k_major, Visitor>::grid_clusters(int n, int& clusters) {
+template <class Element, Tiling tiling, bool b_k_major, class Visitor, class Out>
+Status Gemm<Element, tiling, b_k_major, Visitor, Out>::grid_clusters(int n, int& clusters) {
   if (const cudaError_t error = max_resident_clusters(clusters); error != cudaSuccess) return Status::of(error);
   if (kTiling.resident_k > 0) {
     constexpr int cluster_columns = kTiling.tile_n * kTiling.cluster_n;
@@ -133,9 +134,9 @@ Status Gemm<Element, tiling, b_k_major, Visitor>::grid_clusters(int n, int& clus
   return clusters > 0 ? Status{} : Status::not_for_me();
 }
 
-template <class Element, Tiling tiling, bool b_k_major, class Visitor>
-Status Gemm<Element, tiling, b_k_major, Visitor>::launch(const typename Kernel::Arguments& arguments, bool cooperative,
-                                                         cudaStream_t stream) {
+template <class Element, Tiling tiling, bool b_k_major, class Visitor, class Out>
+Status Gemm<Element, tiling, b_k_major, Visitor, Out>::launch(const typename Kernel::Arguments& arguments,
+                                                              bool cooperative, cudaStream_t stream) {
   typename Kernel::Params params = Kernel::to_underlying_arguments(arguments, nullptr);
   if (!are_encoded(params.mainloop.tma_load_a, params.mainloop.tma_load_b, params.epilogue.tma_store_d)) {
     return Status::of(cudaErrorInvalidValue);

@@ -1,0 +1,11 @@
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+namespace torchops::autograd {
+namespace {
+
+// What ATen does for _scaled_mm: the call works with tensors that require grad, and backward raises.
+TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("dense.scaled", torch::autograd::autogradNotImplementedFallback()); }
+
+}  // namespace
+}  // namespace torchops::autograd

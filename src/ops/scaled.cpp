@@ -1,0 +1,105 @@
+#include "ops/scaled.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "ops/common.h"
+
+namespace torchops {
+
+using at::ScalarType;
+using at::Tensor;
+
+Tensor dense_scaled(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                    const std::optional<Tensor>& b, std::optional<ScalarType> out_dtype) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::dense", "scaled").typed<decltype(dense_scaled)>();
+  return op.call(x, w, scale_x, scale_w, b, out_dtype);
+}
+
+namespace {
+
+void check_eight_bits(const char* op, const char* name, const Tensor& tensor) {
+  detail::check_layout(op, name, tensor);
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat8_e4m3fn, op, ": expected ", name, " of dtype float8_e4m3fn, got ",
+              detail::to_string(tensor.scalar_type()));
+}
+
+// One scale for all of `reference`, or one for each of its rows, in the shape `each`.
+void check_scale(const char* op, const char* name, const Tensor& scale, const char* reference_name,
+                 const Tensor& reference, c10::SymIntArrayRef each) {
+  detail::check_layout(op, name, scale);
+  TORCH_CHECK(scale.scalar_type() == at::kFloat, op, ": expected ", name, " of dtype float32, got ",
+              detail::to_string(scale.scalar_type()));
+  detail::check_device(op, name, scale, reference_name, reference);
+  // A number of rows that is not known while tracing is not asked for: that would be a guard.
+  if (TORCH_GUARD_OR_FALSE(scale.sym_numel().sym_eq(1))) return;
+  const auto expected = [&] {
+    return c10::str(op, ": expected ", name, " of one element or of shape ", detail::to_string(each), " to match ",
+                    reference_name, ", got ", detail::to_string(scale.sym_sizes()));
+  };
+  TORCH_CHECK(scale.dim() == static_cast<int64_t>(each.size()), expected());
+  for (int64_t i = 0; i < scale.dim(); ++i) TORCH_SYM_CHECK(scale.sym_size(i).sym_eq(each[i]), expected());
+}
+
+void check_scale_of_rows(const char* op, const char* name, const Tensor& scale, const Tensor& x) {
+  c10::SymDimVector each(x.sym_sizes());
+  each.back() = 1;
+  check_scale(op, name, scale, "x", x, each);
+}
+
+void check_scale_of_columns(const char* op, const char* name, const Tensor& scale, const char* w_name,
+                            const Tensor& w) {
+  check_scale(op, name, scale, w_name, w, {1, w.sym_size(0)});
+}
+
+void check_bias(const char* op, const char* name, const Tensor& b, const Tensor& x, ScalarType dtype) {
+  detail::check_layout(op, name, b);
+  TORCH_CHECK(b.scalar_type() == dtype || b.scalar_type() == at::kFloat, op, ": expected ", name, " of dtype ",
+              detail::to_string(dtype), dtype == at::kFloat ? "" : " or float32", " to match the result, got ",
+              detail::to_string(b.scalar_type()));
+  detail::check_device(op, name, b, "x", x);
+}
+
+ScalarType checked_out_dtype(const char* op, std::optional<ScalarType> out_dtype) {
+  const ScalarType dtype = out_dtype.value_or(at::kBFloat16);
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat, op,
+              ": expected out_dtype bfloat16, float16 or float32, got ", detail::to_string(dtype));
+  return dtype;
+}
+
+Tensor dense_scaled_meta(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                         const std::optional<Tensor>& b, std::optional<ScalarType> out_dtype) {
+  const ScalarType dtype = check_dense_scaled(x, w, scale_x, scale_w, b, out_dtype);
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = w.sym_size(0);
+  return at::empty_symint(sizes, x.options().dtype(dtype));
+}
+
+TORCH_LIBRARY_FRAGMENT(myops, m) {
+  m.def(
+      "dense.scaled(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None, *, "
+      "ScalarType? out_dtype=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(myops, Meta, m) { m.impl("dense.scaled", dense_scaled_meta); }
+
+}  // namespace
+
+ScalarType check_dense_scaled(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                              const std::optional<Tensor>& b, std::optional<ScalarType> out_dtype) {
+  constexpr const char* op = "dense.scaled";
+  check_eight_bits(op, "x", x);
+  check_eight_bits(op, "w", w);
+  detail::check_device(op, "w", w, "x", x);
+  const ScalarType dtype = checked_out_dtype(op, out_dtype);
+  if (b) check_bias(op, "b", *b, x, dtype);
+  detail::check_linear_sizes(op, x, "w", w, "b", b);
+  check_scale_of_rows(op, "scale_x", scale_x, x);
+  check_scale_of_columns(op, "scale_w", scale_w, "w", w);
+  return dtype;
+}
+
+}  // namespace torchops

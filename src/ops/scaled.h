@@ -1,0 +1,28 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "export.h"
+
+namespace torchops {
+
+/// dense() of eight-bit operands: y = sigmoid((x @ w.T) * scale_x * scale_w + b). It is the operator dense.scaled.
+///
+/// x: (..., in) and w: (out, in), float8_e4m3fn. scale_x: of one element, or (..., 1), one for each row of x; scale_w:
+/// of one element, or (1, out), one for each row of w; float32, what the operands are multiplied with to have their
+/// values. b: (out,), of out_dtype or float32, or none. out_dtype: bfloat16 (the default), float16 or float32.
+/// Returns a new contiguous tensor (..., out) of out_dtype; sums are float32. Has no derivative, as at::_scaled_mm.
+/// Throws c10::Error, with nothing computed, when shapes, dtypes or devices do not fit, and on a GPU of a compute
+/// capability below 8.9.
+TORCHOPS_API at::Tensor dense_scaled(const at::Tensor& x, const at::Tensor& w, const at::Tensor& scale_x,
+                                     const at::Tensor& scale_w, const std::optional<at::Tensor>& b = {},
+                                     std::optional<at::ScalarType> out_dtype = {});
+
+/// The argument checks of dense_scaled(), for kernels of other backends. Returns the dtype of the result.
+TORCHOPS_API at::ScalarType check_dense_scaled(const at::Tensor& x, const at::Tensor& w, const at::Tensor& scale_x,
+                                               const at::Tensor& scale_w, const std::optional<at::Tensor>& b,
+                                               std::optional<at::ScalarType> out_dtype);
+
+}  // namespace torchops
