@@ -261,23 +261,32 @@ def backward_bias(
 
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first_j * bias_strides[2] + first_k
     bias_tile = tl.load(bias_rows + (tl.minimum(j, left_j - 1)[:, None] * bias_strides[2] + kk[None, :]))
-    bias_tile = bias_tile.to(tl.float32)
+    bias_tile = bias_tile.to(tl.float32) * LOG2E
     i = part.to(tl.int64) * share
     q_rows, g_rows = _row(q, q_strides, b, i, h, first_j), _row(grad, grad_strides, b, i, h, first_j)
     k_rows, v_rows = _row(k, k_strides, b, i, h, first_k), _row(v, v_strides, b, i, h, first_k)
     added_row = added + (b * rows + i) * width + first_k
     numbers = ((b * rows + i) * heads + h) * width + first_j
 
+    # Triton reads ahead what products read. None reads ds here, so it would wait for these numbers: they are read an
+    # iteration ahead. Those of the mask would take more registers than there are, and come while s is made.
+    next_log_sums, next_delta = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
     sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
-    for _ in range(0, tl.minimum(share, rows - part * share)):
+    count = tl.minimum(share, rows - part * share)
+    for step in range(0, count):
+        log_sums_j, delta_j = next_log_sums, next_delta
+        if step + 1 < count:
+            numbers += heads * width
+        next_log_sums, next_delta = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
+        if MASKED:
+            added_k = tl.load(added_row + kk)
+            added_row += width
         q_tile = _load(q_rows, q_strides[3], left_j, D, PADDED_D, BLOCK_J)
         k_tile = _load(k_rows, k_strides[3], left_k, D, PADDED_D, BLOCK_K)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale + bias_tile
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2E) + bias_tile
         if MASKED:
-            s += tl.load(added_row + kk)[None, :]
-            added_row += width
-        log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
-        p = tl.exp2(s * LOG2E - log_sums_j[:, None])
+            s += added_k[None, :]
+        p = tl.exp2(s - log_sums_j[:, None])
         g_tile = _load(g_rows, grad_strides[3], left_j, D, PADDED_D, BLOCK_J)
         v_tile = _load(v_rows, v_strides[3], left_k, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -286,7 +295,6 @@ def backward_bias(
         g_rows += grad_strides[1]
         k_rows += k_strides[1]
         v_rows += v_strides[1]
-        numbers += heads * width
 
     batch_heads = tl.num_programs(2).to(tl.int64)
     at = ((part * batch_heads + bh) * n + first_j) * n + first_k
