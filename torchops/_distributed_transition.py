@@ -107,12 +107,21 @@ def _transition_backward(
         summed = Replicate() if p == Replicate() else Partial()
         inputs = [p, p, *map(_if_given, parameters), None, None, None]
         ways.append((_asked(wanted, [p, *[summed] * 8]), inputs))
-    if adds:  # parts of a sum would each have grad
+    if adds:  # parts of a sum would each have grad: _backward_in_parts
         return ways
     hidden = list(_HIDDEN_PARALLEL.values())
     inputs = [Replicate(), Replicate(), *map(_if_given, parameters, hidden), None, None, None]
     ways.append((_asked(wanted, [Partial(), Partial(), Partial(), *hidden[2:]]), inputs))
     return ways
+
+
+def _backward_in_parts(_cls: type, op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
+    """Where ranks have a share of the hidden features each, parts of the gradient of x, and grad itself once."""
+    (*given, wanted, adds), grad, gate_weight = (*args, False)[:12], args[0], args[4]
+    if not (adds and wanted[0] and isinstance(gate_weight, DTensor) and Shard(0) in gate_weight.placements):
+        return NotImplemented
+    dx, *others = op(*given, wanted)
+    return dx + grad, *others
 
 
 register_sharding(_myops._transition_backward.default)(_transition_backward)
@@ -124,5 +133,6 @@ for _name, _rule in {
     "transition": _transition,
     "transition_": _transition_,
     "_add_transition": _add_transition,
+    "_transition_backward": _backward_in_parts,
 }.items():
     torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
