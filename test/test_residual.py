@@ -388,3 +388,40 @@ def test_pair_layer_adds_in_its_kernels_cuda() -> None:
     names = [event.key for event in profile.key_averages()]
     assert names
     assert not [name for name in names if "CUDAFunctor_add" in name or "AddFunctor" in name]
+
+
+@CUDA
+@pytest.mark.parametrize("inplace", [False, True], ids=["new", "in_place"])
+def test_a_float32_stream_is_added_to_in_kernels_cuda(inplace: bool) -> None:
+    """Forward, beside 16-bit weights: the update is never a tensor of its own."""
+    layer, x = PairLayer(128, device="cuda", dtype=torch.bfloat16).eval(), pair(96, 128, torch.float32, "cuda")
+    with torch.inference_mode():
+        layer(x.clone(), inplace=inplace)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            layer(x, inplace=inplace)
+            torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    assert names
+    assert not [name for name in names if "CUDAFunctor_add" in name or "AddFunctor" in name]
+
+
+@CUDA
+@pytest.mark.parametrize("name", ["outgoing", "incoming", "transition"])
+@pytest.mark.parametrize(("c", "n"), [(128, 70), (128, 64), (64, 9), (40, 65), (8, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_a_float32_stream_of_any_size_cuda(name: str, c: int, n: int, dtype: torch.dtype) -> None:
+    """In place, new and of strides that the kernels read or not: the sum in float32, and nothing beside x is written."""
+    layer, whole = layer_of(name, c, dtype=dtype, device="cuda"), pair(n + 2, c + 8, torch.float32, "cuda")
+    for start in (0, 1):  # of rows that begin at a multiple of 16 bytes, or not
+        around = whole.clone()
+        x = around[:, 1:-1, 1:-1, start : start + c]
+        args = others(name, x)
+        exact = plain(copy.deepcopy(layer).double(), x.double(), *args)
+        scale = (exact - x).norm()
+        with torch.no_grad():
+            assert ((fused(layer, x, *args) - exact).norm() <= 1.5 * TOLERANCE[dtype] * scale).item()
+            assert torch.equal(around, whole)
+            layer(x, *args, inplace=True)
+        assert ((x - exact).norm() <= 1.5 * TOLERANCE[dtype] * scale).item()
+        x.copy_(whole[:, 1:-1, 1:-1, start : start + c])
+        assert torch.equal(around, whole)

@@ -151,28 +151,25 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// to = from * its row's factor, or += without factors.
-template <class T, bool kAdds>
+/// to = from * its row's factor, if there are factors.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     widen_kernel(const Positions<float> to, const T* __restrict__ from, const float* __restrict__ factors) {
   for (int64_t outer = blockIdx.y; outer < to.outer; outer += gridDim.y) {
     const Place place(to, outer);
     Packed<T, kWide> loaded[kRowsOfThread][kVectors];
-    Packed<float, kWide> old[kRowsOfThread][kVectors];
     float factor[kRowsOfThread];
-    place.for_each_row([&](int i, int64_t number, const float* row) {
+    place.for_each_row([&](int i, int64_t number, const float*) {
       factor[i] = factors == nullptr ? 1.f : factors[number];
-      place.for_each_vector([&](int k, int feature) {
-        loaded[i][k] = load<T, kWide>(from + number * to.features + feature);
-        if (kAdds) old[i][k] = load<float, kWide>(row + feature);
-      });
+      place.for_each_vector(
+          [&](int k, int feature) { loaded[i][k] = load<T, kWide>(from + number * to.features + feature); });
     });
     place.for_each_row([&](int i, int64_t, float* row) {
       place.for_each_vector([&](int k, int feature) {
         float values[kWide];
         unpack(loaded[i][k], values);
 #pragma unroll
-        for (int j = 0; j < kWide; ++j) values[j] = kAdds ? old[i][k].at[j] + values[j] : values[j] * factor[i];
+        for (int j = 0; j < kWide; ++j) values[j] *= factor[i];
         store_vector(row + feature, values);
       });
     });
@@ -191,15 +188,6 @@ void of_16_bits(const Tensor& t, const F& f) {
   TORCH_INTERNAL_ASSERT(t.is_contiguous() && (t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16));
   t.scalar_type() == at::kHalf ? f(at::Half()) : f(at::BFloat16());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-template <bool kAdds>
-void widen(const Positions<float>& to, const Tensor& from, const Tensor& factors) {
-  of_16_bits(from, [&](auto type) {
-    using T = decltype(type);
-    widen_kernel<T, kAdds><<<grid_of(to), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        to, from.const_data_ptr<T>(), factors.defined() ? factors.const_data_ptr<float>() : nullptr);
-  });
 }
 
 }  // namespace
@@ -238,13 +226,13 @@ Centered::Centered(const Tensor& x, Tensor out, double eps) : rows_(std::move(ou
 
 Tensor Centered::gradient(const Tensor& of_rows) const {
   const Tensor dx = at::detail::empty_cuda(of_rows.sizes(), of_rows.options().dtype(at::kFloat));
-  widen<false>(*positions(dx), of_rows, factors_);
+  const Positions<float> to = *positions(dx);
+  of_16_bits(of_rows, [&](auto type) {
+    using T = decltype(type);
+    widen_kernel<T><<<grid_of(to), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        to, of_rows.const_data_ptr<T>(), factors_.defined() ? factors_.const_data_ptr<float>() : nullptr);
+  });
   return dx;
-}
-
-void add_update(const Tensor& x, const Tensor& update) {
-  const auto rows = positions(x);
-  rows ? widen<true>(*rows, update, {}) : static_cast<void>(Tensor(x).add_(update));
 }
 
 }  // namespace torchops::cuda

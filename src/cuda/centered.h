@@ -34,8 +34,4 @@ class Centered {
   at::Tensor rows_, factors_;  // a factor for each row, in float16 alone
 };
 
-/// x += update for a float32 x that takes() knows, with the sum in float32, in one pass. `update` is contiguous, of 16
-/// bits.
-void add_update(const at::Tensor& x, const at::Tensor& update);
-
 }  // namespace torchops::cuda

@@ -114,9 +114,11 @@ class PairSteps {
 
   /// From x (N, N, c) and the mask (N, N) or none, both in the direction of the update, to a and b.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
-  /// From the product o and x (N, N, c) to the update, in `out`; or, where it adds, x plus the update. Where it adds,
-  /// or c and d are at most 128, `out` may be x.
-  bool out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& out, bool adds, double eps_out) const;
+  /// From the product o and x (N, N, c) to the update, in `out`, plus `residual` where that is defined. This is x; or,
+  /// up to 128 features and channels, of float32, as `out` is then, which may be it. Where it adds x, or c and d are at
+  /// most 128, `out` may be x.
+  bool out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& out,
+           double eps_out) const;
 
  private:
   bool wide_in(gemm::PairProblem& problem, const at::Tensor& a) const;
@@ -178,7 +180,7 @@ inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at:
   return pair_steps::is_wide(p) ? wide_in(p, a) : gemm::run_chosen<gemm::TriangleIn>(p, *case_, a);
 }
 
-inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& out, bool adds,
+inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& out,
                            double eps_out) const {
   const auto to = case_ ? pair_steps::positions(out) : std::nullopt;
   if (!to) return false;
@@ -193,7 +195,12 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
   p.out = out.mutable_data_ptr();
   p.out_row_stride = to->row_stride;
   p.out_stride = to->batch_stride;
-  p.adds = adds;
+  p.adds = residual.defined();
+  if (residual.defined() && residual.scalar_type() != t_.dtype()) {
+    const auto from = pair_steps::positions(residual);
+    if (!from || pair_steps::is_wide(p)) return false;
+    p.residual = *from;
+  }
   return pair_steps::is_wide(p) ? wide_out(p, x, out) : gemm::run_chosen<gemm::TriangleOut>(p, *case_, out);
 }
 

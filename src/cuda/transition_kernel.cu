@@ -123,14 +123,19 @@ class Fused {
   c10::SmallVector<Tensor, 5> kept_;
 };
 
-// All of it in one pass over the rows; false, with nothing done, where that kernel cannot run. `out`, to which it adds
-// or not, may be x. Both are matrices.
-bool fused(const Tensor& out, const Tensor& x, const Transition& t, bool adds) {
+// All of it in one pass over the rows; false, with nothing done, where that kernel cannot run. `out`, plus `residual`
+// where that is defined, may be x. That is x; or of float32, as `out` is then, which may be it. All are matrices.
+bool fused(const Tensor& out, const Tensor& x, const Transition& t, const Tensor& residual) {
   Fused<gemm::TransitionProblem> call(x, t);
   const auto to = gemm::operand(out);
   if (!call.possible() || !to) return false;
   call.problem.out = *to;
-  call.problem.adds = adds;
+  call.problem.adds = residual.defined();
+  if (residual.defined() && residual.scalar_type() != t.dtype()) {
+    const auto from = gemm::operand(residual);
+    if (!from) return false;
+    call.problem.residual = *from;
+  }
   return gemm::run_chosen<gemm::Transition>(call.problem, call.of_rows(), out);
 }
 
@@ -144,13 +149,13 @@ bool can_fuse(const Tensor& rows, const Transition& t) {
 // The transition of rows of a float32 x, centred for the kernel, which writes it over them.
 void transition_of_float32(const Tensor& x_rows, const Tensor& y_rows, const Transition& t) {
   const Centered centered(x_rows, y_rows, t.eps);
-  TORCH_INTERNAL_ASSERT(fused(y_rows, centered.rows(), t, /*adds=*/false));
+  TORCH_INTERNAL_ASSERT(fused(y_rows, centered.rows(), t, /*residual=*/{}));
 }
 
-// x += transition(x) for such rows, by panels of about the same size, of each of which the update needs scratch. The
-// more there are, the more often the kernel waits for its last rows: 589824 rows of 128 features take 0.85 ms in 9
-// panels, 0.78 in 3, and 0.74 at once (H100, bfloat16). False, with nothing done, where the kernel cannot run.
-bool add_to_float32(const Tensor& x_rows, const Transition& t) {
+// sum = x + transition(x) for such rows, by panels of about the same size, which are centred in scratch; it may be x.
+// The more there are, the more often the kernel waits for its last rows. False, with nothing done, where the kernel
+// cannot run.
+bool add_float32(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
   constexpr int64_t most_bytes = int64_t{64} << 20;
   if (!Centered::takes(x_rows, t.dtype())) return false;
   const int64_t rows = x_rows.size(0), c = x_rows.size(1);
@@ -158,15 +163,21 @@ bool add_to_float32(const Tensor& x_rows, const Transition& t) {
   const Tensor scratch = at::detail::empty_cuda({step, c}, t.gate_weight.options());
   if (!can_fuse(scratch, t)) return false;
   for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
-    const Tensor target = x_rows.narrow(0, begin, end - begin), update = scratch.narrow(0, 0, end - begin);
-    transition_of_float32(target, update, t);
-    add_update(target, update);
+    const auto panel_of = [&](const Tensor& rows) { return rows.narrow(0, begin, end - begin); };
+    const Tensor x = panel_of(x_rows);
+    Tensor target = panel_of(sum);
+    const Centered centered(x, scratch.narrow(0, 0, end - begin), t.eps);
+    if (fused(target, centered.rows(), t, x)) return;
+    // Of strides that the kernel cannot read.
+    TORCH_INTERNAL_ASSERT(fused(centered.rows(), centered.rows(), t, /*residual=*/{}));
+    at::cuda::add_out(target, x, centered.rows());
   });
   return true;
 }
 
-// sum = x + transition(x) for matrices, by panels through ATen; it may be x.
-void add_by_panels(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
+// sum = x + transition(x) for matrices; it may be x.
+void add_to(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
+  if (fused(sum, x_rows, t, /*residual=*/x_rows) || add_float32(sum, x_rows, t)) return;
   const Layers layers(t);
   for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
     const Tensor rows = x_rows.narrow(0, begin, end - begin);
@@ -190,7 +201,7 @@ Tensor transition_cuda(const Transition& t) {
   if (y.numel() == 0) return y;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor x_rows = detail::as_rows(t.x), y_rows = detail::as_rows(y);
-  if (fused(y_rows, x_rows, t, /*adds=*/false)) return y;
+  if (fused(y_rows, x_rows, t, /*residual=*/{})) return y;
   if (Centered::takes(x_rows, t.dtype()) && can_fuse(y_rows, t)) {
     transition_of_float32(x_rows, y_rows, t);
     return y;
@@ -210,7 +221,7 @@ void transition_cuda_(const Transition& arguments) {
   const Transition t = detail::read_first(arguments);
   const auto add = [&](const detail::Operands& matrices) {
     const Tensor& x_rows = matrices[0];
-    if (!fused(x_rows, x_rows, t, /*adds=*/true) && !add_to_float32(x_rows, t)) add_by_panels(x_rows, x_rows, t);
+    add_to(x_rows, x_rows, t);
   };
   detail::overwriting(t.x, [&] { overwrite_rows({t.x}, 1, add); });
 }
@@ -222,17 +233,7 @@ Tensor add_transition_cuda(const Transition& t) {
   if (sum.numel() == 0) return sum;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor x_rows = detail::as_rows(t.x), sum_rows = detail::as_rows(sum);
-  if (fused(sum_rows, x_rows, t, /*adds=*/true)) return sum;
-  if (Centered::takes(x_rows, t.dtype())) {
-    const Tensor update = at::detail::empty_cuda(x_rows.sizes(), t.gate_weight.options());
-    if (can_fuse(update, t)) {
-      transition_of_float32(x_rows, update, t);
-      Tensor target = sum_rows;
-      at::cuda::add_out(target, x_rows, update);
-      return sum;
-    }
-  }
-  add_by_panels(sum_rows, x_rows, t);
+  add_to(sum_rows, x_rows, t);
   return sum;
 }
 

@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool
     // Only now, so that it can have the memory of b.
     if (!out.defined()) out = layers.empty(t.x.sizes());
     const Tensor pair = detail::batch_element(t.x, 3, index), result = detail::batch_element(out, 3, index);
-    if (layers.steps().out(o, pair, result, /*adds=*/false, layers.eps_out())) return;
+    if (layers.steps().out(o, pair, /*residual=*/{}, result, layers.eps_out())) return;
     layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
       update_panel(layers, panel, o, panel.rows_of(pair), panel.rows_of(result));
     });
@@ -164,27 +164,30 @@ std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool
   return {out.defined() ? out : layers.empty(t.x.sizes()), product};
 }
 
-// The update of a float32 x that is centred: in the place of what the kernels read.
-std::tuple<Tensor, Tensor> update_of(TriangleUpdate t, const Centered& centered, bool keep_product) {
-  t.x = centered.rows();
-  return update_into(t.x, t, keep_product);
-}
-
 // sum = x plus the update; it may be x; undefined, it is made. Returns the product.
-Tensor add_to(Tensor& sum, const TriangleUpdate& t, bool keep_product) {
+Tensor add_to(Tensor& sum, TriangleUpdate t, bool keep_product) {
+  const Tensor x = t.x;
+  const auto centered = pair_steps::centered(t);
+  if (centered) t.x = centered->rows();
   const Layers layers(t);
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
-    if (!sum.defined()) sum = layers.empty(t.x.sizes(), t.x.options());
-    const Tensor pair = detail::batch_element(t.x, 3, index), target = detail::batch_element(sum, 3, index);
-    if (layers.steps().out(o, pair, target, /*adds=*/true, layers.eps_out())) return;
+    if (!sum.defined()) sum = layers.empty(x.sizes(), x.options());
+    const Tensor pair = detail::batch_element(t.x, 3, index), residual = detail::batch_element(x, 3, index);
+    Tensor target = detail::batch_element(sum, 3, index);
+    if (layers.steps().out(o, pair, residual, target, layers.eps_out())) return;
+    // Of strides that the kernel cannot read.
+    if (centered && layers.steps().out(o, pair, /*residual=*/{}, pair, layers.eps_out())) {
+      at::cuda::add_out(target, residual, pair);
+      return;
+    }
     layers.for_each_panel(4, 0, [&](const TrianglePanel& panel) {
-      const Tensor own = panel.of(pair), rows = panel.rows_of(pair), update = layers.empty(rows.sizes());
+      const Tensor own = panel.of(residual), rows = panel.rows_of(pair), update = layers.empty(rows.sizes());
       update_panel(layers, panel, o, rows, update);
       Tensor to = panel.of(target);
       at::cuda::add_out(to, own, update.view(own.sizes()));
     });
   });
-  if (!sum.defined()) sum = layers.empty(t.x.sizes(), t.x.options());
+  if (!sum.defined()) sum = layers.empty(x.sizes(), x.options());
   return product;
 }
 
@@ -192,17 +195,17 @@ std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& ma
                                        const TriangleParameterList& parameters, bool outgoing, double eps,
                                        bool keep_product, bool adds) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
+  TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  if (const auto centered = pair_steps::centered(t)) {
-    std::tuple<Tensor, Tensor> results = update_of(t, *centered, keep_product);
-    if (adds) std::get<0>(results) = at::cuda::add(x, std::get<0>(results)).contiguous();
-    return results;
+  if (adds) {
+    Tensor sum;
+    const Tensor product = add_to(sum, t, keep_product);
+    return {sum, product};
   }
-  if (!adds) return update_into({}, t, keep_product);
-  Tensor sum;
-  const Tensor product = add_to(sum, t, keep_product);
-  return {sum, product};
+  const auto centered = pair_steps::centered(t);
+  if (!centered) return update_into({}, t, keep_product);
+  t.x = centered->rows();
+  return update_into(t.x, t, keep_product);  // in the place of what the kernels read
 }
 
 Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
@@ -210,11 +213,6 @@ Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   TriangleUpdate t = detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  if (const auto centered = pair_steps::centered(t)) {
-    const auto [update, product] = update_of(t, *centered, keep_product);
-    add_update(x, update);
-    return product;
-  }
   t = detail::read_first(t);
   Tensor product;
   detail::overwriting(x, [&] { product = add_to(x, t, keep_product); });

@@ -74,11 +74,13 @@ struct PairProblem {
   const void* mask = nullptr;
   int64_t mask_row_stride = 0, mask_stride = 0;
   float scale[2] = {1, 1};
-  /// The step out: from channels[0], value[0] and gate[0] to `out`; where it adds, plus x, which may be `out`.
+  /// The step out: from channels[0], value[0] and gate[0] to `out`; where it adds, plus x, which may be `out`, or plus
+  /// `residual`, if there is one: that and `out` are of float32 then, and may be the same.
   Norm norm_o;
   void* out = nullptr;
   int64_t out_row_stride = 0, out_stride = 0;
   bool adds = false;
+  Operand residual;
   /// Two floats for each position, or null: of the layer norm of x, what the first step that needs them leaves to those
   /// that follow.
   void* moments = nullptr;
@@ -101,10 +103,11 @@ struct PairGradientProblem : PairProblem {
 };
 
 /// A transition of m rows of c features: x, normalised, through gate and up to hidden features, and through down to
-/// `out`, of x's shape; or, where it adds, plus x, which may be `out`. c and hidden are multiples of 8.
+/// `out`, of x's shape; where it adds, plus x, which may be `out`, or plus `residual`, if there is one: that and `out`
+/// are of float32 then, and may be the same. c and hidden are multiples of 8.
 struct TransitionProblem {
   int m = 0, c = 0, hidden = 0;
-  Operand x, out;
+  Operand x, out, residual;
   Norm norm;
   Layer gate, up, down;
   bool adds = false;

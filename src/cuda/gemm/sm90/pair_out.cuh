@@ -7,6 +7,7 @@
 // rows.
 
 #include "cuda/gemm/sm90/pair.cuh"
+#include "cuda/gemm/sm90/wide_rows.cuh"
 
 namespace torchops::cuda::gemm {
 
@@ -16,7 +17,7 @@ struct PairOutKernel {
   // Of both products: c columns; d and c are the lengths of their sums.
   static constexpr int kRows = kPairRows, kColumns = kPairColumns, kN = kSpec<tiling>.tile_n, kK = kSpec<tiling>.most_k;
   static constexpr int kParts = kN / kColumns, kWeights = 2 * kParts;
-  static constexpr int kSize = static_cast<int>(sizeof(Element));
+  static constexpr int kSize = static_cast<int>(sizeof(Element)), kRegisters = 160;
   static constexpr int kTileBytes = kRows * kK * kSize, kWeightBytes = kColumns * kK * kSize;
   static constexpr int kRoom = 227 * 1024 - 512 - kWeights * (kWeightBytes + 8 * kColumns) - 2 * 8 * kK -
                                kPairComputing * (kColumns * kRows * kSize + 8 * 4 * kRows);
@@ -51,6 +52,7 @@ struct PairOutKernel {
     float eps_x, eps_o;
     int c, d;
     bool adds;
+    WideRows wide;
     PairTiles tiles;
   };
 
@@ -161,19 +163,26 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
         of_o = channel_moments<Element, kK>(stage.o.data(), shared.partial[warpgroup], p.d, p.eps_o, sync);
         of_x = row_moments<Element, kK>(stage.x.data(), p.c, p.eps_x);
       }
+      const bool is_wide = p.wide.from != nullptr;
+      const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
+      WideRow<kColumns / 8> wide[2];  // of the two rows of which a thread has columns
+      if (is_wide) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const int position = place * kRows + get<0>(places(2 * i)), column = part * kColumns + get<1>(places(0));
+          wide[i].load(p.wide, row, position, column, position < p.tiles.n ? p.c : 0);
+        }
+      }
       Tensor x = make_tensor_like<Element>(y);
-      if (p.adds) {
+      if (p.adds && !is_wide) {
         copy(read, read_slice.partition_S(in_rows(stage.x.data() + part * (kRows * kColumns))), read_slice.retile_D(x));
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(y);
       warpgroup_fence_operand(t);
 
-      Tensor result = make_tensor_like<Element>(y);
-      const cutlass::NumericArrayConverter<Element, float, 2> to_element;
-      Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < size(y); i += 2) {  // pairs of neighbouring columns, in one row and the other by turns
+      // Of pairs of neighbouring columns, in one row and the other by turns.
+      const auto update = [&](int i) {
         const int in_tile = get<1>(places(i)), of_thread = i / 2 % 2;
         const float4 terms = *reinterpret_cast<const float4*>(&shared.terms[0][part][in_tile]);
         const float4 gate_terms = *reinterpret_cast<const float4*>(&shared.terms[1][part][in_tile]);
@@ -187,7 +196,25 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
           const float s =
               Gate::of_scaled<kExactness>(fmaf(Gate::kScale * of_x.scale[of_thread], t(i + v), gate_of_column));
           values[v] = fmaf(of_o.scale[of_thread], y(i + v), of_column) * s;
-          if (p.adds) values[v] += static_cast<float>(x(i + v));
+        }
+        return values;
+      };
+      if (is_wide) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < size(y); i += 2) wide[i / 2 % 2].add(i / 4, update(i));
+        sync();  // the products have read the tile
+        if (part + 1 == parts && thread == 0) shared.barriers.free[at.index()].arrive();
+        continue;
+      }
+      Tensor result = make_tensor_like<Element>(y);
+      const cutlass::NumericArrayConverter<Element, float, 2> to_element;
+      Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(y); i += 2) {
+        cutlass::Array<float, 2> values = update(i);
+        if (p.adds) {
+          values[0] += static_cast<float>(x(i));
+          values[1] += static_cast<float>(x(i + 1));
         }
         pairs(i / 2) = to_element(values);
       }
@@ -197,7 +224,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       copy(write, write_slice.retile_S(result), to_results);
       cutlass::arch::fence_view_async_shared();
       sync();
-      if (thread == 0) p.out.store(results, p.tiles.place_in_row(tile), part, p.tiles.row(tile));
+      if (thread == 0) p.out.store(results, place, part, row);
     }
     at.advance(kPairComputing);
   }
@@ -205,7 +232,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
 }
 
 /// out[i][k] = (layer norm of o[:, i, k] @ value.T + bias) * sigmoid(layer norm of x[i][k] @ gate.T + bias), plus
-/// x[i][k] where it adds; o is channels[0].
+/// x[i][k] or the residual where it adds; o is channels[0].
 template <class Gate>
 struct PairOut {
   template <Element element, NarrowTiling tiling>
@@ -225,18 +252,23 @@ struct PairOut {
       int blocks = 0;
       if (const cudaError_t error = pair_blocks<Kernel>(p.n, blocks); error != cudaSuccess) return Status::of(error);
       const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
-      if (!are_encodable<T>(p.x, o, out, p.value[0].weight, p.gate[0].weight)) {
+      const bool is_wide = p.adds && p.residual.data != nullptr;
+      if (!are_encodable<T>(p.x, o, is_wide ? p.x : out, p.value[0].weight, p.gate[0].weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
       Parameters parameters{};
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);
       parameters.o = decltype(Parameters::o)::of(o.data, p.channel_stride, p.row_stride, p.d, p.n, p.n);
-      parameters.out = decltype(Parameters::out)::of(p.out, p.out_row_stride, p.out_stride, p.n, p.c, p.n);
+      if (is_wide) {
+        parameters.wide = WideRows(p.residual, {p.out, p.out_row_stride, p.out_stride});
+      } else {
+        parameters.out = decltype(Parameters::out)::of(p.out, p.out_row_stride, p.out_stride, p.n, p.c, p.n);
+      }
       using Weights = std::remove_reference_t<decltype(parameters.w[0])>;
       parameters.w[0] = Weights::of(p.value[0].weight.data, p.value[0].weight.row_stride, p.c, p.d);
       parameters.w[1] = Weights::of(p.gate[0].weight.data, p.gate[0].weight.row_stride, p.c, p.c);
-      if (!are_encoded(parameters.x.map, parameters.o.map, parameters.out.map, parameters.w[0].map,
-                       parameters.w[1].map)) {
+      if (!are_encoded(parameters.x.map, parameters.o.map, parameters.w[0].map, parameters.w[1].map) ||
+          (!is_wide && !are_encoded(parameters.out.map))) {
         return Status::of(cudaErrorInvalidValue);
       }
       parameters.bias[0] = static_cast<const T*>(p.value[0].bias);

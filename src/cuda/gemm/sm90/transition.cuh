@@ -21,6 +21,7 @@
 #include "cuda/gemm/sm90/cluster_launch.cuh"
 #include "cuda/gemm/sm90/operand_norm.cuh"
 #include "cuda/gemm/sm90/pair.cuh"
+#include "cuda/gemm/sm90/wide_rows.cuh"
 
 namespace torchops::cuda::gemm {
 
@@ -56,8 +57,9 @@ struct FeedForwardKernel {
     TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kChunk, kChunk> gate, up, down;
     const Element *gate_bias, *up_bias, *down_bias, *norm[2];
     float eps;
-    int c, hidden, row_tiles;  // of the rows of a cluster
+    int m, c, hidden, row_tiles;  // of the rows of a cluster
     bool adds;
+    WideRows wide;
 
     CUTLASS_DEVICE int chunks() const { return (hidden + kChunk - 1) / kChunk; }
     CUTLASS_DEVICE int first() const { return blockIdx.x / kCtas; }
@@ -250,6 +252,9 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     shared.x_loaded[tile_at.index()][warpgroup].wait(tile_at.phase());
     copy(read_z, z_slice.partition_S(in_rows(x)), z_slice.retile_D(z));
     normalize_operand<Element>(z, shared.norm, p.c, p.eps);
+    const bool is_wide = p.wide.from != nullptr;
+    const int first_row = p.place(tile, warpgroup) * kRows;
+    if (is_wide && first_row + thread / 2 < p.m) p.wide.prefetch(first_row + thread / 2, p.c, thread % 2, 2);
 
     start_factors(at);
     if (thread == 0 && stored >= 0) {
@@ -275,24 +280,47 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
       release(shared.down_free[down_at.index()]);
       round_to_h();
     }
+    // The two rows of which a thread has columns: half of them at a time, while registers of hidden features are free.
+    constexpr int kPairs = kC / 16;
+    WideRow<kPairs> wide[2];
+    const auto load_wide = [&](int column) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int row = first_row + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
+        wide[i].load(p.wide, 0, row, column + in_quad, row < p.m ? p.c : 0);
+      }
+    };
     begin();
+    if (is_wide) load_wide(0);
     start_down(down_at, chunks == 1);
     Tensor old = make_tensor_like<Element>(y);
-    if (p.adds) copy(read_x, x_slice.partition_S(in_rows(x)), x_slice.retile_D(old));
+    if (p.adds && !is_wide) copy(read_x, x_slice.partition_S(in_rows(x)), x_slice.retile_D(old));
     warpgroup_wait<0>();
     warpgroup_fence_operand(y);
     release(shared.down_free[down_at.index()]);
     ++down_at;
 
+    stored = tile_at.index();
+    const auto update = [&](int i) {
+      const float2 bias = *reinterpret_cast<const float2*>(&shared.down_bias[i / 4 * 8 + in_quad]);
+      return cutlass::Array<float, 2>{y(i) + bias.x, y(i + 1) + bias.y};
+    };
+    if (is_wide) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1) load_wide(kC / 2);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < size(y) / 2; i += 2) wide[i / 2 % 2].add(i / 4, update(half * (size(y) / 2) + i));
+      }
+      sync();  // all warps have read x
+      continue;
+    }
     Tensor result = make_tensor_like<Element>(y);
     const cutlass::NumericArrayConverter<Element, float, 2> round;
     Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(y); i += 2) {
-      const float2 bias = *reinterpret_cast<const float2*>(&shared.down_bias[i / 4 * 8 + in_quad]);
-      cutlass::Array<float, 2> values;
-      values[0] = y(i) + bias.x;
-      values[1] = y(i + 1) + bias.y;
+      cutlass::Array<float, 2> values = update(i);
       if (p.adds) {
         values[0] += static_cast<float>(old(i));
         values[1] += static_cast<float>(old(i + 1));
@@ -304,7 +332,6 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     cutlass::arch::fence_view_async_shared();
     sync();
     if (thread == 0) p.out.store(x, p.place(tile, warpgroup), 0);
-    stored = tile_at.index();
   }
   if (thread == 0) tma_store_wait<0>();
 }
@@ -328,7 +355,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   cute::cluster_sync();  // the other CTA may still write to this one's shared memory
 }
 
-/// out = down(F(gate(z)) * up(z)) with z = layer norm of x; or, where it adds, plus x.
+/// out = down(F(gate(z)) * up(z)) with z = layer norm of x; where it adds, plus x or the residual.
 template <class F>
 struct FeedForward {
   template <Element element, NarrowTiling tiling>
@@ -349,19 +376,24 @@ struct FeedForward {
       using Parameters = typename Kernel::Parameters;
       int count = 0;
       if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
-      if (!are_encodable<T>(p.x, p.out, p.gate.weight, p.up.weight, p.down.weight)) {
+      const bool is_wide = p.adds && p.residual.data != nullptr;
+      if (!are_encodable<T>(p.x, is_wide ? p.x : p.out, p.gate.weight, p.up.weight, p.down.weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
       using Weights = decltype(Parameters::gate);
       constexpr int rows = Kernel::kRows * Kernel::kWarpgroups * Kernel::kCtas;
       Parameters parameters{};
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.c);
-      parameters.out = decltype(Parameters::out)::of(p.out.data, p.out.row_stride, p.m, p.c);
+      if (is_wide) {
+        parameters.wide = WideRows(p.residual, p.out);
+      } else {
+        parameters.out = decltype(Parameters::out)::of(p.out.data, p.out.row_stride, p.m, p.c);
+      }
       parameters.gate = Weights::of(p.gate.weight.data, p.gate.weight.row_stride, p.hidden, p.c);
       parameters.up = Weights::of(p.up.weight.data, p.up.weight.row_stride, p.hidden, p.c);
       parameters.down = Weights::of(p.down.weight.data, p.down.weight.row_stride, p.c, p.hidden);
-      if (!are_encoded(parameters.x.map, parameters.out.map, parameters.gate.map, parameters.up.map,
-                       parameters.down.map)) {
+      if (!are_encoded(parameters.x.map, parameters.gate.map, parameters.up.map, parameters.down.map) ||
+          (!is_wide && !are_encoded(parameters.out.map))) {
         return Status::of(cudaErrorInvalidValue);
       }
       parameters.gate_bias = static_cast<const T*>(p.gate.bias);
@@ -370,6 +402,7 @@ struct FeedForward {
       parameters.norm[0] = static_cast<const T*>(p.norm.weight);
       parameters.norm[1] = static_cast<const T*>(p.norm.bias);
       parameters.eps = p.norm.eps;
+      parameters.m = p.m;
       parameters.c = p.c;
       parameters.hidden = p.hidden;
       parameters.row_tiles = p.m / rows + (p.m % rows != 0);
