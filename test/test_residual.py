@@ -410,7 +410,7 @@ def test_a_float32_stream_is_added_to_in_kernels_cuda(inplace: bool) -> None:
 @pytest.mark.parametrize(("c", "n"), [(128, 70), (128, 64), (64, 9), (40, 65), (8, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_a_float32_stream_of_any_size_cuda(name: str, c: int, n: int, dtype: torch.dtype) -> None:
-    """In place, new and of strides that the kernels read or not: the sum in float32, and nothing beside x is written."""
+    """In place, new and of strides that the kernels read or not: the sum in float32; nothing beside x is written."""
     layer, whole = layer_of(name, c, dtype=dtype, device="cuda"), pair(n + 2, c + 8, torch.float32, "cuda")
     for start in (0, 1):  # of rows that begin at a multiple of 16 bytes, or not
         around = whole.clone()
