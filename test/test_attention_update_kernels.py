@@ -183,18 +183,20 @@ from torchops import _attention_update_panels as panels, _attention_update_trito
 from torchops._attention_update_operators import _weights
 
 torch.manual_seed(0)
+torch.use_deterministic_algorithms(True)  # so what is not yet written is NaN
 panels._budget = lambda *_: 8000
 c, heads, n = 24, 2, 5
-shapes = (c,), (c,), (heads, c), (16, c), (16, c), (16, c), (16, c), (16,), (c, 16), (c,)
-parameters = [(torch.randn(shape) / shape[-1] ** 0.5).half() for shape in shapes]
 ways = {
     "fused": (fused.forward, gradients.backward),
     "steps": (lambda *args: panels.forward(*args, kernels), lambda *args: panels.backward(*args, kernels)),
 }
-for way, ending, x_dtype, few in (
-    ("fused", False, torch.float32, False), ("fused", True, torch.float16, True), ("steps", True, torch.float32, True),
+for way, ending, x_dtype, few, width in (
+    ("fused", False, torch.float32, False, 16), ("fused", True, torch.float16, True, 24),
+    ("steps", True, torch.float32, True, 16),
 ):
     forward, backward = ways[way]
+    shapes = (c,), (c,), (heads, c), *[(width, c)] * 4, (width,), (c, width), (c,)
+    parameters = [(torch.randn(shape) / shape[-1] ** 0.5).half() for shape in shapes]
     given = [None if few and i in (1, 7, 9) else t for i, t in enumerate(parameters)]
     w, exact_w = (_weights([t if t is None else t.to(d) for t in given], heads, 1e-5) for d in (None, torch.float64))
     x, mask = torch.randn(2, n, n, c).to(x_dtype), torch.rand(2, n, n) > 0.3
@@ -203,7 +205,7 @@ for way, ending, x_dtype, few in (
     exact, kept = torch.zeros(x.shape).double(), []
     for dtype in (torch.float16, torch.float64):
         wide = torch.promote_types(dtype, torch.float32)
-        kept.append((torch.empty(2, n, n, 16, dtype=dtype), torch.empty(2, n, heads, n, dtype=wide)))
+        kept.append((torch.empty(2, n, n, width, dtype=dtype), torch.empty(2, n, heads, n, dtype=wide)))
     y, new, both = x.clone(), torch.empty(x.shape, dtype=torch.float16), torch.empty_like(x)
     forward(y, mask, w, ending, y, True, None)
     forward(x, mask, w, ending, both, True, None)

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    *("add_of_mask", "backward_bias", "backward_kv", "backward_q", "forward", "prepare", "sum_parts", "transpose"),
+    *("add_of_mask", "backward_bias", "backward_kv", "backward_q", "forward", "prepare"),
+    *("prepare_heads", "prepare_padding", "sum_parts", "transpose"),
 ]
 
 _jit = triton.jit(do_not_specialize=["rows", "n", "heads", "share"])  # one compilation for all N
@@ -144,6 +145,44 @@ def prepare(
     lse_j = tl.load(lse + row * n + first + j, mask=j < left, other=float("inf"))
     tl.store(log_sums + row * width + first + j, lse_j * LOG2E)
     tl.store(delta + row * width + first + j, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1))
+
+
+@triton.jit
+def prepare_heads(
+    products, i, j, there, lse, log_sums, delta, rows, n, width,
+    HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `prepare`, of BLOCK edges (i, j) that have grad * out of all heads; for a grid of (blocks, batch, 1)."""
+    first = tl.program_id(1).to(tl.int64) * rows
+    if D & (D - 1) == 0:
+        h = tl.arange(0, PADDED // D)
+        sums = tl.sum(tl.reshape(products, (BLOCK, PADDED // D, D)), 2)
+        _store_numbers(sums, first + i, j, h, there, lse, log_sums, delta, n, width, HEADS)
+    else:
+        head_of = tl.arange(0, PADDED) // D
+        for head in tl.static_range(HEADS):
+            sums = tl.sum(tl.where((head_of == head)[None, :], products, 0.0), 1)[:, None]
+            _store_numbers(sums, first + i, j, head + tl.arange(0, 1), there, lse, log_sums, delta, n, width, HEADS)
+
+
+@triton.jit
+def _store_numbers(sums, row, j, h, there, lse, log_sums, delta, n, width, HEADS: tl.constexpr):
+    rows = row[:, None] * HEADS + h[None, :]
+    inside = there[:, None] & (h < HEADS)[None, :]
+    lse_j = tl.load(lse + (rows * n + j[:, None]), mask=inside, other=0.0)
+    tl.store(log_sums + (rows * width + j[:, None]), lse_j * LOG2E, mask=inside)
+    tl.store(delta + (rows * width + j[:, None]), sums, mask=inside)
+
+
+@triton.jit
+def prepare_padding(log_sums, delta, rows, n, width):
+    """What `prepare` has beyond n; for the same grid, with `rows` of all heads."""
+    first, j = tl.program_id(1).to(tl.int64) * rows, n + tl.arange(0, 128)  # _PADDING, and more than there is
+    if n < width:
+        for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+            at = (first + row) * width + j
+            tl.store(log_sums + at, float("inf"), mask=j < width)
+            tl.store(delta + at, 0.0, mask=j < width)
 
 
 @_jit

@@ -244,7 +244,7 @@ def attend_backward(
 ) -> None:
     """The backward pass with everything prepared, as for `attend`: gradients of q, k and v go to `into`, where there is
     a tensor; that of the bias to `dbias`, as `new_dbias` makes it, or is added to it. `bias_of_keys` is
-    ``of_keys(bias)``; `numbers`, of two rows in float32, may be lost.
+    ``of_keys(bias)``; `numbers`, log_sums and delta, are as `prepare` makes them of the rest, where they are known.
 
     The last kernel makes the gradients of k and v, each tile from its own part of these: they may take their place.
     """
@@ -252,16 +252,15 @@ def attend_backward(
     width = bias.shape[-1]
     if numbers is None:
         numbers = q.new_empty((2, batch * rows * heads * width), dtype=torch.float32)
-    log_sums, delta = numbers.unbind()
+        prepare = _prepare_launcher(d)
+        prepare(
+            (width // prepare.options["BLOCK_J"], rows, batch * heads),
+            grad, out, lse, *numbers, _strides(grad), _strides(out), rows, n, heads, width,
+        )  # fmt: skip
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
     sizes = rows, n, heads, scale, width
     how = d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32
-    inputs = grad, q, k, v, bias, lse if added is None else added, log_sums, delta
-    prepare = _prepare_launcher(d)
-    prepare(
-        (width // prepare.options["BLOCK_J"], rows, batch * heads),
-        grad, out, lse, log_sums, delta, strides[0], _strides(out), rows, n, heads, width,
-    )  # fmt: skip
+    inputs = grad, q, k, v, bias, lse if added is None else added, *numbers
     if dbias is not None:
         grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads
         _launcher("bias", *how, ADDS=adds)(grid, *inputs, dbias, *strides, *sizes, _blocks(rows, len(dbias)))

@@ -97,7 +97,8 @@ def backward_into(
     dx = made["x"].view(x.shape)
     dz = dx if dx.dtype == dtype else dx.view(dtype)[..., :c]  # in the same rows, of which it takes half
     x_places, o_places, grad_places, dz_places = map(Places, (x, o, grad, dz))
-    gate, project, to_z = kernel_for(w, "gate_gradient"), kernel_for(w, "project", KEEPS_Z=True), kernel_for(w, "to_z")
+    gate = kernel_for(w, "gate_gradient", ENDING=ending, HEADS=heads)
+    project, to_z = kernel_for(w, "project", KEEPS_Z=True), kernel_for(w, "to_z")
     norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=padded(heads), ADDS=adds)
     of_inputs = _Products(4, width, c, _CHUNKS, w.gate_bias is not None, w.q)
     of_out = _Products(1, c, width, 4 * _CHUNKS, w.out_bias is not None, w.q)
@@ -117,12 +118,13 @@ def backward_into(
         for rows in part:
             places, z, d = (part_of(t, rows, ending) for t in (scratch, z_scratch, d_scratch))
             strides, inner, count = Places(places).strides, places.shape[2], n * (rows.stop - rows.start)
-            x_at = x_places.at(b, rows, ending)
+            x_at, lse = x_places.at(b, rows, ending), logsumexp[b, rows]
             gate.launch(
                 (gate.blocks(count, x.device), size, 1),
                 grad, o, x, w.norm_weight, w.norm_bias, w.gate, w.gate_bias, w.out, d, places, places[..., 4 * width :],
+                lse, *numbers,
                 *grad_places.at(b, rows, ending), *o_places.at(b, rows, ending), *x_at, *Places(d).strides, *strides,
-                inner, count, w.eps,
+                inner, count, bias.shape[-1], w.eps,
             )  # fmt: skip
             of_out.add(grad, grad_places.at(b, rows, ending), 0, places)
             launch_project(project, x, x_at, w, places, 2 * width, z)
@@ -131,7 +133,7 @@ def backward_into(
                 dbias = attention.new_dbias(q, bias, wide=True)
             attention.attend_backward(
                 panels.heads(d, heads, ending), q, k, v, bias, None if added is None else added[:, rows],
-                panels.heads(panels.slab(o, b, rows, ending), heads, ending), logsumexp[b, rows], w.scale, (dq, k, v),
+                panels.heads(panels.slab(o, b, rows, ending), heads, ending), lse, w.scale, (dq, k, v),
                 dbias, has_dbias, bias_of_keys, numbers,
             )  # fmt: skip
             has_dbias = True

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchops._attention_kernels import prepare_heads, prepare_padding
+
 __all__ = ["UNIT", "bias", "end", "finish", "gate_gradient", "norm_gradient", "products", "project", "to_z"]
 
 UNIT = 8
@@ -28,7 +30,9 @@ _PLACES = tuple(
 )
 # One compilation for all N, and no look at numbers when it is launched.
 _jit = triton.jit(
-    do_not_specialize=[*_PLACES, "batch", "inner", "count", "share", "step", "eps", "chunks", "out_chunks", "programs"]
+    do_not_specialize=[
+        *(*_PLACES, "batch", "inner", "count", "width", "share", "step", "eps", "chunks", "out_chunks", "programs"),
+    ]
 )
 
 
@@ -193,18 +197,21 @@ def end(
 
 @_jit
 def gate_gradient(
-    grad, o, x, norm_weight, norm_bias, gate, gate_bias, out, d, gated, d_gate,
+    grad, o, x, norm_weight, norm_bias, gate, gate_bias, out, d, gated, d_gate, lse, log_sums, delta,
     grad_at: tl.int64, grad_batch: tl.int64, grad_outer: tl.int64, grad_inner: tl.int64,
     o_at: tl.int64, o_batch: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
     x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
     d_batch: tl.int64, d_outer: tl.int64, d_inner: tl.int64,
     packed_batch: tl.int64, packed_outer: tl.int64, packed_inner: tl.int64,
-    inner: tl.int32, count: tl.int32, eps: tl.float32,
+    inner: tl.int32, count: tl.int32, width: tl.int32, eps: tl.float32,
+    ENDING: tl.constexpr, HEADS: tl.constexpr,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of grad: d, the gradient of o; d_gate, that of the gate before its sigmoid; and gated, the product of o and the
-    gate. The last two have the strides of `packed`."""
+    gate. The last two have the strides of `packed`. And of d, o and lse the numbers of `prepare`."""
+    many, n = (inner, count // inner) if ENDING else (count // inner, inner)
+    prepare_padding(log_sums, delta, many * HEADS, n, width)
     to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
     from_out = _matrix(out, C, WIDTH, PADDED_C, PADDED_WIDTH)
     for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
@@ -222,6 +229,12 @@ def gate_gradient(
         _store(d, places, t, count, d_rows, WIDTH, PADDED_WIDTH, BLOCK)
         places = _places(t, o_at, o_batch, o_outer, o_inner, inner, count, BLOCK)
         o_rows = _load(o, places, t, count, WIDTH, PADDED_WIDTH, BLOCK).to(tl.float32)
+        of_o = d_rows.to(d.dtype.element_ty).to(tl.float32) * o_rows
+        p = t * BLOCK + tl.arange(0, BLOCK)
+        i, j = (p % inner, p // inner) if ENDING else (p // inner, p % inner)
+        prepare_heads(
+            of_o, i, j, p < count, lse, log_sums, delta, many, n, width, HEADS, WIDTH // HEADS, PADDED_WIDTH, BLOCK
+        )
         gated_rows = o_rows * sigmoid
         places = _places(t, 0, packed_batch, packed_outer, packed_inner, inner, count, BLOCK)
         _store(gated, places, t, count, gated_rows, WIDTH, PADDED_WIDTH, BLOCK)
