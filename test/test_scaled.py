@@ -60,9 +60,14 @@ def arguments(
     return x, w, scale_x, scale_w, b
 
 
-def exact(x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor | None) -> Tensor:
+def linear(x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor | None) -> Tensor:
+    """In float64."""
     z = (x.double() @ w.double().T) * scale_x.double() * scale_w.double().reshape(-1)
-    return torch.sigmoid(z if b is None else z + b.double())
+    return z if b is None else z + b.double()
+
+
+def exact(x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor | None) -> Tensor:
+    return torch.sigmoid(linear(x, w, scale_x, scale_w, b))
 
 
 def assert_exact(y: Tensor, reference: Tensor, in_features: int) -> None:

@@ -64,8 +64,10 @@ myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[]
 myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::dense.scaled(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None, *, ScalarType? out_dtype=None) -> Tensor
 myops::gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::gate.scaled(Tensor v, Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None) -> Tensor
 myops::gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()
 myops::glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation="sigmoid") -> Tensor
+myops::glu.scaled(Tensor x, Tensor w, Tensor wg, Tensor scale_x, Tensor scale_w, Tensor scale_wg, Tensor? b=None, Tensor? bg=None, *, str activation="sigmoid", ScalarType? out_dtype=None) -> Tensor
 myops::layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1.0000000000000001e-05) -> Tensor
 myops::layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1.0000000000000001e-05) -> ()
 myops::sigmoid(Tensor x) -> Tensor
@@ -119,8 +121,10 @@ myops::_triangle_multiplicative_update_backward  x    x     x         .         
 myops::dense                                     x    x     x         .                x            x             x                 .
 myops::dense.scaled                              x    x     x         .                .            .             .                 .
 myops::gate                                      x    x     x         .                x            x             x                 .
+myops::gate.scaled                               x    x     x         .                .            .             .                 .
 myops::gate_                                     x    x     x         x                x            x             x                 .
 myops::glu                                       x    x     x         .                x            x             x                 .
+myops::glu.scaled                                x    x     x         .                .            .             .                 .
 myops::layer_norm                                x    x     x         .                x            x             x                 .
 myops::layer_norm_                               x    x     x         x                x            x             x                 .
 myops::sigmoid                                   x    x     x         .                .            .             x                 .
@@ -140,6 +144,8 @@ myops::triangle_multiplicative_update_           x    x     x         x         
 # Their tensors are keywords, stand for rows and keys at once, or have eight bits, which the generic suites do not know.
 TESTED_ALONE = {
     "dense.scaled": "test_scaled.py",
+    "gate.scaled": "test_scaled_gates.py",
+    "glu.scaled": "test_scaled_gates.py",
     "triangle_attention": "test_triangle_attention.py",
     "triangle_multiplicative_update": "test_triangle_multiplicative_update.py",
     "triangle_multiplicative_update_": "test_triangle_multiplicative_update.py",

@@ -5,9 +5,10 @@ subclasses) it does with these. The in-place ones return their first argument, a
 return nothing.
 
 All tensors of one call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
-inputs with 16-bit weights, and that ``dense_scaled`` multiplies eight-bit tensors. Supported are float32, float64,
-float16 and bfloat16. Invalid arguments raise an error that names the operator, the argument, what was expected and what
-was passed, a ``TypeError`` for what is of another type, such as a number in the place of a tensor; nothing is modified.
+inputs with 16-bit weights, and that ``dense_scaled``, ``gate_scaled`` and ``glu_scaled`` multiply eight-bit tensors.
+Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that names the operator, the
+argument, what was expected and what was passed, a ``TypeError`` for what is of another type, such as a number in the
+place of a tensor; nothing is modified.
 
 The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
 and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
@@ -33,7 +34,9 @@ __all__ = [
     "dense_scaled",
     "gate",
     "gate_",
+    "gate_scaled",
     "glu",
+    "glu_scaled",
     "layer_norm",
     "layer_norm_",
     "sigmoid",
@@ -49,7 +52,9 @@ _dense = torch.ops.myops.dense
 _dense_scaled = torch.ops.myops.dense.scaled
 _gate = torch.ops.myops.gate
 _gate_ = torch.ops.myops.gate_
+_gate_scaled = torch.ops.myops.gate.scaled
 _glu = torch.ops.myops.glu
+_glu_scaled = torch.ops.myops.glu.scaled
 _layer_norm = torch.ops.myops.layer_norm
 _layer_norm_ = torch.ops.myops.layer_norm_
 _sigmoid = torch.ops.myops.sigmoid
@@ -150,10 +155,11 @@ def dense_scaled(
 
     Gradients: none, as of ``_scaled_mm``. An argument may require grad, but backward raises.
 
-    Memory: the result, and a float32 copy of a ``b`` of another dtype. Where there is no kernel for it (other GPUs than
-    those of compute capability 9.0, features that are no multiples of 16), at most 32 MiB for a panel of rows, and, for
-    such features, a copy of ``w`` in bfloat16. On the CPU, panels in float32 of at most 4 MiB for each thread, or 64
-    columns.
+    Memory: the result, a float32 copy of a ``b`` of another dtype, and copies of ``x`` and ``w`` where their rows are
+    not adjacent and aligned. Where there is no kernel for it (GPUs of other compute capabilities than 9.0, features
+    that are no multiples of 16, results that are not bfloat16), a panel of rows of at most 32 MiB, or one row, and,
+    for such features, a copy of ``w`` in bfloat16. On the CPU, the weights of some columns in float32, 4 MiB or 64
+    columns of them, and panels of rows beside them.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
@@ -310,6 +316,86 @@ def sigmoid_(x: Tensor) -> Tensor:
     """
     _sigmoid_(x)
     return x
+
+
+@with_type_errors
+def gate_scaled(v: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor | None = None) -> Tensor:
+    """:func:`gate` whose gate has eight-bit operands: ``v * sigmoid((x @ w.T) * scale_x * scale_w + b)``.
+
+    Args:
+        v: what is gated, of shape ``(..., out_features)``: bfloat16, float16 or float32.
+        x: input of the gate, of shape ``(..., in_features)``, with the leading sizes of ``v``.
+        w: weight of shape ``(out_features, in_features)``.
+        scale_x: one element, or ``(..., 1)``, one for each row of ``x``.
+        scale_w: one element, or ``(1, out_features)``, one for each row of ``w``.
+        b: bias of shape ``(out_features,)``, or ``None``: of the dtype of ``v``, or float32.
+
+    Dtypes, gradients and memory: as of :func:`dense_scaled`; one kernel makes the result where that is bfloat16. A
+    ``v`` whose rows are not adjacent and aligned is copied.
+
+    Returns:
+        A new contiguous tensor of the shape and dtype of ``v``.
+
+    Raises:
+        RuntimeError: as of :func:`dense_scaled`, or ``v`` does not fit.
+
+    Example:
+
+        >>> x, w = torch.ones(2, 3).to(torch.float8_e4m3fn), torch.ones(4, 3).to(torch.float8_e4m3fn)
+        >>> torchops.gate_scaled(torch.ones(2, 4), x, w, torch.tensor([0.0]), torch.tensor([2.0]))
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000],
+                [0.5000, 0.5000, 0.5000, 0.5000]])
+    """
+    return _gate_scaled(v, x, w, scale_x, scale_w, b)
+
+
+@with_type_errors
+def glu_scaled(
+    x: Tensor,
+    w: Tensor,
+    wg: Tensor,
+    scale_x: Tensor,
+    scale_w: Tensor,
+    scale_wg: Tensor,
+    b: Tensor | None = None,
+    bg: Tensor | None = None,
+    *,
+    activation: Literal["sigmoid", "silu"] = "sigmoid",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`glu` of eight-bit operands, with ``s = scale_x`` and an activation ``act``:
+    ``((x @ w.T) * s * scale_w + b) * act((x @ wg.T) * s * scale_wg + bg)``.
+
+    Args:
+        x: input of shape ``(..., in_features)``.
+        w: weight of the value, of shape ``(out_features, in_features)``.
+        wg: weight of the gate, of the same shape.
+        scale_x: one element, or ``(..., 1)``, one for each row of ``x``.
+        scale_w: one element, or ``(1, out_features)``, one for each row of ``w``.
+        scale_wg: the same for ``wg``.
+        b: bias of the value, of shape ``(out_features,)``, or ``None``.
+        bg: bias of the gate, likewise.
+        activation: ``"sigmoid"`` or ``"silu"``.
+        out_dtype: bfloat16, float16 or float32. Default: bfloat16.
+
+    Dtypes, gradients and memory: as of :func:`dense_scaled`. On a GPU two kernels make the result, first the value,
+    rounded to ``out_dtype``, and then the gate, which multiplies it in its place, in one each where ``out_dtype`` is
+    bfloat16; no other tensor of its size exists.
+
+    Returns:
+        A new contiguous tensor of shape ``(..., out_features)``.
+
+    Raises:
+        RuntimeError: as of :func:`dense_scaled`, or the activation is another one.
+
+    Example:
+
+        >>> x, w = torch.ones(2, 3).to(torch.float8_e4m3fn), torch.ones(4, 3).to(torch.float8_e4m3fn)
+        >>> torchops.glu_scaled(x, w, w, *torch.tensor([[1.0], [2.0], [0.0]]), out_dtype=torch.float32)
+        tensor([[3., 3., 3., 3.],
+                [3., 3., 3., 3.]])
+    """
+    return _glu_scaled(x, w, wg, scale_x, scale_w, scale_wg, b, bg, activation=activation, out_dtype=out_dtype)
 
 
 @with_type_errors

@@ -4,80 +4,131 @@
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/mul_cpu_dispatch.h>
 #include <ATen/ops/sigmoid_cpu_dispatch.h>
+#include <ATen/ops/silu_cpu_dispatch.h>
 #include <torch/library.h>
 
 #include "cpu/linear.h"
 #include "ops/common.h"
+#include "ops/glu.h"
 #include "ops/scaled.h"
 
 namespace torchops::cpu {
 namespace {
 
-/// A linear layer of eight-bit operands, as matrices: (x @ w.T) * scale_x * scale_w + b.
-struct ScaledLinear {
-  Tensor x, w, scale_x, scale_w;  // scales: of one element, or (rows, 1) and (1, out)
-  std::optional<Tensor> b;
+using detail::GluActivation;
+using OptionalTensor = std::optional<Tensor>;
 
-  ScaledLinear(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
-               const std::optional<Tensor>& b)
-      : x(detail::as_rows(x)), w(w), scale_x(as_matrix(scale_x, {-1, 1})), scale_w(as_matrix(scale_w, {1, -1})), b(b) {}
+/// Rows [begin, end) and columns [from, to) of a result.
+struct Block {
+  int64_t begin, end, from, to;
 
-  /// z = its rows [begin, end) and columns [from, to), in float32; `factor` is w of these columns.
-  void columns_out(Tensor z, const Tensor& x_rows, const Tensor& factor, int64_t begin, int64_t end, int64_t from,
-                   int64_t to) const {
-    at::cpu::mm_out(z, x_rows, transposed(factor));
-    at::cpu::mul_(z, scale_x.size(0) == 1 ? scale_x : scale_x.narrow(0, begin, end - begin));
-    at::cpu::mul_(z, scale_w.size(1) == 1 ? scale_w : scale_w.narrow(1, from, to - from));
-    if (b) at::cpu::add_(z, b->narrow(0, from, to - from));
+  int64_t rows() const { return end - begin; }
+  int64_t columns() const { return to - from; }
+  Tensor of(const Tensor& t) const { return t.narrow(0, begin, rows()).narrow(1, from, columns()); }
+};
+
+/// A linear layer of eight-bit operands, (x @ w.T) * scale_x * scale_w + b, with x as a matrix of its rows.
+class ScaledLinear {
+ public:
+  ScaledLinear(const Tensor& w, const Tensor& scale_x, const Tensor& scale_w, const OptionalTensor& b)
+      : w_(w), scale_x_(scale_x.reshape({-1, 1})), scale_w_(scale_w.reshape({1, -1})), b_(b) {}
+
+  /// Reads the weights of some columns, for all calls that follow, until the next one.
+  void read(int64_t from, int64_t to) { read_ = w_.narrow(0, from, to - from).to(at::kFloat); }
+
+  /// A block of columns that were read, of rows `x` in float32.
+  Tensor operator()(const Tensor& x, const Block& block) const {
+    Tensor z = at::empty({block.rows(), block.columns()}, x.options());
+    at::cpu::mm_out(z, x, transposed(read_));
+    at::cpu::mul_(z, scale_x_.size(0) == 1 ? scale_x_ : scale_x_.narrow(0, block.begin, block.rows()));
+    at::cpu::mul_(z, scale_w_.size(1) == 1 ? scale_w_ : scale_w_.narrow(1, block.from, block.columns()));
+    if (b_) at::cpu::add_(z, b_->narrow(0, block.from, block.columns()));
+    return z;
   }
 
  private:
-  static Tensor as_matrix(const Tensor& scale, at::IntArrayRef shape) { return scale.reshape(shape); }
+  Tensor w_, scale_x_, scale_w_, read_;
+  OptionalTensor b_;
 };
 
-/// Calls f(begin, end, from, to) for blocks of y, or of all of its columns where the weights of a block, in float32,
-/// are few. The blocks of some columns are one after another, so that `weights(from, to)` has to be called only once
-/// for all of them.
-template <class Weights, class F>
-void for_each_block(int64_t rows, int64_t columns, int64_t in_features, const Weights& weights, const F& f) {
+/// y = f(x, block) for blocks of y and rows `x` in float32. As many columns at a time as have weights of
+/// kMaxScratchBytes in float32, which `layers` read before f is called for each of their rows.
+template <class F>
+void for_each_block(const Tensor& y, const Tensor& x, c10::ArrayRef<ScaledLinear*> layers, const F& f) {
+  const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
+  const int64_t rows = y_rows.size(0), columns = y_rows.size(1), in_features = x_rows.size(1);
   constexpr int64_t least_columns = 64, least_rows = 64, size = sizeof(float);
-  const int64_t column_step = std::clamp(kMaxScratchBytes / (std::max(in_features, int64_t{1}) * size),
-                                         std::min(columns, least_columns), columns);
-  const int64_t row_bytes = (column_step + in_features) * size;
-  const int64_t row_step = std::clamp(kPanelBytes * 2 / row_bytes, std::min(rows, least_rows), rows);
+  const int64_t column_bytes = std::max(in_features, int64_t{1}) * size * static_cast<int64_t>(layers.size());
+  const int64_t column_step = std::clamp(kMaxScratchBytes / column_bytes, std::min(columns, least_columns), columns);
+  const int64_t row_bytes = (column_step * static_cast<int64_t>(layers.size()) + in_features) * size;
+  // Not more rows than give every thread some. With few, a product is bound by reading the weights: BLAS may split it.
+  const int64_t per_thread = std::max(ceil_div(rows, at::get_num_threads()), least_rows);
+  const int64_t row_step = std::min(std::max(2 * kPanelBytes / row_bytes, least_rows), per_thread);
   for (int64_t from = 0; from < columns; from += column_step) {
     const int64_t to = std::min(columns, from + column_step);
-    const auto factors = weights(from, to);
-    const auto run = [&](int64_t begin, int64_t end) { f(factors, begin, end, from, to); };
-    if (rows <= least_rows) {
-      run(0, rows);  // not on one thread: its product is bound by reading the weights
-    } else {
-      for_each_panel(rows, std::min(row_step, std::max(ceil_div(rows, at::get_num_threads()), least_rows)), run);
-    }
+    for (ScaledLinear* const layer : layers) layer->read(from, to);
+    const auto run = [&](int64_t begin, int64_t end) {
+      const Block block{begin, end, from, to};
+      block.of(y_rows).copy_(f(x_rows.narrow(0, begin, end - begin).to(at::kFloat), block));
+    };
+    rows <= least_rows ? run(0, rows) : for_each_panel(rows, row_step, run);
   }
 }
 
-Tensor dense_scaled_cpu(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
-                        const std::optional<Tensor>& b, std::optional<at::ScalarType> out_dtype) {
-  const at::ScalarType dtype = check_dense_scaled(x, w, scale_x, scale_w, b, out_dtype);
+Tensor empty_result(const Tensor& x, const Tensor& w, at::ScalarType dtype) {
   at::DimVector sizes(x.sizes());
   sizes.back() = w.size(0);
-  const Tensor y = at::detail::empty_cpu(sizes, x.options().dtype(dtype));
+  return at::detail::empty_cpu(sizes, x.options().dtype(dtype));
+}
+
+Tensor dense_scaled_cpu(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                        const OptionalTensor& b, std::optional<at::ScalarType> out_dtype) {
+  const at::ScalarType dtype = check_dense_scaled(x, w, scale_x, scale_w, b, out_dtype);
+  const Tensor y = empty_result(x, w, dtype);
   if (y.numel() == 0) return y;
-  const ScaledLinear linear(x, w, scale_x, scale_w, b);
-  const Tensor y_rows = detail::as_rows(y);
-  for_each_block(
-      y_rows.size(0), y_rows.size(1), w.size(1),
-      [&](int64_t from, int64_t to) { return w.narrow(0, from, to - from).to(at::kFloat); },
-      [&](const Tensor& factor, int64_t begin, int64_t end, int64_t from, int64_t to) {
-        Tensor z = at::empty({end - begin, to - from}, x.options().dtype(at::kFloat));
-        linear.columns_out(z, linear.x.narrow(0, begin, end - begin).to(at::kFloat), factor, begin, end, from, to);
-        y_rows.narrow(0, begin, end - begin).narrow(1, from, to - from).copy_(at::cpu::sigmoid_(z));
-      });
+  ScaledLinear linear(w, scale_x, scale_w, b);
+  for_each_block(y, x, {&linear}, [&](const Tensor& x_rows, const Block& block) {
+    Tensor z = linear(x_rows, block);
+    return at::cpu::sigmoid_(z);
+  });
   return y;
 }
 
-TORCH_LIBRARY_IMPL(myops, CPU, m) { m.impl("dense.scaled", dense_scaled_cpu); }
+Tensor gate_scaled_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                       const OptionalTensor& b) {
+  check_gate_scaled(v, x, w, scale_x, scale_w, b);
+  const Tensor y = empty_result(x, w, v.scalar_type());
+  if (y.numel() == 0) return y;
+  ScaledLinear linear(w, scale_x, scale_w, b);
+  const Tensor v_rows = detail::as_rows(v);
+  for_each_block(y, x, {&linear}, [&](const Tensor& x_rows, const Block& block) {
+    Tensor z = linear(x_rows, block);
+    return at::cpu::mul_(at::cpu::sigmoid_(z), block.of(v_rows));
+  });
+  return y;
+}
+
+Tensor glu_scaled_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Tensor& scale_x, const Tensor& scale_w,
+                      const Tensor& scale_wg, const OptionalTensor& b, const OptionalTensor& bg,
+                      std::string_view activation, std::optional<at::ScalarType> out_dtype) {
+  const at::ScalarType dtype = check_glu_scaled(x, w, wg, scale_x, scale_w, scale_wg, b, bg, activation, out_dtype);
+  const Tensor y = empty_result(x, w, dtype);
+  if (y.numel() == 0) return y;
+  const bool silu = detail::glu_activation(activation) == GluActivation::kSilu;
+  ScaledLinear value(w, scale_x, scale_w, b), gate(wg, scale_x, scale_wg, bg);
+  for_each_block(y, x, {&value, &gate}, [&](const Tensor& x_rows, const Block& block) {
+    Tensor t = gate(x_rows, block);
+    silu ? at::cpu::silu_(t) : at::cpu::sigmoid_(t);
+    return at::cpu::mul_(t, value(x_rows, block));
+  });
+  return y;
+}
+
+TORCH_LIBRARY_IMPL(myops, CPU, m) {
+  m.impl("dense.scaled", dense_scaled_cpu);
+  m.impl("gate.scaled", gate_scaled_cpu);
+  m.impl("glu.scaled", glu_scaled_cpu);
+}
 
 }  // namespace
 }  // namespace torchops::cpu

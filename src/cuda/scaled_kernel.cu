@@ -15,12 +15,14 @@
 #include "cuda/pass.cuh"
 #include "ops/common.h"
 #include "ops/dense_path.h"
+#include "ops/glu.h"
 #include "ops/scaled.h"
 
 namespace torchops::cuda {
 namespace {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 void check_capability(const char* op) {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
@@ -33,7 +35,7 @@ void check_capability(const char* op) {
 struct Factors {
   Tensor scale_x, scale_w, bias;  // contiguous float32; the bias may be undefined
 
-  Factors(const Tensor& scale_x, const Tensor& scale_w, const std::optional<Tensor>& b)
+  Factors(const Tensor& scale_x, const Tensor& scale_w, const OptionalTensor& b)
       : scale_x(scale_x.contiguous()),
         scale_w(scale_w.contiguous()),
         bias(b ? b->to(at::kFloat).contiguous() : Tensor()) {}
@@ -42,10 +44,11 @@ struct Factors {
   const float* bias_data() const { return bias.defined() ? bias.const_data_ptr<float>() : nullptr; }
 };
 
-// y = F(z * scale_x * scale_w + bias) for a matrix z of float32.
+// y = F(z * scale_x * scale_w + bias) for a matrix z of float32, times v where there is one; v may be y.
 template <class F, class T>
 struct ScaledPass {
   const float* z;
+  const T* v;
   T* y;
   gemm::Scale scale_x, scale_w;
   const float* bias;
@@ -54,15 +57,20 @@ struct ScaledPass {
   struct Columns {
     float scale, bias;
   };
-  using Loaded = float;
+  struct Loaded {
+    float z, v;
+  };
 
   __device__ Columns columns(int64_t column) const {
     return {scale_w.data[scale_w.each ? column : 0], bias != nullptr ? bias[column] : 0.f};
   }
-  __device__ Loaded load(int64_t row, int64_t column) const { return z[row * columns_of_y + column]; }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& sum, const Columns& of_column) const {
-    const float scaled = sum * scale_x.data[scale_x.each ? row : 0] * of_column.scale;
-    y[row * columns_of_y + column] = static_cast<T>(activate<F, T>(scaled + of_column.bias));
+  __device__ Loaded load(int64_t row, int64_t column) const {
+    const int64_t at = row * columns_of_y + column;
+    return {z[at], v != nullptr ? static_cast<float>(v[at]) : 1.f};
+  }
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& of_column) const {
+    const float scaled = loaded.z * scale_x.data[scale_x.each ? row : 0] * of_column.scale;
+    y[row * columns_of_y + column] = static_cast<T>(loaded.v * activate<F, T>(scaled + of_column.bias));
   }
 };
 
@@ -95,69 +103,131 @@ class Product {
   Tensor x_, w_, one_;
 };
 
+// As the kernels read it, or at least contiguous.
+Tensor operand_of(const Tensor& t) { return gemm::operand(t) ? t : t.contiguous(); }
+
+// A linear layer of eight-bit operands, which are matrices.
+struct ScaledLinear {
+  Tensor x, w;
+  Factors factors;
+
+  ScaledLinear(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w, const OptionalTensor& b)
+      : x(operand_of(detail::as_rows(x))), w(operand_of(w)), factors(scale_x, scale_w, b) {}
+};
+
 // By a kernel with all of it in the epilogue. False, with nothing done, where none can run or is wanted.
 template <class Operation>
-bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const Factors& factors) {
-  const auto a = gemm::operand(x), b = gemm::operand(w), d = gemm::operand(y);
+bool fused(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v) {
+  const Tensor &x = linear.x, &w = linear.w;
+  const auto a = gemm::operand(x), b = gemm::operand(w), c = gemm::operand(v ? *v : y), d = gemm::operand(y);
   const auto sm_count = gemm::sm90_multiprocessors();
-  if (detail::dense_path() == detail::DensePath::kCublas || x.size(1) == 0 || !a || !b || !d || !sm_count) return false;
+  if (y.scalar_type() != at::kBFloat16 || x.size(1) == 0 || !a || !b || !c || !d || !sm_count ||
+      detail::dense_path() == detail::DensePath::kCublas) {
+    return false;
+  }
   gemm::Problem problem;
   problem.m = static_cast<int>(y.size(0));
   problem.n = static_cast<int>(y.size(1));
   problem.k = static_cast<int>(x.size(1));
   problem.a = *a;
   problem.b = *b;
+  problem.c = *c;
   problem.d = *d;
-  problem.bias = factors.bias_data();
-  problem.scale_a = Factors::scale(factors.scale_x);
-  problem.scale_b = Factors::scale(factors.scale_w);
-  const gemm::Case c{problem.m, problem.n, problem.k, 1, gemm::Element::kFloat8, *sm_count};
-  return gemm::run_chosen<Operation>(problem, c, y);
+  problem.bias = linear.factors.bias_data();
+  problem.scale_a = Factors::scale(linear.factors.scale_x);
+  problem.scale_b = Factors::scale(linear.factors.scale_w);
+  return gemm::run_chosen<Operation>(problem, {problem.m, problem.n, problem.k, 1, gemm::Element::kFloat8, *sm_count},
+                                     y);
 }
 
-bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const Factors& factors) {
-  if (y.scalar_type() == at::kBFloat16) return fused<gemm::ScaledDense>(y, x, w, factors);
-  if (y.scalar_type() == at::kHalf) return fused<gemm::ScaledDenseHalf>(y, x, w, factors);
-  return fused<gemm::ScaledDenseFloat>(y, x, w, factors);
-}
-
-Tensor dense_scaled_cuda(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
-                         const std::optional<Tensor>& b, std::optional<at::ScalarType> out_dtype) {
-  const at::ScalarType dtype = check_dense_scaled(x, w, scale_x, scale_w, b, out_dtype);
-  const c10::cuda::CUDAGuard guard(x.device());
-  check_capability("dense.scaled");
-  at::DimVector sizes(x.sizes());
-  sizes.back() = w.size(0);
-  const Tensor y = at::detail::empty_cuda(sizes, x.options().dtype(dtype));
-  if (y.numel() == 0) return y;
-  const Tensor x_rows = unit_columns(detail::as_rows(x)), w_rows = unit_columns(w), y_rows = detail::as_rows(y);
-  const Factors factors(scale_x, scale_w, b);
-  if (fused(y_rows, x_rows, w_rows, factors)) return y;
-  const Product product(x_rows, w_rows);
-  const int64_t columns = y_rows.size(1),
-                row_bytes = columns * static_cast<int64_t>(sizeof(float)) + 2 * x_rows.size(1);
-  for_each_panel(y_rows.size(0), row_bytes, [&](int64_t begin, int64_t end) {
-    const Tensor z = at::detail::empty_cuda({end - begin, columns}, x.options().dtype(at::kFloat));
+// By a product of panels of rows in float32, and a pass.
+template <class F, class T>
+void in_panels(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v) {
+  const Product product(linear.x, linear.w);
+  const Factors& factors = linear.factors;
+  const int64_t columns = y.size(1);
+  const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(float)) + 2 * linear.x.size(1);
+  const Tensor source = v ? v->contiguous() : Tensor();
+  for_each_panel(y.size(0), row_bytes, [&](int64_t begin, int64_t end) {
+    const Tensor z = at::detail::empty_cuda({end - begin, columns}, linear.x.options().dtype(at::kFloat));
     product.out(z, begin, end);
     gemm::Scale of_rows = Factors::scale(factors.scale_x);
     if (of_rows.each) of_rows.data += begin;
-    const auto pass = [&]<class T>(T* to) {
-      launch_pass<1>(ScaledPass<Sigmoid, T>{z.const_data_ptr<float>(), to + begin * columns, of_rows,
-                                            Factors::scale(factors.scale_w), factors.bias_data(), columns},
-                     end - begin, columns);
-    };
-    if (dtype == at::kBFloat16) {
-      pass(y_rows.mutable_data_ptr<c10::BFloat16>());
-    } else if (dtype == at::kHalf) {
-      pass(y_rows.mutable_data_ptr<c10::Half>());
-    } else {
-      pass(y_rows.mutable_data_ptr<float>());
-    }
+    const T* const from = source.defined() ? source.const_data_ptr<T>() + begin * columns : nullptr;
+    launch_pass<1>(ScaledPass<F, T>{z.const_data_ptr<float>(), from, y.mutable_data_ptr<T>() + begin * columns, of_rows,
+                                    Factors::scale(factors.scale_w), factors.bias_data(), columns},
+                   end - begin, columns);
   });
+}
+
+// y = F(linear), times v where there is one. y is contiguous, and may be v.
+template <class Operation, class F>
+void linear_out(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v = std::nullopt) {
+  if (fused<Operation>(y, linear, v)) return;
+  switch (y.scalar_type()) {
+    case at::kBFloat16:
+      return in_panels<F, c10::BFloat16>(y, linear, v);
+    case at::kHalf:
+      return in_panels<F, c10::Half>(y, linear, v);
+    default:
+      return in_panels<F, float>(y, linear, v);
+  }
+}
+
+Tensor empty_result(const Tensor& x, const Tensor& w, at::ScalarType dtype) {
+  at::DimVector sizes(x.sizes());
+  sizes.back() = w.size(0);
+  return at::detail::empty_cuda(sizes, x.options().dtype(dtype));
+}
+
+Tensor dense_scaled_cuda(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                         const OptionalTensor& b, std::optional<at::ScalarType> out_dtype) {
+  const at::ScalarType dtype = check_dense_scaled(x, w, scale_x, scale_w, b, out_dtype);
+  const c10::cuda::CUDAGuard guard(x.device());
+  check_capability("dense.scaled");
+  const Tensor y = empty_result(x, w, dtype);
+  if (y.numel() == 0) return y;
+  linear_out<gemm::ScaledDense, Sigmoid>(detail::as_rows(y), ScaledLinear(x, w, scale_x, scale_w, b));
   return y;
 }
 
-TORCH_LIBRARY_IMPL(myops, CUDA, m) { m.impl("dense.scaled", dense_scaled_cuda); }
+Tensor gate_scaled_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                        const OptionalTensor& b) {
+  check_gate_scaled(v, x, w, scale_x, scale_w, b);
+  const c10::cuda::CUDAGuard guard(x.device());
+  check_capability("gate.scaled");
+  const Tensor y = empty_result(x, w, v.scalar_type());
+  if (y.numel() == 0) return y;
+  linear_out<gemm::ScaledGateSigmoid, Sigmoid>(detail::as_rows(y), ScaledLinear(x, w, scale_x, scale_w, b),
+                                               operand_of(detail::as_rows(v)));
+  return y;
+}
+
+// The value goes to the result, which the gate then overwrites: one more trip through memory, and no other tensor.
+Tensor glu_scaled_cuda(const Tensor& x, const Tensor& w, const Tensor& wg, const Tensor& scale_x, const Tensor& scale_w,
+                       const Tensor& scale_wg, const OptionalTensor& b, const OptionalTensor& bg,
+                       std::string_view activation, std::optional<at::ScalarType> out_dtype) {
+  const at::ScalarType dtype = check_glu_scaled(x, w, wg, scale_x, scale_w, scale_wg, b, bg, activation, out_dtype);
+  const c10::cuda::CUDAGuard guard(x.device());
+  check_capability("glu.scaled");
+  const Tensor y = empty_result(x, w, dtype);
+  if (y.numel() == 0) return y;
+  const Tensor y_rows = detail::as_rows(y);
+  const ScaledLinear value(x, w, scale_x, scale_w, b), gate(value.x, wg, scale_x, scale_wg, bg);
+  linear_out<gemm::ScaledProduct, Identity>(y_rows, value);
+  if (detail::glu_activation(activation) == detail::GluActivation::kSilu) {
+    linear_out<gemm::ScaledGateSilu, Silu>(y_rows, gate, y_rows);
+  } else {
+    linear_out<gemm::ScaledGateSigmoid, Sigmoid>(y_rows, gate, y_rows);
+  }
+  return y;
+}
+
+TORCH_LIBRARY_IMPL(myops, CUDA, m) {
+  m.impl("dense.scaled", dense_scaled_cuda);
+  m.impl("gate.scaled", gate_scaled_cuda);
+  m.impl("glu.scaled", glu_scaled_cuda);
+}
 
 }  // namespace
 }  // namespace torchops::cuda

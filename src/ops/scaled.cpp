@@ -10,12 +10,28 @@ namespace torchops {
 
 using at::ScalarType;
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 Tensor dense_scaled(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
-                    const std::optional<Tensor>& b, std::optional<ScalarType> out_dtype) {
+                    const OptionalTensor& b, std::optional<ScalarType> out_dtype) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::dense", "scaled").typed<decltype(dense_scaled)>();
   return op.call(x, w, scale_x, scale_w, b, out_dtype);
+}
+
+Tensor gate_scaled(const Tensor& v, const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                   const OptionalTensor& b) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::gate", "scaled").typed<decltype(gate_scaled)>();
+  return op.call(v, x, w, scale_x, scale_w, b);
+}
+
+Tensor glu_scaled(const Tensor& x, const Tensor& w, const Tensor& wg, const Tensor& scale_x, const Tensor& scale_w,
+                  const Tensor& scale_wg, const OptionalTensor& b, const OptionalTensor& bg,
+                  std::string_view activation, std::optional<ScalarType> out_dtype) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::glu", "scaled").typed<decltype(glu_scaled)>();
+  return op.call(x, w, wg, scale_x, scale_w, scale_wg, b, bg, activation, out_dtype);
 }
 
 namespace {
@@ -62,19 +78,49 @@ void check_bias(const char* op, const char* name, const Tensor& b, const Tensor&
   detail::check_device(op, name, b, "x", x);
 }
 
-ScalarType checked_out_dtype(const char* op, std::optional<ScalarType> out_dtype) {
-  const ScalarType dtype = out_dtype.value_or(at::kBFloat16);
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat, op,
-              ": expected out_dtype bfloat16, float16 or float32, got ", detail::to_string(dtype));
-  return dtype;
+void check_out_dtype(const char* op, const char* name, ScalarType dtype) {
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat, op, ": expected ", name,
+              " bfloat16, float16 or float32, got ", detail::to_string(dtype));
+}
+
+// Of x @ w.T + b, whose result is to be of `dtype`.
+void check_linear_scaled(const char* op, const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                         const OptionalTensor& b, ScalarType dtype) {
+  if (b) check_bias(op, "b", *b, x, dtype);
+  detail::check_linear_sizes(op, x, "w", w, "b", b);
+  check_scale_of_rows(op, "scale_x", scale_x, x);
+  check_scale_of_columns(op, "scale_w", scale_w, "w", w);
+}
+
+void check_operands(const char* op, const Tensor& x, const Tensor& w) {
+  check_eight_bits(op, "x", x);
+  check_eight_bits(op, "w", w);
+  detail::check_device(op, "w", w, "x", x);
+}
+
+c10::SymDimVector sizes_of_result(const Tensor& x, const Tensor& w) {
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = w.sym_size(0);
+  return sizes;
 }
 
 Tensor dense_scaled_meta(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
-                         const std::optional<Tensor>& b, std::optional<ScalarType> out_dtype) {
+                         const OptionalTensor& b, std::optional<ScalarType> out_dtype) {
   const ScalarType dtype = check_dense_scaled(x, w, scale_x, scale_w, b, out_dtype);
-  c10::SymDimVector sizes(x.sym_sizes());
-  sizes.back() = w.sym_size(0);
-  return at::empty_symint(sizes, x.options().dtype(dtype));
+  return at::empty_symint(sizes_of_result(x, w), x.options().dtype(dtype));
+}
+
+Tensor gate_scaled_meta(const Tensor& v, const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                        const OptionalTensor& b) {
+  check_gate_scaled(v, x, w, scale_x, scale_w, b);
+  return at::empty_symint(v.sym_sizes(), v.options());
+}
+
+Tensor glu_scaled_meta(const Tensor& x, const Tensor& w, const Tensor& wg, const Tensor& scale_x, const Tensor& scale_w,
+                       const Tensor& scale_wg, const OptionalTensor& b, const OptionalTensor& bg,
+                       std::string_view activation, std::optional<ScalarType> out_dtype) {
+  const ScalarType dtype = check_glu_scaled(x, w, wg, scale_x, scale_w, scale_wg, b, bg, activation, out_dtype);
+  return at::empty_symint(sizes_of_result(x, w), x.options().dtype(dtype));
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
@@ -82,23 +128,62 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "dense.scaled(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None, *, "
       "ScalarType? out_dtype=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  m.def("gate.scaled(Tensor v, Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "glu.scaled(Tensor x, Tensor w, Tensor wg, Tensor scale_x, Tensor scale_w, Tensor scale_wg, Tensor? b=None, "
+      "Tensor? bg=None, *, str activation=\"sigmoid\", ScalarType? out_dtype=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(myops, Meta, m) { m.impl("dense.scaled", dense_scaled_meta); }
+TORCH_LIBRARY_IMPL(myops, Meta, m) {
+  m.impl("dense.scaled", dense_scaled_meta);
+  m.impl("gate.scaled", gate_scaled_meta);
+  m.impl("glu.scaled", glu_scaled_meta);
+}
 
 }  // namespace
 
 ScalarType check_dense_scaled(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
-                              const std::optional<Tensor>& b, std::optional<ScalarType> out_dtype) {
+                              const OptionalTensor& b, std::optional<ScalarType> out_dtype) {
   constexpr const char* op = "dense.scaled";
-  check_eight_bits(op, "x", x);
-  check_eight_bits(op, "w", w);
-  detail::check_device(op, "w", w, "x", x);
-  const ScalarType dtype = checked_out_dtype(op, out_dtype);
-  if (b) check_bias(op, "b", *b, x, dtype);
-  detail::check_linear_sizes(op, x, "w", w, "b", b);
-  check_scale_of_rows(op, "scale_x", scale_x, x);
-  check_scale_of_columns(op, "scale_w", scale_w, "w", w);
+  check_operands(op, x, w);
+  const ScalarType dtype = out_dtype.value_or(at::kBFloat16);
+  check_out_dtype(op, "out_dtype", dtype);
+  check_linear_scaled(op, x, w, scale_x, scale_w, b, dtype);
+  return dtype;
+}
+
+void check_gate_scaled(const Tensor& v, const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
+                       const OptionalTensor& b) {
+  constexpr const char* op = "gate.scaled";
+  check_operands(op, x, w);
+  detail::check_layout(op, "v", v);
+  check_out_dtype(op, "v of dtype", v.scalar_type());
+  detail::check_device(op, "v", v, "x", x);
+  check_linear_scaled(op, x, w, scale_x, scale_w, b, v.scalar_type());
+  detail::check_shape(op, "v", v, "x and w", sizes_of_result(x, w));
+}
+
+ScalarType check_glu_scaled(const Tensor& x, const Tensor& w, const Tensor& wg, const Tensor& scale_x,
+                            const Tensor& scale_w, const Tensor& scale_wg, const OptionalTensor& b,
+                            const OptionalTensor& bg, std::string_view activation,
+                            std::optional<ScalarType> out_dtype) {
+  constexpr const char* op = "glu.scaled";
+  check_operands(op, x, w);
+  check_eight_bits(op, "wg", wg);
+  detail::check_device(op, "wg", wg, "x", x);
+  const ScalarType dtype = out_dtype.value_or(at::kBFloat16);
+  check_out_dtype(op, "out_dtype", dtype);
+  check_linear_scaled(op, x, w, scale_x, scale_w, b, dtype);
+  detail::check_shape(op, "wg", wg, "w", w.sym_sizes());
+  check_scale_of_columns(op, "scale_wg", scale_wg, "wg", wg);
+  if (bg) {
+    check_bias(op, "bg", *bg, x, dtype);
+    detail::check_shape(op, "bg", *bg, "wg", {wg.sym_size(0)});
+  }
+  TORCH_CHECK(activation == "sigmoid" || activation == "silu", op, ": expected activation sigmoid or silu, got ",
+              activation);
   return dtype;
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string_view>
 
 #include "export.h"
 
@@ -20,9 +21,34 @@ TORCHOPS_API at::Tensor dense_scaled(const at::Tensor& x, const at::Tensor& w, c
                                      const at::Tensor& scale_w, const std::optional<at::Tensor>& b = {},
                                      std::optional<at::ScalarType> out_dtype = {});
 
-/// The argument checks of dense_scaled(), for kernels of other backends. Returns the dtype of the result.
+/// gate() of eight-bit operands: y = v * sigmoid((x @ w.T) * scale_x * scale_w + b). It is the operator gate.scaled.
+///
+/// v: (..., out), bfloat16, float16 or float32, whose dtype y has; x, w, the scales and b as of dense_scaled().
+TORCHOPS_API at::Tensor gate_scaled(const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
+                                    const at::Tensor& scale_x, const at::Tensor& scale_w,
+                                    const std::optional<at::Tensor>& b = {});
+
+/// glu() of eight-bit operands: y = ((x @ w.T) * scale_x * scale_w + b) * act((x @ wg.T) * scale_x * scale_wg + bg).
+/// It is the operator glu.scaled.
+///
+/// wg: like w; scale_wg: of the kinds of scale_w; activation: "sigmoid" or "silu"; the others as of dense_scaled().
+TORCHOPS_API at::Tensor glu_scaled(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
+                                   const at::Tensor& scale_x, const at::Tensor& scale_w, const at::Tensor& scale_wg,
+                                   const std::optional<at::Tensor>& b = {}, const std::optional<at::Tensor>& bg = {},
+                                   std::string_view activation = "sigmoid",
+                                   std::optional<at::ScalarType> out_dtype = {});
+
+/// The argument checks, for kernels of other backends. Where a dtype may be left out, they return that of the result.
 TORCHOPS_API at::ScalarType check_dense_scaled(const at::Tensor& x, const at::Tensor& w, const at::Tensor& scale_x,
                                                const at::Tensor& scale_w, const std::optional<at::Tensor>& b,
                                                std::optional<at::ScalarType> out_dtype);
+TORCHOPS_API void check_gate_scaled(const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
+                                    const at::Tensor& scale_x, const at::Tensor& scale_w,
+                                    const std::optional<at::Tensor>& b);
+TORCHOPS_API at::ScalarType check_glu_scaled(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
+                                             const at::Tensor& scale_x, const at::Tensor& scale_w,
+                                             const at::Tensor& scale_wg, const std::optional<at::Tensor>& b,
+                                             const std::optional<at::Tensor>& bg, std::string_view activation,
+                                             std::optional<at::ScalarType> out_dtype);
 
 }  // namespace torchops

@@ -32,7 +32,7 @@ constexpr Rule<Tiling> kDense[] = {
 };
 
 // Eight-bit operands.
-constexpr Rule<Tiling> kScaledDense[] = {
+constexpr Rule<Tiling> kScaled[] = {
     {[](const Case& c) { return c.m <= 64 || c.tiles(128, 128) <= c.sm_count; }, Tiling::k64x128},
     {[](const Case& c) { return c.tiles(128, 192) < int64_t{4} * c.sm_count; }, Tiling::k128x128CooperativeTall},
     {always, Tiling::k128x192Cooperative},
@@ -124,9 +124,10 @@ constexpr Rule<GradientTiling> kDenseGradients[] = {
     return rules_of_it;                                                  \
   }
 TORCHOPS_RULES(Dense, kDense)
-TORCHOPS_RULES(ScaledDense, kScaledDense)
-TORCHOPS_RULES(ScaledDenseHalf, kScaledDense)
-TORCHOPS_RULES(ScaledDenseFloat, kScaledDense)
+TORCHOPS_RULES(ScaledDense, kScaled)
+TORCHOPS_RULES(ScaledProduct, kScaled)
+TORCHOPS_RULES(ScaledGateSigmoid, kScaled)
+TORCHOPS_RULES(ScaledGateSilu, kScaled)
 TORCHOPS_RULES(SquareMatmul, kSquareMatmul)
 TORCHOPS_RULES(SquareMatmulT, kSquareMatmul)
 TORCHOPS_RULES(Gate, kNarrowGate)

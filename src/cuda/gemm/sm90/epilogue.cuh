@@ -86,12 +86,20 @@ using RowScale = fusion::Sm90ColBroadcast<0, Tile, float, float, cute::Stride<bo
 template <class Tile>
 using ColumnScale = fusion::Sm90RowBroadcast<0, Tile, float, float, cute::Stride<cute::_0, bool, cute::_0>>;
 
-/// F(scale_a * scale_b * sum + bias).
-template <class F, class Out, class Sum, class Tile>
+/// What F::of_scaled() takes for scale_a * scale_b * sum + bias.
+template <class F, class Tile>
+using ScaledSum = fusion::Sm90EVT<fusion::Sm90Compute<ScaledArgument<F>::template Of, float, float, kRound>,
+                                  Bias<Tile, float>, RowScale<Tile>, ColumnScale<Tile>, Sum>;
+
+/// F of that, as exact as Out needs it and of type Result.
+template <class F, class Out, class Tile, class Result = Out>
 using ApplyScaled =
-    fusion::Sm90EVT<fusion::Sm90Compute<Value<F, Out>::template Of, Out, float, kRound>,
-                    fusion::Sm90EVT<fusion::Sm90Compute<ScaledArgument<F>::template Of, float, float, kRound>,
-                                    Bias<Tile, float>, RowScale<Tile>, ColumnScale<Tile>, Sum>>;
+    fusion::Sm90EVT<fusion::Sm90Compute<Value<F, Out>::template Of, Result, float, kRound>, ScaledSum<F, Tile>>;
+
+/// c * F(scale_a * scale_b * sum + bias); c is of type Out, too.
+template <class F, class Out, class Tile>
+using GateScaled = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::multiplies, Out, float, kRound>,
+                                   fusion::Sm90SrcFetch<Out>, ApplyScaled<F, Out, Tile, float>>;
 
 /// Lets a GEMM write over its own A (a = a @ b): the accumulators of the CTAs that run are the only scratch.
 ///

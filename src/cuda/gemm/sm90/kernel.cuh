@@ -21,8 +21,8 @@ namespace torchops::cuda::gemm {
 
 /// D (m x n) = epilogue(A (m x k) @ B (k x n)), accumulated in float32. A and D have contiguous rows; B has contiguous
 /// columns (b_k_major, as w.T of a weight has), or contiguous rows. Visitor is the tree of visitors that the epilogue
-/// walks for each fragment of the accumulator.
-template <class Element_, Tiling tiling, bool b_k_major, class Visitor, class Out_ = Element_>
+/// walks for each fragment of the accumulator. Source is the type of the matrix C that it reads, or void.
+template <class Element_, Tiling tiling, bool b_k_major, class Visitor, class Out_ = Element_, class Source = void>
 struct Gemm {
   using Element = Element_;
   using Out = Out_;
@@ -42,7 +42,7 @@ struct Gemm {
   using EpilogueSchedule = std::conditional_t<kPingPong, cutlass::epilogue::TmaWarpSpecialized,
                                               cutlass::epilogue::TmaWarpSpecializedCooperative>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, RowMajor,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, Source, RowMajor,
       kAlignmentOut, Out, RowMajor, kAlignmentOut, EpilogueSchedule, Visitor>::CollectiveOp;
   static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::SharedStorage));
   // What a resident B leaves of 227 KiB, less 1 KiB for the barriers.
@@ -79,6 +79,10 @@ struct Gemm {
     }
     arguments.epilogue.ptr_D = static_cast<Out*>(const_cast<void*>(p.d.data));
     arguments.epilogue.dD = {p.d.row_stride, cute::_1{}, p.d.batch_stride};
+    if constexpr (!std::is_void_v<Source>) {
+      arguments.epilogue.ptr_C = static_cast<const Source*>(p.c.data);
+      arguments.epilogue.dC = {p.c.row_stride, cute::_1{}, p.c.batch_stride};
+    }
     arguments.hw_info.sm_count = clusters * kTiling.cluster_m * kTiling.cluster_n;
     arguments.hw_info.max_active_clusters = clusters;
     return arguments;
@@ -123,8 +127,8 @@ struct Gemm {
   }
 };
 
-template <class Element, Tiling tiling, bool b_k_major, class Visitor, class Out>
-Status Gemm<Element, tiling, b_k_major, Visitor, Out>::grid_clusters(int n, int& clusters) {
+template <class Element, Tiling tiling, bool b_k_major, class Visitor, class Out, class Source>
+Status Gemm<Element, tiling, b_k_major, Visitor, Out, Source>::grid_clusters(int n, int& clusters) {
   if (const cudaError_t error = max_resident_clusters(clusters); error != cudaSuccess) return Status::of(error);
   if (kTiling.resident_k > 0) {
     constexpr int cluster_columns = kTiling.tile_n * kTiling.cluster_n;
@@ -134,12 +138,15 @@ Status Gemm<Element, tiling, b_k_major, Visitor, Out>::grid_clusters(int n, int&
   return clusters > 0 ? Status{} : Status::not_for_me();
 }
 
-template <class Element, Tiling tiling, bool b_k_major, class Visitor, class Out>
-Status Gemm<Element, tiling, b_k_major, Visitor, Out>::launch(const typename Kernel::Arguments& arguments,
-                                                              bool cooperative, cudaStream_t stream) {
+template <class Element, Tiling tiling, bool b_k_major, class Visitor, class Out, class Source>
+Status Gemm<Element, tiling, b_k_major, Visitor, Out, Source>::launch(const typename Kernel::Arguments& arguments,
+                                                                      bool cooperative, cudaStream_t stream) {
   typename Kernel::Params params = Kernel::to_underlying_arguments(arguments, nullptr);
   if (!are_encoded(params.mainloop.tma_load_a, params.mainloop.tma_load_b, params.epilogue.tma_store_d)) {
     return Status::of(cudaErrorInvalidValue);
+  }
+  if constexpr (!std::is_void_v<Source>) {
+    if (!are_encoded(params.epilogue.tma_load_c)) return Status::of(cudaErrorInvalidValue);
   }
   std::array<cudaLaunchAttribute, 2> attributes{};
   const cudaLaunchConfig_t launch_config = config(Kernel::get_grid_shape(params), cooperative, stream, attributes);
