@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torchops.cuda import dense_path
-from torchops.nn import PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate
+from torchops.nn import PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate, pair_layer
 
 OPS = torch.ops.myops
 LAYERS: dict[str, Callable[..., nn.Module]] = {
@@ -64,20 +64,24 @@ def results(function: Any, layer: Any, x: Tensor, *args: Any) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
 
 
+def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:
+    assert [t.shape for t in got] == [t.shape for t in exact]
+    return [((g.double() - e).norm() / e.norm().clamp_min(1e-3)).item() for g, e in zip(got, exact, strict=True)]
+
+
 def assert_near(got: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    for i, (g, e) in enumerate(zip(got, exact, strict=True)):
-        assert g.shape == e.shape
-        distance = ((g.double() - e).norm() / e.norm().clamp_min(1e-3)).item()
-        assert distance <= tolerance, f"{i}: {distance}"
+    assert max(distances(got, exact)) <= tolerance, distances(got, exact)
 
 
-def check(name: str, layer: Any, x: Tensor, factor: float = 1) -> None:
+def check(name: str, layer: Any, x: Tensor) -> None:
     """Beside float64, of the dtypes of x, and x untouched."""
     args, old = others(name, x), x.clone()
     got = results(fused, layer, x, *args)
     exact = results(plain, copy.deepcopy(layer).double(), x.double(), *args)
-    dtype = next(layer.parameters()).dtype
-    assert_near(got, exact, factor * TOLERANCE[dtype])
+    apart = distances(results(plain, layer, x, *args), exact)
+    tolerance = TOLERANCE[next(layer.parameters()).dtype]
+    for i, (distance, beside) in enumerate(zip(distances(got, exact), apart, strict=True)):
+        assert distance <= max(tolerance, 1.1 * beside), f"{i}: {distance}, {beside}"
     assert got[0].dtype == got[1].dtype == x.dtype
     assert got[0].is_contiguous()
     assert got[0].untyped_storage()._cdata != x.untyped_storage()._cdata
@@ -324,10 +328,10 @@ def test_values_and_gradients_cuda(
     for c, n in ((128, 70), (40, 65), (192, 37)):
         layer, x = layer_of(name, c, dtype=dtype, device="cuda"), pair(n, c, of_x, "cuda")
         with dense_path(path):
-            check(name, layer, x, 1.5)
+            check(name, layer, x)
             if c == 128:
-                check(name, layer, x.transpose(1, 2), 1.5)
-                check(name, layer, x[..., :1, :, :].expand(x.shape), 1.5)
+                check(name, layer, x.transpose(1, 2))
+                check(name, layer, x[..., :1, :, :].expand(x.shape))
 
 
 @CUDA
@@ -371,9 +375,22 @@ def test_memory_cuda(name: str) -> None:
     assert of_sum[1] <= apart[1]
 
 
+def additions(function: Callable[[], Any]) -> int:
+    """The kernels of ATen that add."""
+    function()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    events = profile.key_averages()
+    assert events
+    return sum(
+        event.count for event in events if "CUDAFunctor_add" in event.key or "CUDAFunctorOnSelf_add" in event.key
+    )
+
+
 @CUDA
-def test_pair_layer_adds_in_its_kernels_cuda() -> None:
-    """Without dropout and with all gradients wanted no kernel of ATen reads pair tensors to add them."""
+def test_pair_layer_adds_in_its_kernels_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without dropout and with all gradients wanted, ten additions less: five forward, five backward."""
     layer = PairLayer(128, dropout=0.0, device="cuda", dtype=torch.bfloat16)
     x = pair(96, 128, torch.bfloat16, "cuda").requires_grad_()
 
@@ -381,13 +398,9 @@ def test_pair_layer_adds_in_its_kernels_cuda() -> None:
         out = layer(x)
         torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out))
 
-    step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    names = [event.key for event in profile.key_averages()]
-    assert names
-    assert not [name for name in names if "CUDAFunctor_add" in name or "AddFunctor" in name]
+    inside = additions(step)
+    monkeypatch.setattr(pair_layer, "_added", lambda module, x, mask, kept: x + module(x, *mask))
+    assert additions(step) == inside + 10
 
 
 @CUDA
@@ -396,13 +409,7 @@ def test_a_float32_stream_is_added_to_in_kernels_cuda(inplace: bool) -> None:
     """Forward, beside 16-bit weights: the update is never a tensor of its own."""
     layer, x = PairLayer(128, device="cuda", dtype=torch.bfloat16).eval(), pair(96, 128, torch.float32, "cuda")
     with torch.inference_mode():
-        layer(x.clone(), inplace=inplace)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            layer(x, inplace=inplace)
-            torch.cuda.synchronize()
-    names = [event.key for event in profile.key_averages()]
-    assert names
-    assert not [name for name in names if "CUDAFunctor_add" in name or "AddFunctor" in name]
+        assert additions(lambda: layer(x, inplace=inplace)) == 0
 
 
 @CUDA

@@ -334,6 +334,9 @@ def norm_gradient(
         values = _load(x, places, t, count, C, PADDED_C, BLOCK).to(tl.float32)
         places = _places(t, dz_at, dz_batch, dz_outer, dz_inner, inner, count, BLOCK)
         g = _load(dz, places, t, count, C, PADDED_C, BLOCK).to(tl.float32)
+        if ADDS:
+            places = _places(t, grad_at, grad_batch, grad_outer, grad_inner, inner, count, BLOCK)
+            residual = _load(grad, places, t, count, C, PADDED_C, BLOCK)
         unit, factor = _normalised(values, eps, C, PADDED_C)
         p = tl.minimum(t * BLOCK + r, count - 1)
         at = dbias + ((p // inner) * dbias_outer + (p % inner) * dbias_inner).to(tl.int64)
@@ -354,8 +357,7 @@ def norm_gradient(
         g = g - (tl.sum(g, 1) / C)[:, None] - unit * (tl.sum(g * unit, 1) / C)[:, None]
         g = g * factor[:, None]
         if ADDS:
-            places = _places(t, grad_at, grad_batch, grad_outer, grad_inner, inner, count, BLOCK)
-            g += _load(grad, places, t, count, C, PADDED_C, BLOCK).to(tl.float32)
+            g += residual.to(tl.float32)
         places = _places(t, dx_at, dx_batch, dx_outer, dx_inner, inner, count, BLOCK)
         _store(dx, places, t, count, g, C, PADDED_C, BLOCK)
     row = sums + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ((2 + HEADS) * C)

@@ -144,7 +144,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling>::compute(co
     }
   };
 
-  // In the layout of the accumulators, and late, when registers are free: it is in the second-level cache by then.
+  // In the layout of the accumulators.
   const auto read_residual = [&](auto& fragment, int row, int place) {
     const Element* const of_row = p.residual.data + row * p.residual.row_stride;
     Tensor pairs = recast<cutlass::Array<Element, 2>>(fragment);
@@ -252,6 +252,11 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling>::compute(co
     }
     multiply(product_w1, shared.dt.data(), OfDzT{}, stage.x.data(), InRowsT{}, dw1);
     warpgroup_commit_batch();
+    Tensor residual = make_tensor_like<Element>(u);
+    if constexpr (!kOut) {
+      // It arrives, from the second-level cache, while the next tile is normalised.
+      if (p.residual.data != nullptr) read_residual(residual, row, place);
+    }
     if (++next; tile + gridDim.x < p.tiles.count()) normalize(p, shared, next, tile + gridDim.x, moments);
     Tensor other = make_tensor_like<Element>(u);
     if constexpr (kOut) {
@@ -283,9 +288,8 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling>::compute(co
         read(from_rows, stage.x.data(), InRows{}, other);
         through_norm(dx, other, shared.rstd[at.index()], p.c, [] {});
         if (p.residual.data != nullptr) {
-          read_residual(other, row, place);
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(other(i));
+          for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(residual(i));
         }
       }
       round_to(result, dx);
