@@ -110,9 +110,12 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "torchops
     del sys.modules[name]
 import torchops
 print(len(ours()))
-import torch.utils.flop_counter, torch.distributed.tensor
+import torch.utils.flop_counter, torch.distributed.tensor, torchao.utils
 print(len(ours()), "torchops.distributed" in sys.modules)
 """
+    (tmp_path / "torchao").mkdir()
+    implements = "implements_torch_function = staticmethod(lambda functions: lambda f: f)"
+    (tmp_path / "torchao" / "utils.py").write_text(f"class TorchAOBaseTensor:\n    {implements}\n")
     assert run(tmp_path, program) == ["1", "1", "0 True"]
 
 

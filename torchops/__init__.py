@@ -8,7 +8,7 @@ from torchops import _library
 # The modules below look their operators up as they are imported.
 _library.load()
 
-from torchops import adapters, attention, cuda, flops, nn, ops, pair  # noqa: E402, F401
+from torchops import adapters, attention, cuda, flops, nn, ops, pair, quantization  # noqa: E402, F401
 from torchops._info import info  # noqa: E402
 from torchops._when_imported import when_imported  # noqa: E402
 from torchops.attention import *  # noqa: E402, F403
@@ -35,11 +35,12 @@ def __dir__() -> list[str]:
 
 
 when_imported("torch.utils.flop_counter", flops.register)
+when_imported("torchao.utils", quantization.register_with_torchao)
 when_imported("torch.distributed.tensor", lambda: import_module("torchops.distributed"))
 
 __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)
 """For ``cmake -DCMAKE_PREFIX_PATH=...``: where ``find_package(torchops)`` finds the C++ library."""
 
-__all__ = ["cmake_prefix_path", "cuda", "flops", "inductor", "info", "nn", "ops"]
+__all__ = ["cmake_prefix_path", "cuda", "flops", "inductor", "info", "nn", "ops", "quantization"]
 __all__ += [*ops.__all__, *pair.__all__, *attention.__all__]

@@ -155,7 +155,7 @@ def dense_scaled(
 
     Gradients: none, as of ``_scaled_mm``. An argument may require grad, but backward raises.
 
-    Memory: the result, a float32 copy of a ``b`` of another dtype, and copies of ``x`` and ``w`` where their rows are
+    Memory: the result, and copies of ``x`` and ``w`` where their rows are
     not adjacent and aligned. Where there is no kernel for it (GPUs of other compute capabilities than 9.0, features
     that are no multiples of 16, results that are not bfloat16), a panel of rows of at most 32 MiB, or one row, and,
     for such features, a copy of ``w`` in bfloat16. On the CPU, the weights of some columns in float32, 4 MiB or 64

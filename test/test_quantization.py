@@ -1,0 +1,125 @@
+"""Models with layers of torchops, quantized by torchao: their weights, and their exported graphs."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchops
+
+torchao: Any = pytest.importorskip("torchao.quantization", reason="needs torchao (dependency group quantization)")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = torchops.nn.Dense(64, 96)
+        self.gate = torchops.nn.Gate(96, 64)
+        self.glu = torchops.nn.GLU(64, 32, activation="silu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.glu(self.gate(x, self.dense(x)))
+
+
+class Written(nn.Module):
+    """The same with PyTorch's operators, of the same layers."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.dense, self.gate, self.value, self.of_value = (
+            self.linear(m) for m in (model.dense, model.gate, model.glu.value, model.glu.gate)
+        )
+
+    @staticmethod
+    def linear(layer: nn.Linear) -> nn.Linear:
+        copied = nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
+        copied.load_state_dict(layer.state_dict())
+        return copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = x * torch.sigmoid(self.gate(torch.sigmoid(self.dense(x))))
+        return self.value(v) * torch.nn.functional.silu(self.of_value(v))
+
+
+def models(dtype: torch.dtype) -> tuple[Model, Written, Tensor]:
+    torch.manual_seed(0)
+    model = Model().eval().to(dtype)
+    return model, Written(model).eval(), torch.randn(5, 7, 64, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
+)
+def test_weights(config: str) -> None:
+    model, written, x = models(torch.bfloat16)
+    exact = model(x)
+    for m in (model, written):
+        torchao.quantize_(m, getattr(torchao, config)())
+    assert type(model.dense.weight) is type(written.dense.weight)
+    assert type(model.dense.weight) not in (Tensor, nn.Parameter)
+    y = model(x)
+    assert torch.equal(y, written(x))
+    assert not torch.equal(y, exact)
+    torch.testing.assert_close(y, exact, rtol=0.1, atol=0.1)
+
+
+def test_gradient_of_the_input() -> None:
+    model, written, x = models(torch.bfloat16)
+    gradients: list[Tensor] = []
+    for m in (model, written):
+        torchao.quantize_(m, torchao.Int8WeightOnlyConfig())
+        leaf = x.clone().requires_grad_()
+        m(leaf).sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    assert gradients[0].abs().sum() > 0
+
+
+def test_compile() -> None:
+    model, _, x = models(torch.bfloat16)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with torch.no_grad():
+        y = torch.compile(model, fullgraph=True)(x)
+        torch.testing.assert_close(y, model(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("order", ["import torchao.quantization, torchops", "import torchops, torchao.quantization"])
+def test_either_import_first(order: str) -> None:
+    code = f"""
+import torch
+{order}
+layer = torchops.nn.Dense(32, 32).to(torch.bfloat16)
+torchao.quantization.quantize_(layer, torchao.quantization.Int8WeightOnlyConfig())
+print(tuple(layer(torch.zeros(2, 32, dtype=torch.bfloat16)).shape))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == "(2, 32)"
+
+
+def test_exported_graph() -> None:
+    """A quantizer finds all products in a graph that is written out, and none of our operators."""
+    import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as x86
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    model, written, x = models(torch.float32)
+    quantized = []
+    for m in (model, written):
+        with torch.no_grad():
+            graph = torchops.quantization.written_out(torch.export.export(m, (x,))).module()
+        quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+        prepared = prepare_pt2e(graph, quantizer)
+        prepared(x)
+        quantized.append(convert_pt2e(prepared))
+    targets = [str(node.target) for node in quantized[0].graph.nodes if node.op == "call_function"]
+    assert not any("myops" in target for target in targets)
+    assert sum("dequantize_per_channel" in target for target in targets) == 4
+    assert torch.equal(quantized[0](x), quantized[1](x))
+    torch.testing.assert_close(quantized[0](x), copy.deepcopy(model)(x), rtol=0.1, atol=0.1)

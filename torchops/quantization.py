@@ -1,0 +1,99 @@
+"""Layers of torchops in quantized models.
+
+**torchao's tensors.** ``torchao.quantization.quantize_`` takes a :class:`torchops.nn.Dense`, a ``Gate`` and the layers
+of a ``GLU`` for what they are, ``nn.Linear``, and puts a tensor subclass in the place of their weights. With such a
+weight ``dense``, ``gate`` and ``glu`` are what they stand for: ``torch.nn.functional.linear``, with all that torchao
+does for it, and the rest after it. Nothing has to be called for that.
+
+**Quantizers of graphs** (PT2E, ``torchao.quantization.pt2e``) look for ``linear``, which :func:`written_out` puts into
+an exported program.
+
+Products of eight bits with the rest in their epilogue are :func:`torchops.dense_scaled`, ``gate_scaled`` and
+``glu_scaled``; neither way leads there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+__all__ = ["written_out"]
+
+
+def _dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    return torch.sigmoid(linear(x, w, b))
+
+
+def _gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    return v * torch.sigmoid(linear(x, w, b))
+
+
+def _glu(
+    x: Tensor,
+    w: Tensor,
+    wg: Tensor,
+    b: Tensor | None = None,
+    bg: Tensor | None = None,
+    *,
+    activation: str = "sigmoid",
+) -> Tensor:
+    act = silu if activation == "silu" else torch.sigmoid
+    return linear(x, w, b) * act(linear(x, wg, bg))
+
+
+_WRITTEN_OUT = (
+    (torch.ops.myops.dense, _dense),
+    (torch.ops.myops.gate, _gate),
+    (torch.ops.myops.glu, _glu),
+)
+
+
+def written_out(program: ExportedProgram) -> ExportedProgram:
+    """The program with ``aten.linear`` and what follows it in the place of ``dense``, ``gate`` and ``glu``.
+
+    For quantizers of graphs, before ``prepare_pt2e``. They find a ``linear`` by a note of what it was in the model,
+    which new ones get here. Arguments must be of one dtype, as for ``linear``. All other operators stay.
+
+    Example:
+
+        >>> layer = torchops.nn.Dense(3, 4).eval()
+        >>> program = torch.export.export(layer, (torch.zeros(2, 3),))
+        >>> nodes = torchops.quantization.written_out(program).graph.nodes
+        >>> print(*(node.target for node in nodes if node.op == "call_function"))
+        aten.linear.default aten.sigmoid.default
+    """
+    former = {node.name for node in program.graph.nodes if node.target is torch.ops.aten.linear.default}
+    program = program.run_decompositions({packet.default: function for packet, function in _WRITTEN_OUT})
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.linear.default and node.name not in former:
+            node.meta["source_fn_stack"] = [(node.name, linear)]
+    return program
+
+
+def register_with_torchao() -> None:
+    """Tell torchao's subclasses: those that exist, and, through their base, those that will."""
+    from torchao.utils import TorchAOBaseTensor
+
+    for cls in _with_subclasses(TorchAOBaseTensor):
+        for packet, function in _WRITTEN_OUT:
+            cls.implements_torch_function([packet, packet.default])(_handler(function))
+
+
+def _with_subclasses(cls: Any) -> Iterator[Any]:
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _with_subclasses(subclass)
+
+
+def _handler(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+        return function(*args, **(kwargs or {}))
+
+    return call
