@@ -155,11 +155,10 @@ def dense_scaled(
 
     Gradients: none, as of ``_scaled_mm``. An argument may require grad, but backward raises.
 
-    Memory: the result, and copies of ``x`` and ``w`` where their rows are
-    not adjacent and aligned. Where there is no kernel for it (GPUs of other compute capabilities than 9.0, features
-    that are no multiples of 16, results that are not bfloat16), a panel of rows of at most 32 MiB, or one row, and,
-    for such features, a copy of ``w`` in bfloat16. On the CPU, the weights of some columns in float32, 4 MiB or 64
-    columns of them, and panels of rows beside them.
+    Memory: the result, and copies of ``x`` and ``w`` where their rows are not adjacent and aligned. Where there is no
+    kernel for it (GPUs of other compute capabilities than 9.0, features that are no multiples of 16, results that are
+    not bfloat16), a panel of rows of at most 32 MiB, or one row, and, for such features, a copy of ``w`` in bfloat16.
+    On the CPU, the weights of some columns in float32, 4 MiB or 64 columns of them, and panels of rows beside them.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
@@ -330,8 +329,10 @@ def gate_scaled(v: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tenso
         scale_w: one element, or ``(1, out_features)``, one for each row of ``w``.
         b: bias of shape ``(out_features,)``, or ``None``: of the dtype of ``v``, or float32.
 
-    Dtypes, gradients and memory: as of :func:`dense_scaled`; one kernel makes the result where that is bfloat16. A
-    ``v`` whose rows are not adjacent and aligned is copied.
+    Dtypes: as of :func:`dense_scaled`; as there, no gradients.
+
+    Memory: as of :func:`dense_scaled`; one kernel makes the result where that is bfloat16. A ``v`` whose rows are not
+    adjacent and aligned is copied.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
@@ -378,9 +379,11 @@ def glu_scaled(
         activation: ``"sigmoid"`` or ``"silu"``.
         out_dtype: bfloat16, float16 or float32. Default: bfloat16.
 
-    Dtypes, gradients and memory: as of :func:`dense_scaled`. On a GPU two kernels make the result, first the value,
-    rounded to ``out_dtype``, and then the gate, which multiplies it in its place, in one each where ``out_dtype`` is
-    bfloat16; no other tensor of its size exists.
+    Dtypes: as of :func:`dense_scaled`; as there, no gradients.
+
+    Memory: as of :func:`dense_scaled`. On a GPU the value is made first, rounded to ``out_dtype``, and then the gate,
+    which multiplies it in its place: by a kernel each where ``out_dtype`` is bfloat16. No other tensor of its size
+    exists.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
