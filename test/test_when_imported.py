@@ -116,7 +116,8 @@ print(len(ours()), "torchops.distributed" in sys.modules)
     (tmp_path / "torchao").mkdir()
     implements = "implements_torch_function = staticmethod(lambda functions: lambda f: f)"
     (tmp_path / "torchao" / "utils.py").write_text(f"class TorchAOBaseTensor:\n    {implements}\n")
-    assert run(tmp_path, program) == ["1", "1", "0 True"]
+    # What torchao says as it is imported comes after.
+    assert run(tmp_path, program)[:3] == ["1", "1", "0 True"]
 
 
 def test_other_finders_may_be_of_any_kind(tmp_path: Path) -> None:
