@@ -172,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuda = device.type == "cuda"
     sizes = options.sizes or ([384, 768, 769, 1024, 2048] if cuda else [64, 128])
     eager = options.eager if options.eager is not None else [n for n in sizes if n <= 768 and n % 2 == 0]
-    results = []
+    described = {"machine": machine.describe(device), "torchops": torchops.__version__}
+    results: list[dict[str, Any]] = []
     for precision in options.precisions or (["bfloat16", "bf16-mixed"] if cuda else ["float32"]):
         for n in sizes:
             for task in options.tasks:
@@ -194,14 +195,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if options.check and task == FORWARD:
                     result["deviations"] = case.deviations()
                     print("    deviations:", ", ".join(f"{k} {v:.1e}" for k, v in result["deviations"].items()))
+                # After each: a run that is stopped leaves what it has measured.
+                if options.json:
+                    options.json.write_text(json.dumps({**described, "results": results}, indent=1) + "\n")
                 del case, ways
                 # Compiled code of earlier cases would count towards the recompile limit.
                 torch.compiler.reset()
                 if cuda:
                     torch.cuda.empty_cache()
-    if options.json:
-        document = {"machine": machine.describe(device), "torchops": torchops.__version__, "results": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
