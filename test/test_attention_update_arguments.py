@@ -139,6 +139,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "mask": (lambda w: (X.expand(2, 4, 4, 12), X[..., 0], w), r"expected mask of shape \(2, 4, 4\) to match x"),
     "mask_dtype": (lambda w: (X, torch.ones(4, 4).int(), w), "expected mask of dtype bool or"),
     "heads": (lambda w: (X, None, w._replace(heads=4)), r"expected q of shape \(heads \* d, c\)"),
+    "q": (lambda w: (X, None, w._replace(q=w.q[0, 0])), r"expected q of shape \(heads \* d, c\), got \(\)"),
     "v": (lambda w: (X, None, w._replace(v=w.v[:14])), r"expected v of shape \(15, 12\)"),
     "out": (lambda w: (X, None, w._replace(out=w.v)), r"expected out of shape \(12, 15\)"),
     "dtype": (lambda w: (X, None, w._replace(gate=w.gate.double())), "expected gate of dtype float32"),
@@ -166,6 +167,12 @@ def test_errors(name: str) -> None:
         moved = AttentionWeights._make(t.to("meta") if isinstance(t, Tensor) else t for t in w)
         with pytest.raises(RuntimeError, match=f"^_triangle_attention_update: {text}"):
             triangle_attention_update(x.to("meta"), None if mask is None else mask.to("meta"), moved)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_no_tensor(inplace: bool) -> None:
+    with pytest.raises(TypeError, match=r"^_triangle_attention_update_?: expected x of type Tensor, got NoneType$"):
+        triangle_attention_update(None, None, weights(dtype=torch.float32), inplace=inplace)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("inplace", [False, True])

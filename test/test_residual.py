@@ -170,6 +170,14 @@ def test_only_what_is_wanted(name: str) -> None:
 
 
 @EVERY
+def test_type_errors(name: str) -> None:
+    layer = layer_of(name)
+    for x in (None, 3, [pair()]):
+        with pytest.raises(TypeError, match=f"expected x of type Tensor, got {type(x).__name__}$"):
+            layer(x, residual=True)
+
+
+@EVERY
 def test_operators(name: str) -> None:
     """opcheck of what is called, and of its gradient, which is differentiable too."""
     layer, x = layer_of(name, 8, dtype=torch.float64), pair(4, 8)

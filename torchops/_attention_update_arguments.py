@@ -85,7 +85,8 @@ def _check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, head
     given = dict(zip(TENSORS, parameters, strict=True))
     missing = [name for name, t in given.items() if t is None and name not in _OPTIONAL]
     expect(not missing, lambda: f"{op}: expected a tensor {missing[0]}, got None")
-    for name, t in {"x": x, **given}.items():
+    check_layout(op, "x", x)
+    for name, t in given.items():
         if t is not None:
             check_layout(op, name, t)
     q = given["q"]
@@ -101,6 +102,7 @@ def _check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, head
         lambda: f"{op}: expected x of dtype {name_of(q.dtype)}{either} to match q, got {name_of(x.dtype)}",
     )
     expect(x.dim() >= 3, lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
+    expect(q.dim() == 2, lambda: f"{op}: expected q of shape (heads * d, c), got {tuple(q.shape)}")
     c, width = x.shape[-1], q.shape[0]
     expect(x.shape[-3] == x.shape[-2], lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
     expect(heads >= 1, lambda: f"{op}: expected heads of at least 1, got {heads}")

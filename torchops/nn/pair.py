@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import torchops
+from torchops.ops import with_type_errors
 
 __all__ = ["Transition", "TriangleMultiplicativeUpdate"]
+
+_add_transition = with_type_errors(torch.ops.myops._add_transition)
+_add_triangle_update = with_type_errors(torch.ops.myops._triangle_multiplicative_update)
 
 # The standard deviation of a normal distribution of width 1 that is cut off at -2 and 2.
 _TRUNCATED_STD = 0.87962566103423978
@@ -85,7 +89,7 @@ class Transition(nn.Module):
         """The transition of ``x``; with ``residual``, ``x + transition(x)``, a new tensor of the dtype of ``x``, in no
         more passes over memory, forward and backward; or, with ``inplace``, ``x`` itself after ``x += transition(x)``,
         which needs no tensor for the transition and is meant for inference."""
-        functional = torch.ops.myops._add_transition if residual else torchops.transition
+        functional = _add_transition if residual else torchops.transition
         operator = torchops.transition_ if inplace else functional
         return operator(
             x,
@@ -191,9 +195,7 @@ class TriangleMultiplicativeUpdate(nn.Module):
         needs no tensor for the update and is meant for inference."""
         if residual and not inplace:
             outgoing = self.direction == "outgoing"
-            return torch.ops.myops._triangle_multiplicative_update(
-                x, mask, self._parameters_beneath(), outgoing, self.eps, False, True
-            )[0]
+            return _add_triangle_update(x, mask, self._parameters_beneath(), outgoing, self.eps, False, True)[0]
         operator = torchops.triangle_multiplicative_update_ if inplace else torchops.triangle_multiplicative_update
         return operator(
             x,
