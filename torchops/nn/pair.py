@@ -86,9 +86,10 @@ class Transition(nn.Module):
                 nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, *, inplace: bool = False, residual: bool = False) -> Tensor:
-        """The transition of ``x``; with ``residual``, ``x + transition(x)``, a new tensor of the dtype of ``x``, in no
-        more passes over memory, forward and backward; or, with ``inplace``, ``x`` itself after ``x += transition(x)``,
-        which needs no tensor for the transition and is meant for inference."""
+        """The transition of ``x``; with ``residual``, ``x + transition(x)``, a new tensor of the dtype of ``x``; or,
+        with ``inplace``, ``x`` itself after ``x += transition(x)``, which needs no tensor for the transition and is
+        meant for inference. Where the fused kernels run, ``residual`` takes no pass over memory for the addition, nor,
+        where ``x`` has the dtype of the parameters, for that of its gradients."""
         functional = _add_transition if residual else torchops.transition
         operator = torchops.transition_ if inplace else functional
         return operator(
@@ -190,9 +191,10 @@ class TriangleMultiplicativeUpdate(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False, residual: bool = False
     ) -> Tensor:
-        """The update of ``x``; with ``residual``, ``x + update(x)``, a new tensor of the dtype of ``x``, in no more
-        passes over memory, forward and backward; or, with ``inplace``, ``x`` itself after ``x += update(x)``, which
-        needs no tensor for the update and is meant for inference."""
+        """The update of ``x``; with ``residual``, ``x + update(x)``, a new tensor of the dtype of ``x``; or, with
+        ``inplace``, ``x`` itself after ``x += update(x)``, which needs no tensor for the update and is meant for
+        inference. Where the fused kernels run, ``residual`` takes no pass over memory for the addition, nor, where
+        ``x`` has the dtype of the parameters, for that of its gradients."""
         if residual and not inplace:
             outgoing = self.direction == "outgoing"
             return _add_triangle_update(x, mask, self._parameters_beneath(), outgoing, self.eps, False, True)[0]

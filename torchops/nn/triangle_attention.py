@@ -122,9 +122,10 @@ class TriangleAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False, residual: bool = False
     ) -> Tensor:
-        """The update of ``x``; with ``residual``, ``x + update(x)``, a new tensor of the dtype of ``x``, in no more
-        passes over memory, forward and backward; or, with ``inplace``, ``x`` itself after ``x += update(x)``, which
-        needs no tensor for the update and is meant for inference."""
+        """The update of ``x``; with ``residual``, ``x + update(x)``, a new tensor of the dtype of ``x``; or, with
+        ``inplace``, ``x`` itself after ``x += update(x)``, which needs no tensor for the update and is meant for
+        inference. Where the fused kernels run, ``residual`` takes no pass over memory for the addition, nor, where
+        ``x`` has the dtype of the parameters, for that of its gradients."""
         return triangle_attention_update(x, mask, self.weights(), self.node, inplace=inplace, residual=residual)
 
     def extra_repr(self) -> str:
