@@ -247,7 +247,7 @@ def test_index_has_every_page() -> None:
 
 FUNCTIONS = [
     getattr(module, function)
-    for module in (torchops.ops, torchops.pair, torchops.attention)
+    for module in (torchops.ops, torchops.scaled, torchops.pair, torchops.attention)
     for function in module.__all__
 ]
 

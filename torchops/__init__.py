@@ -8,12 +8,13 @@ from torchops import _library
 # The modules below look their operators up as they are imported.
 _library.load()
 
-from torchops import adapters, attention, cuda, flops, nn, ops, pair, quantization  # noqa: E402, F401
+from torchops import adapters, attention, cuda, flops, nn, ops, pair, quantization, scaled  # noqa: E402, F401
 from torchops._info import info  # noqa: E402
 from torchops._when_imported import when_imported  # noqa: E402
 from torchops.attention import *  # noqa: E402, F403
 from torchops.ops import *  # noqa: E402, F403
 from torchops.pair import *  # noqa: E402, F403
+from torchops.scaled import *  # noqa: E402, F403
 
 if TYPE_CHECKING:
     from torchops import distributed as distributed
@@ -43,4 +44,4 @@ cmake_prefix_path = str(_library.prefix)
 """For ``cmake -DCMAKE_PREFIX_PATH=...``: where ``find_package(torchops)`` finds the C++ library."""
 
 __all__ = ["cmake_prefix_path", "cuda", "flops", "inductor", "info", "nn", "ops", "quantization"]
-__all__ += [*ops.__all__, *pair.__all__, *attention.__all__]
+__all__ += [*ops.__all__, *scaled.__all__, *pair.__all__, *attention.__all__]
