@@ -153,7 +153,8 @@ def test_every_operator_that_overwrites_or_takes_a_list_has_kernels_for_lazy_bit
     for name in map(str, torch._C._dispatch_get_all_op_names()):
         if not name.startswith("myops::"):
             continue
-        arguments = torch._C._get_schema(name, "").arguments
+        packet, _, overload = name.partition(".")
+        arguments = torch._C._get_schema(packet, overload).arguments
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
         takes_list = any(str(a.type) == "List[Optional[Tensor]]" for a in arguments)
         for key in ("Negative", "Conjugate", "ZeroTensor"):
