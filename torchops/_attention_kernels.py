@@ -24,7 +24,7 @@ __all__ = [
     *("prepare_heads", "prepare_padding", "sum_parts", "transpose"),
 ]
 
-_jit = triton.jit(do_not_specialize=["rows", "n", "heads", "share"])  # one compilation for all N
+_jit = triton.jit(do_not_specialize=["rows", "n", "heads", "share", "gap"])  # one compilation for all N
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -65,6 +65,32 @@ def _where(heads, BLOCK: tl.constexpr):
     return (bh // heads).to(tl.int64), i, (bh % heads).to(tl.int64), tl.program_id(0).to(tl.int64) * BLOCK
 
 
+@triton.jit
+def _pair(pointer, gap, BLOCK: tl.constexpr):
+    """BLOCK numbers from `pointer` on, and as many from `gap` behind it, by one load of as many as a program of 4 warps
+    has threads: of fewer, each would be read by all threads that need it, again and again."""
+    r = tl.arange(0, 2 * BLOCK)
+    both = tl.load(pointer + (r % BLOCK + (r // BLOCK) * gap))
+    return tl.split(tl.trans(tl.reshape(both, (2, BLOCK))))
+
+
+@triton.jit
+def _in_log2(bias, SCALED: tl.constexpr):
+    """A bias in float32 and in units of log2, in which it is already if SCALED."""
+    if SCALED:
+        return bias.to(tl.float32)
+    return bias.to(tl.float32) * LOG2E
+
+
+@triton.jit
+def _scores(left, right, others, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """scale * left right^T in units of log2, plus the others, in these. SCALED: a factor has the scale and the units
+    itself, so that the product adds to the others: one instruction less for each score."""
+    if SCALED:
+        return tl.dot(left, tl.trans(right), others, input_precision=PRECISION)
+    return tl.dot(left, tl.trans(right), input_precision=PRECISION) * (scale * LOG2E) + others
+
+
 @_jit
 def add_of_mask(mask, added, mask_strides, rows: tl.int32, n: tl.int32, width, BLOCK: tl.constexpr):
     """What a mask, of strides (batch, i, k), adds to the scores of each row: -inf at keys that are not kept, unless
@@ -90,7 +116,7 @@ def forward(
     q_strides, k_strides, v_strides, bias_strides, out_strides,
     rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     b, i, h, first = _where(heads, BLOCK_J)
     j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
@@ -105,15 +131,16 @@ def forward(
     top = tl.full((BLOCK_J,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_J,), tl.float32)
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
-    for start in range(0, n, BLOCK_K):
+    for start in tl.range(0, n, BLOCK_K, num_stages=STAGES):
         k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
+        others = _in_log2(tl.load(bias_rows + bias_at), SCALED)
         if MASKED:
-            s += tl.load(added_row + kk)[None, :]
+            added_k, _ = _pair(added_row, 0, BLOCK_K)
+            others += added_k[None, :]
             added_row += BLOCK_K
-        new_top = tl.maximum(top, tl.max(s, 1) * LOG2E)
-        p = tl.exp2(s * LOG2E - new_top[:, None])
+        s = _scores(q_tile, k_tile, others, scale, SCALED, PRECISION)
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
         v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
@@ -131,25 +158,25 @@ def forward(
 
 @_jit
 def prepare(
-    grad, out, lse, log_sums, delta, grad_strides, out_strides,
+    grad, out, lse, shift, delta, grad_strides, out_strides,
     rows: tl.int32, n: tl.int32, heads: tl.int32, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """For each edge and head the logarithm to base 2 of its sum, inf beyond n, and the sum over keys of p * dp, which
-    is that over features of grad * out, 0 beyond n; both in rows of `width` numbers."""
+    """For each edge and head what shifts its scores, the negated logarithm to base 2 of its sum, -inf beyond n; and the
+    sum over keys of p * dp, which is that over features of grad * out, 0 beyond n; both in rows of `width` numbers."""
     b, i, h, first = _where(heads, BLOCK_J)
     j, left = tl.arange(0, BLOCK_J), (n - first).to(tl.int32)
     g = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
     o = _load(_row(out, out_strides, b, i, h, first), out_strides[3], left, D, PADDED_D, BLOCK_J)
     row = (b * rows + i) * heads + h
     lse_j = tl.load(lse + row * n + first + j, mask=j < left, other=float("inf"))
-    tl.store(log_sums + row * width + first + j, lse_j * LOG2E)
+    tl.store(shift + row * width + first + j, -lse_j * LOG2E)
     tl.store(delta + row * width + first + j, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1))
 
 
 @triton.jit
 def prepare_heads(
-    products, i, j, there, lse, log_sums, delta, rows, n, width,
+    products, i, j, there, lse, shift, delta, rows, n, width,
     HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `prepare`, of BLOCK edges (i, j) that have grad * out of all heads; for a grid of (blocks, batch, 1)."""
@@ -157,41 +184,41 @@ def prepare_heads(
     if D & (D - 1) == 0:
         h = tl.arange(0, PADDED // D)
         sums = tl.sum(tl.reshape(products, (BLOCK, PADDED // D, D)), 2)
-        _store_numbers(sums, first + i, j, h, there, lse, log_sums, delta, n, width, HEADS)
+        _store_numbers(sums, first + i, j, h, there, lse, shift, delta, n, width, HEADS)
     else:
         head_of = tl.arange(0, PADDED) // D
         for head in tl.static_range(HEADS):
             sums = tl.sum(tl.where((head_of == head)[None, :], products, 0.0), 1)[:, None]
-            _store_numbers(sums, first + i, j, head + tl.arange(0, 1), there, lse, log_sums, delta, n, width, HEADS)
+            _store_numbers(sums, first + i, j, head + tl.arange(0, 1), there, lse, shift, delta, n, width, HEADS)
 
 
 @triton.jit
-def _store_numbers(sums, row, j, h, there, lse, log_sums, delta, n, width, HEADS: tl.constexpr):
+def _store_numbers(sums, row, j, h, there, lse, shift, delta, n, width, HEADS: tl.constexpr):
     rows = row[:, None] * HEADS + h[None, :]
     inside = there[:, None] & (h < HEADS)[None, :]
     lse_j = tl.load(lse + (rows * n + j[:, None]), mask=inside, other=0.0)
-    tl.store(log_sums + (rows * width + j[:, None]), lse_j * LOG2E, mask=inside)
+    tl.store(shift + (rows * width + j[:, None]), -lse_j * LOG2E, mask=inside)
     tl.store(delta + (rows * width + j[:, None]), sums, mask=inside)
 
 
 @triton.jit
-def prepare_padding(log_sums, delta, rows, n, width):
+def prepare_padding(shift, delta, rows, n, width):
     """What `prepare` has beyond n; for the same grid, with `rows` of all heads."""
     first, j = tl.program_id(1).to(tl.int64) * rows, n + tl.arange(0, 128)  # _PADDING, and more than there is
     if n < width:
         for row in range(tl.program_id(0), rows, tl.num_programs(0)):
             at = (first + row) * width + j
-            tl.store(log_sums + at, float("inf"), mask=j < width)
+            tl.store(shift + at, float("-inf"), mask=j < width)
             tl.store(delta + at, 0.0, mask=j < width)
 
 
 @_jit
 def backward_q(
-    grad, q, k, v, bias, added, log_sums, delta, dq,
+    grad, q, k, v, bias, added, numbers, dq,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dq_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
+    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, gap: tl.int64,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * ds k, with ds = p * (grad v^T - delta)."""
     b, i, h, first = _where(heads, BLOCK_J)
@@ -199,22 +226,22 @@ def backward_q(
     left = (n - first).to(tl.int32)
     q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
     g_tile = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
-    numbers = ((b * rows + i) * heads + h) * width + first
-    log_sums_j, delta_j = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
+    first_number = ((b * rows + i) * heads + h) * width + first
+    shift_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J)
     k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
     bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
     added_row = added + (b * rows + i) * width
 
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
-    for start in range(0, n, BLOCK_K):
+    for start in tl.range(0, n, BLOCK_K, num_stages=STAGES):
         k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
+        others = _in_log2(tl.load(bias_rows + bias_at), SCALED) + shift_j[:, None]
         if MASKED:
-            s += tl.load(added_row + kk)[None, :]
+            added_k, _ = _pair(added_row, 0, BLOCK_K)
+            others += added_k[None, :]
             added_row += BLOCK_K
-        p = tl.exp2(s * LOG2E - log_sums_j[:, None])
+        p = tl.exp2(_scores(q_tile, k_tile, others, scale, SCALED, PRECISION))
         v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta_j[:, None])
@@ -228,12 +255,12 @@ def backward_q(
 
 @_jit
 def backward_kv(
-    grad, q, k, v, bias, added, log_sums, delta, dk, dv,
+    grad, q, k, v, bias, added, numbers, dk, dv,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dk_strides, dv_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
+    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, gap: tl.int64,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk = scale * ds^T q, dv = p^T grad; tiles are transposed, so that p and ds are left factors as they stand. So is
     the bias, (batch, h, k, j): a thread reads two of its numbers at once."""
@@ -245,46 +272,45 @@ def backward_kv(
     q_rows, g_rows = _row(q, q_strides, b, i, h, 0), _row(grad, grad_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
     bias_at = tl.minimum(kk, left - 1)[:, None] * bias_strides[2] + j[None, :]
-    numbers = ((b * rows + i) * heads + h) * width
-    if MASKED:
-        added_k = tl.load(added + (b * rows + i) * width + first + kk)
+    first_number = ((b * rows + i) * heads + h) * width
 
     k_sums = tl.zeros((BLOCK_K, PADDED_D), tl.float32)
     v_sums = tl.zeros((BLOCK_K, PADDED_D), tl.float32)
-    for start in range(0, n, BLOCK_J):
+    for start in tl.range(0, n, BLOCK_J, num_stages=STAGES):
         q_tile = _load(q_rows, q_strides[3], n - start, D, PADDED_D, BLOCK_J)
         g_tile = _load(g_rows, grad_strides[3], n - start, D, PADDED_D, BLOCK_J)
-        log_sums_j = tl.load(log_sums + numbers + j)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        s = s * scale + tl.load(bias_rows + bias_at).to(tl.float32)
-        if MASKED:
-            s += added_k[:, None]
-        p = tl.exp2(s * LOG2E - log_sums_j[None, :])
+        shift_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J)
+        others = _in_log2(tl.load(bias_rows + bias_at), SCALED) + shift_j[None, :]
+        p = tl.exp2(_scores(k_tile, q_tile, others, scale, SCALED, PRECISION))
         if WANT_V:
             v_sums = tl.dot(p.to(g_tile.dtype), g_tile, v_sums, input_precision=PRECISION)
         if WANT_K:
-            delta_j = tl.load(delta + numbers + j)
             dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
             ds = p * (dp - delta_j[None, :])
             k_sums = tl.dot(ds.to(q_tile.dtype), q_tile, k_sums, input_precision=PRECISION)
         q_rows += BLOCK_J * q_strides[3]
         g_rows += BLOCK_J * grad_strides[3]
         bias_rows += BLOCK_J
-        numbers += BLOCK_J
+        first_number += BLOCK_J
 
+    if MASKED:
+        # A key that is not kept has no part in the sums of others: its own may be anything until here.
+        kept = (tl.load(added + (b * rows + i) * width + first + kk) == 0)[:, None]
+        k_sums, v_sums = tl.where(kept, k_sums, 0.0), tl.where(kept, v_sums, 0.0)
     if WANT_K:
-        _store(_row(dk, dk_strides, b, i, h, first), dk_strides[3], left, k_sums * scale, D, PADDED_D, BLOCK_K)
+        k_sums = k_sums / LOG2E if SCALED else k_sums * scale
+        _store(_row(dk, dk_strides, b, i, h, first), dk_strides[3], left, k_sums, D, PADDED_D, BLOCK_K)
     if WANT_V:
         _store(_row(dv, dv_strides, b, i, h, first), dv_strides[3], left, v_sums, D, PADDED_D, BLOCK_K)
 
 
 @_jit
 def backward_bias(
-    grad, q, k, v, bias, added, log_sums, delta, dbias,
+    grad, q, k, v, bias, added, numbers, dbias,
     grad_strides, q_strides, k_strides, v_strides, bias_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, share: tl.int32,
+    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, share: tl.int32, gap: tl.int64,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ADDS: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The sum of ds over `share` rows i, in dbias (parts, batch, heads, n, n), or added to what is there.
 
@@ -300,32 +326,24 @@ def backward_bias(
 
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first_j * bias_strides[2] + first_k
     bias_tile = tl.load(bias_rows + (tl.minimum(j, left_j - 1)[:, None] * bias_strides[2] + kk[None, :]))
-    bias_tile = bias_tile.to(tl.float32) * LOG2E
+    bias_tile = _in_log2(bias_tile, SCALED)
     i = part.to(tl.int64) * share
     q_rows, g_rows = _row(q, q_strides, b, i, h, first_j), _row(grad, grad_strides, b, i, h, first_j)
     k_rows, v_rows = _row(k, k_strides, b, i, h, first_k), _row(v, v_strides, b, i, h, first_k)
     added_row = added + (b * rows + i) * width + first_k
-    numbers = ((b * rows + i) * heads + h) * width + first_j
+    first_number = ((b * rows + i) * heads + h) * width + first_j
 
-    # Triton reads ahead what products read. None reads ds here, so it would wait for these numbers: they are read an
-    # iteration ahead. Those of the mask would take more registers than there are, and come while s is made.
-    next_log_sums, next_delta = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
     sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
-    count = tl.minimum(share, rows - part * share)
-    for step in range(0, count):
-        log_sums_j, delta_j = next_log_sums, next_delta
-        if step + 1 < count:
-            numbers += heads * width
-        next_log_sums, next_delta = tl.load(log_sums + numbers + j), tl.load(delta + numbers + j)
-        if MASKED:
-            added_k = tl.load(added_row + kk)
-            added_row += width
+    for _ in tl.range(0, tl.minimum(share, rows - part * share), num_stages=STAGES):
         q_tile = _load(q_rows, q_strides[3], left_j, D, PADDED_D, BLOCK_J)
         k_tile = _load(k_rows, k_strides[3], left_k, D, PADDED_D, BLOCK_K)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2E) + bias_tile
+        shift_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J)
+        others = bias_tile + shift_j[:, None]
         if MASKED:
-            s += added_k[None, :]
-        p = tl.exp2(s - log_sums_j[:, None])
+            added_k, _ = _pair(added_row, 0, BLOCK_K)
+            others += added_k[None, :]
+            added_row += width
+        p = tl.exp2(_scores(q_tile, k_tile, others, scale, SCALED, PRECISION))
         g_tile = _load(g_rows, grad_strides[3], left_j, D, PADDED_D, BLOCK_J)
         v_tile = _load(v_rows, v_strides[3], left_k, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -334,6 +352,7 @@ def backward_bias(
         g_rows += grad_strides[1]
         k_rows += k_strides[1]
         v_rows += v_strides[1]
+        first_number += heads * width
 
     batch_heads = tl.num_programs(2).to(tl.int64)
     at = ((part * batch_heads + bh) * n + first_j) * n + first_k

@@ -43,6 +43,7 @@ class _Launch(NamedTuple):
         made = {
             "BLOCK_J": self.block_j,
             "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
             "num_warps": self.warps,
             "num_stages": self.stages,
             "enable_fp_fusion": True,  # by default from some versions on, it is not
@@ -51,11 +52,11 @@ class _Launch(NamedTuple):
 
 
 # By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of sweeps on an H100 (4
-# heads, N = 768, bfloat16): 1157 us forward, 1210 for q, 1138 for bias (1453 with tiles of 64 by 32), and 185 for what
-# both read, `prepare`; and, in the 2 panels of the update's gradient, 1649 for kv, or 1740 with the 154 registers that
-# it takes where none are said: then a processor holds 3 programs, not 4. Others were not swept.
+# heads, N = 768, bfloat16, a mask of which a tenth is not kept, scaled q and bias): 1274 us forward, 1268 for q, 1214
+# for bias (1453 with tiles of 64 by 32), 1560 for kv, or 1676 with the registers that it takes where none are said:
+# then a processor holds 3 programs, not 4. Without a mask 1104, 1184, 1158 and 1526. Others were not swept.
 _LAUNCHES = {
-    "forward": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
+    "forward": {32: _Launch(64, 64, 4, 3, 96), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
     "q": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 4, 2)},
     "kv": {32: _Launch(64, 64, 4, 3, 128), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
     "bias": {32: _Launch(64, 64, 4, 3, 168), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
@@ -181,12 +182,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, 
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, added: Tensor | None, scale: float, out: Tensor, lse: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    added: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    scaled: bool = False,
 ) -> None:
     """The forward pass with everything prepared: a bias as `padded_bias` makes it, a mask as `added_by` does, features
-    that are contiguous, and the device of the tensors the current one."""
+    that are contiguous, and the device of the tensors the current one. `scaled`: q is times ``scale * LOG2E`` and the
+    bias times LOG2E, as in `_attention_kernels.py`."""
     batch, rows, heads, n, d = q.shape
-    launch = _launcher("forward", d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32)
+    launch = _launcher("forward", d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32, SCALED=scaled)
     launch(
         (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads),
         q, k, v, bias, lse if added is None else added, out, lse,
@@ -241,10 +251,12 @@ def attend_backward(
     adds: bool = False,
     bias_of_keys: Tensor | None = None,
     numbers: Tensor | None = None,
+    scaled: bool = False,
 ) -> None:
     """The backward pass with everything prepared, as for `attend`: gradients of q, k and v go to `into`, where there is
     a tensor; that of the bias to `dbias`, as `new_dbias` makes it, or is added to it. `bias_of_keys` is
-    ``of_keys(bias)``; `numbers`, log_sums and delta, are as `prepare` makes them of the rest, where they are known.
+    ``of_keys(bias)``; `numbers`, shift and delta, are as `prepare` makes them of the rest, where they are known.
+    Gradients are those of what is not `scaled`.
 
     The last kernel makes the gradients of k and v, each tile from its own part of these: they may take their place.
     """
@@ -259,25 +271,26 @@ def attend_backward(
         )  # fmt: skip
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
     sizes = rows, n, heads, scale, width
+    gap = len(numbers[0])
     how = d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32
-    inputs = grad, q, k, v, bias, lse if added is None else added, *numbers
+    inputs = grad, q, k, v, bias, lse if added is None else added, numbers
     if dbias is not None:
         grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads
-        _launcher("bias", *how, ADDS=adds)(grid, *inputs, dbias, *strides, *sizes, _blocks(rows, len(dbias)))
+        launch = _launcher("bias", *how, ADDS=adds, SCALED=scaled)
+        launch(grid, *inputs, dbias, *strides, *sizes, _blocks(rows, len(dbias)), gap)
     dq, dk, dv = into
     if dq is not None:
-        launch = _launcher("q", *how)
-        launch(
-            (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads), *inputs, dq, *strides, _strides(dq), *sizes
-        )
+        launch = _launcher("q", *how, SCALED=scaled)
+        grid = _blocks(n, launch.options["BLOCK_J"]), rows, batch * heads
+        launch(grid, *inputs, dq, *strides, _strides(dq), *sizes, gap)
     if dk is not None or dv is not None:
-        launch = _launcher("kv", *how, WANT_K=dk is not None, WANT_V=dv is not None)
+        launch = _launcher("kv", *how, WANT_K=dk is not None, WANT_V=dv is not None, SCALED=scaled)
         either = k if dk is None else dk, v if dv is None else dv
         bias_of_keys = of_keys(bias) if bias_of_keys is None else bias_of_keys
         launch(
             (_blocks(n, launch.options["BLOCK_K"]), rows, batch * heads),
             grad, q, k, v, bias_of_keys, *inputs[5:], *either, *strides[:4], bias_of_keys.stride()[:3],
-            *map(_strides, either), *sizes,
+            *map(_strides, either), *sizes, gap,
         )  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def part_of(scratch: Tensor, rows: slice, ending: bool) -> Tensor:
 
 
 def triangle_bias(x: Tensor, b: slice, w: Weights, ending: bool) -> Tensor:
-    """As `_attention_update_triton.triangle_bias` makes it."""
+    """As `_attention_update_triton.triangle_bias` makes it, times LOG2E."""
     n = x.shape[1]
     width = attention.padded_width(n)
     made = w.q.new_empty((b.stop - b.start, w.heads, n, width))
@@ -184,12 +184,12 @@ def forward(
             of_rows = None if added is None else added[:, rows]
             if kept is None:
                 assert numbers is not None
-                attention.attend(q, k, v, bias, of_rows, w.scale, q, numbers)
+                attention.attend(q, k, v, bias, of_rows, w.scale, q, numbers, scaled=True)
                 o, o_at = qkv, (0, *Places(qkv).strides)
             else:
                 o, o_at = kept[0], Places(kept[0]).at(b, rows, ending)
                 made = panels.heads(panels.slab(o, b, rows, ending), heads, ending)
-                attention.attend(q, k, v, bias, of_rows, w.scale, made, kept[1][b, rows])
+                attention.attend(q, k, v, bias, of_rows, w.scale, made, kept[1][b, rows], scaled=True)
             count = n * (rows.stop - rows.start)
             end.launch(
                 (end.blocks(count, x.device), size, 1),
@@ -206,5 +206,5 @@ def launch_project(
     kernel.launch(
         (kernel.blocks(outer * inner, x.device), batch, 1),
         x, w.norm_weight, w.norm_bias, w.q, w.k, w.v, made, z, *x_at, 0, *Places(made).strides, *z_strides,
-        k_at // kernels.UNIT, (k_at + w.q.shape[0]) // kernels.UNIT, inner, outer * inner, w.eps,
+        k_at // kernels.UNIT, (k_at + w.q.shape[0]) // kernels.UNIT, inner, outer * inner, w.scale, w.eps,
     )  # fmt: skip

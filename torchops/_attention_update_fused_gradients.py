@@ -134,7 +134,7 @@ def backward_into(
             attention.attend_backward(
                 panels.heads(d, heads, ending), q, k, v, bias, None if added is None else added[:, rows],
                 panels.heads(panels.slab(o, b, rows, ending), heads, ending), lse, w.scale, (dq, k, v),
-                dbias, has_dbias, bias_of_keys, numbers,
+                dbias, has_dbias, bias_of_keys, numbers, scaled=True,
             )  # fmt: skip
             has_dbias = True
             d_inputs = places[..., width:]

@@ -15,13 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchops._attention_kernels import prepare_heads, prepare_padding
+from torchops._attention_kernels import LOG2E, prepare_heads, prepare_padding
 
 __all__ = ["UNIT", "bias", "end", "finish", "gate_gradient", "norm_gradient", "products", "project", "to_z"]
 
 UNIT = 8
 _UNIT = tl.constexpr(UNIT)
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 _PLACES = tuple(
     f"{tensor}_{number}"
@@ -31,7 +30,8 @@ _PLACES = tuple(
 # One compilation for all N, and no look at numbers when it is launched.
 _jit = triton.jit(
     do_not_specialize=[
-        *(*_PLACES, "batch", "inner", "count", "width", "share", "step", "eps", "chunks", "out_chunks", "programs"),
+        *(*_PLACES, "batch", "inner", "count", "width", "share", "step", "scale", "eps"),
+        *("chunks", "out_chunks", "programs"),
     ]
 )
 
@@ -112,8 +112,8 @@ def bias(
     HEADS: tl.constexpr, PADDED_H: tl.constexpr,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """made = z @ to_heads.T, (batch, heads, outer, inner), in rows of `made_outer`, with -inf beyond `inner`. `count`
-    is that of what is made."""
+    """made = z @ to_heads.T in units of log2, (batch, heads, outer, inner), in rows of `made_outer`, with -inf beyond
+    `inner`. `count` is that of what is made."""
     p, h = tl.arange(0, BLOCK), tl.arange(0, PADDED_H)
     heads = tl.trans(_matrix(to_heads, HEADS, C, PADDED_H, PADDED_C))
     head = count.to(tl.int64)
@@ -127,7 +127,7 @@ def bias(
         places += tl.minimum(k, inner - 1).to(tl.int64) * (x_inner * _UNIT)
         values = _load(x, places, t, count, C, PADDED_C, BLOCK)
         rows = _z(values, norm_weight, norm_bias, eps, C, PADDED_C, HAS_WEIGHT, HAS_BIAS).to(made.dtype.element_ty)
-        s = tl.where((k < inner)[None, :], tl.trans(tl.dot(rows, heads)), float("-inf"))
+        s = tl.where((k < inner)[None, :], tl.trans(tl.dot(rows, heads)) * LOG2E, float("-inf"))
         there = (h < HEADS)[:, None] & (at < count)[None, :]
         tl.store(made + (h.to(tl.int64)[:, None] * head + at[None, :]), s.to(made.dtype.element_ty), mask=there)
 
@@ -138,11 +138,12 @@ def project(
     x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
     made_at: tl.int64, made_batch: tl.int64, made_outer: tl.int64, made_inner: tl.int64,
     z_batch: tl.int64, z_outer: tl.int64, z_inner: tl.int64,
-    k_at: tl.int64, v_at: tl.int64, inner: tl.int32, count: tl.int32, eps: tl.float32,
+    k_at: tl.int64, v_at: tl.int64, inner: tl.int32, count: tl.int32, scale: tl.float32, eps: tl.float32,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, KEEPS_Z: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q = z @ to_q.T, and so on: q in `made`, the others so many units behind it; and z where it is kept."""
+    """q = z @ to_q.T, times the scale and in units of log2, as the bias; k and v, that many units behind q; and z where
+    it is kept."""
     w0 = tl.trans(_matrix(to_q, WIDTH, C, PADDED_WIDTH, PADDED_C))
     w1 = tl.trans(_matrix(to_k, WIDTH, C, PADDED_WIDTH, PADDED_C))
     w2 = tl.trans(_matrix(to_v, WIDTH, C, PADDED_WIDTH, PADDED_C))
@@ -154,7 +155,7 @@ def project(
             places = _places(t, 0, z_batch, z_outer, z_inner, inner, count, BLOCK)
             _store(z, places, t, count, rows, C, PADDED_C, BLOCK)
         places = _places(t, made_at, made_batch, made_outer, made_inner, inner, count, BLOCK)
-        _store(made, places, t, count, tl.dot(rows, w0), WIDTH, PADDED_WIDTH, BLOCK)
+        _store(made, places, t, count, tl.dot(rows, w0) * (scale * LOG2E), WIDTH, PADDED_WIDTH, BLOCK)
         _store(made + k_at * _UNIT, places, t, count, tl.dot(rows, w1), WIDTH, PADDED_WIDTH, BLOCK)
         _store(made + v_at * _UNIT, places, t, count, tl.dot(rows, w2), WIDTH, PADDED_WIDTH, BLOCK)
 
@@ -182,7 +183,7 @@ def end(
             s = s + _vector(gate_bias, WIDTH, PADDED_WIDTH)[None, :]
         places = _places(t, o_at, o_batch, o_outer, o_inner, inner, count, BLOCK)
         o_rows = _load(o, places, t, count, WIDTH, PADDED_WIDTH, BLOCK)
-        gated = (o_rows.to(tl.float32) / (1 + tl.exp2(s * -_LOG2E))).to(o_rows.dtype)
+        gated = (o_rows.to(tl.float32) / (1 + tl.exp2(s * -LOG2E))).to(o_rows.dtype)
         y = tl.dot(gated, to_out)
         if HAS_OUT_BIAS:
             y = y + _vector(out_bias, C, PADDED_C)[None, :]
@@ -197,7 +198,7 @@ def end(
 
 @_jit
 def gate_gradient(
-    grad, o, x, norm_weight, norm_bias, gate, gate_bias, out, d, gated, d_gate, lse, log_sums, delta,
+    grad, o, x, norm_weight, norm_bias, gate, gate_bias, out, d, gated, d_gate, lse, shift, delta,
     grad_at: tl.int64, grad_batch: tl.int64, grad_outer: tl.int64, grad_inner: tl.int64,
     o_at: tl.int64, o_batch: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
     x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
@@ -211,7 +212,7 @@ def gate_gradient(
     """Of grad: d, the gradient of o; d_gate, that of the gate before its sigmoid; and gated, the product of o and the
     gate. The last two have the strides of `packed`. And of d, o and lse the numbers of `prepare`."""
     many, n = (inner, count // inner) if ENDING else (count // inner, inner)
-    prepare_padding(log_sums, delta, many * HEADS, n, width)
+    prepare_padding(shift, delta, many * HEADS, n, width)
     to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
     from_out = _matrix(out, C, WIDTH, PADDED_C, PADDED_WIDTH)
     for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
@@ -221,7 +222,7 @@ def gate_gradient(
         s = tl.dot(rows, to_gate)
         if HAS_GATE_BIAS:
             s = s + _vector(gate_bias, WIDTH, PADDED_WIDTH)[None, :]
-        sigmoid = 1 / (1 + tl.exp2(s * -_LOG2E))
+        sigmoid = 1 / (1 + tl.exp2(s * -LOG2E))
         places = _places(t, grad_at, grad_batch, grad_outer, grad_inner, inner, count, BLOCK)
         g = _load(grad, places, t, count, C, PADDED_C, BLOCK)
         d_rows = tl.dot(g.to(o.dtype.element_ty), from_out) * sigmoid
@@ -233,7 +234,7 @@ def gate_gradient(
         p = t * BLOCK + tl.arange(0, BLOCK)
         i, j = (p % inner, p // inner) if ENDING else (p // inner, p % inner)
         prepare_heads(
-            of_o, i, j, p < count, lse, log_sums, delta, many, n, width, HEADS, WIDTH // HEADS, PADDED_WIDTH, BLOCK
+            of_o, i, j, p < count, lse, shift, delta, many, n, width, HEADS, WIDTH // HEADS, PADDED_WIDTH, BLOCK
         )
         gated_rows = o_rows * sigmoid
         places = _places(t, 0, packed_batch, packed_outer, packed_inner, inner, count, BLOCK)
