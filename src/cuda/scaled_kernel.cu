@@ -33,18 +33,23 @@ void check_capability(const char* op) {
 
 // Scales and biases as the kernels read them. A scale of one row is a scale of all.
 struct Factors {
-  Tensor scale_x, scale_w, bias;  // contiguous float32; the bias may be undefined
+  Tensor scale_x, scale_w, bias;  // contiguous; the bias is of the result's type or float32, or undefined
 
   Factors(const Tensor& scale_x, const Tensor& scale_w, const OptionalTensor& b)
-      : scale_x(scale_x.contiguous()),
-        scale_w(scale_w.contiguous()),
-        bias(b ? b->to(at::kFloat).contiguous() : Tensor()) {}
+      : scale_x(scale_x.contiguous()), scale_w(scale_w.contiguous()), bias(b ? b->contiguous() : Tensor()) {}
 
   static gemm::Scale scale(const Tensor& t) { return {t.const_data_ptr<float>(), t.numel() > 1}; }
-  const float* bias_data() const { return bias.defined() ? bias.const_data_ptr<float>() : nullptr; }
+
+  // Null where there is none of this type.
+  template <class T>
+  const T* bias_data() const {
+    const bool has_type = bias.defined() && bias.scalar_type() == c10::CppTypeToScalarType<T>::value;
+    return has_type ? bias.const_data_ptr<T>() : nullptr;
+  }
 };
 
-// y = F(z * scale_x * scale_w + bias) for a matrix z of float32, times v where there is one; v may be y.
+// y = F(z * scale_x * scale_w + bias) for a matrix z of float32, times v where there is one; v may be y. The bias is
+// the one that is not null, if any.
 template <class F, class T>
 struct ScaledPass {
   const float* z;
@@ -52,6 +57,7 @@ struct ScaledPass {
   T* y;
   gemm::Scale scale_x, scale_w;
   const float* bias;
+  const T* rounded_bias;
   int64_t columns_of_y;
 
   struct Columns {
@@ -62,7 +68,10 @@ struct ScaledPass {
   };
 
   __device__ Columns columns(int64_t column) const {
-    return {scale_w.data[scale_w.each ? column : 0], bias != nullptr ? bias[column] : 0.f};
+    const float of_column = bias != nullptr           ? bias[column]
+                            : rounded_bias != nullptr ? static_cast<float>(rounded_bias[column])
+                                                      : 0.f;
+    return {scale_w.data[scale_w.each ? column : 0], of_column};
   }
   __device__ Loaded load(int64_t row, int64_t column) const {
     const int64_t at = row * columns_of_y + column;
@@ -133,7 +142,8 @@ bool fused(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v)
   problem.b = *b;
   problem.c = *c;
   problem.d = *d;
-  problem.bias = linear.factors.bias_data();
+  problem.bias = linear.factors.bias_data<float>();
+  problem.bias2 = linear.factors.bias_data<c10::BFloat16>();
   problem.scale_a = Factors::scale(linear.factors.scale_x);
   problem.scale_b = Factors::scale(linear.factors.scale_w);
   return gemm::run_chosen<Operation>(problem, {problem.m, problem.n, problem.k, 1, gemm::Element::kFloat8, *sm_count},
@@ -154,9 +164,10 @@ void in_panels(const Tensor& y, const ScaledLinear& linear, const OptionalTensor
     gemm::Scale of_rows = Factors::scale(factors.scale_x);
     if (of_rows.each) of_rows.data += begin;
     const T* const from = source.defined() ? source.const_data_ptr<T>() + begin * columns : nullptr;
-    launch_pass<1>(ScaledPass<F, T>{z.const_data_ptr<float>(), from, y.mutable_data_ptr<T>() + begin * columns, of_rows,
-                                    Factors::scale(factors.scale_w), factors.bias_data(), columns},
-                   end - begin, columns);
+    launch_pass<1>(
+        ScaledPass<F, T>{z.const_data_ptr<float>(), from, y.mutable_data_ptr<T>() + begin * columns, of_rows,
+                         Factors::scale(factors.scale_w), factors.bias_data<float>(), factors.bias_data<T>(), columns},
+        end - begin, columns);
   });
 }
 
