@@ -30,8 +30,8 @@ set(_gemm_header_of_WeightGradients weight_gradients)
 
 # For each OPERATION line and each TILING line that names its family, appends the lines of its kernels to the property
 # torchops_gemm_lines_of_<unit>. In the FULL set a unit has two kernels at most, so that many jobs share the work. In the
-# REDUCED one there are three units, two of CUTLASS's own mainloop and one of ours, because reading the headers takes the
-# compiler longer than a kernel does.
+# REDUCED one there are two units, of CUTLASS's own mainloop and of ours, because reading the headers takes the compiler
+# longer than a kernel does.
 function(_torchops_gemm_family operation_macro tiling_macro)
   file(STRINGS ${_gemm_table} operations REGEX "^${operation_macro}\\(")
   file(STRINGS ${_gemm_table} tilings REGEX "^${tiling_macro}\\(")
@@ -81,7 +81,7 @@ function(_torchops_gemm_family operation_macro tiling_macro)
         list(JOIN part "_" unit)
         set(unit ${operation}_${tiling}_${unit})
         if(TORCHOPS_KERNELS STREQUAL "REDUCED")
-          set(unit ${header})
+          set(unit ops)
           if(NOT header MATCHES "^(ops|scaled)$")
             set(unit own)
             # It comes before all headers that make descriptors, and of ours only some include it.

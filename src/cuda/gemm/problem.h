@@ -29,8 +29,8 @@ struct Problem {
   int m = 0, n = 0, k = 0, batch = 1;
   Operand a, b, b2, c, d, z, z2;
   const void *bias = nullptr, *bias2 = nullptr;
-  /// Of operations with eight-bit operands, whose biases are float32.
-  Scale scale_a, scale_b, scale_b2;
+  /// Of operations with eight-bit operands, which add float32 in `bias` and the type of d in `bias2`.
+  Scale scale_a, scale_b;
   /// As many bytes as Kernel::prepare() asked for, aligned to 16.
   void* workspace = nullptr;
 };

@@ -28,24 +28,6 @@ struct Argument {
   };
 };
 
-/// The same of scale_a * scale_b * sum + bias.
-template <class F>
-struct ScaledArgument {
-  template <class Fragment>
-  struct Of;
-  template <int count>
-  struct Of<cutlass::Array<float, count>> {
-    using Values = cutlass::Array<float, count>;
-    CUTLASS_DEVICE Values operator()(Values bias, Values scale_a, Values scale_b, Values sum) const {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < count; ++i) {
-        sum[i] = fmaf(F::kScale * scale_b[i], scale_a[i] * sum[i], F::kScale * bias[i]);
-      }
-      return sum;
-    }
-  };
-};
-
 /// F of a scaled argument, exact enough for a result of type Element.
 template <class F, class Element>
 struct Value {
@@ -77,29 +59,6 @@ template <class F, class Element, class Sum, class Bias>
 using Apply =
     fusion::Sm90EVT<fusion::Sm90Compute<Value<F, Element>::template Of, Element, float, kRound>,
                     fusion::Sm90EVT<fusion::Sm90Compute<Argument<F>::template Of, float, float, kRound>, Bias, Sum>>;
-
-/// One float32 for each row, or one for all.
-template <class Tile>
-using RowScale = fusion::Sm90ColBroadcast<0, Tile, float, float, cute::Stride<bool, cute::_0, cute::_0>>;
-
-/// One float32 for each column, or one for all.
-template <class Tile>
-using ColumnScale = fusion::Sm90RowBroadcast<0, Tile, float, float, cute::Stride<cute::_0, bool, cute::_0>>;
-
-/// What F::of_scaled() takes for scale_a * scale_b * sum + bias.
-template <class F, class Tile>
-using ScaledSum = fusion::Sm90EVT<fusion::Sm90Compute<ScaledArgument<F>::template Of, float, float, kRound>,
-                                  Bias<Tile, float>, RowScale<Tile>, ColumnScale<Tile>, Sum>;
-
-/// F of that, as exact as Out needs it and of type Result.
-template <class F, class Out, class Tile, class Result = Out>
-using ApplyScaled =
-    fusion::Sm90EVT<fusion::Sm90Compute<Value<F, Out>::template Of, Result, float, kRound>, ScaledSum<F, Tile>>;
-
-/// c * F(scale_a * scale_b * sum + bias); c is of type Out, too.
-template <class F, class Out, class Tile>
-using GateScaled = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::multiplies, Out, float, kRound>,
-                                   fusion::Sm90SrcFetch<Out>, ApplyScaled<F, Out, Tile, float>>;
 
 /// Lets a GEMM write over its own A (a = a @ b): the accumulators of the CTAs that run are the only scratch.
 ///

@@ -8,10 +8,6 @@
 
 namespace torchops::cuda::gemm {
 
-/// The tensor cores of compute capability 9.0 add eight-bit products with about 14 bits. After this many instructions
-/// (of 32 products each for an output) a sum is added to one in float32. A multiple of 4.
-constexpr int kProductsToPromotion = 16;
-
 /// d = F(a @ b.T + bias); the rows of b are contiguous.
 template <class F>
 struct Linear {
@@ -43,50 +39,6 @@ struct Linear {
     }
   };
 };
-
-/// d = F((a @ b.T) * scale_a * scale_b + bias) of eight-bit a and b; d is of type Out, the bias float32. With `gated`,
-/// that is multiplied with c, which is of type Out too, and may be d.
-template <class F, class Out, bool gated = false>
-struct ScaledLinear {
-  template <Element element, Tiling tiling>
-  struct With {
-    using T = typename ElementOf<element>::Type;
-    using Tile = cute::Shape<cute::Int<kSpec<tiling>.tile_m>, cute::Int<kSpec<tiling>.tile_n>,
-                             cute::Int<128 / static_cast<int>(sizeof(T))>>;
-    using Visitor = std::conditional_t<gated, GateScaled<F, Out, Tile>, ApplyScaled<F, Out, Tile>>;
-    using Product = Gemm<T, tiling, /*b_k_major=*/true, Visitor, Out, std::conditional_t<gated, Out, void>>;
-
-    static Status prepare(const Problem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
-      int clusters = 0;
-      return Product::grid_clusters(p.n, clusters);
-    }
-
-    static Status run(const Problem& p, cudaStream_t stream) {
-      int clusters = 0;
-      if (!are_encodable<T>(p.a, p.b) || !are_encodable<Out>(gated ? p.c : p.d, p.d)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      if (const Status status = Product::grid_clusters(p.n, clusters); !status.done()) return status;
-      auto arguments = Product::arguments(p, clusters);
-      arguments.mainloop.mma_promotion_interval = kProductsToPromotion;
-      const typename ScaledSum<F, Tile>::Arguments sum = {{static_cast<const float*>(p.bias)},
-                                                          {p.scale_a.data, 0.f, {p.scale_a.each, {}, {}}},
-                                                          {p.scale_b.data, 0.f, {{}, p.scale_b.each, {}}},
-                                                          {},
-                                                          {}};
-      if constexpr (gated) {
-        arguments.epilogue.thread = {{}, {sum, {}}, {}};
-      } else {
-        arguments.epilogue.thread = {sum, {}};
-      }
-      return Product::launch(arguments, /*cooperative=*/false, stream);
-    }
-  };
-};
-
-template <class F, class Out>
-using ScaledGate = ScaledLinear<F, Out, true>;
 
 /// a = a @ b, or with b_k_major a @ b.T, without a second buffer; d is a. The rows of b are contiguous. The workspace
 /// holds a counter for each panel of rows, where a row has several tiles.

@@ -13,6 +13,32 @@ namespace torchops::cuda::gemm {
 /// (of 32 products each for an output) a sum is added to one in float32. A multiple of 4.
 constexpr int kProductsToPromotion = 16;
 
+/// t = F::kScale * (scale_a * scale_b * sum + bias), as Argument in epilogue.cuh.
+template <class F>
+struct ScaledArgument {
+  template <class Fragment>
+  struct Of;
+  template <int count>
+  struct Of<cutlass::Array<float, count>> {
+    using Values = cutlass::Array<float, count>;
+    CUTLASS_DEVICE Values operator()(Values bias, Values scale_a, Values scale_b, Values sum) const {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < count; ++i) {
+        sum[i] = fmaf(F::kScale * scale_b[i], scale_a[i] * sum[i], F::kScale * bias[i]);
+      }
+      return sum;
+    }
+  };
+};
+
+/// One float32 for each row, or one for all.
+template <class Tile>
+using RowScale = fusion::Sm90ColBroadcast<0, Tile, float, float, cute::Stride<bool, cute::_0, cute::_0>>;
+
+/// One float32 for each column, or one for all.
+template <class Tile>
+using ColumnScale = fusion::Sm90RowBroadcast<0, Tile, float, float, cute::Stride<cute::_0, bool, cute::_0>>;
+
 /// The sum of two biases in float32: ptr_row, of float32, and `rounded`. Each may be null.
 template <class Tile, class Rounded>
 struct BiasOfEither : Bias<Tile, float> {
