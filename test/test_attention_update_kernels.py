@@ -184,28 +184,29 @@ from torchops._attention_update_operators import _weights
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)  # so what is not yet written is NaN
-panels._budget = lambda *_: 8000
-c, heads, n = 24, 2, 5
+c, heads, n, batch = 24, 2, 5, 3
 ways = {
     "fused": (fused.forward, gradients.backward),
     "steps": (lambda *args: panels.forward(*args, kernels), lambda *args: panels.backward(*args, kernels)),
 }
-for way, ending, x_dtype, few, width in (
-    ("fused", False, torch.float32, False, 16), ("fused", True, torch.float16, True, 24),
-    ("steps", True, torch.float32, True, 16),
+# Panels of two of the batch and of one; of two rows and of one; and of one of the batch.
+for way, ending, x_dtype, few, width, budget in (
+    ("fused", False, torch.float32, False, 16, 13000), ("fused", True, torch.float16, True, 24, 4000),
+    ("steps", True, torch.float32, True, 16, 8000),
 ):
+    panels._budget = lambda *_: budget
     forward, backward = ways[way]
     shapes = (c,), (c,), (heads, c), *[(width, c)] * 4, (width,), (c, width), (c,)
     parameters = [(torch.randn(shape) / shape[-1] ** 0.5).half() for shape in shapes]
     given = [None if few and i in (1, 7, 9) else t for i, t in enumerate(parameters)]
     w, exact_w = (_weights([t if t is None else t.to(d) for t in given], heads, 1e-5) for d in (None, torch.float64))
-    x, mask = torch.randn(2, n, n, c).to(x_dtype), torch.rand(2, n, n) > 0.3
+    x, mask = torch.randn(batch, n, n, c).to(x_dtype), torch.rand(batch, n, n) > 0.3
     mask = mask if few else mask.half()
     assert fused.takes(x, w)
     exact, kept = torch.zeros(x.shape).double(), []
     for dtype in (torch.float16, torch.float64):
         wide = torch.promote_types(dtype, torch.float32)
-        kept.append((torch.empty(2, n, n, width, dtype=dtype), torch.empty(2, n, heads, n, dtype=wide)))
+        kept.append((torch.empty(batch, n, n, width, dtype=dtype), torch.empty(batch, n, heads, n, dtype=wide)))
     y, new, both = x.clone(), torch.empty(x.shape, dtype=torch.float16), torch.empty_like(x)
     forward(y, mask, w, ending, y, True, None)
     forward(x, mask, w, ending, both, True, None)

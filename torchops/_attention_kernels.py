@@ -10,6 +10,7 @@ that the forward pass has kept: three times, because the sums over k (dq), over 
 different loops. Each of them has a fixed order, which depends on shapes and the GPU: there are no atomics, and
 gradients have the same bits in every run.
 
+STAGES: how far loops read everything ahead; None, for tiles of float32, where only what products take is read ahead.
 Strides are tuples (batch, i, h, j), those of the bias (batch, h, j). Offsets within a tile fit 32 bits, those of its
 first element may not.
 """
@@ -66,9 +67,12 @@ def _where(heads, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _pair(pointer, gap, BLOCK: tl.constexpr):
-    """BLOCK numbers from `pointer` on, and as many from `gap` behind it, by one load of as many as a program of 4 warps
-    has threads: of fewer, each would be read by all threads that need it, again and again."""
+def _pair(pointer, gap, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """BLOCK numbers from `pointer` on, and as many from `gap` behind it. With STAGES by one load of as many numbers as
+    4 warps have threads: of fewer, each would be read by all threads that need it, again and again."""
+    if STAGES is None:
+        r = tl.arange(0, BLOCK)
+        return tl.load(pointer + r), tl.load(pointer + gap + r)
     r = tl.arange(0, 2 * BLOCK)
     both = tl.load(pointer + (r % BLOCK + (r // BLOCK) * gap))
     return tl.split(tl.trans(tl.reshape(both, (2, BLOCK))))
@@ -135,7 +139,7 @@ def forward(
         k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
         others = _in_log2(tl.load(bias_rows + bias_at), SCALED)
         if MASKED:
-            added_k, _ = _pair(added_row, 0, BLOCK_K)
+            added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
             others += added_k[None, :]
             added_row += BLOCK_K
         s = _scores(q_tile, k_tile, others, scale, SCALED, PRECISION)
@@ -158,25 +162,25 @@ def forward(
 
 @_jit
 def prepare(
-    grad, out, lse, shift, delta, grad_strides, out_strides,
+    grad, out, lse, log_sums, delta, grad_strides, out_strides,
     rows: tl.int32, n: tl.int32, heads: tl.int32, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """For each edge and head what shifts its scores, the negated logarithm to base 2 of its sum, -inf beyond n; and the
-    sum over keys of p * dp, which is that over features of grad * out, 0 beyond n; both in rows of `width` numbers."""
+    """For each edge and head the logarithm to base 2 of its sum, inf beyond n, and the sum over keys of p * dp, which
+    is that over features of grad * out, 0 beyond n; both in rows of `width` numbers."""
     b, i, h, first = _where(heads, BLOCK_J)
     j, left = tl.arange(0, BLOCK_J), (n - first).to(tl.int32)
     g = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
     o = _load(_row(out, out_strides, b, i, h, first), out_strides[3], left, D, PADDED_D, BLOCK_J)
     row = (b * rows + i) * heads + h
     lse_j = tl.load(lse + row * n + first + j, mask=j < left, other=float("inf"))
-    tl.store(shift + row * width + first + j, -lse_j * LOG2E)
+    tl.store(log_sums + row * width + first + j, lse_j * LOG2E)
     tl.store(delta + row * width + first + j, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1))
 
 
 @triton.jit
 def prepare_heads(
-    products, i, j, there, lse, shift, delta, rows, n, width,
+    products, i, j, there, lse, log_sums, delta, rows, n, width,
     HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `prepare`, of BLOCK edges (i, j) that have grad * out of all heads; for a grid of (blocks, batch, 1)."""
@@ -184,31 +188,31 @@ def prepare_heads(
     if D & (D - 1) == 0:
         h = tl.arange(0, PADDED // D)
         sums = tl.sum(tl.reshape(products, (BLOCK, PADDED // D, D)), 2)
-        _store_numbers(sums, first + i, j, h, there, lse, shift, delta, n, width, HEADS)
+        _store_numbers(sums, first + i, j, h, there, lse, log_sums, delta, n, width, HEADS)
     else:
         head_of = tl.arange(0, PADDED) // D
         for head in tl.static_range(HEADS):
             sums = tl.sum(tl.where((head_of == head)[None, :], products, 0.0), 1)[:, None]
-            _store_numbers(sums, first + i, j, head + tl.arange(0, 1), there, lse, shift, delta, n, width, HEADS)
+            _store_numbers(sums, first + i, j, head + tl.arange(0, 1), there, lse, log_sums, delta, n, width, HEADS)
 
 
 @triton.jit
-def _store_numbers(sums, row, j, h, there, lse, shift, delta, n, width, HEADS: tl.constexpr):
+def _store_numbers(sums, row, j, h, there, lse, log_sums, delta, n, width, HEADS: tl.constexpr):
     rows = row[:, None] * HEADS + h[None, :]
     inside = there[:, None] & (h < HEADS)[None, :]
     lse_j = tl.load(lse + (rows * n + j[:, None]), mask=inside, other=0.0)
-    tl.store(shift + (rows * width + j[:, None]), -lse_j * LOG2E, mask=inside)
+    tl.store(log_sums + (rows * width + j[:, None]), lse_j * LOG2E, mask=inside)
     tl.store(delta + (rows * width + j[:, None]), sums, mask=inside)
 
 
 @triton.jit
-def prepare_padding(shift, delta, rows, n, width):
+def prepare_padding(log_sums, delta, rows, n, width):
     """What `prepare` has beyond n; for the same grid, with `rows` of all heads."""
     first, j = tl.program_id(1).to(tl.int64) * rows, n + tl.arange(0, 128)  # _PADDING, and more than there is
     if n < width:
         for row in range(tl.program_id(0), rows, tl.num_programs(0)):
             at = (first + row) * width + j
-            tl.store(shift + at, float("-inf"), mask=j < width)
+            tl.store(log_sums + at, float("inf"), mask=j < width)
             tl.store(delta + at, 0.0, mask=j < width)
 
 
@@ -227,7 +231,7 @@ def backward_q(
     q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
     g_tile = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
     first_number = ((b * rows + i) * heads + h) * width + first
-    shift_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J)
+    log_sums_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
     k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
     bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
@@ -236,9 +240,9 @@ def backward_q(
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
     for start in tl.range(0, n, BLOCK_K, num_stages=STAGES):
         k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        others = _in_log2(tl.load(bias_rows + bias_at), SCALED) + shift_j[:, None]
+        others = _in_log2(tl.load(bias_rows + bias_at), SCALED) - log_sums_j[:, None]
         if MASKED:
-            added_k, _ = _pair(added_row, 0, BLOCK_K)
+            added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
             others += added_k[None, :]
             added_row += BLOCK_K
         p = tl.exp2(_scores(q_tile, k_tile, others, scale, SCALED, PRECISION))
@@ -279,8 +283,8 @@ def backward_kv(
     for start in tl.range(0, n, BLOCK_J, num_stages=STAGES):
         q_tile = _load(q_rows, q_strides[3], n - start, D, PADDED_D, BLOCK_J)
         g_tile = _load(g_rows, grad_strides[3], n - start, D, PADDED_D, BLOCK_J)
-        shift_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J)
-        others = _in_log2(tl.load(bias_rows + bias_at), SCALED) + shift_j[None, :]
+        log_sums_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
+        others = _in_log2(tl.load(bias_rows + bias_at), SCALED) - log_sums_j[None, :]
         p = tl.exp2(_scores(k_tile, q_tile, others, scale, SCALED, PRECISION))
         if WANT_V:
             v_sums = tl.dot(p.to(g_tile.dtype), g_tile, v_sums, input_precision=PRECISION)
@@ -333,14 +337,24 @@ def backward_bias(
     added_row = added + (b * rows + i) * width + first_k
     first_number = ((b * rows + i) * heads + h) * width + first_j
 
+    # What no product reads is not read ahead without STAGES: here, by an iteration.
+    next_log_sums, next_delta = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
     sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
-    for _ in tl.range(0, tl.minimum(share, rows - part * share), num_stages=STAGES):
+    count = tl.minimum(share, rows - part * share)
+    for step in tl.range(0, count, num_stages=STAGES):
         q_tile = _load(q_rows, q_strides[3], left_j, D, PADDED_D, BLOCK_J)
         k_tile = _load(k_rows, k_strides[3], left_k, D, PADDED_D, BLOCK_K)
-        shift_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J)
-        others = bias_tile + shift_j[:, None]
+        if STAGES is None:
+            log_sums_j, delta_j = next_log_sums, next_delta
+            if step + 1 < count:
+                first_number += heads * width
+            next_log_sums, next_delta = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
+        else:
+            log_sums_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
+            first_number += heads * width
+        others = bias_tile - log_sums_j[:, None]
         if MASKED:
-            added_k, _ = _pair(added_row, 0, BLOCK_K)
+            added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
             others += added_k[None, :]
             added_row += width
         p = tl.exp2(_scores(q_tile, k_tile, others, scale, SCALED, PRECISION))
@@ -352,7 +366,6 @@ def backward_bias(
         g_rows += grad_strides[1]
         k_rows += k_strides[1]
         v_rows += v_strides[1]
-        first_number += heads * width
 
     batch_heads = tl.num_programs(2).to(tl.int64)
     at = ((part * batch_heads + bh) * n + first_j) * n + first_k

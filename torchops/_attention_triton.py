@@ -8,6 +8,7 @@ forward pass (1461 us, and 1463 without it; bfloat16, 4 heads of 32).
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -20,7 +21,7 @@ from torchops._triton_launch import Launch, noting
 
 __all__ = [
     *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
-    *("on", "padded_bias", "padded_width", "processors", "sum_of_dbias"),
+    *("on", "padded_bias", "padded_width", "processors", "shared_memory", "sum_of_dbias"),
 ]
 
 MAX_HEAD_DIM = 128
@@ -39,11 +40,11 @@ class _Launch(NamedTuple):
     registers: int | None = None
     """Of a thread, at most: with fewer, a processor holds more programs."""
 
-    def arguments(self) -> dict[str, int]:
+    def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         made = {
             "BLOCK_J": self.block_j,
             "BLOCK_K": self.block_k,
-            "STAGES": self.stages,
+            "STAGES": None if dtype == torch.float32 else self.stages,
             "num_warps": self.warps,
             "num_stages": self.stages,
             "enable_fp_fusion": True,  # by default from some versions on, it is not
@@ -52,11 +53,11 @@ class _Launch(NamedTuple):
 
 
 # By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of sweeps on an H100 (4
-# heads, N = 768, bfloat16, a mask of which a tenth is not kept, scaled q and bias): 1274 us forward, 1268 for q, 1214
+# heads, N = 768, bfloat16, a mask of which a tenth is not kept, scaled q and bias): 1290 us forward, 1268 for q, 1214
 # for bias (1453 with tiles of 64 by 32), 1560 for kv, or 1676 with the registers that it takes where none are said:
-# then a processor holds 3 programs, not 4. Without a mask 1104, 1184, 1158 and 1526. Others were not swept.
+# then a processor holds 3 programs, not 4. Without a mask 1169, 1184, 1158 and 1526. Others were not swept.
 _LAUNCHES = {
-    "forward": {32: _Launch(64, 64, 4, 3, 96), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
+    "forward": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
     "q": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 4, 2)},
     "kv": {32: _Launch(64, 64, 4, 3, 128), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
     "bias": {32: _Launch(64, 64, 4, 3, 168), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
@@ -92,7 +93,7 @@ def _launcher(kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool,
     """A kernel with its constants, which don't depend on N."""
     precision = "tf32" if tf32 or dtype != torch.float32 else "tf32x3"  # three products have the accuracy of float32
     options = {"D": d, "PADDED_D": _padded(d), "MASKED": masked, "PRECISION": precision}
-    return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype).arguments())
+    return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype).arguments(dtype))
 
 
 @cache
@@ -255,7 +256,7 @@ def attend_backward(
 ) -> None:
     """The backward pass with everything prepared, as for `attend`: gradients of q, k and v go to `into`, where there is
     a tensor; that of the bias to `dbias`, as `new_dbias` makes it, or is added to it. `bias_of_keys` is
-    ``of_keys(bias)``; `numbers`, shift and delta, are as `prepare` makes them of the rest, where they are known.
+    ``of_keys(bias)``; `numbers`, log_sums and delta, are as `prepare` makes them of the rest, where they are known.
     Gradients are those of what is not `scaled`.
 
     The last kernel makes the gradients of k and v, each tile from its own part of these: they may take their place.
@@ -320,10 +321,23 @@ def _tiles(launch: _Launch, n: int) -> int:
 
 
 def processors(device: torch.device) -> int:
+    return _of_processors(device)[0]
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    return _of_processors(device)[1]
+
+
+def _of_processors(device: torch.device) -> tuple[int, int]:
     """Of a device; of that for which launches are noted, where there is no device."""
-    return _processors(noting.device if device.type == "meta" and noting.device else device)
+    return _properties(noting.device if device.type == "meta" and noting.device else device)
 
 
 @cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def _properties(device: torch.device) -> tuple[int, int]:
+    """How many processors, and the bytes of shared memory; of the interpreter, a few and any number."""
+    if device.type != "cuda":
+        return 4, sys.maxsize
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _MOST = 128  # features of x, and of all heads, of which programs hold weights
+_SHARED_MEMORY = 160 << 10  # bytes of a program, at most: those of 128 features
 
 
 def takes(x: Tensor, w: Weights) -> bool:
@@ -38,6 +39,7 @@ def takes(x: Tensor, w: Weights) -> bool:
         and c % unit == width % unit == 0
         and aligned(x)
         and math.prod(x.shape[1:3]) < 1 << 31
+        and attention.shared_memory(x.device) >= _SHARED_MEMORY
     )
 
 
@@ -78,7 +80,7 @@ _TILES = {
     "project": _Tile(64, 8, 1, 2),
     "bias": _Tile(64, 4, 1, 4),
     "end": _Tile(32, 4, 1, 3),
-    "gate_gradient": _Tile(32, 4, 1, 3),
+    "gate_gradient": _Tile(32, 8, 3, 1),
     "to_z": _Tile(64, 4, 2, 0),
     "norm_gradient": _Tile(16, 4, 1, 6),
     "products": _Tile(64, 8, 4, 0),
@@ -93,13 +95,20 @@ class _Kernel:
         tile = _TILES[name]
         self.block, self._programs = tile.block, tile.programs
         kernel = getattr(kernels, name)
+        constants |= {"STAGES": tile.stages}
         taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
         how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
         self.launch = Launch(kernel, **taken, BLOCK=tile.block, **how)
 
     def blocks(self, count: int, device: torch.device) -> int:
-        blocks = -(-count // self.block)
-        return min(blocks, self._programs * attention.processors(device)) if self._programs else blocks
+        return min(self.blocks_of(count), self.programs(device)) if self._programs else self.blocks_of(count)
+
+    def blocks_of(self, count: int) -> int:
+        return -(-count // self.block)
+
+    def programs(self, device: torch.device) -> int:
+        """That run at the same time."""
+        return self._programs * attention.processors(device)
 
 
 @cache

@@ -1,11 +1,13 @@
 """Gradients of the update by triangle attention in panels, by the kernels of `_attention_update_kernels.py`.
 
 A panel has `d`, the gradient of the attention's result, z, and one tensor with places for q, dq, k, v and the gradient
-of the gate: the product of gate and result lies in that of q until q is made, and dk and dv take the places of k and v.
-So the last four places are what dz is a product of, and the gradients of four weights.
+of the gate; dk and dv take the places of k and v. So the last four places are what dz is a product of, and the
+gradients of four weights.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,24 +39,51 @@ _FINISHED = "q", "k", "v", "gate", "out", "norm_weight", "norm_bias", "bias_weig
 class _Products:
     """Sums over panels of a[m].T @ b, (chunks, m, rows, columns) in float32, and of a[m] where these are wanted."""
 
-    def __init__(self, many: int, a: int, b: int, chunks: int, of_columns: bool, like: Tensor) -> None:
-        self.sums = like.new_empty((chunks, many, a, b), dtype=torch.float32)
-        self.columns = like.new_empty((chunks, many, a), dtype=torch.float32) if of_columns else None
+    def __init__(self, many: int, a: int, b: int, of_columns: bool, like: Tensor) -> None:
+        self.sums = like.new_empty((_CHUNKS, many, a, b), dtype=torch.float32)
+        self.columns = like.new_empty((_CHUNKS, many, a), dtype=torch.float32) if of_columns else None
         sizes = {"A": a, "PADDED_A": padded(a), "B": b, "PADDED_B": padded(b), "SUMS": of_columns}
         self.kernels = [kernel_of("products", 0, 0, **sizes, ADDS=adds) for adds in (False, True)]
         self.filled = False
 
     def add(self, a: Tensor, a_at: tuple[int, ...], step: int, b: Tensor) -> None:
-        chunks, many = self.sums.shape[:2]
+        many = self.sums.shape[1]
         batch, outer, inner = b.shape[:3]
         kernel = self.kernels[self.filled]
         count = outer * inner
-        share = -(-count // (kernel.block * chunks))
+        share = -(-count // (kernel.block * _CHUNKS))
         kernel.launch(
-            (many, 1, chunks), a, b, self.sums, self.sums if self.columns is None else self.columns, *a_at,
+            (many, 1, _CHUNKS), a, b, self.sums, self.sums if self.columns is None else self.columns, *a_at,
             *Places(b).strides, step // kernels.UNIT, batch, inner, count, share,
         )  # fmt: skip
         self.filled = True
+
+
+class _GateGradients:
+    """The kernels of the gate's gradient, and their sums over panels: of grad.T @ (o * gate), (programs, c, width) in
+    float32, and of grad where that is wanted."""
+
+    def __init__(self, w: Weights, ending: bool) -> None:
+        self.kernels = [
+            kernel_for(w, "gate_gradient", ENDING=ending, HEADS=w.heads, ADDS=adds) for adds in (False, True)
+        ]
+        self.sums: Tensor | None = None
+        self.columns: Tensor | None = None
+
+    def launch(self, size: int, count: int, w: Weights, *arguments: Any) -> None:
+        """Of `count` positions of each of a batch of this size; what comes before the sums among the arguments, and
+        what comes behind them."""
+        before, behind = arguments
+        kernel, (width, c) = self.kernels[self.sums is not None], w.q.shape
+        if self.sums is None:
+            each = min(kernel.blocks_of(count), max(1, kernel.programs(w.q.device) // size))
+            self.sums = w.q.new_empty((size * each, c, width), dtype=torch.float32)
+            if w.out_bias is not None:
+                self.columns = w.q.new_empty((size * each, c), dtype=torch.float32)
+        # The first panel is the largest: no other has more programs than there are sums.
+        each = min(kernel.blocks_of(count), len(self.sums) // size)
+        columns = self.sums if self.columns is None else self.columns
+        kernel.launch((each, size, 1), *before, self.sums, columns, *behind)
 
 
 def backward(
@@ -97,11 +126,10 @@ def backward_into(
     dx = made["x"].view(x.shape)
     dz = dx if dx.dtype == dtype else dx.view(dtype)[..., :c]  # in the same rows, of which it takes half
     x_places, o_places, grad_places, dz_places = map(Places, (x, o, grad, dz))
-    gate = kernel_for(w, "gate_gradient", ENDING=ending, HEADS=heads)
+    gate = _GateGradients(w, ending)
     project, to_z = kernel_for(w, "project", KEEPS_Z=True), kernel_for(w, "to_z")
     norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=padded(heads), ADDS=adds)
-    of_inputs = _Products(4, width, c, _CHUNKS, w.gate_bias is not None, w.q)
-    of_out = _Products(1, c, width, 4 * _CHUNKS, w.out_bias is not None, w.q)
+    of_inputs = _Products(4, width, c, w.gate_bias is not None, w.q)
     of_norm = w.q.new_empty((batch, norm.blocks(n * n, x.device), 2 + heads, c), dtype=torch.float32)
     row_bytes = n * ((c + 6 * width) * w.q.element_size() + 8 * heads)
     for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), True, sparing))):
@@ -120,13 +148,13 @@ def backward_into(
             strides, inner, count = Places(places).strides, places.shape[2], n * (rows.stop - rows.start)
             x_at, lse = x_places.at(b, rows, ending), logsumexp[b, rows]
             gate.launch(
-                (gate.blocks(count, x.device), size, 1),
-                grad, o, x, w.norm_weight, w.norm_bias, w.gate, w.gate_bias, w.out, d, places, places[..., 4 * width :],
-                lse, *numbers,
-                *grad_places.at(b, rows, ending), *o_places.at(b, rows, ending), *x_at, *Places(d).strides, *strides,
-                inner, count, bias.shape[-1], w.eps,
+                size, count, w,
+                (grad, o, x, w.norm_weight, w.norm_bias, w.gate, w.gate_bias, w.out, d, places[..., 4 * width :]),
+                (
+                    lse, *numbers, *grad_places.at(b, rows, ending), *o_places.at(b, rows, ending), *x_at,
+                    *Places(d).strides, *strides, inner, count, bias.shape[-1], w.eps,
+                ),
             )  # fmt: skip
-            of_out.add(grad, grad_places.at(b, rows, ending), 0, places)
             launch_project(project, x, x_at, w, places, 2 * width, z)
             q, dq, k, v, _ = (panels.heads(t, heads, ending) for t in places.split(width, -1))
             if dbias is None:
@@ -151,9 +179,10 @@ def backward_into(
             *(number for t in (x, dz, grad, dx) for number in Places(t).at(b, slice(0, n), False)),
             *((1, n) if ending else (n, 1)), n, n * n, w.eps,
         )  # fmt: skip
+    assert gate.sums is not None
     finish = kernel_for(w, "finish", HEADS=heads)
     finish.launch(
         (4 * (heads + 4) + 5 * -(-width * c // finish.block), 1, 1),
-        of_inputs.sums, of_out.sums, of_norm, of_inputs.columns, of_out.columns,
-        *(made.get(name) for name in _FINISHED), _CHUNKS, 4 * _CHUNKS, batch * of_norm.shape[1],
+        of_inputs.sums, gate.sums, of_norm, of_inputs.columns, gate.columns,
+        *(made.get(name) for name in _FINISHED), _CHUNKS, len(gate.sums), batch * of_norm.shape[1],
     )  # fmt: skip

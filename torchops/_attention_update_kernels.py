@@ -198,24 +198,36 @@ def end(
 
 @_jit
 def gate_gradient(
-    grad, o, x, norm_weight, norm_bias, gate, gate_bias, out, d, gated, d_gate, lse, shift, delta,
+    grad, o, x, norm_weight, norm_bias, gate, gate_bias, out, d, d_gate, of_out, columns, lse, log_sums, delta,
     grad_at: tl.int64, grad_batch: tl.int64, grad_outer: tl.int64, grad_inner: tl.int64,
     o_at: tl.int64, o_batch: tl.int64, o_outer: tl.int64, o_inner: tl.int64,
     x_at: tl.int64, x_batch: tl.int64, x_outer: tl.int64, x_inner: tl.int64,
     d_batch: tl.int64, d_outer: tl.int64, d_inner: tl.int64,
     packed_batch: tl.int64, packed_outer: tl.int64, packed_inner: tl.int64,
     inner: tl.int32, count: tl.int32, width: tl.int32, eps: tl.float32,
-    ENDING: tl.constexpr, HEADS: tl.constexpr,
+    ENDING: tl.constexpr, HEADS: tl.constexpr, ADDS: tl.constexpr, STAGES: tl.constexpr,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of grad: d, the gradient of o; d_gate, that of the gate before its sigmoid; and gated, the product of o and the
-    gate. The last two have the strides of `packed`. And of d, o and lse the numbers of `prepare`."""
+    """Of grad: d, the gradient of o; d_gate, that of the gate before its sigmoid, with the strides of `packed`; and of
+    d, o and lse the numbers of `prepare`. Of each program its sums over positions, added to what is there if ADDS: of
+    grad.T @ (o * gate), (batch, program, C, WIDTH), the gradient of `out`, and with HAS_OUT_BIAS of grad, `columns`."""
     many, n = (inner, count // inner) if ENDING else (count // inner, inner)
-    prepare_padding(shift, delta, many * HEADS, n, width)
+    prepare_padding(log_sums, delta, many * HEADS, n, width)
     to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
     from_out = _matrix(out, C, WIDTH, PADDED_C, PADDED_WIDTH)
-    for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+    r, e = tl.arange(0, PADDED_C), tl.arange(0, PADDED_WIDTH)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    out_at = of_out + program * (C * WIDTH) + (r[:, None] * WIDTH + e[None, :])
+    there = (r < C)[:, None] & (e < WIDTH)[None, :]
+    columns += program * C + r
+    sums, of_columns = tl.zeros((PADDED_C, PADDED_WIDTH), tl.float32), tl.zeros((PADDED_C,), tl.float32)
+    if ADDS:
+        sums += tl.load(out_at, mask=there, other=0.0)
+        if HAS_OUT_BIAS:
+            of_columns += tl.load(columns, mask=r < C, other=0.0)
+    for t in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0), num_stages=STAGES):
         places = _places(t, x_at, x_batch, x_outer, x_inner, inner, count, BLOCK)
         values = _load(x, places, t, count, C, PADDED_C, BLOCK)
         rows = _z(values, norm_weight, norm_bias, eps, C, PADDED_C, HAS_WEIGHT, HAS_BIAS).to(o.dtype.element_ty)
@@ -234,12 +246,17 @@ def gate_gradient(
         p = t * BLOCK + tl.arange(0, BLOCK)
         i, j = (p % inner, p // inner) if ENDING else (p // inner, p % inner)
         prepare_heads(
-            of_o, i, j, p < count, lse, shift, delta, many, n, width, HEADS, WIDTH // HEADS, PADDED_WIDTH, BLOCK
+            of_o, i, j, p < count, lse, log_sums, delta, many, n, width, HEADS, WIDTH // HEADS, PADDED_WIDTH, BLOCK
         )
         gated_rows = o_rows * sigmoid
         places = _places(t, 0, packed_batch, packed_outer, packed_inner, inner, count, BLOCK)
-        _store(gated, places, t, count, gated_rows, WIDTH, PADDED_WIDTH, BLOCK)
         _store(d_gate, places, t, count, d_rows * (o_rows - gated_rows), WIDTH, PADDED_WIDTH, BLOCK)
+        if HAS_OUT_BIAS:
+            of_columns += tl.sum(g.to(tl.float32), 0)
+        sums = tl.dot(tl.trans(g).to(o.dtype.element_ty), gated_rows.to(o.dtype.element_ty), sums)
+    tl.store(out_at, sums, mask=there)
+    if HAS_OUT_BIAS:
+        tl.store(columns, of_columns, mask=r < C)
 
 
 @_jit
