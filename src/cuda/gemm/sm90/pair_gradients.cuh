@@ -41,10 +41,11 @@ struct PairGradients {
   template <Element element, GradientTiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    using Kernel = PairGradientsKernel<T, Gate, out, tiling>;
-    using Parameters = typename Kernel::Parameters;
+    template <DxHat dxhat>
+    using KernelOf = PairGradientsKernel<T, Gate, out, tiling, dxhat>;
 
     // As many CTAs as run at once, or as have work. On them depends the order of additions.
+    template <class Kernel>
     static cudaError_t blocks(const PairGradientProblem& p, int& blocks) {
       static PerDevice sm_count;
       const cudaError_t error =
@@ -54,19 +55,34 @@ struct PairGradients {
     }
 
     static Status prepare(const PairGradientProblem& p, int64_t& workspace_bytes) {
+      using Kernel = KernelOf<out ? DxHat::kBegins : DxHat::kEnds>;
       if (p.c > Kernel::kFeatures || p.d > Kernel::kFeatures) return Status::not_for_me();
-      Parameters parameters{};
+      typename Kernel::Parameters parameters{};
       parameters.c = p.c;
       parameters.d = p.d;
       int count = 0;
-      const cudaError_t error = blocks(p, count);
+      const cudaError_t error = blocks<Kernel>(p, count);
       workspace_bytes = int64_t{4} * count * (parameters.sums(0) + parameters.sums(1));
       return Status::of(error);
     }
 
     static Status run(const PairGradientProblem& p, cudaStream_t stream) {
+      if (p.first != out) return Status::of(cudaErrorInvalidValue);
+      if constexpr (out) {
+        return launch<DxHat::kBegins>(p, stream);
+      } else if (p.last) {
+        return p.adds ? launch<DxHat::kEndsAndAdds>(p, stream) : launch<DxHat::kEnds>(p, stream);
+      } else {
+        return launch<DxHat::kGrows>(p, stream);
+      }
+    }
+
+   private:
+    template <DxHat dxhat>
+    static Status launch(const PairGradientProblem& p, cudaStream_t stream) {
+      using Kernel = KernelOf<dxhat>;
       int count = 0;
-      if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = blocks<Kernel>(p, count); error != cudaSuccess) return Status::of(error);
       const Operand channels{p.channels[0], p.row_stride, p.channel_stride}, d_o{p.d_o, p.row_stride, p.channel_stride};
       const Operand rows = out ? p.grad : p.dz;
       if (!are_encodable<T>(p.x, rows, p.dz, channels, out ? d_o : channels, p.value[0].weight, p.gate[0].weight)) {
@@ -74,7 +90,7 @@ struct PairGradients {
       }
       constexpr int vector = 16 / sizeof(T);
       const int padded = (p.n + vector - 1) / vector * vector;
-      Parameters parameters{};
+      typename Kernel::Parameters parameters{};
       parameters.c = p.c;
       parameters.d = p.d;
       parameters.x = Kernel::LoadRows::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);
@@ -100,7 +116,7 @@ struct PairGradients {
       parameters.mask = static_cast<const T*>(p.mask);
       parameters.mask_row_stride = p.mask_row_stride;
       parameters.mask_stride = p.mask_stride;
-      if (!out && p.last && p.adds) {
+      if constexpr (Kernel::kAdds) {
         const Operand& g = p.grad;
         if (!are_encodable<T>(g)) return Status::of(cudaErrorInvalidValue);
         const auto map = Kernel::LoadRows::of(g.data, g.row_stride, g.batch_stride, p.n, p.c, p.n);
@@ -113,8 +129,6 @@ struct PairGradients {
       parameters.eps_x = p.norm_x.eps;
       parameters.eps_o = p.norm_o.eps;
       parameters.scale = p.scale[0];
-      parameters.first = p.first;
-      parameters.last = p.last;
       parameters.partial = static_cast<float*>(p.workspace);
       parameters.tiles = {p.n};
       pair_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);

@@ -7,8 +7,9 @@
 
 namespace torchops::cuda::gemm {
 
-template <class Element, class Gate, bool kOut, GradientTiling tiling>
-CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling>::compute(const Parameters& p, Shared& shared) {
+template <class Element, class Gate, bool kOut, GradientTiling tiling, DxHat kDxHat>
+CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::compute(const Parameters& p,
+                                                                                      Shared& shared) {
   using namespace cute;
   using Positions = cute::Shape<Int<kRows>, Int<kFeatures>>;
   const int thread = threadIdx.x;
@@ -253,16 +254,14 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling>::compute(co
     multiply(product_w1, shared.dt.data(), OfDzT{}, stage.x.data(), InRowsT{}, dw1);
     warpgroup_commit_batch();
     Tensor residual = make_tensor_like<Element>(u);
-    if constexpr (!kOut) {
-      // It arrives, from the second-level cache, while the next tile is normalised.
-      if (p.residual.data != nullptr) read_residual(residual, row, place);
-    }
+    // It arrives, from the second-level cache, while the next tile is normalised.
+    if constexpr (kAdds) read_residual(residual, row, place);
     if (++next; tile + gridDim.x < p.tiles.count()) normalize(p, shared, next, tile + gridDim.x, moments);
     Tensor other = make_tensor_like<Element>(u);
     if constexpr (kOut) {
       read(from_channels, stage.other.data(), InChannels{}, other);
     } else {
-      if (!p.first) read(from_rows, stage.other.data(), InRows{}, other);
+      read(from_rows, stage.other.data(), InRows{}, other);
     }
     warpgroup_wait<1>();
     warpgroup_fence_operand(dx);
@@ -280,14 +279,12 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling>::compute(co
       round_to(result, dx);
       write(to_rows, result, stage.x.data(), InRows{});
     } else {
-      if (!p.first) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(other(i));
-      }
-      if (p.last) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(other(i));
+      if constexpr (kLast) {
         read(from_rows, stage.x.data(), InRows{}, other);
         through_norm(dx, other, shared.rstd[at.index()], p.c, [] {});
-        if (p.residual.data != nullptr) {
+        if constexpr (kAdds) {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(residual(i));
         }

@@ -24,7 +24,11 @@
 
 namespace torchops::cuda::gemm {
 
-template <class Element_, class Gate, bool kOut, GradientTiling tiling>
+/// What becomes of dxhat, known at compile time because registers are few: the step out begins it, the sides of the
+/// step in add to it, and the last one makes dx of it, to which it may add the cotangent of a residual.
+enum class DxHat { kBegins, kGrows, kEnds, kEndsAndAdds };
+
+template <class Element_, class Gate, bool kOut, GradientTiling tiling, DxHat kDxHat>
 struct PairGradientsKernel {
   using Element = Element_;
   static constexpr int kRows = kPairRows, kFeatures = kSpec<tiling>.most_n;
@@ -32,6 +36,8 @@ struct PairGradientsKernel {
   static constexpr int kThreads = kConsumers + 128, kColumns = kFeatures / kWarpgroups;
   static constexpr int kTileBytes = kRows * kFeatures * static_cast<int>(sizeof(Element));
   static constexpr int kStages = 3;
+  static constexpr bool kAdds = kDxHat == DxHat::kEndsAndAdds, kLast = kAdds || kDxHat == DxHat::kEnds;
+  static_assert(kOut == (kDxHat == DxHat::kBegins));
   static_assert(kSpec<tiling>.most_k == kFeatures && kWarpgroups == 2 && kColumns == 64);
   using PipelineState = cutlass::PipelineState<kStages>;
 
@@ -71,15 +77,14 @@ struct PairGradientsKernel {
     const Element *bias[2], *norm_x[2], *norm_o[2], *mask;
     float2* moments;  // of positions
     int64_t mask_row_stride, mask_stride, moments_row_stride, moments_stride;
-    struct {  // what is added to dx, or null; shared memory has no room for it
+    struct {  // what is added to dx; shared memory has no room for it
       const Element* data;
       int64_t row_stride, stride;
       LoadRows map;
     } residual;
     float eps_x, eps_o, scale;
     int c, d;
-    bool first, last;  // whether there is no dxhat yet; whether dx is wanted in its place
-    float* partial;    // of each CTA, for each product: dw, then the sums of the columns of du or dt
+    float* partial;  // of each CTA, for each product: dw, then the sums of the columns of du or dt
     PairTiles tiles;
 
     /// What a product has for its sums: du or dt is of `outputs`, and what it multiplies of `features`.
@@ -121,13 +126,12 @@ struct PairGradientsKernel {
       Stage& stage = shared.stages[at.index()];
       auto& loaded = shared.loaded[at.index()];
       const int place = p.tiles.place_in_row(tile), row = p.tiles.row(tile);
-      const bool reads_rows = kOut || !p.first;
       shared.consumed[at.index()].wait(at.phase() ^ 1);  // at once in the first round
-      loaded.arrive_and_expect_tx((reads_rows ? 3 : 2) * kTileBytes);
+      loaded.arrive_and_expect_tx(3 * kTileBytes);
       p.x.load(stage.x.data(), place, 0, row, loaded);
       p.channels.load((kOut ? stage.other : stage.grad).data(), 0, place, row, loaded);
-      if (reads_rows) p.rows.load((kOut ? stage.grad : stage.other).data(), place, 0, row, loaded);
-      if (!kOut && p.residual.data != nullptr) p.residual.map.prefetch(place, 0, row);
+      p.rows.load((kOut ? stage.grad : stage.other).data(), place, 0, row, loaded);
+      if (kAdds) p.residual.map.prefetch(place, 0, row);
     }
   }
 
