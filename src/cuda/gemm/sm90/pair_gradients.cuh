@@ -130,7 +130,7 @@ struct PairGradients {
       parameters.eps_o = p.norm_o.eps;
       parameters.scale = p.scale[0];
       parameters.partial = static_cast<float*>(p.workspace);
-      parameters.tiles = {p.n};
+      parameters.tiles = DealtPairTiles::of(p.n, count);
       pair_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
       // Both products' in one row.

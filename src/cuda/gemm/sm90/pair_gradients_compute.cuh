@@ -130,48 +130,50 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   };
 
   // What of this thread's positions is read one or two tiles ahead, so that nothing waits for it.
-  const auto read_moments = [&](int64_t tile) {
+  const auto read_moments = [&](PairPlace tile) {
     const float2* const from = kOut ? nullptr : moments_of_row(p, tile, thread_here());
     return from == nullptr ? make_float2(0.f, 0.f) : *from;
   };
   Element mask[2] = {Element(1.f), Element(1.f)};
-  const auto read_mask = [&](int64_t tile) {
-    if (kOut || p.mask == nullptr || tile >= p.tiles.count()) return;
-    const Element* const of_row = p.mask + p.tiles.row(tile) * p.mask_row_stride;
+  const auto read_mask = [&](PairPlace tile) {
+    if (kOut || p.mask == nullptr || !p.tiles.has(tile)) return;
+    const Element* const of_row = p.mask + tile.row * p.mask_row_stride;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const int position = p.tiles.place_in_row(tile) * kRows + get<0>(places(2 * i));
+      const int position = tile.place * kRows + get<0>(places(2 * i));
       if (position < p.tiles.n) mask[i] = of_row[position * p.mask_stride];  // behind them the cotangent is zero
     }
   };
 
-  // In the layout of the accumulators.
-  const auto read_residual = [&](auto& fragment, int row, int place) {
-    const Element* const of_row = p.residual.data + row * p.residual.row_stride;
+  // In the layout of the accumulators. What no store takes, in rows behind the last, is read of that.
+  const auto read_residual = [&](auto& fragment, PairPlace tile) {
     Tensor pairs = recast<cutlass::Array<Element, 2>>(fragment);
+    const int first = get<1>(places(0));
+    const Element* rows[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int position = min(tile.place * kRows + get<0>(places(2 * i)), p.tiles.n - 1);
+      rows[i] = p.residual.data + tile.row * p.residual.row_stride + position * p.residual.stride + first;
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(fragment); i += 2) {
-      const int position = place * kRows + get<0>(places(i)), column = get<1>(places(i));
-      if (position < p.tiles.n && column < p.c) {
-        const Element* const from = of_row + position * p.residual.stride + column;
-        pairs(i / 2) = *reinterpret_cast<const cutlass::Array<Element, 2>*>(from);
+      const int column = i / 4 * 8;  // of the layout: pairs of two rows by turns, and then 8 columns on
+      if (first + column < p.c) {
+        pairs(i / 2) = *reinterpret_cast<const cutlass::Array<Element, 2>*>(rows[i / 2 % 2] + column);
       }
     }
   };
 
   fold_norms(p, shared);
-  read_mask(blockIdx.x);
+  PairPlace tile = p.tiles.first();
+  read_mask(tile);
   PipelineState at, next;
-  normalize(p, shared, next, blockIdx.x, read_moments(blockIdx.x));  // there is no CTA without a tile
+  normalize(p, shared, next, tile, read_moments(tile));  // there is no CTA without a tile
   cutlass::arch::fence_view_async_shared();
   sync();
   int former = -1;  // the stage from which a store may still read
-  for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
+  while (p.tiles.has(tile)) {
     Stage& stage = shared.stages[at.index()];
-    const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
-    const float factors[2] = {p.scale * static_cast<float>(mask[0]), p.scale * static_cast<float>(mask[1])};
-    read_mask(tile + gridDim.x);
-    const float2 moments = read_moments(tile + gridDim.x);
     warpgroup_fence_operand(u);
     warpgroup_fence_operand(t);
     warpgroup_arrive();
@@ -183,6 +185,10 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     }
     multiply(product_t, stage.x.data(), InRows{}, shared.w[1].data(), InMatrix{}, t);
     warpgroup_commit_batch();
+    const PairPlace following = p.tiles.after(tile);
+    const float factors[2] = {p.scale * static_cast<float>(mask[0]), p.scale * static_cast<float>(mask[1])};
+    read_mask(following);
+    const float2 moments = read_moments(following);
     Tensor du = make_tensor_like<Element>(u), dt = make_tensor_like<Element>(u);
     if constexpr (!kOut) {
       warpgroup_wait<1>();
@@ -255,8 +261,8 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     warpgroup_commit_batch();
     Tensor residual = make_tensor_like<Element>(u);
     // It arrives, from the second-level cache, while the next tile is normalised.
-    if constexpr (kAdds) read_residual(residual, row, place);
-    if (++next; tile + gridDim.x < p.tiles.count()) normalize(p, shared, next, tile + gridDim.x, moments);
+    if constexpr (kAdds) read_residual(residual, tile);
+    if (++next; p.tiles.has(following)) normalize(p, shared, next, following, moments);
     Tensor other = make_tensor_like<Element>(u);
     if constexpr (kOut) {
       read(from_channels, stage.other.data(), InChannels{}, other);
@@ -295,10 +301,12 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     cutlass::arch::fence_view_async_shared();
     sync();
     if (thread == 0) {
-      if constexpr (kOut) p.d_o.store(stage.other.data(), 0, place, row);
-      p.dxhat.store((kOut ? stage.x : stage.other).data(), place, 0, row);
+      if constexpr (kOut) p.d_o.store(stage.other.data(), 0, tile.place, tile.row);
+      p.dxhat.store((kOut ? stage.x : stage.other).data(), tile.place, 0, tile.row);
     }
     former = at.index();
+    tile = following;
+    ++at;
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(dw0);

@@ -28,6 +28,37 @@ namespace torchops::cuda::gemm {
 /// step in add to it, and the last one makes dx of it, to which it may add the cotangent of a residual.
 enum class DxHat { kBegins, kGrows, kEnds, kEndsAndAdds };
 
+/// A tile of positions: which of those of a row.
+struct PairPlace {
+  int row, place;
+};
+
+/// The tiles of an n x n matrix of positions, dealt to the CTAs in turn, so that a loop over them divides nothing: the
+/// products of a tile would wait for that.
+struct DealtPairTiles {
+  int n, in_row, row_step, place_step;
+
+  static DealtPairTiles of(int n, int ctas) {
+    const int in_row = PairTiles{n}.in_row();
+    return {n, in_row, ctas / in_row, ctas % in_row};
+  }
+
+  CUTLASS_DEVICE PairPlace first() const {
+    const int tile = static_cast<int>(blockIdx.x);
+    return {tile / in_row, tile % in_row};
+  }
+  CUTLASS_DEVICE PairPlace after(PairPlace at) const {
+    at.row += row_step;
+    at.place += place_step;
+    if (at.place >= in_row) {
+      at.place -= in_row;
+      ++at.row;
+    }
+    return at;
+  }
+  CUTLASS_DEVICE bool has(PairPlace at) const { return at.row < n; }
+};
+
 template <class Element_, class Gate, bool kOut, GradientTiling tiling, DxHat kDxHat>
 struct PairGradientsKernel {
   using Element = Element_;
@@ -85,7 +116,7 @@ struct PairGradientsKernel {
     float eps_x, eps_o, scale;
     int c, d;
     float* partial;  // of each CTA, for each product: dw, then the sums of the columns of du or dt
-    PairTiles tiles;
+    DealtPairTiles tiles;
 
     /// What a product has for its sums: du or dt is of `outputs`, and what it multiplies of `features`.
     CUTLASS_HOST_DEVICE int outputs() const { return kOut ? c : d; }
@@ -122,10 +153,10 @@ struct PairGradientsKernel {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) p.w[i].load(shared.w[i].data(), 0, 0, shared.w_loaded);
     PipelineState at;
-    for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
+    for (PairPlace tile = p.tiles.first(); p.tiles.has(tile); tile = p.tiles.after(tile), ++at) {
       Stage& stage = shared.stages[at.index()];
       auto& loaded = shared.loaded[at.index()];
-      const int place = p.tiles.place_in_row(tile), row = p.tiles.row(tile);
+      const auto [row, place] = tile;
       shared.consumed[at.index()].wait(at.phase() ^ 1);  // at once in the first round
       loaded.arrive_and_expect_tx(3 * kTileBytes);
       p.x.load(stage.x.data(), place, 0, row, loaded);
@@ -136,14 +167,14 @@ struct PairGradientsKernel {
   }
 
   /// The moments of a thread's row of x in the tile, as normalize_row() wants them; null behind the last row.
-  CUTLASS_DEVICE static float2* moments_of_row(const Parameters& p, int64_t tile, int thread) {
-    const int position = p.tiles.place_in_row(tile) * kRows + thread / 4;
-    if (tile >= p.tiles.count() || position >= p.tiles.n) return nullptr;
-    return p.moments + p.tiles.row(tile) * p.moments_row_stride + position * p.moments_stride;
+  CUTLASS_DEVICE static float2* moments_of_row(const Parameters& p, PairPlace tile, int thread) {
+    const int position = tile.place * kRows + thread / 4;
+    if (!p.tiles.has(tile) || position >= p.tiles.n) return nullptr;
+    return p.moments + tile.row * p.moments_row_stride + position * p.moments_stride;
   }
 
   /// By the warpgroups, when the stage has been loaded. A fence and sync() must follow.
-  CUTLASS_DEVICE static void normalize(const Parameters& p, Shared& shared, const PipelineState& at, int64_t tile,
+  CUTLASS_DEVICE static void normalize(const Parameters& p, Shared& shared, const PipelineState& at, PairPlace tile,
                                        float2 of_row) {
     Stage& stage = shared.stages[at.index()];
     auto& rstd = shared.rstd[at.index()];
