@@ -43,9 +43,19 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   Tensor d_o = make_fragment_like(u);  // dohat, of the step out
   Tensor dw0 = partition_fragment_C(product_w0, cute::Shape<Int<kFeatures>, Int<kFeatures>>{});
   Tensor dw1 = make_fragment_like(dw0);
+  ProductSums product_sums;
+  Tensor db0 = partition_fragment_C(product_sums, cute::Shape<Int<kFeatures>, _8>{});
+  Tensor db1 = make_fragment_like(db0);
   clear(dw0);
   clear(dw1);
-  float sums[2][kColumns / 32] = {};
+  clear(db0);
+  clear(db1);
+  const auto fence_sums = [&] {
+    warpgroup_fence_operand(dw0);
+    warpgroup_fence_operand(dw1);
+    warpgroup_fence_operand(db0);
+    warpgroup_fence_operand(db1);
+  };
   const Tensor places = product_t.get_slice(thread).partition_C(make_identity_tensor(Positions{}));
   // Fragments of positions and features, from and to rows and channels, in pieces of 16 columns.
   const auto read = [&](auto atom, Element* data, auto layout, auto& fragment, int first = 0,
@@ -192,8 +202,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     Tensor du = make_tensor_like<Element>(u), dt = make_tensor_like<Element>(u);
     if constexpr (!kOut) {
       warpgroup_wait<1>();
-      warpgroup_fence_operand(dw0);
-      warpgroup_fence_operand(dw1);
+      fence_sums();
       if (former >= 0 && thread % 32 == 0) shared.consumed[former].arrive();
     }
     warpgroup_wait<0>();
@@ -205,7 +214,6 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     for (int group = 0; group < kColumns / 32; ++group) {
       // Only what a group needs is in registers at a time.
       read_grad(stage.grad.data(), du, 2 * group, 2);
-      float columns[2][8] = {};
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 16; j += 2) {  // pairs of neighbouring columns, in one row and the other by turns
         const int i = 16 * group + j, in_tile = get<1>(places(i));
@@ -220,14 +228,10 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
           const float tanh = tanh_approximate(fmaf(Gate::kTanhScale, t(i + v), v == 0 ? bias_t.x : bias_t.y));
           of_u[v] = g * Gate::from_tanh_with_slope(tanh, slope);
           of_t[v] = g * (u(i + v) + (v == 0 ? bias_u.x : bias_u.y)) * slope;
-          columns[0][j / 4 * 2 + v] += of_u[v];
-          columns[1][j / 4 * 2 + v] += of_t[v];
         }
         du_pairs(i / 2) = round(of_u);
         dt_pairs(i / 2) = round(of_t);
       }
-      sums[0][group] += sum_of_warp(columns[0]);
-      sums[1][group] += sum_of_warp(columns[1]);
       write_dz(du, stage.grad.data(), 2 * group, 2);
       write_dz(dt, shared.dt.data(), 2 * group, 2);
     }
@@ -240,8 +244,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
 
     warpgroup_fence_operand(dx);
     warpgroup_fence_operand(d_o);
-    warpgroup_fence_operand(dw0);
-    warpgroup_fence_operand(dw1);
+    fence_sums();
     warpgroup_arrive();
     product_x.accumulate_ = GMMA::ScaleOut::Zero;
     if constexpr (kOut) {
@@ -258,6 +261,8 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
       multiply(product_w0, stage.grad.data(), OfDzT{}, stage.x.data(), InRowsT{}, dw0);
     }
     multiply(product_w1, shared.dt.data(), OfDzT{}, stage.x.data(), InRowsT{}, dw1);
+    multiply(product_sums, stage.grad.data(), OfDzT{}, shared.ones, Ones{}, db0);
+    multiply(product_sums, shared.dt.data(), OfDzT{}, shared.ones, Ones{}, db1);
     warpgroup_commit_batch();
     Tensor residual = make_tensor_like<Element>(u);
     // It arrives, from the second-level cache, while the next tile is normalised.
@@ -277,8 +282,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     if constexpr (kOut) {
       through_norm(d_o, other, shared.rstd[at.index()], p.d, [&] {
         warpgroup_wait<0>();  // both results go to where the products of dw have read
-        warpgroup_fence_operand(dw0);
-        warpgroup_fence_operand(dw1);
+        fence_sums();
       });
       round_to(result, d_o);
       write(to_channels, result, stage.other.data(), InChannels{});
@@ -309,8 +313,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     ++at;
   }
   warpgroup_wait<0>();
-  warpgroup_fence_operand(dw0);
-  warpgroup_fence_operand(dw1);
+  fence_sums();
   if (thread == 0) tma_store_wait<0>();
 
   const int outputs = p.outputs();
@@ -318,12 +321,16 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   float* const of_t = of_u + p.sums(0);
   write_weight_sums(product_w0, dw0, thread, of_u, outputs, p.features(0));
   write_weight_sums(product_w1, dw1, thread, of_t, outputs, p.features(1));
-  auto* const scratch = reinterpret_cast<float*>(shared.dt.data());
-  static_assert(2 * 4 * kFeatures * sizeof(float) <= sizeof(Tile));
-  write_column_sums<kFeatures, kWarpgroups>(sums[0], thread, scratch, of_u + int64_t{outputs} * p.features(0), outputs,
-                                            sync);
-  write_column_sums<kFeatures, kWarpgroups>(sums[1], thread, scratch + 4 * kFeatures,
-                                            of_t + int64_t{outputs} * p.features(1), outputs, sync);
+  const Tensor rows =
+      product_sums.get_slice(thread).partition_C(make_identity_tensor(cute::Shape<Int<kFeatures>, _8>{}));
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < size(db0); ++i) {  // of eight equal columns
+    const auto [row, column] = rows(i);
+    if (column == 0 && row < outputs) {
+      of_u[int64_t{outputs} * p.features(0) + row] = db0(i);
+      of_t[int64_t{outputs} * p.features(1) + row] = db1(i);
+    }
+  }
 }
 
 }  // namespace torchops::cuda::gemm

@@ -18,7 +18,8 @@
 //   2 warpgroups   the products, of which they divide the columns, or for dw the rows; and while those of a tile run,
 //                  xhat and ohat of the next over x and o
 //
-// The sums of dw and of the columns of du and dt stay in registers for all positions, as in gated_gradients.cuh.
+// The sums of dw and of the columns of du and dt stay in registers for all positions, as in gated_gradients.cuh. The
+// latter are products with ones: the warps that compute du and dt have more to do than the matrix units.
 
 #include "cuda/gemm/sm90/pair_norms.cuh"
 
@@ -87,6 +88,7 @@ struct PairGradientsKernel {
     alignas(16) float bias[2][kFeatures];
     float rstd[kStages][kRows];  // of the norm that a gradient goes through: that of o, or of x
     float2 row_sums[kWarpgroups][kRows];
+    alignas(16) Element ones[64];  // 8 x 8: columns of du and dt are summed by products with it
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
     cutlass::arch::ClusterBarrier consumed[kStages];
   };
@@ -140,6 +142,10 @@ struct PairGradientsKernel {
   using ProductX = Product<kRows, kColumns, kFeatures, kOfDz, Major::MN, ByColumns>;
   using ProductW0 = Product<kFeatures, kFeatures, kRows, kOfDzT, kOut ? Major::K : Major::MN, ByRows>;
   using ProductW1 = Product<kFeatures, kFeatures, kRows, kOfDzT, Major::MN, ByRows>;
+  using ProductSums = Product<kFeatures, 8, kRows, kOfDzT, Major::K, ByRows>;
+  // As many ones as a product wants, of the same 8 positions.
+  using Ones = cute::Layout<cute::Shape<cute::_8, cute::Shape<cute::_8, cute::Int<kRows / 8>>>,
+                            cute::Stride<cute::_8, cute::Stride<cute::_1, cute::_0>>>;
   // Positions in rows as (positions, features) and transposed, and channels in rows the other way round.
   using InRows = SwizzledRows<Element, kRows, kFeatures>;
   using InRowsT = SwizzledTransposed<Element, kRows, kFeatures>;
@@ -200,6 +206,7 @@ struct PairGradientsKernel {
     using Norm = NormVectors<kFeatures>;
     static_assert(2 * sizeof(Norm) <= sizeof(Tile));
     auto* const norms = reinterpret_cast<Norm*>(shared.dt.data());  // of o, of x
+    if (threadIdx.x < 64) shared.ones[threadIdx.x] = Element(1.f);
     if (kOut) norms[0].load(p.norm_o[0], p.norm_o[1], p.d, kConsumers);
     norms[1].load(p.norm_x[0], p.norm_x[1], p.c, kConsumers);
     sync();
