@@ -148,11 +148,12 @@ def test_the_cuda_kernels_agree_with_panels() -> None:
             assert (value - fused[name]).norm() <= 0.02 * fused[name].norm(), (frozen, name)
 
 
+@pytest.mark.parametrize("n", [768, 769, 833])
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in_place"])
-def test_memory_of_the_cuda_kernels_training(in_place: bool) -> None:
+def test_memory_of_the_cuda_kernels_training(in_place: bool, n: int) -> None:
     """One pair tensor is kept for the backward pass, at whose peak there are three beside dx: d(o), a and b. In place
     the old x comes in addition."""
-    n, mib = 768, 1 << 20
+    mib = 1 << 20
     weights = {name: w.to(torch.bfloat16).requires_grad_() for name, w in parameters(128, 128).items()}
     x = torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)

@@ -28,9 +28,14 @@ from torchops._distributed_triangle_rows import GROUPS, P_OUT, Rows, TriangleCal
 _myops = torch.ops.myops
 
 
-def _padded(n: int, dtype: torch.dtype) -> int:
-    step = 32 // dtype.itemsize
-    return -(-n // step) * step
+def _padded(n: int, d: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows and columns of the product of n rows, for each of d channels."""
+
+    def multiple(size: int) -> int:
+        step = size // dtype.itemsize
+        return -(-n // step) * step
+
+    return multiple(32), multiple(128 if n >= 512 and d <= 128 else 32)
 
 
 class _Call(TriangleCall):
@@ -38,7 +43,7 @@ class _Call(TriangleCall):
         """As the operator beneath has it."""
         *batch, n, _, _ = self.whole.shape
         dtype, d = self.parameters[P_OUT].dtype, self.parameters[P_OUT].shape[1]
-        return (*batch, d, _padded(n, dtype), _padded(n, dtype))
+        return (*batch, d, *_padded(n, d, dtype))
 
     def wrapped(self, update: Tensor, product: Tensor, keep: bool) -> tuple[Any, Any]:
         out = wrap(update, self.whole, self.placements, self.whole.shape)

@@ -29,16 +29,17 @@ using detail::TriangleParameterList;
 using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
-// A few matrices keep the threads busy, and next to nothing is taken beside a and b, also where these are small.
 constexpr detail::TriangleBackend kBackend{
     [](at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }, at::bmm_out,
-    /*multiplies_padding=*/false, /*group_bytes=*/int64_t{1} << 20};
+    /*multiplies_padding=*/false};
+// A few matrices keep the threads busy, and next to nothing is taken beside a and b, also where these are small.
+constexpr int64_t kGroupBytes = int64_t{1} << 20;
 
 // What the panels of one call share.
 class Layers : public detail::TriangleLayout {
  public:
   explicit Layers(const TriangleUpdate& t)
-      : TriangleLayout(t, kBackend),
+      : TriangleLayout(t, kBackend, kGroupBytes),
         in_(t.x, t.x.sizes().slice(t.x.dim() - 1), t.parameters[detail::kNormIn], t.parameters[detail::kNormIn + 1]),
         out_(t.weight(detail::kPA), {channels()}, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1]) {}
 

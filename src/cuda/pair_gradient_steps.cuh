@@ -109,7 +109,8 @@ class PairGradientSteps {
   /// Whether the kernels are for this call: all of what they make is wanted, and TMA can read and write it.
   bool possible() const { return memory_.defined(); }
 
-  /// From the cotangent of the update (N, N, c): d(o), in channels like o, and the gate's part of what dz becomes.
+  /// From the cotangent of the update (N, N, c): d(o), in channels like o, with zeros in padded columns, and the gate's
+  /// part of what dz becomes.
   void out(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& o, const at::Tensor& dz,
            const at::Tensor& d_o) {
     const detail::TriangleUpdate& t = layout_.update();

@@ -59,7 +59,7 @@ struct Step {
     fits = fits && weight;
     return {weight.value_or(gemm::Operand{}), vector(t.bias(layer))};
   }
-  /// Of channels (d, padded, padded).
+  /// Of channels, which are rounded up to padded_size(N) rows and columns.
   void set_channels(const Tensor& channels) {
     problem.channel_stride = channels.stride(0);
     problem.row_stride = channels.stride(1);
@@ -112,7 +112,10 @@ class PairSteps {
  public:
   explicit PairSteps(const detail::TriangleUpdate& t) : t_(t), case_(pair_steps::chosen_case(t)) {}
 
-  /// From x (N, N, c) and the mask (N, N) or none, both in the direction of the update, to a and b.
+  /// Whether there are kernels for sizes and dtypes such as these.
+  bool have_kernels() const { return case_.has_value(); }
+  /// From x (N, N, c) and the mask (N, N) or none, both in the direction of the update, to a and b, with zeros in their
+  /// padded columns.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
   /// From the product o and x (N, N, c) to the update, in `out`, plus `residual` where that is defined. This is x; or,
   /// up to 128 features and channels, of float32, as `out` is then, which may be it. Where it adds x, or c and d are at

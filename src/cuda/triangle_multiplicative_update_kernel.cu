@@ -38,22 +38,18 @@ using detail::TriangleParameterList;
 using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
-constexpr detail::TriangleBackend kBackend{[](at::IntArrayRef sizes, const at::TensorOptions& options) -> Tensor {
-                                             return at::detail::empty_cuda(sizes, options);
-                                           },
-                                           at::cuda::bmm_out, /*multiplies_padding=*/true};
+constexpr detail::TriangleBackend kBackend{
+    [](at::IntArrayRef sizes, const at::TensorOptions& options) -> Tensor {
+      return at::detail::empty_cuda(sizes, options);
+    },
+    at::cuda::bmm_out, /*multiplies_padding=*/true,
+    [] { return static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount); }};
 
 // What the panels of one call share.
 class Layers : public detail::TriangleLayout {
  public:
-  explicit Layers(const TriangleUpdate& t) : TriangleLayout(t, kBackend), steps_(t) {
-    const auto in_dtype_of_x = [&](const OptionalTensor& parameter) {
-      const bool cast = parameter && parameter->scalar_type() != t.x.scalar_type();
-      return cast ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;
-    };
-    norm_weight_ = in_dtype_of_x(t.parameters[detail::kNormIn]);
-    norm_bias_ = in_dtype_of_x(t.parameters[detail::kNormIn + 1]);
-  }
+  enum class Pass { kForward, kBackward };
+  Layers(const TriangleUpdate& t, Pass pass) : Layers(t, pass, PairSteps(t)) {}
 
   const PairSteps& steps() const { return steps_; }
   const OptionalTensor& norm_weight() const { return norm_weight_; }
@@ -90,17 +86,18 @@ class Layers : public detail::TriangleLayout {
   }
 
   enum class To { kChannels, kRows };
-  /// Moves a panel of (rows, d) to its places in channels (d, padded, padded) or back, times the mask (N, N) and a
-  /// factor.
+  /// Moves a panel of (rows, d) to its places in padded channels or back, times the mask (N, N) and a factor.
   void transpose(To to, const TrianglePanel& panel, const Tensor& rows, const Tensor& channels, const Tensor& mask,
                  double factor) const {
     AT_DISPATCH_FLOATING_TYPES_AND2(
         at::kHalf, at::kBFloat16, rows.scalar_type(), "triangle_multiplicative_update", [&] {
           const Tensor factors = mask.defined() ? panel.of(mask).contiguous() : mask;
+          const int64_t row_stride = channels.stride(1);
           const Transposition<scalar_t> transposition{
               rows,
-              channels.flatten(1).narrow(1, panel.begin * padded(), (panel.end - panel.begin) * padded()),
-              {n(), padded()},
+              detail::strided_view(channels, {channels.size(0), (panel.end - panel.begin) * row_stride},
+                                   {channels.stride(0), 1}, panel.begin * row_stride),
+              {n(), row_stride},
               {mask.defined() ? factors.const_data_ptr<scalar_t>() : nullptr,
                static_cast<Accumulate<scalar_t>>(factor)}};
           to == To::kChannels ? transposition.to_channels() : transposition.to_rows();
@@ -114,12 +111,28 @@ class Layers : public detail::TriangleLayout {
   }
 
  private:
+  // What may lie beside a and b is what their padding leaves of 64 MiB: panels take half of that, and the workspace of
+  // the gradients' kernels a third.
+  static int64_t group_bytes(Pass pass, const PairSteps& steps) {
+    return int64_t{!steps.have_kernels() ? 16 : pass == Pass::kBackward ? 24 : 32} << 20;
+  }
+  Layers(const TriangleUpdate& t, Pass pass, PairSteps steps)
+      : TriangleLayout(t, kBackend, group_bytes(pass, steps)), steps_(std::move(steps)) {
+    const auto in_dtype_of_x = [&](const OptionalTensor& parameter) {
+      const bool cast = parameter && parameter->scalar_type() != t.x.scalar_type();
+      return cast ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;
+    };
+    norm_weight_ = in_dtype_of_x(t.parameters[detail::kNormIn]);
+    norm_bias_ = in_dtype_of_x(t.parameters[detail::kNormIn + 1]);
+  }
+
   PairSteps steps_;
   OptionalTensor norm_weight_, norm_bias_;
 };
 
 void make_a_and_b(const Layers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
   if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
+  for (const Tensor& made : {a, b}) layers.zero_columns(made);
   layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
     const auto make = [&](const Tensor& to, TriangleParameter p, TriangleParameter g, double factor) {
@@ -151,7 +164,7 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
 
 // Into `out`, which may be t.x; undefined, it is made.
 std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool keep_product) {
-  const Layers layers(t);
+  const Layers layers(t, Layers::Pass::kForward);
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     // Only now, so that it can have the memory of b.
     if (!out.defined()) out = layers.empty(t.x.sizes());
@@ -169,7 +182,7 @@ Tensor add_to(Tensor& sum, TriangleUpdate t, bool keep_product) {
   const Tensor x = t.x;
   const auto centered = pair_steps::centered(t);
   if (centered) t.x = centered->rows();
-  const Layers layers(t);
+  const Layers layers(t, Layers::Pass::kForward);
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     if (!sum.defined()) sum = layers.empty(x.sizes(), x.options());
     const Tensor pair = detail::batch_element(t.x, 3, index), residual = detail::batch_element(x, 3, index);
@@ -305,7 +318,7 @@ void input_backward(const Layers& layers, const TriangleGradients& gradients, co
 
 std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, const TriangleProduct& product,
                                  const TriangleMask& wanted, bool adds) {
-  const Layers layers(t);
+  const Layers layers(t, Layers::Pass::kBackward);
   const TriangleGradients gradients(layers, wanted);
   const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); };
   if (PairGradientSteps steps(layers, gradients, grad, *product.get(0)); grad.numel() > 0 && steps.possible()) {
@@ -318,9 +331,11 @@ std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, co
   }
   return gradients.make(
       grad, product, adds, make,
-      [&](const auto&... tensors) {
-        layers.for_each_panel(
-            9, 2, [&](const TrianglePanel& panel) { output_backward(layers, gradients, panel, tensors...); });
+      [&](const Tensor& x, const Tensor& grad_of_pair, const Tensor& o, const Tensor& dz, const Tensor& d_o) {
+        if (d_o.defined()) layers.zero_columns(d_o);
+        layers.for_each_panel(9, 2, [&](const TrianglePanel& panel) {
+          output_backward(layers, gradients, panel, x, grad_of_pair, o, dz, d_o);
+        });
       },
       [&](const auto&... tensors) {
         layers.for_each_panel(

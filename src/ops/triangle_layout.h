@@ -21,8 +21,8 @@ struct TriangleBackend {
   at::Tensor& (*bmm_out)(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
   /// Whether products are of whole padded matrices, because those are faster.
   bool multiplies_padding;
-  /// Of the channels that are multiplied at a time, unless one alone is larger.
-  int64_t group_bytes = int64_t{32} << 20;
+  /// How many tiles of a product are computed at once; null where that does not matter.
+  int64_t (*tiles_at_once)() = nullptr;
 };
 
 /// Rows [begin, end) of the pair matrix.
@@ -41,16 +41,18 @@ struct TrianglePanel {
 /// The arguments of a call, and the matrices that its products are of.
 class TriangleLayout {
  public:
-  TriangleLayout(const TriangleUpdate& t, const TriangleBackend& backend)
+  /// The channels that are multiplied at a time take `group_bytes` at most, unless one alone is larger.
+  TriangleLayout(const TriangleUpdate& t, const TriangleBackend& backend, int64_t group_bytes)
       : t_(t),
         backend_(backend),
         n_(t.x.size(-2)),
         padded_(padded_size(n_, t.dtype())),
+        row_stride_(padded_row_stride(n_, channels(), t.dtype())),
+        group_(group_of(group_bytes)),
         scale_(triangle_scale(n_, t.dtype())) {}
 
   const TriangleUpdate& update() const { return t_; }
   int64_t n() const { return n_; }
-  int64_t padded() const { return padded_; }
   int64_t channels() const { return t_.weight(kPA).size(0); }
   double scale() const { return scale_; }
   /// Of the layer norm of o, which has been scaled.
@@ -61,28 +63,41 @@ class TriangleLayout {
     return backend_.empty(sizes, options);
   }
 
-  /// (count, padded, padded), with zeros behind the N rows and columns: products of padded matrices need and keep them.
+  /// Room for so many matrices. Where products leave the padding out, zeros stand there.
   at::Tensor empty_padded(int64_t count) const {
-    const at::Tensor channels = empty({count, padded_, padded_});
-    for (const int64_t dim : {1, 2}) {
-      if (padded_ > n_) channels.narrow(dim, n_, padded_ - n_).zero_();
+    const at::Tensor channels = empty({count, padded_, row_stride_});
+    if (!backend_.multiplies_padding) {
+      zero_behind(channels, 1);
+      zero_behind(channels, 2);
     }
     return channels;
   }
   /// A matrix for each of the channels, as products read and write them.
   at::Tensor empty_matrices() const {
-    return backend_.multiplies_padding ? empty_padded(channels()) : empty({channels(), n_, n_});
+    return backend_.multiplies_padding ? matrices(empty_padded(channels())) : empty({channels(), n_, n_});
   }
   /// What products read and write of padded channels.
   at::Tensor matrices(const at::Tensor& padded) const {
-    return backend_.multiplies_padding || padded_ == n_ ? padded : padded.narrow(1, 0, n_).narrow(2, 0, n_);
+    const int64_t size = backend_.multiplies_padding ? padded_ : n_;
+    if (padded.size(1) == size && padded.size(2) == size) return padded;
+    return strided_view(padded, {padded.size(0), size, size}, padded.strides(), 0);
+  }
+
+  // Products sum over the padding of what they multiply: over columns alone, or also over rows. What lies behind the N
+  // rows and columns then has to be zeros in both factors, and elsewhere may be anything: no result that is read hears
+  // of it.
+
+  /// Zeros behind the N columns of matrices, for who writes only those.
+  void zero_columns(const at::Tensor& matrices) const {
+    if (backend_.multiplies_padding) zero_behind(matrices, 2);
+  }
+  /// Zeros behind the N rows.
+  void zero_rows(const at::Tensor& matrices) const {
+    if (backend_.multiplies_padding) zero_behind(matrices, 1);
   }
 
   /// How many channels are multiplied at a time.
-  int64_t group() const {
-    const int64_t bytes = padded_ * padded_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
-    return std::clamp(backend_.group_bytes / std::max(bytes, int64_t{1}), int64_t{1}, std::max(channels(), int64_t{1}));
-  }
+  int64_t group() const { return group_; }
   /// Calls f(part, multiply) for groups of channels: part(matrices) are those of the group, and multiply(out, a, b) is
   /// out = a @ b for each of them.
   template <class F>
@@ -104,9 +119,37 @@ class TriangleLayout {
   }
 
  private:
+  void zero_behind(const at::Tensor& matrices, int64_t dim) const {
+    const int64_t size = matrices.size(dim);
+    if (size > n_) matrices.narrow(dim, n_, size - n_).zero_();
+  }
+
+  // As many channels as may be, or fewer where their tiles leave fewer multiprocessors idle at the end of a group. The
+  // 128 products of N = 769 have 49 tiles each, so that 27 at a time would keep 132 multiprocessors busy ten times, and
+  // then three of them.
+  int64_t group_of(int64_t bytes) const {
+    const int64_t of_matrix = padded_ * row_stride_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
+    const int64_t all = std::max(channels(), int64_t{1});
+    const int64_t most = std::clamp(bytes / std::max(of_matrix, int64_t{1}), int64_t{1}, all);
+    if (backend_.tiles_at_once == nullptr || most == all) return most;
+    const auto divided = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    const int64_t in_row = divided(padded_, kProductTile), at_once = backend_.tiles_at_once();
+    const auto turns = [&](int64_t count) { return divided(count * in_row * in_row, at_once); };
+    // Twice the turns of all groups, and as much as half a turn for the start of each.
+    const auto time = [&](int64_t count) {
+      return 2 * (all / count * turns(count) + turns(all % count)) + divided(all, count);
+    };
+    int64_t best = most;
+    for (int64_t count = most - 1; count > most / 2; --count) {
+      if (time(count) < time(best)) best = count;
+    }
+    return best;
+  }
+  static constexpr int64_t kProductTile = 128;
+
   const TriangleUpdate& t_;
   const TriangleBackend& backend_;
-  int64_t n_, padded_;
+  int64_t n_, padded_, row_stride_, group_;
   double scale_;
 };
 
@@ -162,7 +205,7 @@ class RotatingChannels {
   at::Tensor memory_;
 };
 
-/// Forward, one element of the batch after the other: make_a_and_b(element, a, b), then o = a @ b.T for each channel,
+/// Forward, one element of the batch after the other: make_a_and_b(element, a, b), with zeros in padded columns, then o = a @ b.T for each channel,
 /// over a, then finish(index, o). Returns the products of all, if they are kept.
 template <class Make, class Finish>
 at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, const Make& make_a_and_b,
@@ -237,7 +280,8 @@ class TriangleGradients {
   const at::Tensor& result(size_t parameter) const { return parts_[parameter]; }
 
   /// Backward, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of
-  /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again; da = d(o) @ b and db = d(o).T @
+  /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again, and all three have zeros in
+  /// padded columns; da = d(o) @ b and db = d(o).T @
   /// a overwrite them; input(element, da, db, dz, dmask, residual), in the direction of the update, makes dx. All that
   /// follows d(o) only where a wanted gradient needs it. Three pair tensors are alive at most, and o: output() may take
   /// two for itself beside d(o), and input() one beside da and db. `product` is emptied behind the last output(), so
@@ -253,7 +297,11 @@ class TriangleGradients {
     const TriangleUpdate& t = layout_.update();
     const int64_t batch = batch_size(t.x, 3);
     for (int64_t index = 0; index < batch; ++index) {
-      at::Tensor d_o = wants_a_and_b() ? layout_.empty_matrices() : at::Tensor();
+      at::Tensor d_o;
+      if (wants_a_and_b()) {
+        d_o = layout_.empty_matrices();
+        layout_.zero_rows(d_o);
+      }
       {
         const at::Tensor o = layout_.matrices(batch_element(*product.get(0), 3, index).contiguous());
         output(batch_element(t.x, 3, index), batch_element(grad, 3, index), o, dz(index), d_o);
@@ -264,6 +312,7 @@ class TriangleGradients {
       const RotatingChannels memory(layout_, 1);
       const at::Tensor a = memory.factors(0), da = memory.results(0), b = layout_.empty_matrices();
       make_a_and_b(element, a, b);
+      for (const at::Tensor& made : {a, b}) layout_.zero_rows(made);
       layout_.for_each_group([&](const auto& part, const auto& multiply) {
         multiply(part(da), part(d_o), part(b));
         multiply(part(b), layout_.matrices_transposed(part(d_o)), part(a));

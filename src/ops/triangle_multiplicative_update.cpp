@@ -342,8 +342,10 @@ TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, cons
 
 c10::SymDimVector detail::triangle_product_shape(const TriangleUpdate& t) {
   c10::SymDimVector shape(t.x.sym_sizes().slice(0, t.x.dim() - 3));
-  const c10::SymInt padded = padded_size(t.x.sym_size(-2), t.dtype());
-  for (const c10::SymInt& size : {t.weight(kPOut).sym_size(1), padded, padded}) shape.push_back(size);
+  const c10::SymInt n = t.x.sym_size(-2), d = t.weight(kPOut).sym_size(1);
+  for (const c10::SymInt& size : {d, padded_size(n, t.dtype()), padded_row_stride(n, d, t.dtype())}) {
+    shape.push_back(size);
+  }
   return shape;
 }
 

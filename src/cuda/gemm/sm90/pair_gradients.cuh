@@ -6,6 +6,7 @@
 
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/pair_gradients_compute.cuh"
+#include "cuda/gemm/sm90/pair_padding.cuh"
 
 namespace torchops::cuda::gemm {
 
@@ -88,8 +89,7 @@ struct PairGradients {
       if (!are_encodable<T>(p.x, rows, p.dz, channels, out ? d_o : channels, p.value[0].weight, p.gate[0].weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
-      constexpr int vector = 16 / sizeof(T);
-      const int padded = (p.n + vector - 1) / vector * vector;
+      const int padded = padded_positions<T>(p.n);
       typename Kernel::Parameters parameters{};
       parameters.c = p.c;
       parameters.d = p.d;

@@ -10,6 +10,7 @@
 
 #include "cuda/gemm/sm90/operand_norm.cuh"
 #include "cuda/gemm/sm90/pair.cuh"
+#include "cuda/gemm/sm90/pair_padding.cuh"
 
 namespace torchops::cuda::gemm {
 
@@ -209,7 +210,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
 }
 
 /// channels[s][h][i][k] = (z @ value[s].T + bias) * sigmoid(z @ gate[s].T + bias) * mask[i][k] * scale[s] for the h-th
-/// column, with z the layer norm of x[i][k]; 0 behind the n-th k, up to the next multiple of 16 bytes.
+/// column, with z the layer norm of x[i][k]; 0 behind the n-th k, as far as padded_positions().
 template <class Gate>
 struct PairIn {
   template <Element element, NarrowTiling tiling>
@@ -228,8 +229,7 @@ struct PairIn {
       using Parameters = typename Kernel::Parameters;
       int blocks = 0;
       if (const cudaError_t error = pair_blocks<Kernel>(p.n, blocks); error != cudaSuccess) return Status::of(error);
-      constexpr int vector = 16 / sizeof(T);
-      const int padded = (p.n + vector - 1) / vector * vector;
+      const int padded = padded_positions<T>(p.n);
       Parameters parameters{};
       bool encoded = are_encodable<T>(p.x);
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);

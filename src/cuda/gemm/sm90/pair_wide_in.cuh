@@ -3,6 +3,7 @@
 // The first step of a triangle update of more than 128 features or channels: the gated linear units of wide.cuh on rows
 // of x as they are, whose epilogue puts the layer norm in and writes channels of positions.
 
+#include "cuda/gemm/sm90/pair_padding.cuh"
 #include "cuda/gemm/sm90/pair_wide.cuh"
 
 namespace torchops::cuda::gemm {
@@ -170,8 +171,7 @@ struct WidePairIn {
                      folded.weights + i * channels * p.c,
                      folded.terms + i * channels};
       }
-      constexpr int vector = 16 / sizeof(T);
-      const int padded = (p.n + vector - 1) / vector * vector;
+      const int padded = padded_positions<T>(p.n);
       const Operand gates{folded.weights + 2 * channels * p.c, p.c, 0}, values{folded.weights, p.c, 0};
       bool encoded = are_encodable<T>(p.x, values, gates, Operand{p.channels[0], p.row_stride, p.channel_stride},
                                       Operand{p.channels[1], p.row_stride, p.channel_stride});

@@ -1,0 +1,13 @@
+#pragma once
+
+namespace torchops::cuda::gemm {
+
+/// Up to where kernels that write rows of n positions put zeros behind them: products sum over rows of such a multiple
+/// of 32 bytes, which is detail::padded_size().
+template <class T>
+constexpr int padded_positions(int n) {
+  constexpr int step = 32 / sizeof(T);
+  return (n + step - 1) / step * step;
+}
+
+}  // namespace torchops::cuda::gemm

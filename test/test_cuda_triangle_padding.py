@@ -1,0 +1,90 @@
+"""The triangle update where its matrices are padded: in new memory, which is NaN here, no result hears of the padding.
+
+Rows are rounded up to 32 bytes, and from N = 512 on they begin at multiples of 128; products come in groups of
+channels, of which the last may be smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from cuda_checks import error
+from test_cuda_triangle_gradients import gradients, parameters
+from torch import Tensor
+from triangle_reference import triangle_multiplicative_update as reference
+
+import torchops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+update: Callable[..., Tensor] = torchops.triangle_multiplicative_update
+update_: Callable[..., Tensor] = torchops.triangle_multiplicative_update_
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _free_memory() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.empty_cache()
+
+
+def poison_all(size: int) -> None:
+    """Leaves NaN in all memory that the next tensors get: blocks of some MiB in all of the pool for small ones, and one
+    of `size` bytes."""
+    torch.cuda.empty_cache()
+    small = [torch.full((MIB // 4,), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(64)]
+    large = torch.full((size // 2,), float("nan"), device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    del small, large
+
+
+# With 160 channels other kernels make a, b and the update, and panels the gradients.
+@pytest.mark.parametrize(
+    ("n", "d"),
+    [(63, 128), (64, 128), (65, 128), (127, 64), (129, 128), (193, 64), (511, 64), (513, 128), (769, 64), (520, 160)],
+)
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+@pytest.mark.parametrize("path", ["auto", "cublas"])
+def test_values(n: int, d: int, direction: str, path: torchops.cuda.DensePath) -> None:
+    c = min(d, 128)
+    low = {name: w.to(torch.bfloat16) for name, w in parameters(c, d, biases=False).items()}
+    x, grad = (torch.randn(n, n, c, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    mask = (torch.rand(n, n, device="cuda") > 0.1).to(x.dtype)
+    exact = {name: w.double() for name, w in low.items()}
+    want = gradients(reference, x.double(), grad.double(), direction, mask.double(), exact)
+    eager = gradients(reference, x, grad, direction, mask, low)
+    with torch.no_grad():
+        want["y"] = reference(x.double(), direction, mask=mask.double(), **exact)
+        eager["y"] = reference(x, direction, mask=mask, **low)
+    with torchops.cuda.dense_path(path):
+        poison_all(12 * x.nbytes * d // c)
+        got = gradients(update, x, grad, direction, mask, low)
+        poison_all(12 * x.nbytes * d // c)
+        with torch.no_grad():
+            got["y"] = update(x, direction, mask=mask, **low)
+            poison_all(12 * x.nbytes * d // c)
+            in_place = x.clone()
+            update_(in_place, direction, mask=mask, **low)
+    for name, value in got.items():
+        assert error(value, want[name]) <= 1.2 * error(eager[name], want[name]), name
+    assert error(in_place, want["y"] + x) <= 1.2 * error(eager["y"] + x, want["y"] + x)
+
+
+@pytest.mark.parametrize("n", [768, 769, 833, 1025])
+@pytest.mark.parametrize("path", ["auto", "cublas"])
+def test_memory(n: int, path: torchops.cuda.DensePath) -> None:
+    """Two pair tensors and a little, of which a new result is one."""
+    low = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
+    x = torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad(), torchops.cuda.dense_path(path):
+        for call in (update, update_):
+            call(x, **low)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call(x, **low)
+            torch.cuda.synchronize()
+            assert torch.cuda.max_memory_allocated() - before <= 2.1 * x.nbytes + 64 * MIB
