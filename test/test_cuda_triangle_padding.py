@@ -7,6 +7,7 @@ channels, of which the last may be smaller.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -48,12 +49,12 @@ def poison_all(size: int) -> None:
 )
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @pytest.mark.parametrize("path", ["auto", "cublas"])
-def test_values(n: int, d: int, direction: str, path: torchops.cuda.DensePath) -> None:
+def test_values(n: int, d: int, direction: str, path: Literal["auto", "cublas"]) -> None:
     c = min(d, 128)
-    low = {name: w.to(torch.bfloat16) for name, w in parameters(c, d, biases=False).items()}
+    low: Any = {name: w.to(torch.bfloat16) for name, w in parameters(c, d, biases=False).items()}
     x, grad = (torch.randn(n, n, c, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     mask = (torch.rand(n, n, device="cuda") > 0.1).to(x.dtype)
-    exact = {name: w.double() for name, w in low.items()}
+    exact: Any = {name: w.double() for name, w in low.items()}
     want = gradients(reference, x.double(), grad.double(), direction, mask.double(), exact)
     eager = gradients(reference, x, grad, direction, mask, low)
     with torch.no_grad():
@@ -75,7 +76,7 @@ def test_values(n: int, d: int, direction: str, path: torchops.cuda.DensePath) -
 
 @pytest.mark.parametrize("n", [768, 769, 833, 1025])
 @pytest.mark.parametrize("path", ["auto", "cublas"])
-def test_memory(n: int, path: torchops.cuda.DensePath) -> None:
+def test_memory(n: int, path: Literal["auto", "cublas"]) -> None:
     """Two pair tensors and a little, of which a new result is one."""
     low = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
     x = torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from triangle_samples import beneath, small
 
 import torchops
+from torchops import _distributed_triangle
 
 OPS = torch.ops.myops
 
@@ -144,3 +145,28 @@ def test_packed_parameters_are_checked() -> None:
     ):
         with pytest.raises(RuntimeError, match=text):
             forward(x, None, [*layers[:place], value, *layers[place + 1 :]], True, 1e-5, False)
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "dtype", "padded"),
+    [
+        (64, 2, torch.float32, (64, 64)),
+        (65, 2, torch.bfloat16, (80, 80)),
+        (511, 1, torch.bfloat16, (512, 512)),
+        (513, 1, torch.bfloat16, (528, 576)),
+        (513, 1, torch.float32, (520, 544)),
+        (520, 129, torch.bfloat16, (528, 528)),
+    ],
+)
+def test_padding_of_the_product(n: int, d: int, dtype: torch.dtype, padded: tuple[int, int]) -> None:
+    """Rows and columns; rows of large matrices begin at multiples of 128 bytes."""
+    layers: list[Tensor | None] = [None] * 16
+    for place, shape in ((2, (2 * d, 1)), (6, (2 * d, 1)), (12, (1, d)), (14, (1, 1))):
+        layers[place] = torch.ones(shape, dtype=dtype)
+    x = torch.randn(n, n, 1).to(dtype)
+    for device in ("cpu", "meta"):
+        on_device = [None if t is None else t.to(device) for t in layers]
+        _, product = OPS._triangle_multiplicative_update(x.to(device), None, on_device, True, 1e-5, True)
+        assert product.shape == (d, *padded)
+        assert product.is_contiguous()
+    assert _distributed_triangle._padded(n, d, dtype) == padded

@@ -111,13 +111,22 @@ class Layers : public detail::TriangleLayout {
   }
 
  private:
-  // What may lie beside a and b is what their padding leaves of 64 MiB: panels take half of that, and the workspace of
-  // the gradients' kernels a third.
-  static int64_t group_bytes(Pass pass, const PairSteps& steps) {
-    return int64_t{!steps.have_kernels() ? 16 : pass == Pass::kBackward ? 24 : 32} << 20;
+  // A spare group of channels may take what is left of 2.1 pair tensors forward, of 3.2 beside dx backward, and of 64
+  // MiB, by two or three tensors of padded channels and by panels, or by the workspace and the moments of the
+  // gradients.
+  static int64_t group_bytes(const TriangleUpdate& t, Pass pass, const PairSteps& steps) {
+    constexpr int64_t mib = int64_t{1} << 20;
+    const bool backward = pass == Pass::kBackward;
+    const int64_t n = t.x.size(-2), d = t.weight(detail::kPA).size(0);
+    const auto size = static_cast<int64_t>(c10::elementSize(t.dtype()));
+    const int64_t pair = n * n * std::max(t.x.size(-1), d) * size;
+    const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
+    const int64_t limit = (backward ? 32 : 21) * (pair / 10) + 64 * mib;
+    const int64_t others = !steps.have_kernels() ? kMaxScratchBytes : backward ? 20 * mib + 8 * n * n : 0;
+    return std::clamp(limit - (backward ? 3 : 2) * padded - others, 8 * mib, 32 * mib);
   }
   Layers(const TriangleUpdate& t, Pass pass, PairSteps steps)
-      : TriangleLayout(t, kBackend, group_bytes(pass, steps)), steps_(std::move(steps)) {
+      : TriangleLayout(t, kBackend, group_bytes(t, pass, steps)), steps_(std::move(steps)) {
     const auto in_dtype_of_x = [&](const OptionalTensor& parameter) {
       const bool cast = parameter && parameter->scalar_type() != t.x.scalar_type();
       return cast ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;

@@ -83,9 +83,9 @@ class TriangleLayout {
     return strided_view(padded, {padded.size(0), size, size}, padded.strides(), 0);
   }
 
-  // Products sum over the padding of what they multiply: over columns alone, or also over rows. What lies behind the N
-  // rows and columns then has to be zeros in both factors, and elsewhere may be anything: no result that is read hears
-  // of it.
+  // Products of padded matrices sum over padding too: behind the N columns where that is the last dimension of both
+  // factors, as forward, and behind the N rows as well in the gradients. There zeros have to stand. Other padding may
+  // be anything, NaN too, since it reaches nothing but the padding of results.
 
   /// Zeros behind the N columns of matrices, for who writes only those.
   void zero_columns(const at::Tensor& matrices) const {
@@ -205,8 +205,8 @@ class RotatingChannels {
   at::Tensor memory_;
 };
 
-/// Forward, one element of the batch after the other: make_a_and_b(element, a, b), with zeros in padded columns, then o = a @ b.T for each channel,
-/// over a, then finish(index, o). Returns the products of all, if they are kept.
+/// Forward, one element of the batch after the other: make_a_and_b(element, a, b), with zeros in padded columns, then
+/// o = a @ b.T for each channel, over a, then finish(index, o). Returns the products of all, if they are kept.
 template <class Make, class Finish>
 at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, const Make& make_a_and_b,
                             const Finish& finish) {
@@ -280,13 +280,12 @@ class TriangleGradients {
   const at::Tensor& result(size_t parameter) const { return parts_[parameter]; }
 
   /// Backward, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of
-  /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again, and all three have zeros in
-  /// padded columns; da = d(o) @ b and db = d(o).T @
-  /// a overwrite them; input(element, da, db, dz, dmask, residual), in the direction of the update, makes dx. All that
-  /// follows d(o) only where a wanted gradient needs it. Three pair tensors are alive at most, and o: output() may take
-  /// two for itself beside d(o), and input() one beside da and db. `product` is emptied behind the last output(), so
-  /// that a or b can have its memory. If it `adds`, input() adds the cotangent to dx, which it gets as a last argument;
-  /// undefined where it does not.
+  /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again; all three have zeros in padded
+  /// columns; da = d(o) @ b and db = d(o).T @ a overwrite them; input(element, da, db, dz, dmask, residual), in the
+  /// direction of the update, makes dx. All that follows d(o) only where a wanted gradient needs it. Three pair tensors
+  /// are alive at most, and o: output() may take two for itself beside d(o), and input() one beside da and db.
+  /// `product` is emptied behind the last output(), so that a or b can have its memory. If it `adds`, input() adds the
+  /// cotangent to dx, which it gets as a last argument; undefined where it does not.
   template <class Make, class Output, class Input>
   std::vector<at::Tensor> make(const at::Tensor& grad, const TriangleProduct& product, bool adds,
                                const Make& make_a_and_b, const Output& output, const Input& input) const {
