@@ -6,6 +6,7 @@ channels, of which the last may be smaller.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -72,6 +73,20 @@ def test_values(n: int, d: int, direction: str, path: Literal["auto", "cublas"])
     for name, value in got.items():
         assert error(value, want[name]) <= 1.2 * error(eager[name], want[name]), name
     assert error(in_place, want["y"] + x) <= 1.2 * error(eager["y"] + x, want["y"] + x)
+
+
+@pytest.mark.parametrize("n", [65, 72])
+def test_layer_norms_without_eps(n: int) -> None:
+    """Padding has no variance."""
+    low: Any = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
+    x, grad = (torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    exact: Any = {name: w.double() for name, w in low.items()}
+    got = gradients(functools.partial(update, eps=0.0), x, grad, "outgoing", None, low)
+    want = gradients(functools.partial(reference, eps=0.0), x.double(), grad.double(), "outgoing", None, exact)
+    with torch.no_grad():
+        got["y"], want["y"] = update(x, eps=0.0, **low), reference(x.double(), eps=0.0, **exact)
+    for name, value in got.items():
+        assert error(value, want[name]) <= 0.03, name
 
 
 @pytest.mark.parametrize("n", [768, 769, 833, 1025])

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -52,7 +53,9 @@ struct Step {
   }
 
   gemm::Norm norm(const TriangleUpdate& t, TriangleParameter layer, double eps) {
-    return {vector(t.parameters[layer]), vector(t.parameters[layer + 1]), static_cast<float>(eps)};
+    // Never 0: behind the last position tiles have rows of zeros, which must stay numbers.
+    constexpr double least = 1e-30;
+    return {vector(t.parameters[layer]), vector(t.parameters[layer + 1]), static_cast<float>(std::max(eps, least))};
   }
   gemm::Layer layer(const TriangleUpdate& t, TriangleParameter layer) {
     const auto weight = gemm::operand(t.weight(layer));
