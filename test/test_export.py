@@ -203,3 +203,57 @@ def test_aot_inductor_package(tmp_path: Path) -> None:
     for rows in (*ROWS, 2, 1000):
         x = random_like(torch.empty(rows, 7), rows)
         assert_all_close(list(runner(x)), list(model.reference(x)), atol=1e-5, rtol=1e-5)
+
+
+def test_aot_inductor_package_of_gates_and_pairs(tmp_path: Path) -> None:
+    """Compiled ahead of time for any number of rows: what gates, and what updates pairs, with and without overwriting."""
+
+    class Served(nn.Module):
+        matrices: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.glu = torchops.nn.Gate(8, 8), torchops.nn.GLU(8, 8, activation="silu")
+            self.update = torchops.nn.TriangleMultiplicativeUpdate(8, 4, "incoming", bias=True)
+            self.transition = torchops.nn.Transition(8, 12)
+            for parameter in (*self.update.parameters(), *self.transition.parameters()):
+                nn.init.normal_(parameter, std=0.5)
+            self.register_buffer("matrices", random_like(torch.empty(2, 8, 8)) * 0.5)
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+            y = self.gate(x, self.glu(x)) + self.update(x, mask)
+            torchops.gate_(y, x, self.gate.weight, self.gate.bias)
+            z = y * 2
+            self.update(z, mask, inplace=True)
+            self.transition(z, inplace=True)
+            t = z.flatten(1, 2) * 1
+            torchops.square_matmul_(t, self.matrices)
+            return y, z, t, self.transition(z, residual=True), self.update(z, residual=True)
+
+    model = Served().eval().requires_grad_(False)
+    n = Dim("n", min=2, max=64)
+    inputs = random_like(torch.empty(2, 5, 5, 8)), torch.rand(2, 5, 5)
+    program = export(model, inputs, dynamic_shapes=({1: n, 2: n}, {1: n, 2: n}))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "served.pt2"))
+    runner = torch._inductor.aoti_load_package(package)
+    for size in (5, 2, 33):
+        x, mask = random_like(torch.empty(2, size, size, 8), size), torch.rand(2, size, size)
+        expected = list(model(x, mask))
+        for one in (runner, program.module(), saved_and_loaded(program).module()):
+            assert_all_close(list(one(x, mask)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+def test_pair_layer(strict: bool) -> None:
+    """Attention is registered from Python: exported programs hold it, wherever torchops is imported."""
+    layer = torchops.nn.PairLayer(8, heads=2, head_dim=4)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    layer.eval().requires_grad_(False)
+    n = Dim("n", min=2)
+    inputs = random_like(torch.empty(5, 5, 8)), torch.rand(5, 5) > 0.3
+    program = export(layer, inputs, dynamic_shapes=({0: n, 1: n}, {0: n, 1: n}), strict=strict)
+    for size in (5, 17):
+        x, mask = random_like(torch.empty(size, size, 8)), torch.rand(size, size) > 0.3
+        for one in (program, program.run_decompositions(), saved_and_loaded(program)):
+            assert_all_close([one.module()(x, mask)], [layer(x, mask)], atol=1e-5, rtol=1e-5)

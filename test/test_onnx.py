@@ -128,6 +128,55 @@ def test_triangles() -> None:
     assert_all_close(run(program, *inputs), list(model(*inputs)), atol=1e-4, rtol=1e-5)
 
 
+class PairModules(nn.Module):
+    """The operators beneath the modules of a pair layer: sums with x and in place, parameters apart as in OpenFold."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layer = torchops.nn.PairLayer(8, heads=2, head_dim=3, hidden=12, bias=bias)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        apart: list[Tensor | None] = list(self.layer.tri_mul_in._parameters_beneath())
+        for place in (2, 3, 6, 7):  # of a weight, its bias, and those of its gate
+            if (packed := apart[place]) is not None:
+                apart[place], apart[place + 2] = packed.chunk(2)
+        y = x * 2
+        torch.ops.myops._triangle_multiplicative_update_(y, mask, apart, False, 1e-5)
+        z = x * 3
+        self.layer(z, mask, inplace=True)
+        return self.layer(x, mask), self.layer.tri_att_end(x), y, z
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
+def test_modules_of_pairs(bias: bool) -> None:
+    """One of the rows has no key; any N, and a batch of two or none."""
+    model = PairModules(bias)
+    x, mask = random_like(torch.empty(2, 5, 5, 8)), (torch.rand(2, 5, 5) > 0.3).float()
+    mask[0, 2] = 0
+    n = Dim("n", min=2)
+    for inputs in ((x, mask), (x[0], mask[0] > 0)):
+        shapes = tuple({t.dim() - 2 - (t is inputs[0]): n, t.dim() - 1 - (t is inputs[0]): n} for t in inputs)
+        program = torchops.onnx.export(model, inputs, dynamic_shapes=shapes, verbose=False)
+        for given in (inputs, tuple(t[..., :4, :4, :] if t is inputs[0] else t[..., :4, :4] for t in inputs)):
+            contiguous = [t.contiguous() for t in given]
+            assert_all_close(run(program, *contiguous), list(model(*contiguous)), atol=1e-4, rtol=1e-4)
+
+
+def test_pair_layer_in_mixed_precision() -> None:
+    """16-bit parameters, and a float32 stream."""
+    layer = torchops.nn.PairLayer(8, heads=2, head_dim=3, hidden=12).half()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    layer.eval().requires_grad_(False)
+    x = random_like(torch.empty(5, 5, 8))
+    (got,) = run(torchops.onnx.export(layer, (x,), verbose=False), x)
+    assert got.dtype == torch.float32
+    assert_all_close([got], [layer.float()(x)], atol=2e-2, rtol=2e-2)
+
+
 class Overwriting(nn.Module):
     """Overwrites an intermediate, a view of one, its input and a buffer, and reads all of them afterwards."""
 
@@ -194,8 +243,10 @@ def test_table_alone_serves_operators_that_overwrite_nothing() -> None:
     model = torchops.nn.Dense(7, 6).eval()
     x = random_like(torch.empty(5, 7))
     table = torchops.onnx.translation_table()
-    of_triangles = {torch.ops.myops.triangle_multiplicative_update.default, torch.ops.myops.triangle_attention.default}
-    assert set(table) == {case.op for case in OPS if case.mutates is None} | of_triangles
+    names = "triangle_multiplicative_update", "triangle_attention", "_add_transition"
+    beneath = "_triangle_multiplicative_update", "_triangle_attention_update"
+    of_pairs = {getattr(torch.ops.myops, name).default for name in (*names, *beneath)}
+    assert set(table) == {case.op for case in OPS if case.mutates is None} | of_pairs
     program = torch.onnx.export(model, (x,), dynamo=True, custom_translation_table=table, verbose=False)
     assert program is not None
     assert_all_close(run(program, x), [torch.sigmoid(x @ model.weight.mT + model.bias)], atol=1e-6, rtol=1e-5)

@@ -1,8 +1,7 @@
 """The operators of torchops in ONNX: :func:`export`, and the :func:`translation_table` that it gives the exporter.
 
 ONNX has no operators that overwrite their input, and the file holds none of torchops: each is written in
-standard ONNX operators, for any runtime; only the modules of triangle attention have no translation yet. Needs
-``pip install onnx onnxscript``, which importing this module does not.
+standard ONNX operators, for any runtime. Needs ``pip install onnx onnxscript``, which importing this module does not.
 """
 
 from __future__ import annotations
@@ -20,7 +19,11 @@ from torchops import ops, pair
 
 __all__ = ["export", "translation_table"]
 
-_MUTATING = {name: getattr(torch.ops.myops, name) for name in (*ops.__all__, *pair.__all__) if name.endswith("_")}
+# What modules call beneath the public operators, whose parameters are a list.
+_BENEATH = "_triangle_multiplicative_update_", "_triangle_attention_update_"
+_MUTATING = {
+    name: getattr(torch.ops.myops, name) for name in (*ops.__all__, *pair.__all__, *_BENEATH) if name.endswith("_")
+}
 # From each operator that overwrites, by either way to call it, to the one that returns the same values, or what it
 # adds.
 _FUNCTIONAL = {
@@ -29,9 +32,12 @@ _FUNCTIONAL = {
     for called in (packet, packet.default)
 }
 
+_BOOL = 9  # onnx.TensorProto.BOOL
+
 _ADDING = {
     called
-    for packet in (torch.ops.myops.transition_, torch.ops.myops.triangle_multiplicative_update_)
+    for name, packet in _MUTATING.items()
+    if name in (*pair.__all__, *_BENEATH)
     for called in (packet, packet.default)
 }
 
@@ -158,6 +164,12 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         z = normalized(x, norm_weight, norm_bias, eps, gate_weight)
         return linear(glu(z, up_weight, gate_weight, up_bias, gate_bias, "silu"), down_weight, down_bias)
 
+    def _add_transition(x: Any, **parameters: Any) -> Any:
+        return added(x, transition(x, **parameters), True)
+
+    def added(x: Any, update: Any, adds: bool) -> Any:
+        return op.Add(x, op.CastLike(update, x)) if adds else update
+
     def triangle_multiplicative_update(
         x: Any,
         direction: str = "outgoing",
@@ -177,21 +189,44 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         g_out_bias: Any = None,
         eps: float = 1e-5,
     ) -> Any:
+        ins = p_in_weight, p_in_bias, None, None, g_in_weight, g_in_bias, None, None
+        outs = norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias
+        parameters = norm_in_weight, norm_in_bias, *ins, *outs
+        return _triangle_multiplicative_update(x, mask, parameters, direction == "outgoing", eps)[0]
+
+    def _triangle_multiplicative_update(
+        x: Any,
+        mask: Any,
+        parameters: Sequence[Any],
+        outgoing: bool,
+        eps: float,
+        keep_product: bool = False,
+        adds: bool = False,
+    ) -> Any:
+        norm_in, (pa, pa_b, pb, pb_b, ga, ga_b, gb, gb_b) = parameters[:2], parameters[2:10]
+        norm_out_weight, norm_out_bias, p_out, p_out_bias, g_out, g_out_bias = parameters[10:]
         *batch, first, second, c = range(len(x.shape))
-        z = normalized(x, norm_in_weight, norm_in_bias, eps, p_in_weight)
-        ab = glu(z, p_in_weight, g_in_weight, p_in_bias, g_in_bias)
-        if mask is not None:
-            ab = op.Mul(ab, op.Unsqueeze(op.CastLike(mask, ab), op.Constant(value_ints=[-1])))
-        a, b = op.Split(ab, axis=-1, num_outputs=2)
-        kept, summed = (first, second) if direction == "outgoing" else (second, first)
+        z = normalized(x, *norm_in, eps, pa)
+
+        def factor(p: Any, p_bias: Any, g: Any, g_bias: Any) -> Any:
+            made = glu(z, p, g, p_bias, g_bias)
+            return made if mask is None else op.Mul(made, op.Unsqueeze(op.CastLike(mask, made), last))
+
+        last = op.Constant(value_ints=[-1])
+        a = factor(pa, pa_b, ga, ga_b)
+        a, b = op.Split(a, axis=-1, num_outputs=2) if pb is None else (a, factor(pb, pb_b, gb, gb_b))
+        kept, summed = (first, second) if outgoing else (second, first)
         o = op.MatMul(op.Transpose(a, perm=[*batch, c, kept, summed]), op.Transpose(b, perm=[*batch, c, summed, kept]))
-        o = layer_norm(op.Transpose(o, perm=[*batch, second, c, first]), p_out_weight.shape[1:], norm_out_weight,
-                       norm_out_bias, eps)  # fmt: skip
-        return gate(linear(o, p_out_weight, p_out_bias), z, g_out_weight, g_out_bias)
+        o = op.Transpose(o, perm=[*batch, second, c, first])
+        o = layer_norm(o, p_out.shape[1:], norm_out_weight, norm_out_bias, eps)
+        update = gate(linear(o, p_out, p_out_bias), z, g_out, g_out_bias)
+        return added(x, update, adds), op.Constant(value_floats=[])  # o is kept for gradients alone
 
     def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> Any:
-        scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
-        s = op.MatMul(q, op.Transpose(k, perm=[0, 1, 2, 4, 3]))
+        return attention(q, k, v, bias, mask, max(q.shape[-1], 1) ** -0.5 if scale is None else scale, len(q.shape))
+
+    def attention(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float, rank: int) -> Any:
+        s = op.MatMul(q, op.Transpose(k, perm=[*range(rank - 2), rank - 1, rank - 2]))
         if s.dtype != bias.dtype:
             s = op.CastLike(s, bias)
         s = op.Add(op.Mul(s, op.CastLike(op.Constant(value_float=scale), s)), bias)
@@ -202,11 +237,38 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         p = op.Softmax(s, axis=-1)
         return op.MatMul(p if q.dtype == bias.dtype else op.CastLike(p, q), v)
 
-    translations = dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition
-    return {
-        getattr(torch.ops.myops, translation.__name__).default: translation
-        for translation in (*translations, triangle_multiplicative_update, triangle_attention)
-    }
+    def _triangle_attention_update(
+        x: Any, mask: Any, parameters: Sequence[Any], heads: int, eps: float, ending: bool, adds: bool = False
+    ) -> Any:
+        norm_weight, norm_bias, bias_weight, *qkv, to_gate, gate_bias, out, out_bias = parameters
+        rank, features = len(x.shape), out.shape[1]
+        *batch, first, second, c = range(rank)
+
+        def by_rows(t: Any, *more: int) -> Any:
+            return op.Transpose(t, perm=[*batch, second, first, *more]) if ending else t
+
+        def of_heads(w: Any) -> Any:
+            each = op.Constant(value_ints=[0] * (rank - 1) + [heads, features // heads])  # 0: as it is
+            return op.Transpose(op.Reshape(linear(z, w, None), each), perm=[*batch, first, c, second, rank])
+
+        z = by_rows(normalized(x, norm_weight, norm_bias, eps, out), c)
+        bias = op.Transpose(linear(z, bias_weight, None), perm=[*batch, c, first, second])
+        bias = op.Unsqueeze(bias, op.Constant(value_ints=[first]))
+        if mask is not None:
+            mask = op.Cast(op.Unsqueeze(by_rows(mask), op.Constant(value_ints=[-3, -2])), to=_BOOL)
+        o = attention(*map(of_heads, qkv), bias, mask, max(features // heads, 1) ** -0.5, rank + 1)
+        joined = op.Constant(value_ints=[0] * (rank - 1) + [features])
+        o = op.Reshape(op.Transpose(o, perm=[*batch, first, c, second, rank]), joined)
+        if to_gate is not None:
+            o = gate(o, z, to_gate, gate_bias)
+        return added(x, by_rows(linear(o, out, out_bias), c), adds)
+
+    translations = (
+        *(dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition, _add_transition),
+        *(triangle_multiplicative_update, _triangle_multiplicative_update),
+        *(triangle_attention, _triangle_attention_update),
+    )
+    return {getattr(torch.ops.myops, translation.__name__).default: translation for translation in translations}
 
 
 class _OutOfPlace(TorchFunctionMode):
@@ -224,9 +286,11 @@ class _OutOfPlace(TorchFunctionMode):
         if functional is None:
             return func(*args, **kwargs)
         target: Tensor = args[0] if args else kwargs[functional.default._schema.arguments[0].name]
-        value = functional(*args, **kwargs)
+        value, kept = functional(*args, **kwargs), None
+        if isinstance(value, tuple):  # what gradients need stands beside the update
+            value, kept = value
         target.copy_(target + value.to(target.dtype) if func in _ADDING else value)
-        return None
+        return kept
 
 
 _OPERATOR = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
