@@ -392,10 +392,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for result in measure(section, device, options.sizes, not options.no_compile):
             results.append(result)
             print(summary(result), flush=True)
+            if options.json:
+                document = {"machine": about, "torchops": torchops.__version__, "results": results}
+                options.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{section}: {time.perf_counter() - start:.1f} s", flush=True)
-        if options.json:
-            document = {"machine": about, "torchops": torchops.__version__, "results": results}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
