@@ -1,7 +1,9 @@
 """Modules of public packages, as released, and torchops' in their place.
 
 The dependency groups `adapters` and `adapters-bare` of pyproject.toml have the packages, but for OpenFold, of which
-PyPI has no release that can be built. One that is not installed is skipped, with the reason.
+PyPI has no release that can be built: these tests need its `openfold/model` and `openfold/utils` on PYTHONPATH, beside
+an empty `openfold/__init__.py` and an empty `attn_core_inplace_cuda.py`, its CUDA extension. A package that is not
+installed is skipped, with the reason.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from attention_samples import (
     with_gradients,
 )
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
@@ -291,8 +292,12 @@ def test_errors(changed: dict[str, Any], text: str) -> None:
             torchops.triangle_attention(**given)
         assert str(raised.value).startswith(f"triangle_attention: {text}")
     if all(t.device.type == "cpu" and t.layout == torch.strided for t in given.values()):
-        with pytest.raises(RuntimeError) as raised:
-            torchops.triangle_attention(**{name: t.detach().to("meta") for name, t in given.items()})
+        for device in ("meta", *(["cuda"] if torch.cuda.is_available() else [])):
+            with pytest.raises(RuntimeError) as raised:
+                torchops.triangle_attention(**{name: t.detach().to(device) for name, t in given.items()})
+            assert str(raised.value).startswith(f"triangle_attention: {text}")
+        with FakeTensorMode() as mode, pytest.raises(RuntimeError) as raised:
+            torchops.triangle_attention(**{name: mode.from_tensor(t) for name, t in given.items()})
         assert str(raised.value).startswith(f"triangle_attention: {text}")
 
 

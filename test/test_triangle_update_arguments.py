@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from triangle_samples import beneath, small
 
@@ -38,25 +40,40 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("device", ["cpu", "meta", "fake", *(["cuda"] if torch.cuda.is_available() else [])])
 @pytest.mark.parametrize("op", ["triangle_multiplicative_update", "triangle_multiplicative_update_"])
 @pytest.mark.parametrize(
     ("changed", "text"), ERRORS, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
 )
-def test_errors(changed: dict[str, Any], text: str, op: str, device: str) -> None:
+def test_errors(changed: dict[str, Any], text: str, op: str, device: str, training: bool) -> None:
     x, given = small()
+    given["p_out_bias"].requires_grad_(training)
     everything: dict[str, Any] = {"x": x} | given
     for name, change in changed.items():
         if isinstance(change, tuple):
             everything[name] = torch.zeros(change, dtype=torch.float64)
         else:
             everything[name] = everything[name].to(change) if isinstance(change, torch.dtype) else change
-    everything = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in everything.items()}
     before = everything["x"].clone()
-    with pytest.raises(RuntimeError, match=f"^{op}: {text}"):
-        getattr(OPS, op)(**everything)
-    assert device == "meta" or torch.equal(everything["x"], before)
+    with FakeTensorMode() if device == "fake" else nullcontext() as mode:
+        moved = mode.from_tensor if mode else lambda t: t.to(device)
+        everything = {name: moved(t) if isinstance(t, Tensor) else t for name, t in everything.items()}
+        with pytest.raises(RuntimeError, match=f"^{op}: {text}"):
+            getattr(OPS, op)(**everything)
+    assert device in ("meta", "fake") or torch.equal(everything["x"].cpu(), before)
     assert everything["x"]._version == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("op", ["triangle_multiplicative_update", "triangle_multiplicative_update_"])
+def test_errors_when_compiled(op: str, dynamic: bool) -> None:
+    """The text reaches the user from inside a trace as well."""
+    x, given = small()
+    given["direction"] = "both"  # type: ignore[assignment]
+    compiled = torch.compile(lambda x: getattr(OPS, op)(x, **given), fullgraph=True, backend="eager", dynamic=dynamic)
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"{op}: expected direction outgoing or incoming"):
+        compiled(x)
 
 
 def test_errors_of_python_and_of_overwriting() -> None:
