@@ -6,7 +6,8 @@ original do not fit otherwise). "bf16-mixed" is a float32 stream under autocast.
 medians. A deviation is the norm of the difference from the original in IEEE float32, over its norm, and the greatest
 element of the difference; that of the original itself in the same precision, and in TF32, stands beside it.
 
-Then every module of the packages that are installed, before and after, as a small problem.
+Before that, every module of the packages that are installed, before and after, as a small problem (`--sizes ,` does
+nothing else).
 
 Boltz must be importable. From wheels, without its dependencies (of which these files want numpy, scipy and einops):
 
@@ -28,8 +29,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +196,8 @@ def _esmfold(file: Any, name: str, **kwargs: Any) -> nn.Module:
     return file.EsmFoldTriangleMultiplicativeUpdate(Config(), **kwargs)
 
 
-BOLTZ, OPENFOLD3, ESMFOLD = "boltz.model.layers.", "openfold3.core.model.layers.", "transformers.models.esm."
+BOLTZ, OPENFOLD, OPENFOLD3 = "boltz.model.layers.", "openfold.model.", "openfold3.core.model.layers."
+ESMFOLD = "transformers.models.esm."
 MODULES: tuple[tuple[str, str, Callable[[Any], nn.Module]], ...] = (
     (f"{BOLTZ}triangular_mult", "triangle update, outgoing", lambda f: f.TriangleMultiplicationOutgoing(C)),
     (f"{BOLTZ}triangular_mult", "triangle update, incoming", lambda f: f.TriangleMultiplicationIncoming(C)),
@@ -207,14 +210,18 @@ MODULES: tuple[tuple[str, str, Callable[[Any], nn.Module]], ...] = (
         for node in ("starting", "ending")
     ),
     (f"{BOLTZ}transition", "transition", lambda f: f.Transition(C, 4 * C)),
-    (f"{OPENFOLD3}triangular_multiplicative_update", "triangle update, outgoing",
-     lambda f: f.TriangleMultiplicationOutgoing(C, C)),
-    (f"{OPENFOLD3}triangular_multiplicative_update", "triangle update, incoming",
-     lambda f: f.TriangleMultiplicationIncoming(C, C)),
-    (f"{OPENFOLD3}triangular_attention", "triangle attention, starting node",
-     lambda f: f.TriangleAttention(C, C // HEADS, HEADS)),
-    (f"{OPENFOLD3}triangular_attention", "triangle attention, ending node",
-     lambda f: f.TriangleAttention(C, C // HEADS, HEADS, starting=False)),
+    *(
+        (f"{package}triangular_multiplicative_update", f"triangle update, {direction}",
+         lambda f, direction=direction: getattr(f, f"TriangleMultiplication{direction.title()}")(C, C))
+        for package in (OPENFOLD, OPENFOLD3)
+        for direction in ("outgoing", "incoming")
+    ),
+    *(
+        (f"{package}triangular_attention", f"triangle attention, {node} node",
+         lambda f, node=node: f.TriangleAttention(C, C // HEADS, HEADS, starting=node == "starting"))
+        for package in (OPENFOLD, OPENFOLD3)
+        for node in ("starting", "ending")
+    ),
     (f"{OPENFOLD3}transition", "SwiGLU transition", lambda f: f.SwiGLUTransition(C, 4)),
     (f"{ESMFOLD}modeling_esmfold", "triangle update, outgoing",
      lambda f: _esmfold(f, "", _outgoing=True)),
@@ -227,8 +234,15 @@ MODULES: tuple[tuple[str, str, Callable[[Any], nn.Module]], ...] = (
 )  # fmt: skip
 
 
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "source"
+
+
 def modules(
-    device: torch.device, n: int, packages: Sequence[str] = ("boltz", "openfold3", "transformers")
+    device: torch.device, n: int, packages: Sequence[str] = ("boltz", "openfold", "openfold3", "transformers")
 ) -> Iterator[dict[str, Any]]:
     """Before and after in float32 and bf16-mixed; deviations are those from the original in float32."""
     for path, what, make in MODULES:
@@ -246,7 +260,7 @@ def modules(
         before = randomised(make(file)).to(device).eval()
         model = nn.Sequential(copy.deepcopy(before))
         report = torchops.nn.replace(model)
-        row: dict[str, Any] = {"package": package, "version": version(package), "module": what}
+        row: dict[str, Any] = {"package": package, "version": _version(package), "module": what}
         row["class"] = type(before).__name__
         if report.replaced[:1] != ("0",):
             yield row | {"left": report.left["0"]}
@@ -280,14 +294,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(folder)
     device = torch.device(options.device)
     sizes = options.sizes if options.sizes is not None else [384, 768] if device.type == "cuda" else [64]
-    found, results = [], []
-    for row in modules(device, 96 if device.type == "cuda" else 24):
-        found.append(row)
-        print(json.dumps(row), flush=True)
-    for n in sizes:
-        for result in measure(n, device, options.features, options.rounds):
-            results.append(result)
-            print(json.dumps(result), flush=True)
+    found: list[Any] = []
+    results: list[Any] = []
+    of_stacks = (measure(n, device, options.features, options.rounds) for n in sizes)
+    for rows, kept in ((modules(device, 96), found), (chain.from_iterable(of_stacks), results)):
+        for row in rows:
+            kept.append(row)
+            print(json.dumps(row), flush=True)
             if options.json:  # what there is, if the rest does not come
                 document = {"machine": machine.describe(device), "boltz": version("boltz"), "layers": LAYERS}
                 document |= {"features": options.features, "results": results, "modules": found}

@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from . import gates, ladder, plots, report, stages
+from . import gates, ladder, pair_plots, plots, report, stages
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
@@ -194,6 +194,30 @@ def released(machine: str) -> str:
     return "\n".join([*lines, "", _where(document["machine"]), ""])
 
 
+def swapped(machine: str) -> str:
+    """What `python -m benchmarks.boltz` has found of single modules before and after `torchops.nn.replace`."""
+    document = json.loads((RESULTS / machine / "boltz.json").read_text())
+    lines = [
+        "| package | module | greatest element | difference in float32 | in bf16-mixed | distance before, after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document["modules"]:
+        mixed = row["bf16-mixed"]
+        lines.append(
+            _row(
+                [
+                    f"{row['package']} {row['version']}",
+                    row["module"],
+                    f"{row['greatest element']:.2f}",
+                    f"{row['float32']['greatest difference']:.1e}",
+                    f"{mixed['greatest difference']:.3f}",
+                    ", ".join(f"{mixed[f'deviation {when}']['norm']:.1e}" for when in ("before", "after")),
+                ]
+            )
+        )
+    return "\n".join([*lines, "", _where(document["machine"]), ""])
+
+
 def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
     """What `python -m benchmarks.gates` has measured."""
     document = json.loads((RESULTS / machine / file).read_text())
@@ -257,6 +281,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "triangle-h100": partial(triangle, H100),
     "pair-layer-h100": partial(pair_layer, H100),
     "released-h100": partial(released, H100),
+    "swapped-cpu": partial(swapped, EPYC),
     "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),
     "stages-h100": partial(staged, H100),
     "gates-by-cublas-h100": partial(
@@ -286,6 +311,8 @@ def run(options: argparse.Namespace) -> int:
             elif path.stem == "memory":
                 ours = next(name for name in OURS if name in document["cases"][0]["peak_bytes"])
                 print(f"{folder.name}: {plots.draw_memory(folder, document['cases'], document, ours)}")
+        if not options.no_plots:
+            print(f"{folder.name}: {pair_plots.draw(folder)}")
     if not options.no_plots:
         print(ladder.draw(RESULTS))
     for page in PAGES:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checks import assert_all_close
 
-from benchmarks import gates, pair_layer, parallel, timing
+from benchmarks import gates, pair_layer, pair_plots, parallel, plots, render, timing
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD
 
 CPU = torch.device("cpu")
@@ -108,3 +108,20 @@ def test_pair_layer_sharded_by_one_process(tmp_path: Path, monkeypatch: pytest.M
     assert [row["task"] for row in results["rows"]] == [FORWARD, BACKWARD]
     (found,) = results["data parallel"]
     assert max(found[name]["worst"] for name in sharded.WRAPPERS) < 1e-12
+
+
+def test_pictures_of_pairs(tmp_path: Path) -> None:
+    """Drawn of the results on disk; every kernel of ours and every product belongs to a stage."""
+    results = render.RESULTS / render.H100
+    for kernels in json.loads((results / "stages.json").read_text())["microseconds"].items():
+        if kernels[0].startswith("kernels"):
+            stages = pair_plots.by_stage(kernels[1])
+            assert sum(stages.values()) == pytest.approx(sum(kernels[1].values()))
+            assert stages[pair_plots.REST] < 0.03 * sum(stages.values())
+    if plots.missing():
+        pytest.skip(plots.missing())
+    assert pair_plots.draw(tmp_path) == "pictures: none of pairs"
+    for name in ("stages", "pair_layer"):
+        (tmp_path / f"{name}.json").write_text((results / f"{name}.json").read_text())
+    assert pair_plots.draw(tmp_path) == "pictures: stages.png, pair_layer.png"
+    assert all((tmp_path / f"{name}.png").stat().st_size < 150_000 for name in ("stages", "pair_layer"))

@@ -206,7 +206,7 @@ def test_aot_inductor_package(tmp_path: Path) -> None:
 
 
 def test_aot_inductor_package_of_gates_and_pairs(tmp_path: Path) -> None:
-    """Compiled ahead of time for any number of rows: what gates, and what updates pairs, with and without overwriting."""
+    """Compiled ahead of time for any N: what gates, and what updates pairs, with and without overwriting."""
 
     class Served(nn.Module):
         matrices: Tensor

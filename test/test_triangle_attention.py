@@ -296,8 +296,10 @@ def test_errors(changed: dict[str, Any], text: str) -> None:
             with pytest.raises(RuntimeError) as raised:
                 torchops.triangle_attention(**{name: t.detach().to(device) for name, t in given.items()})
             assert str(raised.value).startswith(f"triangle_attention: {text}")
-        with FakeTensorMode() as mode, pytest.raises(RuntimeError) as raised:
-            torchops.triangle_attention(**{name: mode.from_tensor(t) for name, t in given.items()})
+        mode = FakeTensorMode()
+        fake: dict[str, Any] = {name: mode.from_tensor(t) for name, t in given.items()}
+        with mode, pytest.raises(RuntimeError) as raised:
+            torchops.triangle_attention(**fake)
         assert str(raised.value).startswith(f"triangle_attention: {text}")
 
 

@@ -203,10 +203,10 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         keep_product: bool = False,
         adds: bool = False,
     ) -> Any:
-        norm_in, (pa, pa_b, pb, pb_b, ga, ga_b, gb, gb_b) = parameters[:2], parameters[2:10]
+        norm_in_weight, norm_in_bias, pa, pa_b, pb, pb_b, ga, ga_b, gb, gb_b = parameters[:10]
         norm_out_weight, norm_out_bias, p_out, p_out_bias, g_out, g_out_bias = parameters[10:]
         *batch, first, second, c = range(len(x.shape))
-        z = normalized(x, *norm_in, eps, pa)
+        z = normalized(x, norm_in_weight, norm_in_bias, eps, pa)
 
         def factor(p: Any, p_bias: Any, g: Any, g_bias: Any) -> Any:
             made = glu(z, p, g, p_bias, g_bias)
@@ -256,7 +256,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         bias = op.Unsqueeze(bias, op.Constant(value_ints=[first]))
         if mask is not None:
             mask = op.Cast(op.Unsqueeze(by_rows(mask), op.Constant(value_ints=[-3, -2])), to=_BOOL)
-        o = attention(*map(of_heads, qkv), bias, mask, max(features // heads, 1) ** -0.5, rank + 1)
+        q, k, v = map(of_heads, qkv)
+        o = attention(q, k, v, bias, mask, max(features // heads, 1) ** -0.5, rank + 1)
         joined = op.Constant(value_ints=[0] * (rank - 1) + [features])
         o = op.Reshape(op.Transpose(o, perm=[*batch, first, c, second, rank]), joined)
         if to_gate is not None:
