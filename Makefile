@@ -286,7 +286,7 @@ results-gpu:
 	$(MAKE) bench-gpu
 	cd $(GPU_BUILD); export $(GPU_PATH); \
 	here=$(RESULTS)/$(call MACHINE,$(PYTHON),cuda); \
-	for name in triangle gates stages trimul; do $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
+	for name in triangle triangle_attention gates stages trimul; do $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
 	$(PYTHON) -m benchmarks.gates --path cublas --json $$here/gates-by-cublas.json; \
 	$(PYTHON) -m benchmarks.pair_layer --eager 384,768,1024 --compile 384,768,1024 --expert 384,768,1024 --json $$here/pair_layer.json; \
 	$(PYTHON) $(CURDIR)/examples/ladder/climb.py --device cuda --output $(RESULTS); \

@@ -12,8 +12,8 @@ import pytest
 import torch
 from checks import assert_all_close
 
-from benchmarks import gates, pair_layer, pair_plots, parallel, plots, render, timing
-from benchmarks.case import BACKWARD, FORWARD, OVERHEAD
+from benchmarks import gates, pair_layer, pair_plots, parallel, plots, render, timing, triangle_attention
+from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, Task
 
 CPU = torch.device("cpu")
 GATES = [*gates.lines("cuda"), *gates.cublas_lines()]
@@ -125,3 +125,27 @@ def test_pictures_of_pairs(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text((results / f"{name}.json").read_text())
     assert pair_plots.draw(tmp_path) == "pictures: stages.png, pair_layer.png"
     assert all((tmp_path / f"{name}.png").stat().st_size < 150_000 for name in ("stages", "pair_layer"))
+
+
+@pytest.mark.parametrize("task", [FORWARD, BACKWARD])
+def test_ways_to_attend(task: Task) -> None:
+    """With all keys kept, where SDPA computes the same; in float64, and FlexAttention eagerly."""
+    *given, mask, last = triangle_attention.tensors(9, torch.float64, CPU, BACKWARD)
+    ways = triangle_attention.contenders(9, "cuda")
+    assert triangle_attention.OURS in ways
+    for masks in (mask, torch.ones_like(mask)):
+        values = {}
+        with timing.context(task), torch.compiler.set_stance("force_eager"):
+            for name, way in ways.items():
+                if masks is mask and name == triangle_attention.SDPA:
+                    continue
+                if task == BACKWARD and name == triangle_attention.FLEX:  # it has no gradients on the CPU
+                    continue
+                inputs = [t.detach().clone().requires_grad_(task == BACKWARD) for t in given]
+                out = way(*inputs, masks)
+                values[name] = [out] if task == FORWARD else [*torch.autograd.grad(out, inputs, last)]
+        for made in values.values():
+            assert_all_close(made, values[triangle_attention.WRITTEN])
+    measured = triangle_attention.measure(5, task, torch.float32, CPU)
+    assert measured["errors"] == {}
+    assert set(measured["microseconds"]) == set(measured["first call, s"]) == set(ways) - {triangle_attention.FLEX}
