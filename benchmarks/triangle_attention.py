@@ -1,9 +1,9 @@
 """Triangle attention alone beside PyTorch's ways to compute it: `python -m benchmarks.triangle_attention`.
 
 Four heads of 32 features; q, k, v are views of one packed product as in the layer, the bias lies in rows of keys, and a
-mask leaves out a tenth of the keys. FlexAttention is compiled for each N. SDPA takes the bias alone, without a mask, of
-which it would make a tensor of all scores. Times are those of `timing.measure`; a first call is timed by the clock, with
-what it compiles.
+mask leaves out a tenth of the keys. FlexAttention is compiled for each N. SDPA takes the bias alone: with a mask, it
+would need a tensor of all scores. Times are those of `timing.measure`; first calls, by the clock, contain what they
+compile.
 """
 
 from __future__ import annotations
