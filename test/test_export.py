@@ -244,8 +244,8 @@ def test_aot_inductor_package_of_gates_and_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
-def test_pair_layer(strict: bool) -> None:
-    """Attention is registered from Python: exported programs hold it, wherever torchops is imported."""
+def test_pair_layer(strict: bool, tmp_path: Path) -> None:
+    """Attention is registered from Python: what is exported holds it, wherever torchops is imported."""
     layer = torchops.nn.PairLayer(8, heads=2, head_dim=4)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -257,3 +257,6 @@ def test_pair_layer(strict: bool) -> None:
         x, mask = random_like(torch.empty(size, size, 8)), torch.rand(size, size) > 0.3
         for one in (program, program.run_decompositions(), saved_and_loaded(program)):
             assert_all_close([one.module()(x, mask)], [layer(x, mask)], atol=1e-5, rtol=1e-5)
+    if not strict:
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+        assert_all_close([torch._inductor.aoti_load_package(package)(x, mask)], [layer(x, mask)], atol=1e-5, rtol=1e-5)
