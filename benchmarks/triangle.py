@@ -81,8 +81,8 @@ def lines(section: str) -> Iterator[Line]:
         for n, task in itertools.product((512, 1024), (FORWARD, BACKWARD)):
             yield Line(section, n, task=task, path="cublas", against=(COMPILED,))
     elif section == "cpu":
-        for n, task in itertools.product((128, 256), (FORWARD, BACKWARD)):
-            yield Line(section, n, task=task, dtype=torch.float32)
+        for n, task, dtype in itertools.product((128, 256), (FORWARD, BACKWARD), (torch.float32, torch.bfloat16)):
+            yield Line(section, n, task=task, dtype=dtype)
 
 
 ON_CUDA = ("forward", "backward", "options", "features", "dtypes", "generic", "memory", "host")

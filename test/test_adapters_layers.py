@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import assert_all_close
 from test_adapters import randomised
 from test_adapters_parts import BOLTZ, HEAD, HEADS, C, changed
 from torch import Tensor, nn
@@ -194,6 +195,31 @@ def test_openfold3_pair_block(in_place: bool) -> None:
         grads.append(torch.autograd.grad(out.square().mean(), list(m.parameters())))
     for expected, got in zip(*grads, strict=True):
         assert (got - expected).norm() <= 1e-3 * expected.norm() + 1e-5
+
+
+@needs_boltz
+def test_gates_beside_the_layers() -> None:
+    """Of no adapter: AdaLN and the conditioned transition are found by their graphs, and what shows none stays."""
+    modules = importlib.import_module("boltz.model.modules.transformersv2")
+    attention = importlib.import_module("boltz.model.layers.attentionv2")
+    makers = {
+        "adaln": lambda: modules.AdaLN(C, C),
+        "transition": lambda: modules.ConditionedTransitionBlock(C, C),
+        "attention": lambda: attention.AttentionPairBias(C, 8, 2),
+    }
+    model: Any = nn.ModuleDict({name: randomised(make()) for name, make in makers.items()})
+    original = copy.deepcopy(model)
+    report = replace(model)
+    assert set(report.replaced) == {"adaln", "transition", "transition.adaln", "transition.output_projection.0"}
+    assert report.left == {"attention": "its forward cannot be traced: it enters autocast, which no graph shows"}
+    a, s = torch.randn(2, 5, C), torch.randn(2, 5, C)
+    for name in ("adaln", "transition"):
+        results = []
+        for m in (original, model):
+            out = m[name](a, s)
+            gradients = torch.autograd.grad(out.square().sum(), list(m[name].parameters()))
+            results.append([out, *gradients])
+        assert_all_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @needs_boltz

@@ -57,6 +57,22 @@ def test_values_and_gradients(shape: str, direction: str, dtype: torch.dtype, de
         assert distance(in_place, x.double() + exact["out"]) <= allowed
 
 
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_accuracy_of_long_sums(direction: str, device: str) -> None:
+    """Of bfloat16, as the same operations in eager mode; on the CPU fewer positions, for its sake."""
+    torch.manual_seed(0)
+    n, c = (512, 128) if device == "cuda" else (160, 128)
+    given = parameters(c, c, dtype=torch.bfloat16, device=device)
+    given["mask"] = (torch.rand(n, n) > 0.1).to(device)
+    x = torch.randn(n, n, c, dtype=torch.float64).to(device, torch.bfloat16)
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
+    exact = reference(x.double(), direction, **wide)
+    update: Any = torchops.triangle_multiplicative_update
+    got, aten = (function(x, direction, **given) for function in (update, reference))
+    assert distance(got, exact) <= 1.1 * distance(aten, exact)
+
+
 # --- beyond values ---------------------------------------------------------------------------------------------------
 
 
