@@ -30,7 +30,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help build test test-sanitized coverage demo ladder ladder-gpu graph bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build \
-  test-gpu bench-gpu results results-gpu site ptx
+  test-gpu bench-gpu committed results results-gpu site ptx
 
 BIN := $(VENV)/bin
 RUN := $(abspath $(BIN))/python
@@ -207,10 +207,11 @@ graph: build $(VENV)/.group-graph
 	$(RUN) examples/backward_graph.py
 
 # A missed target is a line of a table at the end; the status is 1 when an operator of ours failed or was wrong.
+BENCH = $(RUN) -m benchmarks run $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=", benchmarks run"; \
+	$(RUN) -m benchmarks memory $(BENCH_OUTPUT:%=--output %) || failed="$$failed, benchmarks memory"
 bench: build $(VENV)/.group-demo
 	@failed=; \
-	$(RUN) -m benchmarks run $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=yes; \
-	$(RUN) -m benchmarks memory $(BENCH_OUTPUT:%=--output %) || failed=yes; \
+	$(BENCH); \
 	[ -z "$$failed" ]
 
 test-cuda-build:
@@ -251,10 +252,12 @@ test-gpu: gpu-build
 ladder-gpu: gpu-build
 	cd $(GPU_BUILD); $(GPU_PATH) $(PYTHON) $(CURDIR)/examples/ladder/climb.py --device cuda $(LADDER_FLAGS)
 
+# BENCH_OUTPUT is a folder seen from here, and not from the build folder.
+GPU_BENCH = $(PYTHON) -m benchmarks run --device cuda $(if $(BENCH_OUTPUT),--output $(abspath $(BENCH_OUTPUT))) $(BENCH_FLAGS) || failed=", benchmarks run"; \
+	$(PYTHON) -m benchmarks memory --device cuda $(if $(BENCH_OUTPUT),--output $(abspath $(BENCH_OUTPUT))) || failed="$$failed, benchmarks memory"
 bench-gpu: gpu-build
-	@failed=; cd $(GPU_BUILD); \
-	$(GPU_PATH) $(PYTHON) -m benchmarks run --device cuda $(BENCH_OUTPUT:%=--output %) $(BENCH_FLAGS) || failed=yes; \
-	$(GPU_PATH) $(PYTHON) -m benchmarks memory --device cuda $(BENCH_OUTPUT:%=--output %) || failed=yes; \
+	@failed=; cd $(GPU_BUILD); export $(GPU_PATH); \
+	$(GPU_BENCH); \
 	[ -z "$$failed" ]
 
 # The API reference from the docstrings, whose examples are run.
@@ -265,36 +268,38 @@ site: build $(VENV)/.group-site
 
 # Everything in benchmarks/results that this machine can measure, on one revision, and the tables and pictures made of it.
 # A copy without a history is told it: BENCH_REVISION=<hash>. With BENCH_OUTPUT all goes to another folder, and no page is written.
+# What fails is named at the end, and the status is 1; the rest is measured all the same.
 RESULTS = $(abspath $(or $(BENCH_OUTPUT),benchmarks/results))
-COMMITTED = [ -n "$$BENCH_REVISION" ] || git diff --quiet HEAD -- src || { echo "commit first: results name the revision of src"; exit 1; }
 MACHINE = $$($(1) -c "import torch; from benchmarks import machine as m; print(m.slug(m.describe(torch.device('$(2)'))))")
+MEASURE = failed=; measure() { "$$@" || failed="$$failed, $${*:2:2}"; }
 
-results: build $(VENV)/.group-demo
-	@$(COMMITTED)
-	$(MAKE) bench BENCH_FLAGS="--device cpu"
-	here=$(RESULTS)/$(call MACHINE,$(RUN),cpu) && \
-	$(RUN) -m benchmarks.gates --device cpu --json $$here/gates.json && \
-	$(RUN) -m benchmarks.pair_layer --device cpu --sizes 128 --tasks forward --json $$here/pair_layer.json
-	$(RUN) examples/ladder/climb.py --device cpu $(or $(BENCH_OUTPUT:%=--output %),--save)
-	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py --bench \
-	  --json $(RESULTS)/$(call MACHINE,$(RUN),cpu)/allreduce.json
-	$(if $(BENCH_OUTPUT),,$(RUN) -m benchmarks render)
+committed:
+	@[ -n "$$BENCH_REVISION" ] || git diff --quiet HEAD -- src || { echo "commit first: results name the revision of src"; exit 1; }
 
-# all-reduce is measured by hand: it takes several GPUs (docs/ring_allreduce.md).
-results-gpu:
-	@$(COMMITTED)
-	$(MAKE) bench-gpu
-	cd $(GPU_BUILD); export $(GPU_PATH); \
-	here=$(RESULTS)/$(call MACHINE,$(PYTHON),cuda); \
-	for name in triangle triangle_attention gates stages trimul; do $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
-	$(PYTHON) -m benchmarks.gates --path cublas --json $$here/gates-by-cublas.json; \
-	$(PYTHON) -m benchmarks.pair_layer --eager 384,768,1024 --compile 384,768,1024 --expert 384,768,1024 --json $$here/pair_layer.json; \
-	$(PYTHON) $(CURDIR)/examples/ladder/climb.py --device cuda --output $(RESULTS); \
-	$(PYTHON) $(CURDIR)/examples/models/measure.py --output $(RESULTS)
-	$(MAKE) ptx
-	cd $(GPU_BUILD); export $(GPU_PATH); $(PYTHON) $(CURDIR)/examples/ptx/ptx_errors.py \
-	  --json $(RESULTS)/$(call MACHINE,$(PYTHON),cuda)/ptx.json; \
-	$(if $(BENCH_OUTPUT),,$(PYTHON) -m benchmarks render)
+results: BENCH_FLAGS := --device cpu
+results: committed build $(VENV)/.group-demo
+	@$(MEASURE); here=$(RESULTS)/$(call MACHINE,$(RUN),cpu); mkdir -p $$here; \
+	$(BENCH); \
+	measure $(RUN) -m benchmarks.gates --device cpu --json $$here/gates.json; \
+	measure $(RUN) -m benchmarks.pair_layer --device cpu --sizes 128 --tasks forward --json $$here/pair_layer.json; \
+	measure $(RUN) examples/ladder/climb.py --device cpu --output $(RESULTS); \
+	measure $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py --bench --json $$here/allreduce.json; \
+	$(if $(BENCH_OUTPUT),,measure $(RUN) -m benchmarks render;) \
+	[ -z "$$failed" ] || { echo "failed:$${failed#,}"; exit 1; }
+
+# What takes several GPUs is measured by hand: all-reduce (docs/ring_allreduce.md) and sharded pairs (docs/distributed.md).
+results-gpu: committed gpu-build ptx
+	@$(MEASURE); cd $(GPU_BUILD); export $(GPU_PATH); \
+	here=$(RESULTS)/$(call MACHINE,$(PYTHON),cuda); mkdir -p $$here; \
+	$(GPU_BENCH); \
+	for name in triangle triangle_attention gates stages trimul boltz; do measure $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
+	measure $(PYTHON) -m benchmarks.gates --path cublas --json $$here/gates-by-cublas.json; \
+	measure $(PYTHON) -m benchmarks.pair_layer --eager 384,768,1024 --compile 384,768,1024 --expert 384,768,1024 --json $$here/pair_layer.json; \
+	measure $(PYTHON) $(CURDIR)/examples/ladder/climb.py --device cuda --output $(RESULTS); \
+	measure $(PYTHON) $(CURDIR)/examples/models/measure.py --output $(RESULTS); \
+	measure $(PYTHON) $(CURDIR)/examples/ptx/ptx_errors.py --json $$here/ptx.json; \
+	$(if $(BENCH_OUTPUT),,measure $(PYTHON) -m benchmarks render;) \
+	[ -z "$$failed" ] || { echo "failed:$${failed#,}"; exit 1; }
 
 # Needs nvcc and ptxas, and neither torch nor a GPU. -v tells the registers that a kernel takes.
 PTX_BUILD := build/ptx

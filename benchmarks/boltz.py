@@ -292,6 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if folder := os.environ.get("TORCHOPS_PEERS"):
         sys.path.append(folder)
+    if find_spec("boltz") is None:
+        print("boltz is not installed: nothing is measured")
+        return 0
     device = torch.device(options.device)
     sizes = options.sizes if options.sizes is not None else [384, 768] if device.type == "cuda" else [64]
     found: list[Any] = []

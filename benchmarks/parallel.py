@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -90,8 +91,13 @@ def measured(
     for index, case in enumerate(cases):
         _, connection, shard = workers[index % len(workers)]
         if index not in failures:
-            connection.send(shard.index(index))
-            result, error = connection.recv()
+            try:
+                connection.send(shard.index(index))
+                result, error = connection.recv()
+            except (EOFError, OSError):
+                failures |= dict.fromkeys(shard, "its process ended")
+                print(f"{getattr(case, 'name', case)}: its process ended", file=sys.stderr)
+                continue
             if not error:
                 yield case, result
                 continue
@@ -99,5 +105,6 @@ def measured(
         print(f"{getattr(case, 'name', case)}: {failures[index]}", file=sys.stderr)
     for (process, connection, _), numbers in zip(workers, pending, strict=True):
         if not numbers:
-            connection.send(None)
+            with suppress(OSError):  # it has ended
+                connection.send(None)
         process.join()

@@ -104,14 +104,13 @@ def to_markdown(document: dict[str, Any]) -> str:
     results, n, c = document["microseconds"], document["n"], document["features"]
     rows = ["| | bound | our kernels | torch.compile | torch.compile, packed | eager |", "|---" * 6 + "|"]
     for stage, task in OURS:
-        times = results[f"{stage}, {task}"]
-        packed = results.get(f"{stage}, packed, {task}", {}).get("torch.compile")
+        times, packed = (results.get(f"{stage}{which}, {task}", {}) for which in ("", ", packed"))
         cells = [
             bound(n, c, stage, task),
             ours_of(results, stage, task),
-            times["torch.compile"],
-            packed,
-            times["eager"],
+            times.get("torch.compile"),
+            packed.get("torch.compile"),
+            times.get("eager"),
         ]
         shown = " | ".join("" if us is None else f"{us:.0f}" for us in cells)
         rows.append(f"| {stage}, {task} | {shown} |")
@@ -130,6 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     names, tensors = tuple(made.parameters), made.tensors()
     results: dict[str, Any] = {}
 
+    def save() -> None:
+        if options.json:
+            document = {**machine.describe(device), "n": n, "features": c, "microseconds": results}
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
+
     def whole(x: Tensor, *parameters: Tensor) -> Tensor:
         return ours(Arguments(x, None, dict(zip(names, parameters, strict=True))))
 
@@ -142,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trained = (*(t.detach().requires_grad_() for t in tensors), torch.randn_like(tensors[0]))
     results["kernels, forward and backward"] = kernels(timing.contender(whole, BACKWARD), trained)
     del trained
+    save()
     for name, times in results.items():
         print(name)
         for kernel, us in times.items():
@@ -166,11 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             times = {way: timing_.seconds * 1e6 for way, timing_ in measured.timings.items()}
             results[f"{name}, {task}"] = times
             print(name, task, times, measured.errors, flush=True)
+            save()  # after each: a run that is stopped leaves what it has measured
             del inputs
             torch.cuda.empty_cache()
-    if options.json:
-        document = {**machine.describe(device), "n": n, "features": c, "microseconds": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

@@ -392,6 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for result in measure(section, device, options.sizes, not options.no_compile):
             results.append(result)
             print(summary(result), flush=True)
+            # After each: a run that is stopped leaves what it has measured.
             if options.json:
                 document = {"machine": about, "torchops": torchops.__version__, "results": results}
                 options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,13 +67,20 @@ def test_gates_measured_and_shown() -> None:
 def _prepared(case: int) -> Callable[[], int]:
     if case == 2:
         raise ValueError("no luck")
+    if case == 5:
+        return lambda: os._exit(1)
     return lambda: case // (case - 3)
 
 
 def test_cases_are_prepared_in_processes_and_measured_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(parallel.measured(_prepared, [1, 2, 3, 4], 2, 600)) == [(1, -1), (4, 4)]
-    errors = capsys.readouterr().err.splitlines()
-    assert errors == ["2: ValueError: no luck", "3: ZeroDivisionError: integer division or modulo by zero"]
+    # 1, 3, 5 and 6 in one process, and 2, 4, 7 in the other.
+    assert list(parallel.measured(_prepared, [1, 2, 3, 4, 5, 7, 6], 2, 600)) == [(1, -1), (4, 4), (7, 1)]
+    assert capsys.readouterr().err.splitlines() == [
+        "2: ValueError: no luck",
+        "3: ZeroDivisionError: integer division or modulo by zero",
+        "5: its process ended",
+        "6: its process ended",
+    ]
 
 
 def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,17 @@ def same_as_float64(step: steps.Step, shape: tuple[int, ...], device: str, dtype
         torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * max(scale, 1))
 
 
+def test_a_step_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> steps.Dense:
+        raise subprocess.CalledProcessError(2, "nvcc")
+
+    python = steps.STEPS[0]
+    monkeypatch.setattr(steps, "STEPS", (python, steps.Step("3. C++", ("cpu",), fails)))
+    found, missing = climb.available("cpu")
+    assert list(found) == [python.name]
+    assert missing == {"3. C++": "CalledProcessError: Command 'nvcc' returned non-zero exit status 2."}
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("step", of_device("cpu"), ids=lambda step: step.name)
 def test_step(step: steps.Step, shape: tuple[int, ...]) -> None:

@@ -40,6 +40,8 @@ def available(device_type: str) -> tuple[dict[str, steps.Dense], dict[str, str]]
                 found[step.name] = step.make()
             except steps.UnavailableError as reason:
                 missing[step.name] = str(reason)
+            except Exception as error:  # a compiler that fails, say: the other steps may still be climbed
+                missing[step.name] = timing.first_line(error)
     return found, missing
 
 
