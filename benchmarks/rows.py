@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .case import FORWARD, OVERHEAD, Call, Case, Cost, Operator, Shape, Task
+from .case import BACKWARD, FORWARD, OVERHEAD, Call, Case, Cost, Operator, Shape, Task
 from .implementations import eager
 
 TENSOR_BYTES = {"cuda": 2**29, "cpu": 2**26}
@@ -54,7 +54,9 @@ def cases_over_columns(op: str, device_type: str) -> list[Case]:
         cached = [Case(op, (1024, 1024))] if op.endswith("_") else []
         return [*(_case(op, device_type, torch.float32, columns) for columns in CPU_COLUMNS), *cached]
     sizes = CUDA_COLUMNS if op.endswith("_") else CUDA_COLUMNS_COMPILED
-    return [_case(op, device_type, dtype, size) for dtype, columns in sizes.items() for size in columns]
+    cases = [_case(op, device_type, dtype, size) for dtype, columns in sizes.items() for size in columns]
+    # The others train out of place alone.
+    return cases if op.endswith("_") else [*cases, Case(op, (65536, 4096), torch.bfloat16, BACKWARD)]
 
 
 def _case(op: str, device_type: str, dtype: torch.dtype, columns: int) -> Case:

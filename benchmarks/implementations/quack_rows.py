@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from quack.rmsnorm import layernorm_fwd
+import torch
+from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 from quack.softmax import softmax
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+EPS = 1e-5
 
 
 @functools.lru_cache(maxsize=256)
 def _float32(parameter: Tensor) -> Tensor:
     # Its layer norm wants float32 parameters. A model would hold them as such, so the conversion is not timed.
-    return parameter.float()
+    return parameter.detach().float()
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """quack has kernels for both passes of layer norm, and puts them together for RMS norm alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        w = _float32(weight)
+        y, rstd, mean = layernorm_fwd(x, w, _float32(bias), eps=EPS, return_rstd=True, return_mean=True)
+        ctx.save_for_backward(x, w, rstd, mean)
+        ctx.dtypes = weight.dtype, bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, w, rstd, mean = ctx.saved_tensors
+        dx, dw, db = layernorm_bwd(x, w, cotangents[0].contiguous(), rstd, mean)
+        return dx, dw.to(ctx.dtypes[0]), db.to(ctx.dtypes[1])
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return layernorm_fwd(x, _float32(weight), _float32(bias), eps=1e-5)
+    if torch.is_grad_enabled():
+        return LayerNormFunction.apply(x, weight, bias)
+    return layernorm_fwd(x, _float32(weight), _float32(bias), eps=EPS)
 
 
 FUNCTIONS = {"softmax": softmax, "layer_norm": layer_norm}
