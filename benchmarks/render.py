@@ -6,21 +6,33 @@ Pages show results between `<!-- benchmarks NAME -->` and `<!-- end -->`; `TABLE
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from . import gates, ladder, pair_plots, plots, report, stages
+from . import eight_bits, gates, ladder, pair_plots, plots, report, stages
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
-    ROOT / "docs" / page for page in ("benchmarks.md", "gates.md", "ladder.md", "pair_layer.md", "triangle_update.md")
+    ROOT / "docs" / f"{page}.md"
+    for page in (
+        "benchmarks",
+        "eight_bits",
+        "existing_models",
+        "gates",
+        "ladder",
+        "pair_layer",
+        "ptx",
+        "triangle_update",
+    )
 )
 BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)
 
@@ -229,6 +241,25 @@ def staged(machine: str) -> str:
     return stages.to_markdown(json.loads((RESULTS / machine / "stages.json").read_text()))
 
 
+def scaled(machine: str) -> str:
+    """What `python -m benchmarks.eight_bits` has measured."""
+    return eight_bits.to_markdown(json.loads((RESULTS / machine / "eight_bits.json").read_text()))
+
+
+def models(machine: str) -> str:
+    """What `examples/models/measure.py` has measured, which writes its own Markdown."""
+    _, body = (RESULTS / machine / "models.md").read_text().split("\n\n", 1)
+    return body.rstrip("\n") + "\n"
+
+
+def ptx(machine: str, which: int) -> str:
+    """One of the tables of what `examples/ptx/ptx_errors.py` has measured."""
+    if (folder := str(ROOT / "examples/ptx")) not in sys.path:
+        sys.path.append(folder)
+    tables: str = importlib.import_module("ptx_errors").table(json.loads((RESULTS / machine / "ptx.json").read_text()))
+    return tables.strip().split("\n\n")[which] + "\n"
+
+
 def climbed(machine: str) -> str:
     """What `examples/ladder/climb.py` has measured."""
     path = RESULTS / machine / "ladder.json"
@@ -287,6 +318,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "gates-by-cublas-h100": partial(
         gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
     ),
+    "eight-bits-h100": partial(scaled, H100),
+    "models-h100": partial(models, H100),
+    "ptx-instructions-h100": partial(ptx, H100, 0),
+    "ptx-sigmoids-h100": partial(ptx, H100, 1),
+    "ptx-times-h100": partial(ptx, H100, 2),
     "ladder-h100": partial(climbed, H100),
     "ladder-cpu": partial(climbed, EPYC),
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checks import assert_all_close
 
-from benchmarks import gates, pair_layer, pair_plots, parallel, plots, render, timing, triangle_attention
+from benchmarks import eight_bits, gates, pair_layer, pair_plots, parallel, plots, render, timing, triangle_attention
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, Task
 
 CPU = torch.device("cpu")
@@ -81,6 +81,21 @@ def test_cases_are_prepared_in_processes_and_measured_in_turn(capsys: pytest.Cap
         "5: its process ended",
         "6: its process ended",
     ]
+
+
+def test_eight_bits_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["--device", "cpu", "--quick", "--shape", "64,32,48", "--json", str(tmp_path / "r.json")]
+    assert eight_bits.main(command) == 0
+    (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
+    for scales in eight_bits.SCALES:
+        assert all(us > 0 for us in result["microseconds"][scales].values())
+        assert set(result["relative errors"][scales]) == set(eight_bits.WAYS)
+    # What is wrong is not timed, and what is missing is a dash.
+    monkeypatch.setitem(eight_bits.WAYS, "`dense_scaled`", lambda x, w, *rest: torch.zeros(len(x), len(w)))
+    assert eight_bits.main(command) == 0
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["results"][0]["errors"]["`dense_scaled`, per row"] == "AssertionError: relative error 1.0e+00"
+    assert "| 64, 32, 48 | - / - | " in eight_bits.to_markdown(document)
 
 
 def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
