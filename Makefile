@@ -125,7 +125,7 @@ test: build $(VENV)/.wheel $(VENV)/.adapters
 
 # A wheel to hand out: built in a manylinux image where containers run, so that old systems can load it, else for systems
 # like this one. auditwheel puts the oldest that it can prove into the name, and torch's libraries stay torch's:
-# a second OpenMP runtime or libc10 in the process is the end of it.
+# a process with a second OpenMP runtime or a second libc10 crashes.
 WHEEL_IMAGE ?= quay.io/pypa/manylinux_2_28_x86_64
 WHEEL_PYTHON ?= /opt/python/cp312-cp312/bin/python
 WHEEL_BUILD := build/wheel

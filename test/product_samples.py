@@ -336,5 +336,6 @@ GLU_ERRORS = (
         "activation",
         lambda t: arguments(t(5, 7), t(3, 7), t(3, 7), activation="relu"),
         "expected activation sigmoid or silu, got relu",
+        ValueError,
     ),
 )

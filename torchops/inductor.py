@@ -97,7 +97,13 @@ def enable() -> Enabled:
 
 
 def disable() -> None:
-    """Switches the pass off and gives the hooks back to what held them."""
+    """Switches the pass off and gives the hooks back to what held them.
+
+    Example:
+
+        >>> enabled = torchops.inductor.enable()
+        >>> torchops.inductor.disable()
+    """
     from torch._inductor import config
 
     from . import _inductor
@@ -114,6 +120,12 @@ def matches() -> int:
     A place counts once for each graph that holds it, a recompilation for other shapes being another graph. Graphs
     that Inductor loads from its cache count as if they had been compiled. The number is
     ``torch._dynamo.utils.counters["inductor"]["torchops"]``, so clearing those counters clears it.
+
+    Example:
+
+        >>> with torchops.inductor.enable():
+        ...     print(torchops.inductor.matches())
+        0
     """
     from torch._dynamo.utils import counters
 
@@ -127,6 +139,14 @@ def report() -> tuple[Place, ...]:
 
     Each has ``operator``, ``line`` (of the user's code), ``rewritten`` and, where it was left as it is, ``reason``. A
     graph that Inductor loads from its cache is not looked at again, and adds nothing here; :func:`matches` counts it.
+
+    Example:
+
+        >>> with torchops.inductor.enable():
+        ...     y = torch.compile(lambda x, w: torch.sigmoid(x @ w.T))(torch.zeros(2, 5), torch.ones(3, 5))
+        >>> for place in torchops.inductor.report():
+        ...     print(place.operator, place.rewritten)
+        dense False
     """
     from . import _inductor
 
@@ -137,6 +157,12 @@ def options() -> dict[str, Any]:
     """The pass for one model alone: ``torch.compile(model, options=torchops.inductor.options())``.
 
     The dictionary may be extended with other options. It holds the passes that the hooks hold now, before ours.
+
+    Example:
+
+        >>> function = torch.compile(lambda x: x + 1, options=torchops.inductor.options())
+        >>> function(torch.zeros(2))
+        tensor([1., 1.])
     """
     from . import _inductor
 

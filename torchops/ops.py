@@ -204,7 +204,8 @@ def glu(
 
     Raises:
         RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; the dtypes are not supported
-            together; or there is no such activation.
+            together.
+        ValueError: there is no such activation.
 
     Example:
 

@@ -187,8 +187,8 @@ def triangle_multiplicative_update(
 
     Raises:
         TypeError: a keyword that does not exist, or a weight that is missing.
-        RuntimeError: shapes do not match; devices differ; dtypes are not supported together; or the direction does not
-            exist.
+        RuntimeError: shapes do not match; devices differ; or dtypes are not supported together.
+        ValueError: there is no such direction.
 
     Example:
 
@@ -251,7 +251,7 @@ def triangle_multiplicative_update_(
     copy of the old ``x``. Where memory runs out halfway, a part of ``x`` may be overwritten.
 
     Raises:
-        TypeError: as :func:`triangle_multiplicative_update`.
+        TypeError, ValueError: as :func:`triangle_multiplicative_update`.
         RuntimeError: as :func:`triangle_multiplicative_update`; ``x`` has several elements in one place, as after
             ``expand``; or ``x`` is a leaf that requires grad.
 

@@ -61,6 +61,9 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
     For quantizers of graphs, before ``prepare_pt2e``. They find a ``linear`` by a note of what it was in the model,
     which new ones get here. Arguments must be of one dtype, as for ``linear``. All other operators stay.
 
+    Raises:
+        RuntimeError: dtypes are mixed.
+
     Example:
 
         >>> layer = torchops.nn.Dense(3, 4).eval()

@@ -144,7 +144,8 @@ def glu_scaled(
         A new contiguous tensor of shape ``(..., out_features)``.
 
     Raises:
-        RuntimeError: as of :func:`dense_scaled`, or the activation is another one.
+        RuntimeError: as of :func:`dense_scaled`.
+        ValueError: there is no such activation.
 
     Example:
 

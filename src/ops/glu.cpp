@@ -69,11 +69,15 @@ void check(const char* op, const Tensor& x, const Tensor& w, const Tensor& wg, c
     detail::check_matches(op, "bg", *bg, "w", w);
     detail::check_shape(op, "bg", *bg, "wg", {w.sym_size(0)});
   }
-  TORCH_CHECK(activation == "sigmoid" || activation == "silu", op, ": expected activation sigmoid or silu, got ",
-              activation);
+  detail::check_activation(op, activation);
 }
 
 }  // namespace
+
+void detail::check_activation(const char* op, std::string_view activation) {
+  TORCH_CHECK_VALUE(activation == "sigmoid" || activation == "silu", op, ": expected activation sigmoid or silu, got ",
+                    activation);
+}
 
 detail::GluActivation detail::glu_activation(std::string_view activation) {
   return activation == "silu" ? GluActivation::kSilu : GluActivation::kSigmoid;

@@ -31,6 +31,9 @@ namespace detail {
 
 enum class GluActivation { kSigmoid, kSilu };
 
+/// Throws c10::ValueError, which names op, for one that does not exist.
+void check_activation(const char* op, std::string_view activation);
+
 /// Of an activation that has been checked.
 GluActivation glu_activation(std::string_view activation);
 

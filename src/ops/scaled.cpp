@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "ops/common.h"
+#include "ops/glu.h"
 
 namespace torchops {
 
@@ -182,8 +183,7 @@ ScalarType check_glu_scaled(const Tensor& x, const Tensor& w, const Tensor& wg, 
     check_bias(op, "bg", *bg, x, dtype);
     detail::check_shape(op, "bg", *bg, "wg", {wg.sym_size(0)});
   }
-  TORCH_CHECK(activation == "sigmoid" || activation == "silu", op, ": expected activation sigmoid or silu, got ",
-              activation);
+  detail::check_activation(op, activation);
   return dtype;
 }
 

@@ -131,8 +131,8 @@ void check_output(const char* op, const OptionalTensor& norm_weight, const Optio
 }  // namespace
 
 void detail::check_triangle(const char* op, const TriangleArguments& t, bool writes) {
-  TORCH_CHECK(t.direction == "outgoing" || t.direction == "incoming", op,
-              ": expected direction outgoing or incoming, got ", t.direction);
+  TORCH_CHECK_VALUE(t.direction == "outgoing" || t.direction == "incoming", op,
+                    ": expected direction outgoing or incoming, got ", t.direction);
   check_pair(op, t.x, t.mask, "p_in_weight", t.p_in_weight);
   const c10::SymInt c = t.x.sym_size(-1);
   const auto packed_shape = [&] {

@@ -59,6 +59,9 @@ class Gate(nn.Linear):
     Shape:
         ``v`` of ``(..., out_features)`` and ``x`` of ``(..., in_features)`` to ``(..., out_features)``.
 
+    Raises:
+        RuntimeError: as :func:`torchops.gate`, when called.
+
     Example:
 
         >>> layer = torchops.nn.Gate(3, 4)

@@ -104,6 +104,9 @@ def replace(model: nn.Module) -> Replacements:
         What was replaced and what was left. ``model`` itself, whose name is empty, may get another forward, and stays
         the same object.
 
+    Raises:
+        TypeError: ``model`` is no ``nn.Module``.
+
     Example:
 
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
@@ -115,6 +118,8 @@ def replace(model: nn.Module) -> Replacements:
           (1): Identity()
         )
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"replace: expected model of type nn.Module, got {type(model).__name__}")
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     reports = [swap(model) for swap in _swappers]
     known = {name for report in reports for name in (*report.replaced, *report.left)}
