@@ -1,8 +1,8 @@
 """Modules over the operators of torchops, and :func:`replace`, which puts them into existing models.
 
 Operators that overwrite a tensor have no modules of their own, such as a ``Softmax_``: whether a tensor may be
-overwritten is known where it is used, and not where a layer is made. A residual connection, a hook or a caller may still
-need it. Call ``torchops.softmax_(x)`` in the ``forward`` that made ``x``. :class:`Transition` and
+overwritten is known where it is used, and not where a layer is made. A residual connection, a hook or a caller may
+still need it. Call ``torchops.softmax_(x)`` in the ``forward`` that made ``x``. :class:`Transition` and
 :class:`TriangleMultiplicativeUpdate` overwrite their input where the call says so, ``layer(x, inplace=True)``.
 """
 
