@@ -251,7 +251,8 @@ def triangle_multiplicative_update_(
     copy of the old ``x``. Where memory runs out halfway, a part of ``x`` may be overwritten.
 
     Raises:
-        TypeError, ValueError: as :func:`triangle_multiplicative_update`.
+        TypeError: as :func:`triangle_multiplicative_update`.
+        ValueError: as :func:`triangle_multiplicative_update`.
         RuntimeError: as :func:`triangle_multiplicative_update`; ``x`` has several elements in one place, as after
             ``expand``; or ``x`` is a leaf that requires grad.
 
