@@ -79,20 +79,25 @@ def _pair(pointer, gap, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _in_log2(bias, SCALED: tl.constexpr):
-    """A bias in float32 and in units of log2, in which it is already if SCALED."""
+def _scores(left, right, bias, added, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """scale * left right^T + bias, plus what is added to columns, or None. SCALED: a factor has the scale, both it and
+    the bias have units of log2, and the product adds to the rest: an instruction less for each score."""
+    s = bias.to(tl.float32)
+    if not SCALED:
+        s = tl.dot(left, tl.trans(right), input_precision=PRECISION) * scale + s
+    if added is not None:
+        s += added[None, :]
     if SCALED:
-        return bias.to(tl.float32)
-    return bias.to(tl.float32) * LOG2E
+        s = tl.dot(left, tl.trans(right), s, input_precision=PRECISION)
+    return s
 
 
 @triton.jit
-def _scores(left, right, others, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
-    """scale * left right^T in units of log2, plus the others, in these. SCALED: a factor has the scale and the units
-    itself, so that the product adds to the others: one instruction less for each score."""
+def _probabilities(left, right, bias, added, log_sums, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """Of such scores; the logarithms of sums, to base 2, are those of rows or of columns, with two dimensions."""
     if SCALED:
-        return tl.dot(left, tl.trans(right), others, input_precision=PRECISION)
-    return tl.dot(left, tl.trans(right), input_precision=PRECISION) * (scale * LOG2E) + others
+        return tl.exp2(_scores(left, right, bias.to(tl.float32) - log_sums, added, scale, True, PRECISION))
+    return tl.exp2(_scores(left, right, bias, added, scale, False, PRECISION) * LOG2E - log_sums)
 
 
 @_jit
@@ -131,20 +136,20 @@ def forward(
     bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
     added_row = added + (b * rows + i) * width
 
+    unit = 1.0 if SCALED else LOG2E
     # The greatest score so far in units of log2, finite also where all of a block of keys is masked.
     top = tl.full((BLOCK_J,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_J,), tl.float32)
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
     for start in tl.range(0, n, BLOCK_K, num_stages=STAGES):
         k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        others = _in_log2(tl.load(bias_rows + bias_at), SCALED)
+        added_k = None
         if MASKED:
             added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
-            others += added_k[None, :]
             added_row += BLOCK_K
-        s = _scores(q_tile, k_tile, others, scale, SCALED, PRECISION)
-        new_top = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp2(s - new_top[:, None])
+        s = _scores(q_tile, k_tile, tl.load(bias_rows + bias_at), added_k, scale, SCALED, PRECISION)
+        new_top = tl.maximum(top, tl.max(s, 1) * unit)
+        p = tl.exp2(s * unit - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
         v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
@@ -240,12 +245,12 @@ def backward_q(
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
     for start in tl.range(0, n, BLOCK_K, num_stages=STAGES):
         k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        others = _in_log2(tl.load(bias_rows + bias_at), SCALED) - log_sums_j[:, None]
+        added_k = None
         if MASKED:
             added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
-            others += added_k[None, :]
             added_row += BLOCK_K
-        p = tl.exp2(_scores(q_tile, k_tile, others, scale, SCALED, PRECISION))
+        bias_tile = tl.load(bias_rows + bias_at)
+        p = _probabilities(q_tile, k_tile, bias_tile, added_k, log_sums_j[:, None], scale, SCALED, PRECISION)
         v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta_j[:, None])
@@ -284,8 +289,8 @@ def backward_kv(
         q_tile = _load(q_rows, q_strides[3], n - start, D, PADDED_D, BLOCK_J)
         g_tile = _load(g_rows, grad_strides[3], n - start, D, PADDED_D, BLOCK_J)
         log_sums_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
-        others = _in_log2(tl.load(bias_rows + bias_at), SCALED) - log_sums_j[None, :]
-        p = tl.exp2(_scores(k_tile, q_tile, others, scale, SCALED, PRECISION))
+        bias_tile = tl.load(bias_rows + bias_at)
+        p = _probabilities(k_tile, q_tile, bias_tile, None, log_sums_j[None, :], scale, SCALED, PRECISION)
         if WANT_V:
             v_sums = tl.dot(p.to(g_tile.dtype), g_tile, v_sums, input_precision=PRECISION)
         if WANT_K:
@@ -330,7 +335,7 @@ def backward_bias(
 
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first_j * bias_strides[2] + first_k
     bias_tile = tl.load(bias_rows + (tl.minimum(j, left_j - 1)[:, None] * bias_strides[2] + kk[None, :]))
-    bias_tile = _in_log2(bias_tile, SCALED)
+    bias_tile = bias_tile.to(tl.float32)
     i = part.to(tl.int64) * share
     q_rows, g_rows = _row(q, q_strides, b, i, h, first_j), _row(grad, grad_strides, b, i, h, first_j)
     k_rows, v_rows = _row(k, k_strides, b, i, h, first_k), _row(v, v_strides, b, i, h, first_k)
@@ -352,12 +357,11 @@ def backward_bias(
         else:
             log_sums_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
             first_number += heads * width
-        others = bias_tile - log_sums_j[:, None]
+        added_k = None
         if MASKED:
             added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
-            others += added_k[None, :]
             added_row += width
-        p = tl.exp2(_scores(q_tile, k_tile, others, scale, SCALED, PRECISION))
+        p = _probabilities(q_tile, k_tile, bias_tile, added_k, log_sums_j[:, None], scale, SCALED, PRECISION)
         g_tile = _load(g_rows, grad_strides[3], left_j, D, PADDED_D, BLOCK_J)
         v_tile = _load(v_rows, v_strides[3], left_k, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)

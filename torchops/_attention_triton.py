@@ -66,8 +66,8 @@ _LAUNCHES = {
 # In float32, whose tiles have twice the bytes, and where three products make one unless tf32 is allowed. Swept as
 # above, these took 5505, 7092, 10042 and 4374 us, and what larger heads have 12428, 16512, 24687 and 13684.
 _FLOAT32_LAUNCHES = {
-    "forward": _Launch(128, 32, 8, 2),
-    "q": _Launch(128, 32, 8, 2),
+    "forward": _Launch(128, 32, 8, 2, 128),
+    "q": _Launch(128, 32, 8, 2, 128),
     "kv": _Launch(64, 64, 4, 2),
     "bias": _Launch(128, 64, 8, 2),
 }

@@ -21,7 +21,16 @@ from torchops._attention_update_arguments import (
     check_writable,
     without_alias,
 )
-from torchops._attention_update_operators import NAME, is_first, library, update, update_, update_backward, update_kept
+from torchops._attention_update_operators import (
+    NAME,
+    is_first,
+    is_sparing,
+    library,
+    update,
+    update_,
+    update_backward,
+    update_kept,
+)
 from torchops.ops import gate, layer_norm
 
 __all__: list[str] = []
@@ -64,13 +73,6 @@ def _given(x: Tensor, parameters: Parameters) -> list[Tensor]:
     return [x, *(t for t in parameters if t is not None)]
 
 
-def _is_sparing() -> bool:
-    """Whether memory counts for more than time: a checkpoint gives hooks to what is saved, or runs again, inside a
-    backward pass."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None or torch._C._current_graph_task_id() != -1
-
-
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -87,7 +89,7 @@ class _Update(torch.autograd.Function):
             made, product, logsumexp = update_kept(x, mask, parameters, heads, eps, ending, adds)
         ctx.save_for_backward(x, product, logsumexp, mask, *parameters)
         ctx.how, ctx.adds = (heads, eps, ending), adds
-        ctx.sparing = _is_sparing()
+        ctx.sparing = is_sparing()
         return made
 
     @staticmethod

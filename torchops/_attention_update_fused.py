@@ -172,14 +172,16 @@ def forward(
     target: Tensor,
     adds: bool,
     kept: tuple[Tensor, Tensor] | None,
+    sparing: bool = True,
 ) -> None:
-    """As :func:`_attention_update_panels.forward`."""
+    """As :func:`_attention_update_panels.forward`; with larger panels where that need not be sparing, because gradients
+    will take as much: at N = 768 and c = 128 one instead of four."""
     batch, n = x.shape[:2]
     width, heads = w.q.shape[0], w.heads
     row_bytes = n * (3 * width * w.q.element_size() + 4 * heads)
     x_places, target_places = Places(x), Places(target)
     project, end = kernel_for(w, "project", KEEPS_Z=False), kernel_for(w, "end", ADDS=adds)
-    for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), False))):
+    for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), not sparing))):
         size = b.stop - b.start
         bias = triangle_bias(x, b, w, ending)
         added = None if mask is None else steps.prepared_mask(mask[b], bias)

@@ -28,7 +28,17 @@ from torchops._attention_update_arguments import (
 )
 from torchops._triton_plan import Found, Plan, Plans, UnplannableError
 
-__all__ = ["NAME", "is_first", "library", "steps_for", "update", "update_", "update_backward", "update_kept"]
+__all__ = [
+    "NAME",
+    "is_first",
+    "is_sparing",
+    "library",
+    "steps_for",
+    "update",
+    "update_",
+    "update_backward",
+    "update_kept",
+]
 
 NAME = "_triangle_attention_update"
 
@@ -76,6 +86,13 @@ def _weights(parameters: Parameters, heads: int, eps: float, overwritten: Tensor
     return panels.Weights._make([*made, heads, eps])
 
 
+def is_sparing() -> bool:
+    """Whether memory counts for more than time: a checkpoint gives hooks to what is saved, or runs again, inside a
+    backward pass."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or torch._C._current_graph_task_id() != -1
+
+
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels are launched on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -102,11 +119,12 @@ def _forward(
     target: Tensor,
     adds: bool,
     kept: tuple[Tensor, Tensor] | None,
+    sparing: bool = True,
 ) -> None:
     steps = steps_for(x, w.q, w.heads)
     with _on(x.device):
         if steps is not panels and _fused("").takes(x, w):
-            _fused("").forward(x, mask, w, ending, target, adds, kept)
+            _fused("").forward(x, mask, w, ending, target, adds, kept, sparing)
         else:
             panels.forward(x, mask, w, ending, target, adds, kept, steps)
 
@@ -191,8 +209,8 @@ def _update(
     ending: bool,
     adds: bool,
 ) -> list[Tensor]:
-    given = x, mask, *parameters
-    found = plans.find(("update", keeps, heads, eps, ending, adds), given)
+    given, sparing = (x, mask, *parameters), not keeps or is_sparing()
+    found = plans.find(("update", keeps, heads, eps, ending, adds, sparing), given)
     if found.plan is None:
         check(NAME, x, mask, parameters, heads)
     made = [_empty_update(x, parameters, adds)]
@@ -202,7 +220,7 @@ def _update(
     def launches(x: Tensor, mask: Tensor | None, *rest: Tensor) -> None:
         x, w = _usable(x, rest[:10], heads, eps)
         out, *kept = rest[10:]
-        _fused("").forward(x, _rows_of(mask, ending), w, ending, _flat(out, 3), adds, kept or None)
+        _fused("").forward(x, _rows_of(mask, ending), w, ending, _flat(out, 3), adds, kept or None, sparing)
 
     plan = _planned(found, launches, x, parameters, heads, lambda: [*given, *made])
     if plan is not None:
@@ -210,7 +228,7 @@ def _update(
     elif x.numel():
         w = _weights(parameters, heads, eps)
         kept = (made[1], made[2]) if keeps else None
-        _forward(_flat(x, 3), _rows_of(mask, ending), w, ending, _flat(made[0], 3), adds, kept)
+        _forward(_flat(x, 3), _rows_of(mask, ending), w, ending, _flat(made[0], 3), adds, kept, sparing)
     return made
 
 

@@ -113,7 +113,7 @@ class Layers : public detail::TriangleLayout {
  private:
   // A spare group of channels may take what is left of 2.1 pair tensors forward, of 3.2 beside dx backward, and of 64
   // MiB, by two or three tensors of padded channels and by panels, or by the workspace and the moments of the
-  // gradients.
+  // gradients. Forward half of the 64 MiB, which is most of what a layer in place takes beside its pair tensor.
   static int64_t group_bytes(const TriangleUpdate& t, Pass pass, const PairSteps& steps) {
     constexpr int64_t mib = int64_t{1} << 20;
     const bool backward = pass == Pass::kBackward;
@@ -123,7 +123,7 @@ class Layers : public detail::TriangleLayout {
     const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
     const int64_t limit = (backward ? 32 : 21) * (pair / 10) + 64 * mib;
     const int64_t others = !steps.have_kernels() ? kMaxScratchBytes : backward ? 20 * mib + 8 * n * n : 0;
-    return std::clamp(limit - (backward ? 3 : 2) * padded - others, 8 * mib, 32 * mib);
+    return std::clamp(limit - (backward ? 3 : 2) * padded - others, 8 * mib, (backward ? 52 : 32) * mib);
   }
   Layers(const TriangleUpdate& t, Pass pass, PairSteps steps)
       : TriangleLayout(t, kBackend, group_bytes(t, pass, steps)), steps_(std::move(steps)) {
