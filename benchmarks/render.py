@@ -20,6 +20,8 @@ from . import eight_bits, gates, ladder, pair_plots, plots, report, stages
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
+REVISION = "revision of src"  # of a document's machine; of a result that is of another one
+
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
     ROOT / "docs" / f"{page}.md"
@@ -155,7 +157,7 @@ def behind(machine: str) -> str:
 
 
 def _where(about: dict[str, Any]) -> str:
-    return f"{about['machine']}, torch {about['torch']}, revision {about['revision of src']} of `src`."
+    return f"{about['machine']}, torch {about['torch']}, revision {about[REVISION]} of `src`."
 
 
 def triangle(machine: str) -> str:
@@ -191,7 +193,9 @@ def pair_layer(machine: str) -> str:
         cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in times}
         call = f"{result['task']}, {result['precision']}"
         lines.append(_row([str(result["n"]), call, *(cells.get(name, "") for name in titles)]))
-    return "\n".join([*lines, "", _where(document["machine"]), ""])
+    earlier = [f"{r['n']} {r['task']} {r['precision']}: {r[REVISION]}" for r in document["results"] if REVISION in r]
+    others = f" Of earlier revisions: {'; '.join(earlier)}." if earlier else ""
+    return "\n".join([*lines, "", _where(document["machine"]) + others, ""])
 
 
 def released(machine: str) -> str:
