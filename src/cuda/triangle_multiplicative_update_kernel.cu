@@ -122,7 +122,8 @@ class Layers : public detail::TriangleLayout {
     const int64_t pair = n * n * std::max(t.x.size(-1), d) * size;
     const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
     const int64_t limit = (backward ? 32 : 21) * (pair / 10) + 64 * mib;
-    const int64_t others = !steps.have_kernels() ? kMaxScratchBytes : backward ? 20 * mib + 8 * n * n : 0;
+    // Panels are whole rows, and rounded up by the allocator.
+    const int64_t others = !steps.have_kernels() ? kMaxScratchBytes + 4 * mib : backward ? 20 * mib + 8 * n * n : 0;
     return std::clamp(limit - (backward ? 3 : 2) * padded - others, 8 * mib, (backward ? 52 : 32) * mib);
   }
   Layers(const TriangleUpdate& t, Pass pass, PairSteps steps)
