@@ -103,6 +103,35 @@ def test_a_leaf_that_requires_grad_is_refused(case: OpCase, device: str, dtype: 
     assert not torch.equal(leaf, before)
 
 
+@pytest.mark.ops(mutating=True, dtypes=[torch.float32], samples=["matrix"])
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(
+    case: OpCase, device: str, dtype: torch.dtype, sample: Sample
+) -> None:
+    """Each argument as an inference tensor, beside others that require a gradient: used, or refused at once."""
+    assert case.mutates is not None
+    count = len(tensors(sample(dtype, device)))
+    for position in range(count):
+        args, kwargs = sample(dtype, device, requires_grad=True)
+        args[case.mutates] = args[case.mutates].clone()
+        target = case.mutated(args)
+        old = tensors((args, kwargs))[position]
+        with torch.inference_mode():
+            made = old.clone()
+        instead = {id(old): made}.get
+        args, kwargs = tree_map_only(Tensor, lambda t: instead(id(t), t), (args, kwargs))  # noqa: B023
+        before, refused = target.detach().clone(), ""
+        try:
+            case.op(*args, **kwargs)
+        except RuntimeError as error:
+            refused = str(error)
+        if refused:
+            assert re.search("[Ii]nference tensor", refused)
+            assert torch.equal(target, before)
+        else:
+            leaves = [t for t in tensors((args, kwargs)) if t.is_leaf and t.requires_grad]
+            assert all(g is not None for g in torch.autograd.grad(case.mutated(args).sum(), leaves))
+
+
 # --- types -----------------------------------------------------------------------------------------------------------
 
 

@@ -91,6 +91,20 @@ def test_errors_of_python_and_of_overwriting() -> None:
         OPS.triangle_multiplicative_update_(x.requires_grad_(), **given)
 
 
+def test_what_cannot_be_saved_is_refused_before_anything_is_written() -> None:
+    for name in small()[1]:
+        x, given = small()
+        if not isinstance(given[name], Tensor):
+            continue
+        with torch.inference_mode():
+            given[name] = given[name].clone()
+        target = x.clone().requires_grad_() * 1
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            OPS.triangle_multiplicative_update_(target, **given)
+        assert torch.equal(target, x)
+        assert target._version == 0
+
+
 def test_private_arguments_are_checked() -> None:
     x, given = small()
     layers = beneath(given)

@@ -52,7 +52,9 @@ struct Gate : torch::autograd::Function<Gate> {
                         const OptionalTensor& b, const OptionalTensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
     save_path(ctx);
-    ctx->save_for_backward({reads_v(x, w, b) ? v : Tensor(), x, w, b.value_or(Tensor())});
+    variable_list saved{reads_v(x, w, b) ? v : Tensor(), x, w, b.value_or(Tensor())};
+    if (target) check_can_be_saved(saved);
+    ctx->save_for_backward(std::move(saved));
     if (!target) return gate(v, x, w, b);
     return overwrite(*target, [&](Tensor& self) { GateInPlace::in_place(self, x, w, b); });
   }

@@ -74,6 +74,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     const auto [shape, eps] = normalization;
     Tensor y, mean, rstd;
     if (target) {
+      check_can_be_saved({x, weight.value_or(Tensor())});
       y = overwrite(*target, [&, &shape = shape, &eps = eps](Tensor& self) {
         std::tie(mean, rstd) = detail::layer_norm_with_moments_(self, shape, weight, bias, eps);
       });

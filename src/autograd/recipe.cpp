@@ -48,6 +48,16 @@ Tensor without_alias(const Tensor& mutated, const Tensor& argument) {
   return detail::may_alias(mutated, argument) ? detail::keep(argument) : argument;
 }
 
+void check_can_be_saved(at::TensorList tensors) {
+  for (const Tensor& tensor : tensors) {
+    TORCH_CHECK(
+        !tensor.defined() || !tensor.is_inference(),
+        "Inference tensors cannot be saved for backward. Please do not use Tensors created in inference mode in "
+        "computation tracked by autograd. To work around this, you can make a clone to get a normal tensor and "
+        "use it in autograd, or use `torch.no_grad()` instead of `torch.inference_mode()`.");
+  }
+}
+
 Tensor matmul(const Tensor& a, const Tensor& m) { return a.dim() == 1 ? at::mv(m.t(), a) : at::matmul(a, m); }
 
 }  // namespace torchops::autograd

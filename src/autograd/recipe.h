@@ -90,6 +90,10 @@ bool needs_grad(const Inputs&... inputs) {
 /// batching of gradients (torch.autograd.grad(..., is_grads_batched=True)) does not get right.
 Tensor matmul(const Tensor& a, const Tensor& m);
 
+/// Raises if one of `tensors` is an inference tensor, which cannot be saved for backward. Autograd itself says so when
+/// a Function has run, which is too late for one that has overwritten its argument by then.
+void check_can_be_saved(at::TensorList tensors);
+
 /// Overwrites `target` with `in_place(target, ...)` and returns an alias of it: the output of an autograd Function that
 /// works in place. Called below autograd but above ADInplaceOrView, so that the version counter, which the alias
 /// shares, has moved before the Function saves the alias: a later overwrite of the result is then found in backward.

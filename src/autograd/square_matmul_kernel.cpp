@@ -34,7 +34,9 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transpose_b,
                         const std::optional<Tensor>& target) {
     at::AutoDispatchBelowAutograd below_autograd;
-    ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()});
+    variable_list saved{b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()};
+    if (target) check_can_be_saved(saved);
+    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["transpose_b"] = transpose_b;
     ctx->saved_data["batched"] = b.dim() > 2;
     if (!target) return square_matmul(a, b, transpose_b);

@@ -79,8 +79,16 @@ struct Layer : torch::autograd::Function<Layer> {
     at::AutoDispatchBelowAutograd below_autograd;
     save_path(ctx);
     const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
-    ctx->save_for_backward({x, or_undefined(norm_weight), or_undefined(norm_bias), gate_weight, or_undefined(gate_bias),
-                            up_weight, or_undefined(up_bias), down_weight});
+    variable_list saved{x,
+                        or_undefined(norm_weight),
+                        or_undefined(norm_bias),
+                        gate_weight,
+                        or_undefined(gate_bias),
+                        up_weight,
+                        or_undefined(up_bias),
+                        down_weight};
+    if (target) check_can_be_saved(saved);
+    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["has_down_bias"] = down_bias.has_value();
     ctx->saved_data["adds"] = adds;

@@ -199,6 +199,7 @@ struct Update : torch::autograd::Function<Update> {
     const auto [x, mask, parameters] = Inputs(tensors, form.given);
     Tensor out, product;
     if (target) {
+      check_can_be_saved(tensors);
       out = overwrite(*target, [&, &mask = mask, &parameters = parameters](Tensor& self) {
         product = detail::triangle_update_(self, mask, parameters, form.outgoing, form.eps, /*keep_product=*/true);
       });
