@@ -133,6 +133,13 @@ def test_errors() -> None:
         PairLayer(8, dropout=1.0)
     with pytest.raises(RuntimeError, match="expected x of shape"):
         PairLayer(8, 2, 4)(torch.zeros(2, 3, 8))
+    with pytest.raises(RuntimeError, match=r"PairLayer: expected x of shape \(\.\.\., N, N, c\), got \(3, 8\)"):
+        PairLayer(8, 2, 4)(torch.zeros(3, 8))
+
+
+def test_no_features() -> None:
+    x = torch.zeros(3, 3, 0)
+    assert PairLayer(0)(x).shape == x.shape
 
 
 def test_start() -> None:

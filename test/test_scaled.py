@@ -342,3 +342,5 @@ def test_type_errors_name_the_function(device: str) -> None:
         torchops.dense(torch.ones(2, 3), torch.ones(4, 3), number)
     with pytest.raises(TypeError, match="dense: expected w of type Tensor, got float"):
         torchops.dense(torch.ones(2, 3), number)
+    with pytest.raises(TypeError, match="dense_scaled: expected out_dtype of type dtype or None, got str"):
+        torchops.dense_scaled(x, w, scale_w, scale_w, out_dtype="float32")  # type: ignore[arg-type]

@@ -62,7 +62,12 @@ _R = TypeVar("_R")
 _MISMATCH = re.compile(
     r"myops::\w+\(\) Expected a value of type '(.*)' for argument '(.*)' but instead found type '(.*)'\."
 )
-_TYPES = {"Optional[Tensor]": "Tensor or None", "List[int]": "tuple of ints"}
+_TYPES = {
+    "Optional[Tensor]": "Tensor or None",
+    "Optional[float]": "float or None",
+    "Optional[int]": "dtype or None",  # the only optional integers are out_dtype
+    "List[int]": "tuple of ints",
+}
 
 
 def with_type_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -92,6 +92,8 @@ class PairLayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False) -> Tensor:
         """``x`` after the five updates, a new tensor; or, with ``inplace``, ``x`` itself, overwritten, which needs no
         tensor for an update and is meant for inference."""
+        if x.dim() < 3:
+            raise RuntimeError(f"PairLayer: expected x of shape (..., N, N, c), got {tuple(x.shape)}")
         for module, shared_along in (
             (self.tri_mul_out, "rows"),
             (self.tri_mul_in, "rows"),

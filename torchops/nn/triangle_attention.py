@@ -93,7 +93,7 @@ class TriangleAttention(nn.Module):
         """Initialises all parameters as described above."""
         w = self.weights()
         self.layer_norm.reset_parameters()
-        nn.init.normal_(w.bias_weight, std=self.c**-0.5)
+        nn.init.normal_(w.bias_weight, std=max(self.c, 1) ** -0.5)
         for weight in (w.q, w.k, w.v):
             nn.init.xavier_uniform_(weight)
         for value, tensor in ((0.0, w.gate), (1.0, w.gate_bias), (0.0, w.out), (0.0, w.out_bias)):
