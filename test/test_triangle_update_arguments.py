@@ -169,7 +169,9 @@ def test_packed_parameters_are_checked() -> None:
     layers = packed(given)
     forward = OPS._triangle_multiplicative_update
     for place, value, text in (
-        (2, layers[2][:-1], r"expected a_p_weight of shape \(2d, c\)"),  # type: ignore[index]
+        (2, layers[2][:-1], r"expected p_in_weight of shape \(2d, c\)"),  # type: ignore[index]
+        (6, layers[6][:-1], r"expected g_in_weight of shape \(\d+, \d+\) to match p_in_weight"),  # type: ignore[index]
+        (12, layers[12].float(), "expected p_out_weight of dtype float64 to match p_in_weight"),  # type: ignore[union-attr]
         (5, torch.zeros(2, dtype=x.dtype), "expected no bias of b beside packed weights"),
         (6, None, r"a weight as parameters\[6\]"),
         (8, layers[6], r"a weight as parameters\[4\]"),

@@ -240,6 +240,9 @@ namespace {
 constexpr const char* kForward = "_triangle_multiplicative_update";
 constexpr const char* kBackward = "_triangle_multiplicative_update_backward";
 
+// The weight that the others have to match, by the name that its caller gave it.
+const char* reference_name(bool packed) { return packed ? "p_in_weight" : "a_p_weight"; }
+
 // The arguments with parameters as they came, packed or not.
 TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& mask,
                        const TriangleParameterList& parameters, bool outgoing, double eps) {
@@ -253,32 +256,33 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
                 "], got none");
   }
   const Tensor& w = t.weight(detail::kPA);
-  check_pair(op, x, mask, "a_p_weight", w);
+  const char* const w_name = reference_name(packed);
+  check_pair(op, x, mask, w_name, w);
   const c10::SymInt c = x.sym_size(-1);
   const char* const shape = packed ? "(2d, c)" : "(d, c)";
-  TORCH_CHECK(w.dim() == 2, op, ": expected a_p_weight of shape ", shape, " to match x, got ",
+  TORCH_CHECK(w.dim() == 2, op, ": expected ", w_name, " of shape ", shape, " to match x, got ",
               detail::to_string(w.sym_sizes()));
-  TORCH_SYM_CHECK(w.sym_size(1).sym_eq(c), op, ": expected a_p_weight of shape ", shape, " to match x, got ",
+  TORCH_SYM_CHECK(w.sym_size(1).sym_eq(c), op, ": expected ", w_name, " of shape ", shape, " to match x, got ",
                   detail::to_string(w.sym_sizes()));
   const c10::SymInt rows = w.sym_size(0), d = packed ? rows / 2 : rows;
   if (packed) {
-    TORCH_SYM_CHECK((d * 2).sym_eq(rows), op, ": expected a_p_weight of shape (2d, c) to match x, got ",
+    TORCH_SYM_CHECK((d * 2).sym_eq(rows), op, ": expected ", w_name, " of shape (2d, c) to match x, got ",
                     detail::to_string(w.sym_sizes()));
     TORCH_CHECK(!t.parameters[detail::kPB + 1] && !t.parameters[detail::kGB + 1], op,
                 ": expected no bias of b beside packed weights, got one");
   }
   const auto check = [&](const std::string& name, size_t index, const char* reason, c10::SymIntArrayRef shape) {
-    check_parameter(op, name, t.parameters[index], reason, shape, "a_p_weight", w);
+    check_parameter(op, name, t.parameters[index], reason, shape, w_name, w);
   };
   check("norm_in_weight", detail::kNormIn, "x", {c});
   check("norm_in_bias", detail::kNormIn + 1, "x", {c});
-  const std::array<std::string, 4> names{"a_p", "b_p", "a_g", "b_g"};
+  const std::array<std::string, 4> names{packed ? "p_in" : "a_p", "b_p", packed ? "g_in" : "a_g", "b_g"};
   for (size_t i = 0; i < names.size(); ++i) {
-    check(names[i] + "_weight", detail::kPA + 2 * i, "a_p_weight", {rows, c});
-    check(names[i] + "_bias", detail::kPA + 2 * i + 1, "a_p_weight", {rows});
+    check(names[i] + "_weight", detail::kPA + 2 * i, w_name, {rows, c});
+    check(names[i] + "_bias", detail::kPA + 2 * i + 1, w_name, {rows});
   }
   check_output(op, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.weight(detail::kPOut),
-               t.bias(detail::kPOut), t.weight(detail::kGOut), t.bias(detail::kGOut), c, d, "a_p_weight", w);
+               t.bias(detail::kPOut), t.weight(detail::kGOut), t.bias(detail::kGOut), c, d, w_name, w);
   return t;
 }
 
@@ -286,13 +290,15 @@ TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const Trian
                                 const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                                 double eps, const TriangleMask& wanted) {
   TriangleUpdate t = checked(kBackward, x, mask, parameters, outgoing, eps);
-  detail::check_matches(kBackward, "grad", grad, "a_p_weight", t.weight(detail::kPA));
+  const char* const w_name = reference_name(is_packed(t.parameters));
+  detail::check_matches(kBackward, "grad", grad, w_name, t.weight(detail::kPA));
   detail::check_shape(kBackward, "grad", grad, "x", x.sym_sizes());
   TORCH_CHECK(product.size() == 1 && product.get(0), kBackward, ": expected product as a list of one tensor, got ",
               product.size() == 1 ? "none in it" : "one of " + std::to_string(product.size()));
   const Tensor o = *product.get(0);
-  detail::check_matches(kBackward, "product", o, "a_p_weight", t.weight(detail::kPA));
-  detail::check_shape(kBackward, "product", o, "x and a_p_weight", detail::triangle_product_shape(t));
+  detail::check_matches(kBackward, "product", o, w_name, t.weight(detail::kPA));
+  detail::check_shape(kBackward, "product", o, (std::string("x and ") + w_name).c_str(),
+                      detail::triangle_product_shape(t));
   TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), kBackward,
               ": expected wanted without the gradient of a mask that is none or bool, got it");
   for (size_t i = 0; i < detail::kTriangleParameters; ++i) {
