@@ -122,11 +122,13 @@ def test_in_place_training_and_overlap() -> None:
     with pytest.raises(RuntimeError, match="leaf"):
         triangle_attention_update(x, None, w, inplace=True)
     with torch.inference_mode():
-        made = torch.zeros(4, 4, 12)
+        made = torch.randn(4, 4, 12)
         triangle_attention_update(made, None, w, inplace=True)
+        before = made.clone()
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
             triangle_attention_update(made, None, w, inplace=True)
+        assert torch.equal(made, before)
 
 
 X = torch.zeros(4, 4, 12)

@@ -147,6 +147,7 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
     if attention._needs_decomposition(*given):
         x.add_(_composite(x.clone(), mask, parameters, *how))
     elif attention._needs_grad(*given):
+        _check_in_place(x)  # before x is overwritten: what makes x need a gradient comes last
         mask, *parameters = (without_alias(x, t) for t in (mask, *parameters))
         x.add_(update(x.clone(), mask, parameters, *how))
     else:
@@ -154,12 +155,16 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
             update_(x, mask, parameters, *how)
 
 
-def _version_(x: Tensor, *args: Any) -> None:
+def _check_in_place(x: Tensor) -> None:
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make a clone to get a "
             "normal tensor before doing inplace update."
         )
+
+
+def _version_(x: Tensor, *args: Any) -> None:
+    _check_in_place(x)
     with torch._C._AutoDispatchBelowADInplaceOrView():
         update_(x, *args)
     torch.autograd.graph.increment_version(x)
