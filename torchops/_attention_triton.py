@@ -52,10 +52,10 @@ class _Launch(NamedTuple):
         return made if self.registers is None else made | {"maxnreg": self.registers}
 
 
-# By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of sweeps on an H100 (4
-# heads, N = 768, bfloat16, a mask of which a tenth is not kept, scaled q and bias): 1290 us forward, 1268 for q, 1214
-# for bias (1453 with tiles of 64 by 32), 1560 for kv, or 1676 with the registers that it takes where none are said:
-# then a processor holds 3 programs, not 4. Without a mask 1169, 1184, 1158 and 1526. Others were not swept.
+# By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of sweeps on an H100. In a
+# profile of the pair layer's training (4 heads, N = 768, bfloat16, a mask that leaves out a tenth) they took 1254 us
+# forward, 1238 for q, 1074 for bias and 1486 for kv, of which with all registers that it would take a processor holds
+# 3 programs, not 4. Others were not swept.
 _LAUNCHES = {
     "forward": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
     "q": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 4, 2)},
