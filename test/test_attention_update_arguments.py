@@ -162,18 +162,18 @@ def test_errors(name: str) -> None:
     make, text = ERRORS[name]
     x, mask, w = make(weights(dtype=torch.float32))
     for inplace in (False, True):
-        with pytest.raises(RuntimeError, match=f"^_triangle_attention_update_?: {text}"):
+        with pytest.raises(RuntimeError, match=f"^triangle_attention_update_?: {text}"):
             triangle_attention_update(x, mask, w, inplace=inplace)
     assert not x.any()
     if name != "mask_grad":
         moved = AttentionWeights._make(t.to("meta") if isinstance(t, Tensor) else t for t in w)
-        with pytest.raises(RuntimeError, match=f"^_triangle_attention_update: {text}"):
+        with pytest.raises(RuntimeError, match=f"^triangle_attention_update: {text}"):
             triangle_attention_update(x.to("meta"), None if mask is None else mask.to("meta"), moved)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_no_tensor(inplace: bool) -> None:
-    with pytest.raises(TypeError, match=r"^_triangle_attention_update_?: expected x of type Tensor, got NoneType$"):
+    with pytest.raises(TypeError, match=r"^triangle_attention_update_?: expected x of type Tensor, got NoneType$"):
         triangle_attention_update(None, None, weights(dtype=torch.float32), inplace=inplace)  # type: ignore[arg-type]
 
 

@@ -66,7 +66,8 @@ _passed: set[Any] = set()
 
 
 def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int) -> None:
-    """What passed once passes again without a look at each argument, which takes the host tens of microseconds."""
+    """What passed once passes again without a look at each argument, which takes the host tens of microseconds. `op`
+    is the name without the underscore of private operators, which no user has called."""
     looks = [t if t is None else (t.is_nested or t.shape, t.dtype, t.device, t.layout) for t in (x, mask, *parameters)]
     key = heads, *looks
     try:

@@ -121,7 +121,7 @@ def _autograd(
     ending: bool,
     adds: bool = False,
 ) -> Tensor:
-    op, how = "_triangle_attention_update", (heads, eps, ending, adds)
+    op, how = "triangle_attention_update", (heads, eps, ending, adds)
     if attention._only_values():
         with torch._C._AutoDispatchBelowAutograd():
             return update(x, mask, parameters, *how)
@@ -137,7 +137,7 @@ def _autograd(
 
 
 def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
-    op = "_triangle_attention_update_"
+    op = "triangle_attention_update_"
     if attention._only_values():
         return _version_(x, mask, parameters, *how)
     check(op, x, mask, parameters, how[0])

@@ -212,7 +212,7 @@ def _update(
     given, sparing = (x, mask, *parameters), not keeps or is_sparing()
     found = plans.find(("update", keeps, heads, eps, ending, adds, sparing), given)
     if found.plan is None:
-        check(NAME, x, mask, parameters, heads)
+        check("triangle_attention_update", x, mask, parameters, heads)
     made = [_empty_update(x, parameters, adds)]
     if keeps:
         made += _empty_kept(x, parameters, heads)
@@ -233,7 +233,7 @@ def _update(
 
 
 def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
-    op, given = "_triangle_attention_update_", (x, mask, *parameters)
+    op, given = "triangle_attention_update_", (x, mask, *parameters)
     found = plans.find(("overwrite", heads, eps, ending), given)
     if found.plan is None:
         check(op, x, mask, parameters, heads)
@@ -374,13 +374,13 @@ def _fake(
     ending: bool,
     adds: bool = False,
 ) -> Tensor:
-    check("_triangle_attention_update", x, mask, parameters, heads)
+    check("triangle_attention_update", x, mask, parameters, heads)
     return _empty_update(x, parameters, adds)
 
 
 def _fake_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
-    check("_triangle_attention_update_", x, mask, parameters, heads)
-    check_writable("_triangle_attention_update_", x)
+    check("triangle_attention_update_", x, mask, parameters, heads)
+    check_writable("triangle_attention_update_", x)
 
 
 def _kept_fake(
