@@ -147,7 +147,7 @@ struct Functional : FunctionalOp<Functional, transition> {
 struct Sum : FunctionalOp<Sum, detail::add_transition> {
   template <class... Args>
   static void check(const Args&... args) {
-    detail::check_add_transition({args...});
+    detail::check_transition({args...});
   }
   template <class... Args>
   static Tensor decomposed(const Tensor& x, const Args&... args) {
@@ -227,7 +227,7 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
 }
 
 Tensor composite_sum(const detail::Transition& t) {
-  detail::check_add_transition(t);
+  detail::check_transition(t);
   return (t.x + transition(t.x, t.norm_weight, t.norm_bias, t.gate_weight, t.gate_bias, t.up_weight, t.up_bias,
                            t.down_weight, t.down_bias, t.eps))
       .contiguous();

@@ -104,7 +104,7 @@ void transition_cpu_(const Transition& arguments) {
 }
 
 Tensor add_transition_cpu(const Transition& t) {
-  detail::check_add_transition(t);
+  detail::check_transition(t);
   Tensor sum = at::detail::empty_cpu(t.x.sizes(), t.x.options());
   add_to(sum, t);
   return sum;

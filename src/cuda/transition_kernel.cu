@@ -227,7 +227,7 @@ void transition_cuda_(const Transition& arguments) {
 }
 
 Tensor add_transition_cuda(const Transition& t) {
-  detail::check_add_transition(t);
+  detail::check_transition(t);
   const c10::cuda::CUDAGuard guard(t.x.device());
   Tensor sum = at::detail::empty_cuda(t.x.sizes(), t.x.options());
   if (sum.numel() == 0) return sum;

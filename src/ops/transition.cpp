@@ -93,7 +93,6 @@ void check(const char* op, const Transition& t) {
 }  // namespace
 
 void detail::check_transition(const Transition& t) { check("transition", t); }
-void detail::check_add_transition(const Transition& t) { check("_add_transition", t); }
 
 void detail::check_transition_(const Transition& t) {
   check("transition_", t);
@@ -140,7 +139,7 @@ Tensor transition_meta(const Transition& t) {
 }
 
 Tensor add_transition_meta(const Transition& t) {
-  detail::check_add_transition(t);
+  detail::check_transition(t);
   return at::empty_symint(t.x.sym_sizes(), t.x.options());
 }
 

@@ -61,7 +61,6 @@ struct Transition {
 
 /// Raises unless they fit.
 void check_transition(const Transition& t);
-void check_add_transition(const Transition& t);
 /// The same for transition_(), of which x is also to be written.
 void check_transition_(const Transition& t);
 

@@ -237,7 +237,7 @@ TriangleUpdate detail::taken_apart(const TriangleArguments& t) {
 
 namespace {
 
-constexpr const char* kForward = "_triangle_multiplicative_update";
+constexpr const char* kForward = "triangle_multiplicative_update";  // what users have called
 constexpr const char* kBackward = "_triangle_multiplicative_update_backward";
 
 // The weight that the others have to match, by the name that its caller gave it.
@@ -333,7 +333,7 @@ TriangleUpdate detail::checked_triangle_update(const Tensor& x, const OptionalTe
 
 TriangleUpdate detail::checked_triangle_update_(const Tensor& x, const OptionalTensor& mask,
                                                 const TriangleParameterList& parameters, bool outgoing, double eps) {
-  constexpr const char* op = "_triangle_multiplicative_update_";
+  constexpr const char* op = "triangle_multiplicative_update_";
   TriangleUpdate t = checked(op, x, mask, parameters, outgoing, eps);
   check_writable(op, "x", x);
   return apart(std::move(t));
