@@ -96,7 +96,7 @@ def test_private_operators_trust_no_argument(device: str) -> None:
         (lambda: glu(v, x, w, w, b, None, "silu", [True] * 5), "a mask without gradients of b and bg where there is"),
     ]
     for call, text in refused:
-        with pytest.raises(RuntimeError, match=f"_backward: expected {text}"):
+        with pytest.raises(ValueError if "activation" in text else RuntimeError, match=f"_backward: expected {text}"):
             call()
 
 
