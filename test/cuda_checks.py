@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,17 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 def poison(*shape: int, dtype: torch.dtype) -> None:
     """Leaves NaN in the memory that the next tensor of this shape gets."""
     torch.full(shape, float("nan"), device="cuda", dtype=dtype)
+
+
+def memory_of(call: Callable[[], object]) -> int:
+    """Bytes that a second call allocates at its peak, its result among them; the first may make what is kept."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def error(got: Tensor, exact: Tensor) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, poison
+from cuda_checks import assert_accurate, memory_of, poison
 from test_cuda_transition_gradients import gradients, kernels
 from test_cuda_transition_gradients import parameters as transition_parameters
 from test_cuda_triangle_gradients import parameters as triangle_parameters
@@ -234,13 +235,8 @@ def test_memory() -> None:
     for name, limits in (("triangle", (1.5, 1.5)), ("transition", (0.5, 0.0))):
         weights = weights_of(name, torch.bfloat16)
         for call, limit in zip(OPERATORS[name][:2], limits, strict=True):
-            call(x, **weights)
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            call(x, **weights)
-            torch.cuda.synchronize()
-            assert torch.cuda.max_memory_allocated() - before <= limit * x.nbytes + 64 * mib, (name, call)
+            taken = memory_of(functools.partial(call, x, **weights))
+            assert taken <= limit * x.nbytes + 64 * mib, (name, call)
 
 
 @dtypes
