@@ -70,10 +70,9 @@ class _GateGradients:
         self.sums: Tensor | None = None
         self.columns: Tensor | None = None
 
-    def launch(self, size: int, count: int, w: Weights, *arguments: Any) -> None:
-        """Of `count` positions of each of a batch of this size; what comes before the sums among the arguments, and
-        what comes behind them."""
-        before, behind = arguments
+    def launch(self, size: int, count: int, w: Weights, before: tuple[Any, ...], behind: tuple[Any, ...]) -> None:
+        """Of `count` positions of each of a batch of this size; the other arguments are those before the sums and those
+        behind them."""
         kernel, (width, c) = self.kernels[self.sums is not None], w.q.shape
         if self.sums is None:
             each = min(kernel.blocks_of(count), max(1, kernel.programs(w.q.device) // size))
