@@ -62,6 +62,8 @@ class Case:
         self.ours.load_state_dict(plain.state_dict())
         self.checkpointed = copy.copy(self.ours)
         self.checkpointed.checkpoint = True
+        # Found once, as optimizers do: between forward and backward, a walk through the modules lets a GPU wait.
+        self.weights = {module: list(module.parameters()) for module in (self.plain, *self.ours.modules())}
 
     def call(self, way: Callable[..., Tensor], module: nn.Module, in_place: bool) -> None:
         """`way` computes `module`."""
@@ -72,7 +74,7 @@ class Case:
                 return
             x = self.x.detach().requires_grad_()
             out = way(x, self.mask)
-        torch.autograd.grad(out, [x, *module.parameters()], self.grad.to(out.dtype))
+        torch.autograd.grad(out, [x, *self.weights[module]], self.grad.to(out.dtype))
 
     def deviations(self) -> dict[str, float]:
         """From float64, where each part of our layer overwrites x. Autocast rounds what is float32."""
