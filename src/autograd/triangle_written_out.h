@@ -1,0 +1,123 @@
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sigmoid.h>
+
+#include <vector>
+
+#include "autograd/linear.h"
+#include "autograd/normalize.h"
+#include "ops/triangle_multiplicative_update.h"
+
+namespace torchops::autograd {
+
+/// The triangle update and its gradients in differentiable ATen operators.
+class TriangleWrittenOut {
+ public:
+  explicit TriangleWrittenOut(const detail::TriangleUpdate& t)
+      : t_(t),
+        mask_(t.mask ? detail::OptionalTensor(t.mask->to(t.dtype()).unsqueeze(-1)) : t.mask),
+        // A size that is symbolic has no logarithm; such a product is scaled where it runs.
+        scale_(t.x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()
+                   ? 1
+                   : detail::triangle_scale(t.x.size(-2), t.dtype())),
+        norm_in_(normalize(t.x, 1, t.eps)),
+        z_(scale_and_shift(norm_in_.xhat, t.parameters[detail::kNormIn], t.parameters[detail::kNormIn + 1], t.dtype())),
+        a_(gated(detail::kPA, detail::kGA)),
+        b_(gated(detail::kPB, detail::kGB)) {
+    const Tensor a = (a_.product * scale_).movedim(-1, -3), b = b_.product.movedim(-1, -3);
+    const Tensor o = t.outgoing ? matmul(a, b.mT()) : matmul(a.mT(), b);
+    norm_out_ = normalize(o.movedim(-3, -1), 1, t.eps * scale_ * scale_);
+    n_ = scale_and_shift(norm_out_.xhat, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.dtype());
+    y_ = linear(n_, t.weight(detail::kPOut), t.bias(detail::kPOut));
+    s_ = at::sigmoid(linear(z_, t.weight(detail::kGOut), t.bias(detail::kGOut)));
+  }
+
+  Tensor result() const { return (y_ * s_).contiguous(); }
+
+  /// With the cotangent g: dy = g * s and du = g * y * s * (1 - s); back through the projection and norm of o to do;
+  /// outgoing da = do b, db = do^T a, incoming da = b do^T, db = a do; and for each of a and b as for a gate. All parts
+  /// of dz meet in the norm of x.
+  std::vector<Tensor> gradients(const Tensor& grad, const detail::TriangleMask& wanted, bool adds) const {
+    std::vector<Tensor> out(detail::kTriangleGradients);
+    const auto layer = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Tensor& input) {
+      const bool of_b = t_.packed && (layer == detail::kPB || layer == detail::kGB);
+      const size_t asked = 2 + layer - (of_b ? detail::kPB - detail::kPA : 0);
+      if (wanted[asked]) out[2 + layer] = weight_gradient(cotangent, input);
+      if (wanted[asked + 1]) out[3 + layer] = bias_gradient(cotangent);
+    };
+    const auto norm = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Normalized& normalized,
+                          at::ScalarType dtype) {
+      const auto& weight = t_.parameters[layer];
+      const auto [dx, dweight, dbias] =
+          normalization_gradients(cotangent.to(normalized.xhat.scalar_type()), normalized, 1, weight,
+                                  {true, wanted[2 + layer], wanted[3 + layer]}, dtype);
+      if (wanted[2 + layer]) out[2 + layer] = dweight.to(t_.dtype());
+      if (wanted[3 + layer]) out[3 + layer] = dbias.to(t_.dtype());
+      return dx;
+    };
+
+    const Tensor dy = grad * s_, du = dy * y_ * (1 - s_);
+    layer(detail::kPOut, dy, n_);
+    layer(detail::kGOut, du, z_);
+    const Tensor d_o =
+        norm(detail::kNormOut, matmul(dy, t_.weight(detail::kPOut)), norm_out_, t_.dtype()).movedim(-1, -3);
+    const Tensor a = (a_.product * scale_).movedim(-1, -3), b = b_.product.movedim(-1, -3);
+    const Tensor da = (t_.outgoing ? matmul(d_o, b) : matmul(b, d_o.mT())).movedim(-3, -1) * scale_;
+    const Tensor db = (t_.outgoing ? matmul(d_o.mT(), a) : matmul(a, d_o)).movedim(-3, -1);
+    Tensor dz = matmul(du, t_.weight(detail::kGOut));
+    const auto gate = [&](const Gated& gated, const Tensor& cotangent, detail::TriangleParameter p,
+                          detail::TriangleParameter g) {
+      if (wanted[1]) {
+        const Tensor dmask = (cotangent * gated.p * gated.s).sum(-1);
+        out[1] = out[1].defined() ? out[1] + dmask : dmask;
+      }
+      const Tensor masked = mask_ ? cotangent * *mask_ : cotangent;
+      const Tensor dp = masked * gated.s, dg = dp * gated.p * (1 - gated.s);
+      layer(p, dp, z_);
+      layer(g, dg, z_);
+      dz = dz + matmul(dp, t_.weight(p)) + matmul(dg, t_.weight(g));
+    };
+    gate(a_, da, detail::kPA, detail::kGA);
+    gate(b_, db, detail::kPB, detail::kGB);
+    const Tensor dx = norm(detail::kNormIn, dz, norm_in_, t_.x.scalar_type());
+    if (wanted[0]) out[0] = adds ? dx + grad : dx;
+    if (wanted[1]) out[1] = out[1].to(t_.mask->scalar_type());
+    if (t_.packed) {
+      for (const size_t of_a :
+           {2 + size_t{detail::kPA}, 3 + size_t{detail::kPA}, 2 + size_t{detail::kGA}, 3 + size_t{detail::kGA}}) {
+        Tensor& of_b = out[of_a + detail::kPB - detail::kPA];
+        if (wanted[of_a]) out[of_a] = at::cat({out[of_a], of_b});
+        of_b = Tensor();
+      }
+    }
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (!out[i].defined()) out[i] = at::empty({0}, (i == 0 ? t_.x : t_.weight(detail::kPA)).options());
+    }
+    return out;
+  }
+
+ private:
+  struct Gated {
+    Tensor p, s, product;
+  };
+
+  Gated gated(detail::TriangleParameter p_layer, detail::TriangleParameter g_layer) const {
+    const Tensor p = linear(z_, t_.weight(p_layer), t_.bias(p_layer));
+    const Tensor s = at::sigmoid(linear(z_, t_.weight(g_layer), t_.bias(g_layer)));
+    return {p, s, mask_ ? p * s * *mask_ : p * s};
+  }
+
+  const detail::TriangleUpdate& t_;
+  detail::OptionalTensor mask_;
+  double scale_;
+  Normalized norm_in_;
+  Tensor z_;
+  Gated a_, b_;
+  Normalized norm_out_;
+  Tensor n_, y_, s_;
+};
+
+}  // namespace torchops::autograd
