@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from . import eight_bits, gates, ladder, pair_plots, plots, report, stages
+from . import eight_bits, gates, ladder, pair_plots, plots, report, stages, triangle_attention
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
@@ -33,6 +33,7 @@ PAGES = tuple(
         "ladder",
         "pair_layer",
         "ptx",
+        "triangle_attention",
         "triangle_update",
     )
 )
@@ -250,6 +251,11 @@ def scaled(machine: str) -> str:
     return eight_bits.to_markdown(json.loads((RESULTS / machine / "eight_bits.json").read_text()))
 
 
+def attended(machine: str) -> str:
+    """What `python -m benchmarks.triangle_attention` has measured."""
+    return triangle_attention.to_markdown(json.loads((RESULTS / machine / "triangle_attention.json").read_text()))
+
+
 def models(machine: str) -> str:
     """What `examples/models/measure.py` has measured, which writes its own Markdown."""
     _, body = (RESULTS / machine / "models.md").read_text().split("\n\n", 1)
@@ -298,6 +304,11 @@ _IN_PLACE = [
     ("softmax_", "forward (65536, 4096) bfloat16"),
     ("layer_norm_", "forward (65536, 4096) bfloat16"),
 ]
+_TRANSITION = [
+    (op, f"{task} ({rows}, 128, 512) bfloat16")
+    for op, task in (("transition_", "forward"), ("transition", "forward and backward"))
+    for rows in (384**2, 768**2, 1024**2)
+]
 _CPU = [
     ("dense", "forward (4096, 64, 4096) float32"),
     ("square_matmul_", "forward (65536, 256) float32"),
@@ -315,6 +326,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "behind-cpu": partial(behind, EPYC),
     "triangle-h100": partial(triangle, H100),
     "pair-layer-h100": partial(pair_layer, H100),
+    "transition-h100": partial(chosen, H100, "(rows, c, hidden)", ("eager", "compile"), _TRANSITION),
+    "triangle-attention-h100": partial(attended, H100),
     "released-h100": partial(released, H100),
     "swapped-cpu": partial(swapped, EPYC),
     "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),

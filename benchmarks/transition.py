@@ -36,7 +36,7 @@ def _cases_of(op: str, device_type: str) -> list[Case]:
         overhead = Case(op, (16, 64, 256), half, OVERHEAD, {"eager": 1.0})
         if in_place:
             return [*forward, overhead]
-        backward = [Case(op, shape, half, BACKWARD, targets={"eager": 1.0}) for shape in sizes[:2]]
+        backward = [Case(op, shape, half, BACKWARD, targets={"eager": 1.0}) for shape in sizes]
         return [*forward, *backward, overhead, Case(op, (16, 64, 256), half, OVERHEAD_GRAD)]
     shape = (16384, 128, 512)
     forward = [Case(op, shape, dtype, targets={"eager": 1.0}) for dtype in (torch.float32, torch.bfloat16)]

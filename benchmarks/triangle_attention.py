@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import torchops
 
-from . import machine, timing
+from . import machine, report, timing
 from .case import BACKWARD, FORWARD, Task
 
 HEADS, HEAD_DIM = 4, 32
@@ -105,6 +105,19 @@ def measure(n: int, task: Task, dtype: torch.dtype, device: torch.device) -> dic
         "first call, s": first,
         "errors": measured.errors,
     }
+
+
+def to_markdown(document: dict[str, Any]) -> str:
+    """A row for each N and task: microseconds of a call, and where they were measured."""
+    ways = (OURS, FLEX, SDPA, WRITTEN)
+    lines = [f"| N | call | {' | '.join(ways)} |", "|---" * (2 + len(ways)) + "|"]
+    for result in document["results"]:
+        times = result["microseconds"]
+        cells = [report.format_seconds(times[way] / 1e6) if way in times else "" for way in ways]
+        lines.append(f"| {result['n']} | {result['task']}, {result['dtype']} | {' | '.join(cells)} |")
+    about = document["machine"]
+    where = f"{about['machine']}, torch {about['torch']}, revision {about['revision of src']} of `src`."
+    return "\n".join([*lines, "", where, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
