@@ -1,4 +1,4 @@
-"""What this installation was built from, what it runs on, and which way its operators would take there."""
+"""What this installation was built from, what it runs on, and which paths its operators take there."""
 
 from __future__ import annotations
 

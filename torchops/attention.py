@@ -1,4 +1,4 @@
-"""Attention among the edges of a triangle, as models of the AlphaFold kind have it.
+"""Attention among the edges of triangles, as in models of the AlphaFold kind.
 
 The operator ``myops::triangle_attention`` is registered from here, because its kernels for CUDA are written in Triton
 (`_attention_kernels.py`). Elsewhere it runs in panels of ATen operators (`_attention_panels.py`). It needs Python, so
@@ -44,28 +44,28 @@ def triangle_attention(
     The scores ``s`` never exist for all rows.
 
     Args:
-        q, k, v: of shape ``(batch, N, H, N, d)`` and one dtype; with any strides, such as those of views of one
-            product. Also ``(batch, R, H, N, d)``: of a part of the rows.
-        bias: of shape ``(batch, 1, H, N, N)``, and the dtype of ``q``; also float32 where that has 16 bits. Other
-            layouts than rows of ``k`` are copied once.
-        mask: of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, and bool, ``True`` for keys to keep; or ``None``. A
-            key that is not kept has no weight. A row of which no key is kept is computed as if all were: the formula
-            above says so, as long as its sums are exact.
-        scale: ``d ** -0.5`` if it is not given.
+        q, k, v: of shape ``(batch, N, H, N, d)``, or ``(batch, R, H, N, d)`` for ``R`` of the rows. They have one
+            dtype, and any strides, such as those of views of one product.
+        bias: of shape ``(batch, 1, H, N, N)``, and the dtype of ``q``, or float32 if that has 16 bits. Layouts other
+            than rows of ``k`` are copied once.
+        mask: bool, of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, ``True`` for keys to keep; or ``None``. Other
+            keys have no weight. A row without any key is computed as if all keys were kept, which is what the formula
+            above says as long as its sums are exact.
+        scale: Default: ``d ** -0.5``.
 
-    Dtypes: float32, float64, float16 and bfloat16. Scores and their exponentials are float32 also where ``q`` has 16
-    bits. Under ``torch.autocast`` it runs in the lower precision, as PyTorch's attention does.
+    Dtypes: float32, float64, float16 and bfloat16. Scores and their exponentials are float32 even if ``q`` has 16 bits.
+    Under ``torch.autocast``, the operator runs in the lower precision, as PyTorch's attention does.
 
     Returns:
-        A new tensor of the shape and dtype of ``q``, dense, with dimensions that follow one another in memory as those
-        of ``q`` do: so ``result.transpose(-3, -2).flatten(-2)`` is no copy where ``q`` comes from a view.
+        A new dense tensor of the shape and dtype of ``q``. Its dimensions have the same order in memory as those of
+        ``q``, so ``result.transpose(-3, -2).flatten(-2)`` makes no copy if ``q`` is a view with heads side by side.
 
-    Memory: the result, on CUDA copies of mask (in float32) and bias, and scratch of a few MiB where panels run.
-    Training keeps the arguments, the result and a number for each edge and head; the gradient computes the scores
-    again. Gradients by the kernels in Triton have the same bits in every run.
+    Memory: the result; on CUDA, copies of the mask (in float32) and the bias; and scratch of a few MiB where panels
+    run. Training keeps the arguments, the result and a number for each edge and head. The gradient computes the scores
+    again. Gradients from the Triton kernels have the same bits in every run.
 
     Raises:
-        RuntimeError: shapes do not match; devices differ; or dtypes are not supported together.
+        RuntimeError: the shapes do not match; devices differ; or dtypes are not supported together.
 
     Example:
 

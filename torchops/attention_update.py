@@ -1,6 +1,6 @@
 """The update of a pair tensor by triangle attention: layer norm, attention, gate and output product.
 
-:class:`torchops.nn.TriangleAttention` and the modules of other packages share it.
+:class:`torchops.nn.TriangleAttention` and the modules for other packages call it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ def triangle_attention_update(
     inplace: bool = False,
     residual: bool = False,
 ) -> Tensor:
-    """What triangle attention adds to ``x``, a new contiguous tensor; with ``residual``, the sum of both, a new one in
-    the dtype of ``x``; or, with ``inplace``, ``x`` itself, to which that was added.
+    """Returns what triangle attention adds to ``x``, as a new contiguous tensor.
+
+    With ``residual``, it returns the sum with ``x`` instead, a new tensor of the dtype of ``x``. With ``inplace``, it
+    adds to ``x`` and returns ``x``.
 
     .. code-block:: text
 
@@ -36,20 +38,20 @@ def triangle_attention_update(
     Args:
         x: pair tensor of shape ``(*batch, N, N, c)``, with any number of batch dimensions.
         mask: of shape ``(*batch, N, N)``, bool or floating-point, or ``None``. A key whose mask is 0 (``False``) has no
-            weight; any other number keeps it. It gets no gradient.
-        weights: of one dtype. Where that has 16 bits, ``x`` may be float32.
-        node: ``"starting"``: the edges of a row attend to one another; ``"ending"``: those of a column.
-        inplace: for inference; training copies ``x`` first.
-        residual: for training: the gradient of ``x`` gets that of the sum in the last pass over it.
+            weight; any other number keeps it. The mask gets no gradient.
+        weights: the parameters, of one dtype. If that has 16 bits, ``x`` may be float32.
+        node: with ``"starting"``, the edges of a row attend to one another; with ``"ending"``, those of a column.
+        inplace: overwrite ``x``. This is for inference; training copies ``x`` first.
+        residual: add ``x``. This is for training: the last pass over the gradient of ``x`` adds that of the sum.
 
-    Memory: without gradients, on CUDA, beside the result at most a tensor of the size of ``x`` in the dtype of the
-    weights, or 128 MiB where that is more; 32 MiB and the bias on the CPU; or one row, where rows are longer. Training
-    keeps ``x`` and, of the size of ``heads * d`` features, the result of the attention; the rest is computed again.
+    Memory: without gradients, the result and, on CUDA, at most a tensor of the size of ``x`` in the dtype of the
+    weights, or 128 MiB if that is more; on the CPU, 32 MiB and the bias; or one row, if rows are longer. Training keeps
+    ``x`` and the result of the attention, which has ``heads * d`` features. The rest is computed again.
 
     Raises:
         ValueError: there is no such node.
-        TypeError: a number, for one, in the place of a tensor.
-        RuntimeError: shapes do not match; devices differ; dtypes are not supported together; or ``x`` is to be
+        TypeError: an argument has a wrong type, such as a number instead of a tensor.
+        RuntimeError: the shapes do not match; devices differ; dtypes are not supported together; or ``x`` is to be
             overwritten, and has several elements in one place or is a leaf that requires grad.
     """
     if node not in ("starting", "ending"):

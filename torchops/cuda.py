@@ -1,4 +1,4 @@
-"""Switches of the CUDA kernels."""
+"""Switches for the CUDA kernels."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ _PATHS = ("auto", "fused", "cublas")
 
 class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
     """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu``, transitions and triangle updates take on
-    CUDA: from the call on, or within a ``with`` statement.
+    CUDA, either from the call on or within a ``with`` statement.
 
-    ``"fused"`` is the kernel with bias and sigmoid in its epilogue, wherever it can run (compute capability 9.0;
-    float16, bfloat16 or TF32; aligned rows); ``"cublas"`` a product by cuBLAS and a pass for bias and sigmoid;
-    ``"auto"`` the faster of them. Gradients come from one pass over the rows, where there is a kernel for that (compute
-    capability 9.0; float16 or bfloat16; multiples of 8 features, at most 192 in and out, or 256 of
-    one and 128 of the other), except on ``"cublas"``.
+    - ``"fused"``: the kernel with bias and sigmoid in its epilogue, wherever it can run (compute capability 9.0;
+      float16, bfloat16 or TF32; aligned rows).
+    - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid.
+    - ``"auto"``: the faster of these.
 
-    The path is that of the thread; backward takes the one of its forward pass. Threads begin with what the environment
-    variable ``TORCHOPS_DENSE_PATH`` says, or with ``"auto"``.
+    Except on ``"cublas"``, gradients come from one pass over the rows if there is a kernel for that (compute capability
+    9.0; float16 or bfloat16; multiples of 8 features, at most 192 in and out, or 256 of one and 128 of the other).
 
-    Inside a function that ``torch.compile`` or ``torch.export`` traces, the ``with`` statement is the form that counts
-    (a mere call is not part of the graph), and the graph keeps the path, forward and backward. Only ``dense`` can do
-    that: the others are refused there. Around a compiled function, it is the path of the forward passes that
-    run meanwhile, but not of their compiled backward.
+    The path applies to the current thread, and backward takes the path of its forward pass. A thread starts with the
+    path in the environment variable ``TORCHOPS_DENSE_PATH``, or with ``"auto"``.
+
+    In a function that ``torch.compile`` or ``torch.export`` traces, use the ``with`` statement, since a mere call is
+    not part of the graph. The graph keeps the path, forward and backward. Only ``dense`` supports this; the other
+    operators raise there. Around a compiled function, the path applies to the forward passes that run meanwhile, but
+    not to their compiled backward.
 
     Raises:
-        ValueError: for another name.
-        NotImplementedError: for an operator other than ``dense`` within the ``with`` statement of a traced function,
-            unless the path is ``"auto"``.
+        ValueError: there is no such path.
+        NotImplementedError: an operator other than ``dense`` is called within the ``with`` statement of a traced
+            function, unless the path is ``"auto"``.
 
     Example:
 

@@ -1,11 +1,10 @@
 """Makes ``DTensor`` a valid argument of every operator, for tensor and sequence parallelism.
 
-There is nothing to call: ``import torchops`` imports this module as soon as ``torch.distributed.tensor`` has been
-imported, by whomever, and not before, since that would cost a program without DTensors far more time than torchops
-itself takes.
+You don't have to call anything. After ``import torchops``, this module is imported as soon as anything imports
+``torch.distributed.tensor``. It isn't imported earlier, because that takes far more time than torchops itself.
 
-What each operator does with which placement, and what that costs, is in ``docs/distributed.md``. Data parallelism
-(``DistributedDataParallel``, ``fully_shard``) hands plain tensors to the operators, so it works without this module.
+``docs/distributed.md`` says what each operator does with which placement, and what that costs. Data parallelism
+(``DistributedDataParallel``, ``fully_shard``) passes plain tensors to the operators, so it works without this module.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Formulas for ``torch.utils.flop_counter``, which counts the products of matrices and nothing else.
+"""Formulas for ``torch.utils.flop_counter``, which counts only products of matrices.
 
-Nothing has to be called: they are registered when that module is imported, by whomever. The import itself would cost
-``import torchops`` a third of a second where Triton is installed.
+You don't have to call anything: the formulas are registered when anything imports that module. ``import torchops``
+doesn't import it, since that would take a third of a second where Triton is installed.
 
-A formula gets the arguments of an operator with shapes in place of tensors, and returns multiplications plus additions.
-Operators without one (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. The gradients are ATen's ``mm`` or
-operators that are listed here; those of gate, glu, transition and the triangle update compute products of the forward
-pass again, which counts.
+A formula gets the arguments of an operator, with shapes instead of tensors, and returns multiplications plus additions.
+Operators without a formula (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. The gradients are ATen's
+``mm`` or operators that are listed here. Those of gate, glu, transition and the triangle update compute products of the
+forward pass again, which counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Puts :func:`torchops.gate`, :func:`torchops.glu` and :func:`torchops.dense` into compiled models.
 
-Switch it on before the model is compiled, which is when it runs first, and read what became of its gates::
+Switch it on before the model is compiled, which happens at its first call, and see what became of its gates::
 
     torchops.inductor.enable()
     model = torch.compile(model)
@@ -8,32 +8,32 @@ Switch it on before the model is compiled, which is when it runs first, and read
     for place in torchops.inductor.report():
         print(place)
 
-A place is rewritten only where a measurement says that it is faster: a table has rows for a device, a dtype, numbers of
-features and of rows, for inference or training, with the times of both (``python -m benchmarks inductor`` makes them).
+A place is rewritten only if a measurement says that this is faster. A table has rows for a device, a dtype, numbers of
+features and of rows, for inference or training, with both times (``python -m benchmarks inductor`` measures them).
 Everywhere else the graph stays as it is, and the report says why.
 
-The forms are ``v * sigmoid(linear(x))`` (also with ``v = linear(o)``), ``linear(x) * sigmoid(linear(x))`` and
-``linear(x) * silu(linear(x))`` with the factors in either order, the two layers separate or halves of one (``chunk``,
-``split``, ``F.glu``; slices in inference), and ``sigmoid(linear(x))`` alone. Residuals, masks and dropout around them
-stay Inductor's.
+The pass recognises ``v * sigmoid(linear(x))`` (also with ``v = linear(o)``), ``linear(x) * sigmoid(linear(x))`` and
+``linear(x) * silu(linear(x))``, with the factors in either order, and ``sigmoid(linear(x))`` alone. The two layers may
+be separate or halves of one (``chunk``, ``split``, ``F.glu``; slices in inference). Residuals, masks and dropout around
+them are left to Inductor.
 
 The pass works on Inductor's joint graph, through the hooks ``joint_custom_pre_pass`` and ``post_grad_custom_pre_pass``
 of ``torch._inductor.config``. Autocast, in-place operators, tensor subclasses and ``torch.func`` are resolved into
 functional ATen operators there, so one pattern covers every spelling of a linear layer (``nn.Linear``, ``F.linear``,
 ``addmm``, ``x @ w.T + b``, ``x @ w``; two or more dimensions; with and without bias), for inference and for training.
 In training, a place is rewritten together with its gradients, which the operator computes from its inputs (``dense``:
-and from its result): the expressions that autograd made are evaluated at random points, and have to agree with those of
-the operator.
+and from its result). The pass evaluates the expressions that autograd made at random points, where they have to agree
+with those of the operator.
 
-Besides what the table leaves, a place is left as it is where
+Besides what the table doesn't cover, a place is left as it is if
 
 - the pre-activation or the gate has another user;
 - what is added to the product is anything but one value per output feature, or ``addmm`` scales its terms;
 - dtypes differ, or are not float32, float64, float16 or bfloat16;
-- what is gated is computed by Inductor in the kernel that gates it (``norm(a) * sigmoid(linear(s))``): the operator
+- Inductor computes the gated value in the kernel that gates it (``norm(a) * sigmoid(linear(s))``), while the operator
   would have to read it from memory;
-- in training, some of the gradients are not asked for, or are computed in a way that is not recognised;
-- the number of rows is a symbol of which it is not known that it lies in the range that was measured.
+- in training, some of the gradients are not needed, or are computed in a way that is not recognised;
+- the number of rows is a symbol that is not known to lie in the range that was measured.
 
 ``torch._logging.set_logs(modules={"torchops.inductor": logging.INFO})`` shows each place as it is compiled.
 """
@@ -50,7 +50,7 @@ __all__ = ["Enabled", "disable", "enable", "matches", "options", "report"]
 
 
 class Enabled:
-    """What :func:`enable` returns. The end of its ``with`` block switches the pass off, if that call switched it on."""
+    """What :func:`enable` returns. Its ``with`` block switches the pass off at the end, if that call switched it on."""
 
     def __init__(self, switched_on: bool) -> None:
         self._switched_on = switched_on
@@ -68,8 +68,8 @@ class Enabled:
 def enable() -> Enabled:
     """Switches the pass on for everything that ``torch.compile`` and AOTInductor compile from now on.
 
-    Graphs compiled before stay as they are (``torch.compiler.reset()`` discards them). Passes that the two hooks hold
-    already are kept and run first; one that is set later replaces this one. Graphs stay cacheable on disk.
+    Graphs compiled before stay as they are (``torch.compiler.reset()`` discards them). Passes that are already in the
+    two hooks are kept and run first. A pass that you set later replaces this one. Graphs stay cacheable on disk.
 
     Returns:
         An object for use in a ``with`` statement. The model has to run for the first time inside the block.
@@ -97,7 +97,7 @@ def enable() -> Enabled:
 
 
 def disable() -> None:
-    """Switches the pass off and gives the hooks back to what held them.
+    """Switches the pass off and restores what the hooks held before.
 
     Example:
 
@@ -115,9 +115,9 @@ def disable() -> None:
 
 
 def matches() -> int:
-    """How many places have been rewritten since the pass was switched on.
+    """Returns how many places have been rewritten since the pass was switched on.
 
-    A place counts once for each graph that holds it, a recompilation for other shapes being another graph. Graphs
+    A place counts once for each graph that holds it, and a recompilation for other shapes is another graph. Graphs
     that Inductor loads from its cache count as if they had been compiled. The number is
     ``torch._dynamo.utils.counters["inductor"]["torchops"]``, so clearing those counters clears it.
 
@@ -135,10 +135,10 @@ def matches() -> int:
 
 
 def report() -> tuple[Place, ...]:
-    """What became of each gate that the pass has seen since it was switched on, in the order of compilation.
+    """Returns what became of each gate that the pass has seen since it was switched on, in the order of compilation.
 
-    Each has ``operator``, ``line`` (of the user's code), ``rewritten`` and, where it was left as it is, ``reason``. A
-    graph that Inductor loads from its cache is not looked at again, and adds nothing here; :func:`matches` counts it.
+    Each place has ``operator``, ``line`` (of your code), ``rewritten`` and, if it was left as it is, ``reason``. A
+    graph that Inductor loads from its cache is not examined again and adds nothing here, but :func:`matches` counts it.
 
     Example:
 
@@ -154,9 +154,9 @@ def report() -> tuple[Place, ...]:
 
 
 def options() -> dict[str, Any]:
-    """The pass for one model alone: ``torch.compile(model, options=torchops.inductor.options())``.
+    """Returns options that apply the pass to one model: ``torch.compile(model, options=torchops.inductor.options())``.
 
-    The dictionary may be extended with other options. It holds the passes that the hooks hold now, before ours.
+    You may add other options to the dictionary. It includes the passes that the hooks hold now, before ours.
 
     Example:
 

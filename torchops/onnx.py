@@ -1,7 +1,7 @@
-"""The operators of torchops in ONNX: :func:`export`, and the :func:`translation_table` that it gives the exporter.
+"""The operators of torchops in ONNX: :func:`export`, and the :func:`translation_table` that it passes to the exporter.
 
-ONNX has no operators that overwrite their input, and the file holds none of torchops: each is written in
-standard ONNX operators, for any runtime. Needs ``pip install onnx onnxscript``, which importing this module does not.
+The file contains only standard ONNX operators, for any runtime: none of torchops, and none that overwrites its input,
+since ONNX has no such operators. Exporting needs ``pip install onnx onnxscript``; importing this module does not.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def export(
     custom_translation_table: dict[Any, Callable[..., Any]] | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
-    """``torch.onnx.export(..., dynamo=True)`` of a model that calls operators of torchops.
+    """Exports a model that calls operators of torchops, with ``torch.onnx.export(..., dynamo=True)``.
 
-    An operator that overwrites a tensor becomes one that makes a new tensor, which is read in its place from there on,
+    An operator that overwrites a tensor becomes one that makes a new tensor. Everything after it reads the new tensor,
     through all views. As with PyTorch's own in-place operators, what a model writes into its arguments does not reach
-    the caller of the ONNX model, and a buffer has its exported value again at the next run.
+    the caller of the ONNX model, and a buffer starts from its exported value in every run.
 
     Args:
         model: a module, or a program from :func:`torch.export.export` (before ``run_decompositions``).
         args: example arguments of a module.
         f: file to write, or ``None``.
-        custom_translation_table: translations of further operators; these win over :func:`translation_table`.
+        custom_translation_table: translations of further operators; they override :func:`translation_table`.
         options: anything else that :func:`torch.onnx.export` takes, such as ``dynamic_shapes`` and ``opset_version``.
 
     Raises:
@@ -85,10 +85,10 @@ def export(
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The operators that overwrite nothing, for ``torch.onnx.export(..., custom_translation_table=...)``.
+    """Returns the operators that overwrite nothing, for ``torch.onnx.export(..., custom_translation_table=...)``.
 
-    For an exporter that is called by other code. Operators that overwrite cannot be told to the exporter by a table;
-    :func:`export` takes models with those too.
+    Use it where other code calls the exporter. A table cannot translate operators that overwrite; for models with
+    those, use :func:`export`.
 
     Raises:
         ImportError: onnxscript is not installed.

@@ -1,21 +1,22 @@
 """Typed functions over the operators ``torch.ops.myops.*``.
 
-They call the dispatcher and nothing else, so whatever PyTorch does with the operators (compile, export, vmap, hooks,
-subclasses) it does with these. The in-place ones return their first argument, as PyTorch's do; the operators themselves
+The functions call the dispatcher and nothing else, so PyTorch treats them (in compile, export, vmap, hooks, subclasses)
+as it treats the operators. In-place functions return their first argument, as PyTorch's do; the operators themselves
 return nothing.
 
-All tensors of one call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
-inputs with 16-bit weights. Supported are float32, float64, float16 and bfloat16. Invalid arguments raise an error that
-names the operator, the argument, what was expected and what was passed, a ``TypeError`` for what is of another type,
-such as a number in the place of a tensor; nothing is modified.
+All tensors of a call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
+inputs with 16-bit weights. The dtypes float32, float64, float16 and bfloat16 are supported.
 
-The same call gives the same bits in every run: for the same shapes, strides and alignment, number of threads, device
-and build. A row may have other bits in a batch of another size, where another kernel is the faster one.
+Invalid arguments raise an error that names the operator, the argument, what was expected and what was passed. It is a
+``TypeError`` for an argument of a wrong type, such as a number instead of a tensor. Nothing is modified then.
 
-``torch.autocast`` casts as for the PyTorch functions that they replace: ``dense`` and ``square_matmul`` run in its
+The same call gives the same bits in every run, for the same shapes, strides and alignment, number of threads, device
+and build. A row may have other bits in a batch of another size, where another kernel is faster.
+
+``torch.autocast`` casts as for the PyTorch functions that these replace. ``dense`` and ``square_matmul`` run in its
 lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
-in the dtype of ``x``. Of ``gate`` and ``glu`` it casts the weights, and leaves float32 inputs as they are. An in-place
-operator keeps the dtype of its first argument, to which the others are cast, those of ``gate_`` excepted.
+in the dtype of ``x``. For ``gate`` and ``glu``, autocast casts the weights and leaves float32 inputs as they are. An
+in-place operator keeps the dtype of its first argument, and the others are cast to that, except for ``gate_``.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
     Dtypes: float32, float64, float16 or bfloat16, one for all arguments.
 
-    Memory: no second tensor of the result's size; the pre-activation is never kept. Backward reads ``x``, ``w`` and the
-    result, and makes one tensor of the result's size where no kernel computes all gradients in one pass.
+    Memory: the result, and no second tensor of its size, since the pre-activation is never stored. Backward reads
+    ``x``, ``w`` and the result. It allocates one tensor of the result's size, unless one kernel computes all gradients
+    in one pass.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
@@ -122,20 +124,20 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 @with_type_errors
 def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """``v * sigmoid(x @ w.T + b)``; no tensor of the gate is kept, neither beside the result nor for the gradient.
+    """Gates ``v``: ``v * sigmoid(x @ w.T + b)``, without storing the gate, neither in forward nor for backward.
 
     Args:
-        v: what is gated, of shape ``(..., out_features)``.
+        v: the value to gate, of shape ``(..., out_features)``.
         x: input of the gate, of shape ``(..., in_features)``, with the leading sizes of ``v``.
         w: weight of shape ``(out_features, in_features)``.
         b: bias of shape ``(out_features,)``, or ``None``.
 
-    Dtypes: float32, float64, float16 or bfloat16, one for all arguments; but where ``w`` and ``b`` are float16 or
-    bfloat16, each of ``v`` and ``x`` may be float32. Such an ``x`` is rounded to their dtype as it is read, without a
-    copy of its size.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments. If ``w`` and ``b`` are float16 or bfloat16,
+    ``v`` and ``x`` may each be float32. Such an ``x`` is rounded to their dtype as it is read, without a copy of its
+    size.
 
-    Memory: beside the result, scratch for some rows at a time at most. Backward reads ``x`` and ``w``, and ``v`` where
-    the gate is trained, and computes the gate again.
+    Memory: the result, and at most scratch for a few rows at a time. Backward reads ``x`` and ``w``, and ``v`` if the
+    gate is trained, and computes the gate again.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
@@ -156,12 +158,11 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Overwrites ``v`` with ``gate(v, x, w, b)`` and returns it, without a second buffer of its size.
 
-    Shapes and dtypes are those of :func:`gate`. ``x``, ``w`` and ``b`` may overlap ``v``, and are then copied first,
+    Shapes and dtypes are those of :func:`gate`. ``x``, ``w`` and ``b`` may overlap ``v``. They are then copied first,
     unless ``x`` is ``v``.
 
     Memory: scratch of at most 4 MiB per thread on the CPU, or one row per thread if rows are longer, and of 32 MiB on a
-    GPU. Training keeps no copy of ``v`` where ``x``, ``w`` and ``b`` are frozen, and one where any of them requires a
-    gradient, which reads the old ``v``.
+    GPU. Training keeps a copy of ``v`` only if ``x``, ``w`` or ``b`` requires a gradient, which reads the old ``v``.
 
     Raises:
         RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf
@@ -197,11 +198,11 @@ def glu(
         b, bg: biases of shape ``(out_features,)``, or ``None``.
         activation: ``"sigmoid"``, or ``"silu"`` as in SwiGLU.
 
-    Dtypes: float32, float64, float16 or bfloat16, one for all arguments; but where the weights are float16 or bfloat16,
-    ``x`` may be float32. It is rounded to their dtype as it is read, without a copy of its size.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments. If the weights are float16 or bfloat16, ``x``
+    may be float32. It is rounded to their dtype as it is read, without a copy of its size.
 
-    Memory: beside the result, scratch for some rows at a time at most. Backward reads ``x`` and the weights, and
-    computes both factors again. Only on CUDA, with more than 1024 features in and ``x`` in float16 or bfloat16,
+    Memory: the result, and at most scratch for a few rows at a time. Backward reads ``x`` and the weights, and computes
+    both factors again. The exception is CUDA with more than 1024 features in and ``x`` in float16 or bfloat16, where
     training keeps ``x @ w.T + b`` and ``x @ wg.T + bg``, two tensors of the result's size.
 
     Returns:
@@ -222,11 +223,11 @@ def glu(
 
 @with_type_errors
 def sigmoid(x: Tensor) -> Tensor:
-    """``1 / (1 + exp(-x))`` of every element, as a new contiguous tensor of the shape of ``x``.
+    """Returns ``1 / (1 + exp(-x))`` of every element, as a new contiguous tensor of the shape of ``x``.
 
     Dtypes: float32, float64, float16 or bfloat16.
 
-    Memory: the result. Backward reads that.
+    Memory: the result, which backward reads.
 
     Raises:
         RuntimeError: the dtype is not supported.
@@ -245,7 +246,7 @@ def sigmoid_(x: Tensor) -> Tensor:
 
     Dtypes: float32, float64, float16 or bfloat16.
 
-    Memory: no second tensor, in training either, since backward reads the result.
+    Memory: no second tensor. Training needs none either, since backward reads the result.
 
     Raises:
         RuntimeError: the dtype is not supported; ``x`` has several elements in one place, as after ``expand``; or ``x``
@@ -263,17 +264,17 @@ def sigmoid_(x: Tensor) -> Tensor:
 
 @with_type_errors
 def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
-    """``a @ b``, or ``a @ b.T`` with ``transpose_b``, for a square ``b``, or for one of each of a batch.
+    """Returns ``a @ b``, or ``a @ b.T`` with ``transpose_b``, for a square matrix ``b`` or a batch of them.
 
     Args:
         a: matrix, or stack of matrices, of shape ``(..., n)``.
         b: matrix of shape ``(n, n)``; or ``(*batch, n, n)`` for ``a`` of shape ``(*batch, m, n)``, with exactly these
             batch sizes.
-        transpose_b: multiply with the transpose of ``b``, or of each matrix of it.
+        transpose_b: multiply by the transpose of ``b``, or of each matrix in it.
 
     Dtypes: float32, float64, float16 or bfloat16, one for both arguments.
 
-    Memory: the result. Backward reads ``b`` where ``a`` requires a gradient, and ``a`` where ``b`` does.
+    Memory: the result. Backward reads ``b`` if ``a`` requires a gradient, and ``a`` if ``b`` does.
 
     Returns:
         A new contiguous tensor of the shape of ``a``.
@@ -294,11 +295,11 @@ def square_matmul(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
 def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor:
     """Overwrites ``a`` with ``square_matmul(a, b)`` and returns it, without a second buffer of its size.
 
-    Shapes and dtypes are those of :func:`square_matmul`. ``b`` may overlap ``a``, and is then copied first.
+    Shapes and dtypes are those of :func:`square_matmul`. ``b`` may overlap ``a``; it is then copied first.
 
-    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. A ``b`` of which neither rows nor
-    columns are contiguous is copied; on the CPU, one matrix of a batch at a time. Training copies the old ``a`` only if
-    ``b`` requires a gradient.
+    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. ``b`` is copied if neither its rows nor
+    its columns are contiguous; on the CPU, one matrix of a batch at a time. Training copies the old ``a`` only if ``b``
+    requires a gradient.
 
     Raises:
         RuntimeError: as :func:`square_matmul`; ``a`` has several elements in one place, as after ``expand``; or ``a``
@@ -318,11 +319,13 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
 
 @with_type_errors
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """``exp(x) / sum(exp(x))`` along ``dim``, shifted by the maximum, as a new contiguous tensor of the shape of ``x``.
+    """Returns ``exp(x) / sum(exp(x))`` along ``dim``, computed after subtracting the maximum.
+
+    The result is a new contiguous tensor of the shape of ``x``.
 
     Dtypes: float32, float64, float16 or bfloat16.
 
-    Memory: the result. Backward reads that.
+    Memory: the result, which backward reads.
 
     Raises:
         IndexError: ``dim`` is out of range.
@@ -342,8 +345,8 @@ def softmax_(x: Tensor, dim: int = -1) -> Tensor:
 
     Dtypes: float32, float64, float16 or bfloat16.
 
-    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU, where a line of more than that whose
-    elements are not adjacent is copied whole. No more in training, since backward reads the result.
+    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. On a GPU, a longer line whose elements
+    are not adjacent is copied as a whole. Training needs no more, since backward reads the result.
 
     Raises:
         IndexError: ``dim`` is out of range.
@@ -368,7 +371,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the trailing dimensions ``normalized_shape``.
+    """Normalises the trailing dimensions ``normalized_shape``: ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
     Args:
         x: input of shape ``(..., *normalized_shape)``.
@@ -406,11 +409,11 @@ def layer_norm_(
 ) -> Tensor:
     """Overwrites ``x`` with ``layer_norm(x, ...)`` and returns it.
 
-    Shapes and dtypes are those of :func:`layer_norm`. ``weight`` and ``bias`` may overlap ``x``, and are then copied
+    Shapes and dtypes are those of :func:`layer_norm`. ``weight`` and ``bias`` may overlap ``x``. They are then copied
     first.
 
-    Memory: two numbers per row, and scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU, where a row of
-    more than that whose elements are not adjacent is copied whole. Training copies the old ``x``, except without
+    Memory: two numbers per row, and scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. On a GPU, a
+    longer row whose elements are not adjacent is copied as a whole. Training copies the old ``x``, except without
     ``weight`` and ``bias``.
 
     Raises:

@@ -1,5 +1,5 @@
 """Operators of the pair layer of AlphaFold-like models: triangle updates of pair tensors ``(*batch, N, N, c)``, and the
-transition; for dtypes, errors and autocast see :mod:`torchops.ops`."""
+transition. For dtypes, errors and autocast see :mod:`torchops.ops`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def transition(
     down_bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """The transition of AlphaFold 3 and its successors, a gated feed-forward layer behind its layer norm, as one
+    """The transition of AlphaFold 3 and its successors, a gated feed-forward layer after a layer norm, as one
     operator (`Abramson et al. 2024 <https://doi.org/10.1038/s41586-024-07487-w>`_, supplement, algorithm 11).
 
     .. code-block:: text
@@ -47,12 +47,12 @@ def transition(
         down_weight: of shape ``(c, hidden)``; its bias ``(c,)``, or ``None``.
         eps: of the layer norm.
 
-    Dtypes: float32, float64, float16 or bfloat16, one for all parameters. Where that is float16 or bfloat16, ``x`` may
-    be float32: nothing of it is rounded before the mean of each row is subtracted. ``torch.autocast`` casts the
-    parameters, and leaves a float32 ``x`` as it is.
+    Dtypes: float32, float64, float16 or bfloat16, one for all parameters. If that is float16 or bfloat16, ``x`` may be
+    float32. It is rounded only after the mean of each row has been subtracted. ``torch.autocast`` casts the parameters,
+    and leaves a float32 ``x`` as it is.
 
-    Memory: of the ``hidden`` features, which are several times as many as those of ``x``, only those of a panel of rows
-    exist at a time. For backward, nothing is kept but the arguments; everything else is computed again.
+    Memory: the ``hidden`` features, several times as many as those of ``x``, exist only for one panel of rows at a
+    time. For backward, only the arguments are kept; everything else is computed again.
 
     Returns:
         The transition, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the
@@ -98,12 +98,12 @@ def transition_(
 ) -> Tensor:
     """Adds :func:`transition` to ``x``, as a model's residual connection does, and returns ``x``.
 
-    Parameters may overlap ``x``, and are then copied first. Where memory runs out halfway, a part of ``x`` may be
+    Parameters may overlap ``x``; they are then copied first. If memory runs out halfway, a part of ``x`` may be
     overwritten.
 
-    Dtypes: as :func:`transition`; the sum is in that of ``x``.
+    Dtypes: as :func:`transition`; the sum has the dtype of ``x``.
 
-    Memory: without gradients, no tensor of the size of ``x`` is made; training keeps a copy of the old ``x``.
+    Memory: without gradients, no tensor of the size of ``x`` is allocated. Training keeps a copy of the old ``x``.
 
     Raises:
         RuntimeError: as :func:`transition`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
@@ -174,20 +174,20 @@ def triangle_multiplicative_update(
         g_out_weight: of shape ``(c, c)``; its bias ``(c,)``, or ``None``.
         eps: of both layer norms.
 
-    Dtypes: float32, float64, float16 or bfloat16, one for all arguments but the mask. Where the parameters are float16
-    or bfloat16, ``x`` may be float32: nothing of it is rounded before the mean of each row is subtracted.
-    ``torch.autocast`` casts the mask and the parameters, and leaves a float32 ``x`` as it is. In float16 nothing has to
-    be scaled by the caller: ``a`` is scaled so that ``o`` does not overflow for want of range.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments but the mask. If the parameters are float16 or
+    bfloat16, ``x`` may be float32. It is rounded only after the mean of each row has been subtracted.
+    ``torch.autocast`` casts the mask and the parameters, and leaves a float32 ``x`` as it is. In float16 you don't have
+    to scale anything: the operator scales ``a`` so that ``o`` does not overflow.
 
     Returns:
         The update, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the parameters.
 
     Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), the result included, and at most 64 MiB. For
-    backward, ``o`` is kept besides the arguments; everything else is computed again.
+    backward, ``o`` and the arguments are kept; everything else is computed again.
 
     Raises:
-        TypeError: a keyword that does not exist, or a weight that is missing.
-        RuntimeError: shapes do not match; devices differ; or dtypes are not supported together.
+        TypeError: there is no such keyword, or a weight is missing.
+        RuntimeError: the shapes do not match; devices differ; or dtypes are not supported together.
         ValueError: there is no such direction.
 
     Example:
@@ -244,11 +244,11 @@ def triangle_multiplicative_update_(
 ) -> Tensor:
     """Adds :func:`triangle_multiplicative_update` to ``x``, as a model's residual connection does, and returns ``x``.
 
-    Shapes and dtypes are those of :func:`triangle_multiplicative_update`; the sum is in the dtype of ``x``. ``mask``
-    and parameters may overlap ``x``, and are then copied first.
+    Shapes and dtypes are those of :func:`triangle_multiplicative_update`; the sum has the dtype of ``x``. ``mask``
+    and parameters may overlap ``x``; they are then copied first.
 
     Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), and at most 64 MiB. Training keeps ``o`` and a
-    copy of the old ``x``. Where memory runs out halfway, a part of ``x`` may be overwritten.
+    copy of the old ``x``. If memory runs out halfway, a part of ``x`` may be overwritten.
 
     Raises:
         TypeError: as :func:`triangle_multiplicative_update`.

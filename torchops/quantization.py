@@ -1,15 +1,14 @@
 """Layers of torchops in quantized models.
 
-**torchao's tensors.** ``torchao.quantization.quantize_`` takes a :class:`torchops.nn.Dense`, a ``Gate`` and the layers
-of a ``GLU`` for what they are, ``nn.Linear``, and puts a tensor subclass in the place of their weights. With such a
-weight ``dense``, ``gate`` and ``glu`` are what they stand for: ``torch.nn.functional.linear``, with all that torchao
-does for it, and the rest after it. Nothing has to be called for that.
+**torchao's tensors.** A :class:`torchops.nn.Dense`, a ``Gate`` and the layers of a ``GLU`` are ``nn.Linear``, so
+``torchao.quantization.quantize_`` replaces their weights by a tensor subclass. With such a weight, ``dense``, ``gate``
+and ``glu`` compute ``torch.nn.functional.linear``, with all that torchao does for it, and the rest after it. You don't
+have to call anything for that.
 
 **Quantizers of graphs** (PT2E, ``torchao.quantization.pt2e``) look for ``linear``, which :func:`written_out` puts into
 an exported program.
 
-Products of eight bits with the rest in their epilogue are :func:`torchops.dense_scaled`, ``gate_scaled`` and
-``glu_scaled``; neither way leads there.
+Neither uses the fused eight-bit operators, which are :func:`torchops.dense_scaled`, ``gate_scaled`` and ``glu_scaled``.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ _WRITTEN_OUT = (
 
 
 def written_out(program: ExportedProgram) -> ExportedProgram:
-    """The program with ``aten.linear`` and what follows it in the place of ``dense``, ``gate`` and ``glu``.
+    """Returns the program with ``dense``, ``gate`` and ``glu`` written as ``aten.linear`` and what follows it.
 
-    For quantizers of graphs, before ``prepare_pt2e``. They find a ``linear`` by a note of what it was in the model,
-    which new ones get here. Arguments must be of one dtype, as for ``linear``. All other operators stay.
+    Use it for quantizers of graphs, before ``prepare_pt2e``. They find a ``linear`` by its metadata, which this
+    function adds. Arguments must be of one dtype, as for ``linear``. All other operators stay.
 
     Raises:
         RuntimeError: dtypes are mixed.

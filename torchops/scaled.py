@@ -1,5 +1,6 @@
-"""Operators of eight-bit operands, with the scales that ``torch._scaled_mm`` takes: overloads ``scaled`` of operators
-in :mod:`torchops.ops`. Invalid arguments raise as there."""
+"""Operators for eight-bit operands, with the scales that ``torch._scaled_mm`` takes.
+
+They are overloads ``scaled`` of operators in :mod:`torchops.ops`, and raise the same errors."""
 
 from __future__ import annotations
 
@@ -29,38 +30,42 @@ def dense_scaled(
 ) -> Tensor:
     """:func:`dense` of eight-bit operands: ``sigmoid((x @ w.T) * scale_x * scale_w + b)``.
 
-    It is ``torch._scaled_mm(x, w.t(), scale_x, scale_w)`` with a sigmoid after it, and takes the scales that function
-    does: what ``x`` and ``w`` were divided by before they were rounded to eight bits. Unlike there, ``x`` may have any
-    number of leading dimensions, one scale may be for a whole tensor and the other for each row, and the features need
-    not be multiples of 16. The operator is ``torch.ops.myops.dense.scaled``, an overload of ``dense``; the function is
-    one of its own, because its results have another dtype and no gradients.
+    This is ``torch._scaled_mm(x, w.t(), scale_x, scale_w)`` followed by a sigmoid. It takes the same scales: what you
+    divided ``x`` and ``w`` by before you rounded them to eight bits. Unlike in ``torch._scaled_mm``,
+
+    - ``x`` may have any number of leading dimensions;
+    - one scale may be for a whole tensor and the other for each row;
+    - the features need not be multiples of 16.
+
+    The operator is ``torch.ops.myops.dense.scaled``, an overload of ``dense``. It has its own function, because its
+    results have another dtype and no gradients.
 
     Args:
         x: input of shape ``(..., in_features)``.
         w: weight of shape ``(out_features, in_features)``.
-        scale_x: one element, for all of ``x``; or ``(..., 1)``, one for each of its rows, as
-            ``x.abs().amax(-1, keepdim=True)`` has it.
-        scale_w: one element, for all of ``w``; or ``(1, out_features)``, one for each of its rows.
+        scale_x: one element, for all of ``x``; or shape ``(..., 1)``, one for each of its rows, like
+            ``x.abs().amax(-1, keepdim=True)``.
+        scale_w: one element, for all of ``w``; or shape ``(1, out_features)``, one for each of its rows.
         b: bias of shape ``(out_features,)``, or ``None``.
         out_dtype: bfloat16, float16 or float32. Default: bfloat16.
 
-    Dtypes: float8_e4m3fn ``x`` and ``w``, float32 scales, ``b`` of ``out_dtype`` or float32. Sums are float32; on
-    compute capability 9.0, as in ``_scaled_mm`` without ``use_fast_accum``, sums of a part of the products are those
-    of its tensor cores, with fewer bits, and are added up in float32.
+    Dtypes: float8_e4m3fn ``x`` and ``w``, float32 scales, ``b`` of ``out_dtype`` or float32. Sums are float32. On
+    compute capability 9.0, the tensor cores add up parts of a sum with fewer bits, and the parts are added up in
+    float32, as in ``_scaled_mm`` without ``use_fast_accum``.
 
-    Gradients: none, as of ``_scaled_mm``. An argument may require grad, but backward raises.
+    Gradients: none, as with ``_scaled_mm``. An argument may require grad, but backward raises.
 
-    Memory: the result, and copies of ``x`` and ``w`` where their rows are not adjacent and aligned. Where there is no
-    kernel for it (GPUs of other compute capabilities than 9.0, features that are no multiples of 16, results that are
-    not bfloat16), a panel of rows of at most 32 MiB, or one row, and, for such features, a copy of ``w`` in bfloat16.
-    On the CPU, the weights of some columns in float32, 4 MiB or 64 columns of them, and panels of rows beside them.
+    Memory: the result, and copies of ``x`` and ``w`` if their rows are not adjacent and aligned. If there is no fused
+    kernel (GPUs of other compute capabilities than 9.0, features that are not multiples of 16, results that are not
+    bfloat16), also a panel of rows of at most 32 MiB, or one row, and, for such features, a copy of ``w`` in bfloat16.
+    On the CPU, also the float32 weights of a few columns, 4 MiB or 64 columns, and panels of rows.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
 
     Raises:
-        RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; a dtype is another one; or the
-            GPU has a compute capability below 8.9.
+        RuntimeError: the shapes do not match, or ``x`` is 0-dimensional; devices differ; the dtypes are not supported;
+            or the GPU has a compute capability below 8.9.
 
     Example:
 
@@ -74,26 +79,26 @@ def dense_scaled(
 
 @with_type_errors
 def gate_scaled(v: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor | None = None) -> Tensor:
-    """:func:`gate` whose gate has eight-bit operands: ``v * sigmoid((x @ w.T) * scale_x * scale_w + b)``.
+    """:func:`gate` with eight-bit operands of the gate: ``v * sigmoid((x @ w.T) * scale_x * scale_w + b)``.
 
     Args:
-        v: what is gated, of shape ``(..., out_features)``: bfloat16, float16 or float32.
+        v: the value to gate, of shape ``(..., out_features)``: bfloat16, float16 or float32.
         x: input of the gate, of shape ``(..., in_features)``, with the leading sizes of ``v``.
         w: weight of shape ``(out_features, in_features)``.
         scale_x: one element, or ``(..., 1)``, one for each row of ``x``.
         scale_w: one element, or ``(1, out_features)``, one for each row of ``w``.
         b: bias of shape ``(out_features,)``, or ``None``: of the dtype of ``v``, or float32.
 
-    Dtypes: as of :func:`dense_scaled`; as there, no gradients.
+    Dtypes: as in :func:`dense_scaled`. There are no gradients either.
 
-    Memory: as of :func:`dense_scaled`; one kernel makes the result where that is bfloat16. A ``v`` whose rows are not
-    adjacent and aligned is copied.
+    Memory: as in :func:`dense_scaled`; one kernel computes a bfloat16 result. ``v`` is copied if its rows are not
+    adjacent and aligned.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
 
     Raises:
-        RuntimeError: as of :func:`dense_scaled`, or ``v`` does not fit.
+        RuntimeError: as :func:`dense_scaled`, or if the shape or dtype of ``v`` does not fit.
 
     Example:
 
@@ -134,17 +139,17 @@ def glu_scaled(
         activation: ``"sigmoid"`` or ``"silu"``.
         out_dtype: bfloat16, float16 or float32. Default: bfloat16.
 
-    Dtypes: as of :func:`dense_scaled`; as there, no gradients.
+    Dtypes: as in :func:`dense_scaled`. There are no gradients either.
 
-    Memory: as of :func:`dense_scaled`. On a GPU the value is made first, rounded to ``out_dtype``, and then the gate,
-    which multiplies it in its place: by a kernel each where ``out_dtype`` is bfloat16. No other tensor of its size
-    exists.
+    Memory: as in :func:`dense_scaled`. On a GPU, the value is computed first, rounded to ``out_dtype``, and then
+    multiplied by the gate in place; with a bfloat16 ``out_dtype``, by one kernel each. There is no other tensor of its
+    size.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)``.
 
     Raises:
-        RuntimeError: as of :func:`dense_scaled`.
+        RuntimeError: as :func:`dense_scaled`.
         ValueError: there is no such activation.
 
     Example:

@@ -1,9 +1,10 @@
 """Modules over the operators of torchops, and :func:`replace`, which puts them into existing models.
 
-Operators that overwrite a tensor have no modules of their own, such as a ``Softmax_``: whether a tensor may be
-overwritten is known where it is used, and not where a layer is made. A residual connection, a hook or a caller may
-still need it. Call ``torchops.softmax_(x)`` in the ``forward`` that made ``x``. :class:`Transition` and
-:class:`TriangleMultiplicativeUpdate` overwrite their input where the call says so, ``layer(x, inplace=True)``.
+There are no modules for operators that overwrite a tensor, such as a ``Softmax_``. Whether you may overwrite a tensor
+depends on where you use it, not on where you create a layer: a residual connection, a hook or a caller may still need
+it. Call ``torchops.softmax_(x)`` in the ``forward`` that made ``x``. :class:`Transition`, :class:`TriangleAttention`,
+:class:`TriangleMultiplicativeUpdate` and :class:`PairLayer` overwrite their input if you call ``layer(x,
+inplace=True)``.
 """
 
 from torchops.nn import gated as _gated  # noqa: F401  (replace() knows it once it is imported)

@@ -1,4 +1,4 @@
-"""Gates, and layers that end in one."""
+"""Gates, and layers that end in a gate."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Dense(nn.Linear):
 class Gate(nn.Linear):
     """Gates one tensor by another: ``v * sigmoid(x @ weight.T + bias)``.
 
-    It is an ``nn.Linear`` (same parameters, initialisation, state dict), the sigmoid of whose output multiplies ``v``,
-    computed by one operator: :func:`torchops.gate`. With 16-bit parameters, ``v`` and ``x`` may be float32.
+    It is an ``nn.Linear`` (same parameters, initialisation, state dict). The sigmoid of its output multiplies ``v``.
+    One operator computes it all: :func:`torchops.gate`. With 16-bit parameters, ``v`` and ``x`` may be float32.
 
     Args:
         in_features: size of each row of ``x``.
@@ -76,9 +76,9 @@ class Gate(nn.Linear):
 class GLU(nn.Module):
     """A gated linear unit: ``value(x) * activation(gate(x))`` with two linear layers, ``value`` and ``gate``.
 
-    Both are ``nn.Linear`` (parameters, initialisation, names in the state dict), of which one operator,
-    :func:`torchops.glu`, reads the parameters. They are not called, so their hooks do not run. With 16-bit parameters,
-    ``x`` may be float32.
+    Both are ``nn.Linear`` (parameters, initialisation, names in the state dict). One operator, :func:`torchops.glu`,
+    reads their parameters. The layers are not called, so their hooks do not run. With 16-bit parameters, ``x`` may be
+    float32.
 
     Args:
         in_features: size of each input row.
@@ -91,7 +91,7 @@ class GLU(nn.Module):
         ``(..., in_features)`` to ``(..., out_features)``.
 
     Raises:
-        ValueError: an activation that does not exist.
+        ValueError: there is no such activation.
 
     Example:
 

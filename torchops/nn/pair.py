@@ -20,31 +20,32 @@ _TRUNCATED_STD = 0.87962566103423978
 
 
 class Transition(nn.Module):
-    """AlphaFold 3's transition, a gated feed-forward layer behind its layer norm, computed by one operator:
+    """AlphaFold 3's transition, a gated feed-forward layer after a layer norm, computed by one operator:
     :func:`torchops.transition`.
 
-    With ``z = norm(x)`` it returns ``fc3(silu(fc1(z)) * fc2(z))``. The caller adds that to ``x``.
+    With ``z = norm(x)`` it returns ``fc3(silu(fc1(z)) * fc2(z))``. Add that to ``x``, or pass ``residual`` or
+    ``inplace``.
 
     Args:
         c: features of ``x``.
-        hidden: features in between; ``4 * c`` if it is not given.
+        hidden: features in between. Default: ``4 * c``.
         bias: learn biases of the three products; AlphaFold 3 and Boltz have none.
         eps: of the layer norm.
         device, dtype: of the parameters.
 
-    The state dict has the names of Boltz, so that it loads Boltz's: ``norm.weight``, ``norm.bias`` ``(c,)``;
+    The state dict uses Boltz's names, so you can load Boltz's: ``norm.weight``, ``norm.bias`` ``(c,)``;
     ``fc1.weight`` (gate), ``fc2.weight`` (up) ``(hidden, c)``; ``fc3.weight`` (down) ``(c, hidden)``; and with ``bias``
     ``fc1.bias``, ``fc2.bias`` ``(hidden,)``, ``fc3.bias`` ``(c,)``.
 
     It starts as AlphaFold 3 does: ``fc1`` and ``fc2`` normal with variance ``1 / c``, cut off at two standard
     deviations; ``fc3`` 0, so the first transition is 0; the norm with weights of 1 and biases of 0; biases of 0.
 
-    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``, of which the operator reads the parameters. They are
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operator reads their parameters. The layers are
     not called, so their hooks do not run.
 
     Shape:
-        ``x`` of ``(..., c)``. The result is of ``x``'s shape and the dtype of the parameters; with 16-bit parameters,
-        ``x`` may be float32.
+        ``x`` of ``(..., c)``. The result has the shape of ``x`` and the dtype of the parameters. With 16-bit
+        parameters, ``x`` may be float32.
 
     Raises:
         RuntimeError: as :func:`torchops.transition`, when called.
@@ -86,10 +87,14 @@ class Transition(nn.Module):
                 nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, *, inplace: bool = False, residual: bool = False) -> Tensor:
-        """The transition of ``x``; with ``residual``, ``x + transition(x)``, a new tensor of the dtype of ``x``; or,
-        with ``inplace``, ``x`` itself after ``x += transition(x)``, which needs no tensor for the transition and is
-        meant for inference. Where the fused kernels run, ``residual`` takes no pass over memory for the addition, nor,
-        where ``x`` has the dtype of the parameters, for that of its gradients."""
+        """Returns the transition of ``x``.
+
+        With ``residual``, it returns ``x + transition(x)`` instead, a new tensor of the dtype of ``x``. If the fused
+        kernels run, the addition takes no extra pass over memory. Nor does that of its gradients, if ``x`` has the
+        dtype of the parameters.
+
+        With ``inplace``, it returns ``x`` itself after ``x += transition(x)``. That needs no tensor for the transition,
+        and is meant for inference."""
         functional = _add_transition if residual else torchops.transition
         operator = torchops.transition_ if inplace else functional
         return operator(
@@ -115,17 +120,18 @@ class TriangleMultiplicativeUpdate(nn.Module):
 
     With ``z = norm_in(x)``, ``a, b = (p_in(z) * sigmoid(g_in(z)) * mask).chunk(2, -1)`` and, for each channel,
     ``o[i, j] = sum_k a[i, k] * b[j, k]`` (outgoing) or ``sum_k a[k, i] * b[k, j]`` (incoming), it returns
-    ``p_out(norm_out(o)) * sigmoid(g_out(z))``. The caller adds that to ``x``, usually behind a dropout.
+    ``p_out(norm_out(o)) * sigmoid(g_out(z))``. Add that to ``x``, usually after a dropout, or pass ``residual`` or
+    ``inplace``.
 
     Args:
         c: channels of ``x``.
-        d: channels of the product; ``c`` if it is not given.
+        d: channels of the product. Default: ``c``.
         direction: ``"outgoing"`` or ``"incoming"`` edges.
         bias: learn biases of the projections and gates, as AlphaFold 2 does; AlphaFold 3 and Boltz have none.
         eps: of both layer norms.
         device, dtype: of the parameters.
 
-    The state dict has the names of Boltz, so that it loads Boltz's: ``norm_in.weight``, ``norm_in.bias`` ``(c,)``;
+    The state dict uses Boltz's names, so you can load Boltz's: ``norm_in.weight``, ``norm_in.bias`` ``(c,)``;
     ``p_in.weight``, ``g_in.weight`` ``(2 d, c)``, first ``a``, then ``b``; ``norm_out.weight``, ``norm_out.bias``
     ``(d,)``; ``p_out.weight`` ``(c, d)``; ``g_out.weight`` ``(c, c)``; and with ``bias`` ``p_in.bias``, ``g_in.bias``
     ``(2 d,)``, ``p_out.bias``, ``g_out.bias`` ``(c,)``.
@@ -134,15 +140,15 @@ class TriangleMultiplicativeUpdate(nn.Module):
     weights of 0 and biases of 1, thus open at ``sigmoid(1)``, or at a half without biases; ``p_out`` 0, so the first
     update is 0; norms with weights of 1 and biases of 0.
 
-    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``, of which the operator reads the parameters. They are
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operator reads their parameters. The layers are
     not called, so their hooks do not run.
 
     Shape:
         ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``. The
-        result is of ``x``'s shape and the dtype of the parameters; with 16-bit parameters, ``x`` may be float32.
+        result has the shape of ``x`` and the dtype of the parameters. With 16-bit parameters, ``x`` may be float32.
 
     Raises:
-        ValueError: a direction that does not exist.
+        ValueError: there is no such direction.
         RuntimeError: as :func:`torchops.triangle_multiplicative_update`, when called.
 
     Example:
@@ -191,10 +197,14 @@ class TriangleMultiplicativeUpdate(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False, residual: bool = False
     ) -> Tensor:
-        """The update of ``x``; with ``residual``, ``x + update(x)``, a new tensor of the dtype of ``x``; or, with
-        ``inplace``, ``x`` itself after ``x += update(x)``, which needs no tensor for the update and is meant for
-        inference. Where the fused kernels run, ``residual`` takes no pass over memory for the addition, nor, where
-        ``x`` has the dtype of the parameters, for that of its gradients."""
+        """Returns the update of ``x``.
+
+        With ``residual``, it returns ``x + update(x)`` instead, a new tensor of the dtype of ``x``. If the fused
+        kernels run, the addition takes no extra pass over memory. Nor does that of its gradients, if ``x`` has the
+        dtype of the parameters.
+
+        With ``inplace``, it returns ``x`` itself after ``x += update(x)``. That needs no tensor for the update, and is
+        meant for inference."""
         if residual and not inplace:
             outgoing = self.direction == "outgoing"
             return _add_triangle_update(x, mask, self._parameters_beneath(), outgoing, self.eps, False, True)[0]
@@ -232,13 +242,14 @@ class TriangleMultiplicativeUpdate(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.Module) -> TriangleMultiplicativeUpdate:
-        """A layer with the values of a module of Boltz, OpenFold, OpenFold-3 or ESMFold, which stays as it is.
+        """Returns a layer with the values of a module of Boltz, OpenFold, OpenFold-3 or ESMFold.
 
-        The values are copies, packed where the module has separate layers for ``a`` and ``b``. A bias that only some of
-        its layers have is 0 for the others. To keep parameters and their names, use :func:`replace`.
+        The module stays as it is. The values are copies, packed if the module has separate layers for ``a`` and ``b``.
+        A bias that only some of its layers have is 0 for the others. To keep parameters and their names, use
+        :func:`replace`.
 
         Raises:
-            TypeError: it is not such a module, or does not compute what this layer computes; with the reason.
+            TypeError: it is not such a module, or does not compute what this layer computes. The error says why.
         """
         from torchops.adapters.swap import known
         from torchops.adapters.triangle import TriangleUpdate

@@ -29,24 +29,25 @@ class PairLayer(nn.Module):
 
     Args:
         c: features of ``x``.
-        heads, head_dim: of the attentions.
-        hidden: features inside the transition; ``4 * c`` if it is not given.
-        dropout: in training, the probability that the update of a row (a column) is left out; one decision for each row
-            and batch, for all its columns and features, and the others are scaled by ``1 / (1 - dropout)``.
-        checkpoint: in training, keep of each update its input alone, and compute it again for the gradient: less
-            memory for more time.
+        heads, head_dim: number of attention heads, and features of a head.
+        hidden: features inside the transition. Default: ``4 * c``.
+        dropout: in training, the probability that the update of a row (or column) is dropped. Each row of each batch is
+            dropped as a whole, with all its columns and features, and the others are scaled by ``1 / (1 - dropout)``.
+        checkpoint: in training, keep only the input of each update, and compute the update again for the gradient. This
+            takes less memory and more time.
         bias: learn biases of projections, gates and output products, as AlphaFold 2 does; AlphaFold 3 and Boltz have
             none.
         eps: of all layer norms.
         device, dtype: of the parameters.
 
     The modules inside are :class:`TriangleMultiplicativeUpdate`, :class:`TriangleAttention` and :class:`Transition`,
-    under the names of the formula, which are those of Boltz's ``PairformerNoSeqLayer``: it loads the state dict of
-    that.
+    under the names of the formula. These are also the names in Boltz's ``PairformerNoSeqLayer``, so you can load its
+    state dict.
 
     Shape:
-        ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, or ``None``: of zeros and ones, bool or
-        floating-point. The result has the shape of ``x``, and its dtype; with 16-bit parameters, ``x`` may be float32.
+        ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, or ``None``. The mask has zeros and ones, and
+        is bool or floating-point. The result has the shape and dtype of ``x``. With 16-bit parameters, ``x`` may be
+        float32.
 
     Example:
 
@@ -90,8 +91,10 @@ class PairLayer(nn.Module):
             module.reset_parameters()  # type: ignore[operator]
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False) -> Tensor:
-        """``x`` after the five updates, a new tensor; or, with ``inplace``, ``x`` itself, overwritten, which needs no
-        tensor for an update and is meant for inference."""
+        """Returns ``x`` after the five updates, as a new tensor.
+
+        With ``inplace``, it overwrites ``x`` and returns it. That needs no tensor for an update, and is meant for
+        inference."""
         if x.dim() < 3:
             raise RuntimeError(f"PairLayer: expected x of shape (..., N, N, c), got {tuple(x.shape)}")
         for module, shared_along in (

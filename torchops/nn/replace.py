@@ -1,8 +1,8 @@
-"""Layers of torchops in the place of those of an existing model.
+"""Swaps layers of an existing model for layers of torchops.
 
-:func:`replace` asks every *swapper* in turn: a function that finds one kind of layer, replaces it in place, and reports
-what it replaced and what it left. `swapper` makes one known. What they have in common is here: whether a module or its
-parameters do more than their classes say.
+:func:`replace` calls every *swapper* in turn: a function that finds one kind of layer, replaces it in place, and
+reports what it replaced and what it left. `swapper` registers one. This file has what they share: whether a module or
+its parameters do more than their classes say.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class Replacements:
     """What :func:`replace` did.
 
     Attributes:
-        replaced: names of the layers in whose place there is one of torchops now, in the order of
-            ``model.named_modules()``.
-        left: names of the layers that look as if they could be replaced and stay as they are, with the reason.
+        replaced: names of the layers that were replaced, in the order of ``model.named_modules()``.
+        left: names of the layers that look replaceable but were left as they are, with the reason.
     """
 
     replaced: tuple[str, ...]
@@ -55,57 +54,56 @@ def last_swapper(
 ) -> Callable[[nn.Module, Collection[str]], Replacements]:
     """Has `replace` call `function` after all others, with the names of what they replaced or left.
 
-    For what changes modules of any class: one that others know, and leave, it does not touch.
+    This is for functions that change modules of any class, and must not touch those that others know and leave.
     """
     _last_swappers.append(function)
     return function
 
 
 def replace(model: nn.Module) -> Replacements:
-    """Replaces layers of ``model`` by layers of torchops that compute the same, and takes over their parameters.
+    """Replaces layers of ``model`` by layers of torchops that compute the same, with the same parameters.
 
-    The model is changed in place. A new layer has the parameters themselves, so optimizers go on, and all other state
-    of its predecessor (training mode, ``requires_grad``, dtype, device, attributes). Every name in the state dict
-    stays, and state dicts load both ways. Calling it again does nothing. Replaced are
+    The model is changed in place. A new layer has the parameters themselves, so optimizers keep working, and all other
+    state of the old layer (training mode, ``requires_grad``, dtype, device, attributes). Names in the state dict stay
+    the same, and state dicts load both ways. Calling it again does nothing. It replaces
 
-    - an ``nn.Linear`` that is followed by an ``nn.Sigmoid`` in an ``nn.Sequential``, by :class:`Dense` and an
-      ``nn.Identity``;
-    - an ``nn.Linear`` that is followed by ``nn.GLU()`` in an ``nn.Sequential``, by a layer that computes both and an
+    - an ``nn.Linear`` followed by an ``nn.Sigmoid`` in an ``nn.Sequential``, by :class:`Dense` and an ``nn.Identity``;
+    - an ``nn.Linear`` followed by ``nn.GLU()`` in an ``nn.Sequential``, by a layer that computes both and an
       ``nn.Identity``;
     - the forward of a module that gates by linear layers that it owns, as in ``up(x) * silu(gate(x))``,
-      ``F.glu(packed(x))`` or ``v * sigmoid(gate(x))``: it calls :func:`torchops.glu` or :func:`torchops.gate` with the
-      parameters of these layers, which are no longer called. Its class becomes a subclass of what it was, so that its
-      attributes, other methods and hooks stay. What the new forward is was read off by ``torch.fx``: attributes that
-      steer the forward have the values from then on that they have now;
+      ``F.glu(packed(x))`` or ``v * sigmoid(gate(x))``. The new forward calls :func:`torchops.glu` or
+      :func:`torchops.gate` with the parameters of these layers, and no longer the layers. The class becomes a subclass
+      of the old one, so that attributes, other methods and hooks stay. ``torch.fx`` traces the forward once, so
+      attributes that steer it keep the values that they have now;
     - triangle multiplicative updates, triangle attention and transitions of the public packages that
-      :mod:`torchops.adapters` knows, by modules with the signature of the original that call the operators; and layers
-      that are made of them, whose updates are added in place in inference.
+      :mod:`torchops.adapters` knows, by modules with the same signature that call the operators; and layers made of
+      them, which then add their updates in place in inference.
 
-    A layer is left as it is, and reported, where its parts do more than their classes say or are seen from outside:
+    It leaves a layer as it is, and reports it, if its parts do more than their classes say or are visible from outside:
 
     - it is of a subclass, parametrized or quantized;
-    - it has a hook, a forward of its own or a compiled one. A hook of a linear layer would see other values: those
-      before the sigmoid exist no longer. Hooks of the ``nn.Sequential`` and of everything else see the same values and
+    - it has a hook, an overridden or a compiled forward. A hook of a linear layer would see other values, since those
+      before the sigmoid no longer exist. Hooks of the ``nn.Sequential`` and of everything else see the same values and
       are kept;
-    - a parameter is a tensor subclass (DTensor, for one), sparse, or of a dtype or on a device that the operator does
-      not compute in; or the parameters differ in one of them;
-    - the linear layer also stands in a place where no sigmoid follows it. A layer that is followed by a sigmoid
-      wherever it stands is replaced by one ``Dense`` in all places;
-    - the ``nn.Sequential`` is of a subclass with a forward or an iteration of its own;
-    - a forward that gates cannot be traced (autocast inside of it cannot), differs between training and evaluation,
+    - a parameter is a tensor subclass (such as a DTensor), is sparse, or has a dtype or device that the operator does
+      not support; or the parameters differ in dtype or device;
+    - the linear layer is also used where no sigmoid follows it. If a sigmoid follows it wherever it is used, one
+      ``Dense`` replaces it in all places;
+    - the ``nn.Sequential`` is of a subclass with its own forward or iteration;
+    - a forward that gates cannot be traced (autocast inside it cannot), differs between training and evaluation,
       overwrites tensors, or computes something else than its replacement on a copy with random parameters;
-    - a module of a package is of no known class, has other layers, or computes something else. One of each class and
-      size is computed beside its replacement first, as a small problem with random parameters, on the CPU.
+    - a module of a package is of no known class, has other layers, or computes something else. For each class and size,
+      one module is compared with its replacement first, on a small problem with random parameters on the CPU.
 
-    Code that takes a layer out of a module and calls it alone is not seen.
-    :mod:`torchops.inductor` follows the computation itself and needs no such structure.
+    It does not see code that takes a layer out of a module and calls it alone. :mod:`torchops.inductor` follows the
+    computation itself and needs no such structure.
 
     Returns:
-        What was replaced and what was left. ``model`` itself, whose name is empty, may get another forward, and stays
+        What was replaced and what was left. ``model`` itself, whose name is empty, may get another forward, but stays
         the same object.
 
     Raises:
-        TypeError: ``model`` is no ``nn.Module``.
+        TypeError: ``model`` is not an ``nn.Module``.
 
     Example:
 

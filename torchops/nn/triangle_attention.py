@@ -16,43 +16,43 @@ class TriangleAttention(nn.Module):
     """AlphaFold's triangle attention with its layer norm, gate and output product (`Jumper et al. 2021
     <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 13 and 14).
 
-    With ``z = layer_norm(x)``, the edges ``(i, j)`` of each row ``i`` attend to its edges ``(i, k)``, by
-    :func:`torchops.triangle_attention` of ``linear_q(z)``, ``linear_k(z)``, ``linear_v(z)`` and the bias ``linear(z)``
-    of ``(j, k)``; of the result ``o`` it returns ``linear_o(o * sigmoid(linear_g(z)))``. For the ending node, rows are
-    columns. The caller adds that to ``x``, usually behind a dropout.
+    With ``z = layer_norm(x)``, the edges ``(i, j)`` of each row ``i`` attend to its edges ``(i, k)``:
+    ``o`` is :func:`torchops.triangle_attention` of ``linear_q(z)``, ``linear_k(z)``, ``linear_v(z)`` and the bias
+    ``linear(z)`` of ``(j, k)``. The layer returns ``linear_o(o * sigmoid(linear_g(z)))``. For the ending node, rows are
+    columns. Add the result to ``x``, usually after a dropout, or pass ``residual`` or ``inplace``.
 
-    In inference it works by panels of rows, and ``q``, ``k``, ``v`` and ``o`` never exist for all of them.
+    In inference the layer works in panels of rows, so ``q``, ``k``, ``v`` and ``o`` never exist for all rows.
 
     Args:
         c: features of ``x``.
-        heads: of the attention.
+        heads: number of attention heads.
         head_dim: features of a head.
         node: ``"starting"`` or ``"ending"``.
         bias: learn biases of the gate and of the output product, as AlphaFold 2 does; AlphaFold 3 and Boltz have none.
         eps: of the layer norm.
         device, dtype: of the parameters.
 
-    The state dict has the names of Boltz, so that it loads Boltz's: ``layer_norm.weight``, ``layer_norm.bias``
+    The state dict uses Boltz's names, so you can load Boltz's: ``layer_norm.weight``, ``layer_norm.bias``
     ``(c,)``; ``linear.weight`` ``(heads, c)``; ``mha.linear_q.weight``, ``mha.linear_k.weight``,
     ``mha.linear_v.weight``, ``mha.linear_g.weight`` ``(heads * head_dim, c)``; ``mha.linear_o.weight``
     ``(c, heads * head_dim)``; and with ``bias`` ``mha.linear_g.bias`` ``(heads * head_dim,)``, ``mha.linear_o.bias``
     ``(c,)``.
 
-    It starts as AlphaFold does: ``linear`` normal with variance ``1 / c``; ``q``, ``k`` and ``v`` uniform after Glorot
+    It starts as AlphaFold does: ``linear`` normal with variance ``1 / c``; ``q``, ``k`` and ``v`` uniform as in Glorot
     and Bengio; the gate with weights of 0 and biases of 1, thus open at ``sigmoid(1)``, or at a half without biases;
     ``linear_o`` 0, so the first update is 0; the norm with weights of 1 and biases of 0.
 
-    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``, of which only the parameters are read. They are not
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. Only their parameters are read. The layers are not
     called, so their hooks do not run.
 
     Shape:
-        ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``: a key
-        whose mask is 0 has no weight, and any other number keeps it. A row whose mask is all 0 is computed as if it
-        were all 1. The result is of ``x``'s shape and the dtype of the parameters; with 16-bit parameters, ``x`` may be
+        ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``. A key
+        whose mask is 0 has no weight; any other number keeps it. A row whose mask is all 0 is computed as if it were
+        all 1. The result has the shape of ``x`` and the dtype of the parameters. With 16-bit parameters, ``x`` may be
         float32.
 
     Raises:
-        ValueError: a node that does not exist.
+        ValueError: there is no such node.
         RuntimeError: as :func:`torchops.attention_update.triangle_attention_update`, when called.
 
     Example:
@@ -122,10 +122,14 @@ class TriangleAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False, residual: bool = False
     ) -> Tensor:
-        """The update of ``x``; with ``residual``, ``x + update(x)``, a new tensor of the dtype of ``x``; or, with
-        ``inplace``, ``x`` itself after ``x += update(x)``, which needs no tensor for the update and is meant for
-        inference. Where the fused kernels run, ``residual`` takes no pass over memory for the addition, nor, where
-        ``x`` has the dtype of the parameters, for that of its gradients."""
+        """Returns the update of ``x``.
+
+        With ``residual``, it returns ``x + update(x)`` instead, a new tensor of the dtype of ``x``. If the fused
+        kernels run, the addition takes no extra pass over memory. Nor does that of its gradients, if ``x`` has the
+        dtype of the parameters.
+
+        With ``inplace``, it returns ``x`` itself after ``x += update(x)``. That needs no tensor for the update, and is
+        meant for inference."""
         return triangle_attention_update(x, mask, self.weights(), self.node, inplace=inplace, residual=residual)
 
     def extra_repr(self) -> str:
