@@ -2,9 +2,9 @@
 
 Four layers of its ``PairformerNoSeqModule`` with random parameters: chunks and checkpoints are those of the release (in
 inference, chunks of 128 rows from N = 385 on; training is checkpointed by layer for N > 512, since four layers of the
-original do not fit otherwise). "bf16-mixed" is a float32 stream under autocast. Before and after take turns; times are
-medians. A deviation is the norm of the difference from the original in IEEE float32, over its norm, and the greatest
-element of the difference; that of the original itself in the same precision, and in TF32, stands beside it.
+original do not fit otherwise). "bf16-mixed" is a float32 stream under autocast. Before and after are interleaved;
+times are medians. A deviation is the norm of the difference from the original in IEEE float32, over its norm, and the
+largest element of the difference. Beside it is that of the original itself in the same precision, and in TF32.
 
 Before that, every module of the packages that are installed, before and after, as a small problem (`--sizes ,` does
 nothing else).

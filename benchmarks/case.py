@@ -35,7 +35,7 @@ class Cost:
 class Case:
     """One operator at one size.
 
-    `targets` gives, by contender, the least ratio (its time over ours) that we hold ourselves to. `sweep` names the
+    `targets` gives, by contender, the least ratio (its time over ours) that we aim for. `sweep` names the
     size over which the case is a point of a picture. `compiled` and `autotuned` say whether the compile modes take part
     without being asked for: they compile for seconds. `most_bytes` bounds the peak of ours in the memory benchmark.
     """

@@ -322,8 +322,8 @@ def to_markdown(
 def page(document: dict[str, Any]) -> str:
     """The Markdown that stands beside the JSON."""
     return (
-        f"# {document['title']}\n\nMicroseconds on the device, or of the host's time for a call where the task is an"
-        f" overhead; in brackets the\nMiB that a call takes beside its inputs, results included.\n\n"
+        f"# {document['title']}\n\nMicroseconds on the device, or of the host's time per call if the task is an"
+        f" overhead. In brackets are the MiB\nthat a call takes beside its inputs, results included.\n\n"
         f"{to_markdown(document, memory=True)}\n"
         + "".join(f"    {command}\n" for command in document["command"].split("; "))
         + "".join(f"\n{note}\n" for note in document.get("notes", []))

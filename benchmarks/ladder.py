@@ -21,7 +21,7 @@ def table(document: dict[str, Any]) -> str:
     """A row for each step, with its time and how many times as fast as the first step it is, for each case."""
     cases = document["cases"]
     names = [*cases[0]["seconds"], *cases[0]["missing"], *cases[0]["wrong"]]
-    head = ["step", *(cell for case in cases for cell in (_label(case), "as fast as step 1"))]
+    head = ["step", *(cell for case in cases for cell in (_label(case), "speedup over step 1"))]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in sorted(dict.fromkeys(names)):
         cells = [name]

@@ -1,9 +1,9 @@
 """The pair layer on several GPUs: `torchrun --standalone --nproc-per-node=2 -m benchmarks.pair_layer_sharded`.
 
-- Rows: the pair tensor is shared by the GPUs, a part of its rows each, against one GPU that has all. The time of a call
-  is that of the slowest GPU, from a barrier to its last kernel; contenders take turns, and each has a median over the
-  rounds. Memory is the most that a GPU allocates in a call, beside the pair tensor (the part of it that it has), the
-  parameters, and what else was there before.
+- Rows: the pair tensor's rows are sharded over the GPUs, against one GPU that has all. The time of a call is that of
+  the slowest GPU, from a barrier to its last kernel. Contenders are interleaved; each has a median over the rounds.
+  Memory is the most that a GPU allocates in a call, beside its part of the pair tensor, the parameters, and whatever
+  else was there before.
 - Data parallel: the gradients of a stack of layers under DistributedDataParallel and `fully_shard`, one of a batch on
   each GPU, against those of one GPU that has the batch.
 

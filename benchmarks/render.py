@@ -195,7 +195,7 @@ def pair_layer(machine: str) -> str:
         call = f"{result['task']}, {result['precision']}"
         lines.append(_row([str(result["n"]), call, *(cells.get(name, "") for name in titles)]))
     earlier = [f"{r['n']} {r['task']} {r['precision']}: {r[REVISION]}" for r in document["results"] if REVISION in r]
-    others = f" Of earlier revisions: {'; '.join(earlier)}." if earlier else ""
+    others = f" From earlier revisions: {'; '.join(earlier)}." if earlier else ""
     return "\n".join([*lines, "", _where(document["machine"]) + others, ""])
 
 
@@ -215,7 +215,7 @@ def swapped(machine: str) -> str:
     """What `python -m benchmarks.boltz` has found of single modules before and after `torchops.nn.replace`."""
     document = json.loads((RESULTS / machine / "boltz.json").read_text())
     lines = [
-        "| package | module | greatest element | difference in float32 | in bf16-mixed | distance before, after |",
+        "| package | module | largest element | difference in float32 | in bf16-mixed | distance before, after |",
         "|---|---|---|---|---|---|",
     ]
     for row in document["modules"]:
@@ -274,7 +274,7 @@ def climbed(machine: str) -> str:
     """What `examples/ladder/climb.py` has measured."""
     path = RESULTS / machine / "ladder.json"
     if not path.exists():
-        return "Not measured on this machine yet: `make ladder`, or `make ladder-gpu`, with `LADDER_FLAGS=--save`.\n"
+        return "Not measured on this machine yet. Run `make ladder` or `make ladder-gpu` with `LADDER_FLAGS=--save`.\n"
     return ladder.table(json.loads(path.read_text()))
 
 

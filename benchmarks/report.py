@@ -19,8 +19,8 @@ from .timing import Timing
 METHODS = {
     "clock": "clock: calls one after the other, between two readings of the processor's clock.",
     "events": "events: about 1 ms of calls queued back to back, or one longer call, between two events on the device.\n"
-    "  The chip is neither idle before a call, as before a single one, nor as hot as after seconds of the same work.",
-    "graph replay": "graph replay: the same for a CUDA graph of at most 64 calls, so that no launch is seen.",
+    "  The chip is neither idle, as before a single call, nor as hot as after seconds of the same work.",
+    "graph replay": "graph replay: the same for a CUDA graph of at most 64 calls, so that launches don't show.",
 }
 # Two measurements of one thing differ by about this much, so a target counts as missed only beyond it.
 NOISE = 0.01
@@ -196,12 +196,12 @@ def to_markdown(report: Report) -> str:
         "through `torch.compile`, all others eagerly.",
         "",
         *(f"- {METHODS[method]}" for method in methods),
-        "- cold: sets of inputs take turns, over 256 MiB of them, so that a call finds none of its inputs in a cache;",
-        "  warm: 64 small sets take turns, which may stay there.",
+        "- cold: calls rotate through sets of inputs of more than 256 MiB, so that none finds its inputs in a cache;",
+        "  warm: calls rotate through 64 small sets, which may stay in a cache.",
         "",
         f"Roofline: the least time that {format_rates(report.rates)}",
-        "(measured in this run) allow, over the time of the first contender. A target is the least ratio that we hold",
-        f"ourselves to; it counts as missed beyond {NOISE:.0%}, the noise of the measurement.",
+        "(measured in this run) allow, over the time of the first contender. A target is the least ratio that we aim",
+        f"for. It counts as missed beyond {NOISE:.0%}, the noise of the measurement.",
         "",
     ]
     header: list[str] = []
@@ -216,7 +216,7 @@ def to_markdown(report: Report) -> str:
         lines.append(_row([result.case.name, *_times(result), *_judgement(result), regime]))
     failed = [(result, name, error) for result in report.results for name, error in result.errors.items()]
     if failed:
-        lines += ["", "Without a time:", ""]
+        lines += ["", "No time for:", ""]
         lines += [f"- {result.case.name}, {name}: {error}" for result, name, error in failed]
     return "\n".join([*lines, ""])
 

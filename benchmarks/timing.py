@@ -1,7 +1,7 @@
 """Timing of several contenders on the same inputs.
 
-The contenders of a case take turns: one sample each per round, starting with another one every round. A machine that
-speeds up or slows down during the run therefore does so for all of them, and ratios are formed inside a round.
+The contenders of a case are interleaved: one sample each per round, starting with another one every round. So a
+machine that speeds up or slows down during the run does so for all of them, and ratios are formed inside a round.
 
 On the CPU a sample is a batch of calls between two readings of a steady clock. On CUDA it is what lies between two
 events on the device: some calls, or, where a call is so short that its launch would be seen, the replay of a graph of

@@ -2,7 +2,7 @@
 `torchrun --standalone --nproc-per-node=2 -m benchmarks.triangle_sharded`.
 
 Of other GPUs' rows only b is gathered (`torchops._distributed_triangle`). The time of a call is that of the slowest
-GPU, from a barrier to its last kernel; contenders take turns, and each has a median over the rounds. `--device cpu`
+GPU, from a barrier to its last kernel. Contenders are interleaved; each has a median over the rounds. `--device cpu`
 tries the script with gloo.
 """
 

@@ -1,9 +1,9 @@
-"""Shows what torchops gains, in time and memory, and that a model of its layers learns the same.
+"""Shows what torchops saves in time and memory, and that a model with its layers learns the same.
 
-Time and memory are measured beside PyTorch's, at sizes where they differ. Then a classifier of handwritten digits is
-trained three times from one seed: from `torchops.nn.Dense` layers, from the same layers under
-`torch.compile(fullgraph=True)`, and from `nn.Linear` followed by `torch.sigmoid`. It is too small to gain time; loss
-and accuracy must be the same. The exit status is 1 when a test accuracy is under 95% or the losses do not agree.
+It measures time and memory beside PyTorch's, at sizes where they differ. Then it trains a classifier of handwritten
+digits three times from one seed: with `torchops.nn.Dense`, with the same layers under `torch.compile(fullgraph=True)`,
+and with `nn.Linear` followed by `torch.sigmoid`. The model is too small to gain time; loss and accuracy must be the
+same. The exit status is 1 if a test accuracy is under 95% or the losses do not agree.
 
 Run it with `make demo`, or with `python examples/demo.py` where torchops, scikit-learn and matplotlib are installed.
 """
@@ -131,8 +131,8 @@ def report(measured: list[Gain]) -> None:
         for way in gain.ways:
             peak = "" if way.peak_mib is None else f"   {way.peak_mib:7.1f} MiB"
             print(f"  {way.label:<34} {way.seconds * 1e3:9.3f} ms   {way.ratio:5.2f}x{peak}")
-    print("\nMedian time of a warm call, that time over the first line's (the median of interleaved rounds), and the")
-    print("most memory that a call takes beside its arguments.")
+    print("\nEach line has the median time of a warm call, its ratio to the first line's time (the median over")
+    print("interleaved rounds), and the most memory that a call takes beside its arguments.")
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 
     python examples/hooks_modes_checkpoints.py
 
-Each part prints what it has seen. The operators behave as PyTorch's own in-place operators do: what a hook is given,
-what is saved, and what runs again are facts of autograd and not of torchops.
+Each part prints what it has seen. The operators behave as PyTorch's own in-place operators do: autograd, not torchops,
+determines what a hook gets, what is saved, and what runs again.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Calls(TorchDispatchMode):
 
 
 def checkpoints() -> None:
-    """A region keeps its input alone, and runs again in backward; a policy says what is kept nevertheless."""
+    """A region keeps only its input, and runs again in backward; a policy says what else is kept."""
     torch.manual_seed(0)
     model, x = Block(), torch.randn(4, 8, requires_grad=True)
     contexts = partial(create_selective_checkpoint_contexts, [OPS.dense.default])

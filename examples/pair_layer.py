@@ -1,4 +1,4 @@
-"""The pair layer of AlphaFold 3 in inference: `torchops.nn.PairLayer`, in place, beside the layer as papers write it.
+"""Compares `torchops.nn.PairLayer` in inference, in place, with the pair layer of AlphaFold 3 as papers write it.
 
 Prints the time and the peak memory of a call over N, and draws both. On the CPU, in float32:
 
@@ -74,7 +74,7 @@ def seconds(call: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def measure(sizes: Sequence[int], c: int, device: torch.device) -> dict[str, list[Cost]]:
-    """By way, for each N; the ways take turns."""
+    """By way, for each N; the ways are interleaved."""
     costs: dict[str, list[Cost]] = {name: [] for name in COLORS}
     with Progress("pair layer", len(sizes) * len(COLORS)) as bar, torch.no_grad():
         for n in sizes:
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], default=[32, 64, 96], help="N")
-    parser.add_argument("--features", type=int, default=128, help="of x")
+    parser.add_argument("--features", type=int, default=128, help="features of x")
     parser.add_argument("--picture", type=Path, default=Path("build/pair_layer.png"))
     options = parser.parse_args(argv)
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             memory = "" if made[i].mib is None else f"{made[i].mib:9.1f} MiB beside x"
             print(f"N = {n:4}  {name:20} {made[i].seconds * 1e3:9.2f} ms {memory}")
     draw(options.picture, options.sizes, costs, f"PairLayer, c = {options.features}, {device.type}")
-    print(f"drawn in {options.picture}")
+    print(f"Picture: {options.picture}")
 
 
 if __name__ == "__main__":

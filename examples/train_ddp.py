@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_ddp.py --allreduce ring -m cpp
 
-With a GPU for every process it runs on them with NCCL, otherwise on the CPU with gloo. `-m` says how the dense layers
-are computed: see benchmarks/implementations. The data are 10 clusters in 64 dimensions, drawn from a seed. Each process
-trains on its share of every batch, so that the number of processes changes the losses by rounding alone.
+With a GPU for every process it uses NCCL, and otherwise gloo on the CPU. `-m` selects how the dense layers are
+computed: see benchmarks/implementations. The data are 10 clusters in 64 dimensions, drawn from a seed. Each process
+trains on its share of every batch, so the number of processes changes the losses only by rounding.
 
     torchrun --standalone --nproc-per-node 2 examples/train_ddp.py --bench --json allreduce.json
     python examples/train_ddp.py --table allreduce.json
@@ -139,7 +139,7 @@ def main() -> int:
         print(allreduce_bench.report(json.loads(options.table.read_text())), end="")
         return 0
     if "LOCAL_RANK" not in os.environ:
-        print("start me with torchrun: torchrun --standalone --nproc-per-node 2 examples/train_ddp.py", file=sys.stderr)
+        print("run it with torchrun: torchrun --standalone --nproc-per-node 2 examples/train_ddp.py", file=sys.stderr)
         return 2
     size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if options.batch % size:

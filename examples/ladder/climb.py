@@ -1,11 +1,11 @@
-"""Checks and measures the steps of docs/ladder.md, each beside all others, with one thread and with all.
+"""Checks and measures the steps of docs/ladder.md side by side, with one thread and with all.
 
     make ladder                                   # into build/ladder
     python examples/ladder/climb.py --quick       # a rough look
     python examples/ladder/climb.py --save        # into benchmarks/results, where docs/ladder.md shows it
 
-On a machine with a GPU it climbs there, with the steps in Triton and CUDA; `--device cpu` keeps it on the processor.
-Steps that lack a compiler or a package are left out, and said to be. The exit status is 1 if a step is wrong.
+On a machine with a GPU it runs there, with the steps in Triton and CUDA; `--device cpu` keeps it on the processor.
+Steps that lack a compiler or a package are skipped, and listed. The exit status is 1 if a step is wrong.
 """
 
 from __future__ import annotations

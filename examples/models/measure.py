@@ -3,10 +3,10 @@ eager after torchops.nn.replace.
 
     python examples/models/measure.py
 
-All four run the same model on the same input in turns, once their outputs and gradients have been compared. Writes
-`models.json` and `models.md` into `benchmarks/results/<machine>/`. With `--quick`, and on a machine without a GPU,
-smaller sizes are run, and nothing but printed. On a GPU, all models are compiled at the same time, each in a process of
-its own, and measured one after the other.
+It compares the outputs and gradients of all four, and then times them on the same model and input, interleaved. It
+writes `models.json` and `models.md` into `benchmarks/results/<machine>/`. With `--quick`, and on a machine without a
+GPU, it runs smaller sizes and only prints the results. On a GPU, all models are compiled at the same time, each in its
+own process, and measured one after the other.
 
     python examples/models/measure.py --table models.json
 
@@ -157,7 +157,7 @@ class Contenders:
             model.zero_grad(set_to_none=True)
 
     def measure(self, rounds: int) -> list[Result]:
-        """Times them in turns."""
+        """Times them, interleaved."""
         peaks = {}
         seconds: dict[str, list[float]] = {name: [] for name in self.contenders}
         for done in range(rounds + 2):
