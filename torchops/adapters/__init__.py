@@ -1,13 +1,13 @@
-"""What public packages call the modules that :func:`torchops.nn.replace` knows: a page for each package.
+"""What public packages call the modules that :func:`torchops.nn.replace` knows: one file for each package.
 
 Nothing here is imported for a package that the process has not imported, and nothing here imports a package. A module
-is found by its class: the very object that the package's own file defines under the known name. Its forward must have
-the arguments that the adapter honours, it must have the layers and parameters expected and nothing else on it (hooks, a
-forward of its own), and it must compute, on small random problems, what its replacement computes
-(:mod:`torchops.adapters.probe`): so a later release of a package that computes something else is left alone.
+is found by its class, which must be the object that the package's own file defines under the known name. Its forward
+must have the arguments that the adapter honours. It must have the expected layers and parameters and nothing else
+(hooks, an overridden forward). On small random problems, it must compute what its replacement computes
+(:mod:`torchops.adapters.probe`). So a later release of a package that computes something else is left alone.
 
-A copy of such a module in a package of one's own is not replaced, whatever it computes: a few random problems
-prove less than a known source. One of a triangle update is reported.
+A copy of such a module in your own package is not replaced, whatever it computes, since a few random problems prove
+less than a known source. A copy of a triangle update is reported.
 """
 
 from __future__ import annotations
