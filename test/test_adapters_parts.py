@@ -18,6 +18,7 @@ import pytest
 import torch
 from test_adapters import deviation, randomised
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import torchops
 from torchops.adapters.attention import TriangleAttention
@@ -171,6 +172,21 @@ def test_can_be_saved_and_loaded(released: Case) -> None:
     file.seek(0)
     for remade in (torch.load(file, weights_only=False), copy.deepcopy(new)):
         assert torch.equal(remade(*args), new(*args))
+
+
+class _Doubled(nn.Module):
+    def forward(self, parameter: Tensor) -> Tensor:
+        return 2 * parameter
+
+
+def test_parametrized_afterwards(released: Case) -> None:
+    original, args = released.module(), inputs(released)
+    new = swapped(original)
+    for name, _ in list(original.named_parameters()):
+        layer, _, kind = name.rpartition(".")
+        for module in (original, new):
+            parametrize.register_parametrization(module.get_submodule(layer), kind, _Doubled())
+    torch.testing.assert_close(new(*args), original(*args), rtol=1e-4, atol=1e-4)
 
 
 def _set(**attributes: Any) -> Callable[[Any], None]:

@@ -78,7 +78,10 @@ class Replacement(nn.Module):
         module: Any = self
         for part in layer.split("."):
             module = module._modules[part]
-        return module._parameters.get(name)
+        # Parametrized, pruned and flattened parameters are attributes of another kind.
+        parameters = module._parameters
+        value: Tensor | None = parameters[name] if name in parameters else getattr(module, name, None)
+        return value
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
         """With what it is compared with the original."""
