@@ -159,13 +159,21 @@ def check_asked(mesh: DeviceMesh) -> None:
                 k: distribute(v, mesh, placement("S1") if k in ("x", "mask") else Replicate())
                 for k, v in leaves.items()
             }
-            results = []
-            for given, function in ((leaves, reference), (ours, torchops.triangle_multiplicative_update)):
-                rest: Any = {k: v for k, v in given.items() if k != "x"}
-                out = function(given["x"], direction, **rest)
-                results.append(torch.autograd.grad(full(out).square().sum(), [given[k] for k in asked]))
-            for exact, grad in zip(*results, strict=True):
-                assert_same(grad, exact)
+            for function, exactly in (
+                (torchops.triangle_multiplicative_update, reference),
+                (update_of_copy, lambda x, *args, **rest: x + reference(x, *args, **rest)),
+            ):
+                results = []
+                for given, compute in ((leaves, exactly), (ours, function)):
+                    rest: Any = {k: v for k, v in given.items() if k != "x"}
+                    out = compute(given["x"], direction, **rest)
+                    results.append(torch.autograd.grad(full(out).square().sum(), [given[k] for k in asked]))
+                for exact, grad in zip(*results, strict=True):
+                    assert_same(grad, exact)
+
+
+def update_of_copy(x: Tensor, direction: Any, **rest: Any) -> Tensor:
+    return torchops.triangle_multiplicative_update_(x.clone(), direction, **rest)
 
 
 def check_in_place(mesh: DeviceMesh) -> None:

@@ -99,7 +99,7 @@ class _Call(TriangleCall):
         gradients: list[Any]
         if self.by_rows:
             gradients = Rows(self).gradients(grad, product, wanted)
-            if adds and gradients[0] is not None:
+            if adds and wanted[0]:
                 gradients[0] = gradients[0] + grad
         else:
             gradients = _myops._triangle_multiplicative_update_backward(
