@@ -211,6 +211,37 @@ class InFloat32(SwiGLU):
             return F.silu(gate.float()) * self.up(x).float()
 
 
+class Masked(SwiGLU):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out * mask if isinstance(mask, Tensor) else out
+
+
+class Residual(SwiGLU):
+    def forward(self, x: Tensor, residual: bool = False) -> Tensor:
+        out = super().forward(x)
+        return x + out if residual is True else out
+
+
+class Remembers(SwiGLU):
+    seen: tuple[Any, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.all, self.by_name = self.nothing()
+
+    @staticmethod
+    def nothing() -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
+        return (), [0], {"": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.seen += (out,)
+        self.all.append(out)
+        self.by_name["out"] = out
+        return out
+
+
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "autocast": (InFloat32, "its forward cannot be traced: it enters autocast, which no graph shows"),
     "hooked": (changed(lambda m: m.up.register_forward_hook(lambda *a: None)), "up: Linear has hooks"),
@@ -228,7 +259,10 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Functional(lambda m, x: m.a(x) * F.dropout(m.b(x).sigmoid(), 0.5, m.training) * m.b(x).sigmoid()),
         "its forward differs between training and evaluation",
     ),
-    "counts": (lambda: Functional(counts), "its forward differs between training and evaluation"),
+    "counts": (lambda: Functional(counts), "its forward changes its attribute calls"),
+    "remembers": (Remembers, "its forward changes its attribute all"),
+    "masked": (Masked, "its forward cannot be traced: it asks for the type of its argument mask"),
+    "residual": (Residual, "its graph does not read its argument residual"),
     "glu_dim": (lambda: nn.Sequential(nn.Linear(6, 6), nn.GLU(1)), "the GLU is along dimension 1, not the last one"),
     "glu_hook": (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.GLU()).apply(hook),
@@ -247,6 +281,16 @@ def test_left(name: str) -> None:
     assert [type(m) for m in model.modules()] == classes
     if name != "branches":  # the source of a lambda elsewhere says nothing of gates
         assert reason in "; ".join(report.left.values())
+
+
+@pytest.mark.parametrize("changes", [lambda m: None, lambda m: setattr(m, "forward", m.forward)])
+def test_nothing_of_the_tracing_stays(changes: Callable[[Any], None]) -> None:
+    model = Remembers()
+    changes(model)
+    before = copy.copy(vars(model))
+    replace(model)
+    assert vars(model) == before
+    assert (model.seen, model.all, model.by_name) == Remembers.nothing()
 
 
 def test_what_is_no_gate() -> None:
@@ -274,9 +318,11 @@ def test_a_trial_sees_what_the_graph_does_not(monkeypatch: pytest.MonkeyPatch) -
 class Beside(SwiGLU):
     """While its forward is traced, another thread computes."""
 
+    dtype: str
+
     def forward(self, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as other:
-            self.note = other.submit(self.compute).result()
+            type(self).dtype = other.submit(self.compute).result()
         return super().forward(x)
 
     @staticmethod
@@ -289,5 +335,5 @@ def test_other_threads_enter_contexts() -> None:
     methods = torch.no_grad.__enter__, torch.autocast.__enter__
     module = Beside()
     replace(module)
-    assert module.note == "torch.bfloat16"
+    assert module.dtype == "torch.bfloat16"
     assert (torch.no_grad.__enter__, torch.autocast.__enter__) == methods

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +51,21 @@ _SILUS: set[Any] = {F.silu}
 _SLICES: set[Any] = {torch.chunk, "chunk"}
 
 
+class _Argument(fx.Proxy):
+    """An argument of a forward, whose type is not known, so that a forward may not ask for it; torch does."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            raise RuntimeError(f"it asks for the type of its argument {self.node.target}")
+        return _Argument
+
+
 class Tracer(fx.Tracer):
     """Calls of modules stay calls, except those of nn.Sequential, whose parts are looked into."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Argument(node, self) if node.op == "placeholder" else super().proxy(node)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return type(module) is not nn.Sequential

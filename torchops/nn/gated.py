@@ -131,24 +131,26 @@ def _replace(module: nn.Module) -> bool:
 def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
     """The graph of its forward with operators in it, as code; the same for training and evaluation."""
     results = []
-    was_training = module.training
-    try:
-        for training in (True, False):
-            module.training = training
-            with _no_contexts():
-                finder = Finder(module, Tracer().trace(module))
-            finder.rewrite()
-            if finder.count:
-                _check_pure(module, finder.graph)
-            code = finder.graph.python_code("self")
-            names = {
-                name: _Imported(value.__name__) if isinstance(value, ModuleType) else value
-                for name, value in code.globals.items()
-                if name in code.src
-            }
-            results.append((finder, code.src, names))
-    finally:
-        module.training = was_training
+    for training in (True, False):
+        traced = like(module, type(module))  # what it may keep of this call is no tensor
+        traced.training = training
+        with _no_contexts():
+            finder = Finder(module, Tracer().trace(traced))
+        unread = [node.target for node in finder.graph.find_nodes(op="placeholder") if not node.users]
+        finder.rewrite()
+        if finder.count:
+            _check_pure(module, finder.graph)
+            if changed := _changed(module, traced):
+                raise _LeaveError(f"its forward changes its attribute {changed}")
+            if unread:
+                raise _LeaveError(f"its graph does not read its argument {unread[0]}")
+        code = finder.graph.python_code("self")
+        names = {
+            name: _Imported(value.__name__) if isinstance(value, ModuleType) else value
+            for name, value in code.globals.items()
+            if name in code.src
+        }
+        results.append((finder, code.src, names))
     if results[0][1] != results[1][1]:
         if max(finder.count for finder, _, _ in results):
             raise _LeaveError("its forward differs between training and evaluation")
@@ -158,6 +160,22 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
         if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
             raise _LeaveError("its forward makes a tensor")
     return results[0]
+
+
+def _changed(module: nn.Module, traced: nn.Module) -> str | None:
+    """An attribute that the forward of `traced`, which was like `module`, has set or added to."""
+    before, after = vars(module), vars(traced)
+    for name in sorted((before.keys() | after.keys()) - {"training"}):
+        old, new = (_parts(held[name]) if name in held else () for held in (before, after))
+        if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
+            return name
+    return None
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return tuple(value) if isinstance(value, list | set) else (value,)
 
 
 _CONTEXTS = threading.Lock()  # of two that replaced the methods at once, the second would put back those of the first

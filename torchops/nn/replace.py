@@ -170,7 +170,7 @@ def like(layer: nn.Module, kind: type[_Layer]) -> _Layer:
     """A `kind` with everything that `layer` holds; later changes to one do not reach the other's registries."""
     made = kind.__new__(kind)
     made.__dict__.update(
-        {name: copy(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+        {name: copy(value) if isinstance(value, dict | list | set) else value for name, value in vars(layer).items()}
     )
     return made
 
