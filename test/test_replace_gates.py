@@ -283,6 +283,19 @@ def test_left(name: str) -> None:
         assert reason in "; ".join(report.left.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_whatever_surrounds_the_call(dtype: torch.dtype) -> None:
+    model = nn.ModuleDict({"here": SwiGLU(), "meta": SwiGLU().to("meta"), "bits16": Packed(silu_first).half()})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            report = replace(model)
+    finally:
+        torch.set_default_dtype(before)
+    assert report == Replacements(("here", "meta", "bits16"), {})
+
+
 @pytest.mark.parametrize("changes", [lambda m: None, lambda m: setattr(m, "forward", m.forward)])
 def test_nothing_of_the_tracing_stays(changes: Callable[[Any], None]) -> None:
     model = Remembers()

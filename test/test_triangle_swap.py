@@ -157,11 +157,14 @@ def test_replaces_what_is_the_same(release: Release, dim: int) -> None:
     values = [p.detach().clone() for p in model["a"].parameters()]
     state, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
+    torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
             report = replace(model)
         assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.get_default_dtype() == torch.float64
     finally:
+        torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision(precision)
     assert report == torchops.nn.Replacements(("a", "b.0", "meta", "c", "bits16", "frozen"), {})
     assert torch.equal(torch.get_rng_state(), state)

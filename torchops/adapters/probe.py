@@ -46,7 +46,7 @@ def _random_parameter(name: str, like: Tensor, generator: torch.Generator) -> Te
 @contextmanager
 def _plain_float32() -> Iterator[None]:
     """Nothing that surrounds the call of `replace` changes what is computed here, or is changed by it."""
-    precision = torch.get_float32_matmul_precision()
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -56,9 +56,11 @@ def _plain_float32() -> Iterator[None]:
         warnings.simplefilter("ignore")
         try:
             torch.set_float32_matmul_precision("highest")
+            torch.set_default_dtype(torch.float32)
             yield
         finally:
             torch.set_float32_matmul_precision(precision)
+            torch.set_default_dtype(dtype)
 
 
 def _difference(original: nn.Module, new: Replacement, generator: torch.Generator) -> str | None:

@@ -260,17 +260,19 @@ def _check_layers(module: nn.Module, finder: Finder) -> None:
 
 def _try(module: nn.Module, made: type[nn.Module]) -> None:
     """Compares both forwards on a copy with random parameters, in float32 on the CPU."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def random(shape: torch.Size) -> Tensor:
-        return torch.randn(shape, generator=generator) / max(1, shape[-1] if shape else 1) ** 0.5
+        values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+        return values / max(1, shape[-1] if shape else 1) ** 0.5
 
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        values = random(tensor.shape) if tensor.is_floating_point() else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        values = random(tensor.shape) if tensor.is_floating_point() else zeros
         memo[id(tensor)] = nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
             trial = copy.deepcopy(module, memo).eval()
             for part in trial.modules():  # hooks are told of the calls of the model, not of trials
                 for registry in (value for key, value in vars(part).items() if key.endswith("_hooks")):
