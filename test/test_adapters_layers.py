@@ -93,6 +93,38 @@ def test_layers_compute_the_same(whole: bool, training: bool) -> None:
         assert (got - expected).norm() <= 1e-4 * expected.norm() + 1e-4
 
 
+class _Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * self.module(*args, **kwargs)
+
+
+@needs_boltz
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("mode", ["training", "gradients", "inference"])
+def test_what_is_put_on_parts_afterwards(mode: str, wrapped: bool) -> None:
+    """Hooks and wrappers of parts run, as if nothing had been replaced."""
+    original = _stack().train(mode == "training")
+    model = copy.deepcopy(original)
+    replace(model)
+    (z,), _ = _streams(False)
+    results = []
+    for m in (original, model):
+        for name in PARTS:
+            part = m[0].get_submodule(name)
+            if wrapped:
+                m[0].add_module(name, _Wrapper(part))
+            else:
+                part.register_forward_hook(lambda module, args, out: 2 * out)
+        torch.manual_seed(5)
+        with torch.set_grad_enabled(mode != "inference"):
+            results.append(_run(m, z, masks=(torch.ones(z.shape[:-1]),))[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3)
+
+
 @needs_boltz
 @pytest.mark.parametrize("whole", [False, True])
 def test_layers_in_inference(whole: bool) -> None:

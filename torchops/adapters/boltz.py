@@ -87,22 +87,22 @@ class BoltzPairLayer(layer.Layer):
             z = z.to(dtype, memory_format=torch.contiguous_format, copy=True)  # the caller may read the old one
             for part in parts:
                 torch.rand(z.shape[:2], device=z.device)
-                part.update_(z, mask)
-            return last.update_(z)
+                z = part.update_(z, mask) if layer.is_bare(part) else z + part(z, mask)
+            return last.update_(z) if layer.is_bare(last) else z + last(z)
         if not (self.training and self.dropout):
             z = z.to(dtype)
             for part in parts:
                 torch.rand(z.shape[:2], device=z.device)
-                z = part.updated(z, mask)
-            return last.updated(z)
+                z = part.updated(z, mask) if layer.is_bare(part) else z + part(z, mask)
+            return last.updated(z) if layer.is_bare(last) else z + last(z)
         from boltz.model.layers.dropout import get_dropout_mask
 
         for name, part in zip(self.parts, parts, strict=False):
             dropout = get_dropout_mask(self.dropout, z, self.training, columnwise=name == "tri_att_end")
-            update = part.update(z, mask)
+            update = part(z, mask)
             with torch.autocast(z.device.type, enabled=False):
                 z = torch.addcmul(z, dropout, update)
-        return last.updated(z)
+        return last.updated(z) if layer.is_bare(last) else z + last(z)
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
         z, mask = self._pair_example(generator)

@@ -19,6 +19,13 @@ class Layer(Replacement):
     others: ClassVar[frozenset[str]] = frozenset()  # children that are called as the original calls them
 
 
+def is_bare(part: nn.Module) -> bool:
+    """Whether a call of `part` is its forward and nothing else: no hook, as of ``fully_shard``, and no wrapper has been
+    put on it since."""
+    hooks = part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
+    return isinstance(part, Replacement) and not hooks and part._compiled_call_impl is None
+
+
 class LayerAdapter(Adapter):
     """How the layers of one file of a package are replaced."""
 
