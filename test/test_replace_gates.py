@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from checks import assert_all_close, random_like
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchops
 from torchops.nn import Replacements, replace
@@ -172,6 +173,25 @@ def test_broadcast_values() -> None:
     same(model, original, (6,))
 
 
+class Multiplied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, v: Tensor) -> Tensor:
+        return v * torch.sigmoid(self.gate(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64, torch.complex64])
+@pytest.mark.parametrize("of_weights", [torch.float32, torch.float64])
+def test_values_of_other_dtypes(of_weights: torch.dtype, dtype: torch.dtype) -> None:
+    model = Multiplied().to(of_weights)
+    x, v = torch.randn(3, 6, dtype=of_weights), (3 * torch.randn(3, 8)).to(dtype)
+    expected = model(x, v)
+    assert replace(model).replaced == ("",)
+    torch.testing.assert_close(model(x, v), expected)
+
+
 class Doubled(nn.Linear):
     pass
 
@@ -211,6 +231,15 @@ class InFloat32(SwiGLU):
             return F.silu(gate.float()) * self.up(x).float()
 
 
+class Checkpointed(SwiGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * checkpoint(self.up, x, use_reentrant=False))
+
+
+def makes_a_tensor(m: Any, x: Tensor) -> Tensor:
+    return m.a(x) * m.b(x).sigmoid() * torch.ones(6)
+
+
 class Masked(SwiGLU):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         out = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -244,6 +273,8 @@ class Remembers(SwiGLU):
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "autocast": (InFloat32, "its forward cannot be traced: it enters autocast, which no graph shows"),
+    "checkpoint": (Checkpointed, "its forward cannot be traced: it enters _checkpoint_hook, which no graph shows"),
+    "tensor": (lambda: Functional(makes_a_tensor), "its forward makes a tensor"),
     "hooked": (changed(lambda m: m.up.register_forward_hook(lambda *a: None)), "up: Linear has hooks"),
     "subclass": (changed(lambda m: setattr(m, "up", Doubled(6, 8))), "up: Doubled is not Linear itself"),
     "parametrized": (

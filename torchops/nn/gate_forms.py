@@ -23,7 +23,8 @@ __all__ = ["Finder", "Tracer", "gated", "gated_linear", "packed_linear"]
 def gated(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """``v * sigmoid(linear(x))``, also where `v` is broadcast, which no graph shows."""
     fits = v.shape[:-1] == x.shape[:-1] and v.shape[-1:] == w.shape[:1]
-    if fits and not x.is_nested and (v.dtype == w.dtype or v.dtype == torch.float32):
+    stream = v.dtype == torch.float32 and w.dtype != torch.float64
+    if fits and not x.is_nested and (v.dtype == w.dtype or stream):
         return gate(v, x, w, b)
     return v * torch.sigmoid(F.linear(x, w, b))
 

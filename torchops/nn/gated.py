@@ -166,6 +166,8 @@ def _changed(module: nn.Module, traced: nn.Module) -> str | None:
     """An attribute that the forward of `traced`, which was like `module`, has set or added to."""
     before, after = vars(module), vars(traced)
     for name in sorted((before.keys() | after.keys()) - {"training"}):
+        if name.startswith("_tensor_constant"):  # of the tracer
+            continue
         old, new = (_parts(held[name]) if name in held else () for held in (before, after))
         if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
             return name
@@ -183,8 +185,10 @@ _CONTEXTS = threading.Lock()  # of two that replaced the methods at once, the se
 
 @contextmanager
 def _no_contexts() -> Iterator[None]:
-    """Raises where this thread enters one that decides how operators compute: a graph would be without it."""
-    kinds = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
+    """Raises where this thread enters one that decides how operators compute, or what they keep, as a checkpoint does:
+    a graph would be without it."""
+    grad_modes = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
+    kinds = (torch.autocast, *grad_modes, torch.autograd.graph.saved_tensors_hooks)
     tracing = threading.get_ident()
 
     def refusing(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
