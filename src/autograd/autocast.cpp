@@ -5,7 +5,7 @@
 namespace torchops::autograd {
 namespace {
 
-// Asked before Casting holds autocast off. Empty: nothing is cast.
+// Must be called before Casting turns autocast off. An empty result means: no cast.
 std::optional<at::ScalarType> target(CastTo to, const Tensor& first) {
   const c10::DeviceType device = first.device().type();
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return std::nullopt;

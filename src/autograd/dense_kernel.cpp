@@ -33,7 +33,7 @@ struct DenseOnPath : FunctionalOp<DenseOnPath, detail::dense_on_path> {
 
 // With y = sigmoid(z), z = x @ w.T + b and the cotangent g of y:
 //   dz = g * y * (1 - y),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows.
-// Saves y, and of x and w what the gradients asked for read; never z.
+// Saves y and whichever of x and w the requested gradients need; never z.
 template <bool has_bias>
 struct Dense : torch::autograd::Function<Dense<has_bias>> {
   static constexpr bool is_traceable = true;
@@ -74,7 +74,7 @@ Tensor DenseOnPath::train(const Tensor& x, const Tensor& w, const std::optional<
   return train_dense(x, w, b, detail::parse_dense_path("_dense_on_path", std::string(path)));
 }
 
-// Only double backward differentiates these two.
+// Differentiated only by double backward.
 struct DenseBackward : FunctionalOp<DenseBackward, detail::dense_backward> {
   static void check(const Tensor& grad, const Tensor& y, std::array<bool, 2>) { detail::check_dense_backward(grad, y); }
   static std::tuple<Tensor, Tensor> decomposed(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
@@ -118,7 +118,7 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("_dense_gradients", DenseGradients::batched);
 }
 
-// For a backend that has dense alone.
+// For backends that implement only dense.
 TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
   m.impl("_dense_backward", DenseBackward::batched);
   m.impl("_dense_gradients", DenseGradients::batched);

@@ -24,7 +24,7 @@ struct GateFunctional : FunctionalOp<GateFunctional, gate> {
   static Tensor train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b);
 };
 
-// Only the gate's gradient reads v; that of v reads x, w and b.
+// v is needed only for the gradient of the gate; the gradient of v needs x, w and b.
 bool reads_v(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   return requires_grad(x) || requires_grad(w) || requires_grad(b);
 }
@@ -43,8 +43,8 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
   static Tensor train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w, const OptionalTensor& b);
 };
 
-// Saves no gate: the gradients compute it again from x, w and b, which costs one product and saves a tensor of v's
-// size.
+// Doesn't save the gate: backward recomputes it from x, w and b, which costs one product and saves a tensor the size of
+// v.
 struct Gate : torch::autograd::Function<Gate> {
   static constexpr bool is_traceable = true;
 
@@ -85,7 +85,7 @@ Tensor GateFunctional::train(const Tensor& v, const Tensor& x, const Tensor& w, 
 }
 
 // With s = sigmoid(x @ w.T + b) and the cotangent g: dv = g * s, dz = g * v * s * (1 - s), and the rest from dz.
-// Only double backward differentiates this one.
+// Differentiated only by double backward.
 struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
   static void check(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
                     std::array<bool, 4> mask) {
@@ -101,7 +101,7 @@ struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
   }
 };
 
-// The strides that the kernels promise.
+// Returns the strides that the kernels promise.
 detail::GateGradients gate_backward_composite(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
                                               const OptionalTensor& b, std::array<bool, 4> mask) {
   const auto [dv, dx, dw, db] = GateBackward::batched(grad, v, x, w, b, mask);
@@ -115,7 +115,7 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
 
 TORCHOPS_MUTATING("gate_", GateInPlace)
 
-// Calls `function` with w and b cast, and x and v as they come: read as float32, they need no copy in 16 bits.
+// Casts w and b, but not a float32 x or v: the kernels read those as they are, without a 16-bit copy.
 template <auto function, class V>
 auto with_cast_weights(V& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   const Casting cast(CastTo::kLowerPrecision, x);
@@ -133,7 +133,7 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("_gate_backward", GateBackward::batched);
 }
 
-// For a backend that has gate and gate_ alone.
+// For backends that implement only gate and gate_.
 TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_gate_backward", gate_backward_composite); }
 
 }  // namespace

@@ -33,8 +33,8 @@ struct GluFunctional : FunctionalOp<GluFunctional, glu> {
                       const OptionalTensor& bg, std::string_view activation);
 };
 
-// Saves its arguments, and both products only where sums are long (glu_keeps_products()): elsewhere the gradients make
-// them again, which saves two tensors of the result's size.
+// Saves its arguments. Both products are saved only if the sums are long (glu_keeps_products()); otherwise backward
+// recomputes them, which saves two tensors the size of the result.
 struct Glu : torch::autograd::Function<Glu> {
   static constexpr bool is_traceable = true;
 
@@ -58,7 +58,7 @@ struct Glu : torch::autograd::Function<Glu> {
     const detail::DensePathGuard on_path(saved_path(ctx));
     const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
     const OptionalTensor b = optional(saved[3]), bg = optional(saved[4]);
-    // Inputs that are none have no number.
+    // needs_input_grad counts only the tensors that were passed.
     const std::array<bool, 5> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                    b && ctx->needs_input_grad(3), bg && ctx->needs_input_grad(b ? 4 : 3)};
     const auto [dx, dw, dwg, db, dbg] = detail::glu_backward(grads[0], saved[0], saved[1], saved[2], b, bg,
@@ -76,8 +76,8 @@ Tensor GluFunctional::train(const Tensor& x, const Tensor& w, const Tensor& wg, 
 
 // With z = x @ w.T + b, u = x @ wg.T + bg, s = sigmoid(u) and the cotangent g: dz = g * act(u), du = g * z * act'(u),
 // where sigmoid' = s * (1 - s) and silu' = s * (1 + u * (1 - s)); the rest from dz and du.
-// Only double backward differentiates this one. Products that are given depend on x and the weights too, so these are
-// made from those again.
+// Differentiated only by double backward, which recomputes the products even if they are given, since they depend on x
+// and the weights too.
 struct GluBackward : FunctionalOp<GluBackward, detail::glu_backward> {
   static void check(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
                     const OptionalTensor& bg, std::string_view activation, std::array<bool, 5> mask,
@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_composite(const Tensor& x, 
   return {gated(z, u, activation).contiguous(), z.contiguous(), u.contiguous()};
 }
 
-// The strides that the kernels promise.
+// Returns the strides that the kernels promise.
 detail::GluGradients glu_backward_composite(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                             const OptionalTensor& b, const OptionalTensor& bg,
                                             std::string_view activation, std::array<bool, 5> mask,
@@ -128,7 +128,7 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("_glu_backward", GluBackward::batched);
 }
 
-// For a backend that has glu alone.
+// For backends that implement only glu.
 TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
   m.impl("_glu", glu_with_products_composite);
   m.impl("_glu_backward", glu_backward_composite);

@@ -52,19 +52,19 @@ struct LayerNormInPlace
                       const OptionalTensor& weight, const OptionalTensor& bias, double eps);
 };
 
-// Function::apply takes an array argument apart into its elements; in a struct it stays one argument.
+// Function::apply unpacks an array argument into its elements; a struct stays one argument.
 struct Normalization {
   c10::SymIntArrayRef shape;
   double eps;
 };
 
-// For double backward, which differentiates through the moments.
+// For double backward, which also differentiates through the moments.
 std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& x, int64_t dims,
                                               const OptionalTensor& weight, double eps, std::array<bool, 3> mask) {
   return normalization_gradients(grad, normalize(x, dims, eps), dims, weight, mask, x.scalar_type());
 }
 
-// Saves x and its moments. With a `target` it overwrites that in place of returning a new tensor.
+// Saves x and its moments. Overwrites `target` if there is one, instead of returning a new tensor.
 struct LayerNorm : torch::autograd::Function<LayerNorm> {
   static constexpr bool is_traceable = true;
 
@@ -92,7 +92,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &mean = saved[2], &rstd = saved[3];
     const OptionalTensor weight = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
-    // Edges are numbered among the tensors that were given.
+    // Edges are numbered among the tensors that were passed.
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
     const std::array<bool, 3> mask{ctx->needs_input_grad(0), weight && ctx->needs_input_grad(1),
                                    has_bias && ctx->needs_input_grad(weight ? 2 : 1)};
@@ -108,8 +108,8 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
   }
 };
 
-// Without weight and bias the output is the normalised input, and with the moments of each row it is all that the
-// gradient reads: nothing of x's size is kept.
+// Without weight and bias, the output is the normalised input. Together with the moments of each row, it is all that
+// backward needs, so nothing else of x's size is saved.
 struct LayerNormFromOutput : torch::autograd::Function<LayerNormFromOutput> {
   static constexpr bool is_traceable = true;
 
@@ -133,13 +133,13 @@ struct LayerNormFromOutput : torch::autograd::Function<LayerNormFromOutput> {
     constexpr std::array<bool, 3> only_x{true, false, false};
     Tensor dx;
     if (at::GradMode::is_enabled()) {
-      // Double backward differentiates through the moments too, so it needs x itself: its value is rebuilt, and its
-      // history is what the input of this node, which made y, had.
+      // Double backward also differentiates through the moments, so it needs x itself: rebuild its value, and take its
+      // history from the input edge of this node, which made y.
       Tensor x = (y.detach() / rstd + mean).to(y.scalar_type());
       torch::autograd::impl::set_gradient_edge(x, y.grad_fn()->next_edge(0));
       dx = differentiable_backward(grads[0], x, dims, std::nullopt, ctx->saved_data["eps"].toDouble(), only_x)[0];
     } else {
-      // y has mean 0 and stands for its own normalisation: the fused backward with rstd = 1, then the factor.
+      // y has mean 0 and is its own normalisation: call the fused backward with rstd = 1, then apply the factor.
       dx = std::get<0>(detail::layer_norm_backward(grads[0], y, y.sym_sizes().slice(y.dim() - dims),
                                                    at::zeros_like(rstd), at::ones_like(rstd), std::nullopt, only_x));
       dx.mul_(rstd);
@@ -185,7 +185,7 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("layer_norm_", autocast<CastTo::kFirst, LayerNormInPlace::batched>);
 }
 
-// For a backend that has layer_norm and layer_norm_ alone.
+// For backends that implement only layer_norm and layer_norm_.
 std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_composite(const Tensor& x,
                                                                      c10::SymIntArrayRef normalized_shape,
                                                                      const OptionalTensor& weight,

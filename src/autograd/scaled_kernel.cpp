@@ -4,7 +4,7 @@
 namespace torchops::autograd {
 namespace {
 
-// What ATen does for _scaled_mm: the call works with tensors that require grad, and backward raises.
+// As ATen does for _scaled_mm: the call accepts tensors that require grad, and backward raises.
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   for (const char* const op : {"dense.scaled", "gate.scaled", "glu.scaled"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());

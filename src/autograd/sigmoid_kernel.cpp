@@ -14,7 +14,7 @@ struct SigmoidFunctional : FunctionalOp<SigmoidFunctional, torchops::sigmoid> {
   static Tensor train(const Tensor& x);
 };
 
-// dx = g * y * (1 - y): the gradient reads only the output, which in place is x itself.
+// dx = g * y * (1 - y). Backward needs only the output, which in place is x itself.
 struct SigmoidInPlace : MutatingOp<SigmoidInPlace> {
   static void check(const Tensor& x) { check_sigmoid_(x); }
   static Tensor decomposed(const Tensor& x) { return SigmoidFunctional::decomposed(x); }

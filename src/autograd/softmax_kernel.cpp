@@ -23,7 +23,7 @@ struct SoftmaxInPlace : MutatingOp<SoftmaxInPlace, int64_t> {
   static Tensor train(const Tensor& x, const Tensor& target, int64_t dim);
 };
 
-// dx = y * (g - sum(g * y)): the gradient reads only the output, which in place is x itself.
+// dx = y * (g - sum(g * y)). Backward needs only the output, which in place is x itself.
 struct Softmax : torch::autograd::Function<Softmax> {
   static constexpr bool is_traceable = true;
 
@@ -49,7 +49,7 @@ Tensor SoftmaxInPlace::train(const Tensor& x, const Tensor& target, int64_t dim)
   return Softmax::apply(x, dim, target);
 }
 
-// The cast makes a new tensor, which may as well hold the result.
+// The cast makes a new tensor, so the result can overwrite it.
 Tensor softmax_autocast(const Tensor& x, int64_t dim) {
   const Casting cast(CastTo::kFloat32, x);
   Tensor y = cast(x);

@@ -27,7 +27,7 @@ struct SquareMatmulInPlace : MutatingOp<SquareMatmulInPlace, const Tensor&, bool
 };
 
 // With out = a @ b and the cotangent g: da = g @ b.T, db = a.T @ g; with out = a @ b.T: da = g @ b, db = g.T @ a.
-// Only db reads the old a, so a frozen b costs no copy of it.
+// Only db needs the old a, so a is not copied if b is frozen.
 struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
   static constexpr bool is_traceable = true;
 
@@ -50,7 +50,7 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
     Tensor da, db;
     if (ctx->needs_input_grad(0)) da = square_matmul(grad, b, !transpose_b);
     if (ctx->needs_input_grad(1)) {
-      // One matrix for each of the batch, or for all rows.
+      // A batched b has one gradient per matrix; otherwise one product covers all rows.
       const Tensor left = batched ? a : detail::as_rows(a), right = batched ? grad : detail::as_rows(grad);
       db = transpose_b ? matmul(right.mT(), left) : matmul(left.mT(), right);
     }

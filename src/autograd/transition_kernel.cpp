@@ -18,7 +18,7 @@ using OptionalTensor = std::optional<Tensor>;
 using detail::TransitionGradients;
 using detail::TransitionMask;
 
-// The operator and its gradients in differentiable ATen operators; the formulas stand beside the CPU kernel.
+// The operator and its gradients in differentiable ATen operators. The formulas are in src/cpu/transition_kernel.cpp.
 class WrittenOut {
  public:
   explicit WrittenOut(const detail::Transition& t)
@@ -55,7 +55,7 @@ class WrittenOut {
   }
 
  private:
-  // Rounded once, as by at::silu, whose own gradient has no forward-mode derivative.
+  // Rounded once, as at::silu does, whose own backward has no forward-mode derivative.
   static Tensor silu(const Tensor& u) {
     const Tensor wide = u.to(detail::moments_dtype(u.scalar_type()));
     return (wide * at::sigmoid(wide)).to(u.scalar_type());
@@ -67,8 +67,8 @@ class WrittenOut {
   Tensor z_, gate_;
 };
 
-// Saves x and the parameters, and computes everything else again. If it `adds`, the result is the sum with x: in the
-// place of `target`, which was x, where there is one.
+// Saves x and the parameters, and recomputes everything else. With `adds`, the result is x plus the layer's output; it
+// overwrites `target`, which was x, if there is one.
 struct Layer : torch::autograd::Function<Layer> {
   static constexpr bool is_traceable = true;
 
@@ -106,13 +106,14 @@ struct Layer : torch::autograd::Function<Layer> {
     const detail::DensePathGuard on_path(saved_path(ctx));
     const auto optional = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
     TransitionMask wanted{};
-    size_t edges = 0;  // inputs that are none have no number
+    size_t edges = 0;  // counts only the tensors that were passed
     for (size_t i = 0; i < wanted.size(); ++i) {
       const bool given = i < saved.size() ? saved[i].defined() : ctx->saved_data["has_down_bias"].toBool();
       wanted[i] = given && ctx->needs_input_grad(edges++);
     }
     const Tensor& gate_weight = saved[3];
-    // That of the layer, whose dtype is the parameters'; that of x keeps the digits of a wider one.
+    // The gradient of the layer, in the dtype of the parameters. If x is wider, its own gradient keeps the full
+    // precision.
     const Tensor grad = grads[0].to(gate_weight.scalar_type());
     const bool is_sum = ctx->saved_data["adds"].toBool(), adds = is_sum && grad.scalar_type() == grads[0].scalar_type();
     TransitionGradients gradients =
@@ -123,7 +124,7 @@ struct Layer : torch::autograd::Function<Layer> {
       if (!wanted[i]) out[i] = Tensor();
     }
     if (wanted[0] && is_sum && !adds) out[0] = out[0] + grads[0];
-    out.resize(out.size() + 3);  // of eps, adds and target
+    out.resize(out.size() + 3);  // for eps, adds and target
     return out;
   }
 };
@@ -174,7 +175,7 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
 };
 using InPlace = InPlaceOf<detail::add_transition>;
 
-// Only double backward differentiates this one.
+// Differentiated only by double backward.
 struct Backward : FunctionalOp<Backward, detail::transition_backward> {
   template <class... Args>
   static void check(const Args&... args) {
@@ -197,7 +198,7 @@ struct Backward : FunctionalOp<Backward, detail::transition_backward> {
   }
 };
 
-// With the strides that the kernels promise.
+// Returns the strides that the kernels promise.
 TransitionGradients composite(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted,
                               bool adds) {
   detail::check_transition_backward(grad, t, wanted);
@@ -233,7 +234,7 @@ Tensor composite_sum(const detail::Transition& t) {
       .contiguous();
 }
 
-// For a backend that has transition and transition_ alone.
+// For backends that implement only transition and transition_.
 TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
   m.impl("_add_transition", detail::TransitionKernel::functional<composite_sum>);
   m.impl("_transition_backward", detail::transition_backward_kernel<composite>);

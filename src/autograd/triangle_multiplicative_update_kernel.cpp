@@ -21,8 +21,8 @@ using detail::TriangleMask;
 using detail::TriangleParameterList;
 using detail::TriangleProduct;
 
-// Function::apply knows lists of tensors, but none with gaps. So it gets those that are there, of x, mask and
-// parameters, and this says which they are, a bit for each.
+// Function::apply accepts lists of tensors, but not lists with gaps. So it gets those of x, mask and parameters that
+// are given, and `given` has one bit for each of them.
 struct Form {
   int64_t given;
   bool outgoing;
@@ -50,9 +50,9 @@ TriangleProduct list_of(Tensor product) {
   return list;
 }
 
-// What backward() reads is released only behind it, but once o has been read its memory can be another's. So o, which
-// nobody else has and which cannot have changed, is kept aside: unless hooks want to see it, whose part it is then to
-// hold it or not, or it is traced.
+// Saved variables are released only after backward() has returned, but the memory of o can be reused as soon as o has
+// been read. So o, which nobody else holds and which cannot have changed, is stored in saved_data. Exceptions:
+// saved-tensor hooks must see it (and then decide themselves how long to hold it), and so must tracing.
 void keep_product(AutogradContext* ctx, variable_list& saved, Tensor product) {
   if (at::SavedTensorDefaultHooks::get_hooks() || is_traced(product)) {
     saved.push_back(std::move(product));
@@ -76,8 +76,8 @@ TriangleProduct take_product(AutogradContext* ctx, variable_list& saved) {
   return list_of(std::move(product));
 }
 
-// Saves x, the mask, the parameters and o, and computes everything else again. If it `adds`, the result is the sum with
-// x: in the place of `target`, which was x, where there is one.
+// Saves x, the mask, the parameters and o, and recomputes everything else. With `adds`, the result is x plus the
+// update; it overwrites `target`, which was x, if there is one.
 struct Update : torch::autograd::Function<Update> {
   static constexpr bool is_traceable = true;
 
@@ -114,7 +114,8 @@ struct Update : torch::autograd::Function<Update> {
     size_t edges = 0;
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = given >> i & 1 && ctx->needs_input_grad(edges++);
     const auto [x, mask, parameters] = Inputs(at::TensorList(saved).slice(0, edges), given);
-    // That of the update, whose dtype is the parameters'; that of x keeps the digits of a wider one.
+    // The gradient of the update, in the dtype of the parameters. If x is wider, its own gradient keeps the full
+    // precision.
     const Tensor grad = grads[0].to(parameters.get(detail::kPA)->scalar_type());
     const bool is_sum = ctx->saved_data["adds"].toBool(), adds = is_sum && grad.scalar_type() == grads[0].scalar_type();
     const variable_list gradients =
@@ -125,13 +126,13 @@ struct Update : torch::autograd::Function<Update> {
       if (given >> i & 1) out.push_back(wanted[i] ? gradients[i] : Tensor());
     }
     if (wanted[0] && is_sum && !adds) out[0] = out[0] + grads[0];
-    out.resize(out.size() + 2);  // of form and target
+    out.resize(out.size() + 2);  // for form and target
     return out;
   }
 };
 
-// g++ 13 of Ubuntu 24.04 takes the empty std::vector<bool> of a new node, of which apply() asks room for its three
-// arguments, for one that could be longer than what it is copied to.
+// g++ 13 of Ubuntu 24.04 warns about the empty std::vector<bool> of a new node, in which apply() reserves space for its
+// three arguments: it assumes that the vector could be longer than its destination.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Warray-bounds"
 #pragma GCC diagnostic ignored "-Wstringop-overflow"
@@ -160,7 +161,7 @@ Tensor train(const TriangleArguments& t, bool adds, const OptionalTensor& target
   return autograd::train(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps, adds, target);
 }
 
-// --- the public operators, whose weights are packed
+// --- the public operators, which take packed weights
 
 struct Functional : FunctionalOp<Functional, triangle_multiplicative_update> {
   template <class... Args>
@@ -200,14 +201,14 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
 };
 using InPlace = InPlaceOf<triangle_multiplicative_update>;
 
-// --- those beneath
+// --- the private operators that they call
 
 struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
   static void check(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                     double eps, bool, bool) {
     detail::check_triangle_update(x, mask, parameters, outgoing, eps);
   }
-  // Without a product: what needs one is the gradient, and that is ATen's here.
+  // No product: only backward needs one, and here backward is ATen's.
   static std::tuple<Tensor, Tensor> without_product(const Tensor& y) { return {y, at::empty({0}, y.options())}; }
   static std::tuple<Tensor, Tensor> decomposed(const Tensor& x, const OptionalTensor& mask,
                                                const TriangleParameterList& parameters, bool outgoing, double eps,
@@ -224,7 +225,7 @@ struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
   }
 };
 
-// The adapters of models call it in inference alone.
+// The model adapters call it only in inference.
 Tensor beneath_autograd_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                          double eps, bool keep_product) {
   detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
@@ -240,7 +241,7 @@ Tensor beneath_version_(Tensor& x, const OptionalTensor& mask, const TrianglePar
                             [&] { return detail::triangle_update_(x, mask, parameters, outgoing, eps, keep_product); });
 }
 
-// Only double backward differentiates this one: through o too, which is therefore computed again.
+// Differentiated only by double backward, which goes through o too and so recomputes it.
 struct Backward : FunctionalOp<Backward, detail::triangle_update_backward> {
   static void check(const Tensor& grad, const Tensor& x, const TriangleProduct& product, const OptionalTensor& mask,
                     const TriangleParameterList& parameters, bool outgoing, double eps, const TriangleMask& wanted,
@@ -283,8 +284,8 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("_triangle_multiplicative_update_backward", Backward::batched);
 }
 
-// The batching of gradients (torch.autograd.grad(..., is_grads_batched=True)) has a key of its own, whose fallback runs
-// an operator for each of the batch, but not one with lists of tensors. So does this.
+// Batched gradients (torch.autograd.grad(..., is_grads_batched=True)) have their own dispatch key. Its fallback calls
+// an operator once per batch element, but doesn't support operators with lists of tensors. This does the same for them.
 std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                   const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                                   double eps, TriangleMask wanted, bool adds) {

@@ -19,10 +19,10 @@ void dense_rows(Tensor y, const Tensor& x, const Tensor& w_t, const std::optiona
 }
 
 // Eager writes the pre-activation, reads it back and writes a second tensor of the same size: three passes over memory
-// where one is needed. Here a thread computes a panel of it and applies the sigmoid while the panel is in its cache.
+// where one is enough. Here a thread computes a panel of it and applies the sigmoid while the panel is in its cache.
 //
-// Every panel's product packs all of w anew (in * out elements, against in * out * rows multiplications), so panels
-// have 1 MiB, or min(in, 512) rows if that is more; and never more rows than give every thread one.
+// The product of each panel packs w again (in * out elements, against in * out * rows multiplications), so a panel has
+// 1 MiB, or min(in, 512) rows if that is more, but never more rows than an equal share per thread.
 Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   const int64_t in_features = w.size(1), out_features = w.size(0);
@@ -35,7 +35,7 @@ Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
   const Tensor w_t = transposed(w);
 
   const int64_t rows_per_thread = ceil_div(rows, threads);
-  constexpr int64_t fewest_rows = 32;         // with fewer a thread's product is bound by packing w: let BLAS split it
+  constexpr int64_t fewest_rows = 32;         // with fewer, packing w dominates: let BLAS split the product
   constexpr int64_t worth_threads = 1 << 15;  // elements of y, as for ATen's pointwise kernels
   if (rows_per_thread < fewest_rows || y.numel() < worth_threads) {
     dense_rows(y_rows, x_rows, w_t, b);
@@ -50,8 +50,8 @@ Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
   return y;
 }
 
-// One pass over grad and y for both results. The panels, and with them the order of the additions, depend on the shape
-// alone, so the bias gradient has the same bits with any number of threads, and with or without dz.
+// One pass over grad and y for both results. The panels, and so the order of the additions, depend only on the shape.
+// The bias gradient is therefore bitwise the same for any number of threads, and with or without dz.
 std::tuple<Tensor, Tensor> dense_backward_cpu(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
   detail::check_dense_backward(grad, y);
   const bool dz_wanted = mask[0], db_wanted = mask[1];

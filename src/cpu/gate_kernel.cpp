@@ -12,21 +12,21 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Eager writes the pre-activation, the gate and the product, three tensors of one size. Here a panel of v is multiplied
-// while its gate is in the cache. Panels of fewer rows than this would spend their time on packing w.
+// Eager writes the pre-activation, the gate and the product, three tensors of the same size. Here a panel of v is
+// multiplied while its gate is in the cache. With fewer rows per panel, packing w would dominate.
 constexpr int64_t kFewestRows = 128;
 
 constexpr auto kSigmoid = detail::GluActivation::kSigmoid;
 
-// x @ w.T + b of a panel.
+// x @ w.T + b for one panel.
 Tensor product(const Tensor& x, const Tensor& w_t, const OptionalTensor& b) {
   const Tensor z = at::empty({x.size(0), w_t.size(1)}, w_t.options());
   linear_out(z, x, w_t, b);
   return z;
 }
 
-// Bytes per row of what kernels take beside scratch: z where v is of another dtype, x in the dtype of the product, and
-// v without gaps.
+// Bytes per row that the kernels allocate besides scratch: z if v has another dtype, x in the dtype of the product, and
+// a contiguous copy of v.
 int64_t row_temporaries(const Tensor& v, const Tensor& x, const Tensor& w) {
   const bool wider = v.scalar_type() != w.scalar_type();
   return rounded_row_bytes(x, w) + (wider ? w.size(0) * static_cast<int64_t>(w.element_size()) : 0) +
@@ -42,7 +42,7 @@ Tensor gate_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const Optiona
     const Tensor& out = panel[0];
     const Tensor x_panel = panel[2].to(w.scalar_type());
     if (out.scalar_type() == w.scalar_type()) {
-      // The result's own memory serves as scratch.
+      // The result's own memory is the scratch.
       linear_out(out, x_panel, w_t, b);
       gated_out(out, panel[1], out, kSigmoid);
     } else {
@@ -57,7 +57,7 @@ void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = b ? OptionalTensor(detail::read_first(v, *b)) : b;
   const Tensor w_t = transposed(weight);
-  // Products of v's dtype are made in scratch that was allocated first.
+  // If v has the dtype of w, the products go to preallocated scratch.
   const bool mixed = v.scalar_type() != w.scalar_type();
   const RowPanels panels{
       .min_rows = kFewestRows, .scratch = mixed ? 0 : 1, .row_temporaries = row_temporaries(v, x, w)};

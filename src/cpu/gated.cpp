@@ -16,7 +16,7 @@ namespace {
 using at::Tensor;
 using detail::GluActivation;
 
-// The instruction set that ATen's kernels use, which the environment may lower.
+// The instruction set of ATen's kernels, which the environment (ATEN_CPU_CAPABILITY) can lower.
 FindGatedRoutine find_routine() {
 #ifdef TORCHOPS_X86_VECTORS
   static const FindGatedRoutine find = [] {
@@ -31,10 +31,10 @@ FindGatedRoutine find_routine() {
 #endif
 }
 
-// Elements of a row without gaps; rows may lie anywhere.
+// The elements of each row must be contiguous; the rows may be anywhere.
 Tensor readable(const Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
 
-// A matrix to write, and where the routine writes it.
+// A matrix to write, and the memory that the routine writes.
 struct Written {
   explicit Written(const Tensor& t) : target(t) {
     if (t.defined()) rows = t.stride(1) == 1 ? t : at::empty(t.sizes(), t.options());
@@ -51,10 +51,10 @@ struct Operands {
   Tensor out{}, dvalue{}, du{};
 };
 
-// Elements for which a thread is worth waking: ATen's.
+// The grain size of ATen's pointwise kernels.
 constexpr int64_t kGrain = 32768;
 
-// All defined ones are matrices of one shape, whose elements in a row lie side by side.
+// All defined operands are matrices of one shape with contiguous rows.
 void run(const Operands& o, GatedRoutine routine) {
   const Tensor& shape = o.u;
   const int64_t rows = shape.size(0), columns = shape.size(1);

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
-// CPU_CAPABILITY is the name of the instruction set, for ATen's vectors and for this namespace.
+// CPU_CAPABILITY names the instruction set, both for ATen's vectors and for this namespace.
 namespace torchops::cpu::CPU_CAPABILITY {
 namespace {
 
@@ -15,7 +15,7 @@ using at::vec::Vectorized;
 template <class T>
 using Computed = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// As many elements as a vector of 16-bit ones has, in the type that is computed in.
+// As many elements as a vector of 16-bit values has, in the dtype of the computation.
 template <class C>
 struct Lanes {
   static constexpr int64_t count = 2 * Vectorized<C>::size();
@@ -57,13 +57,13 @@ void store(void* base, int64_t offset, int64_t count, const Lanes<Computed<T>>& 
   }
 }
 
-// f of each half of the operands.
+// Applies f to each half of the operands.
 template <class C, class F, class... Operands>
 Lanes<C> map(const F& f, const Lanes<C>& first, const Operands&... others) {
   return {f(first.low, others.low...), f(first.high, others.high...)};
 }
 
-// exp(-u). For results of 16 bits by ATen's shorter polynomial, which has no NaN.
+// exp(-u). 16-bit results use ATen's shorter polynomial, which doesn't propagate NaN, so NaN is blended in.
 template <class T>
 Vectorized<Computed<T>> exp_of_negative(const Vectorized<Computed<T>>& u) {
   if constexpr (c10::is_reduced_floating_point_v<T>) {
@@ -79,13 +79,13 @@ Vectorized<Computed<T>> sigmoid(const Vectorized<Computed<T>>& u) {
   return one / (one + exp_of_negative<T>(u));
 }
 
-// T is the type of value, U that of u.
+// T is the type of the value, U that of u.
 template <class T, class U, bool silu>
 void forward(const GatedSpan& span) {
   using C = Computed<T>;
   static_assert(std::is_same_v<C, Computed<U>>);
   const auto gated = [](const Vectorized<C>& value, const Vectorized<C>& u) {
-    // As ATen divides, which has infinite gates right.
+    // Divides as ATen does, which is correct for infinite gates.
     if constexpr (silu) return value * (u / (Vectorized<C>(1) + exp_of_negative<T>(u)));
     return value * sigmoid<T>(u);
   };
@@ -104,7 +104,7 @@ void backward(const GatedSpan& span) {
     const int64_t count = std::min(Lanes<C>::count, span.count - i);
     const Lanes<C> grad = load<T>(span.grad, i, count), u = load<U>(span.u, i, count);
     const Lanes<C> s = map<C>([](const auto& u) { return sigmoid<T>(u); }, u);
-    // Read before dvalue is written, which may be in its place.
+    // Read before dvalue is written, which may share its memory.
     const Lanes<C> value = span.du ? load<T>(span.value, i, count) : s;
     if (span.dvalue) {
       const auto dvalue = [](const auto& grad, const auto& s, const auto& u) {

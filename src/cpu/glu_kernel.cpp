@@ -13,8 +13,8 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
 
-// Eager writes both products and the activation, three tensors of the result's size. Here the second product is a panel
-// of scratch, and the result is made while both are in the cache.
+// Eager writes both products and the activation, three tensors the size of the result. Here the second product is a
+// panel of scratch, and the result is computed while both are in the cache.
 Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
                std::string_view activation) {
   check_glu(x, w, wg, b, bg, activation);
@@ -23,7 +23,7 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
   sizes.back() = w.size(0);
   Tensor y = at::detail::empty_cpu(sizes, w.options());
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
-  constexpr int64_t fewest_rows = 128;  // with fewer, a panel's time goes into packing the weights
+  constexpr int64_t fewest_rows = 128;  // with fewer, packing the weights dominates
   const RowPanels panels{.min_rows = fewest_rows, .scratch = 1, .row_temporaries = rounded_row_bytes(x, w)};
   for_each_row_panel(y, {y, x}, panels, [&](const Operands& panel, const Operands& scratch) {
     Tensor out = panel[0], gate = scratch[0];
@@ -38,7 +38,7 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
 // With z = x @ w.T + b, u = x @ wg.T + bg and the cotangent g:
 //   dz = g * act(u),  du = g * z * act'(u),  dx = dz @ w + du @ wg,
 //   dw = dz.T @ x,  dwg = du.T @ x,  db and dbg are dz and du summed over the rows.
-// Here training keeps no products, and what is given is made again all the same.
+// On the CPU, training doesn't save the products. If they are given, they are recomputed all the same.
 detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                       const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
                                       std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {

@@ -15,7 +15,7 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Where x has no elements: mean and variance of nothing are 0 / 0.
+// If x has no elements, mean and variance are 0 / 0.
 std::tuple<Tensor, Tensor> moments_of_nothing(const Tensor& x, size_t trailing_dims) {
   const auto [mean, rstd] = detail::empty_moments(x, trailing_dims);
   constexpr double nan = std::numeric_limits<double>::quiet_NaN();
@@ -39,7 +39,7 @@ Tensor layer_norm_cpu(const Tensor& x, at::IntArrayRef normalized_shape, const O
   return std::get<0>(layer_norm_with_moments_cpu(x, normalized_shape, weight, bias, eps));
 }
 
-// Calls f(slice, weight, bias) on slices of a row along the first dimension of which a slice is short enough.
+// Calls f(slice, weight, bias) on slices of a row, along the first dimension in which a slice is short enough.
 void for_each_slice(const Tensor& row, const OptionalTensor& weight, const OptionalTensor& bias,
                     c10::function_ref<void(const Tensor&, const OptionalTensor&, const OptionalTensor&)> f) {
   const auto of = [](const OptionalTensor& t, const auto& part) { return t ? OptionalTensor(part(*t)) : t; };
@@ -59,7 +59,7 @@ void for_each_slice(const Tensor& row, const OptionalTensor& weight, const Optio
   }
 }
 
-// One row longer than scratch. The moments are merged slice by slice (Chan, Golub and LeVeque 1983): with the
+// A row longer than scratch. The moments are merged slice by slice (Chan, Golub and LeVeque 1983): with the
 // difference d of the means of n and m elements,
 //   mean += d * m / (n + m),  M2 += M2' + d^2 * n * m / (n + m).
 void overwrite_long_row(const Tensor& row, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
@@ -99,7 +99,7 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayR
   const OptionalTensor w = read_first(weight), b = read_first(bias);
   const auto dims = static_cast<int64_t>(normalized_shape.size());
   const auto [mean, rstd] = detail::empty_moments(x, normalized_shape.size());
-  // Unlike the other operators this one takes memory while it writes: ATen returns a panel's result in new tensors.
+  // Unlike the other operators, this one allocates while it writes: ATen returns the result of a panel in new tensors.
   if (c10::multiply_integers(normalized_shape) * static_cast<int64_t>(x.element_size()) > kMaxScratchBytes) {
     overwriting(x, [&] {
       for_each_matrix({x, mean, rstd}, dims, [&](const Operands& rows) {

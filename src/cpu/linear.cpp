@@ -28,7 +28,7 @@ Chunks::Chunks(const Tensor& x, const Tensor& w, int64_t weights) : rows_(x.size
   const int64_t row_bytes = std::max(out_features * static_cast<int64_t>(w.element_size()), int64_t{1});
   const int64_t partial_bytes =
       std::max(weights * w.numel() * static_cast<int64_t>(c10::elementSize(accumulate_dtype(w))), int64_t{1});
-  // Every panel's product packs all of w anew, and adds to all of dw.
+  // Each panel's product packs w again and adds to all of dw.
   const int64_t fewest_rows = std::clamp(in_features, int64_t{1}, int64_t{512});
   const int64_t most_rows = kMaxScratchBytes / std::max(2 * rounded_row_bytes(x, w), int64_t{1});
   const auto divide = [&](int64_t panel_bytes) {
@@ -44,7 +44,7 @@ Chunks::Chunks(const Tensor& x, const Tensor& w, int64_t weights) : rows_(x.size
 }
 
 void Chunks::for_each_panel(c10::function_ref<void(int64_t, int64_t, int64_t)> f) const {
-  // Not through at::parallel_for, inside which ATen's primitives run on one thread.
+  // Not through at::parallel_for, which would make ATen's primitives run on one thread.
   if (count_ == 1) return for_each_panel_of(0, f);
   cpu::for_each_panel(count_, 1, [&](int64_t chunk, int64_t) { for_each_panel_of(chunk, f); });
 }

@@ -5,7 +5,7 @@
 namespace torchops::cpu {
 namespace {
 
-// One share for each thread. All matrices of one call have the same shape, so that what the first one needs serves all.
+// One share of scratch per thread. All matrices of a call have the same shape, so the first one determines the size.
 std::vector<Operands> allocate(int64_t shares, const Tensor& matrix, int64_t rows, int64_t count) {
   at::DimVector shape(matrix.sizes());
   shape[0] = rows;

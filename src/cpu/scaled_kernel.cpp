@@ -33,10 +33,10 @@ class ScaledLinear {
   ScaledLinear(const Tensor& w, const Tensor& scale_x, const Tensor& scale_w, const OptionalTensor& b)
       : w_(w), scale_x_(scale_x.reshape({-1, 1})), scale_w_(scale_w.reshape({1, -1})), b_(b) {}
 
-  /// Reads the weights of some columns, for all calls that follow, until the next one.
+  /// Reads the weights of these columns, which the following calls use until the next read().
   void read(int64_t from, int64_t to) { read_ = w_.narrow(0, from, to - from).to(at::kFloat); }
 
-  /// A block of columns that were read, of rows `x` in float32.
+  /// The result for a block of the columns read last. `x` are its rows in float32.
   Tensor operator()(const Tensor& x, const Block& block) const {
     Tensor z = at::empty({block.rows(), block.columns()}, x.options());
     at::cpu::mm_out(z, x, transposed(read_));
@@ -51,8 +51,8 @@ class ScaledLinear {
   OptionalTensor b_;
 };
 
-/// y = f(x, block) for blocks of y and rows `x` in float32. As many columns at a time as have weights of
-/// kMaxScratchBytes in float32, which `layers` read before f is called for each of their rows.
+/// y = f(x, block) for blocks of y, with the block's rows of x in float32. A block has as many columns as fit
+/// kMaxScratchBytes of float32 weights. All `layers` read those weights before f is called for any of the rows.
 template <class F>
 void for_each_block(const Tensor& y, const Tensor& x, c10::ArrayRef<ScaledLinear*> layers, const F& f) {
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
@@ -61,7 +61,8 @@ void for_each_block(const Tensor& y, const Tensor& x, c10::ArrayRef<ScaledLinear
   const int64_t column_bytes = std::max(in_features, int64_t{1}) * size * static_cast<int64_t>(layers.size());
   const int64_t column_step = std::clamp(kMaxScratchBytes / column_bytes, std::min(columns, least_columns), columns);
   const int64_t row_bytes = (column_step * static_cast<int64_t>(layers.size()) + in_features) * size;
-  // Not more rows than give every thread some. With few, a product is bound by reading the weights: BLAS may split it.
+  // At most an equal share of the rows per thread. With few rows, reading the weights dominates: let BLAS split the
+  // product.
   const int64_t per_thread = std::max(ceil_div(rows, at::get_num_threads()), least_rows);
   const int64_t row_step = std::min(std::max(2 * kPanelBytes / row_bytes, least_rows), per_thread);
   for (int64_t from = 0; from < columns; from += column_step) {

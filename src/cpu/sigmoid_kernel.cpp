@@ -9,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-// ATen's kernel already is one read and one write at the speed of memory.
+// ATen's kernel is already one read and one write at memory speed.
 Tensor sigmoid_cpu(const Tensor& x) {
   check_sigmoid(x);
   Tensor y = at::empty(x.sizes(), x.options());

@@ -19,8 +19,8 @@ Tensor softmax_cpu(const Tensor& x, int64_t dim) {
   return y;
 }
 
-// For lines along `dim` that do not fit scratch: y = exp(x - max) / sum(exp(x - max)) in two passes over slices of the
-// lines, with scratch of one slice and the two statistics of each line.
+// For lines along `dim` that don't fit scratch: y = exp(x - max) / sum(exp(x - max)) in two passes over slices of the
+// lines, with scratch for one slice and the two statistics of each line.
 void overwrite_long_lines(const Tensor& x, int64_t dim) {
   const auto accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const Tensor max = at::amax(x, {dim}, /*keepdim=*/true).to(accumulate);
@@ -29,7 +29,7 @@ void overwrite_long_lines(const Tensor& x, int64_t dim) {
   const int64_t step = std::max(kSliceBytes / slice_bytes, int64_t{1});
   at::DimVector slice_shape(x.sizes());
   slice_shape[at::maybe_wrap_dim(dim, x.dim())] = std::min(step, length);
-  // The second pass writes: whatever it needs is there before.
+  // Allocated before the second pass starts to overwrite x.
   const Tensor scratch = at::empty(slice_shape, x.options().dtype(accumulate));
   const auto for_each_slice = [&](const auto& f) {
     for (int64_t begin = 0; begin < length; begin += step) {
@@ -44,9 +44,9 @@ void overwrite_long_lines(const Tensor& x, int64_t dim) {
   for_each_slice([&](const Tensor& slice, Tensor exponentials) { slice.copy_(exponentials.div_(sum)); });
 }
 
-// ATen's kernels read what they overwrite before they write it, so input and output may be one tensor. There is one for
-// lines of neighbouring elements, and one for lines side by side that is fast if at least a cache line of them are;
-// both want a contiguous tensor. For half precision they keep a line, or a cache line's worth of them, twice in
+// ATen's kernels read what they overwrite before they write it, so input and output may be the same tensor. One kernel
+// is for lines of adjacent elements. The other is for lines side by side, and is fast if they fill at least a cache
+// line. Both need a contiguous tensor. For half precision, they hold a line, or a cache line's worth of lines, twice in
 // float32.
 bool overwrite_contiguous(const Tensor& x, const Tensor& lines, int64_t dim) {
   const int64_t length = lines.size(-1), in_cache_line = 64 / x.element_size();
@@ -71,7 +71,8 @@ void softmax_cpu_(Tensor& x, int64_t dim) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor lines = x.dim() == 0 ? x.view({1, 1}) : x.movedim(dim, -1);
   if (overwrite_contiguous(x.dim() == 0 ? lines : x, lines, dim)) return;
-  // A line whose elements lie apart is read by the cache line, so it is worked on together with its neighbours.
+  // If the elements of a line are strided, each read fetches a whole cache line, so the neighbouring lines are
+  // processed with it.
   const int64_t together = lines.stride(-1) == 1 || lines.size(-1) == 1 ? 1 : 64 / x.element_size();
   if (lines.size(-1) * x.element_size() * together > kMaxScratchBytes) {
     overwrite_long_lines(x, dim);
@@ -81,7 +82,7 @@ void softmax_cpu_(Tensor& x, int64_t dim) {
                      [](const Operands& panel, const Operands& scratch) {
                        const Tensor& rows = panel[0];
                        Tensor y = scratch[0];
-                       // ATen would make a contiguous copy of its own.
+                       // Otherwise ATen would make its own contiguous copy.
                        if (!rows.is_contiguous()) y.copy_(rows);
                        at::cpu::_softmax_out(y, rows.is_contiguous() ? rows : y, -1, /*half_to_float=*/false);
                        rows.copy_(y);

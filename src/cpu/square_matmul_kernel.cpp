@@ -27,13 +27,12 @@ Tensor square_matmul_cpu(const Tensor& a, const Tensor& b, bool transpose_b) {
 
 bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
 
-// A row of the result depends on that row of a alone. So a panel of rows is copied to scratch and the product of the
-// copy, which is in the cache, goes straight to where the panel was: about 1/min(n, rows per panel) more traffic than
-// the product into a second buffer. Panels of fewer rows than this would spend their time on packing b. `rows` is self
-// or a view of it.
+// A row of the result depends only on the same row of a. So a panel of rows is copied to scratch, and the product of
+// that copy, which is in the cache, overwrites the panel. This costs about 1/min(n, rows per panel) more traffic than a
+// product into a second buffer. With fewer rows per panel, packing b would dominate. `rows` is self or a view of it.
 void multiply_rows_(const Tensor& self, const Tensor& rows, const Tensor& factor) {
   constexpr int64_t fewest_rows = 128;
-  // Where rows and columns of the output both have gaps, ATen would make a copy of its own for BLAS.
+  // If both the rows and the columns of the output are strided, ATen would make its own copy for BLAS.
   const bool gaps = rows.stride(-1) != 1 && !(rows.dim() == 2 && rows.stride(0) == 1);
   for_each_row_panel(self, {rows}, {.min_rows = fewest_rows, .scratch = gaps ? 2 : 1},
                      [&](const Operands& panel, const Operands& scratch) {
@@ -43,7 +42,7 @@ void multiply_rows_(const Tensor& self, const Tensor& rows, const Tensor& factor
                      });
 }
 
-// The same with whole matrices for rows, as many as fit a panel. bmm_out() writes to contiguous memory.
+// The same with whole matrices instead of rows, as many as fit a panel. bmm_out() needs a contiguous output.
 void multiply_matrices_(const Tensor& a, const Tensor& factors) {
   for_each_row_panel(a, {a, factors}, {.trailing_dims = 2, .scratch = 2},
                      [&](const Operands& panel, const Operands& scratch) {
@@ -53,7 +52,7 @@ void multiply_matrices_(const Tensor& a, const Tensor& factors) {
                      });
 }
 
-// The same matrix by matrix, for large or few ones. A factor that BLAS cannot read is copied once for all panels.
+// The same matrix by matrix, for large or few matrices. A factor that BLAS cannot read is copied once for all panels.
 void multiply_each_matrix_(const Tensor& a, const Tensor& factors) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t n = factors.size(-1);
@@ -65,7 +64,7 @@ void multiply_each_matrix_(const Tensor& a, const Tensor& factors) {
         const Tensor factor = part[1].select(0, i);
         multiply_rows_(a, part[0].select(0, i), packed.defined() ? packed.copy_(factor) : factor);
       };
-      // Each of them allocates scratch.
+      // Each call allocates scratch.
       written ? overwriting(a, multiply) : multiply();
       written = true;
     }

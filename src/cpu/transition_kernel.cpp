@@ -16,8 +16,8 @@
 #include "ops/common.h"
 #include "ops/transition.h"
 
-// A panel of rows is normalised, multiplied to the hidden features and back while it is in the cache. Eager writes z,
-// both factors, the activation and the product, four of these of hidden features.
+// A panel of rows is normalised and multiplied to the hidden features and back while it is in the cache. Eager writes
+// z, both factors, the activation and the product; all but z have the hidden features.
 namespace torchops::cpu {
 namespace {
 
@@ -25,7 +25,7 @@ using detail::Transition;
 using detail::TransitionGradients;
 using detail::TransitionMask;
 
-// What the panels of one call share.
+// Shared by all panels of a call.
 class Layers {
  public:
   explicit Layers(const Transition& t)
@@ -38,7 +38,7 @@ class Layers {
   const Transition& arguments() const { return t_; }
   const Affine& affine() const { return affine_; }
 
-  /// The layer norm of rows without gaps, with mean and rstd.
+  /// The layer norm of contiguous rows, with mean and rstd.
   using Normalized = std::tuple<Tensor, Tensor, Tensor>;
   Normalized normalized(const Tensor& rows) const {
     return at::cpu::native_layer_norm(rows, {rows.size(1)}, affine_.weight, affine_.bias, t_.eps);
@@ -56,12 +56,12 @@ class Layers {
     linear_out(out, h, down_t_, t_.down_bias);
   }
 
-  /// A panel's hidden features decide how many rows it has: they are what has to stay in the cache.
+  /// The number of rows follows from the hidden features of a panel, since these have to stay in the cache.
   RowPanels panels() const {
     const auto element = static_cast<int64_t>(t_.gate_weight.element_size());
     const int64_t hidden_bytes = t_.gate_weight.size(0) * element;
     const int64_t row_bytes = t_.x.size(-1) * static_cast<int64_t>(t_.x.element_size());
-    return {.min_rows = 64,  // with fewer, a panel's time goes into packing the weights
+    return {.min_rows = 64,  // with fewer, packing the weights dominates
             .row_temporaries = 2 * hidden_bytes + 3 * row_bytes,
             .widest_row_bytes = hidden_bytes};
   }
@@ -87,7 +87,7 @@ Tensor transition_cpu(const Transition& t) {
   return y;
 }
 
-// sum = x + transition(x), panel by panel; it may be x.
+// sum = x + transition(x), panel by panel. `sum` may be x.
 void add_to(const Tensor& sum, const Transition& t) {
   const Layers layers(t);
   for_each_row_panel(sum, {sum, t.x}, layers.panels(), [&](const Operands& panel, const Operands&) {
@@ -112,7 +112,7 @@ Tensor add_transition_cpu(const Transition& t) {
 
 // --- gradients
 
-// The gradients of the layer norm's parameters, of which each chunk has a sum of its own.
+// The gradients of the layer norm's parameters, with one partial sum per chunk.
 class NormGradient {
  public:
   NormGradient(const Tensor& weight, bool wanted, const Chunks& chunks) {
@@ -131,8 +131,8 @@ class NormGradient {
 };
 
 // With u = gate(z), v = up(z), h = silu(u) * v and the cotangent g:
-//   dh = g @ down,  dv = dh * silu(u),  du = dh * v * silu'(u),  dz = dv @ up + du @ gate, and back through the norm;
-//   ddown = g.T @ h,  dup = dv.T @ z,  dgate = du.T @ z, and biases the sums over the rows.
+//   dh = g @ down,  dv = dh * silu(u),  du = dh * v * silu'(u),  dz = dv @ up + du @ gate, then back through the norm;
+//   ddown = g.T @ h,  dup = dv.T @ z,  dgate = du.T @ z, and the bias gradients are sums over the rows.
 TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition& t, const TransitionMask& wanted,
                                             bool adds) {
   detail::check_transition_backward(grad, t, wanted);
@@ -155,8 +155,8 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
     const auto panel_of = [&](const Tensor& rows) { return rows.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows);
     if (!needs.gate && !needs.value && !wanted[7]) return down.add(chunk, g, {});
-    // In float32 at least, as sums over rows need it: in 16 bits ATen's layer norm adds up the gradients of its
-    // parameters in those.
+    // At least float32, for the sums over rows: in 16 bits, ATen's layer norm would add up the gradients of its
+    // parameters in 16 bits too.
     const Tensor rows = panel_of(x_rows).to(detail::moments_dtype(t.x.scalar_type())).contiguous();
     const Layers::Normalized normalized = layers.normalized(rows);
     const Tensor z = layers.z(normalized), u = layers.gate(z);

@@ -42,7 +42,7 @@ std::string to_string(at::Layout layout) {
 }
 
 void check_layout(const char* op, const char* name, const at::Tensor& tensor) {
-  // None in Python.
+  // None in Python
   TORCH_CHECK_TYPE(tensor.defined(), op, ": expected ", name, " of type Tensor, got NoneType");
   const at::Layout layout = tensor.layout();
   TORCH_CHECK(layout == at::kStrided, op, ": expected ", name, " of layout strided, got ", to_string(layout));

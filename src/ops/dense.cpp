@@ -108,7 +108,7 @@ void detail::check_dense_gradients(const Tensor& grad, const Tensor& y, const Te
 bool detail::has_one_pass_gradients(const Tensor& w) {
   const HasOnePassKernel has_kernel = one_pass_kernel().load(std::memory_order_relaxed);
   if (has_kernel == nullptr || dense_path() == DensePath::kCublas) return false;
-  // A size that is not known while tracing is not asked for: that would be a guard.
+  // maybe_as_int() adds no guard for a size that is unknown while tracing.
   const std::optional<int64_t> n = w.sym_size(0).maybe_as_int(), k = w.sym_size(1).maybe_as_int();
   return n && k && has_kernel(w.device(), w.scalar_type(), *n, *k);
 }

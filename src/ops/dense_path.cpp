@@ -19,7 +19,7 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr std::pair<const char*, DensePath> kPaths[] = {
     {"auto", DensePath::kAuto}, {"fused", DensePath::kFused}, {"cublas", DensePath::kCublas}};
 
-// Of the process. What the variable says is asked once, so a mistake in it is reported once.
+// The default for the process. The environment variable is read once, so that an invalid value is reported once.
 DensePath initial_path() {
   static const DensePath path = [] {
     const char* const name = std::getenv("TORCHOPS_DENSE_PATH");
@@ -73,14 +73,14 @@ std::string exchange_path(const std::optional<std::string>& name) {
   return to_string(former);
 }
 
-// Below autograd, for every backend.
+// Below autograd, for all backends.
 Tensor dense_on_path_kernel(const Tensor& x, const Tensor& w, const OptionalTensor& b, std::string_view path) {
   const DensePathGuard on_path(parse_dense_path("_dense_on_path", std::string(path)));
   return dense(x, w, b);
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
-  // Returns this thread's path, and sets it if there is one to set.
+  // Returns this thread's path, and sets a new one if given.
   m.def("_dense_path(str? path=None) -> str", {at::Tag::pt2_compliant_tag});
   m.impl("_dense_path", exchange_path);
   m.def("_dense_on_path(Tensor x, Tensor w, Tensor? b, str path) -> Tensor", {at::Tag::pt2_compliant_tag});

@@ -18,7 +18,7 @@ Tensor detail::keep(const Tensor& x) {
 
 namespace {
 
-// Whatever an argument of a mutating operator may be, which a bool mask is.
+// Accepts every dtype that an argument of a mutating operator can have, including a bool mask.
 void check_keep(const Tensor& x) {
   detail::check_layout("_keep", "x", x);
   const at::ScalarType dtype = x.scalar_type();

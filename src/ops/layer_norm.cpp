@@ -144,7 +144,7 @@ void layer_norm_meta_(Tensor& x, c10::SymIntArrayRef normalized_shape, const Opt
 std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_meta(const Tensor& x, c10::SymIntArrayRef normalized_shape,
                                                                 const OptionalTensor& weight,
                                                                 const OptionalTensor& bias, double eps) {
-  // Not in one expression: there is no shape of moments before the check.
+  // Two statements, because the shape of the moments is only defined after the check.
   const Tensor y = layer_norm_meta(x, normalized_shape, weight, bias, eps);
   return std::tuple_cat(std::tuple(y), detail::empty_moments(x, normalized_shape.size()));
 }

@@ -17,7 +17,8 @@ Operands map(const Operands& operands, const F& f) {
   return out;
 }
 
-// Merges the leading dimensions of all operands into one, or takes the smallest of them apart and tries again.
+// Merges the leading dimensions of all operands into one. If that is impossible, splits along the smallest of them and
+// tries again.
 void split(const Operands& operands, int64_t trailing_dims, c10::function_ref<void(const Operands&)> f) {
   const Tensor& x = operands[0];
   const int64_t leading_dims = x.dim() - trailing_dims;

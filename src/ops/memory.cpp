@@ -16,10 +16,10 @@ struct Dim {
 };
 using Dims = c10::SmallVector<Dim, 6>;
 
-// Two indices i and j are one location if their difference d = i - j solves
+// Two indices i and j are the same location if their difference d = i - j solves
 //   sum over k of d_k * stride_k = 0,  |d_k| <= last_k,  d != 0.
-// A search from the largest stride down, cut where what is left cannot bring the sum back to 0 (its reach is too short,
-// or its strides have a common divisor that the sum has not).
+// Searches from the largest stride down. A branch is cut if the remaining dimensions cannot bring the sum back to 0:
+// their reach is too short, or their strides have a common divisor that does not divide the sum.
 class Search {
  public:
   explicit Search(const Dims& ascending) : dims_(ascending) {
@@ -36,8 +36,8 @@ class Search {
   }
 
  private:
-  // Whether the first `count` dimensions can bring `sum` to 0. With d also -d is a solution, so that the first
-  // coefficient that is not 0 may be taken as positive.
+  // Whether the first `count` dimensions can bring `sum` to 0. If d is a solution, so is -d, so the first nonzero
+  // coefficient may be assumed positive.
   bool solve(size_t count, int64_t sum, bool all_zero) {
     if (count == 0) return sum == 0 && !all_zero;
     if (++steps_ > kMostSteps || sum % divisors_[count - 1] != 0) return false;
@@ -70,8 +70,8 @@ Overlap internal_overlap(at::IntArrayRef sizes, at::IntArrayRef strides) {
   }
   std::sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
   if (!dims.empty() && dims[0].stride == 0) return Overlap::kYes;
-  // A stride beyond the reach of all smaller ones cannot be made up for by them. That is all of them in every slice and
-  // transpose of a contiguous tensor.
+  // If a stride is larger than the reach of all smaller ones, they cannot make up for it. This holds for every stride
+  // of a slice or transpose of a contiguous tensor.
   int64_t reach = 0;
   for (const auto& [stride, last] : dims) reach += stride * last;
   while (!dims.empty() && dims.back().stride > reach - dims.back().stride * dims.back().last) {
@@ -97,7 +97,7 @@ Overlap internal_overlap(const at::Tensor& tensor) {
 
 namespace {
 
-// Where the elements of a tensor lie: [first, last) of addresses. Nothing for one that has none, or none yet.
+// The addresses [first, last) of the elements of a tensor. Empty if it has no elements, or no memory yet.
 std::optional<std::pair<uintptr_t, uintptr_t>> addresses(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet wrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
   if (!tensor.has_storage() || tensor.is_meta() || tensor.key_set().has_any(wrappers) ||
@@ -118,8 +118,8 @@ std::optional<std::pair<uintptr_t, uintptr_t>> addresses(const at::Tensor& tenso
 bool may_alias(const at::Tensor& written, const at::Tensor& read) {
   if (!read.defined()) return false;
   if (written.is_same(read)) return true;
-  // Views of one storage share a version counter, so that autograd would take the one for overwritten with the other,
-  // wherever in it they are.
+  // Views of one storage share a version counter. So autograd would take `read` for overwritten, wherever in the
+  // storage the views are.
   if (written.has_storage() && read.has_storage() && written.is_alias_of(read)) return true;
   if (written.device() != read.device()) return false;
   const auto to = addresses(written), from = addresses(read);

@@ -43,14 +43,14 @@ void check_eight_bits(const char* op, const char* name, const Tensor& tensor) {
               detail::to_string(tensor.scalar_type()));
 }
 
-// One scale for all of `reference`, or one for each of its rows, in the shape `each`.
+// A scale has one element for all of `reference`, or one per row, in the shape `each`.
 void check_scale(const char* op, const char* name, const Tensor& scale, const char* reference_name,
                  const Tensor& reference, c10::SymIntArrayRef each) {
   detail::check_layout(op, name, scale);
   TORCH_CHECK(scale.scalar_type() == at::kFloat, op, ": expected ", name, " of dtype float32, got ",
               detail::to_string(scale.scalar_type()));
   detail::check_device(op, name, scale, reference_name, reference);
-  // A number of rows that is not known while tracing is not asked for: that would be a guard.
+  // The number of rows may be unknown while tracing, so test it without adding a guard.
   if (TORCH_GUARD_OR_FALSE(scale.sym_numel().sym_eq(1))) return;
   const auto expected = [&] {
     return c10::str(op, ": expected ", name, " of one element or of shape ", detail::to_string(each), " to match ",
@@ -84,7 +84,7 @@ void check_out_dtype(const char* op, const char* name, ScalarType dtype) {
               " bfloat16, float16 or float32, got ", detail::to_string(dtype));
 }
 
-// Of x @ w.T + b, whose result is to be of `dtype`.
+// Checks the operands of x @ w.T + b with a result of `dtype`.
 void check_linear_scaled(const char* op, const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
                          const OptionalTensor& b, ScalarType dtype) {
   if (b) check_bias(op, "b", *b, x, dtype);

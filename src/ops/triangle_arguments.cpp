@@ -6,7 +6,7 @@
 #include "ops/common.h"
 #include "ops/triangle_multiplicative_update.h"
 
-// What the arguments of the triangle update have to be, and how packed weights come apart.
+// Argument checks of the triangle update, and the splitting of packed weights.
 namespace torchops {
 
 using at::Tensor;
@@ -20,7 +20,7 @@ using detail::TriangleUpdate;
 
 namespace {
 
-// What both forms share: x and the mask. `reference` is a weight, whose dtype is that of all parameters.
+// Checks what both forms share: x and the mask. `reference` is a weight, whose dtype all parameters have.
 void check_pair(const char* op, const Tensor& x, const OptionalTensor& mask, const char* reference_name,
                 const Tensor& reference) {
   detail::check_layout(op, "x", x);
@@ -42,7 +42,7 @@ void check_pair(const char* op, const Tensor& x, const OptionalTensor& mask, con
   detail::check_shape(op, "mask", *mask, "x", x.sym_sizes().slice(0, x.dim() - 1));
 }
 
-// A parameter of the shape that follows from `reason`.
+// Checks a parameter against `shape`, which `reason` explains in the error.
 void check_parameter(const char* op, const std::string& name, const OptionalTensor& parameter, const char* reason,
                      c10::SymIntArrayRef shape, const char* reference_name, const Tensor& reference) {
   if (!parameter) return;
@@ -114,9 +114,10 @@ TriangleParameterList detail::to_list(const TriangleArguments& t) {
 
 namespace {
 
-// Whether a call of as_strided on it would be the backend's kernel at once: nothing above records or replaces it.
+// Whether as_strided on this tensor would go straight to the backend's kernel, with nothing above to record or replace
+// it.
 bool is_below_all(const Tensor& t) {
-  // BackendSelect is always on, and, as autocast, lets operators of this kind fall through.
+  // BackendSelect is always on and, like autocast, falls through for operators of this kind.
   constexpr auto in_question = c10::DispatchKeySet(c10::DispatchKeySet::FULL).remove(c10::DispatchKey::BackendSelect) -
                                c10::autocast_dispatch_keyset;
   const auto keys = c10::impl::computeDispatchKeySet(t.key_set(), in_question);
@@ -138,7 +139,7 @@ void take_apart(TriangleUpdate& t) {
       b = detail::strided_view(*a, sizes, a->strides(), sizes[0] * a->stride(0));
       a = detail::strided_view(*a, sizes, a->strides(), 0);
     } else {
-      // One view of both halves, so that the gradient of a packed parameter is one concatenation.
+      // One split gives both halves, so that the gradient of a packed parameter is a single concatenation.
       const c10::SymInt d = a->sym_size(0) / 2;
       const std::vector<Tensor> parts = a->split_with_sizes_symint({d, d});
       a = parts[0];
@@ -174,13 +175,13 @@ TriangleUpdate detail::taken_apart(const TriangleArguments& t) {
 
 namespace {
 
-constexpr const char* kForward = "triangle_multiplicative_update";  // what users have called
+constexpr const char* kForward = "triangle_multiplicative_update";  // what users call
 constexpr const char* kBackward = "_triangle_multiplicative_update_backward";
 
-// The weight that the others have to match, by the name that its caller gave it.
+// The weight that the others must match, by the name that the caller knows.
 const char* reference_name(bool packed) { return packed ? "p_in_weight" : "a_p_weight"; }
 
-// The arguments with parameters as they came, packed or not.
+// Checks the arguments; leaves the parameters as they were passed, packed or not.
 TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& mask,
                        const TriangleParameterList& parameters, bool outgoing, double eps) {
   TORCH_CHECK(parameters.size() == detail::kTriangleParameters, op, ": expected ", detail::kTriangleParameters,

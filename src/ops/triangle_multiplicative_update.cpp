@@ -78,7 +78,7 @@ std::vector<Tensor> detail::triangle_update_backward(const Tensor& grad, const T
 
 namespace {
 
-// The public operators are those beneath, with the halves of the packed weights.
+// The public operators call the private ones with the halves of the packed weights.
 template <auto function>
 struct Public;
 
