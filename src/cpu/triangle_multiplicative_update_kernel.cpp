@@ -13,9 +13,9 @@
 #include "cpu/linear.h"
 #include "ops/triangle_layout.h"
 
-// For each element of the batch: panels of x are normalised and multiplied while they are in the cache, and give a and
-// b, channels first; batched products overwrite a with o; panels of o and x give the result. Beside x, panels and a
-// spare group of channels two pair tensors are alive: a with b, then o with the result.
+// For each batch element: panels of x are normalised and multiplied while they are in the cache, which gives a and b,
+// channels first; batched products overwrite a with o; panels of o and x give the result. Besides x, the panels and a
+// spare group of channels, two pair tensors are alive: a and b, then o and the result.
 namespace torchops::cpu {
 namespace {
 
@@ -32,10 +32,10 @@ using detail::TriangleUpdate;
 constexpr detail::TriangleBackend kBackend{
     [](at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }, at::bmm_out,
     /*multiplies_padding=*/false};
-// A few matrices keep the threads busy, and next to nothing is taken beside a and b, also where these are small.
+// A few matrices keep the threads busy, and a group is negligible beside a and b even if they are small.
 constexpr int64_t kGroupBytes = int64_t{1} << 20;
 
-// What the panels of one call share.
+// Shared by all panels of a call.
 class Layers : public detail::TriangleLayout {
  public:
   explicit Layers(const TriangleUpdate& t)
@@ -48,7 +48,7 @@ class Layers : public detail::TriangleLayout {
     const int64_t row_bytes = n() * features * static_cast<int64_t>(update().x.element_size());
     return std::max(kPanelBytes / std::max(row_bytes, int64_t{1}), int64_t{1});
   }
-  /// Calls f on panels of the pair matrix, each on one thread.
+  /// Calls f on each panel of the pair matrix, on one thread per panel.
   template <class F>
   void for_each_panel(const F& f) const {
     cpu::for_each_panel(n(), rows_per_panel(), [&](int64_t begin, int64_t end) { f(TrianglePanel{begin, end}); });
@@ -75,7 +75,7 @@ class Layers : public detail::TriangleLayout {
     linear_out(out, rows, transposed(w), update().bias(layer));
     return out;
   }
-  /// The same transposed, (out, rows).
+  /// The same, transposed: (out, rows).
   Tensor channels_first(const Tensor& rows, TriangleParameter layer) const {
     const Tensor& w = update().weight(layer);
     Tensor out = empty({w.size(0), rows.size(0)});
@@ -90,13 +90,13 @@ class Layers : public detail::TriangleLayout {
   Affine in_, out_;
 };
 
-// The mask that a panel is multiplied by, (1, rows), with a factor inside.
+// The mask of a panel times `factor`, as (1, rows).
 Tensor mask_row(const Tensor& mask, const TrianglePanel& panel, double factor) {
   const Tensor row = panel.of(mask).reshape({1, -1});
   return factor == 1 ? row : row * factor;
 }
 
-// (d, N, N) -> rows of d.
+// (d, N, N) to rows of d.
 Tensor rows_of_channels(const Tensor& channels, const TrianglePanel& panel) {
   return panel.channels_of(channels).flatten(1).t().contiguous();
 }
@@ -118,7 +118,7 @@ void make_a_and_b(const Layers& layers, const TriangleElement& e, const Tensor& 
   });
 }
 
-// The update of a panel of rows.
+// The update of one panel of rows.
 Tensor update_of(const Layers& layers, const TrianglePanel& panel, const Tensor& o, const Tensor& x_rows) {
   const Tensor n = std::get<0>(layers.norm_out(rows_of_channels(o, panel)));
   Tensor y = layers.linear(n, detail::kPOut);
@@ -126,7 +126,7 @@ Tensor update_of(const Layers& layers, const TrianglePanel& panel, const Tensor&
   return y;
 }
 
-// sum = x plus the update of a panel; it may be x.
+// sum = x + update, for one panel. `sum` may be x.
 void add_update_of(const Layers& layers, const TrianglePanel& panel, const Tensor& o, const Tensor& x,
                    const Tensor& sum) {
   const Tensor own = panel.of(x);
@@ -134,7 +134,7 @@ void add_update_of(const Layers& layers, const TrianglePanel& panel, const Tenso
   at::cpu::add_out(target, own, update_of(layers, panel, o, panel.rows_of(x)).view(own.sizes()));
 }
 
-// Makes the products of all elements of the batch, and calls finish(index, o) on each.
+// Computes the product of each batch element and calls finish(index, o) on it.
 template <class Finish>
 Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& finish) {
   return detail::for_each_product(
@@ -151,7 +151,7 @@ std::tuple<Tensor, Tensor> update_cpu(const Tensor& x, const OptionalTensor& mas
   const at::TensorOptions options = adds ? x.options() : layers.options();
   Tensor out;
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
-    // Only now, so that it can have the memory of b.
+    // Allocated only now, so that it can reuse the memory of b.
     if (!out.defined()) out = layers.empty(x.sizes(), options);
     const Tensor pair = detail::batch_element(x, 3, index), result = detail::batch_element(out, 3, index);
     layers.for_each_panel([&](const TrianglePanel& panel) {
@@ -172,7 +172,7 @@ Tensor update_cpu_(Tensor& x, const OptionalTensor& mask, const TriangleParamete
   t = detail::read_first(t);
   const Layers layers(t);
   Tensor product;
-  // Panels take memory while others have been written.
+  // A panel allocates while others have already been written.
   overwriting(x, [&] {
     product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
       const Tensor pair = detail::batch_element(x, 3, index);
@@ -184,8 +184,8 @@ Tensor update_cpu_(Tensor& x, const OptionalTensor& mask, const TriangleParamete
 
 // --- gradients
 
-// Panels are divided among a number of chunks that depends on sizes alone, and with it the order of the additions. A
-// chunk is one thread's work.
+// The number of chunks depends only on sizes, and so does the order of the additions. Each chunk is processed by one
+// thread.
 struct Chunks {
   int64_t n, step, panels, count;
 
@@ -216,7 +216,7 @@ class Gradients {
   bool wants_z() const { return all_.wants_z(); }
   bool wants_a_and_b() const { return all_.wants_a_and_b(); }
 
-  /// Of a linear layer with the cotangent (out, rows) and the input (rows, in).
+  /// Adds the gradients of a linear layer with the cotangent (out, rows) and the input (rows, in).
   void add_layer(TriangleParameter layer, const Tensor& cotangent, const Tensor& input) const {
     if (wants(layer)) all_.add(layer, at::cpu::mm(cotangent, input), chunk_);
     if (wants(layer + 1)) {
@@ -224,7 +224,7 @@ class Gradients {
       all_.add(layer + 1, cotangent.sum(1, false, dtype), chunk_);
     }
   }
-  /// Of a layer norm, and of its input, which is returned.
+  /// Adds the gradients of a layer norm, and returns that of its input.
   Tensor norm_backward(TriangleParameter layer, const Tensor& grad, const Tensor& rows,
                        const Layers::Moments& normalized, const Affine& affine) const {
     const auto& [y, mean, rstd] = normalized;
@@ -241,7 +241,7 @@ class Gradients {
   int64_t chunk_;
 };
 
-// From the cotangent of the result: d(o) in channels first, and the gate's part of dz in the place of dx.
+// From the cotangent of the result: d(o), channels first, and the gate's part of dz, which goes where dx will be.
 void output_backward(const Layers& layers, const Gradients& gradients, const TrianglePanel& panel, const Tensor& x_pair,
                      const Tensor& grad_pair, const Tensor& o_pair, const Tensor& dz_pair, const Tensor& d_o) {
   const TriangleUpdate& t = layers.update();
@@ -265,7 +265,7 @@ void output_backward(const Layers& layers, const Gradients& gradients, const Tri
   target.copy_(do_rows.t().view(target.sizes()));
 }
 
-// From da and db, and dz so far: dx in its place, plus the residual's gradient, and the mask's gradient.
+// From da, db and dz so far: dx, which overwrites dz and includes the residual's gradient, and the mask's gradient.
 void input_backward(const Layers& layers, const Gradients& gradients, const TrianglePanel& panel,
                     const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz_pair,
                     const Tensor& dmask, const Tensor& residual) {

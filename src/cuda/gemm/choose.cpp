@@ -5,20 +5,20 @@ namespace {
 
 bool always(const Case&) { return true; }
 
-// The fastest tilings on an H100, of those measured (bfloat16; 45 shapes, 16 to 1048576 rows, k and n from 64 to 8192).
+// The fastest of the tilings measured on an H100 (bfloat16; 45 shapes, 16 to 1048576 rows, k and n from 64 to 8192).
 constexpr Rule<Tiling> kDense[] = {
-    // Few outputs: smaller tiles, so that more multiprocessors have one.
+    // Few outputs: smaller tiles occupy more multiprocessors.
     {[](const Case& c) { return c.n <= 64 || c.tiles(128, 128) * 2 <= c.sm_count; }, Tiling::k128x64},
-    // A result that is long and narrow is bound by memory: many small tiles keep more loads and stores in flight.
+    // A long and narrow result is bound by memory: many small tiles keep more loads and stores in flight.
     {[](const Case& c) { return c.n <= 128 && c.k <= 512; }, Tiling::k64x128},
-    // One step along k leaves nothing to overlap the epilogue with: better a large one.
+    // With a single step along k, nothing overlaps the epilogue: one large epilogue is better.
     {[](const Case& c) { return c.k <= 64 && c.n > 256; }, Tiling::k128x256},
-    // Where a is the larger operand, share what is loaded of it, unless that leaves one tile in a row alone.
+    // If a is the larger operand, share its loads, unless a row has an odd number of tiles.
     {[](const Case& c) { return c.k <= 256 && c.n <= 2048 && c.m >= 2 * c.n && c.columns(128) % 2 == 0; },
      Tiling::k128x128ResidentB},
     {[](const Case& c) { return c.k > 256 && c.n <= 2048 && c.m >= 2 * c.n && c.columns(128) % 2 == 0; },
      Tiling::k128x128SharedA},
-    // Two steps along k are little too, and a long sum is bound by the traffic of the tiles.
+    // Two steps along k are still too few. Long sums are bound by the traffic of the tiles.
     {[](const Case& c) {
        return (c.k <= 128 && c.n > 512) || (c.k > 4096 && c.tiles(128, 256) * 4 >= int64_t{c.sm_count} * 3);
      },
@@ -31,17 +31,17 @@ constexpr Rule<Tiling> kDense[] = {
     {always, Tiling::k128x128},
 };
 
-// Eight-bit operands: the fastest tilings on an H100, of those measured (dense; 6 shapes, 16 to 16384 rows, k and n
-// from 2048 to 8192). Few outputs take small tiles: (512, 2048) to 2048 features 9.1 us, and 11.2 with 128 x 128, which
-// take 117 us for (4096, 4096) to 4096 features. Tiles of 128 x 192 take 125.
+// Eight-bit operands: the fastest of the tilings measured on an H100 (dense; 6 shapes, 16 to 16384 rows, k and n from
+// 2048 to 8192). Few outputs take small tiles: (512, 2048) to 2048 features takes 9.1 us, and 11.2 with 128 x 128.
+// (4096, 4096) to 4096 features takes 117 us with 128 x 128, and 125 with 128 x 192.
 constexpr Rule<Tiling> kScaled[] = {
     {[](const Case& c) { return c.m <= 64 || c.tiles(128, 128) <= c.sm_count; }, Tiling::k64x128},
     {always, Tiling::k128x128CooperativeTall},
 };
 
-// The fastest tilings on an H100, of those measured from n = 64 to 16384. With one tile for a row there is no barrier.
+// The fastest of the tilings measured on an H100, from n = 64 to 16384. With one tile per row there is no barrier.
 // Otherwise two small tiles in flight hide the wait at the barrier, until, in long products, the traffic of small tiles
-// costs more than the wait. There the large ones are faster, if whole panels keep nine of ten clusters busy.
+// costs more than the wait. Large tiles are then faster if whole panels keep nine of ten clusters busy.
 constexpr Rule<Tiling> kSquareMatmul[] = {
     {[](const Case& c) { return c.n > 128 && c.n <= 192; }, Tiling::k64x192ResidentB},
     {[](const Case& c) { return c.n > 128 && c.n <= 256; }, Tiling::k64x256ResidentB},
@@ -52,13 +52,13 @@ constexpr Rule<Tiling> kSquareMatmul[] = {
      },
      Tiling::k128x256},
     {always, Tiling::k128x128},
-    // Where a row has too many tiles of 128 columns to be resident, half as many may be.
+    // If a row has too many tiles of 128 columns to be resident, half as many may fit.
     {always, Tiling::k128x256},
 };
 
-// The smallest that has room for k. More columns than a tile has are other CTAs' work, which read the rows again, from
-// L2: with the first, glu of (1048576, 192) to 192 features takes 309 us instead of 432. Gates of such sizes were not
-// measured with it.
+// The smallest tile that k fits. If there are more columns than a tile has, other CTAs compute them and read the rows
+// again, from L2: with the first tiling, glu of (1048576, 192) to 192 features takes 309 us instead of 432. Gates of
+// such sizes were not measured with it.
 constexpr Rule<NarrowTiling> kNarrow[] = {
     {[](const Case& c) { return c.n > 128 && c.n <= 192 && c.k <= 192; }, NarrowTiling::k64x192x192},
     {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, NarrowTiling::k128x64x64},
@@ -67,30 +67,31 @@ constexpr Rule<NarrowTiling> kNarrow[] = {
 };
 constexpr std::span kNarrowGate = std::span(kNarrow).subspan<1>();
 
-// The fastest tilings on an H100, of those measured (bfloat16; 14 shapes, 16 to 262144 rows, k from 128 to 8192, n from
+// The fastest of the tilings measured on an H100 (bfloat16; 14 shapes, 16 to 262144 rows, k from 128 to 8192, n from
 // 256 to 11008).
 constexpr Rule<Tiling> kWideGlu[] = {
-    // Few outputs: smaller tiles, so that more multiprocessors have one. (16, 4096) to 4096: 40 us instead of 51.
+    // Few outputs: smaller tiles occupy more multiprocessors. (16, 4096) to 4096 takes 40 us instead of 51.
     {[](const Case& c) { return c.tiles(128, 128) * 2 <= c.sm_count; }, Tiling::k128x64SharedA},
-    // A long sum is bound by the traffic of the tiles, of which large ones have less, and its epilogue is a small part:
-    // (16384, 2048) to 5632 takes 1086 us instead of 1118. In a single wave an epilogue has nothing to overlap with:
+    // A long sum is bound by the traffic of the tiles, which is less with large ones, and its epilogue is a small part:
+    // (16384, 2048) to 5632 takes 1086 us instead of 1118. In a single wave, nothing overlaps an epilogue anyway:
     // (1024, 512) to 2048 takes 13.0 us instead of 14.0.
     {[](const Case& c) { return c.k >= 2048 || c.tiles(128, 128) <= c.sm_count; }, Tiling::k128x128Cooperative},
-    // The rest gains from the overlap of epilogues and products: (65536, 384) to 1536 takes 245 us instead of 264.
+    // Otherwise, overlapping epilogues and products wins: (65536, 384) to 1536 takes 245 us instead of 264.
     {always, Tiling::k128x64SharedA},
 };
 
-// The only one measured. gate of (524288, 384) to 384 features takes 493 us, and 733 by cuBLAS and a pass; of (4096,
-// 1024) to 1024, 27 and 39; of (512, 512) to 512, 24 and 39 (H100 80GB HBM3, torch 2.11, bfloat16).
+// The only tiling measured. gate of (524288, 384) to 384 features takes 493 us, against 733 with cuBLAS and one more
+// pass; (4096, 1024) to 1024 takes 27, against 39; (512, 512) to 512 takes 24, against 39 (H100 80GB HBM3, torch 2.11,
+// bfloat16).
 constexpr Rule<Tiling> kWideGate[] = {{always, Tiling::k128x64SharedA}};
 
-// The only one measured. All gradients of glu from (262144, 384) to 384 features take 945 us, and 1569 where cuBLAS
-// makes the products again (H100 80GB HBM3, torch 2.11, bfloat16).
+// The only tiling measured. All gradients of glu from (262144, 384) to 384 features take 945 us, against 1569 if cuBLAS
+// recomputes the products (H100 80GB HBM3, torch 2.11, bfloat16).
 constexpr Rule<Tiling> kWideCotangents[] = {{always, Tiling::k128x64SharedA}};
 
 constexpr Rule<NarrowTiling> kPair[] = {{always, NarrowTiling::k64x128x128}};
 
-// The only ones measured: of N = 768, c = d = 384 the kernels take 1138 and 682 us (H100, bfloat16).
+// The only tilings measured: for N = 768, c = d = 384, the kernels take 1138 and 682 us (H100, bfloat16).
 constexpr Rule<Tiling> kWidePairIn[] = {{always, Tiling::k128x64SharedA}};
 
 constexpr Rule<Tiling> kWidePairOut[] = {{always, Tiling::k128x128Cooperative}};
@@ -102,14 +103,15 @@ constexpr Rule<GradientTiling> kGated[] = {
     {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
 };
 
-// Where most CTAs of a cluster have columns. All gradients of glu but dx, with its cotangents, from (1048576, 256) to
-// 256 features take 917 us, and 1505 by the kernel for cotangents and cuBLAS; from 192 to 192, 592 (H100, bfloat16).
+// For sizes at which most CTAs of a cluster have columns. All gradients of glu but dx, with its cotangents, from
+// (1048576, 256) to 256 features take 917 us, against 1505 with the kernel for cotangents and cuBLAS; from 192 to 192,
+// they take 592 (H100, bfloat16).
 constexpr Rule<GradientTiling> kWeightGradients[] = {
     {[](const Case& c) { return c.n > 128 && c.n <= 192 && c.k > 128 && c.k <= 192; }, GradientTiling::k192x192Cluster},
     {[](const Case& c) { return c.n > 128 && c.n <= 256 && c.k > 128 && c.k <= 256; }, GradientTiling::k256x256Cluster},
 };
 
-// Measured on an H100, bfloat16, from 64 rows to 1048576.
+// Measured on an H100 in bfloat16, from 64 to 1048576 rows.
 constexpr Rule<GradientTiling> kDenseGradients[] = {
     {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
     {[](const Case& c) { return c.n <= 192 && c.k <= 192; }, GradientTiling::k192x192},
@@ -155,11 +157,12 @@ TORCHOPS_RULES(GluSiluGradients, kGated)
 TORCHOPS_RULES(GluSigmoidWeightGradients, kWeightGradients)
 TORCHOPS_RULES(GluSiluWeightGradients, kWeightGradients)
 
-// cuBLAS divides a long sum among multiprocessors that would have no tile.
+// cuBLAS splits a long sum among multiprocessors that would otherwise have no tile.
 bool prefers_cublas(const Case& c) { return c.m < 16 || (c.k >= 512 && c.tiles(64, 128) * 2 <= c.sm_count); }
 
-// Fewer than 16 rows were not measured. From (128, 8192) to 1024 features cuBLAS and the pass took 38 us, the kernel
-// 45; from (16, 4096) to 4096, where more than a quarter of the multiprocessors has a tile, 48 and 40 (H100, bfloat16).
+// Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
+// kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40
+// (H100, bfloat16).
 bool prefers_cublas_for_glu(const Case& c) { return c.m < 16 || (c.k >= 4096 && c.tiles(128, 64) * 4 <= c.sm_count); }
 
 }  // namespace torchops::cuda::gemm

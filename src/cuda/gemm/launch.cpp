@@ -8,8 +8,9 @@
 namespace torchops::cuda::gemm {
 namespace {
 
-// The driver encodes descriptors for TMA only in a thread that has a context. The runtime gives it one with the first
-// launch, but that may be ours: a thread of autograd, whose memory comes out of the cache, has called nothing before.
+// The driver encodes TMA descriptors only on a thread that has a context. The runtime binds one at the first launch,
+// but that launch may be ours: an autograd thread whose memory comes from the caching allocator has called nothing
+// before.
 void bind_context() {
   static DriverFunction<PFN_cuCtxGetCurrent_v4000> known("cuCtxGetCurrent", 4000);
   PFN_cuCtxGetCurrent_v4000 get_current = nullptr;
@@ -28,7 +29,7 @@ std::optional<Element> element_of(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return Element::kBFloat16;
   if (dtype == at::kHalf) return Element::kFloat16;
   if (dtype != at::kFloat) return std::nullopt;
-  // Set by both of torch's interfaces. allowTF32CuBLAS() is the old one, and throws where the new one has been used.
+  // Both of torch's interfaces set this. allowTF32CuBLAS() is the old one, which throws if the new one has been used.
   const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
   return precision == at::Float32Precision::TF32 ? std::optional(Element::kTF32) : std::nullopt;
 }

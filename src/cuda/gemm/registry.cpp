@@ -3,7 +3,7 @@
 
 #include "cuda/gemm/spec.h"
 
-// Which kernels this build has. CMake writes instances.def, a line for each.
+// The kernels in this build. CMake writes instances.def, with one line per kernel.
 namespace torchops::cuda::gemm {
 namespace {
 
