@@ -1,11 +1,11 @@
-"""Fused, in-place operators for PyTorch. Importing this package makes them known as ``torch.ops.myops.*``."""
+"""Fused, in-place operators for PyTorch. Importing this package registers them as ``torch.ops.myops.*``."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchops import _library
 
-# The modules below look their operators up as they are imported.
+# The modules imported below look up their operators.
 _library.load()
 
 from torchops import adapters, attention, cuda, flops, nn, ops, pair, quantization, scaled  # noqa: E402, F401
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchops import inductor
     from torchops import onnx as onnx
 
-# Imported when they are asked for: torchops.distributed costs far more time than all the rest.
+# Imported on first use: torchops.distributed takes far longer to import than everything else.
 _LAZY = ("distributed", "inductor", "onnx")
 
 
@@ -41,7 +41,7 @@ when_imported("torch.distributed.tensor", lambda: import_module("torchops.distri
 
 __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)
-"""For ``cmake -DCMAKE_PREFIX_PATH=...``: where ``find_package(torchops)`` finds the C++ library."""
+"""The directory for ``cmake -DCMAKE_PREFIX_PATH=...``, where ``find_package(torchops)`` finds the C++ library."""
 
 __all__ = ["cmake_prefix_path", "cuda", "flops", "inductor", "info", "nn", "ops", "quantization"]
 __all__ += [*ops.__all__, *scaled.__all__, *pair.__all__, *attention.__all__]

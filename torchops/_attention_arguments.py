@@ -1,4 +1,4 @@
-"""What `myops::triangle_attention` and its private operators check of their arguments, for all backends."""
+"""Argument checks of `myops::triangle_attention` and its private operators, for all backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def expect(holds: Any, message: Callable[[], str]) -> None:
-    """torch._check, which takes a microsecond or more also where something holds; symbolic conditions are its own."""
+    """Like torch._check, which takes a microsecond or more even if the condition holds, and is called only for symbolic
+    ones."""
     if holds is not True:
         torch._check(holds, message)
 

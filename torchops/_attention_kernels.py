@@ -1,18 +1,18 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""Kernels in Triton of triangle attention, compiled once for all N.
+"""Triton kernels of triangle attention, compiled once for all N.
 
 The scores ``s[i, h, j, k] = scale * q[i, h, j] . k[i, h, k] + bias[h, j, k]`` never leave the registers. A program
-holds a tile of them, of one head and one row i (for the gradient of the bias: of one row i after the other), and takes
-the exponentials in float32, as powers of 2. The backward pass computes the tiles again, with the logarithms of the sums
-that the forward pass has kept: three times, because the sums over k (dq), over j (dk and dv) and over i (the bias) want
-different loops. Each of them has a fixed order, which depends on shapes and the GPU: there are no atomics, and
-gradients have the same bits in every run.
+holds a tile of them, for one head and one row i (for the gradient of the bias: one row i after another), and computes
+the exponentials in float32, as powers of 2. The backward pass recomputes the tiles from the logarithms of the sums that
+the forward pass saved. It does so three times, because the sums over k (dq), over j (dk and dv) and over i (the bias)
+need different loops. Each sum has a fixed order, which depends on the shapes and the GPU. There are no atomics, so the
+gradients are bitwise the same in every run.
 
-STAGES: how far loops read everything ahead; None, for tiles of float32, where only what products take is read ahead.
-Strides are tuples (batch, i, h, j), those of the bias (batch, h, j). Offsets within a tile fit 32 bits, those of its
-first element may not.
+STAGES: how many iterations ahead loops load all operands. None for float32 tiles, where only the operands of products
+are loaded ahead. Strides are tuples (batch, i, h, j), those of the bias (batch, h, j). Offsets within a tile fit 32
+bits; those of its first element may not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _there(left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(rows, stride, left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK rows of D numbers, of which the first `left` are there, and zeros beyond."""
+    """BLOCK rows of D numbers. Only the first `left` rows exist; the rest, and the padding of D, are zeros."""
     r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
     at = rows + (r[:, None] * stride + d[None, :])
     return tl.load(at, mask=_there(left, D, PADDED_D, BLOCK), other=0.0)
@@ -60,7 +60,7 @@ def _row(pointer, strides, b, i, h, j):
 
 @triton.jit
 def _where(heads, BLOCK: tl.constexpr):
-    """Batch, row and head of a program of the grid (blocks, rows, batch * heads), and where its block starts."""
+    """Batch, row and head of a program in the grid (blocks, rows, batch * heads), and the start of its block."""
     bh = tl.program_id(2)
     i = tl.program_id(1).to(tl.int64)
     return (bh // heads).to(tl.int64), i, (bh % heads).to(tl.int64), tl.program_id(0).to(tl.int64) * BLOCK
@@ -68,8 +68,8 @@ def _where(heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pair(pointer, gap, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """BLOCK numbers from `pointer` on, and as many from `gap` behind it. With STAGES by one load of as many numbers as
-    4 warps have threads: of fewer, each would be read by all threads that need it, again and again."""
+    """BLOCK numbers from `pointer` on, and as many at `pointer + gap`. With STAGES, a single load of as many numbers as
+    4 warps have threads: with fewer, every thread that needs a number would load it itself, again and again."""
     if STAGES is None:
         r = tl.arange(0, BLOCK)
         return tl.load(pointer + r), tl.load(pointer + gap + r)
@@ -80,8 +80,9 @@ def _pair(pointer, gap, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 @triton.jit
 def _scores(left, right, bias, added, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
-    """scale * left right^T + bias, plus what is added to columns, or None. SCALED: a factor has the scale, both it and
-    the bias have units of log2, and the product adds to the rest: an instruction less for each score."""
+    """scale * left right^T + bias, plus what is added to columns, or None. SCALED: a factor already has the scale, and
+    both it and the bias are in units of log2, so the product accumulates onto the rest: one instruction less per
+    score."""
     s = bias.to(tl.float32)
     if not SCALED:
         s = tl.dot(left, tl.trans(right), input_precision=PRECISION) * scale + s
@@ -94,7 +95,8 @@ def _scores(left, right, bias, added, scale, SCALED: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def _probabilities(left, right, bias, added, log_sums, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
-    """Of such scores; the logarithms of sums, to base 2, are those of rows or of columns, with two dimensions."""
+    """The probabilities of these scores. `log_sums`, to base 2, are those of rows or of columns, with two
+    dimensions."""
     if SCALED:
         return tl.exp2(_scores(left, right, bias.to(tl.float32) - log_sums, added, scale, True, PRECISION))
     return tl.exp2(_scores(left, right, bias, added, scale, False, PRECISION) * LOG2E - log_sums)
@@ -102,9 +104,9 @@ def _probabilities(left, right, bias, added, log_sums, scale, SCALED: tl.constex
 
 @_jit
 def add_of_mask(mask, added, mask_strides, rows: tl.int32, n: tl.int32, width, BLOCK: tl.constexpr):
-    """What a mask, of strides (batch, i, k), adds to the scores of each row: -inf at keys that are not kept, unless
-    none is. In float32 and rows of `width`, so that the forward pass and dq read it ahead, as they do the other
-    operands: that takes 4 bytes at once, and bytes would be waited for."""
+    """What a mask with strides (batch, i, k) adds to the scores of each row: -inf at masked keys, unless all keys are
+    masked. The result is float32 in rows of `width`, so that the forward pass and dq can load it ahead like the other
+    operands: asynchronous copies take at least 4 bytes, and single bytes would stall the loop."""
     i, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = mask + b * mask_strides[0] + i * mask_strides[1]
     kk = tl.arange(0, BLOCK)
@@ -137,7 +139,7 @@ def forward(
     added_row = added + (b * rows + i) * width
 
     unit = 1.0 if SCALED else LOG2E
-    # The greatest score so far in units of log2, finite also where all of a block of keys is masked.
+    # The largest score so far, in units of log2. It stays finite even if all of a block of keys is masked.
     top = tl.full((BLOCK_J,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_J,), tl.float32)
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
@@ -171,8 +173,8 @@ def prepare(
     rows: tl.int32, n: tl.int32, heads: tl.int32, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """For each edge and head the logarithm to base 2 of its sum, inf beyond n, and the sum over keys of p * dp, which
-    is that over features of grad * out, 0 beyond n; both in rows of `width` numbers."""
+    """For each edge and head, the logarithm to base 2 of its sum (inf beyond n), and the sum over keys of p * dp, which
+    equals the sum over features of grad * out (0 beyond n). Both in rows of `width` numbers."""
     b, i, h, first = _where(heads, BLOCK_J)
     j, left = tl.arange(0, BLOCK_J), (n - first).to(tl.int32)
     g = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
@@ -188,7 +190,7 @@ def prepare_heads(
     products, i, j, there, lse, log_sums, delta, rows, n, width,
     HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `prepare`, of BLOCK edges (i, j) that have grad * out of all heads; for a grid of (blocks, batch, 1)."""
+    """Like `prepare`, for BLOCK edges (i, j), given grad * out of all heads. The grid is (blocks, batch, 1)."""
     first = tl.program_id(1).to(tl.int64) * rows
     if D & (D - 1) == 0:
         h = tl.arange(0, PADDED // D)
@@ -212,8 +214,8 @@ def _store_numbers(sums, row, j, h, there, lse, log_sums, delta, n, width, HEADS
 
 @triton.jit
 def prepare_padding(log_sums, delta, rows, n, width):
-    """What `prepare` has beyond n; for the same grid, with `rows` of all heads."""
-    first, j = tl.program_id(1).to(tl.int64) * rows, n + tl.arange(0, 128)  # _PADDING, and more than there is
+    """Fills what `prepare` has beyond n, with the same grid. `rows` counts those of all heads."""
+    first, j = tl.program_id(1).to(tl.int64) * rows, n + tl.arange(0, 128)  # _PADDING, more than the padding can be
     if n < width:
         for row in range(tl.program_id(0), rows, tl.num_programs(0)):
             at = (first + row) * width + j
@@ -271,8 +273,8 @@ def backward_kv(
     WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk = scale * ds^T q, dv = p^T grad; tiles are transposed, so that p and ds are left factors as they stand. So is
-    the bias, (batch, h, k, j): a thread reads two of its numbers at once."""
+    """dk = scale * ds^T q, dv = p^T grad. Tiles are transposed, so that p and ds are left factors as they are. So is
+    the bias, (batch, h, k, j), of which a thread then reads two numbers at once."""
     b, i, h, first = _where(heads, BLOCK_K)
     j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
     left = (n - first).to(tl.int32)
@@ -303,7 +305,7 @@ def backward_kv(
         first_number += BLOCK_J
 
     if MASKED:
-        # A key that is not kept has no part in the sums of others: its own may be anything until here.
+        # A masked key doesn't contribute to the sums of others, so its own sums may hold anything up to here.
         kept = (tl.load(added + (b * rows + i) * width + first + kk) == 0)[:, None]
         k_sums, v_sums = tl.where(kept, k_sums, 0.0), tl.where(kept, v_sums, 0.0)
     if WANT_K:
@@ -321,7 +323,7 @@ def backward_bias(
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ADDS: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The sum of ds over `share` rows i, in dbias (parts, batch, heads, n, n), or added to what is there.
+    """The sum of ds over `share` rows i, written to dbias (parts, batch, heads, n, n) or added to it.
 
     The grid is (tiles, parts, batch * heads).
     """
@@ -342,7 +344,7 @@ def backward_bias(
     added_row = added + (b * rows + i) * width + first_k
     first_number = ((b * rows + i) * heads + h) * width + first_j
 
-    # What no product reads is not read ahead without STAGES: here, by an iteration.
+    # Without STAGES, only the operands of products are loaded ahead, so these are loaded here, one iteration early.
     next_log_sums, next_delta = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
     sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
     count = tl.minimum(share, rows - part * share)
@@ -384,7 +386,7 @@ def backward_bias(
 def transpose(
     bias, made, bias_strides, made_strides, n: tl.int32, heads: tl.int32, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """made[k, j] = bias[j, k], and -inf for j beyond n. The grid is (blocks of j, blocks of k, batch * heads)."""
+    """made[k, j] = bias[j, k], with -inf for j beyond n. The grid is (blocks of j, blocks of k, batch * heads)."""
     b, h = (tl.program_id(2) // heads).to(tl.int64), (tl.program_id(2) % heads).to(tl.int64)
     first_j, first_k = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64) * BLOCK
     r = tl.arange(0, BLOCK)
@@ -399,7 +401,7 @@ def transpose(
 
 @triton.jit(do_not_specialize=["parts"])
 def sum_parts(dbias, parts: tl.int32, size, BLOCK: tl.constexpr):
-    """The sum of `parts` in the place of the first; the grid is (blocks, 1, 1)."""
+    """Overwrites the first part with the sum of all `parts`. The grid is (blocks, 1, 1)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     sums = tl.load(dbias + at, mask=there, other=0.0)

@@ -1,7 +1,7 @@
-"""Triangle attention in ATen operators, by panels of rows: what runs without a kernel of ours.
+"""Triangle attention in ATen operators, panel by panel of rows: the fallback where we have no kernel.
 
-The scores of all rows are N³ numbers for each head. A panel is as many rows as keep them, or the bias with the mask
-added to it, within `_PANEL_BYTES`; at least one. Sums over rows take the panels in order.
+The scores of all rows are N³ numbers per head. A panel has as many rows as keep the scores, or the bias plus the mask,
+within `_PANEL_BYTES`, but at least one. Sums over rows add the panels in order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """In which scores and their exponentials are computed."""
+    """The dtype in which scores and their exponentials are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _kept(mask: Tensor | None) -> Tensor | None:
-    """``(batch, R, N)``: the keys of each row, which are all where the mask keeps none."""
+    """The keys kept for each row, ``(batch, R, N)``. If the mask keeps none, all are kept."""
     if mask is None:
         return None
     mask = mask[:, :, 0, 0]
@@ -32,12 +32,12 @@ def _kept(mask: Tensor | None) -> Tensor | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, of strides like q's, and the logarithms of sums, ``(batch, R, H, N)``."""
+    """The result, with strides like q's, and the logarithms of the sums, ``(batch, R, H, N)``."""
     keep = _kept(mask)
     batch, count, heads, n, d = q.shape
     dtype = accumulator(q.dtype)
     out, lse = torch.empty_like(q), q.new_empty((batch, count, heads, n), dtype=dtype)
-    whole = q.device.type == "cpu" and keep is None  # the bias is read as it is
+    whole = q.device.type == "cpu" and keep is None  # the bias is read without a copy
     row_bytes = heads * n * (d * q.element_size() if whole else n * dtype.itemsize)
     for b, rows in _panels(batch, count, row_bytes):
         kept = None if keep is None else keep[b, rows]
@@ -51,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, 
                 attn_mask=_with_rows(added).expand(len(panel[0]), -1, -1, -1),
                 scale=scale,
             )
-            # It makes both as (rows, N, H), and says (rows, H, N).
+            # The operator computes both as (rows, N, H) but returns views as (rows, H, N).
             out[b, rows], lse[b, rows] = panel_out, panel_lse
             continue
         s = _scores(panel[0], panel[1], bias[b], kept, scale)
@@ -73,7 +73,7 @@ def backward(
     scale: float,
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of q, k, v, of strides like theirs, and of the bias."""
+    """The requested gradients of q, k and v, with strides like theirs, and of the bias."""
     keep = _kept(mask)
     batch, count, heads, n, _ = q.shape
     dtype = accumulator(q.dtype)
@@ -109,7 +109,7 @@ def _with_rows(t: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> Tensor:
-    """Of a panel, (rows, H, N, N)."""
+    """The scores of a panel, (rows, H, N, N)."""
     dtype = accumulator(q.dtype)
     s = (q.to(dtype) @ k.to(dtype).mT).mul_(scale).add_(bias)
     return s if keep is None else s.masked_fill_(~keep[:, None, None], float("-inf"))

@@ -1,9 +1,9 @@
-"""Triangle attention on a GPU: the launches of its kernels in Triton (`_attention_kernels.py`).
+"""Launches of the Triton kernels of triangle attention (`_attention_kernels.py`).
 
-The bias is read in the layout ``(h, j, k)``, in aligned rows that end at a multiple of `_PADDING`, with -inf beyond N:
-so loads are as wide for odd N as for even ones, and there is no tail of keys to mask. Any other bias is copied, which
-takes 1 / d of the bytes of q. At N = 768 on an H100 the copy of a bias with heads last did not show in the time of the
-forward pass (1461 us, and 1463 without it; bfloat16, 4 heads of 32).
+The bias is read as ``(h, j, k)``, in aligned rows that end at a multiple of `_PADDING`, with -inf beyond N. So loads
+are as wide for odd N as for even ones, and there is no tail of keys to mask. Any other bias is copied, which takes 1 /
+d of the bytes of q. At N = 768 on an H100, copying a bias with heads last made no visible difference to the time of the
+forward pass (1461 us, and 1463 without the copy; bfloat16, 4 heads of 32).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = [
 MAX_HEAD_DIM = 128
 
 _PADDING = 128  # every BLOCK_K divides it
-_PARTIAL_BYTES = 48 << 20  # what parts of the gradient of the bias may take
+_PARTIAL_BYTES = 48 << 20  # limit for the parts of the gradient of the bias
 
 
 class _Launch(NamedTuple):
-    """Tile of queries by keys, and how Triton compiles its loop."""
+    """A tile of queries by keys, and how Triton compiles its loop."""
 
     block_j: int
     block_k: int
     warps: int
     stages: int
     registers: int | None = None
-    """Of a thread, at most: with fewer, a processor holds more programs."""
+    """At most this many per thread; with fewer, a multiprocessor holds more programs."""
 
     def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         made = {
@@ -47,15 +47,15 @@ class _Launch(NamedTuple):
             "STAGES": None if dtype == torch.float32 else self.stages,
             "num_warps": self.warps,
             "num_stages": self.stages,
-            "enable_fp_fusion": True,  # by default from some versions on, it is not
+            "enable_fp_fusion": True,  # newer versions of Triton default to False
         }
         return made if self.registers is None else made | {"maxnreg": self.registers}
 
 
-# By kernel, and the padded head dimension up to which a row counts. Those of 32 are the best of sweeps on an H100. In a
-# profile of the pair layer's training (4 heads, N = 768, bfloat16, a mask that leaves out a tenth) they took 1254 us
-# forward, 1238 for q, 1074 for bias and 1486 for kv, of which with all registers that it would take a processor holds
-# 3 programs, not 4. Others were not swept.
+# By kernel: rows of (largest padded head dimension, launch). Those for 32 are the best of sweeps on an H100. In a
+# profile of the pair layer's training (4 heads, N = 768, bfloat16, a mask that leaves out a tenth), they took 1254 us
+# forward, 1238 for q, 1074 for bias and 1486 for kv. Without the register limit, kv would fit 3 programs on a
+# multiprocessor, not 4. The other rows were not swept.
 _LAUNCHES = {
     "forward": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(128, 64, 8, 2)},
     "q": {32: _Launch(64, 64, 4, 3), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 4, 2)},
@@ -63,8 +63,8 @@ _LAUNCHES = {
     "bias": {32: _Launch(64, 64, 4, 3, 168), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
 }
 
-# In float32, whose tiles have twice the bytes, and where three products make one unless tf32 is allowed. Swept as
-# above, these took 5505, 7092, 10042 and 4374 us, and what larger heads have 12428, 16512, 24687 and 13684.
+# For float32, whose tiles have twice the bytes and whose products take three passes unless tf32 is allowed. In the same
+# sweep, these took 5505, 7092, 10042 and 4374 us; the launches for larger heads took 12428, 16512, 24687 and 13684.
 _FLOAT32_LAUNCHES = {
     "forward": _Launch(128, 32, 8, 2, 128),
     "q": _Launch(128, 32, 8, 2, 128),
@@ -115,17 +115,18 @@ def _blocks(n: int, size: int) -> int:
 
 
 def _readable(t: Tensor) -> Tensor:
-    """Rows of the features must be contiguous. All other strides are read as they are."""
+    """Features must be contiguous; all other strides are arbitrary."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _laid_out_like(made: Tensor | None, t: Tensor) -> Tensor | None:
-    """`made` for ``_readable(t)``, in the strides that ``torch.empty_like(t)`` has, as the fake kernels promise."""
+    """Returns `made`, which was made for ``_readable(t)``, with the strides of ``torch.empty_like(t)``, as the fake
+    kernels promise."""
     return made if made is None or _readable(t) is t else torch.empty_like(t).copy_(made)
 
 
 def padded_bias(bias: Tensor) -> Tensor:
-    """The bias as (batch, heads, n, n), in rows that end at a multiple of `_PADDING`, which hold -inf beyond n."""
+    """The bias as (batch, heads, n, n), in rows that end at a multiple of `_PADDING` and hold -inf beyond n."""
     bias = bias.squeeze(1)
     n = bias.shape[-1]
     aligned = bias.stride(-1) == 1 and all(s % 16 == 0 for s in bias.stride()[:-1]) and bias.data_ptr() % 16 == 0
@@ -138,7 +139,7 @@ def padded_bias(bias: Tensor) -> Tensor:
 
 
 def of_keys(bias: Tensor) -> Tensor:
-    """Of a bias as `padded_bias` makes it, (batch, heads, k, j) in rows like its own."""
+    """The transpose of a bias that `padded_bias` made: (batch, heads, k, j), in rows padded in the same way."""
     n = bias.shape[-2]
     batch, heads, _, width = *bias.shape[:3], padded_width(n)
     made = bias.new_empty((batch, heads, n, width))
@@ -156,7 +157,7 @@ def _strides(t: Tensor) -> tuple[int, ...]:
 
 
 def added_by(mask: Tensor, width: int) -> Tensor:
-    """What a mask, (batch, rows, n) and of any dtype, adds to scores, (batch, rows, width) in float32."""
+    """What a mask (batch, rows, n) of any dtype adds to the scores, as (batch, rows, width) in float32."""
     batch, rows, n = mask.shape
     added = mask.new_empty((batch, rows, width), dtype=torch.float32)
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
@@ -165,12 +166,12 @@ def added_by(mask: Tensor, width: int) -> Tensor:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches go to the current device."""
+    """Makes `device` current, because kernels are launched there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, of strides like q's, and the logarithms of sums, (batch, rows, heads, n)."""
+    """The result, with strides like q's, and the logarithms of the sums, (batch, rows, heads, n)."""
     batch, rows, heads, n, _ = q.shape
     given_q = q
     q, k, v = _readable(q), _readable(k), _readable(v)
@@ -193,9 +194,9 @@ def attend(
     lse: Tensor,
     scaled: bool = False,
 ) -> None:
-    """The forward pass with everything prepared: a bias as `padded_bias` makes it, a mask as `added_by` does, features
-    that are contiguous, and the device of the tensors the current one. `scaled`: q is times ``scale * LOG2E`` and the
-    bias times LOG2E, as in `_attention_kernels.py`."""
+    """The forward pass on prepared arguments: a bias from `padded_bias`, a mask from `added_by`, contiguous features,
+    and the tensors' device as the current one. `scaled`: q is multiplied by ``scale * LOG2E`` and the bias by LOG2E, as
+    in `_attention_kernels.py`."""
     batch, rows, heads, n, d = q.shape
     launch = _launcher("forward", d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32, SCALED=scaled)
     launch(
@@ -218,16 +219,16 @@ def backward(
     scale: float,
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and bias that are wanted; the first three of strides like theirs."""
+    """The requested gradients of q, k, v and bias; the first three with strides like theirs."""
     given = q, k, v
     grad, q, k, v, out = map(_readable, (grad, q, k, v, out))
     padded = padded_bias(bias)
-    # Like what is read: gradients are written in rows, too.
+    # empty_like() of the readable tensors, because gradients are written by contiguous rows too.
     dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
     with on(q.device):
         dbias = new_dbias(grad, padded) if wanted[3] else None
         attend_backward(grad, q, k, v, padded, _added(mask, padded), out, lse, scale, (dq, dk, dv), dbias)
-        # Not a part of a larger one.
+        # A copy if there are several parts, as the first part is a view of a larger tensor.
         made = None if dbias is None else sum_of_dbias(dbias).to(bias.dtype, copy=len(dbias) > 1).unsqueeze(1)
     dq, dk, dv = map(_laid_out_like, (dq, dk, dv), given)
     return dq, dk, dv, made
@@ -254,12 +255,13 @@ def attend_backward(
     numbers: Tensor | None = None,
     scaled: bool = False,
 ) -> None:
-    """The backward pass with everything prepared, as for `attend`: gradients of q, k and v go to `into`, where there is
-    a tensor; that of the bias to `dbias`, as `new_dbias` makes it, or is added to it. `bias_of_keys` is
-    ``of_keys(bias)``; `numbers`, log_sums and delta, are as `prepare` makes them of the rest, where they are known.
-    Gradients are those of what is not `scaled`.
+    """The backward pass on prepared arguments, as for `attend`. Gradients of q, k and v go to the tensors in `into`
+    that are not None. That of the bias goes to `dbias` (from `new_dbias`), or is added to it. `bias_of_keys` is
+    ``of_keys(bias)``. `numbers` are log_sums and delta as `prepare` computes them, if they are known already. Gradients
+    are those of the unscaled arguments, even if these are `scaled`.
 
-    The last kernel makes the gradients of k and v, each tile from its own part of these: they may take their place.
+    The last kernel computes the gradients of k and v, each tile from its own part of k and v, so they may overwrite
+    these.
     """
     batch, rows, heads, n, d = q.shape
     width = bias.shape[-1]
@@ -296,10 +298,10 @@ def attend_backward(
 
 
 def new_dbias(q: Tensor, bias: Tensor, wide: bool = False) -> Tensor:
-    """For the gradient of a bias as `padded_bias` makes it: sums over shares of the rows of q, or of a tensor like it,
-    (parts, batch, heads, n, n), so that each processor has at least 32 warps, of which it holds about 12 at a time:
-    on an H100, with N = 768 and 4 heads of 32, one part took 1274 us, two 1138, and four 1137. Float32 where there are
-    several, or something is to be added."""
+    """Allocates the gradient of a bias from `padded_bias`: sums over shares of the rows of q, or of a tensor like it,
+    (parts, batch, heads, n, n), so that each multiprocessor gets at least 32 warps, of which it holds about 12 at a
+    time. On an H100, with N = 768 and 4 heads of 32, one part took 1274 us, two 1138, and four 1137. Float32 if there
+    are several parts, or something is to be added."""
     batch, rows, heads, n, d = q.shape
     launch, nbytes = _launch("bias", d, q.dtype), 4 * batch * heads * n * n
     warps = _tiles(launch, n) * batch * heads * launch.warps
@@ -309,7 +311,7 @@ def new_dbias(q: Tensor, bias: Tensor, wide: bool = False) -> Tensor:
 
 
 def sum_of_dbias(dbias: Tensor) -> Tensor:
-    """(batch, heads, n, n), in the memory of the first part."""
+    """The sum of the parts, (batch, heads, n, n), in the memory of the first one."""
     if len(dbias) > 1:
         size = dbias[0].numel()
         _parts_launcher((_blocks(size, 1024), 1, 1), dbias, len(dbias), size)
@@ -330,13 +332,13 @@ def shared_memory(device: torch.device) -> int:
 
 
 def _of_processors(device: torch.device) -> tuple[int, int]:
-    """Of a device; of that for which launches are noted, where there is no device."""
+    """The properties of a device. For meta tensors, those of the device for which launches are noted."""
     return _properties(noting.device if device.type == "meta" and noting.device else device)
 
 
 @cache
 def _properties(device: torch.device) -> tuple[int, int]:
-    """How many processors, and the bytes of shared memory; of the interpreter, a few and any number."""
+    """The number of multiprocessors and the bytes of shared memory; for the interpreter, a few and no limit."""
     if device.type != "cuda":
         return 4, sys.maxsize
     properties: Any = torch.cuda.get_device_properties(device)

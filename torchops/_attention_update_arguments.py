@@ -1,4 +1,4 @@
-"""The arguments of triangle attention's update: its parameters, and the checks that all backends share."""
+"""Parameters and argument checks of the triangle attention update, shared by all backends."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Node = Literal["starting", "ending"]
 
 
 class AttentionWeights(NamedTuple):
-    """The parameters of triangle attention of ``c`` features in ``heads`` heads of ``d``."""
+    """The parameters of triangle attention with ``c`` features and ``heads`` heads of ``d``."""
 
     norm_weight: Tensor | None
-    """``(c,)``, as ``norm_bias``; ``None`` for 1 and 0."""
+    """``(c,)``, like ``norm_bias``; ``None`` means 1 and 0."""
     norm_bias: Tensor | None
     bias_weight: Tensor
-    """``(heads, c)``: makes the bias of the scores."""
+    """``(heads, c)``: gives the bias of the scores."""
     q: Tensor
-    """``(heads * d, c)``, as ``k`` and ``v``."""
+    """``(heads * d, c)``, like ``k`` and ``v``."""
     k: Tensor
     v: Tensor
     gate: Tensor | None
@@ -54,7 +54,7 @@ class AttentionWeights(NamedTuple):
 
 
 Parameters = Sequence[Tensor | None]
-"""The tensors of AttentionWeights, in its order."""
+"""The tensors of AttentionWeights, in its order; None for those not given."""
 
 TENSORS = AttentionWeights._fields[:10]
 """Their names."""
@@ -66,14 +66,15 @@ _passed: set[Any] = set()
 
 
 def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int) -> None:
-    """What passed once passes again without a look at each argument, which takes the host tens of microseconds. `op`
-    is the name without the underscore of private operators, which no user has called."""
+    """Checks the arguments. Arguments that passed once pass again without being looked at one by one, which takes the
+    host tens of microseconds. `op` is the public name, without the underscore of the private operators, since users
+    don't call these."""
     looks = [t if t is None else (t.is_nested or t.shape, t.dtype, t.device, t.layout) for t in (x, mask, *parameters)]
     key = heads, *looks
     try:
         if key in _passed:
             return
-    except TypeError:  # sizes that are symbols
+    except TypeError:  # symbolic sizes
         return _check(op, x, mask, parameters, heads)
     _check(op, x, mask, parameters, heads)
     if len(_passed) >= 4096:
@@ -155,11 +156,11 @@ def _check_shape(op: str, name: str, t: Tensor, x: Tensor, shape: tuple[Any, ...
 
 
 def check_writable(op: str, x: Tensor) -> None:
-    """No two elements of x in one place, as far as strides say it without a search."""
+    """Checks that no two elements of x share memory, as far as strides show it without a search."""
     sizes = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True)]
     shared = any(stride == 0 and size > 1 for stride, size in sizes)
     if all(isinstance(number, int) for pair in sizes for number in pair):
-        reach = 0  # of the dimensions of smaller strides
+        reach = 0  # of the dimensions with smaller strides
         for stride, size in sorted(pair for pair in sizes if pair[1] > 1):
             shared = shared or stride <= reach
             reach += stride * (size - 1)
@@ -171,12 +172,12 @@ def check_writable(op: str, x: Tensor) -> None:
 
 
 def without_alias(written: Tensor, read: Tensor | None) -> Tensor | None:
-    """`read`, or a copy of it where it shares memory with the tensor that is overwritten."""
+    """`read`, or a copy if it shares memory with the tensor that is overwritten."""
     return read.clone() if read is not None and may_alias(written, read) else read
 
 
 def may_alias(written: Tensor, read: Tensor) -> bool:
-    """Whether a part of the memory behind one of them is behind the other."""
+    """Whether the memory ranges of the two tensors overlap."""
     to, source = written.untyped_storage(), read.untyped_storage()
     if to._cdata == source._cdata:
         return True
@@ -186,7 +187,7 @@ def may_alias(written: Tensor, read: Tensor) -> bool:
     return first != 0 and first < second + source.nbytes() and second < first + to.nbytes()
 
 
-_WITH_MEMORY = (Tensor, torch.nn.Parameter)  # not of a subclass, such as a fake tensor
+_WITH_MEMORY = (Tensor, torch.nn.Parameter)  # not a subclass, such as a fake tensor
 
 
 def check_kept(

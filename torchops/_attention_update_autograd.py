@@ -1,4 +1,4 @@
-"""Gradients of triangle attention's update, transforms and autocast: what stands above the backends."""
+"""Gradients, transforms and autocast of the triangle attention update: all that is above the backends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _composite(
     ending: bool,
     adds: bool = False,
 ) -> Tensor:
-    """In differentiable operators, with q, k and v whole."""
+    """In differentiable operators, with q, k and v for all rows at once."""
     norm_weight, norm_bias, bias_weight, q, k, v, gate_weight, gate_bias, out, out_bias = parameters
     assert bias_weight is not None
     assert q is not None
@@ -98,7 +98,8 @@ class _Update(torch.autograd.Function):
         needed = ctx.needs_input_grad
         wanted = [needed[0], *needed[6:]]
         dtype = parameters[3].dtype
-        # Of the layer, whose dtype is the parameters'; that of x keeps the digits of a wider one.
+        # The gradient of the layer, in the dtype of the parameters. If x is wider, its own gradient keeps the full
+        # precision.
         adds, of_layer = ctx.adds and grad.dtype == dtype, grad.to(dtype)
         arguments = of_layer, x, product, logsumexp, mask, parameters, *ctx.how, wanted, ctx.sparing, adds
         if attention._only_values():
@@ -147,7 +148,7 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
     if attention._needs_decomposition(*given):
         x.add_(_composite(x.clone(), mask, parameters, *how))
     elif attention._needs_grad(*given):
-        _check_in_place(x)  # before x is overwritten: what makes x need a gradient comes last
+        _check_in_place(x)  # before x is overwritten, since requires_grad is set last
         mask, *parameters = (without_alias(x, t) for t in (mask, *parameters))
         x.add_(update(x.clone(), mask, parameters, *how))
     else:
@@ -191,7 +192,7 @@ def _backward_autograd(
     parameters: Parameters,
     *rest: Any,
 ) -> list[Tensor]:
-    """Only double backward differentiates this one: through everything, which is therefore computed again."""
+    """Differentiated only by double backward, which goes through everything and so recomputes it."""
     check_kept(grad, x, product, logsumexp, mask, parameters, rest[0])
     given = [grad, *_given(x, parameters)]
     if attention._needs_decomposition(*given) or attention._needs_grad(*given):
@@ -237,14 +238,14 @@ def _batched_(x: Tensor, *args: Any) -> None:
 
 def _each_of_batch(*args: Any) -> list[Tensor]:
     """Gradients of a batch of cotangents (torch.autograd.grad(..., is_grads_batched=True)), one after another: the
-    fallback of the key Batched takes no lists of tensors."""
+    fallback of the Batched key doesn't support lists of tensors."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     sizes = {1}
 
     def physical(value: Any) -> Any:
         if isinstance(value, Tensor):
-            value = torch._remove_batch_dim(value, level, 1, 0)  # a dimension of size 1 where there is none
+            value = torch._remove_batch_dim(value, level, 1, 0)  # adds a dimension of size 1 if it has none
             sizes.add(len(value))
             return value
         return [physical(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -265,9 +266,9 @@ def _each_of_batch(*args: Any) -> list[Tensor]:
 
 
 def _materialized(op: Any) -> Callable[..., Any]:
-    """`op` of tensors whose memory holds their values, for the keys under which it does not: views that are negated as
-    they are read, as an imaginary part of a conjugate is, and zeros without memory. ATen's fallbacks for these keys do
-    not look into lists of optional tensors, and expect an operator that overwrites to return its argument."""
+    """`op` for the keys under which the memory of a tensor doesn't hold its values: views negated on read, such as the
+    imaginary part of a conjugate, and zeros without memory. ATen's fallbacks for these keys don't look into lists of
+    optional tensors, and expect an operator that overwrites to return its argument."""
 
     def held(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -285,7 +286,7 @@ def _materialized(op: Any) -> Callable[..., Any]:
 
 
 def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    """Casts the parameters, and no float32 x, nor one that is overwritten."""
+    """Casts the parameters, and x unless it is float32 or overwritten."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 

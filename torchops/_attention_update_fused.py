@@ -1,6 +1,6 @@
-"""The update by triangle attention in panels, by the kernels of `_attention_update_kernels.py`.
+"""The triangle attention update in panels, with the kernels of `_attention_update_kernels.py`.
 
-Beside x, a panel of inference has one tensor, q, k and v, whose q becomes the result of the attention.
+In inference, the only tensor per panel besides x holds q, k and v, and the result of the attention overwrites q.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = [
     *("scratch_for", "takes", "triangle_bias"),
 ]
 
-_MOST = 128  # features of x, and of all heads, of which programs hold weights
-_SHARED_MEMORY = 160 << 10  # bytes of a program, at most: those of 128 features
+_MOST = 128  # features of x, and of all heads: programs hold the weights
+_SHARED_MEMORY = 160 << 10  # bytes that a program needs at most, with 128 features
 
 
 def takes(x: Tensor, w: Weights) -> bool:
-    """Whether the kernels can read such an x, of any strides that keep its rows aligned."""
+    """Whether the kernels support x. They read any strides that keep its rows aligned."""
     c, width = x.shape[-1], w.q.shape[0]
     unit = kernels.UNIT
     return (
@@ -44,9 +44,9 @@ def takes(x: Tensor, w: Weights) -> bool:
 
 
 def budget(x: Tensor, itemsize: int, training: bool, sparing: bool = False) -> int:
-    """Bytes of a panel. Launches have a tail, in which processors wait: on an H100, kernels of a forward and a backward
-    pass at N = 768 take 8.9 ms with 4 panels of gradients, and 9.6 with 12. Gradients of 128 features and 4 heads are
-    one panel up to N = 400, where the time is the host's, and two beyond."""
+    """Bytes per panel. Every launch has a tail in which multiprocessors wait: on an H100, the kernels of a forward and
+    a backward pass at N = 768 take 8.9 ms with 4 panels of gradients, and 9.6 with 12. Gradients of 128 features and 4
+    heads take one panel up to N = 400, where the host limits the time, and two beyond."""
     pair = math.prod(x.shape[1:]) * itemsize
     if sparing:
         return max(pair // 2, 48 << 20)
@@ -64,8 +64,8 @@ def padded(size: int) -> int:
 
 
 class _Tile(NamedTuple):
-    """Positions of a block, how Triton compiles its loop, and the programs for each processor, which take blocks in
-    turn; 0 where each block has its own."""
+    """Positions per block, how Triton compiles the loop, and the programs per multiprocessor, which loop over blocks; 0
+    for one program per block."""
 
     block: int
     warps: int
@@ -74,8 +74,8 @@ class _Tile(NamedTuple):
 
 
 # The best of sweeps on an H100, with N = 768, c = 128, 4 heads of 32 and bfloat16. In a profile of a forward and a
-# backward pass these took, in this order, 605, 157, 257, 521, 299, 230 and 275 us; the fourth makes the numbers that
-# the attention's gradients read and the gradient of `out`, too.
+# backward pass, these took, in this order, 605, 157, 257, 521, 299, 230 and 275 us. The fourth also computes the
+# numbers that the attention's gradients read, and the gradient of `out`.
 _TILES = {
     "project": _Tile(64, 8, 1, 2),
     "bias": _Tile(64, 4, 1, 4),
@@ -84,12 +84,12 @@ _TILES = {
     "to_z": _Tile(64, 4, 2, 0),
     "norm_gradient": _Tile(16, 4, 1, 6),
     "products": _Tile(64, 8, 4, 0),
-    "finish": _Tile(128, 4, 1, 0),  # BLOCK holds a row of features
+    "finish": _Tile(128, 4, 1, 0),  # BLOCK must hold a row of features
 }
 
 
 class _Kernel:
-    """A kernel and its constants, with the grid for so many positions."""
+    """A kernel with its constants, and its grid for a number of positions."""
 
     def __init__(self, name: str, **constants: int) -> None:
         tile = _TILES[name]
@@ -107,7 +107,7 @@ class _Kernel:
         return -(-count // self.block)
 
     def programs(self, device: torch.device) -> int:
-        """That run at the same time."""
+        """How many programs run at the same time."""
         return self._programs * attention.processors(device)
 
 
@@ -117,7 +117,7 @@ def kernel_of(name: str, c: int, width: int, **constants: int) -> _Kernel:
 
 
 def kernel_for(w: Weights, name: str, **constants: int) -> _Kernel:
-    """Of such weights."""
+    """The kernel `name` for these weights."""
     return kernel_of(
         name, w.q.shape[1], w.q.shape[0], HAS_WEIGHT=w.norm_weight is not None, HAS_BIAS=w.norm_bias is not None,
         HAS_GATE_BIAS=w.gate_bias is not None, HAS_OUT_BIAS=w.out_bias is not None, **constants,
@@ -132,24 +132,24 @@ class Places:
         self.strides = batch // kernels.UNIT, outer // kernels.UNIT, inner // kernels.UNIT
 
     def at(self, b: slice, rows: slice, ending: bool) -> tuple[int, int, int, int]:
-        """Of a panel: where it begins, and strides."""
+        """The start and the strides of a panel."""
         batch, outer, inner = self.strides
         return b.start * batch + rows.start * (inner if ending else outer), batch, outer, inner
 
 
 def scratch_for(b: slice, rows: slice, n: int, features: int, ending: bool, like: Tensor) -> Tensor:
-    """For a panel, in the order in which x lies in memory."""
+    """Scratch for a panel, in the memory order of x."""
     size = rows.stop - rows.start
     return like.new_empty((b.stop - b.start, *((n, size) if ending else (size, n)), features))
 
 
 def part_of(scratch: Tensor, rows: slice, ending: bool) -> Tensor:
-    """Of that for the largest panel, what a panel takes."""
+    """The part that a panel uses of scratch for the largest panel."""
     return scratch[:, :, : rows.stop - rows.start] if ending else scratch[:, : rows.stop - rows.start]
 
 
 def triangle_bias(x: Tensor, b: slice, w: Weights, ending: bool) -> Tensor:
-    """As `_attention_update_triton.triangle_bias` makes it, times LOG2E."""
+    """Like `_attention_update_triton.triangle_bias`, times LOG2E."""
     n = x.shape[1]
     width = attention.padded_width(n)
     made = w.q.new_empty((b.stop - b.start, w.heads, n, width))
@@ -174,8 +174,8 @@ def forward(
     kept: tuple[Tensor, Tensor] | None,
     sparing: bool = True,
 ) -> None:
-    """As :func:`_attention_update_panels.forward`; with larger panels where that need not be sparing, because gradients
-    will take as much: at N = 768 and c = 128 one instead of four."""
+    """Like :func:`_attention_update_panels.forward`. Unless it is `sparing`, panels are larger, because the gradients
+    will use as much memory anyway: at N = 768 and c = 128, one panel instead of four."""
     batch, n = x.shape[:2]
     width, heads = w.q.shape[0], w.heads
     row_bytes = n * (3 * width * w.q.element_size() + 4 * heads)

@@ -1,8 +1,8 @@
-"""Gradients of the update by triangle attention in panels, by the kernels of `_attention_update_kernels.py`.
+"""Gradients of the triangle attention update in panels, with the kernels of `_attention_update_kernels.py`.
 
-A panel has `d`, the gradient of the attention's result, z, and one tensor with places for q, dq, k, v and the gradient
-of the gate; dk and dv take the places of k and v. So the last four places are what dz is a product of, and the
-gradients of four weights.
+A panel has `d` (the gradient of the attention's result), z, and one tensor for q, dq, k, v and the gradient of the
+gate. dk and dv overwrite k and v. So the last four parts are the factors from which dz and the gradients of four
+weights are computed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torchops._attention_update_panels import Weights
 
 __all__ = ["backward", "backward_into"]
 
-_CHUNKS = 33  # in which the gradients of weights are summed
+_CHUNKS = 33  # partial sums of each weight gradient
 _FINISHED = "q", "k", "v", "gate", "out", "norm_weight", "norm_bias", "bias_weight", "gate_bias", "out_bias"
 
 
 class _Products:
-    """Sums over panels of a[m].T @ b, (chunks, m, rows, columns) in float32, and of a[m] where these are wanted."""
+    """Sums over panels of a[m].T @ b, (chunks, m, rows, columns) in float32, and of a[m] if requested."""
 
     def __init__(self, many: int, a: int, b: int, of_columns: bool, like: Tensor) -> None:
         self.sums = like.new_empty((_CHUNKS, many, a, b), dtype=torch.float32)
@@ -61,7 +61,7 @@ class _Products:
 
 class _GateGradients:
     """The kernels of the gate's gradient, and their sums over panels: of grad.T @ (o * gate), (programs, c, width) in
-    float32, and of grad where that is wanted."""
+    float32, and of grad if requested."""
 
     def __init__(self, w: Weights, ending: bool) -> None:
         self.kernels = [
@@ -71,15 +71,15 @@ class _GateGradients:
         self.columns: Tensor | None = None
 
     def launch(self, size: int, count: int, w: Weights, before: tuple[Any, ...], behind: tuple[Any, ...]) -> None:
-        """Of `count` positions of each of a batch of this size; the other arguments are those before the sums and those
-        behind them."""
+        """Launches for `count` positions of each of `size` batch elements. The sums go between the arguments `before`
+        and `behind`."""
         kernel, (width, c) = self.kernels[self.sums is not None], w.q.shape
         if self.sums is None:
             each = min(kernel.blocks_of(count), max(1, kernel.programs(w.q.device) // size))
             self.sums = w.q.new_empty((size * each, c, width), dtype=torch.float32)
             if w.out_bias is not None:
                 self.columns = w.q.new_empty((size * each, c), dtype=torch.float32)
-        # The first panel is the largest: no other has more programs than there are sums.
+        # The first panel is the largest, so no other needs more programs than there are sums.
         each = min(kernel.blocks_of(count), len(self.sums) // size)
         columns = self.sums if self.columns is None else self.columns
         kernel.launch((each, size, 1), *before, self.sums, columns, *behind)
@@ -97,7 +97,7 @@ def backward(
     adds: bool,
     sparing: bool = False,
 ) -> dict[str, Tensor]:
-    """As :func:`_attention_update_panels.backward`, where all gradients are wanted, or all but those of parameters
+    """Like :func:`_attention_update_panels.backward`, if all gradients are requested, or all but those of parameters
     that are None."""
     parameters = dict(zip(panels.WANTED[1:], w[:10], strict=True))
     given = {"x": x} | {name: t for name, t in parameters.items() if t is not None}
@@ -118,12 +118,12 @@ def backward_into(
     adds: bool,
     sparing: bool,
 ) -> None:
-    """By launches of kernels alone."""
+    """Only launches kernels, so that it can be planned."""
     batch, n, _, c = x.shape
     width, heads, dtype = w.q.shape[0], w.heads, w.q.dtype
     assert w.gate is not None
     dx = made["x"].view(x.shape)
-    dz = dx if dx.dtype == dtype else dx.view(dtype)[..., :c]  # in the same rows, of which it takes half
+    dz = dx if dx.dtype == dtype else dx.view(dtype)[..., :c]  # in the same rows, half as wide
     x_places, o_places, grad_places, dz_places = map(Places, (x, o, grad, dz))
     gate = _GateGradients(w, ending)
     project, to_z = kernel_for(w, "project", KEEPS_Z=True), kernel_for(w, "to_z")

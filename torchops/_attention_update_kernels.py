@@ -1,13 +1,13 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-# What a constant leaves out is inside an `if` of its own, or it would be compiled.
+# Code that a constant leaves out needs an `if` of its own, or it would be compiled.
 # ruff: noqa: N803, SIM102
-"""Kernels in Triton of triangle attention's update with up to 128 features in 16 bits: whatever reads z makes it from
-x, so z is not written where it is only passed on, and a pass over memory does all that it can.
+"""Triton kernels of the triangle attention update for up to 128 features in 16 bits. Whatever reads z recomputes it
+from x, so z is only written if it is kept, and each pass over memory does as much as it can.
 
-Tensors are (batch, outer, inner, features) with a stride for each of the first three, in units of `UNIT` elements, so
-that the compiler knows that rows are aligned; features are contiguous. A program takes blocks of positions of one
-batch, (outer, inner) as one index, and every so many of them: weights are loaded once for all of them.
+Tensors are (batch, outer, inner, features), with a stride for each of the first three in units of `UNIT` elements, so
+that the compiler knows that rows are aligned. Features are contiguous. A program loops over every so many blocks of
+positions of one batch element, with (outer, inner) as one index, and loads the weights once for all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLACES = tuple(
     for tensor in ("x", "made", "z", "o", "target", "grad", "d", "packed", "a", "b", "dz", "dx", "dbias", "k", "v")
     for number in ("at", "batch", "outer", "inner")
 )
-# One compilation for all N, and no look at numbers when it is launched.
+# One compilation for all N. Numbers are not specialised, so a launch doesn't look at them.
 _jit = triton.jit(
     do_not_specialize=[
         *(*_PLACES, "batch", "inner", "count", "width", "share", "step", "scale", "eps"),
@@ -38,7 +38,7 @@ _jit = triton.jit(
 
 @triton.jit
 def _places(t, at, batch, outer, inner, INNER, COUNT, BLOCK: tl.constexpr):
-    """Where the positions of block t are; those beyond the last one are where that is."""
+    """The offsets of the positions of block t. Those beyond the last position get its offset."""
     p = tl.minimum(t * BLOCK + tl.arange(0, BLOCK), COUNT - 1)
     i = p // INNER
     start = at * _UNIT + tl.program_id(1).to(tl.int64) * (batch * _UNIT)
@@ -80,12 +80,12 @@ def _matrix(pointer, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDED_R: tl.con
 
 @triton.jit
 def _normalised(values, eps, C: tl.constexpr, PADDED: tl.constexpr):
-    """Of rows in float32; and the factor. What lies beyond C is 0."""
+    """Normalised rows in float32, zero beyond C; and the factor."""
     mean = tl.sum(values, 1) / C
     distances = values - mean[:, None]
     if PADDED != C:
         distances = tl.where((tl.arange(0, PADDED) < C)[None, :], distances, 0.0)
-    # Not of the squares: no digits cancel.
+    # From the distances, not from the squares of the values, so that no digits cancel.
     factor = 1 / tl.sqrt(tl.sum(distances * distances, 1) / C + eps)
     return distances * factor[:, None], factor
 
@@ -113,7 +113,7 @@ def bias(
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """made = z @ to_heads.T in units of log2, (batch, heads, outer, inner), in rows of `made_outer`, with -inf beyond
-    `inner`. `count` is that of what is made."""
+    `inner`. `count` is the number of positions in `made`."""
     p, h = tl.arange(0, BLOCK), tl.arange(0, PADDED_H)
     heads = tl.trans(_matrix(to_heads, HEADS, C, PADDED_H, PADDED_C))
     head = count.to(tl.int64)
@@ -142,8 +142,8 @@ def project(
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, KEEPS_Z: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q = z @ to_q.T, times the scale and in units of log2, as the bias; k and v, that many units behind q; and z where
-    it is kept."""
+    """q = z @ to_q.T, times the scale and in units of log2, like the bias; k and v, `k_at` and `v_at` units
+    behind q; and z if it is kept."""
     w0 = tl.trans(_matrix(to_q, WIDTH, C, PADDED_WIDTH, PADDED_C))
     w1 = tl.trans(_matrix(to_k, WIDTH, C, PADDED_WIDTH, PADDED_C))
     w2 = tl.trans(_matrix(to_v, WIDTH, C, PADDED_WIDTH, PADDED_C))
@@ -171,7 +171,7 @@ def end(
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr,
     ADDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """target = (o * sigmoid(z @ gate.T + gate_bias)) @ out.T + out_bias, to which x is added if ADDS. It may be x."""
+    """target = (o * sigmoid(z @ gate.T + gate_bias)) @ out.T + out_bias, plus x if ADDS. `target` may be x."""
     to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
     to_out = tl.trans(_matrix(out, C, WIDTH, PADDED_C, PADDED_WIDTH))
     for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
@@ -210,9 +210,10 @@ def gate_gradient(
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of grad: d, the gradient of o; d_gate, that of the gate before its sigmoid, with the strides of `packed`; and of
-    d, o and lse the numbers of `prepare`. Of each program its sums over positions, added to what is there if ADDS: of
-    grad.T @ (o * gate), (batch, program, C, WIDTH), the gradient of `out`, and with HAS_OUT_BIAS of grad, `columns`."""
+    """From grad: d, the gradient of o; d_gate, that of the gate before its sigmoid, with the strides of `packed`; and
+    from d, o and lse the numbers of `prepare`. Also the sums over the positions of each program, added to the previous
+    values if ADDS: of grad.T @ (o * gate), (batch, program, C, WIDTH), the gradient of `out`, and with HAS_OUT_BIAS of
+    grad, `columns`."""
     many, n = (inner, count // inner) if ENDING else (count // inner, inner)
     prepare_padding(log_sums, delta, many * HEADS, n, width)
     to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
@@ -332,18 +333,19 @@ def norm_gradient(
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx, with what dz gets by way of the bias, whose gradient is (batch, heads, positions), and plus grad if ADDS; and
-    of each program its sums over positions, (batch, program, 2 + HEADS, C): gradients of the norm's weight, its bias,
-    and `to_heads`.
+    """dx, including the part of dz that comes through the bias, whose gradient is (batch, heads, positions), plus grad
+    if ADDS. Also the sums over the positions of each program, (batch, program, 2 + HEADS, C): gradients of the norm's
+    weight, its bias, and `to_heads`.
 
-    Rows of dz may lie in the memory of the same rows of dx: no number of a row of dx is known before all of dz is.
+    Rows of dz may share memory with the same rows of dx, because a row of dx is computed only after all of that row of
+    dz has been read.
     """
     r, d, h = tl.arange(0, BLOCK), tl.arange(0, PADDED_C), tl.arange(0, PADDED_H)
     in_c = d < C
     weight = tl.full((PADDED_C,), 1.0, tl.float32)
     if HAS_WEIGHT:
         weight = _vector(norm_weight, C, PADDED_C)
-    # Of a block's positions each for itself, as long as the loop runs: sums over them would wait for all warps.
+    # Summed separately for each position of a block during the loop; sums over positions would wait for all warps.
     of_weight, of_bias = tl.zeros((BLOCK, PADDED_C), tl.float32), tl.zeros((BLOCK, PADDED_C), tl.float32)
     of_heads = tl.zeros((PADDED_H, PADDED_C), tl.float32)
     dbias += tl.program_id(1).to(tl.int64) * HEADS * count
@@ -386,7 +388,7 @@ def norm_gradient(
 
 @triton.jit
 def _sum_rows(source, rows, stride, target, first, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """target[first + i] = the sum over rows of source[row * stride + first + i], for a block."""
+    """target[first + i] = the sum over rows of source[row * stride + first + i], for one block."""
     r, at = tl.arange(0, ROWS), first + tl.arange(0, BLOCK)
     there = at < count
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -404,9 +406,9 @@ def finish(
     C: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of parameters, from the sums of `products` and `norm_gradient`.
+    """The gradients of the parameters, from the sums of `products` and `norm_gradient`.
 
-    The grid has four programs for each of `HEADS + 4` vectors of at most BLOCK numbers, of which many rows are summed,
+    The grid has four programs for each of `HEADS + 4` vectors of at most BLOCK numbers, which are sums of many rows,
     and one for each BLOCK of five matrices.
     """
     t = tl.program_id(0)

@@ -1,6 +1,6 @@
-"""The operators beneath triangle attention's update, registered from here because the kernels for CUDA are written in
-Triton: in inference a caller's graph has one node for all panels (`_attention_update_panels.py`), whatever N. Gradients
-and transforms stand in `_attention_update_autograd.py`.
+"""The private operators of the triangle attention update. They are registered from Python because the CUDA kernels are
+written in Triton. In inference, a caller's graph has one node for all panels (`_attention_update_panels.py`), for any
+N. Gradients and transforms are in `_attention_update_autograd.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 NAME = "_triangle_attention_update"
 
-# A process in which this module is imported again has its operators already.
+# False if this module is imported again in the same process, which then has the operators already.
 is_first = not hasattr(torch.ops.myops, NAME)
 library = torch.library.Library("myops", "FRAGMENT")
 _ARGUMENTS = "Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending"
@@ -50,7 +50,7 @@ for _schema in (
     # The update, or x plus the update, in the dtype of x.
     f"{NAME}(Tensor x, {_ARGUMENTS}, bool adds=False) -> Tensor",
     f"{NAME}_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
-    # The same, the result of the attention before its gate, and the logarithms of sums.
+    # The same, plus the result of the attention before its gate, and the logarithms of the sums.
     f"{NAME}_kept(Tensor x, {_ARGUMENTS}, bool adds=False) -> (Tensor, Tensor, Tensor)",
     f"{NAME}_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, {_ARGUMENTS}, "
     "bool[11] wanted, bool sparing=False, bool adds=False) -> Tensor[]",
@@ -67,15 +67,15 @@ update_backward = torch.ops.myops._triangle_attention_update_backward.default
 
 
 def steps_for(x: Tensor, q: Tensor, heads: int) -> Any:
-    """The module whose steps run for such an x; q is the weight."""
-    of_heads = q.unflatten(0, (heads, q.shape[0] // heads)).mT  # its last dimension is that of a head
+    """The module with the steps for this x. `q` is the weight."""
+    of_heads = q.unflatten(0, (heads, q.shape[0] // heads)).mT  # the last dimension is that of a head
     if x.is_cuda and x.stride(-1) == 1 and attention._body(of_heads) is not _attention_panels:
         return importlib.import_module("torchops._attention_update_triton")
     return panels
 
 
 def _weights(parameters: Parameters, heads: int, eps: float, overwritten: Tensor | None = None) -> panels.Weights:
-    """Contiguous, and not in memory that is overwritten."""
+    """The weights, contiguous and not in memory that is overwritten."""
 
     def usable(t: Tensor | None) -> Tensor | None:
         if overwritten is not None:
@@ -87,24 +87,24 @@ def _weights(parameters: Parameters, heads: int, eps: float, overwritten: Tensor
 
 
 def is_sparing() -> bool:
-    """Whether memory counts for more than time: a checkpoint gives hooks to what is saved, or runs again, inside a
-    backward pass."""
+    """Whether memory matters more than time: under saved-tensor hooks, which checkpointing installs, or when it
+    recomputes inside a backward pass."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None or torch._C._current_graph_task_id() != -1
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device."""
+    """Makes `device` current, because kernels are launched there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _flat(t: Tensor, trailing: int) -> Tensor:
-    """With one batch dimension; a view, where strides allow it."""
+    """Flattens the batch dimensions into one; a view if the strides allow it."""
     return t.reshape(math.prod(t.shape[:-trailing]), *t.shape[-trailing:])
 
 
 def _rows_of(mask: Tensor | None, ending: bool) -> Tensor | None:
-    """(batch, i, k) in the order of the attention."""
+    """The mask as (batch, i, k), in the order of the attention."""
     if mask is None:
         return None
     mask = _flat(mask, 2)
@@ -131,12 +131,12 @@ def _forward(
 
 @cache
 def _fused(part: str) -> Any:
-    return importlib.import_module(f"torchops._attention_update_fused{part}")  # Triton may not be there
+    return importlib.import_module(f"torchops._attention_update_fused{part}")  # Triton may not be installed
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
 #
-# On a GPU, whether arguments pass their checks, and what is launched for them, is found once for arguments alike.
+# On a GPU, checking arguments and finding what to launch for them is done once for all calls with similar arguments.
 
 plans = Plans()
 
@@ -149,7 +149,7 @@ def _planned(
     heads: int,
     tensors: Callable[[], Sequence[Tensor | None]],
 ) -> Plan | None:
-    """The plan of a call that has passed its checks, where the fused kernels take its tensors as they stand."""
+    """The plan of a call that has passed its checks, if the fused kernels can use its tensors as they are."""
     plan = found.plan
     if plan is None and x.is_cuda and x.numel():
         q = parameters[3]
@@ -251,14 +251,14 @@ def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int,
         kept_keys = _rows_of(without_alias(x, mask), ending)
         try:
             _overwrite(x, kept_keys, w, ending)
-        except BaseException:  # memory that runs out, for one: a part is overwritten, which autograd has to know
+        except BaseException:  # such as out of memory: x is partly overwritten, and autograd must know
             if not x.is_inference():
                 torch.autograd.graph.increment_version(x)
             raise
 
 
 def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: bool) -> None:
-    """Batch dimensions that cannot be one are taken one by one."""
+    """Batch dimensions that cannot be merged into one are processed one by one."""
     try:
         flat = x.view(math.prod(x.shape[:-3]), *x.shape[-3:])
     except RuntimeError:
@@ -297,7 +297,7 @@ def _backward_kernel(
     sparing: bool = False,
     adds: bool = False,
 ) -> list[Tensor]:
-    """With a larger part of the memory that a panel may take, or, where gradients are sparing, with a smaller one."""
+    """Panels get a larger share of memory than in inference, or a smaller one if gradients are `sparing`."""
     given = grad, x, product, logsumexp, mask, *parameters
     found = plans.find(("gradients", heads, eps, ending, *wanted, sparing, adds), given)
     if found.plan is None:

@@ -1,10 +1,10 @@
-"""The update by triangle attention, in panels of rows, or of columns for the ending node.
+"""The triangle attention update in panels of rows, or of columns for the ending node.
 
-A panel is as many of them as keep what exists for it, z, q, k, v and the result of the attention, within a budget. So
-none of these exists for all pairs at once. All tensors stay in the order in which ``x`` lies in memory: for the ending
-node the attention is given transposed views, and nothing is transposed but the bias, ``heads / c`` of a pair tensor.
+A panel has as many of them as keep its z, q, k, v and attention result within a budget, so none of these ever exists
+for all pairs. All tensors stay in the memory order of ``x``: for the ending node, the attention gets transposed views,
+and only the bias is really transposed, which is ``heads / c`` of a pair tensor.
 
-The steps of a panel are functions of a module: here they are operators, `_attention_update_triton.py` has kernels.
+The steps of a panel are functions of a module: ATen operators here, kernels in `_attention_update_triton.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Weights(AttentionWeights):
-    """On x's device and of one dtype; and what is made of them once for a call."""
+    """The weights, on x's device and in one dtype, and what is computed from them once per call."""
 
     @cached_property
     def packed(self) -> Tensor:
@@ -51,7 +51,7 @@ def norm(x: Tensor, w: Weights) -> Tensor:
 
 
 def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
-    """``(batch, heads, j, k)``; of a part of x, for a part of j."""
+    """``(batch, heads, j, k)``. A part of x gives part of the rows j."""
     batch, outer, inner, c = x.shape
     bias = w.q.new_empty((batch, w.heads, *((inner, outer) if ending else (outer, inner))))
     for b, rows in panels(batch, outer, inner * c * (x.element_size() + bias.element_size()), _CPU_BYTES):
@@ -64,12 +64,12 @@ def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
 
 
 def whole_bias(bias: Tensor) -> Tensor:
-    """What `attend` takes, of a bias ``(batch, heads, j, k)``."""
+    """Prepares a bias ``(batch, heads, j, k)`` for `attend`."""
     return bias.contiguous()
 
 
 def prepared_mask(mask: Tensor, bias: Tensor) -> Tensor:
-    """What `attend` takes, of a mask ``(batch, i, k)`` of any dtype, in which rows can be sliced."""
+    """Prepares a mask ``(batch, i, k)`` of any dtype for `attend`. The result can be sliced by rows."""
     return (mask if mask.dtype == torch.bool else mask != 0)[:, :, None, None]
 
 
@@ -83,7 +83,7 @@ def attend(
     out: Tensor | None = None,
     logsumexp: Tensor | None = None,
 ) -> Tensor:
-    """The result of the attention, in `out` where that is given."""
+    """The result of the attention, written to `out` if given."""
     made, numbers = _attention_panels.forward(q, k, v, bias.unsqueeze(1), mask, scale)
     if logsumexp is not None:
         logsumexp.copy_(numbers)
@@ -91,8 +91,8 @@ def attend(
 
 
 def add(target: Tensor, x: Tensor | None, o: Tensor, z: Tensor, w: Weights) -> None:
-    """``target`` becomes the product of ``o``, gated, with ``w.out``, plus ``x``, which may be the target. ``o`` may be
-    lost."""
+    """Writes the product of the gated ``o`` with ``w.out``, plus ``x``, to ``target``, which may be ``x``. May
+    overwrite ``o``."""
     if w.gate is not None:
         o = gate(o, z, w.gate, w.gate_bias)
     update = F.linear(o, w.out, w.out_bias)
@@ -112,7 +112,7 @@ def attend_backward(
     wanted: tuple[bool, bool, bool, bool],
     into: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor | None:
-    """The gradients of q, k and v that are wanted, in `into`, and that of the bias."""
+    """Writes the requested gradients of q, k and v to `into`, and returns that of the bias."""
     arguments = grad, q, k, v, bias.unsqueeze(1), mask, out, logsumexp, scale, wanted
     *of_qkv, of_bias = _attention_panels.backward(*arguments)
     for target, made in zip(into, of_qkv, strict=True):
@@ -123,8 +123,8 @@ def attend_backward(
 
 # --- panels ----------------------------------------------------------------------------------------------------------
 
-# On the CPU what stays in the cache. On a GPU, inference may take a pair tensor, of which the bias and sums take a
-# part, or 128 MiB where pair tensors are small: there panels are few because each takes the host's time.
+# On the CPU, what stays in the cache. On a GPU, inference may use the memory of one pair tensor, including the bias and
+# the sums, or 128 MiB if pair tensors are small: few panels then, because each one costs host time.
 _CPU_BYTES = 8 << 20
 _CUDA_BYTES = 112 << 20
 _CUDA_TRAINING_BYTES = 256 << 20
@@ -138,7 +138,7 @@ def _budget(x: Tensor, itemsize: int, training: bool) -> int:
 
 
 def panels(batch: int, n: int, row_bytes: int, budget: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of the batch, and of rows: many of a batch with all their rows, or some rows of one of it."""
+    """Slices of the batch and of rows: several batch elements with all their rows, or some rows of a single one."""
     if not n:
         return
     whole = budget // max(1, row_bytes * n)
@@ -147,25 +147,25 @@ def panels(batch: int, n: int, row_bytes: int, budget: int) -> Iterator[tuple[sl
             yield slice(b, min(b + whole, batch)), slice(0, n)
         return
     count = -(-n // max(1, budget // max(1, row_bytes)))
-    size = -(-n // count)  # of about the same size, so that the last one is not small
+    size = -(-n // count)  # of similar sizes, so that the last one is not small
     for b in range(batch):
         for first in range(0, n, size):
             yield slice(b, b + 1), slice(first, min(first + size, n))
 
 
 def slab(t: Tensor, b: slice, rows: slice, ending: bool) -> Tensor:
-    """Of a tensor (batch, N, N, ...) in the order of memory."""
+    """The panel's part of a tensor (batch, N, N, ...) in memory order."""
     return t[b, :, rows] if ending else t[b, rows]
 
 
 def rows_and_keys(x: Tensor, ending: bool) -> tuple[int, int]:
-    """How many rows i there are, and how many edges in each."""
+    """The number of rows i, and of edges in each."""
     outer, inner = x.shape[1:3]
     return (inner, outer) if ending else (outer, inner)
 
 
 def heads(t: Tensor, heads: int, ending: bool) -> Tensor:
-    """Of (batch, N, N, heads * d) in the order of memory, what attention takes: (batch, i, heads, j, d)."""
+    """(batch, N, N, heads * d) in memory order, viewed as the attention takes it: (batch, i, heads, j, d)."""
     t = t.unflatten(-1, (heads, t.shape[-1] // heads))
     return t.permute(0, 2, 3, 1, 4) if ending else t.permute(0, 1, 3, 2, 4)
 
@@ -181,12 +181,13 @@ def forward(
     steps: ModuleType | Any,
     whole_bias: Tensor | None = None,
 ) -> None:
-    """Writes the update of x, (batch, N, N, c), to the target, plus x where it adds, and then the target may be x; and
-    into `kept` the result of the attention before its gate, (batch, N, N, heads * d), and the logarithms of sums,
-    (batch, i, heads, j).
+    """Writes the update of x, (batch, N, N, c), to `target`; with `adds`, x plus the update, and then `target` may be
+    x. Writes to `kept` the result of the attention before its gate, (batch, N, N, heads * d), and the logarithms of the
+    sums, (batch, i, heads, j).
 
-    The mask is (batch, i, k), in the order of the attention. With `whole_bias`, as `steps.whole_bias` has it of all
-    rows, x, the target and `kept` have some of the rows i alone; for the ending node, some of the columns.
+    The mask is (batch, i, k), in the order of the attention. If `whole_bias` is given, it is the bias of all rows, as
+    `steps.whole_bias` returns it, while x, `target` and `kept` have only some of the rows i; for the ending node, some
+    of the columns.
     """
     batch, *_, c = x.shape
     own, n = rows_and_keys(x, ending)
@@ -213,7 +214,7 @@ def forward(
 
 
 def batches(each: Iterator[tuple[slice, slice]]) -> Iterator[tuple[slice, list[slice]]]:
-    """Panels of the same part of the batch together."""
+    """Groups panels of the same part of the batch."""
     current: tuple[slice, list[slice]] | None = None
     for b, rows in each:
         if current is not None and current[0] == b:
@@ -232,16 +233,17 @@ WANTED = ("x", *TENSORS)
 
 
 class Shared(NamedTuple):
-    """What the gradient of some of the rows needs of those who have the others."""
+    """What the gradient of some of the rows needs from the ranks that have the others."""
 
     bias: Callable[[], Tensor]
-    """Makes that of all rows, as `steps.whole_bias` has it."""
+    """Returns the bias of all rows, as `steps.whole_bias` does."""
     summed: Callable[[Tensor], Tensor]
-    """From the gradient of the bias by these rows, (batch, heads, N, N), to that by all, of j in these rows."""
+    """From this rank's gradient of the bias, (batch, heads, N, N), to the sum over all ranks, for j in this rank's
+    rows."""
 
 
 class _Sums(dict[str, Tensor]):
-    """Gradients of parameters: sums over panels, in at least float32 where there are several."""
+    """Gradients of parameters, summed over panels; in at least float32 if there are several."""
 
     def add(self, name: str, part: Tensor) -> None:
         self[name] = part if name not in self else self[name].to(_attention_panels.accumulator(part.dtype)) + part
@@ -260,12 +262,12 @@ def backward(
     steps: ModuleType | Any,
     shared: Shared | None = None,
 ) -> dict[str, Tensor]:
-    """The gradients that are wanted, of x (contiguous; plus `grad` where it adds) and of parameters, by the names of
+    """The requested gradients of x (contiguous; plus `grad` with `adds`) and of the parameters, by the names in
     `WANTED`.
 
-    Two passes over x: panels of the attention make everything but the gradient by way of the bias, which is a sum over
-    all rows, and so dz of a part of x; then rows of x get the rest of dz, and go through the layer norm. `shared`: x
-    and what has its rows have some of them alone, as in `forward`, and the sums are of these.
+    Two passes over x. Panels of the attention give everything but the gradient through the bias, which is a sum over
+    all rows; they leave a part of dz. Then rows of x get the rest of dz and go through the layer norm. With `shared`, x
+    and all tensors with its rows have only some of them, as in `forward`, and the sums are over these rows.
     """
     sums = _Sums()
     to_z = any(wanted[name] for name in WANTED[:3])
@@ -340,7 +342,7 @@ def _through_gate(
     to_o: bool,
     to_z: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradient of o, where it is wanted, and that of z by way of the gate."""
+    """The gradient of o, if requested, and the gradient of z through the gate."""
     if wanted["out"]:
         gated = o if w.gate is None or z is None else gate(o, z, w.gate, w.gate_bias)
         sums.add("out", g.T @ gated.reshape(len(g), -1))
@@ -383,7 +385,8 @@ def _through_norm(
     ending: bool,
     wanted: dict[str, bool],
 ) -> None:
-    """The part of dz that comes by way of the bias, then the gradients of the layer norm; dx plus `residual`."""
+    """Adds the part of dz that comes through the bias, then computes the gradients of the layer norm; dx plus
+    `residual`."""
     batch, outer, inner, c = x.shape
     weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
     row_bytes = inner * c * (3 * x.element_size() + 2 * w.q.element_size())

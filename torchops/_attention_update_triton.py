@@ -1,9 +1,9 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""The steps of `_attention_update_panels.py` on a GPU, where a step of several operators would pass memory several
-times: the layer norm of a part of x, of any strides and also from float32 to 16 bits; and the bias, from x to the
-layout (h, j, k). `_attention_update_fused.py` goes further where features are few.
+"""GPU versions of the steps of `_attention_update_panels.py` that take several operators, and so several passes over
+memory: the layer norm of a part of x, with any strides and also from float32 to 16 bits; and the bias, from x to the
+layout (h, j, k). For few features, `_attention_update_fused.py` fuses more.
 
 One compilation serves all N.
 """
@@ -25,14 +25,14 @@ from torchops._triton_launch import Launch
 
 __all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias", "whole_bias"]
 
-_MAX_NORM = 4096  # features of which a program holds a row
+_MAX_NORM = 4096  # the longest row that a program holds, in features
 
 _jit = triton.jit(do_not_specialize=["inner"])  # one compilation for all N
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 #
-# Positions are (batch, outer, inner), tensors have a stride for each of these, and features are contiguous. The grid is
+# Positions are (batch, outer, inner), and tensors have a stride for each of these. Features are contiguous. The grid is
 # (outer, blocks of inner, batch). Offsets within a block may not fit 32 bits, because inner positions may be rows.
 
 
@@ -67,7 +67,7 @@ def _normalised(
     x, weight, bias, strides, left, eps,
     C: tl.constexpr, PADDED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """z of a block, in float32; what lies beyond C is 0."""
+    """z of a block in float32, zero beyond C."""
     inside = _inside(left, C, BLOCK, PADDED)
     at = _tile(_first(x, strides, BLOCK), strides, BLOCK, PADDED)
     values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -75,7 +75,7 @@ def _normalised(
     distances = values - mean[:, None]
     if PADDED != C:
         distances = tl.where((tl.arange(0, PADDED) < C)[None, :], distances, 0.0)
-    # Not of the squares: no digits cancel.
+    # From the distances, not from the squares of the values, so that no digits cancel.
     variance = tl.sum(distances * distances, 1) / C
     z = distances * (1 / tl.sqrt(variance + eps))[:, None]
     if HAS_WEIGHT:
@@ -102,10 +102,10 @@ def _bias(
     HEADS: tl.constexpr,
     C: tl.constexpr, PADDED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """made[h, j, k] = sum over features of z[j, k] * to_heads[h], and -inf for k up to width; positions are (j, k)."""
+    """made[h, j, k] = sum over features of z[j, k] * to_heads[h], with -inf for k up to width. Positions are (j, k)."""
     left = inner - tl.program_id(1) * BLOCK
     z = _normalised(x, weight, bias, x_strides, left, eps, C, PADDED, HAS_WEIGHT, HAS_BIAS, BLOCK)
-    z = z.to(made.dtype.element_ty).to(tl.float32)  # as the products of q, k and v read it
+    z = z.to(made.dtype.element_ty).to(tl.float32)  # rounded as for the products that give q, k and v
     r = tl.arange(0, BLOCK)
     at = _first(made, made_strides, BLOCK) + r * made_strides[2]
     for h in tl.static_range(HEADS):
@@ -120,7 +120,8 @@ _Shape = tuple[int, int, int]
 
 
 def _positions(*tensors: Tensor) -> tuple[_Shape, list[_Shape]]:
-    """Sizes (batch, outer, inner) of tensors (batch, N, N, features), and the strides of each; what can be is inner."""
+    """Sizes (batch, outer, inner) of tensors (batch, N, N, features), and the strides of each. Merges what it can into
+    inner."""
     batch, outer, inner = tensors[0].shape[:3]
     strides: list[Any] = [t.stride()[:3] for t in tensors]
     if all(s[1] == inner * s[2] for s in strides):
@@ -132,8 +133,8 @@ def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-# The blocks and warps are the best of a sweep on an H100, of a pair tensor of N = 1024, c = 128 and bfloat16: 219 us
-# for the norm, 164 for the bias.
+# Blocks and warps are the best of a sweep on an H100, with a pair tensor of N = 1024, c = 128 and bfloat16: 219 us for
+# the norm, 164 for the bias.
 
 
 @cache
@@ -160,7 +161,7 @@ def norm(x: Tensor, w: Weights) -> Tensor:
 
 
 def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
-    """In rows that end at a multiple of the kernels' blocks, as these read it."""
+    """The bias in rows that end at a multiple of the kernels' blocks, as these expect."""
     c = x.shape[-1]
     if c > _MAX_NORM:
         return whole_bias(panels.triangle_bias(x, w, ending))
