@@ -3,11 +3,11 @@
 Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
 
 - replicated, or sharded along the batch: every rank calls the operator on its part;
-- sharded along rows, dimension -3: a row attends to its own edges, and all that a rank needs of others' rows is the
-  bias that they make, ``heads / c`` of a pair tensor, which is gathered. Its gradient is summed by a reduce-scatter.
-  For the ending node x goes from rows to columns first, by an all-to-all, and the update comes back by another.
+- sharded along rows, dimension -3: a row attends to its own edges, so a rank only needs the bias from other ranks'
+  rows, which is gathered: ``heads / c`` of a pair tensor. Its gradient is summed by a reduce-scatter. For the ending
+  node, an all-to-all first takes x from rows to columns, and another brings the update back.
 
-Anything else is moved to one of these. The attention alone, of q, k and v, may be sharded along heads, too.
+Anything else is redistributed to one of these. The attention alone, of q, k and v, may also be sharded along heads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _Call(PairCall):
         return wrap(update, self.whole, self.placements, self.whole.shape)
 
     def kept_places(self) -> tuple[Placements, Placements]:
-        """Of the attention's result, (batch, N, N, heads * d), and of the logarithms of sums, (batch, i, heads, j)."""
+        """For the attention's result, (batch, N, N, heads * d), and the logarithms of the sums, (batch, i, heads,
+        j)."""
 
         def with_rows(rows: Any) -> Placements:
             return tuple(rows if p == self.rows else Shard(0) if isinstance(p, Shard) else p for p in self.placements)
@@ -68,7 +69,7 @@ class _Call(PairCall):
 
 
 class _Rows:
-    """The update of a rank's rows, for the ending node of its columns, and the gradient of that."""
+    """The update of a rank's rows (for the ending node: columns), and its gradient."""
 
     def __init__(self, call: _Call) -> None:
         self.call, self.ending = call, call.ending
@@ -81,7 +82,7 @@ class _Rows:
         self.own, self.n = panels.rows_and_keys(self.x, self.ending)
 
     def _returned(self, t: Tensor) -> Tensor:
-        """From where the update is computed to where x is."""
+        """Redistributes from the placements in which the update is computed to those of x."""
         t = t.view(self.whole_x.shape)
         if not self.ending:
             return t
@@ -89,8 +90,8 @@ class _Rows:
         return moved.redistribute(placements=self.call.placements).to_local()
 
     def _moved_bias(self, t: Tensor, here: Any, there: Any) -> Tensor:
-        """(batch, heads, j, k) with j placed `there` and not `here`. It goes as (j, *batch, heads, k): in whole blocks
-        of memory, which no copy has to put together."""
+        """(batch, heads, j, k) with j placed `there` instead of `here`. Sent as (j, *batch, heads, k), so that each
+        rank sends and receives contiguous memory."""
         batch = [Shard(p.dim + 1) if type(p) is Shard else p for p in self.call.placements]
         rows = [p == self.call.rows for p in self.call.placements]
         places, targets = ([r if is_rows else p for is_rows, p in zip(rows, batch, strict=True)] for r in (here, there))
@@ -100,7 +101,7 @@ class _Rows:
         return moved.flatten(1, -3).movedim(0, 2)
 
     def bias(self) -> Tensor:
-        """Of all rows."""
+        """The bias of all rows."""
         if self.x.numel():
             made = self.steps.triangle_bias(self.x, self.w, self.ending)[..., : self.n]
         else:
@@ -132,7 +133,7 @@ class _Rows:
             target.copy_(self._returned(self.x))
         elif self.x.untyped_storage()._cdata == target.untyped_storage()._cdata:
             self._forward(self.x, True, None)
-        else:  # strides that no batch dimension goes with
+        else:  # strides that don't allow a single batch dimension
             target.add_(self.update(False)[0])
 
     def gradients(self, grad: Any, product: Tensor, logsumexp: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -145,7 +146,7 @@ class _Rows:
         )  # fmt: skip
         if "x" in made:
             made["x"] = self._returned(made["x"])
-        # A rank without rows has no share of a sum.
+        # A rank without rows contributes zeros to the sums.
         return [made.get(n, torch.zeros_like(t)) if asked[n] else None for n, t in inputs.items()]
 
 
@@ -171,7 +172,7 @@ def _update_kept(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs
 
 
 def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    # The last two are left out where they are False; the panels that rows go through do not know `sparing`.
+    # Trailing arguments with their default, False, are not passed. The panels for sharded rows have no `sparing`.
     grad, x, product, logsumexp, *arguments, wanted, sparing, adds = (*args, False, False)[:12]
     mask, parameters, heads, eps, ending = arguments
     call = _Call("_triangle_attention_update_backward", x, mask, parameters, heads, eps, ending, adds)
@@ -197,7 +198,7 @@ _HEADS = Shard(2)
 
 
 def _ways(q: Any, mask: Any) -> list[tuple[Any, Any, Any, Any]]:
-    """The placements of q, k, v and the result, of the bias, its gradient, and the mask."""
+    """The possible placements of q, k, v and the result; of the bias; of its gradient; and of the mask."""
     alike = [Replicate(), *_sharded(q, [0])]
     ways: list[tuple[Any, Any, Any, Any]] = [(p, p, p, _if_given(mask, p)) for p in alike]
     ways += [(p, Replicate(), Partial(), _if_given(mask, p)) for p in _sharded(q, [1])]
@@ -230,6 +231,6 @@ def _attention_backward(
 register_sharding(_myops.triangle_attention.default)(_attention)
 register_sharding(_myops._triangle_attention.default)(_attention_with_sums)
 register_sharding(_myops._triangle_attention_backward.default)(_attention_backward)
-# As in torchops.distributed: the placements depend on a list, which has this position.
+# As in torchops.distributed: the placements depend on a list argument, at this position.
 _schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
 _schema_info[_myops._triangle_attention_backward.default] = RuntimeSchemaInfo(9, needs_pytree=True)

@@ -1,4 +1,4 @@
-"""What the operators of a pair tensor have in common where it is a ``DTensor``: `torchops._distributed_triangle` and
+"""What the operators on a pair tensor share if it is a ``DTensor``: `torchops._distributed_triangle` and
 `torchops._distributed_attention`."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def stays(x: Any, p: Any) -> bool:
 
 
 def moved(x: Any, placements: Sequence[Any]) -> Any:
-    """Autograd is above this; redistribute() must not see that x requires a gradient."""
+    """redistribute() must not see that x requires a gradient: autograd is above this."""
     return x if x is None or x.placements == tuple(placements) else x.detach().redistribute(placements=placements)
 
 
@@ -35,9 +35,9 @@ def wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[in
 
 
 class PairCall:
-    """One call: what every rank has of x, ``(*batch, N, N, c)``, the mask and the parameters.
+    """One call: each rank's part of x, ``(*batch, N, N, c)``, the mask and the parameters.
 
-    x stays replicated, or sharded along the batch or rows. Columns are moved to rows, which is less than gathering
+    x stays replicated, or sharded along the batch or rows. Columns are moved to rows, which sends less than gathering
     them; anything else is gathered.
     """
 
@@ -74,8 +74,8 @@ class PairCall:
     def wrapped_gradients(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Any], places: Sequence[Any], wanted: Sequence[bool]
     ) -> list[Any]:
-        """`inputs`: what `gradients` are of; `places`: of the first ones, before the parameters'. What is summed over
-        rows or the batch is a part of the sum where these are sharded."""
+        """`inputs` are the tensors that `gradients` belong to; `places` are the placements of the first ones, before
+        the parameters. A sum over rows or the batch is partial if these are sharded."""
         sums = [Partial() if isinstance(p, Shard) else p for p in self.placements]
         places = [*places, *[sums] * (len(inputs) - len(places))]
         nothing = wrap(self.x.new_empty(0), self.whole, self.nowhere, (0,))

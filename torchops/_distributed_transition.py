@@ -1,8 +1,8 @@
 """The transition of ``DTensor``; imported by :mod:`torchops.distributed`.
 
-Along each dimension of the mesh, ``x`` of ``(..., c)`` may be replicated or sharded along rows, and then every rank
-calls the operator on its part; or ranks have a share of the hidden features each. Anything else is moved to one of
-these. DTensor moves no tensor that comes by name, so the public operators have their placements here.
+Along each dimension of the mesh, either ``x`` of ``(..., c)`` is replicated or sharded along rows, and every rank calls
+the operator on its part; or the hidden features are sharded. Anything else is redistributed to one of these. DTensor
+doesn't redistribute keyword arguments, so the public operators choose their placements here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchops.distributed import _asked, _check_stays, _if_given, _local, _shard
 
 _myops = torch.ops.myops
 
-# How the parameters lie, in the order of the operator, where ranks have a share of the hidden features each: gate and
-# up are column-parallel, down is row-parallel, and so the result is a sum of parts, of which the first has the bias.
+# Placements of the parameters, in the order of the operator, if the hidden features are sharded: gate and up are
+# column-parallel and down is row-parallel, so the result is a partial sum, and only the first rank adds the bias.
 _HIDDEN_PARALLEL: dict[str, Any] = {
     "norm_weight": Replicate(),
     "norm_bias": Replicate(),
@@ -47,7 +47,7 @@ def _transition_places(x: Any, parameters: dict[str, Any]) -> list[tuple[Any, di
 
 
 def _transition_of(name: str, x: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The update of each rank, and how the ranks' updates lie."""
+    """The update of each rank, and its placements."""
     parameters = {key: value for key, value in kwargs.items() if key in _HIDDEN_PARALLEL and value is not None}
     mesh = getattr(x, "device_mesh", None)
     for t in (x, *parameters.values()):
@@ -72,7 +72,7 @@ def _add_transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwar
     (x,) = args
     update, placements = _transition_of("_add_transition", x, kwargs)
     rows = [Replicate() if p == Partial() else p for p in placements]
-    if rows != placements:  # parts of a sum
+    if rows != placements:  # partial sums
         update = _wrap(update, x, placements, x.shape).redistribute(placements=rows).to_local()
     return _wrap(_local(x, rows) + update, x, rows, x.shape)
 
@@ -82,7 +82,7 @@ def _transition_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs:
     rows = [Replicate(), *_sharded(x, range(x.ndim - 1))]
     _check_stays("transition_", "x", x, rows, " along dimensions before the last")
     update, placements = _transition_of("transition_", x, kwargs)
-    if list(x.placements) != placements:  # parts of a sum
+    if list(x.placements) != placements:  # partial sums
         update = _wrap(update, x, placements, x.shape).redistribute(placements=x.placements).to_local()
     x.to_local().add_(update)
 
@@ -107,7 +107,7 @@ def _transition_backward(
         summed = Replicate() if p == Replicate() else Partial()
         inputs = [p, p, *map(_if_given, parameters), None, None, None]
         ways.append((_asked(wanted, [p, *[summed] * 8]), inputs))
-    if adds:  # parts of a sum would each have grad: _backward_in_parts
+    if adds:  # partial sums would each add grad: see _backward_in_parts
         return ways
     hidden = list(_HIDDEN_PARALLEL.values())
     inputs = [Replicate(), Replicate(), *map(_if_given, parameters, hidden), None, None, None]
@@ -116,7 +116,7 @@ def _transition_backward(
 
 
 def _backward_in_parts(_cls: type, op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    """Where ranks have a share of the hidden features each, parts of the gradient of x, and grad itself once."""
+    """If the hidden features are sharded: the gradient of x as partial sums, to which grad is added only once."""
     (*given, wanted, adds), grad, gate_weight = (*args, False)[:12], args[0], args[4]
     if not (adds and wanted[0] and isinstance(gate_weight, DTensor) and Shard(0) in gate_weight.placements):
         return NotImplemented
@@ -125,7 +125,7 @@ def _backward_in_parts(_cls: type, op: Any, _types: Any, args: Sequence[Any], _k
 
 
 register_sharding(_myops._transition_backward.default)(_transition_backward)
-# As in torchops.distributed: the placements depend on a list, which has this position.
+# As in torchops.distributed: the placements depend on a list argument, at this position.
 _schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
 _schema_info[_myops._transition_backward.default] = RuntimeSchemaInfo(10, needs_pytree=True)
 

@@ -3,12 +3,13 @@
 Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
 
 - replicated, or sharded along the batch: every rank calls the operator on its part;
-- sharded along rows, dimension -3: all that a rank needs of others' rows is ``b``, which is gathered. With row i of a
-  and all of b it has row i of ``o[i, j] = sum_k a[i, k] b[j, k]``. The incoming direction is the outgoing one of ``x``
-  transposed, so x goes from rows to columns first, by an all-to-all.
+- sharded along rows, dimension -3: a rank only needs ``b`` from other ranks' rows, which is gathered. Row i of a and
+  all of b give row i of ``o[i, j] = sum_k a[i, k] b[j, k]``. The incoming direction is the outgoing one of ``x``
+  transposed, so an all-to-all first takes x from rows to columns.
 
-Anything else is moved to one of these. The operator itself takes whole pair matrices, so rows go through layer_norm,
-glu and gate (``_distributed_triangle_rows.py``), or kernels of their own (``_distributed_triangle_triton.py``).
+Anything else is redistributed to one of these. The operator itself needs whole pair matrices, so rows go through
+layer_norm, glu and gate (``_distributed_triangle_rows.py``), or their own kernels
+(``_distributed_triangle_triton.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _myops = torch.ops.myops
 
 
 def _padded(n: int, d: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows and columns of the product of n rows, for each of d channels."""
+    """Rows and columns of the product of n rows, per channel (of d)."""
 
     def multiple(size: int) -> int:
         step = size // dtype.itemsize
@@ -40,20 +41,20 @@ def _padded(n: int, d: int, dtype: torch.dtype) -> tuple[int, int]:
 
 class _Call(TriangleCall):
     def product_shape(self) -> tuple[int, ...]:
-        """As the operator beneath has it."""
+        """The shape that the private operator gives it."""
         *batch, n, _, _ = self.whole.shape
         dtype, d = self.parameters[P_OUT].dtype, self.parameters[P_OUT].shape[1]
         return (*batch, d, *_padded(n, d, dtype))
 
     def wrapped(self, update: Tensor, product: Tensor, keep: bool) -> tuple[Any, Any]:
         out = wrap(update, self.whole, self.placements, self.whole.shape)
-        # Rows of the pair matrix are the last but one of the product. Of sharded rows it is o without padding, which
-        # none but `gradients` reads, on the same ranks.
+        # In the product, rows of the pair matrix are the second last dimension. With sharded rows, the product is o
+        # without padding; only `gradients` reads it, on the same ranks.
         places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else self.nowhere
         return out, wrap(product, self.whole, places, self.product_shape() if keep else (0,))
 
     def update(self, keep: bool, adds: bool = False) -> tuple[Tensor, Tensor]:
-        """The update; with `adds`, of rows, x itself, to which it was added."""
+        """The update; with `adds` and sharded rows, x itself, to which it was added."""
         if self.by_rows:
             kernels = self._kernels()
             return self._by_operators(keep, adds) if kernels is None else self._by_kernels(kernels, keep, adds)
@@ -65,7 +66,7 @@ class _Call(TriangleCall):
         return self.x.add_(update) if adds else update, product
 
     def _kernels(self) -> Any:
-        """Those for a GPU, where there are any for these parameters: the same on all ranks."""
+        """The GPU kernels, if there are any for these parameters: the same on all ranks."""
         kernels = kernels_for(self.x)
         return None if kernels is None or not kernels.fits(apart(self.parameters)) else kernels
 
@@ -140,14 +141,14 @@ def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: A
 
 
 def _parted(kwargs: Any) -> list[Any]:
-    """The parameters of the public operators, in the order of those beneath."""
+    """The parameters of the public operators, in the order of the private ones."""
 
     def of(layer: str) -> list[Any]:
         return [kwargs.get(f"{layer}_weight"), kwargs.get(f"{layer}_bias")]
 
     def halves(t: Any) -> Sequence[Any]:
         if not isinstance(t, DTensor):
-            return (t, t)  # none; or a tensor that _Call refuses
+            return (t, t)  # None, or a tensor that _Call rejects
         return moved(t, [Replicate()] * len(t.placements)).chunk(2)
 
     p_in, g_in = (list(zip(*map(halves, of(layer)), strict=True)) for layer in ("p_in", "g_in"))

@@ -1,5 +1,5 @@
 """A rank's rows of the triangle update of ``DTensor``, through layer_norm, glu and gate; for
-:mod:`torchops._distributed_triangle`. Their gradient is written out here, since DTensor's rules run below autograd.
+:mod:`torchops._distributed_triangle`. The gradient is written out here, since DTensor's rules run below autograd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _myops = torch.ops.myops
 
 
 class Layers(NamedTuple):
-    """The parameters in the order of the operator beneath, weight and bias by turns."""
+    """The parameters in the order of the private operator: weights and biases alternate."""
 
     norm_in: Tensor | None
     norm_in_bias: Tensor | None
@@ -43,7 +43,7 @@ class Layers(NamedTuple):
 
 
 class TriangleCall(PairCall):
-    """A call as its rows see it."""
+    """A call, as its rows see it."""
 
     def __init__(
         self, op: str, x: Any, mask: Any, parameters: Sequence[Any], outgoing: bool, eps: float, writes: bool = False
@@ -52,12 +52,12 @@ class TriangleCall(PairCall):
         self.outgoing, self.eps = outgoing, eps
 
     def scale(self) -> float:
-        """As in the operator: a is scaled so that o stays in the range of float16, and so is eps."""
+        """As in the operator: a, and with it eps, is scaled so that o stays in the range of float16."""
         n, dtype = self.whole.shape[-2], self.parameters[P_OUT].dtype
         return 2.0 ** -round(math.log2(max(n, 1)) / 2) if dtype == torch.float16 else 1.0
 
     def moved_rows(self, t: Tensor, here: Any, there: Any, batch: Sequence[int]) -> Tensor:
-        """(rows, *batch, channels, N) with rows placed `there` and not `here`; the movement may still be under way."""
+        """(rows, *batch, channels, N) with rows placed `there` instead of `here`. The transfer may still be running."""
         moved = [Shard(p.dim + 1) if type(p) is Shard and p != self.rows else p for p in self.placements]
         places, targets = (
             [r if p == self.rows else q for p, q in zip(self.placements, moved, strict=True)] for r in (here, there)
@@ -90,14 +90,14 @@ def _features(t: Tensor) -> Tensor:
 
 
 def _swapped(t: Tensor) -> Tensor:
-    """(batch, m, n) -> (batch, n, m), a copy."""
+    """(batch, m, n) -> (batch, n, m), as a copy."""
     kernels = kernels_for(t)
     if kernels is None:
         return t.mT.contiguous()
     return kernels.transposed(t.contiguous())
 
 
-# Of channels; more would hide more of the first group, and make the products smaller.
+# Groups of channels. More would hide more of the first transfer, but make the products smaller.
 GROUPS = 4
 
 
@@ -112,7 +112,7 @@ _BEFORE_PRODUCT = _GRADIENTS[: _GRADIENTS.index("norm_out")]
 
 
 def apart(parameters: Sequence[Any]) -> Layers:
-    """Packed parameters are in the places of a."""
+    """Splits packed parameters, which are in the fields of a."""
     layers = Layers(*parameters)
     if layers.p_b is not None:
         return layers
@@ -134,7 +134,7 @@ class Rows:
         self.scale = call.scale()
         self.z_moments = self._norm(call.x, self.w.norm_in, self.w.norm_in_bias, call.eps)
         self.z = self.z_moments[0].to(self.dtype)
-        # y: x, or its transpose; always this rank's rows of it.
+        # This rank's rows of y, which is x or its transpose.
         self.y = call.x if call.outgoing else self._transposed(call.dx)
         self.y_moments = (
             self.z_moments if call.outgoing else self._norm(self.y, self.w.norm_in, self.w.norm_in_bias, call.eps)
@@ -158,7 +158,7 @@ class Rows:
         return _myops._layer_norm(x.contiguous(), x.shape[-1:], weight, bias, eps)
 
     def _transposed(self, t: Any) -> Tensor:
-        """This rank's rows of the transpose of a pair tensor or mask."""
+        """This rank's rows of the transpose of a pair tensor or a mask."""
         rows = self.call.rows.dim
         return local(t, self.call.with_rows_as(self.call.columns)).transpose(rows, rows + 1)
 
@@ -168,15 +168,15 @@ class Rows:
         whole = wrap(columns, self.call.whole, self.call.with_rows_as(self.call.columns), shape)
         return whole.redistribute(placements=self.call.placements).to_local()
 
-    # b of other ranks comes, and their parts of its gradient go, as (rows, *batch, channels, N): whole blocks of
-    # memory, which no copy has to put together. A group of channels is on its way while another is multiplied.
+    # b from other ranks, and their parts of its gradient, are sent as (rows, *batch, channels, N), so that each rank
+    # sends and receives contiguous memory. While one group of channels is on its way, another is multiplied.
 
     def _in_groups(self, t: Tensor) -> tuple[Tensor, ...]:
-        """Of (*batch, d, rows, N)."""
+        """Groups of the channels of (*batch, d, rows, N)."""
         return t.chunk(GROUPS, dim=-3)
 
     def _moved_rows(self, t: Tensor, here: Any, there: Any) -> Tensor:
-        """(*batch, channels, rows, N) with rows placed `there` and not `here`; the movement may still be under way."""
+        """(*batch, channels, rows, N) with rows placed `there` instead of `here`. The transfer may still be running."""
         blocks = t.movedim(-2, 0).contiguous()
         return self.call.moved_rows(blocks, here, there, self.call.whole.shape[:-3]).movedim(0, -2)
 
@@ -184,14 +184,14 @@ class Rows:
         return [self._moved_rows(group, Shard(0), Replicate()) for group in self._in_groups(b)]
 
     def _product(self) -> Tensor:
-        """(*batch, d, rows, N)"""
+        """o, (*batch, d, rows, N)."""
         o = self.a.new_empty(*self.a.shape[:-1], self.call.whole.shape[-2])
         for out, a, b in zip(self._in_groups(o), self._in_groups(self.a), self.b, strict=True):
             torch.matmul(a, arrived(b).mT, out=out)
         return o
 
     def _factor_gradients(self, do: Tensor) -> list[Tensor]:
-        """Of this rank's rows of a and of b, in the order of x."""
+        """The gradients of this rank's rows of a and of b, in the layout of x."""
         da, db = torch.empty_like(self.a), []
         groups = zip(self._in_groups(da), self._in_groups(do), self._in_groups(self.a), self.b, strict=True)
         for out, do_group, a, b in groups:
@@ -201,7 +201,7 @@ class Rows:
         return [_features(t) for t in parts]
 
     def _projected(self, o: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Rows of o, their norm with its moments, and the projection of that."""
+        """Rows of o, their layer norm with its moments, and its projection."""
         rows, w = _features(o), self.w
         normed, mean, rstd = self._norm(rows, w.norm_out, w.norm_out_bias, self.call.eps * self.scale**2)
         return rows, normed, mean, rstd, linear(normed, w.p_out, w.p_out_bias)
@@ -213,7 +213,7 @@ class Rows:
         return update, o if keep else o.new_empty(0)
 
     def gradients(self, grad: Tensor, product: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Of x, the mask and the parameters; None where none is wanted."""
+        """The gradients of x, the mask and the parameters; None if not requested."""
         asked, w = _Asked(wanted), self.w
         packed = self.call.parameters[Layers._fields.index("p_b")] is None
         if packed:
@@ -247,7 +247,7 @@ class Rows:
         return [out.get(name) for name in _GRADIENTS]
 
     def _through_product(self, do: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> Tensor:
-        """The gradients of the mask and the projections into `out`; returns that of z, in y's layout."""
+        """Writes the gradients of the mask and the projections to `out`; returns that of z, in the layout of y."""
         dab = self._factor_gradients(_channels(do))
         if asked.any("mask"):
             dmask = sum((t * ungated).sum(-1) for t, ungated in zip(dab, self.ungated, strict=True))
@@ -286,7 +286,7 @@ class Rows:
 
 
 class _Asked:
-    """Which gradients are wanted, by name."""
+    """The requested gradients, by name."""
 
     def __init__(self, wanted: Sequence[bool]) -> None:
         self.wanted = dict(zip(_GRADIENTS, wanted, strict=True))

@@ -1,15 +1,15 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
 """A rank's rows of the triangle update on a GPU, in 16 bits: what `_distributed_triangle_rows.py` does in several
 operators, in three passes over memory.
 
-1. ``_ins`` makes from x the rank's rows of a and b, channels first; b in blocks of channels that go over the wire as
-   they are;
-2. one batched product for each block makes o, while the next one comes;
+1. ``_ins`` computes the rank's rows of a and b from x, channels first; b in blocks of channels that are sent without a
+   copy;
+2. one batched product per block gives o, while the next block arrives;
 3. ``_outs`` reads o and x, and writes the update, or adds it to x.
 
-Rows of a, b and o end at a multiple of 16 elements, so that the products read whole vectors whatever N; beyond N, a and
+Rows of a, b and o end at a multiple of 16 elements, so that the products read whole vectors for any N. Beyond N, a and
 b are 0.
 """
 
@@ -49,7 +49,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _normalised(values, weight, bias, eps, SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Rows of values, in float32."""
+    """Normalised rows, in float32."""
     distances = values - (tl.sum(values, 1) / SIZE)[:, None]
     z = distances * (1 / tl.sqrt(tl.sum(distances * distances, 1) / SIZE + eps))[:, None]
     return z * _vector(weight, SIZE, HAS_WEIGHT, 1.0)[None, :] + _vector(bias, SIZE, HAS_BIAS, 0.0)[None, :]
@@ -60,7 +60,7 @@ def _z(
     x, at, inside, weight, bias, eps, dtype: tl.constexpr,
     C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of the positions whose first features are at x + at; and what was read."""
+    """z of the positions whose features start at x + at, and the values of x."""
     values = tl.load(x + at[:, None] + tl.arange(0, C)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     return _normalised(values, weight, bias, eps, C, HAS_WEIGHT, HAS_BIAS).to(dtype), values
 
@@ -70,7 +70,7 @@ def _gated(
     zt, factor, p, p_bias, g, g_bias,
     C: tl.constexpr, D: tl.constexpr, HAS_P_BIAS: tl.constexpr, HAS_G_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """(D, positions), of zt (C, positions)."""
+    """The gated projection of zt (C, positions), as (D, positions)."""
     value = tl.dot(_matrix(p, D, C), zt) + _vector(p_bias, D, HAS_P_BIAS, 0.0)[:, None]
     gate = tl.dot(_matrix(g, D, C), zt) + _vector(g_bias, D, HAS_G_BIAS, 0.0)[:, None]
     return value * _sigmoid(gate) * factor[None, :]
@@ -83,7 +83,7 @@ def _ins(
     C: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
     HAS_P_BIAS: tl.constexpr, HAS_G_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """a[batch, d, i, k] and b[group, i, batch, channel, k], of positions (batch, i, k)."""
+    """Writes a[batch, d, i, k] and b[group, i, batch, channel, k] from positions (batch, i, k)."""
     batch, i = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     at = batch * x_strides[0] + i * x_strides[1] + k * x_strides[2]
@@ -112,8 +112,8 @@ def _outs(
     HAS_NORM_OUT: tl.constexpr, HAS_NORM_OUT_BIAS: tl.constexpr, HAS_P_BIAS: tl.constexpr, HAS_G_BIAS: tl.constexpr,
     ADDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """target (+)= (norm_out(o) @ p_out.T + p_out_bias) * sigmoid(z @ g_out.T + g_out_bias), of positions (batch, i, j);
-    o[batch, d, i, j]."""
+    """target (+)= (norm_out(o) @ p_out.T + p_out_bias) * sigmoid(z @ g_out.T + g_out_bias), for positions (batch, i, j)
+    of o[batch, d, i, j]."""
     batch, i = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     inside, d = j < n, tl.arange(0, D).to(tl.int64)
@@ -135,7 +135,7 @@ def _outs(
 
 @_jit
 def _transpose(source, target, own, n, BLOCK: tl.constexpr):
-    """source[batch, own, n] to target[batch, n, own]."""
+    """Copies source[batch, own, n] to target[batch, n, own]."""
     batch, across = tl.program_id(1).to(tl.int64) * own * n, tl.cdiv(n, BLOCK)
     i = (tl.program_id(0) // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     j = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -148,11 +148,12 @@ def _transpose(source, target, own, n, BLOCK: tl.constexpr):
 
 
 Gather = Callable[[Tensor], Callable[[], Tensor]]
-"""Starts to bring (rows, batch, channels, k) of all ranks; the result waits for it."""
+"""Starts to gather (rows, batch, channels, k) from all ranks, and returns a function that waits for the result."""
 
 
 def transposed(t: Tensor) -> Tensor:
-    """(batch, rows, columns) with the last two swapped, a copy. PyTorch's own reads or writes single elements."""
+    """(batch, rows, columns) with the last two dimensions swapped, as a copy. PyTorch's own reads or writes single
+    elements."""
     batch, rows, columns = t.shape
     made = t.new_empty((batch, columns, rows))
     if t.numel():
@@ -161,7 +162,8 @@ def transposed(t: Tensor) -> Tensor:
 
 
 def fits(w: Any) -> bool:
-    """Whether the kernels hold a row of features, and the weights, of which all have one dtype."""
+    """Whether the kernels support these sizes, for which they hold a row of features and the weights, and the dtype,
+    which all weights share."""
     c, d = w.p_out.shape
     return w.p_out.element_size() == 2 and all(16 <= size <= 128 and size & (size - 1) == 0 for size in (c, d))
 
@@ -170,13 +172,14 @@ def update(
     x: Tensor, y: Tensor, mask: Tensor | None, w: Any, n: int, scale: float, eps: float, groups: int, gather: Gather,
     target: Tensor, adds: bool,
 ) -> Tensor:  # fmt: skip
-    """Writes the update of x, (batch, rows, N, c) with contiguous features, to the target, or x and the update; returns
-    o, (batch, d, rows, N). y: x, or for the incoming direction these rows of its transpose; the mask is that of y."""
+    """Writes the update of x, (batch, rows, N, c) with contiguous features, to `target`; with `adds`, x plus the
+    update. Returns o, (batch, d, rows, N). `y` is x or, for the incoming direction, these rows of its transpose. The
+    mask is that of y."""
     (batch, own, _, c), d, width = x.shape, w.p_out.shape[1], -(-n // _PADDING) * _PADDING
     group = d // groups
     w = w._replace(**{name: t.contiguous() for name, t in w._asdict().items() if t is not None})
     has: Any = {"C": c, "D": d, "HAS_NORM": w.norm_in is not None, "HAS_NORM_BIAS": w.norm_in_bias is not None}
-    blocks = {"BLOCK": 64, "num_warps": 8, "maxnreg": 128}  # two programs to a processor
+    blocks = {"BLOCK": 64, "num_warps": 8, "maxnreg": 128}  # two programs per multiprocessor
     grid = triton.cdiv(width, 64), own, batch
     a = w.p_out.new_empty((batch, d, own, width))
     b = w.p_out.new_empty((groups, own, batch, group, width))
@@ -192,7 +195,7 @@ def update(
     coming = gather(b[0])
     for g in range(groups):
         arrives, channels = coming, slice(g * group, (g + 1) * group)
-        if g + 1 < groups:  # one ahead: more would take more memory
+        if g + 1 < groups:  # one group ahead; more would take more memory
             coming = gather(b[g + 1])
         of_all = arrives()  # (N, batch, group, width)
         for each in range(batch):

@@ -1,8 +1,8 @@
-"""A triangle update that gates before the last projection, in inference, from float32 to float32 by 16-bit products.
+"""A triangle update with the gate before the last projection: inference only, float32 with 16-bit products.
 
-With z = layer_norm(x), a and b as in ``triangle_multiplicative_update`` and o[i, j] = sum_k a[i, k] b[j, k] it is
+With z = layer_norm(x), a and b as in ``triangle_multiplicative_update`` and o[i, j] = sum_k a[i, k] b[j, k], it is
 ``(layer_norm(o) * sigmoid(z @ gate.T)) @ p_out.T``: the formula of GPU MODE's public task "TriMul", which
-``benchmarks/trimul.py`` runs. Private: no module of a public package computes it.
+``benchmarks/trimul.py`` runs. Private, because no module of a public package computes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Weights", "update", "written_out"]
 
 
 class Weights(NamedTuple):
-    """Of c features and d channels: norm (c,), a to gate (d, c); norm_out (d,), p_out (c, d)."""
+    """For c features and d channels: norm (c,), a to gate (d, c), norm_out (d,), p_out (c, d)."""
 
     norm: Tensor
     norm_bias: Tensor
@@ -45,7 +45,7 @@ def written_out(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1
 
 
 def fits(x: Tensor, weights: Weights) -> bool:
-    """Whether the kernels can run: matrices of whole tiles, in float32."""
+    """Whether the kernels support these arguments: float32 matrices of whole tiles."""
     c, d = weights.p_out.shape
     return (
         x.dtype == torch.float32
@@ -58,8 +58,8 @@ def fits(x: Tensor, weights: Weights) -> bool:
 
 
 def update(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1e-5) -> Tensor:
-    """x of (batch, N, N, c), mask (batch, N, N) of any dtype or None; like x. By the kernels where they can run and no
-    gradient is wanted."""
+    """The update of x (batch, N, N, c) with a mask (batch, N, N) of any dtype or None, shaped like x. Uses the kernels
+    if they support the arguments and no gradient is needed."""
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
     if x.is_cuda and fits(x, weights) and not needs_grad:
         try:

@@ -1,13 +1,13 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""The kernels of `_gated_triangle.py`, which imports this where it needs them.
+"""The kernels of `_gated_triangle.py`, which imports this module when needed.
 
-The gate is as wide as o, so it is made beside a and b, and x is read once:
+The gate is as wide as o, so it is computed together with a and b, and x is read only once:
 
-1. ``_pack_kernel`` makes one matrix of the weights, in float16;
-2. ``_in_kernel`` makes from a tile of x a and b, channels first, and the gate, by rows, all in float16;
-3. one batched product makes o;
+1. ``_pack_kernel`` packs the weights into one matrix, in float16;
+2. ``_in_kernel`` computes, from a tile of x, a and b (channels first) and the gate (rows first), all in float16;
+3. one batched product gives o;
 4. ``_out_kernel`` reads o and the gate.
 
 a is scaled by a power of 2, and eps by its square, so that o fits float16 (see ``triangle_scale()`` in C++).
@@ -62,8 +62,8 @@ def _in_kernel(
     C: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK positions of the matrix of one element of the batch. w has 2 d rows for a, in turns of the value and the
-    gate of a channel, the same for b, and d of the gate."""
+    """BLOCK positions of one batch element. w has 2 d rows for a, alternating between value and gate of a channel, the
+    same for b, and d for the gate."""
     element = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     place = first + tl.arange(0, BLOCK)
@@ -71,7 +71,7 @@ def _in_kernel(
     column = tl.arange(0, K)
     rows = x + (element * positions + first) * C + (tl.arange(0, BLOCK) * C)[:, None] + column[None, :]
 
-    # Up to 384 features, those of all positions have room in registers; more are read again for each use.
+    # Up to 384 features, those of all positions fit in registers; more are read again for each use.
     values = ()
     mean = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(C // K):
@@ -80,7 +80,7 @@ def _in_kernel(
         if C <= 384:
             values = values + (part,)  # type: ignore[assignment]  # noqa: RUF005
     mean = mean / C
-    square = tl.zeros((BLOCK,), tl.float32)  # the sum of those of the differences to the mean
+    square = tl.zeros((BLOCK,), tl.float32)  # sum of the squared differences from the mean
     for k in tl.static_range(C // K):
         part = values[k] if C <= 384 else tl.load(rows + k * K, mask=there[:, None], other=0.0)
         apart = part - mean[:, None]
@@ -98,7 +98,7 @@ def _in_kernel(
     if HAS_MASK:
         factor = tl.load(mask + element * positions + place, mask=there, other=0).to(tl.float32)
     if AHEAD > 0:
-        # What the program reads that comes here next, while this one multiplies.
+        # Prefetches what the next program on this multiprocessor reads, while this one multiplies.
         line = tl.arange(0, 32)
         of_next = tl.minimum(place + AHEAD * BLOCK, positions - 1).to(tl.int64) * C
         lines = x + element * positions * C + of_next[:, None] + tl.minimum(line * 32, C - 1)[None, :]
@@ -163,8 +163,8 @@ def _out_kernel(
 
 
 class Tiling(NamedTuple):
-    """Of a program of the step in: features at a time, positions, warps, rows of a tile of weights, how many such tiles
-    it has on their way, and how many programs ahead x is fetched into the cache. And positions of one of the step out.
+    """For a program of the first kernel: features at a time, positions, warps, rows per tile of weights, tiles in
+    flight, and how many programs ahead x is fetched into the cache. For the second kernel: positions.
     """
 
     k: int
@@ -178,7 +178,7 @@ class Tiling(NamedTuple):
 
 def tiling(c: int) -> Tiling:
     """Measured on an H100 at N = 768, for c = 128 and 384. Programs of 64 positions share a multiprocessor; one of 128
-    has it for itself, and reads the weights half as often."""
+    occupies it alone, and reads the weights half as often."""
     if c <= 128:
         return Tiling(c, 64, 4, 64, 3, 0, 64)
     return Tiling(128, 128, 8, 64, 4, 66, 64) if c <= 384 else Tiling(128, 64, 8, 128, 1, 0, 64)
@@ -187,8 +187,8 @@ def tiling(c: int) -> Tiling:
 class _Launch:
     """kernel[grid](*arguments, *constants), on tensors the first time.
 
-    Triton looks at all arguments in every launch, which took the host of an H100 some 30 us for the weights' kernel.
-    What it compiled is launched again without that, and then tensors may be addresses.
+    Triton inspects all arguments in every launch, which took the host of an H100 some 30 us for the kernel that packs
+    weights. Later launches reuse the compiled kernel and skip that, and then tensors may be addresses.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int], *constants: int, warps: int = 4) -> None:
@@ -200,7 +200,7 @@ class _Launch:
             self.runner(*arguments, *self.constants, stream=stream)
             return
         compiled = self.kernel[self.grid](*arguments, *self.constants, num_warps=self.warps)
-        if compiled is not None:  # None by the interpreter
+        if compiled is not None:  # the interpreter returns None
             self.runner = compiled[self.grid]
 
 
@@ -219,20 +219,20 @@ _known: dict[tuple[Any, ...], tuple[_Launch, _Launch, _Launch]] = {}
 
 
 def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Tiling) -> Tensor:
-    """The update of x (batch, N, N, c) in float32, of a size that `tiling` is for, N > 1."""
+    """The update of x (batch, N, N, c) in float32, for a size that `tiling` supports, N > 1."""
     batch, n, _, c = x.shape
     d, positions = weights.a.shape[0], n * n
     x, eps = x.contiguous(), float(eps)
     factors = x if mask is None else mask.contiguous()
-    # All that the kernels are compiled for; other tensors than these are the allocator's.
+    # Everything that the kernels are compiled for. All other tensors come from the allocator.
     key = (x.shape, d, x.device.index, None if mask is None else mask.dtype, tiling)
     aligned = all(t.data_ptr() % 16 == 0 for t in (x, factors, *weights))
     launches = _known.get(key) if aligned else None
     pack, step_in, step_out = launches or _launches(x.shape, d, mask is not None, tiling)
     with torch.cuda.device_of(x):
         stream = triton.runtime.driver.active.get_current_stream(x.device.index) if x.is_cuda else 0
-        # The weights of both steps, a, b and the gate in one allocation, and what the host can put off comes late: the
-        # first kernels wait for nothing but the host.
+        # One allocation for the weights of both kernels, a, b and the gate. Whatever the host can postpone comes later,
+        # because the first kernels wait for nothing but the host.
         channels = batch * d * positions
         begins = (0, 5 * d * c, 6 * d * c, 6 * d * c + channels, 6 * d * c + 2 * channels)
         memory = x.new_empty(begins[-1] + channels, dtype=torch.float16)

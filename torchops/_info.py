@@ -1,4 +1,4 @@
-"""What this installation was built from, what it runs on, and which paths its operators take there."""
+"""What this installation was built from, what it runs on, and how its operators are computed there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from torchops import _build_info, _library
 
-# Keys without a kernel of ours are left out of the table.
+# The table omits keys without a kernel of ours.
 _KEYS = (
     *("CPU", "CUDA", "XPU", "MPS", "PrivateUse1", "Meta", "CompositeExplicitAutograd"),
     *("CompositeImplicitAutograd", "ADInplaceOrView", "Autograd", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"),
@@ -19,7 +19,7 @@ _KEYS = (
 
 
 def dispatch_keys() -> dict[str, list[str]]:
-    """The keys for which each operator has a kernel, Python ones and those of other libraries included."""
+    """The keys for which each operator has a kernel, including Python kernels and those of other libraries."""
     names = sorted(str(name) for name in torch._C._dispatch_get_all_op_names() if str(name).startswith("myops::"))
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return {name: [key for key in _KEYS if has_kernel(name, key)] for name in names}
@@ -44,7 +44,7 @@ def code_for(capability: tuple[int, int], architectures: list[str]) -> str | Non
 
 
 def gemm_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
-    """Which GEMM kernels of torchops a GPU has, which do the work around a product inside of it."""
+    """The GEMM kernels of torchops that a GPU uses; they fuse what surrounds a product."""
     number = ".".join(map(str, capability))
     if code_for(capability, gemm_architectures) is not None:
         return "kernels of " + ", ".join(entry for entry in gemm_architectures if code_for(capability, [entry]))
@@ -54,7 +54,7 @@ def gemm_on(capability: tuple[int, int], architectures: list[str], gemm_architec
 
 
 def dense_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
-    """Which way dense takes on a GPU."""
+    """How dense is computed on a GPU."""
     two_steps = "cuBLAS, then one pass for bias and sigmoid"
     if code_for(capability, architectures) is None:
         return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
@@ -65,7 +65,7 @@ def dense_on(capability: tuple[int, int], architectures: list[str], gemm_archite
 
 
 def square_matmul_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
-    """Which way square_matmul_ takes on a GPU."""
+    """How square_matmul_ is computed on a GPU."""
     panels = "cuBLAS, panel by panel through bounded scratch"
     if code_for(capability, architectures) is None:
         return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
@@ -150,7 +150,7 @@ def info() -> dict[str, Any]:
 
 
 def report(facts: dict[str, Any]) -> str:
-    """``info()`` as text for people."""
+    """``info()`` as readable text."""
     lines = [f"torchops {facts['version']} ({facts['library']})"]
     for title in ("built_for", "running_on"):
         versions = ", ".join(f"{name} {value or 'off'}" for name, value in facts[title].items())
@@ -168,11 +168,11 @@ def report(facts: dict[str, Any]) -> str:
 
 
 def _table(operators: dict[str, list[str]]) -> list[str]:
-    # Which of the two keys for any device a kernel has is no matter here, and their names are long.
+    # It doesn't matter here which of the two composite keys a kernel has, and their names are long.
     short = {key: "Composite" if key.startswith("Composite") else key for key in _KEYS}
     kernels = {name.removeprefix("myops::"): {short[key] for key in keys} for name, keys in operators.items()}
     columns = [key for key in dict.fromkeys(short.values()) if any(key in keys for keys in kernels.values())]
-    # The longest of the keys stand in two lines.
+    # Headers of the longest keys take two lines.
     heads = [re.sub(r"^(ADInplace|Autocast|FuncTorch)", r"\1 ", key).rpartition(" ")[::2] for key in columns]
     width = max(map(len, kernels))
     rows = [("", list(line)) for line in zip(*heads, strict=True)]
@@ -185,7 +185,7 @@ def _table(operators: dict[str, list[str]]) -> list[str]:
 
 
 def main(arguments: list[str]) -> str:
-    """What the command prints."""
+    """Returns the output of the command."""
     import argparse
     import json
 

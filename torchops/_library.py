@@ -1,4 +1,4 @@
-"""Loads libtorchops.so into PyTorch's dispatcher, once it is known to be built for the torch that is running."""
+"""Loads libtorchops.so into PyTorch's dispatcher, after checking that it was built for the running version of torch."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 version: str = _build_info.version
-# In an editable install the compiled files are not beside this one but where the build put _build_info.
+# In an editable install, the compiled files are not beside this file but where the build put _build_info.
 prefix: Path = Path(_build_info.__file__).parent
 
 

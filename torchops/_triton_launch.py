@@ -1,8 +1,8 @@
-"""Launches of kernels in Triton, which take the host less than ``kernel[grid](...)``.
+"""Launches of Triton kernels with less host time than ``kernel[grid](...)``.
 
-At each launch Triton looks at every argument to find the compilation that fits, and at every number of a tuple of
-strides. What decides is the same from launch to launch, so here it is compared as one key, and a compilation that is
-known is launched directly. `_triton_plan.py` does without the keys of single launches.
+For each launch, Triton inspects every argument, and every number of a tuple of strides, to find the matching
+compilation. The properties that decide are the same in every launch, so here they are compared as a single key, and a
+known compilation is launched directly. `_triton_plan.py` goes further, and needs no key per launch.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from torch import Tensor
 
 __all__ = ["Launch", "is_watched", "noting", "stream_of"]
 
-_MOST_KEPT = 4096  # keys, of which a new N makes one
+_MOST_KEPT = 4096  # keys; each new N adds one
 
 
 class _Noting(threading.local):
     calls: list[tuple[Launch, tuple[int, int, int], tuple[Any, ...]]] | None = None
-    """Of a thread that notes its launches instead of making them: those so far."""
+    """The launches so far, if this thread notes its launches instead of making them."""
     device: torch.device | None = None
-    """For which it does."""
+    """The device for which it notes them."""
 
 
 noting = _Noting()
 
 
 class Launch:
-    """A kernel and the constants that it ends with; called with the grid and all other arguments.
+    """A kernel with its trailing constants, called with the grid and all other arguments.
 
-    The first call with a key goes through Triton, which compiles or finds the kernel. A call that fails keeps nothing.
+    The first call with a key goes through Triton, which compiles or finds the kernel. A failed call stores nothing.
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
         self._kernel, self.options = kernel, options
         self.constants = [options[name] for name in kernel.arg_names if name in options]
-        # What Triton does not look at beyond its type, which the annotation fixes, is no part of the key.
-        params = getattr(kernel, "params", ())  # interpreted kernels have none
+        # An argument is not part of the key if Triton looks only at its type, and the annotation fixes that.
+        params = getattr(kernel, "params", ())  # absent from interpreted kernels
         self._keyed = [p.num for p in params if not (p.do_not_specialize and p.annotation_type) and not p.is_constexpr]
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> Any:
-        """What Triton has compiled, as (run, function, metadata); None where it runs kernels otherwise."""
+        """Returns the compilation, (run, function, metadata); None if Triton runs the kernel in another way."""
         if noting.calls is not None:
             noting.calls.append((self, grid, args))
             return None
@@ -65,7 +65,7 @@ class Launch:
             run(*grid, stream_of(device), function, metadata, None, None, None, *values, *self.constants)
             return compiled
         compiled = self._kernel[grid](*args, **self.options)
-        if not hasattr(compiled, "packed_metadata"):  # of the interpreter
+        if not hasattr(compiled, "packed_metadata"):  # from the interpreter
             return None
         if len(self._compiled) >= _MOST_KEPT:
             self._compiled.clear()
@@ -78,7 +78,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def is_watched() -> bool:
-    """Whether there are hooks for launches, a profiler's for example, which Triton calls itself."""
+    """Whether there are launch hooks, such as a profiler's, which only Triton itself calls."""
     runtime = _knobs().runtime
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)

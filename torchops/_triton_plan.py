@@ -1,8 +1,9 @@
-"""Plans: the launches of many kernels in Triton, found once for tensors of certain shapes.
+"""Plans: the launches of many Triton kernels, recorded once for tensors of given shapes.
 
-What a function of several launches does on the host, it does for shapes, strides and dtypes: views of tensors, scratch
-memory, grids. So it runs once with tensors without data, and its launches are noted instead of made, as a plan. For
-tensors like those, the plan then only puts pointers into lists of arguments, and takes all scratch memory at once.
+The host side of a function with several launches depends only on shapes, strides and dtypes: views of tensors, scratch
+memory, grids. So the function runs once with tensors without data, and its launches are recorded as a plan instead of
+being made. For similar tensors, the plan then only puts pointers into lists of arguments, and allocates all scratch
+memory at once.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from torchops._triton_launch import Launch, is_watched, noting, stream_of
 
 __all__ = ["Found", "Plan", "Plans", "UnplannableError"]
 
-_UNIT = 512  # bytes, in which the allocator aligns tensors
+_UNIT = 512  # bytes: the alignment of the CUDA caching allocator
 
 
 class UnplannableError(Exception):
-    """For such tensors there is no plan: an operator reads or writes numbers, for example."""
+    """There is no plan for such tensors, for example because an operator reads or writes values."""
 
 
 class _OnlyShapes(TorchDispatchMode):
-    """Of operators, those that make views or empty tensors can be left out when the launches are made again."""
+    """Allows only operators that make views or empty tensors, which need not run again when the launches are
+    repeated."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in ("empty", "empty_strided", "new_empty", "empty_like"):
             return func(*args, **(kwargs or {}))
         if func.is_view:
             made = func(*args, **(kwargs or {}))
-            # What is said to be a view may be a copy, such as that of reshape().
+            # An operator declared as a view may return a copy, such as reshape().
             views = made if isinstance(made, (list, tuple)) else (made,)
             if all(t.untyped_storage()._cdata == args[0].untyped_storage()._cdata for t in views):
                 return made
@@ -42,7 +44,7 @@ class _OnlyShapes(TorchDispatchMode):
 
 
 class _Step(NamedTuple):
-    """A launch. Of its arguments, those in `pointers`, (index, tensor, bytes from its start, dtype), are not known."""
+    """A launch. The arguments in `pointers`, (index, tensor, bytes from its start, dtype), are filled in later."""
 
     launch: Launch
     grid: tuple[int, int, int]
@@ -51,8 +53,8 @@ class _Step(NamedTuple):
 
 
 class Plan:
-    """What `make` launches for tensors on a device that are like these. Scratch memory is what `make` has of empty
-    tensors; those that do not exist at the same time may lie in one place."""
+    """What `make` launches for tensors like these. The empty tensors of `make` become scratch memory, where tensors
+    that don't exist at the same time may share a place."""
 
     def __init__(self, make: Callable[..., None], tensors: Sequence[Tensor | None], device: torch.device) -> None:
         self.device = device
@@ -78,11 +80,11 @@ class Plan:
                     number = numbers.get(storage, len(tensors))
                     pointers.append((i, number, at + offsets.get(storage, 0), t.dtype))
             self._steps.append(_Step(launch, grid, arguments, pointers))
-        # What Triton has compiled for each step, when all of them have run.
+        # The compilation of each step, once all steps have run.
         self._compiled: list[tuple[Any, ...]] | None = None
 
     def run(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
-        """Launches on the current stream of the device, which has to be the current one; `pointers` are those of the
+        """Launches on the current stream of the device, which must be the current one. `pointers` are those of the
         tensors, 0 for None."""
         scratch = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
         if self._compiled is None or is_watched():
@@ -103,7 +105,7 @@ class Plan:
 
 
 def _arguments(step: _Step, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """With tensors where they are unknown: of one element, since kernels know no more than where they begin."""
+    """The arguments, with one-element tensors for the pointers, since kernels only see where a tensor starts."""
     arguments = step.arguments.copy()
     for i, number, offset, dtype in step.pointers:
         t = tensors[number]
@@ -115,8 +117,8 @@ def _arguments(step: _Step, tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 def _offsets(calls: list[Any], given: dict[int, int]) -> tuple[dict[int, int], int]:
-    """Where each storage that is not given lies in one that holds all, and how many bytes this one has. Larger ones are
-    placed first, each at the lowest place that none has while it is in use."""
+    """Places all storages that are not given in a single one: their offsets, and its size in bytes. Larger storages
+    come first, each at the lowest offset that is free while it is in use."""
     nbytes: dict[int, int] = {}
     used: dict[int, tuple[int, int]] = {}
     for step, (*_, args) in enumerate(calls):
@@ -139,8 +141,8 @@ def _offsets(calls: list[Any], given: dict[int, int]) -> tuple[dict[int, int], i
 
 
 class Found(NamedTuple):
-    """What is known of a call: its key, where its tensors are, and its plan. That is None where there is none yet, and
-    False where there cannot be one."""
+    """What is known about a call: its key, the pointers of its tensors, and its plan (None: not made yet, False:
+    impossible)."""
 
     key: Any
     pointers: list[int]
@@ -148,7 +150,7 @@ class Found(NamedTuple):
 
 
 class Plans:
-    """Plans by what decides about them: shapes, strides, dtypes, the device, and how pointers are aligned."""
+    """Plans by key: shapes, strides, dtypes, the device, and the alignment of pointers."""
 
     def __init__(self, most: int = 512) -> None:
         self._most, self._kept, self._lock = most, dict[Any, Plan | bool](), threading.Lock()
@@ -171,8 +173,8 @@ class Plans:
     def add(
         self, found: Found, make: Callable[..., None], tensors: Sequence[Tensor | None], device: torch.device
     ) -> Plan | bool:
-        """The plan of what `make` launches for these tensors, of which the first ones were looked up; False if it does
-        more than launches."""
+        """The plan of what `make` launches for these tensors, the first of which were looked up; False if it does more
+        than launch kernels."""
         if found.key is None:
             return False
         plan: Plan | bool

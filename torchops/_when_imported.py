@@ -1,9 +1,9 @@
 """Lets torchops extend a module that is costly to import, without importing it.
 
-PyTorch has no hook for this: a sharding rule or a FLOP formula needs the module that it is registered with. So a finder
-stands on ``sys.meta_path``. It must never be what makes an import fail, because ``torch.distributed.tensor`` registers
-things as it is executed and raises when it is executed again: a failure would last as long as the process, and would
-take ``torch.compile`` with it.
+PyTorch has no hook for this: a sharding rule or a FLOP formula needs the module in which it is registered. So a finder
+is placed on ``sys.meta_path``. It must never make an import fail, because ``torch.distributed.tensor`` registers things
+when it is executed, and raises when it is executed again: one failure would last as long as the process, and would take
+``torch.compile`` with it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 
 def when_imported(module: str, extend: Callable[[], object]) -> None:
-    """Call ``extend`` once: now if ``module`` is imported already, else as soon as it is, by whomever.
+    """Call ``extend`` once: now if ``module`` is already imported, else as soon as anyone imports it.
 
-    An exception of ``extend`` becomes a warning. A module has one extension: another call, as the program reloads
-    torchops, replaces what has not been called yet.
+    An exception in ``extend`` becomes a warning. A module has one extension: another call, as when the program reloads
+    torchops, replaces an extension that has not been called yet.
 
     Example:
 
@@ -41,14 +41,15 @@ def _call(module: str, extend: Callable[[], object]) -> None:
         message = f"torchops could not extend {module}, which does without: {type(error).__name__}: {error}"
         try:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning:  # by a filter, and an exception is what must not leave here
+        except RuntimeWarning:  # raised by a warnings filter; nothing may propagate from here
             logging.getLogger("torchops").warning(message, exc_info=error)
 
 
 def _finder() -> _Finder:
-    """The one finder, which goes first: others may serve any module, and would be asked alone."""
+    """The one finder. It goes first, because an earlier finder that serves the module would hide it from this one."""
     for finder in sys.meta_path:
-        # By name: after `del sys.modules["torchops"]` and another import, it is of an earlier copy of this module.
+        # Compared by name, because after `del sys.modules["torchops"]` and another import it comes from an earlier copy
+        # of this module.
         if type(finder).__module__ == __name__ and type(finder).__name__ == _Finder.__name__:
             return finder  # type: ignore[return-value]
     finder = _Finder()
@@ -57,14 +58,14 @@ def _finder() -> _Finder:
 
 
 class _Finder:
-    """Other finders find the modules that are waited for; their loaders are wrapped until they have executed them."""
+    """Finds awaited modules through the other finders, and wraps their loaders until the module has been executed."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callable[[], object]] = {}
         self.asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        # The guard is for finders that ask all of sys.meta_path themselves, as this one does.
+        # The guard is for finders that, like this one, ask all of sys.meta_path themselves.
         if name not in self.waiting or getattr(self.asking, "others", False):
             return None
         self.asking.others = True
@@ -72,14 +73,14 @@ class _Finder:
             spec = self._ask_others(name, path, target)
         finally:
             self.asking.others = False
-        # Without exec_module(), an old loader is left alone, as is a package without a file, which has no loader.
+        # Skips old loaders without exec_module(), and packages without a file, which have no loader.
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
         return spec
 
     def _ask_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
         for finder in list(sys.meta_path):
-            # Python passes over finders without this method, too.
+            # Python also skips finders without this method.
             find_spec = getattr(finder, "find_spec", None)
             spec = find_spec(name, path, target) if find_spec is not None and finder is not self else None
             if spec is not None:
@@ -95,7 +96,7 @@ class _Finder:
 
 
 class _Loader:
-    """Executes a module as its own loader does, then has it extended. In all else it is that loader."""
+    """Executes a module with its own loader, then calls the extension. Otherwise behaves like that loader."""
 
     def __init__(self, loader: Any, finder: _Finder):
         self._loader, self._finder = loader, finder
@@ -104,7 +105,7 @@ class _Loader:
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on nobody sees that another loader was there.
+        # From here on, nothing shows that another loader was there.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
