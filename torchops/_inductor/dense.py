@@ -1,4 +1,4 @@
-"""``sigmoid(linear(x))`` in a graph, and `dense` in its place."""
+"""Finds ``sigmoid(linear(x))`` in a graph and replaces it by `dense`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _dense = torch.ops.myops.dense.default
 
 
 class Dense:
-    """The nodes of one ``sigmoid(x @ w + b)``. `found` is false where there is no product."""
+    """The nodes of one ``sigmoid(x @ w + b)``. `found` is false if there is no product."""
 
     def __init__(self, sigmoid: fx.Node) -> None:
         self.sigmoid = sigmoid
@@ -26,13 +26,13 @@ class Dense:
         self.gradients: DenseGradients | None = None
 
     def use(self, training: bool) -> table.Use:
-        """Refuses what `dense` does not compute, and says what it would compute."""
+        """What `dense` would compute; refuses what it doesn't support."""
         linear, sigmoid = self.linear, self.sigmoid
         y, before = known(sigmoid), known(sigmoid.args[0])
         if any(len(node.users) != 1 for node in linear.nodes):
             raise Refusal("the pre-activation has another user")
         linear.check()
-        # The arrangements above the sigmoid are kept, and they must hand on what the sigmoid did.
+        # The arrangements above the sigmoid are kept, and must produce the strides that the sigmoid did.
         strides = zip(y.shape, before.stride(), y.stride(), strict=True)
         if not all(holds(n == 1) or holds(a == c) for n, a, c in strides):
             raise Refusal("the result would have other strides")
@@ -57,12 +57,12 @@ class Dense:
         x, w = linear.x, linear.w
         with graph.inserting_before(add or product):
             if linear.batched and holds(known(product).shape[0] == 1):
-                # A batch of one is how einsum writes a product of matrices.
+                # einsum writes a product of matrices as a batch of one.
                 x, w = emit(product, aten.squeeze.dim, x, 0), emit(product, aten.squeeze.dim, w, 0)
                 dense = emit(product, aten.unsqueeze.default, self._emit(x, w), 0)
             else:
                 dense = self._emit(x, emit(product, aten.select.int, w, 0, 0) if linear.batched else w)
-        # The arrangements between product, addition and sigmoid now hand on the result. They come after the bias.
+        # The arrangements between product, addition and sigmoid now apply to the result, so they move behind the bias.
         for node in reversed(linear.below):
             dense.append(node)
         product.replace_all_uses_with(dense)
@@ -71,7 +71,7 @@ class Dense:
         nodes = {product, sigmoid, *([add] if add is not None else [])}
         if self.gradients is not None:
             nodes |= self.gradients.nodes
-            # Not batched, so what was emitted is one node.
+            # Not batched, so exactly one node was emitted.
             with graph.inserting_before(self.gradients.top):
                 rows = size_node(product, x, 0)
             self.gradients.rewrite(dense, x, dense.args[1], rows)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ class Dense:
         erase_unused([node for node in graph.nodes if node in nodes])
 
     def _emit(self, x: fx.Node, w: fx.Node) -> fx.Node:
-        """`dense` of x (..., in) and w (in, out)."""
+        """Emits `dense` of x (..., in) and w (in, out)."""
         product, b = self.linear.product, self.linear.bias
         w = out_in(product, w)
         if b is not None and known(b).dim() > 1:

@@ -1,4 +1,4 @@
-"""The gradients of ``y = sigmoid(linear(x))`` in a joint graph, and `dense`'s own in their place.
+"""Finds the gradients of ``y = sigmoid(linear(x))`` in a joint graph and replaces them by those of `dense`.
 
 With the cotangent g of y, autograd computes ``dz = g * y * (1 - y)``, and from it the products and the sum that are the
 gradients of x, weight and bias.
@@ -26,11 +26,11 @@ _ONE: Values = (1.0,) * POINTS
 
 
 class DenseGradients:
-    """What leads from the result of `dense` to its gradients, proven to be that; refuses anything else."""
+    """The nodes from the result of `dense` to its gradients, proven to compute these; refuses anything else."""
 
     def __init__(self, dense: Dense) -> None:
         self.dense = dense
-        self.inner: set[fx.Node] = set()  # made from the result alone, on the way to dz
+        self.inner: set[fx.Node] = set()  # computed only from the result, on the way to dz
         self._evaluate = Evaluator(self._leaf)
         linear = dense.linear
         found = [
@@ -67,7 +67,7 @@ class DenseGradients:
         return None
 
     def _takes(self, node: Any) -> bool:
-        """Whether it is dz."""
+        """Whether the node is dz."""
         inner, self.inner = self.inner, set()
         values, rest = self._factors(node)
         expected = formula(lambda y: y * (1 - y), _Y)
@@ -77,7 +77,7 @@ class DenseGradients:
         return False
 
     def _factors(self, node: Any) -> tuple[Values, fx.Node | None]:
-        """What of a product is made from the result alone, and the one factor besides."""
+        """Splits a product into what is computed only from the result, and the one other factor."""
         while is_arrangement(node) and node is not self.dense.sigmoid:
             self.inner.add(node)
             node = node.args[0]
@@ -95,7 +95,7 @@ class DenseGradients:
         return _ONE, node
 
     def rewrite(self, y: fx.Node, x: fx.Node, w: fx.Node, rows: Any) -> None:
-        """y of shape (rows, out), x (rows, in), w (out, in)."""
+        """Rewrites with y of shape (rows, out), x (rows, in) and w (out, in)."""
         first, has_bias = self.top, self.dense.linear.bias is not None
         with first.graph.inserting_before(first):
             g = as_rows(first, self.cotangent, rows, known(y).shape[-1])

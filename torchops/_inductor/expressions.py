@@ -1,7 +1,7 @@
-"""Whether an expression of a graph is a given formula: both are evaluated at random points.
+"""Tests whether an expression of a graph is a given formula, by evaluating both at random points.
 
 What autograd and Inductor's decompositions make of a sigmoid, SiLU or GLU and of its gradient differs between dtypes
-and versions of PyTorch: in the order of factors, in casts, in what is computed twice. An expression that is built of
+and versions of PyTorch: in the order of factors, in casts, in what is computed twice. An expression that consists of
 the operators below and agrees with a formula at `POINTS` random points is that formula, up to rounding.
 """
 
@@ -21,7 +21,7 @@ from .graph import RESHAPES, aten, cast, is_call, keeps_order, same_sizes, val
 
 POINTS = 32
 
-# Plain numbers, so that no mode of PyTorch that is on while a graph is compiled has a part in it.
+# Plain numbers, which no mode of PyTorch that is on during compilation can affect.
 Values = tuple[float, ...]
 
 
@@ -65,7 +65,8 @@ def formula(function: Callable[..., float], *values: Values) -> Values:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Between a 16-bit type and float32: what lies between two of them is computed with more digits, or fewer."""
+    """Whether the node casts between a 16-bit dtype and float32, which changes the precision of what lies in
+    between."""
     if not is_call(node, {cast}):
         return False
     before, after = val(node.args[0]), val(node)
@@ -81,19 +82,19 @@ def narrows(node: fx.Node) -> bool:
 
 
 def is_arrangement(node: object) -> bool:
-    """The same elements in the same order, in another shape or dtype."""
+    """Whether the node only changes the shape or the dtype, and keeps the elements and their order."""
     return isinstance(node, fx.Node) and ((is_call(node, RESHAPES) and keeps_order(node)) or is_cast(node))
 
 
 def root(node: Any) -> fx.Node:
-    """Above the arrangements of `node`; casts to fewer bits are none of them here."""
+    """The node above the arrangements of `node`. Casts to fewer bits don't count as arrangements here."""
     while is_arrangement(node) and not (is_cast(node) and narrows(node)):
         node = node.args[0]
     return node
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """One of the operators above, without broadcasting."""
+    """Whether the node is one of the operators above, without broadcasting."""
     value = val(node)
     if value is None or not is_call(node, _POINTWISE) or set(node.kwargs) - {"alpha"}:
         return False
@@ -103,16 +104,17 @@ def is_pointwise(node: fx.Node) -> bool:
     return all(t is not None and same_sizes(t.shape, value.shape) for t in operands)
 
 
-# The expressions in question are far smaller; residual streams are not.
+# The expressions we look for are far smaller; residual streams are not.
 _MOST_DEPTH = 40
 
 
 class UnknownError(Exception):
-    """A node that no leaf and none of the operators above explains."""
+    """A node that is neither a leaf nor one of the operators above."""
 
 
 class Evaluator:
-    """Values of nodes at random points. `leaf` has the first word on each: its values, or None to go on upwards."""
+    """Evaluates nodes at random points. `leaf` is asked first for each node: it returns its values, or None to go on
+    upwards."""
 
     def __init__(self, leaf: Callable[[fx.Node], Values | None]) -> None:
         self._leaf = leaf
@@ -158,6 +160,6 @@ class Evaluator:
 
 
 def points(index: int) -> Values:
-    """Values of one leaf, the same in each process and not near zero; `index` says which leaf."""
+    """The values of the leaf number `index`: the same in every process, and not near zero."""
     generator = random.Random(index)
     return tuple(generator.choice((-1, 1)) * generator.uniform(0.25, 2.25) for _ in range(POINTS))

@@ -1,4 +1,5 @@
-"""``v * sigmoid(linear(x))`` and ``linear(x) * act(linear(x))`` in a graph, and `gate` or `glu` in their place."""
+"""Finds ``v * sigmoid(linear(x))`` and ``linear(x) * act(linear(x))`` in a graph and replaces them by `gate` or
+`glu`."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class Term:
 
 
 def term_of(node: fx.Node) -> Term | None:
-    """What `node` is of a linear layer; None where it is none, or is an arrangement of one."""
+    """`node` as the result of a linear layer, arranged or not; None if it isn't one."""
     if is_call(node, PARTS):
         return _part_of(node)
     if is_arrangement(node):
@@ -72,7 +73,7 @@ def term_of(node: fx.Node) -> Term | None:
 
 
 def _part_of(node: fx.Node) -> Term | None:
-    """Of ``getitem(split(z), i)`` and ``slice(z)``, along the columns."""
+    """A part of a linear layer: ``getitem(split(z), i)`` or ``slice(z)``, along the columns."""
     split: Any = node.args[0]
     nodes = {node}
     if node.target is operator.getitem:
@@ -94,7 +95,7 @@ def _part_of(node: fx.Node) -> Term | None:
         or int(dim) % value.dim() != value.dim() - 1
     ):
         return None
-    # Rows of the product must be rows of what is split.
+    # The rows that are split must be rows of the product.
     if not holds(value.shape[-1] == known(linear.product).shape[-1]) or not isinstance(value.shape[-1], int):
         return None
     width = part.shape[-1]
@@ -123,7 +124,7 @@ def _below_casts(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 class Gated:
-    """One product of a gate and a value, `result`. `found` is false where there is none."""
+    """One product of a gate and a value, `result`. `found` is false if there is none."""
 
     def __init__(self, result: fx.Node) -> None:
         self.result = result
@@ -157,7 +158,7 @@ class Gated:
         self.activation, self.operator, self.private = "sigmoid", "glu sigmoid", nodes
 
     def _take(self, gate: Any, other: Any) -> bool:
-        """Whether `gate` is an activation of a linear layer. `other` is what it multiplies."""
+        """Whether `gate` is an activation of a linear layer. `other` is what it is multiplied by."""
         terms: list[Term] = []
         inner: set[fx.Node] = set()
 
@@ -178,7 +179,7 @@ class Gated:
         if not self.activation or not terms:
             self.activation = ""
             return False
-        # Of SiLU, u * sigmoid(u), it is the activation of something else.
+        # u * sigmoid(u) is SiLU, so it is the activation of another product.
         value = term_of(root(other))
         if value is not None and value.same(terms[0]):
             self.activation = ""
@@ -200,7 +201,7 @@ class Gated:
         return True
 
     def use(self, training: bool) -> table.Use:
-        """Refuses what the operator does not compute, and says what it would compute."""
+        """What the operator would compute; refuses what it doesn't support."""
         assert self.gate is not None
         y = known(self.result)
         for term in filter(None, (self.gate, self.value)):
@@ -273,7 +274,7 @@ class Gated:
         erase_unused([node for node in result.graph.nodes if node in nodes])
 
     def _operands(self, term: Term) -> tuple[fx.Node, fx.Node]:
-        """x of shape (rows, in) and w of shape (out, in)."""
+        """x of shape (rows, in), and w of shape (out, in)."""
         linear = term.linear
         like, x, w = linear.product, linear.x, linear.w
         if linear.batched:
@@ -290,7 +291,7 @@ class Gated:
         return b if term.end is None else emit(like, aten.slice.Tensor, b, 0, term.begin, term.end)
 
     def _sizes(self, y: Tensor) -> list[Any]:
-        """The shape of the result as arguments of a node: symbols come from the views that made it."""
+        """The shape of the result as arguments of a node. Symbols come from the views that made it."""
         if all(isinstance(n, int) for n in y.shape) or (y.dim() == 2 and holds(y.shape[-1] == self.columns)):
             return list(y.shape)
         for node in self.private:
@@ -303,7 +304,8 @@ class Gated:
 
 
 def _are_factors(value: Term, gate: Term) -> bool:
-    """Whether both are made from the same x, with weights of one shape: of two layers, or the halves of one."""
+    """Whether both are computed from the same x with weights of the same shape: by two layers, or by the halves of
+    one."""
     if value.linear.product is gate.linear.product:
         columns = known(gate.linear.product).shape[-1]
         halves = sorted([(value.begin, value.end), (gate.begin, gate.end)], key=str)
@@ -323,7 +325,7 @@ MARK = "torchops"
 
 # --- what surrounds it -----------------------------------------------------------------------------------------------
 
-# What Inductor computes by looking at memory otherwise.
+# What Inductor otherwise does without computing, by indexing memory.
 _FREE = VIEWS | PERMUTATIONS | {aten.alias.default, aten.expand.default}
 _ATEN_KERNELS = {
     *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default),
@@ -335,7 +337,7 @@ _ATEN_KERNELS = {
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether Inductor calls a kernel for it, which reads and writes memory, rather than generating code."""
+    """Whether Inductor calls a kernel for the node, which reads and writes memory, instead of generating code."""
     if node.op in ("placeholder", "output"):
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -344,12 +346,12 @@ def is_kernel(node: fx.Node) -> bool:
 
 
 def is_in_memory(node: fx.Node) -> bool:
-    """Whether a value is written to memory before it is gated, or was there."""
+    """Whether the value is in memory before it is gated."""
     while is_call(node, _FREE) or (is_call(node, {aten.clone.default}) and contiguous(known(node.args[0]))):
         node = node.args[0]  # type: ignore[assignment]
     if is_call(node, {operator.getitem}):
         node = node.args[0]  # type: ignore[assignment]
-    # The bias of a product is added by its kernel.
+    # The kernel of a product also adds its bias.
     if node.target is aten.add.Tensor:
         linear = Linear(node)
         return linear.found and linear.add is node
@@ -357,7 +359,8 @@ def is_in_memory(node: fx.Node) -> bool:
 
 
 def is_fused(node: fx.Node, besides: Container[fx.Node] = ()) -> bool:
-    """Whether a user of `node`, `besides` some, is code that Inductor generates, which would compute it there."""
+    """Whether Inductor would compute `node` inside the generated code of one of its users, other than those in
+    `besides`."""
     waiting = [node]
     users: list[fx.Node] = []
     while waiting:

@@ -1,11 +1,11 @@
-"""The gradients of a gate or a GLU in a joint graph, and the backward operator in their place.
+"""Finds the gradients of a gate or a GLU in a joint graph and replaces them by the backward operator.
 
-With the cotangent g, u the gate's pre-activation and v (or z, the other factor), autograd computes
+With the cotangent g, the gate's pre-activation u and the other factor v (or z), autograd computes
 
     dv = g * act(u)        du = g * v * act'(u)
 
-and from dv (of a GLU) and du the products and sums that are the gradients of x, weights and biases. The operator's own
-backward pass makes all of them, from the arguments of the forward pass.
+and from du, and from dv of a GLU, the products and sums that are the gradients of x, weights and biases. The operator's
+own backward computes them all from the arguments of the forward pass.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _U, _V, _G = points(0), points(1), points(2)
 
 
 class Sinks:
-    """What reads one of dv and du, or both as one matrix: the products with the weight and with x, and the sum."""
+    """What reads dv, du, or both as one matrix: the products with the weight and with x, and the sum."""
 
     def __init__(self, tops: list[fx.Node]) -> None:
         self.tops = tops
         self.arranged: set[fx.Node] = set(tops)
         self.dx: list[fx.Node] = []
-        self.dw: list[tuple[fx.Node, bool]] = []  # and whether it is (in, out)
+        self.dw: list[tuple[fx.Node, bool]] = []  # with whether it is (in, out)
         self.db: list[fx.Node] = []
         self.cat: list[fx.Node] = []
         self.permuted: set[fx.Node] = set()
@@ -99,7 +99,7 @@ class Sinks:
         return False
 
     def check(self, has_bias: bool) -> None:
-        """Exactly one of each that there may be."""
+        """Checks that there is exactly one of each that there may be."""
         if len(self.dx) != 1 or len(self.dw) != 1 or len(self.db) != has_bias:
             raise Refusal(_NOT_ALL)
 
@@ -123,7 +123,7 @@ def is_transposed(node: Any, other: fx.Node) -> bool:
 
 
 class Gradients:
-    """Everything behind the gate that leads to gradients, proven to be those of the operator; refuses anything else."""
+    """Everything from the gate to its gradients, proven to compute those of the operator; refuses anything else."""
 
     def __init__(self, place: Gated) -> None:
         self.place = place
@@ -143,7 +143,7 @@ class Gradients:
         return self.seen.union(*(sinks.nodes for sinks in self.sinks))
 
     def _descendants(self) -> set[fx.Node]:
-        """All that is computed from inside of the gate, and not from its result."""
+        """Everything computed from the nodes inside the gate, but not from its result."""
         found = set(self.place.private)
         waiting = list(found)
         while waiting:
@@ -177,13 +177,13 @@ class Gradients:
         return _G
 
     def _multiplies_v(self, node: fx.Node) -> bool:
-        """Whether it is the product g * v, which autograd computes first."""
+        """Whether the node is the product g * v, which autograd computes first."""
         if self._v_root is None or not is_call(node, {aten.mul.Tensor}) or not is_pointwise(node):
             return False
         return any(root(n) is self._v_root for n in node.all_input_nodes)
 
     def _search(self) -> None:
-        """Follows what is computed from the gate's inside until it is dv or du."""
+        """Follows what is computed from the nodes inside the gate until it is dv or du."""
         from .gates import term_of
 
         place = self.place
@@ -246,7 +246,7 @@ class Gradients:
             self.sinks = [value, gate]
             self._joined = self._join(value.dx[0], gate.dx[0])
         g, y = known(self.cotangent), known(place.result)
-        # It is above arrangements, in which it may have another shape.
+        # g may have another shape, because it is above arrangements.
         if g.dtype != y.dtype or not holds(g.numel() == y.numel()):
             raise Refusal(ELSEWHERE)
         if place.value is None and not all(same_sizes(known(node).shape, y.shape) for node in self.dv):
@@ -266,9 +266,10 @@ class Gradients:
 
     @staticmethod
     def _join(value: fx.Node, gate: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Where the products that are dx are added to each other or to more, and that which remains without the gate's.
+        """Finds where the products that give dx are added to each other or to something else, and what remains without
+        the gate's product.
 
-        On the way there, each is arranged and cast, which may as well be done with their sum.
+        On the way there, each product is arranged and cast, which can be done with the sum instead.
         """
 
         def additions(node: fx.Node) -> dict[fx.Node, fx.Node]:
@@ -296,9 +297,9 @@ class Gradients:
     # --- the replacement ---------------------------------------------------------------------------------------------
 
     def rewrite(self, arguments: tuple[Any, ...], rows: Any, products: Sequence[fx.Node]) -> None:
-        """`arguments` are those of the operator, which its backward takes after the cotangent.
+        """`arguments` are those of the operator; its backward takes them after the cotangent.
 
-        `products` are both of a GLU, where training keeps them; elsewhere its backward makes them again.
+        `products` are both products of a GLU if training saves them; otherwise the backward recomputes them.
         """
         place, tops = self.place, [*self.dv, *self.du]
         first = min(tops, key=self.order.__getitem__)
@@ -340,7 +341,7 @@ class Gradients:
 
 
 def replace_sinks(sinks: Sinks, dx: fx.Node | None, dw: fx.Node, db: fx.Node) -> None:
-    """Puts the gradients where they were computed; dx may stand elsewhere already."""
+    """Puts the gradients where they were computed. dx may already be used elsewhere."""
     if dx is not None:
         _replace(sinks.dx[0], dx, list(known(dx).shape))
     for node, is_in_out in sinks.dw:
@@ -353,7 +354,7 @@ def replace_sinks(sinks: Sinks, dx: fx.Node | None, dw: fx.Node, db: fx.Node) ->
 
 
 def _replace(node: fx.Node, by: fx.Node, sizes: list[Any]) -> None:
-    """By the same elements, in the shape and dtype of `node`; `sizes` is its shape as arguments of a node."""
+    """Replaces `node` by the same elements, in its shape and dtype. `sizes` is its shape as arguments of a node."""
     value = known(node)
     with node.graph.inserting_before(node):
         if not same_sizes(known(by).shape, value.shape):

@@ -1,4 +1,4 @@
-"""What the parts of the pass know of graphs of ATen operators: values, layouts, arrangements, new nodes."""
+"""Helpers for graphs of ATen operators: values, layouts, arrangements, new nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
 
-# Operators that arrange the same elements otherwise.
+# Operators that return the same elements in another arrangement.
 VIEWS = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -30,22 +30,22 @@ RESHAPES = VIEWS | SAME
 PERMUTATIONS = {aten.permute.default, aten.transpose.int, aten.t.default}
 PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, operator.getitem}
 
-# What describes the values of one node and not the place that it comes from.
+# The metadata that describes the values of a node, not where it comes from.
 _OF_VALUES = ("val", "tensor_meta", "eager_input_vals", "arg_kwarg_vals", "original_aten", "unbacked_bindings")
 
 
 class Refusal(Exception):  # noqa: N818 (it is an answer, not an error)
-    """A place that stays as it is, and why."""
+    """A place that is left as it is, and why."""
 
 
 def val(node: object) -> Tensor | None:
-    """The fake tensor of a node, or None where another pass left it without."""
+    """The fake tensor of a node, or None if another pass removed it."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def known(node: object) -> Tensor:
-    """The same, for nodes without which there is nothing to be done."""
+    """The same, for nodes that must have one to be rewritten."""
     value = val(node)
     if value is None:
         raise Refusal("another pass left a node without its shape")
@@ -53,7 +53,7 @@ def known(node: object) -> Tensor:
 
 
 def holds(condition: Any) -> bool:
-    """Whether a condition on sizes is known to hold. It adds no guard."""
+    """Whether a condition on sizes is known to hold. Adds no guard."""
     return statically_known_true(condition)
 
 
@@ -75,7 +75,8 @@ def is_call(node: object, targets: Iterable[Any]) -> bool:
 
 
 def source(node: fx.Node, targets: set[Any]) -> tuple[fx.Node, list[fx.Node]]:
-    """Follows operators of `targets` upwards from `node`: where they begin, and they, the uppermost first."""
+    """Follows operators in `targets` upwards from `node`. Returns where they begin, and the operators, uppermost
+    first."""
     chain: list[fx.Node] = []
     while is_call(node, targets):
         chain.insert(0, node)
@@ -84,7 +85,7 @@ def source(node: fx.Node, targets: set[Any]) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def keeps_order(node: fx.Node) -> bool:
-    """Whether the elements, read row by row, come out as they went in."""
+    """Whether the operator keeps the order of the elements, read row by row."""
     before, after = val(node.args[0]), val(node)
     if node.target not in PERMUTATIONS:
         return True
@@ -96,7 +97,8 @@ def keeps_order(node: fx.Node) -> bool:
 
 
 def key(node: Any) -> Hashable:
-    """Equal for nodes that arrange and cast the same tensor alike: autograd and autocast write some of them twice."""
+    """Equal for nodes that arrange and cast the same tensor in the same way: autograd and autocast write some of them
+    twice."""
     if not isinstance(node, fx.Node):
         return repr(node)
     if is_call(node, SAME):
@@ -116,7 +118,7 @@ def key(node: Any) -> Hashable:
 
 
 def where(node: fx.Node) -> str:
-    """The line of the user's code. Its file is named as seen from the working directory, or as it was imported."""
+    """The line of the user's code. The path is relative to the working directory, or as it was imported."""
     lines = [line.strip() for line in node.meta.get("stack_trace", "").splitlines()]
     files = [line for line in lines if line.startswith('File "')]
     if not files:
@@ -126,7 +128,7 @@ def where(node: fx.Node) -> str:
 
 
 def _relative(path: Path) -> Path:
-    """Reports are kept and shown elsewhere, where the folders of this machine say nothing."""
+    """The path without this machine's folders, which mean nothing where reports are read."""
     folders = sorted({Path(folder).absolute() for folder in sys.path}, key=lambda folder: -len(folder.parts))
     for folder in (Path.cwd(), *folders):
         if path.is_relative_to(folder) and folder != Path(folder.anchor):
@@ -135,9 +137,9 @@ def _relative(path: Path) -> Path:
 
 
 def emit(like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """A node in the place of `like`: what is recomputed or saved there, and its source line, stay the same.
+    """A new node that stands for `like`: it inherits what decides about recomputing and saving, and the source line.
 
-    It goes where the graph inserts at the moment.
+    Inserted at the current insertion point of the graph.
     """
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {name: value for name, value in like.meta.items() if name not in _OF_VALUES}
@@ -152,13 +154,13 @@ def emit(like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def size_node(like: fx.Node, tensor: fx.Node, dim: int) -> Any:
-    """The size of `tensor`, as an argument of nodes."""
+    """A size of `tensor`, as an argument of a node."""
     size = known(tensor).shape[dim]
     return size if isinstance(size, int) else emit(like, aten.sym_size.int, tensor, dim)
 
 
 def as_rows(like: fx.Node, node: fx.Node, rows: Any, columns: int) -> fx.Node:
-    """`node` as a matrix of that many rows and columns."""
+    """`node` as a matrix of `rows` and `columns`."""
     value = known(node)
     if not contiguous(value):
         node = emit(like, aten.clone.default, node, memory_format=torch.contiguous_format)
@@ -168,17 +170,17 @@ def as_rows(like: fx.Node, node: fx.Node, rows: Any, columns: int) -> fx.Node:
 
 
 def out_in(like: fx.Node, w: fx.Node) -> fx.Node:
-    """The weight of shape (out, in) of a product with w of shape (in, out)."""
+    """The weight as (out, in), from the w of shape (in, out) of a product."""
     w = emit(like, aten.permute.default, w, [1, 0])
     value = known(w)
     if value.device.type == "cuda" and not holds(value.stride(1) == 1):
-        # The fused kernels read rows of w; a copy of the weight costs little beside a pass over the result.
+        # The fused kernels read rows of w. A copy of the weight is cheap beside a pass over the result.
         w = emit(like, aten.clone.default, w, memory_format=torch.contiguous_format)
     return w
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> None:
-    """Erases those of `nodes`, and arrangements above them, that nobody uses."""
+    """Erases those of `nodes`, and the arrangements above them, that have no users."""
     waiting = list(nodes)
     erased: set[fx.Node] = set()
     while waiting:

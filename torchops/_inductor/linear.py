@@ -1,4 +1,4 @@
-"""One linear layer in a graph of ATen operators, however it was written."""
+"""A linear layer in a graph of ATen operators, in whatever way it was written."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _is_one(node: fx.Node, *names: str) -> bool:
 
 
 class Linear:
-    """The nodes of ``x @ w + b`` with its arrangements, upwards from `result`. `found` is false without a product.
+    """The nodes of ``x @ w + b`` with its arrangements, upwards from `result`. `found` is false if there is no product.
 
-    `check` refuses what is more than that; who else uses the nodes is for the callers to see.
+    `check` refuses anything more general; callers check who else uses the nodes.
     """
 
     def __init__(self, result: fx.Node) -> None:
@@ -56,7 +56,7 @@ class Linear:
             if not isinstance(term, fx.Node):
                 continue
             product, below = source(term, RESHAPES | PERMUTATIONS)
-            # Of two products the one that is broadcast is the bias.
+            # If both terms are products, the one that is broadcast is the bias.
             before, after = val(term), val(add)
             if before is None or after is None:
                 continue
@@ -68,7 +68,7 @@ class Linear:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """Product, arrangements and addition, from top to bottom."""
+        """Product, arrangements and addition, top to bottom."""
         return [self.product, *self.below, *([self.add] if self.add else []), *self.above]
 
     @property
@@ -81,11 +81,11 @@ class Linear:
 
     @property
     def w(self) -> fx.Node:
-        """Of shape (in, out), or a batch of these."""
+        """The weight, (in, out), or a batch of these."""
         return self.product.args[-1]  # type: ignore[return-value]
 
     def _is_bias(self, bias: fx.Node | None) -> bool:
-        """Whether it holds one value for each column of the product."""
+        """Whether it has one value per column of the product."""
         b, product = val(bias), val(self.product)
         return (
             b is not None
@@ -126,7 +126,7 @@ class Linear:
             raise Refusal("the result would have other strides")
 
     def features(self) -> tuple[Any, Any]:
-        """In and out."""
+        """The numbers of input and output features."""
         return known(self.x).shape[-1], known(self.product).shape[-1]
 
     def rows(self) -> Any:

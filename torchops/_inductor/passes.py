@@ -21,7 +21,7 @@ from .graph import Refusal, aten, known, where
 
 try:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
-except ImportError:  # torch 2.11, whose hooks do not tell passes whether a graph is for inference
+except ImportError:  # torch 2.11, whose hooks don't tell passes whether a graph is for inference
 
     class CustomInferenceAwareGraphPass(CustomGraphPass):  # type: ignore[no-redef]
         pass
@@ -62,7 +62,8 @@ REPORT: list[Place] = []
 
 
 def _uuid() -> Any:
-    """Of this code, its table, and what the library can run: a graph must not reach another build."""
+    """Identifies this code, its table and the capabilities of the library: a graph must not be reused by another
+    build."""
     files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
     on_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("myops::dense", "CUDA")
     return get_hash_for_files(files, extra=f"{on_cuda} {table.TABLE.identity()} {torch.ops.myops._dense_path()}")
@@ -73,7 +74,8 @@ def _has_tangents(graph: fx.Graph) -> bool:
 
 
 class RewriteGates(CustomGraphPass):
-    """For ``joint_custom_pre_pass``: rewrites every place of a graph of ATen operators that the table has a row for."""
+    """For ``joint_custom_pre_pass``: rewrites every place in a graph of ATen operators that a row of the table
+    covers."""
 
     def __call__(self, graph: fx.Graph) -> None:
         training = _has_tangents(graph)
@@ -104,7 +106,7 @@ class RewriteGates(CustomGraphPass):
             if not dense.found or (dense.linear.product in done and dense.linear.product not in left):
                 continue
             place = self._dense(dense, training)
-            # What it is as a whole says more than why its sigmoid alone was left.
+            # The reason for the whole gate says more than the one for its sigmoid alone.
             former = left.pop(dense.linear.product, place)
             done.add(dense.linear.product)
             _tell(place if place.rewritten else former)
@@ -155,14 +157,14 @@ def _tell(place: Place) -> None:
 
 
 class CountMatches(CustomGraphPass):
-    """For ``post_grad_custom_pre_pass``: counts what was rewritten, in the counters of ``torch._dynamo.utils``.
+    """For ``post_grad_custom_pre_pass``: counts the rewrites, in the counters of ``torch._dynamo.utils``.
 
-    Inductor stores with a compiled graph what its counters gained from there on, and adds that again when the graph
-    comes from the cache. What runs on the joint graph is not part of it.
+    Inductor stores the increments of its counters from here on with a compiled graph, and adds them again if the graph
+    comes from the cache. That doesn't include passes on the joint graph.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        # What a backward graph holds of the forward pass, it recomputes.
+        # In a backward graph, operators of the forward pass are recomputations.
         if _has_tangents(graph):
             return
         for target in _OPERATORS:
@@ -174,7 +176,7 @@ class CountMatches(CustomGraphPass):
 
 
 class Chain(CustomInferenceAwareGraphPass):
-    """The passes of one hook in turn: what it held before, then ours."""
+    """Runs the passes of one hook in turn: first what it already had, then ours."""
 
     def __init__(self, former: Any, ours: CustomGraphPass) -> None:
         self.former = former
@@ -189,7 +191,7 @@ class Chain(CustomInferenceAwareGraphPass):
                 graph_pass(graph)
 
     def uuid(self) -> Any:
-        """None, which keeps graphs out of Inductor's cache, where a pass does not say what identifies it."""
+        """None, which keeps graphs out of Inductor's cache, if a pass has nothing that identifies it."""
         uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
         return None if None in uuids else tuple(uuids)
 
@@ -198,6 +200,6 @@ HOOKS = {"joint_custom_pre_pass": RewriteGates, "post_grad_custom_pre_pass": Cou
 
 
 def chained(hook: str) -> Chain:
-    """What `hook` holds when the pass is on."""
+    """The pass that `hook` holds while ours is on."""
     value = getattr(config, hook)
     return value if isinstance(value, Chain) else Chain(value, HOOKS[hook]())

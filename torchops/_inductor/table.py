@@ -1,7 +1,7 @@
-"""Where the operators were measured to be faster than what Inductor makes of the same place.
+"""Where the operators were measured to be faster than what Inductor generates for the same place.
 
-`table.json` has one row for each device, operator, dtype, size and use that was measured, with both times, and nothing
-else is a win: a place is rewritten if a row covers it. `python -m benchmarks inductor` measures and writes the rows.
+`table.json` has one row for each device, operator, dtype, size and use that was measured, with both times. A place is
+rewritten only if a row covers it. `python -m benchmarks inductor` measures and writes the rows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Use:
     Attributes:
         operator: ``dense``, ``gate``, ``glu sigmoid`` or ``glu silu``.
         device: ``cuda`` or ``cpu``.
-        capability: of the GPU, such as ``9.0``; of the CPU, its vectors, such as ``AVX512``.
+        capability: of the GPU, such as ``9.0``; for the CPU its vector instructions, such as ``AVX512``.
         dtype: of all operands.
         n_in, n_out: features.
-        rows: how many rows of features; a symbol in graphs for many sizes.
-        training: forward and backward are rewritten, or forward alone.
-        fused: Inductor would compute the result in the kernel that reads it, without writing it to memory.
+        rows: how many rows of features; a symbol in graphs with dynamic shapes.
+        training: whether forward and backward are rewritten, or forward alone.
+        fused: whether Inductor would compute the result in the kernel that reads it, without writing it to memory.
     """
 
     operator: str
@@ -55,9 +55,9 @@ class Use:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement or several: `least_rows` to `most_rows` rows, at each of which the operator was faster.
+    """One or several measurements, from `least_rows` to `most_rows` rows, at each of which the operator was faster.
 
-    `ours` and `compiled` are microseconds at `most_rows`, `source` is what measured them.
+    `ours` and `compiled` are microseconds at `most_rows`; `source` names the measurement.
     """
 
     operator: str
@@ -75,7 +75,7 @@ class Row:
     source: str
 
     def is_of(self, use: Use) -> bool:
-        """Whether it says something of this use, with some number of rows."""
+        """Whether the row applies to this use, for some number of rows."""
         same = ("operator", "device", "capability", "dtype", "training", "fused")
         features = holds(self.n_in == use.n_in) and holds(self.n_out == use.n_out)
         return features and all(getattr(self, name) == getattr(use, name) for name in same)
@@ -88,7 +88,7 @@ class Table:
         self.rows = rows
 
     def reason_against(self, use: Use) -> str | None:
-        """Why a place stays as it is, or None where a row says that the operator is faster."""
+        """Why a place is left as it is, or None if a row says that the operator is faster."""
         rows = [row for row in self.rows if row.is_of(use)]
         if not rows:
             return f"no measurement says that it would be faster ({use})"
@@ -98,12 +98,12 @@ class Table:
         return f"it was measured to be faster for {ranges} rows only ({use})"
 
     def identity(self) -> str:
-        """Equal for equal rows, for the keys of compiled graphs."""
+        """Equal for equal rows; part of the keys of compiled graphs."""
         return repr(self.rows)
 
 
 class Everywhere(Table):
-    """For tests and measurements: every place is taken to be faster."""
+    """For tests and measurements: treats the operator as faster everywhere."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -120,7 +120,7 @@ def read(path: Path = PATH) -> Table:
 
 
 def write(table: Table, path: Path = PATH) -> None:
-    """One row a line, in the order of what they are about."""
+    """Writes one row per line, sorted by what the rows are about."""
     names = [field.name for field in fields(Row)]
     rows = sorted(table.rows, key=lambda row: tuple(getattr(row, name) for name in names))
     lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
@@ -131,16 +131,16 @@ TABLE = read()
 
 
 def runs_on(device: torch.device) -> tuple[str, str]:
-    """Device and capability, as in the rows."""
+    """Device and capability, as they appear in the rows."""
     if device.type == "cuda":
-        # Graphs are also compiled for a GPU that is elsewhere.
+        # Graphs can also be compiled for a GPU that this machine doesn't have.
         here = torch.cuda.is_available()
         return "cuda", "{}.{}".format(*torch.cuda.get_device_capability(device)) if here else "unknown"
     return device.type, torch.backends.cpu.get_cpu_capability()
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """As in the rows. Products of float32 in TF32 are another matter than those in float32."""
+    """The dtype as it appears in the rows, where float32 products in TF32 differ from those in float32."""
     tf32 = tensor.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return str(tensor.dtype).removeprefix("torch.") + " (TF32)" * (tf32 and tensor.dtype == torch.float32)
 

@@ -1,10 +1,11 @@
-"""What public packages call the modules that :func:`torchops.nn.replace` knows: one file for each package.
+"""Adapters for modules of public packages that :func:`torchops.nn.replace` knows: one file per package.
 
-Nothing here is imported for a package that the process has not imported, and nothing here imports a package. A module
-is found by its class, which must be the object that the package's own file defines under the known name. Its forward
-must have the arguments that the adapter honours. It must have the expected layers and parameters and nothing else
-(hooks, an overridden forward). On small random problems, it must compute what its replacement computes
-(:mod:`torchops.adapters.probe`). So a later release of a package that computes something else is left alone.
+Nothing is imported here for a package that the process has not imported, and nothing here imports a package. A module
+is recognised by its class, which must be the object that the package's own file defines under the known name. Its
+forward must have the arguments that the adapter supports. It must have the expected layers and parameters and nothing
+else (hooks, an overridden forward). On small random problems, it must compute what its replacement computes
+(:mod:`torchops.adapters.probe`). So if a later release of a package computes something else, its modules are left
+alone.
 
 A copy of such a module in your own package is not replaced, whatever it computes, since a few random problems prove
 less than a known source. A copy of a triangle update is reported.
@@ -17,29 +18,29 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from torchops.adapters import swap  # noqa: F401  (replace() knows it once it is imported)
+from torchops.adapters import swap  # noqa: F401  (importing it tells replace())
 from torchops.adapters.module import Adapter
 
 __all__ = ["adapters", "unfit"]
 
-# The file here for each top-level package.
+# The file for each top-level package.
 _FILES = {"boltz": "boltz", "openfold": "openfold", "openfold3": "openfold", "transformers": "esmfold"}
 
 
 def _pages() -> Iterator[Any]:
-    """Those of the packages that are imported."""
+    """The files of the packages that are imported."""
     for file in dict.fromkeys(file for package, file in _FILES.items() if package in sys.modules):
         yield import_module(f"torchops.adapters.{file}")
 
 
 def adapters(layers: bool = False) -> Iterator[Adapter]:
-    """Of modules; or of layers, whose parts are replacements."""
+    """The adapters of modules; with `layers`, those of layers whose parts are replacements."""
     for page in _pages():
         yield from page.LAYERS if layers else page.MODULES
 
 
 def unfit() -> Iterator[tuple[type, str]]:
-    """Classes that resemble one that has an operator, and why they have none."""
+    """Classes that resemble a replaceable one but have no operator, and why."""
     for page in _pages():
         for file, name, reason in page.UNFIT:
             if cls := vars(sys.modules.get(file, sys)).get(name):

@@ -1,9 +1,9 @@
-"""Triangle attention of a public package, with its norm, gate and output product, and the module that takes its place.
+"""Triangle attention of a public package, with its norm, gate and output product, and its replacement.
 
-The packages add ``inf * (mask - 1)`` to the scores, with ``inf`` of 1e9. So of the keys of a row only those of the
-greatest mask have weight, which is what `_keys` says. In a row whose greatest mask is not 1, such as one without any
-key, the float32 sum with so large a number rounds the scores to multiples of 32 and more: the packages weigh its keys
-alike then, the operator by their scores. Such rows are padding, which every layer's mask keeps from all others.
+The packages add ``inf * (mask - 1)`` to the scores, with ``inf`` of 1e9. So only the keys with the greatest mask of a
+row have any weight; `_keys` returns these. If the greatest mask of a row is not 1, as in a row without any key, adding
+so large a number in float32 rounds the scores to multiples of 32 and more: the packages then weigh its keys equally,
+the operator by their scores. Such rows are padding, which every layer's mask separates from all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchops.ops import gate, layer_norm
 
 
 class Names(NamedTuple):
-    """What a package calls the layers: the norm, that which makes the bias, and the module that has the others."""
+    """What a package calls the layers: the norm, the layer that gives the bias, and the module that has the others."""
 
     norm: str = "layer_norm"
     bias: str = "linear"
@@ -30,7 +30,7 @@ class Names(NamedTuple):
 
     @property
     def linears(self) -> dict[str, str]:
-        """By the fields of `AttentionWeights`."""
+        """The layer names, by the fields of `AttentionWeights`."""
         inner = {"q": "linear_q", "k": "linear_k", "v": "linear_v", "gate": "linear_g", "out": "linear_o"}
         return {"bias_weight": self.bias} | {name: f"{self.inner}.{layer}" for name, layer in inner.items()}
 
@@ -61,7 +61,7 @@ class TriangleAttention(Replacement):
         return self._attention[0]
 
     def weights(self, dtype: torch.dtype | None = None) -> AttentionWeights:
-        """As they are, or in another dtype."""
+        """The weights as they are, or in another dtype."""
         tensors = {f"norm_{kind}": self.parameter(self.names.norm, kind) for kind in ("weight", "bias")}
         for name, layer in self.names.linears.items():
             tensors[name] = self.parameter(layer, "weight")
@@ -73,9 +73,9 @@ class TriangleAttention(Replacement):
         return AttentionWeights(**tensors, heads=heads, eps=eps)  # type: ignore[arg-type]
 
     def update(self, x: Tensor, mask: Tensor | None, of_transposed: bool = False) -> Tensor:
-        """What the attention adds to ``x``; `of_transposed`: with the bias that edges ``(k, j)`` make where the others
-        have that of ``(j, k)``. For a bfloat16 ``x`` the packages compute in bfloat16, whatever the dtype of the
-        parameters, autocast or not."""
+        """What the attention adds to ``x``. With `of_transposed`, the bias comes from edges ``(k, j)`` instead of ``(j,
+        k)``. For a bfloat16 ``x``, the packages compute in bfloat16, whatever the dtype of the parameters, with or
+        without autocast."""
         mask, compute = self._keys(x, mask), _with_transposed_bias if of_transposed else triangle_attention_update
         if x.dtype != torch.bfloat16:
             return compute(x, mask, self.weights(), self.node)
@@ -114,7 +114,7 @@ class TriangleAttention(Replacement):
 
     @classmethod
     def probes(cls) -> Iterable[Mapping[str, Any]]:
-        """Further arguments with which the original and the replacement are compared."""
+        """Further arguments for comparing the original and the replacement."""
         return ({"chunk_size": 2},)
 
     @classmethod
@@ -140,7 +140,7 @@ class TriangleAttention(Replacement):
 
 
 def _with_transposed_bias(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> Tensor:
-    """`triangle_attention_update` with another bias, in several operators."""
+    """`triangle_attention_update` with the other bias, in several operators."""
     if node == "ending":
         mask = None if mask is None else mask.mT
         return _with_transposed_bias(x.transpose(-3, -2), mask, w, "starting").transpose(-3, -2)

@@ -1,6 +1,6 @@
 """Boltz 1 and 2: ``boltz.model.layers``.
 
-Chunks and ``use_kernels`` choose how the same is computed there, and choose nothing here.
+Chunks and ``use_kernels`` choose between ways to compute the same there, and are ignored here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchops.adapters.triangle import PACKED, Direction
 
 
 class BoltzTriangleUpdate(triangle.TriangleUpdate):
-    """In the place of ``TriangleMultiplicationOutgoing`` and ``TriangleMultiplicationIncoming``."""
+    """Replaces ``TriangleMultiplicationOutgoing`` and ``TriangleMultiplicationIncoming``."""
 
     names = PACKED
 
@@ -26,14 +26,14 @@ class BoltzTriangleUpdate(triangle.TriangleUpdate):
 
 
 class FirstBoltzTriangleUpdate(BoltzTriangleUpdate):
-    """... of releases that do not have ``use_kernels``, 2.0.0 for one."""
+    """The same for releases without ``use_kernels``, such as 2.0.0."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return self.update(x, mask)
 
 
 class BoltzTriangleAttention(attention.TriangleAttention):
-    """In the place of ``TriangleAttentionStartingNode`` and ``TriangleAttentionEndingNode``, from 2.2 on."""
+    """Replaces ``TriangleAttentionStartingNode`` and ``TriangleAttentionEndingNode``, from 2.2 on."""
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, use_kernels: bool = False
@@ -42,7 +42,7 @@ class BoltzTriangleAttention(attention.TriangleAttention):
 
 
 class BoltzTransition(transition.Transition):
-    """In the place of ``Transition``, which sums over chunks of the hidden features if it is told to."""
+    """Replaces ``Transition``, which sums over chunks of the hidden features if told to."""
 
     names = transition.Names("norm", "fc1", "fc2", "fc3", {"silu": "silu"})
 
@@ -56,7 +56,7 @@ class BoltzTransition(transition.Transition):
 
 
 class BoltzPairLayer(layer.Layer):
-    """In the place of ``PairformerNoSeqLayer``, from 2.2 on."""
+    """Replaces ``PairformerNoSeqLayer``, from 2.2 on."""
 
     parts: ClassVar[Mapping[str, type[Replacement]]] = {
         "tri_mul_out": BoltzTriangleUpdate,
@@ -80,8 +80,8 @@ class BoltzPairLayer(layer.Layer):
     def pair(self, z: Tensor, mask: Tensor) -> Tensor:
         modules: Any = [self._modules[name] for name in self.parts]
         *parts, last = modules
-        # Dropout masks are float32, so what they are multiplied with and added to is at least that. There are masks
-        # where nothing is left out, too: later numbers stay the same.
+        # Dropout masks are float32, so their products and the sums with these are at least that. They are also drawn if
+        # nothing is dropped, so that later random numbers stay the same.
         dtype = torch.promote_types(z.dtype, torch.float32)
         if not (self.training or torch.is_grad_enabled()):
             z = z.to(dtype, memory_format=torch.contiguous_format, copy=True)  # the caller may read the old one
@@ -117,7 +117,7 @@ class BoltzPairLayer(layer.Layer):
 
 
 class BoltzPairformerLayer(BoltzPairLayer):
-    """In the place of ``PairformerLayer``, whose other half is called as it is."""
+    """Replaces ``PairformerLayer``. The sequence half is called as it is."""
 
     parts = BoltzPairLayer.parts
     others = frozenset({"pre_norm_s", "attention", "transition_s", "s_post_norm"})
@@ -153,7 +153,7 @@ class BoltzPairformerLayer(BoltzPairLayer):
 
 
 def _update(name: str, direction: Direction) -> Adapter:
-    """Only the class says the direction."""
+    """An adapter for classes that have the direction only in their name."""
     replacements = (BoltzTriangleUpdate, FirstBoltzTriangleUpdate)
     return Adapter("boltz.model.layers.triangular_mult", (name,), replacements, arguments=lambda module: (direction,))
 

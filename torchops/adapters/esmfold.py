@@ -1,4 +1,4 @@
-"""ESMFold in transformers, ``transformers.models.esm.modeling_esmfold``: the modules of OpenFold, with biases."""
+"""ESMFold in transformers, ``transformers.models.esm.modeling_esmfold``: OpenFold's modules, with biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROLES = {"norm": "LayerNorm", "linear": "EsmFoldLinear", "attention": "EsmFoldA
 
 
 class EsmFoldTriangleAttention(TriangleAttention):
-    """In the place of ``EsmFoldTriangleAttention``. Its `inplace_safe` overwrites nothing of the caller's."""
+    """Replaces ``EsmFoldTriangleAttention``. `inplace_safe` doesn't overwrite any argument."""
 
     def forward(
         self,

@@ -1,5 +1,5 @@
-"""A layer of a public package whose parts are replacements, and the one that takes its place: in inference its parts
-add to a pair tensor of its own, so none of their results exists as a tensor."""
+"""A layer of a public package whose parts are replacements, and its replacement: in inference, the parts add to a pair
+tensor that the layer owns, so their results never exist as tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Layer(Replacement):
 
     layers: ClassVar[Mapping[str, str]] = {}
     parts: ClassVar[Mapping[str, type[Replacement]]]
-    others: ClassVar[frozenset[str]] = frozenset()  # children that are called as the original calls them
+    others: ClassVar[frozenset[str]] = frozenset()  # children called as in the original
 
 
 def is_bare(part: nn.Module) -> bool:

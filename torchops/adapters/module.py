@@ -1,8 +1,8 @@
-"""A module of a public package and the one that takes its place: what those of all kinds share.
+"""What all adapters share: the module of a public package and its replacement.
 
-A replacement has the parameters of the original under their names, and its plain attributes. Its operator reads them
-where they are. Whether a module is what its class is known for is asked in this order: its type, the arguments of its
-`forward`, its layers and nothing else on it, the sizes of its parameters, and what it computes
+A replacement has the parameters of the original, under the same names, and its plain attributes. Its operator reads the
+parameters where they are. Whether a module is what its class is known for is checked in this order: its type, the
+arguments of its `forward`, its layers and nothing else on it, the sizes of its parameters, and what it computes
 (:mod:`torchops.adapters.probe`).
 """
 
@@ -25,8 +25,8 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Parameters(nn.Module):
-    """The parameters of a layer, under their names, for the operator that reads them. It cannot be called, so nothing
-    that wraps, quantizes or adapts layers takes it for one whose output is used."""
+    """The parameters of a layer, under their names, for the operator that reads them. It cannot be called, so tools
+    that wrap, quantize or adapt layers don't mistake it for one whose output is used."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -44,12 +44,12 @@ class Parameters(nn.Module):
 
 
 class Call(NamedTuple):
-    """One call with which an original and its replacement are compared."""
+    """A call that compares an original with its replacement."""
 
     said: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    # Of these of `args`; none: the call is made without gradients, and what becomes of the arguments is compared.
+    # Indices into `args`. If empty, the call is made without gradients, and changes to the arguments are compared too.
     gradients: tuple[int, ...] = ()
 
 
@@ -59,8 +59,8 @@ class Replacement(nn.Module):
     Adapters derive from it, with the `forward` of their package.
     """
 
-    # The layers that the original must have, by their names, those within others as "mha.linear_q", and what they are:
-    # a key of `Adapter.roles`; with a question mark for one that may be missing.
+    # The layers that the original must have: names (with dots for nested ones, such as "mha.linear_q") and kinds. A
+    # kind is a key of `Adapter.roles`, with a question mark if the layer is optional.
     layers: ClassVar[Mapping[str, str]]
     operator: ClassVar[str]
     outputs: ClassVar[int] = 1
@@ -84,17 +84,17 @@ class Replacement(nn.Module):
         return value
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
-        """With what it is compared with the original."""
+        """The calls that compare it with the original."""
         raise NotImplementedError
 
     @classmethod
     def sizes(cls, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
-        """The shapes that weights must have; a bias is as long as its weight."""
+        """The shapes that weights must have. Biases have the length of their weight."""
         raise NotImplementedError
 
     @classmethod
     def refuse(cls, module: nn.Module) -> str | None:
-        """Anything else that forbids it, with the reason."""
+        """Any other reason not to replace the module."""
         return None
 
 
@@ -113,9 +113,9 @@ class Adapter:
     Attributes:
         file: the module in which the package defines them.
         classes: their names.
-        replacements: for each signature of `forward` that releases of the package have had.
+        replacements: by each signature of `forward` that releases of the package have had.
         roles: what that file calls the classes of the layers.
-        arguments: what a replacement is told besides the module.
+        arguments: further arguments of the replacement besides the module.
     """
 
     file: str
@@ -135,7 +135,7 @@ class Adapter:
         return tuple(vars(file)[name] for name in self.classes if name in vars(file)) if file else ()
 
     def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
-        """The module that takes its place, or why none does. `tried` is what was found out about others."""
+        """The replacement of a module, or the reason why there is none. `tried` has the results for other modules."""
         if reason := module_reason(module, type(module)):
             return reason
         forward = signature(type(module))
@@ -178,7 +178,8 @@ class Adapter:
             if own:
                 return f"{name}: it has {own[0]}" if name else f"it has a tensor {own[0]} of its own"
             if getattr(child, "precision", None) is not None:
-                # Linear layers of several packages can be told to compute in one dtype whatever their input has.
+                # Linear layers of several packages can be set to compute in one dtype, whatever the dtype of their
+                # input.
                 return f"{name} has a precision of its own"
         parameters = {
             f"{name}.{kind}": parameter
@@ -207,7 +208,7 @@ def _parameters_reason(
 
 
 def _identity(module: nn.Module) -> Iterator[Any]:
-    """All that can make two modules of one class compute different things, beside the values of their parameters."""
+    """Everything besides parameter values that can make two modules of a class compute different things."""
     for name, child in module.named_modules():
         registries = ("_parameters", "_buffers", "_modules", "training")
         held = {

@@ -2,13 +2,13 @@
 ``openfold3.core.model.layers.triangular_multiplicative_update``.
 
 Their ``inplace_safe=True`` overwrites ``z`` with the update, or with ``_add_with_inplace=True`` adds the update to it,
-and returns it. ``_inplace_chunk_size`` says in how many pieces that is done and changes no value; here there are none.
-Flags that choose other kernels choose nothing here, except that ``use_cueq_triangle_kernels`` switches
+and returns it. ``_inplace_chunk_size`` is the number of pieces in which that is done and changes no value; here there
+are no pieces. Flags that choose other kernels are ignored here, except that ``use_cueq_triangle_kernels`` turns
 ``inplace_safe`` off, as it does there.
 
-A bfloat16 ``z`` has them compute in bfloat16 whatever the dtype of the parameters, autocast or not; in float16,
-OpenFold divides ``a`` and ``b`` by their standard deviation, which the layer norm cancels up to its ``eps``. The
-operator accumulates in float32 and has no need to.
+For a bfloat16 ``z``, they compute in bfloat16, whatever the dtype of the parameters, with or without autocast. In
+float16, OpenFold divides ``a`` and ``b`` by their standard deviation, which the layer norm cancels up to its ``eps``.
+The operator accumulates in float32 and doesn't need that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torchops.adapters.triangle import FUSED, SEPARATE, Direction, TriangleUpdat
 
 
 class InPlaceTriangleUpdate(TriangleUpdate):
-    """In the place of those of OpenFold and ESMFold."""
+    """Replaces those of OpenFold and ESMFold."""
 
     names = SEPARATE
-    # Whether an update in place without the addition overwrites z; those with fused weights return a new tensor.
+    # Whether an in-place update without the addition overwrites z. Modules with fused weights return a new tensor.
     overwrites = True
     takes_none = True
 
@@ -64,7 +64,7 @@ class InPlaceTriangleUpdate(TriangleUpdate):
 
 
 class KernelsTriangleUpdate(InPlaceTriangleUpdate):
-    """In the place of those of OpenFold-3, from 0.5.0 on."""
+    """Replaces those of OpenFold-3, from 0.5.0 on."""
 
     def forward(  # type: ignore[override]
         self,
@@ -80,7 +80,7 @@ class KernelsTriangleUpdate(InPlaceTriangleUpdate):
 
 
 class CueqTriangleUpdate(InPlaceTriangleUpdate):
-    """In the place of those of OpenFold-3 0.3 and 0.4."""
+    """Replaces those of OpenFold-3 0.3 and 0.4."""
 
     def forward(  # type: ignore[override]
         self,
@@ -95,7 +95,7 @@ class CueqTriangleUpdate(InPlaceTriangleUpdate):
 
 
 class FusedInPlaceTriangleUpdate(InPlaceTriangleUpdate):
-    """In the place of a ``FusedTriangleMultiplicativeUpdate``."""
+    """Replaces a ``FusedTriangleMultiplicativeUpdate``."""
 
     names = FUSED
     overwrites = False
@@ -112,7 +112,7 @@ class FusedCueqTriangleUpdate(CueqTriangleUpdate):
 
 
 class OpenFoldTriangleAttention(TriangleAttention):
-    """In the place of OpenFold's ``TriangleAttention``. Its `inplace_safe` overwrites nothing of the caller's."""
+    """Replaces OpenFold's ``TriangleAttention``. `inplace_safe` doesn't overwrite any argument."""
 
     def forward(
         self,
@@ -128,8 +128,8 @@ class OpenFoldTriangleAttention(TriangleAttention):
 
 
 class TransposingTriangleAttention(TriangleAttention):
-    """In the place of those of OpenFold-3, from 0.5.0 on: its layers transpose the pair tensor for the ending node, and
-    have the bias transposed back."""
+    """Replaces those of OpenFold-3, from 0.5.0 on, whose layers transpose the pair tensor for the ending node, and
+    transpose the bias back."""
 
     names = attention.Names(bias="linear_z")
 
@@ -153,7 +153,7 @@ class TransposingTriangleAttention(TriangleAttention):
 
 
 class CueqTriangleAttention(TriangleAttention):
-    """In the place of those of OpenFold-3 0.3.0 and 0.4.0."""
+    """Replaces those of OpenFold-3 0.3.0 and 0.4.0."""
 
     names = attention.Names(bias="linear_z")
 
@@ -171,7 +171,7 @@ class CueqTriangleAttention(TriangleAttention):
 
 
 class KernelsTriangleAttention(TriangleAttention):
-    """In the place of those of OpenFold-3 0.4.1."""
+    """Replaces those of OpenFold-3 0.4.1."""
 
     names = attention.Names(bias="linear_z")
 
@@ -190,8 +190,8 @@ class KernelsTriangleAttention(TriangleAttention):
 
 
 class SwiGLUTransition(transition.Transition):
-    """In the place of OpenFold-3's ``SwiGLUTransition``. Chunks and checkpoints of them save memory that is not taken
-    here."""
+    """Replaces OpenFold-3's ``SwiGLUTransition``. Ignores chunks and their checkpoints, which save memory that is not
+    needed here."""
 
     names = transition.Names(
         "layer_norm",
@@ -209,7 +209,7 @@ class SwiGLUTransition(transition.Transition):
         ckpt_chunk_size: int | None = None,
     ) -> Tensor:
         update = self._update(x)
-        # Without a mask they multiply by ones of the dtype of x.
+        # Without a mask, they multiply by ones in the dtype of x.
         dtype = torch.promote_types(update.dtype, x.dtype if mask is None else mask.dtype)
         if mask is not None:
             mask = mask.unsqueeze(-1)

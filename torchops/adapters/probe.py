@@ -1,4 +1,4 @@
-"""Whether a module computes what its replacement computes, decided by computing both."""
+"""Decides whether a module computes what its replacement computes, by running both."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torchops.adapters.module import Call, Replacement
 
-# Float32, a few additions in another order; whoever computes something else is off by far more.
+# For float32 sums in another order. A module that computes something else is off by far more.
 TOLERANCE = 1e-4
 
 
 def probe(module: nn.Module, make: Callable[[nn.Module], Replacement]) -> str | None:
-    """Why `make(module)` may not take the place of `module`; None if both compute the same.
+    """Why `make(module)` must not replace `module`; None if both compute the same.
 
-    They are compared on copies on the CPU in float32, with random parameters (fresh modules end in a projection by 0),
-    on what `Replacement.calls` has (batches of 2, masks that are not symmetric), in training and in evaluation:
-    results, gradients, what becomes of the arguments, and how many random numbers are drawn.
+    Runs copies of both on the CPU in float32, with random parameters (fresh modules end in a projection by 0), on the
+    calls of `Replacement.calls` (batches of 2, masks that are not symmetric), in training and in evaluation. Compares
+    results, gradients, what happens to the arguments, and how many random numbers are drawn.
     """
     try:
         with _plain_float32():
@@ -32,7 +32,7 @@ def probe(module: nn.Module, make: Callable[[nn.Module], Replacement]) -> str | 
             for name, parameter in original.named_parameters():
                 parameter.requires_grad_().data.copy_(_random_parameter(name, parameter, generator))
             return _difference(original, make(original), generator)
-    except Exception as error:  # whatever code of others raises
+    except Exception as error:  # the package's code may raise anything
         return f"computing it to compare raised {type(error).__name__}: {error}"
 
 
@@ -45,7 +45,8 @@ def _random_parameter(name: str, like: Tensor, generator: torch.Generator) -> Te
 
 @contextmanager
 def _plain_float32() -> Iterator[None]:
-    """Nothing that surrounds the call of `replace` changes what is computed here, or is changed by it."""
+    """Isolates the comparison from the global state around the call of `replace`, and that state from the
+    comparison."""
     precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -98,7 +99,8 @@ def _results(module: nn.Module, call: Call, outputs: int) -> dict[str, Any]:
 
 
 def _compared(theirs: dict[str, Any], ours: dict[str, Any], when: str) -> str | None:
-    # Some gradients are 0, if nothing is rounded: those of what adds the same number to all scores of a softmax.
+    # Without rounding, some gradients would be 0: those of anything that adds the same number to all scores of a
+    # softmax.
     rounding = 1e-7 * max([g.norm().item() for name, g in theirs.items() if name.startswith("gradient")], default=0)
     for name, value in theirs.items():
         if type(value) is not Tensor:

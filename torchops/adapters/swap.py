@@ -1,4 +1,4 @@
-"""The part of :func:`torchops.nn.replace` that knows modules of public packages."""
+"""The part of :func:`torchops.nn.replace` that handles modules of public packages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchops.nn.replace import Replacements, join, swapper
 
 
 def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False) -> Replacement | str | None:
-    """The module that takes the place of `module`, or why none does; None if it resembles none that is known. `layers`:
-    those whose parts are replacements."""
+    """The replacement of `module`, the reason why there is none, or None if the module is unknown. With `layers`, looks
+    for layers whose parts are replacements."""
     if isinstance(module, Replacement | torchops.nn.TriangleMultiplicativeUpdate):
         return None
     from torchops.adapters import adapters, unfit
@@ -40,7 +40,7 @@ def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False)
 
 @swapper
 def replace_known_modules(model: nn.Module) -> Replacements:
-    """Modules of public packages, first those without parts that are known, then layers made of those."""
+    """Replaces modules of public packages: first those without known parts, then layers made of replacements."""
     tried: dict[Any, str | None] = {}
     replaced, left = [], {}
     for layers in (False, True):

@@ -1,5 +1,4 @@
-"""The transition of a public package, ``down(silu(gate(z)) * up(z))`` behind a layer norm, and the module that takes
-its place."""
+"""The transition of a public package, ``down(silu(gate(z)) * up(z))`` after a layer norm, and its replacement."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 import torchops
 from torchops.adapters.module import Replacement, Shape, random
 
-# Why the feed-forward layers of OpenFold's kind stay.
+# Why the feed-forward layers of the OpenFold family stay.
 HAS_RELU = "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"
 
 
 class Names(NamedTuple):
-    """What a package calls the layers, and those besides that have no parameters of their own."""
+    """What a package calls the layers, and further children without parameters."""
 
     norm: str
     gate: str
@@ -41,7 +40,7 @@ class Transition(Replacement):
         self._eps = float(of._modules[self.names.norm].eps)  # type: ignore[union-attr, arg-type]
 
     def weights(self) -> dict[str, Tensor | None]:
-        """By the keywords of :func:`torchops.transition`."""
+        """The parameters, by the keywords of :func:`torchops.transition`."""
         return {
             f"{keyword}_{kind}": self.parameter(layer, kind)
             for keyword, layer in zip(("norm", "gate", "up", "down"), self.names[:4], strict=True)
@@ -49,7 +48,7 @@ class Transition(Replacement):
         }
 
     def update(self, x: Tensor, weights: dict[str, Tensor | None] | None = None) -> Tensor:
-        """The transition of ``x``, by other weights than those that the module has if they are given."""
+        """The transition of ``x``, with `weights` instead of the module's own if given."""
         weights = self.weights() if weights is None else weights
         return torchops.transition(x, **weights, eps=self._eps)  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
-"""The triangle multiplicative update of a public package, and the module that takes its place.
+"""The triangle multiplicative update of a public package, and its replacement.
 
-A package stores the six projections under names of its own, ``a`` and ``b`` packed in one weight or apart. The operator
-reads them where they are.
+A package stores the six projections under names of its own, with ``a`` and ``b`` packed into one weight or separate.
+The operator reads them where they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torchops.adapters.module import Call, Replacement, Shape, needs_grad, rando
 
 Direction = Literal["outgoing", "incoming"]
 
-# A value of size 1 and one at which eps decides what a layer norm makes of the product: the norm would hide any factor.
+# Inputs of size 1, and inputs so small that eps matters to the layer norm of the product; otherwise the norm would hide
+# any factor.
 SCALES = (1.0, 0.05)
 
 
@@ -37,7 +38,7 @@ class Names(NamedTuple):
     @property
     def layers(self) -> dict[str, str]:
         linears = (*self.ins, self.p_out, self.g_out)
-        # OpenFold and its descendants call a sigmoid.
+        # OpenFold and its descendants have a module for the sigmoid.
         return dict.fromkeys(self.norms, "norm") | dict.fromkeys(linears, "linear") | {"sigmoid": "sigmoid?"}
 
 
@@ -53,7 +54,7 @@ class TriangleUpdate(Replacement):
 
     names: ClassVar[Names]
     operator = "myops::_triangle_multiplicative_update"
-    takes_none: ClassVar[bool] = False  # for a mask
+    takes_none: ClassVar[bool] = False  # whether the mask may be None
 
     def __init_subclass__(cls) -> None:
         cls.layers = cls.names.layers
@@ -71,14 +72,14 @@ class TriangleUpdate(Replacement):
         return self._triangle[1]
 
     def _ins(self, kind: str) -> list[Tensor | None]:
-        """For a, b, and their gates; packed ones in the places of a. The operator takes them apart itself, and so what
-        autocast makes of a parameter is made once, and not for every view."""
+        """For a, b, and their gates. Packed parameters are in the places of a. The operator splits them itself, so
+        autocast casts each parameter once, not once per view."""
         tensors = [self.parameter(name, kind) for name in self.names.ins]
         return [tensors[0], None, tensors[1], None] if len(tensors) == 2 else tensors
 
     def weights(self) -> list[Tensor | None]:
-        """Weight and bias by turns of norm_in, the projections to a, b, and their gates, norm_out, p_out and g_out: the
-        order of the operator beneath, which takes weights of a and b that lie anywhere, or packed."""
+        """Weight and bias, alternating, of norm_in, the projections to a, b and their gates, norm_out, p_out and g_out:
+        the order of the private operator, which accepts weights of a and b packed or separate."""
         names = self.names
 
         def of(layer: str) -> list[Tensor | None]:
@@ -88,7 +89,7 @@ class TriangleUpdate(Replacement):
         return [*of(names.norm_in), *ins, *of(names.norm_out), *of(names.p_out), *of(names.g_out)]
 
     def packed(self) -> dict[str, Tensor | None]:
-        """The values by the names of :class:`torchops.nn.TriangleMultiplicativeUpdate`."""
+        """The parameters by the names of :class:`torchops.nn.TriangleMultiplicativeUpdate`."""
         values: dict[str, Tensor | None] = {}
         for i, kind in enumerate(("weight", "bias")):
             norm_in, p_a, p_b, g_a, g_b, norm_out, p_out, g_out = self.weights()[i::2]
@@ -101,7 +102,7 @@ class TriangleUpdate(Replacement):
         return values
 
     def update(self, x: Tensor, mask: Tensor | None, weights: list[Tensor | None] | None = None) -> Tensor:
-        """The update of ``x``, by other weights than those that the module has if they are given."""
+        """The update of ``x``, with `weights` instead of the module's own if given."""
         weights = self.weights() if weights is None else weights
         outgoing = self.direction == "outgoing"
         return torch.ops.myops._triangle_multiplicative_update(x, _mask_for(x, mask), weights, outgoing, self.eps)[0]
@@ -122,8 +123,8 @@ class TriangleUpdate(Replacement):
 
     @classmethod
     def probes(cls) -> Iterable[Mapping[str, Any]]:
-        """Further arguments with which the original and the replacement are compared: without gradients, and with what
-        becomes of `x`."""
+        """Further arguments for comparing the original and the replacement: without gradients, and including what
+        happens to `x`."""
         return ({},)
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
@@ -152,7 +153,8 @@ class TriangleUpdate(Replacement):
 
 
 def _mask_for(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The packages multiply by the mask, so it broadcasts and may be of integers."""
+    """The mask in a form that the operator accepts: the packages multiply by it, so it broadcasts and may have an
+    integer dtype."""
     if mask is None:
         return None
     if mask.shape != x.shape[:-1]:
@@ -161,6 +163,6 @@ def _mask_for(x: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def _concatenated(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """A part that only one of them has is 0 for the other."""
+    """Concatenates a and b. If only one of them exists, the other counts as 0."""
     given = b if a is None else a
     return None if given is None else torch.cat([torch.zeros_like(given) if t is None else t for t in (a, b)])

@@ -1,4 +1,4 @@
-"""How modules write gates and GLUs, as graphs of ``torch.fx`` show it, and the functions that take their place."""
+"""How modules write gates and GLUs, as seen in graphs of ``torch.fx``, and the functions that replace them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Finder", "Tracer", "gated", "gated_linear", "packed_linear"]
 
 
 def gated(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """``v * sigmoid(linear(x))``, also where `v` is broadcast, which no graph shows."""
+    """``v * sigmoid(linear(x))``, also if `v` is broadcast, which no graph shows."""
     fits = v.shape[:-1] == x.shape[:-1] and v.shape[-1:] == w.shape[:1]
     stream = v.dtype == torch.float32 and w.dtype != torch.float64
     if fits and not x.is_nested and (v.dtype == w.dtype or stream):
@@ -38,7 +38,7 @@ def gated_linear(x: Tensor, w: Tensor, wg: Tensor, b: Tensor | None, bg: Tensor 
 
 
 def packed_linear(x: Tensor, w: Tensor, b: Tensor | None, activation: Any, gate_first: bool) -> Tensor:
-    """The same, of layers that are the halves of one."""
+    """The same for layers that are the halves of one layer."""
     weights, biases = w.chunk(2), (None, None) if b is None else b.chunk(2)
     i, j = (1, 0) if gate_first else (0, 1)
     return gated_linear(x, weights[i], weights[j], biases[i], biases[j], activation)
@@ -63,7 +63,7 @@ class _Argument(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Calls of modules stay calls, except those of nn.Sequential, whose parts are looked into."""
+    """Keeps calls of modules as calls, except those of nn.Sequential, whose parts are traced."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Argument(node, self) if node.op == "placeholder" else super().proxy(node)
@@ -73,7 +73,7 @@ class Tracer(fx.Tracer):
 
 
 class Finder:
-    """The gates of one graph, which `rewrite` replaces."""
+    """The gates of one graph; `rewrite` replaces them."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
         self.module = module
@@ -90,7 +90,7 @@ class Finder:
             self._erase(node)
 
     def _erase(self, node: fx.Node) -> None:
-        """Erases what has no user any more, upwards from a gate: its factors, down to the layers."""
+        """Erases nodes that have no users any more, upwards from a gate: its factors, down to the layers."""
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
         if self._is(node, nn.Linear):
@@ -159,14 +159,14 @@ class Finder:
         return isinstance(node, fx.Node) and node.op == "call_module" and isinstance(self._module(node), kind)
 
     def _layer(self, node: Any, gate: bool = False) -> fx.Node | None:
-        """`node` as the call of a linear layer, or of a `Dense`, that nothing else reads."""
+        """`node` as the call of a linear layer, or of a `Dense`, with no other user."""
         if not self._is(node, nn.Linear) or len(node.users) != 1 or len(node.args) != 1 or node.kwargs:
             return None
         is_gate = isinstance(self._module(node), Dense)
         return node if is_gate is gate else None
 
     def _activation(self, node: Any) -> tuple[str, Any]:
-        """Which activation `node` is, and of what."""
+        """The activation that `node` is, and its argument."""
         if not isinstance(node, fx.Node) or len(node.users) != 1 or not node.args:
             return "", None
         dense: Any = node
@@ -181,7 +181,7 @@ class Finder:
         return "", None
 
     def _halves(self, u: Any, value: Any) -> tuple[fx.Node, bool] | None:
-        """The layer that both are the halves of, by ``chunk(2, dim=-1)``, and whether the gate is the first."""
+        """The layer whose halves (by ``chunk(2, dim=-1)``) both are, and whether the gate is the first half."""
         for node in (u, value):
             if not isinstance(node, fx.Node) or node.target is not operator.getitem or len(node.users) != 1:
                 return None

@@ -1,8 +1,9 @@
-"""The part of :func:`torchops.nn.replace` that finds gates and GLUs, and puts operators in their place.
+"""The part of :func:`torchops.nn.replace` that finds gates and GLUs, and replaces them by operators.
 
-The forward of a module is traced by ``torch.fx``, with the modules that it calls as they are, for training and for
-evaluation. Where both graphs hold the same gates, made from plain linear layers, the module gets a forward in which
-operators read the parameters of these layers. In an ``nn.Sequential``, a layer takes the place of linear layer and GLU.
+The forward of a module is traced by ``torch.fx``, with calls of its submodules kept as calls, once for training and
+once for evaluation. If both graphs have the same gates, made of plain linear layers, the module gets a new forward in
+which operators read the parameters of these layers. In an ``nn.Sequential``, one layer replaces a linear layer and a
+GLU.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ __all__ = ["PackedGLU"]
 
 
 class _LeaveError(Exception):
-    """Why a module with a gate stays as it is."""
+    """Why a module with a gate is left as it is."""
 
 
 class PackedGLU(nn.Linear):
-    """An ``nn.Linear`` and the ``nn.GLU()`` behind it, computed by one operator: :func:`torchops.glu`."""
+    """An ``nn.Linear`` followed by ``nn.GLU()``, computed by one operator: :func:`torchops.glu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return packed_linear(input, self.weight, self.bias, "sigmoid", False)
@@ -52,13 +53,13 @@ class PackedGLU(nn.Linear):
 
 
 class _Imported(NamedTuple):
-    """In the place of a module, which cannot be pickled."""
+    """Stands for an imported module, which cannot be pickled."""
 
     name: str
 
 
 class _Rewritten:
-    """What classes of modules with another forward have besides: they can be pickled."""
+    """What classes with a rewritten forward add, so that they can be pickled."""
 
     _parts: tuple[type[nn.Module], str, dict[str, Any]]
 
@@ -87,7 +88,7 @@ def _class(base: type[nn.Module], code: str, names: dict[str, Any]) -> type[nn.M
 
 @last_swapper
 def replace_forwards(model: nn.Module, known: Collection[str]) -> Replacements:
-    """The forwards of all modules that own gates, that of the model among them; not those that are `known`."""
+    """Rewrites the forwards of all modules that own gates, including the model's, except those that are `known`."""
     replaced, left = [], {}
     for name, module in model.named_modules():
         try:
@@ -108,12 +109,12 @@ def _may_have_gates(module: nn.Module) -> bool:
 
 
 def _replace(module: nn.Module) -> bool:
-    """Gives `module` another forward; False where it has no gate. Raises `_LeaveError` with the reason not to."""
+    """Gives `module` a new forward; returns False if it has no gate. Raises `_LeaveError` with the reason not to."""
     try:
         finder, code, names = _rewritten(module)
     except _LeaveError:
         raise
-    except Exception as error:  # whatever a forward does with what is no tensor
+    except Exception as error:  # a forward may do anything with a proxy instead of a tensor
         if _speaks_of_gates(module):
             raise _LeaveError(f"its forward cannot be traced: {str(error).splitlines()[0][:100]}") from error
         return False
@@ -129,7 +130,7 @@ def _replace(module: nn.Module) -> bool:
 
 
 def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
-    """The graph of its forward with operators in it, as code; the same for training and evaluation."""
+    """The graph of its forward with operators, as code, which is the same for training and evaluation."""
     results = []
     for training in (True, False):
         traced = like(module, type(module))  # what it may keep of this call is no tensor
@@ -180,13 +181,13 @@ def _parts(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | set) else (value,)
 
 
-_CONTEXTS = threading.Lock()  # of two that replaced the methods at once, the second would put back those of the first
+_CONTEXTS = threading.Lock()  # otherwise a second thread could save the first one's replacements as originals
 
 
 @contextmanager
 def _no_contexts() -> Iterator[None]:
-    """Raises where this thread enters one that decides how operators compute, or what they keep, as a checkpoint does:
-    a graph would be without it."""
+    """Raises if this thread enters a context that decides how operators compute, or what they keep, as a checkpoint
+    does: the graph would not contain it."""
     grad_modes = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
     kinds = (torch.autocast, *grad_modes, torch.autograd.graph.saved_tensors_hooks)
     tracing = threading.get_ident()
@@ -278,7 +279,7 @@ def _try(module: nn.Module, made: type[nn.Module]) -> None:
     try:
         with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
             trial = copy.deepcopy(module, memo).eval()
-            for part in trial.modules():  # hooks are told of the calls of the model, not of trials
+            for part in trial.modules():  # hooks must see the model's calls, not trials
                 for registry in (value for key, value in vars(part).items() if key.endswith("_hooks")):
                     registry.clear()
             inputs, expected = _tried(
@@ -296,12 +297,12 @@ def _try(module: nn.Module, made: type[nn.Module]) -> None:
             raise _LeaveError("a trial gave other results")
 
 
-# The sizes before the features: a forward may want some number of dimensions.
+# The sizes before the features. A forward may need a particular number of dimensions.
 _LEADING = ((2, 3), (2, 3, 3), (5,))
 
 
 def _tried(trial: nn.Module, choices: list[list[Tensor]]) -> tuple[list[Tensor], Any]:
-    """The first of `choices` that the forward takes, and what it returns for it."""
+    """The first of `choices` that the forward accepts, and its result."""
     for inputs in choices[:-1]:
         try:
             return inputs, trial(*inputs)
@@ -315,7 +316,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _features(module: nn.Module) -> list[int]:
-    """How many features each argument has without a default, by the first layer that reads it."""
+    """The number of features of each argument without a default, from the first layer that reads it."""
     graph = Tracer().trace(module)
     found = []
     for node in graph.find_nodes(op="placeholder"):
@@ -338,7 +339,7 @@ def _size(module: nn.Module) -> int:
 
 @swapper
 def replace_glus(model: nn.Module) -> Replacements:
-    """Pairs of nn.Linear and nn.GLU(), by PackedGLU."""
+    """Replaces pairs of nn.Linear and nn.GLU() by PackedGLU."""
     names = {parent: name for name, parent in model.named_modules()}
     pairs = [
         (parent, key, next_key)
