@@ -28,7 +28,7 @@ def show_cases(options: argparse.Namespace) -> int:
 
 
 def _names(known: tuple[str, ...] | list[str]) -> Callable[[str], list[str]]:
-    """Splits `a,b`, and refuses what is not known."""
+    """Splits `a,b`, and rejects unknown names."""
 
     def split(text: str) -> list[str]:
         names = text.split(",")

@@ -48,7 +48,7 @@ PRECISIONS = ("bf16-mixed", "float32")
 
 
 def randomised(module: nn.Module) -> nn.Module:
-    """Fresh modules end in projections by 0."""
+    """Random parameters, because fresh modules end in projections by 0."""
     for name, parameter in module.named_parameters():
         value = torch.randn_like(parameter)
         parameter.data = value / value.shape[-1] ** 0.5 if value.dim() > 1 else value / 10 + name.endswith("weight")
@@ -71,7 +71,7 @@ def stacks(n: int, device: torch.device, features: int) -> dict[str, nn.Module]:
 
 
 def problem(n: int, device: torch.device, features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pair tensor, a mask as Boltz makes it of tokens, of which none is padding, and a cotangent."""
+    """The pair tensor, a mask as Boltz makes it from tokens, without padding, and a cotangent."""
     generator = torch.Generator(device).manual_seed(1)
     shape = (1, n, n, features)
     z, cotangent = (torch.randn(shape, device=device, generator=generator) for _ in range(2))
@@ -92,24 +92,24 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
 
 
 def call(stack: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], training: bool) -> tuple[Tensor, ...]:
-    """The result; in training the gradients of the input and the parameters as well."""
+    """The result; in training, also the gradients of the input and the parameters."""
     z, mask, cotangent = inputs
     stack.train(training)
     if not training:
         with torch.no_grad():
             return (stack(z, mask),)
-    torch.manual_seed(2)  # one dropout for all
+    torch.manual_seed(2)  # the same dropout for all
     z = z.detach().requires_grad_()
     leaves = [z, *stack.parameters()]
     out = stack(z, mask)
-    out.backward(cotangent)  # the release's reentrant checkpoints refuse torch.autograd.grad
+    out.backward(cotangent)  # the release's reentrant checkpoints don't support torch.autograd.grad
     gradients = [t.grad for t in leaves if t.grad is not None]
     stack.zero_grad()
     return out.detach(), *gradients
 
 
 def peak(run: Callable[[], Any], device: torch.device) -> tuple[Any, float | None]:
-    """What a call returns, and the MiB that it takes beside what was there, its results included."""
+    """The result of a call, and the MiB that it allocates at its peak, results included."""
     if device.type != "cuda":
         return run(), None
     torch.cuda.reset_peak_memory_stats()
@@ -120,7 +120,7 @@ def peak(run: Callable[[], Any], device: torch.device) -> tuple[Any, float | Non
 
 
 def deviation(got: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, Any]:
-    """Of the result, and in training of the gradient of the input, and the worst of those of parameters."""
+    """The deviation of the result; in training, also of the gradient of the input, and the worst of the parameters."""
 
     def of(a: Tensor, b: Tensor) -> dict[str, float]:
         a, b = a.double(), b.to(a.device).double()
@@ -244,7 +244,7 @@ def _version(package: str) -> str:
 def modules(
     device: torch.device, n: int, packages: Sequence[str] = ("boltz", "openfold", "openfold3", "transformers")
 ) -> Iterator[dict[str, Any]]:
-    """Before and after in float32 and bf16-mixed; deviations are those from the original in float32."""
+    """Before and after, in float32 and bf16-mixed. Deviations are from the original in float32."""
     for path, what, make in MODULES:
         package = path.partition(".")[0]
         if package not in packages or find_spec(package) is None:
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows:
             kept.append(row)
             print(json.dumps(row), flush=True)
-            if options.json:  # what there is, if the rest does not come
+            if options.json:  # partial results, in case the run is stopped
                 document = {"machine": machine.describe(device), "boltz": version("boltz"), "layers": LAYERS}
                 document |= {"features": options.features, "results": results, "modules": found}
                 options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is measured: operators, their cases, and what a case costs at least."""
+"""What is measured: operators, their cases, and the least cost of a case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = Callable[..., Any]
 
 Task = Literal["forward", "forward and backward", "training step", "overhead", "overhead with grad"]
 """`forward` runs without grad. A `training step` also waits for the device, as a loop that reads its loss does. The two
-`overhead` tasks are what a call costs the processor: on CUDA the calls are queued, and their end is not waited for."""
+`overhead` tasks measure the host time of a call: on CUDA, calls are queued without waiting for them to end."""
 
 FORWARD: Task = "forward"
 BACKWARD: Task = "forward and backward"
@@ -35,9 +35,9 @@ class Cost:
 class Case:
     """One operator at one size.
 
-    `targets` gives, by contender, the least ratio (its time over ours) that we aim for. `sweep` names the
-    size over which the case is a point of a picture. `compiled` and `autotuned` say whether the compile modes take part
-    without being asked for: they compile for seconds. `most_bytes` bounds the peak of ours in the memory benchmark.
+    `targets` has, by contender, the least ratio (its time over ours) that we aim for. `sweep` names the size along
+    which the case is a point in a plot. `compiled` and `autotuned` say whether the compile modes, which compile for
+    seconds, take part by default. `most_bytes` limits our peak in the memory benchmark.
     """
 
     op: str
@@ -65,16 +65,16 @@ class Operator:
     """An operator of the library, or a model of several calls.
 
     Args:
-        name: the operator; a trailing `_` says that it overwrites its first argument.
+        name: the operator; a trailing `_` means that it overwrites its first argument.
         dims: names of the sizes in a shape.
         make: random arguments for a shape, a dtype and a device. The result depends row by row on the rows of `inputs`.
-        cost: of a shape and a task.
-        cases: for a type of device.
-        small: a shape for checks of gradients.
-        references: contenders that are no implementation: a copy, a bare product. Each is built from one set of
+        cost: the cost of a shape and a task.
+        cases: the cases for a device type.
+        small: a shape for gradient checks.
+        references: contenders that don't implement the operator: a copy, a bare product. Each is built from one set of
             arguments, and called with the sets in turn.
         training_references: the same, for forward and backward.
-        memory: cases of the memory benchmark, for a type of device.
+        memory: cases of the memory benchmark, for a device type.
         inputs: how many of the first arguments have a row for each row of the result.
     """
 

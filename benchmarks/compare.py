@@ -22,7 +22,7 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One contender of one case: its baseline, the new value, and the new one over the old."""
+    """One contender of one case: its baseline, its new value, and new over old."""
 
     case: str
     contender: str
@@ -35,7 +35,7 @@ class Row:
 
 
 def load(path: Path) -> list[Document]:
-    """The results of a file, or of every file of a folder."""
+    """The results in a file, or in all files of a folder."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     documents = [json.loads(file.read_text()) for file in files]
     return [document for document in documents if "op" in document]
@@ -44,10 +44,10 @@ def load(path: Path) -> list[Document]:
 def rows_of(
     old: Sequence[Document], new: Sequence[Document], contenders: Sequence[str], against: str
 ) -> tuple[list[Row], list[str]]:
-    """Rows for what both have, and the names of the cases that are in the baseline alone.
+    """Rows for cases in both, and the names of the cases that only the baseline has.
 
-    With `against`, times are taken as multiples of that contender's time in the same run, which two machines of
-    different speed can share.
+    With `against`, times are multiples of that contender's time in the same run, which makes machines of different
+    speed comparable.
     """
     found = {(document["op"], case["name"]): case for document in new for case in document["cases"]}
     rows, missing = [], []
@@ -85,7 +85,7 @@ def table(rows: list[Row], tolerance: float, against: str) -> list[str]:
 
 
 def _measure(old: list[Document], options: argparse.Namespace, contenders: list[str]) -> list[Document]:
-    """The cases of the baseline, measured now."""
+    """Measures the cases of the baseline."""
     device = device_of(options)
     effort, roofline, busy = timing.effort(device.type, options.quick), Roofline(device), machine.OtherLoad()
     progress = Progress(sum(len(document["cases"]) for document in old))
@@ -104,7 +104,7 @@ def _measure(old: list[Document], options: argparse.Namespace, contenders: list[
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the table; the status is 1 when something is slower than the tolerance allows, or was not measured."""
+    """Prints the table. The status is 1 if something is slower than the tolerance allows, or was not measured."""
     old = load(options.baseline)
     if options.case or options.op:
         old = [

@@ -26,7 +26,7 @@ def _cost(shape: Shape, task: Task) -> Cost:
     forward = Cost(x + w + n_out + y, 2 * rows * n_in * n_out)
     if task in (FORWARD, OVERHEAD):
         return forward
-    # Backward reads g, y, x and w, and writes dx, dw and db; it has two products of the size of the one forward.
+    # Backward reads g, y, x and w, writes dx, dw and db, and has two products of the size of the forward one.
     return Cost(forward.elements + 2 * y + 2 * x + 2 * w + n_out, 3 * forward.flops)
 
 
@@ -50,7 +50,7 @@ def _products(*args: Tensor) -> Call:
 
 
 def _target(shape: Shape, eager: float) -> Case:
-    """Beside eager: never slower than compiled code, nearly as fast as the product and the bias alone."""
+    """Targets besides eager: never slower than compiled code, nearly as fast as the product and the bias alone."""
     targets = {"eager": eager, "compile": 1.0, "compile-max": 1.0, "linear": 1 / 1.05}
     sweep = "rows" if shape[1:] == (128, 128) else ""
     return Case("dense", shape, torch.bfloat16, targets=targets, sweep=sweep, autotuned=True)
@@ -69,7 +69,7 @@ TARGETS = {
     (256, 4096, 4096): 1.0,
     (4096, 1024, 1024): 1.25,
 }
-# Sizes that no kernel likes, and few rows; as fast as eager.
+# Sizes that don't suit any kernel, and few rows: as fast as eager.
 OTHERS = (
     (100003, 384, 264),
     (20000, 100, 100),
@@ -139,7 +139,7 @@ def _make_mlp(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[T
 
 
 def _mlp_cost(shape: Shape, task: Task) -> Cost:
-    """What lies between the layers need not reach memory: data and parameters are read, gradients written."""
+    """Nothing between the layers needs to reach memory: only data and parameters are read, and gradients written."""
     parameters = sum(n_in * n_out + n_out for n_in, n_out in pairwise(LAYERS))
     flops = sum(_cost((shape[0], n_in, n_out), task).flops for n_in, n_out in pairwise(LAYERS))
     return Cost(shape[0] * LAYERS[0] + 2 * parameters, flops)

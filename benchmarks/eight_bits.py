@@ -24,7 +24,7 @@ from .case import FORWARD
 SHAPES = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 4096, 4096), (512, 2048, 2048), (64, 4096, 4096))
 SCALES = ("per tensor", "per row")
 CHECKED_ROWS = 128
-MOST_ERROR = 4e-3  # of the norm; half a unit in the last place of bfloat16 is 2e-3
+MOST_ERROR = 4e-3  # relative to the norm; half a unit in the last place of bfloat16 is 2e-3
 
 
 def rounded(t: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def relative_error(way: Callable[..., Tensor], arguments: Sequence[Tensor]) -> f
 
 
 def measure(shape: tuple[int, int, int], device: torch.device, effort: timing.Effort) -> dict[str, Any]:
-    """Microseconds and errors of all ways, by the kind of scales."""
+    """Microseconds and errors of all contenders, by kind of scales."""
     rows, features, out = shape
     microseconds: dict[str, dict[str, float]] = {}
     accuracy: dict[str, dict[str, float]] = {}
@@ -96,7 +96,7 @@ def measure(shape: tuple[int, int, int], device: torch.device, effort: timing.Ef
 
 
 def to_markdown(document: dict[str, Any]) -> str:
-    """A row for each shape, and whence."""
+    """A row for each shape, with the machine."""
     head = ["rows, in, out", *WAYS, BFLOAT16]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for result in document["results"]:
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append(measure(shape, device, effort))
         print(json.dumps(results[-1]), flush=True)
         document = {"machine": machine.describe(device), "results": results}
-        # After each: a run that is stopped leaves what it has measured.
+        # After each shape, so that a run that is stopped keeps its results.
         if options.json:
             options.json.write_text(json.dumps(document, indent=1) + "\n")
     print(to_markdown(document))

@@ -1,9 +1,9 @@
-"""The pair layer as one assembles it from PyTorch's parts who knows where the time goes: the products of the triangle
-updates on matrices of positions, attention by FlexAttention, all compiled.
+"""The pair layer as an expert would assemble it from PyTorch's parts: the products of the triangle updates on matrices
+of positions, attention by FlexAttention, everything compiled.
 
-FlexAttention reads the bias in rows of keys that follow one another, or takes seven times as long (N = 768 on an H100:
-9.8 ms instead of 1.3). Inductor removes a `contiguous()` before it, so an operator makes that copy of which it knows
-nothing.
+FlexAttention takes seven times as long unless the bias has contiguous rows of keys (N = 768 on an H100: 9.8 ms instead
+of 1.3). Inductor would remove a `contiguous()` before it, so a custom operator, which Inductor cannot see through,
+makes that copy.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _attention(layer: TriangleAttention, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def assembled(layer: PairLayer) -> Callable[[Tensor, Tensor], Tensor]:
-    """What `layer` computes."""
+    """A function that computes the same as `layer`."""
 
     def forward(x: Tensor, mask: Tensor) -> Tensor:
         for triangle in (layer.tri_mul_out, layer.tri_mul_in):

@@ -17,7 +17,7 @@ def _make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
 
 
 def _make_open(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    # v is overwritten again and again, and must not fade into denormal numbers: these gates let all of it pass.
+    # v is overwritten again and again, and must not decay into denormal numbers: these gates are open.
     v, x, w, b = _make(shape, dtype, device)
     return v, x, w, b + 40
 
@@ -28,8 +28,8 @@ def _cost(shape: Shape, task: Task) -> Cost:
     forward = Cost(2 * v + x + w + n_out, 2 * rows * n_in * n_out)
     if task in (FORWARD, OVERHEAD):
         return forward
-    # Backward reads g, v, x and w, and writes dv, dx, dw and db. Whether it computes the gate again or reads it is up
-    # to the contender; its products are the two that nobody can spare.
+    # Backward reads g, v, x and w, and writes dv, dx, dw and db. Contenders may recompute the gate or read it; only the
+    # two products that are always needed count.
     return Cost(forward.elements + 3 * v + 2 * x + 2 * w + n_out, 3 * forward.flops)
 
 
@@ -57,7 +57,7 @@ def _cases(device_type: str) -> list[Case]:
     return [*_forward("gate", device_type), *training]
 
 
-# Without training: the gradient of PyTorch's own mul_ would need the old v, which it has overwritten.
+# No training: the gradient of PyTorch's own mul_ would need the old v, which has been overwritten.
 def _in_place_cases(device_type: str) -> list[Case]:
     return _forward("gate_", device_type)
 

@@ -40,7 +40,7 @@ GLUS = ("glu", "swiglu")
 
 @dataclass(frozen=True)
 class Line:
-    """One operator at one size. `most` is the time in microseconds that we want to stay below, if there is one."""
+    """One operator at one size. `most` is the time in microseconds that we want to stay below, if any."""
 
     op: str
     shape: Shape
@@ -57,7 +57,7 @@ class Line:
 
 @dataclass
 class Result:
-    """Medians in microseconds and extra memory in bytes at the peak, by contender; the bound is None off its GPU."""
+    """Medians in microseconds and extra memory in bytes at the peak, by contender. The bound is None on other GPUs."""
 
     line: Line
     bound: float | None
@@ -68,7 +68,7 @@ class Result:
 
 
 def bound(line: Line) -> float | None:
-    """Microseconds; for 16-bit dtypes."""
+    """Microseconds, for 16-bit dtypes."""
     if line.dtype not in ("bfloat16", "float16") or line.task in (OVERHEAD, OVERHEAD_GRAD):
         return None
     if line.op == "square_matmul_":
@@ -82,7 +82,7 @@ def bound(line: Line) -> float | None:
         w = products * n_in * n_out
         stages = [(x + w + v + y, products * product)]
         if line.task == BACKWARD:
-            # Reads g, x and v, writes dx and dv; dense reads its result instead of making the product again.
+            # Reads g, x and v, writes dx and dv. dense reads its result instead of recomputing the product.
             again = 0 if line.op == "dense" else products
             stages.append(
                 (y + 2 * x + 2 * v + (y if line.op == "dense" else 0) + 2 * w, (2 * products + again) * product)
@@ -91,7 +91,7 @@ def bound(line: Line) -> float | None:
 
 
 def lines(device_type: str) -> list[Line]:
-    """What is measured if nothing else is asked for."""
+    """What is measured by default."""
     if device_type == "cpu":
         return [
             Line(op, (65536, 128, 128), task, dtype=dtype)
@@ -135,7 +135,7 @@ def lines(device_type: str) -> list[Line]:
 
 
 def cublas_lines() -> list[Line]:
-    """What the kernels for GPUs of other architectures do, and what has no other kernel on an H100 either."""
+    """What the kernels for GPUs of other architectures compute, and what has no other kernel on an H100 either."""
     tasks, eager = (FORWARD, BACKWARD), partial(Line, compiled=False)
     return [
         *(
@@ -161,7 +161,8 @@ def _packed(activation: str, x: Tensor, p: Tensor, pb: Tensor) -> Tensor:
 
 
 def _overwritten(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """gate_ of what is no leaf, but shares the memory of one: so gradients are measured without another copy."""
+    """gate_ on a tensor that shares the memory of a leaf but isn't one, so that gradients are measured without a
+    copy."""
     return torchops.gate_(_Same.apply(v), x, w, b)
 
 
@@ -177,12 +178,12 @@ class _Same(torch.autograd.Function):
 
 def _batched(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     batch, rows, n = shape
-    b = torch.randn(batch, n, n, device=device, dtype=dtype) / n**0.5  # a keeps its size on average
+    b = torch.randn(batch, n, n, device=device, dtype=dtype) / n**0.5  # keeps the size of a on average
     return torch.randn(batch, rows, n, device=device, dtype=dtype), b
 
 
 def inputs(line: Line, device: torch.device) -> tuple[Tensor, ...]:
-    """The operator's; of a gated linear unit the packed parameters after them; for gradients the cotangent."""
+    """The inputs of the operator; for a gated linear unit, then the packed parameters; for gradients, the cotangent."""
     dtype = getattr(torch, line.dtype)
     make = _batched if line.op == "square_matmul_" else OPERATORS[line.op].make
     tensors = make(line.shape, dtype, device)
@@ -199,12 +200,12 @@ def inputs(line: Line, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def contenders(line: Line, device: torch.device) -> dict[str, Callable[..., Any]]:
-    """What is called with the inputs, ours first."""
+    """Callables for the inputs, ours first."""
     op, ours = line.op, "cuda" if device.type == "cuda" else "cpp"
     if op == "square_matmul_":
         return {OURS: torchops.square_matmul_, SECOND: torch.bmm}
     trains = line.task in (BACKWARD, OVERHEAD_GRAD)
-    # What PyTorch overwrites it cannot differentiate: its gate is a new tensor there.
+    # PyTorch cannot differentiate what it has overwritten, so its gate makes a new tensor in training.
     formula = "gate" if op == "gate_" and trains else op
     found: dict[str, Callable[..., Any] | None] = {
         OURS: _overwritten if op == "gate_" and trains else implementations.find(op, ours),
@@ -245,7 +246,7 @@ def _task(way: _Way, task: Task) -> Callable[..., Any]:
 
 
 def peak_bytes(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> int:
-    """What a call on CUDA allocates beside what was there, at its peak; its results count."""
+    """What a call on CUDA allocates at its peak, results included."""
     call(*tensors)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -258,7 +259,7 @@ def peak_bytes(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> int:
 def prepared(
     line: Line, device: torch.device, path: str, seconds: float, without: Sequence[str] = ()
 ) -> Callable[[], Result]:
-    """Compiles the contenders of a line, and returns what measures them."""
+    """Compiles the contenders of a line, and returns a function that measures them."""
     ways = {name: way for name, way in contenders(line, device).items() if name not in without}
 
     def on_path() -> Any:
@@ -297,7 +298,7 @@ def to_markdown(
     keep: Callable[[dict[str, Any]], bool] = lambda line: True,
     memory: bool = False,
 ) -> str:
-    """A row for each line to `keep`, and whence: microseconds, and with `memory` the extra MiB at the peak."""
+    """A row for each line to `keep`, and the machine: microseconds, and with `memory` the extra MiB at the peak."""
     ways = contenders or document["contenders"]
     rows = [f"| | bound | at most | {' | '.join(ways)} |", "|---" * (3 + len(ways)) + "|"]
 
@@ -320,7 +321,7 @@ def to_markdown(
 
 
 def page(document: dict[str, Any]) -> str:
-    """The Markdown that stands beside the JSON."""
+    """The Markdown page beside the JSON."""
     return (
         f"# {document['title']}\n\nMicroseconds on the device, or of the host's time per call if the task is an"
         f" overhead. In brackets are the MiB\nthat a call takes beside its inputs, results included.\n\n"
@@ -331,7 +332,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """What to type; where the results went does not matter."""
+    """The command line, without where the results went."""
     skipped = {i + j for i, argument in enumerate(arguments) if argument == "--json" for j in (0, 1)}
     kept = [argument for i, argument in enumerate(arguments) if i not in skipped]
     return shlex.join(["python", "-m", "benchmarks.gates", *kept])
@@ -374,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "contenders": [*names],
             "results": [*map(asdict, results)],
         }
-        # After each line: a run that is stopped leaves what it has measured.
+        # After each line, so that a run that is stopped keeps its results.
         if options.json:
             options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if len(results) == len(chosen) else 1

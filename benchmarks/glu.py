@@ -23,8 +23,8 @@ def _cost(shape: Shape, task: Task) -> Cost:
     forward = Cost(x + w + 2 * n_out + y, 2 * rows * w)
     if task in (FORWARD, OVERHEAD):
         return forward
-    # Backward reads g, x, w and wg, and writes dx and the gradients of the weights. Whether it computes the factors
-    # again or reads them is up to the contender; its products are those that nobody can spare.
+    # Backward reads g, x, w and wg, and writes dx and the gradients of the weights. Contenders may recompute the
+    # factors or read them; only the products that are always needed count.
     return Cost(forward.elements + y + 2 * x + 2 * w + 2 * n_out, 3 * forward.flops)
 
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks gradcheck`: values and derivatives of every implementation in float64.
 
-Numerical differentiation tells what the derivative is without knowing a formula. PyTorch does it in two ways: slow
-mode looks at one entry of the Jacobian at a time, fast mode at a random projection of it. Slow mode's cotangents have a
-single 1 in them, which hides a kernel that leaves most of its output unwritten; so the gradients for random cotangents
-are also compared with those of the eager formula.
+Numerical differentiation gives the derivative without knowing a formula. PyTorch does it in two ways: slow mode looks
+at one entry of the Jacobian at a time, fast mode at a random projection of it. The cotangents of slow mode have a
+single 1, which hides a kernel that leaves most of its output unwritten. So the gradients for random cotangents are also
+compared with those of the eager formula.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .case import Operator, Shape
 from .operators import OPERATORS
 from .run import device_of, refusal
 
-# Compiled graphs have no second derivative, and neither has what autograd cannot look into.
+# Compiled graphs have no second derivative, and neither does code that autograd cannot see.
 FIRST_ORDER = {("py", "square_matmul_"), ("triton", "softmax")}
-# The formula overwrites what its own gradient needs, and autograd says so.
+# The formula overwrites what its own gradient needs, which autograd reports.
 IN_PLACE = ("gate_", "layer_norm_", "square_matmul_", "transition_")
 NO_GRADIENT = {
     *((mode, op) for mode in ("eager", "compile", "compile-max") for op in IN_PLACE),
     *(("eager-in-place", op) for op in ("gate_", "softmax_")),
 }
-# What they leave is their first argument plus the formula.
+# The result is the first argument plus the formula.
 ADDING = ("transition_",)
-# Made for float32 and less.
+# No float64 support.
 NO_FLOAT64 = ("quack", "liger")
-# Numerical differences over the thousands of parameters of the perceptron would take minutes; its layers are dense.
+# Numerical derivatives over the perceptron's thousands of parameters would take minutes; its layers are dense anyway.
 LARGE = ("mlp",)
 
 
 def checks(operator: Operator, mode: str, device: torch.device, shape: Shape = ()) -> dict[str, str]:
-    """By check, an empty string or what went wrong; empty if the operator does not exist in this mode."""
+    """An empty string or the error, by check. Empty if the operator doesn't exist in this mode."""
     found, formula = implementations.find(operator.name, mode), implementations.find(operator.name.rstrip("_"), "eager")
     if found is None or formula is None or (mode, operator.name) in NO_GRADIENT:
         return {}
@@ -88,7 +88,7 @@ def _outcome(check: Callable[[], object]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Checks and prints; the status is 1 when a check fails."""
+    """Checks and prints. The status is 1 if a check fails."""
     device = device_of(options)
     if reason := refusal(options, device):
         print(f"python -m benchmarks gradcheck: {reason}", file=sys.stderr)

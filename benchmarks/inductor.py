@@ -22,7 +22,7 @@ from . import machine, parallel, timing
 from .case import BACKWARD, FORWARD
 
 OPERATORS = ("gate", "glu sigmoid", "glu silu", "dense")
-# Less is the noise of the measurement.
+# Anything less is measurement noise.
 LEAST_RATIO = 1.05
 
 
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians in microseconds of the repeat in which the operator did worst."""
+    """Medians in microseconds, from the repeat in which the operator did worst."""
 
     case: Case
     ours: float
@@ -61,7 +61,7 @@ class Result:
 
 
 def _function(case: Case) -> Callable[..., Tensor]:
-    """A fresh one for each case, since compiled code belongs to the function."""
+    """A new function per case, since compiled code belongs to the function."""
 
     def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return v * torch.sigmoid(F.linear(x, w, b))
@@ -141,7 +141,7 @@ class _Contenders:
 
 
 def _prepared(case: Case, device: torch.device, repeats: int) -> Callable[[], Result]:
-    """What measures a case, all compiled."""
+    """Compiles everything for a case, and returns a function that measures it."""
     table.TABLE = table.Everywhere()
     torch._inductor.config.force_disable_caches = True
     contenders = _Contenders(case, device)
@@ -149,7 +149,7 @@ def _prepared(case: Case, device: torch.device, repeats: int) -> Callable[[], Re
 
 
 def _rows(results: list[Result], device: torch.device, source: str) -> list[table.Row]:
-    """Neighbouring numbers of rows at which the operator wins are one row."""
+    """Merges adjacent numbers of rows at which the operator wins into one row."""
     kind, capability = table.runs_on(device)
 
     def group(result: Result) -> tuple[Any, ...]:
@@ -183,7 +183,7 @@ def _rows(results: list[Result], device: torch.device, source: str) -> list[tabl
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """In the order in which they matter, if time runs out."""
+    """The most important cases first, in case time runs out."""
     return [
         Case(operator, dtype, features, rows, training, fused)
         for dtype in options.dtype
@@ -197,7 +197,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints each case, and writes the table with the new rows in the place of those of the same cases."""
+    """Measures, prints each case, and writes the table, in which the new rows replace those of the same cases."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     options.jobs = options.jobs or parallel.jobs(device.type)
     if options.repeats is None:

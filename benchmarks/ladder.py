@@ -18,7 +18,7 @@ def documents(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def table(document: dict[str, Any]) -> str:
-    """A row for each step, with its time and how many times as fast as the first step it is, for each case."""
+    """A row for each step: its time, and its speed relative to the first step, for each case."""
     cases = document["cases"]
     names = [*cases[0]["seconds"], *cases[0]["missing"], *cases[0]["wrong"]]
     head = ["step", *(cell for case in cases for cell in (_label(case), "speedup over step 1"))]
@@ -46,7 +46,7 @@ def _label(case: dict[str, Any]) -> str:
 
 
 def draw(folder: Path) -> str:
-    """Draws the ladders of all machines in a folder into one picture, and tells where."""
+    """Draws the ladders of all machines in a folder into one picture, and returns where it is."""
     found = list(documents(folder))
     if problem := plots.missing():
         return problem

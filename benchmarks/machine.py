@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine on which figures are measured."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def slug(description: dict[str, str]) -> str:
-    """Folder name for results of this machine."""
+    """The folder name for results of this machine."""
     return re.sub(r"[^a-z0-9]+", "-", description["machine"].lower()).strip("-")
 
 
 class OtherLoad:
-    """How much of the machine's processor time other processes use inside its `with` blocks (Linux)."""
+    """The share of the machine's processor time that other processes use during its `with` blocks (Linux)."""
 
     def __init__(self) -> None:
         self._total = 0.0
@@ -51,7 +51,7 @@ class OtherLoad:
         self._other += max(0.0, busy - own)
 
     def share(self) -> float | None:
-        """Between 0 and 1, or None where the system does not tell."""
+        """Between 0 and 1, or None if the system doesn't report it."""
         return self._other / self._total if self._total else None
 
     @staticmethod
@@ -83,7 +83,7 @@ def _cpu_model() -> str:
 
 
 def _revision() -> str:
-    # For sources that were copied to another machine without their history.
+    # For sources copied to another machine without their history.
     if known := os.environ.get("BENCH_REVISION"):
         return known
     git = ["git", "-C", str(Path(__file__).parent)]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 Function = Callable[..., Any]
 
-# In the order in which tables and pictures show them.
+# In the order of tables and plots.
 MODES = (
     "cuda",
     "cpp",
@@ -47,7 +47,7 @@ MODES = (
 )
 OURS = ("cuda", "cpp")
 
-# What is compiled, and the options.
+# What is compiled, with the options.
 _COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
     "compile-ours": ("cpp", {}),
     "compile": ("eager", {}),
@@ -63,7 +63,7 @@ _MODULES = {
     "quack": ("quack_rows",),
     "liger": ("liger",),
 }
-# Packages that a mode needs, by the name of their distribution and of their module. They run on CUDA only.
+# Packages that a mode needs: distribution and module. They only run on CUDA.
 _PACKAGES = {
     "triton": ("triton", "triton"),
     "quack": ("quack-kernels", "quack"),
@@ -72,7 +72,7 @@ _PACKAGES = {
 
 
 def unavailable(mode: str, device_type: str) -> str:
-    """Why a mode cannot run on a kind of device here, or an empty string."""
+    """Why a mode cannot run here on a device type, or an empty string."""
     needed = {"cuda": "cuda", "cpp": "cpu"}.get(mode, "cuda" if mode in _PACKAGES else device_type)
     distribution, module = _PACKAGES.get(mode, ("", ""))
     if module and importlib.util.find_spec(module) is None:
@@ -85,7 +85,7 @@ def unavailable(mode: str, device_type: str) -> str:
 
 @functools.cache
 def _broken(mode: str) -> str:
-    """Why a peer that is installed cannot be imported here, or an empty string."""
+    """Why an installed peer cannot be imported here, or an empty string."""
     try:
         for name in _MODULES[mode] if mode in ("quack", "liger") else ():
             importlib.import_module(f"{__name__}.{name}")
@@ -95,9 +95,9 @@ def _broken(mode: str) -> str:
 
 
 def find(op: str, mode: str) -> Function | None:
-    """The implementation of an operator, or `None` where there is none in this mode.
+    """The implementation of an operator, or `None` if there is none in this mode.
 
-    Each call in a compile mode returns a function that is compiled anew.
+    In a compile mode, each call returns a newly compiled function.
 
     Example::
 

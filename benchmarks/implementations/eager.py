@@ -1,7 +1,7 @@
-"""Mode `eager`: the formulas in PyTorch's operators, which are also what is compiled and what others are checked by.
+"""Mode `eager`: the formulas in PyTorch's operators, which are also what is compiled, and the reference for checks.
 
 Each operator below is at least one pass over memory: `torch.sigmoid(F.linear(x, w, b))` writes the pre-activation,
-reads it back and writes the result. `eager_in_place.py` has what PyTorch can do without a new tensor for each.
+reads it back and writes the result. `eager_in_place.py` shows what PyTorch can do without a new tensor for each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def transition(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor
     return F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
 
 
-# The plain way to overwrite: the result is a second tensor, which is copied back.
+# The plain way to overwrite: the result is a second tensor that is copied back.
 
 
 def softmax_(x: Tensor) -> Tensor:

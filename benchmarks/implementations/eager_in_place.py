@@ -1,8 +1,8 @@
-"""Mode `eager-in-place`: PyTorch's operators, each of which overwrites what nobody reads any more.
+"""Mode `eager-in-place`: PyTorch's operators, each overwriting what is no longer needed.
 
-`F.linear(x, w, b).sigmoid_()` takes no tensor for the pre-activation, and `torch.softmax(x, -1, out=x)` none at all.
-Two operators are missing, since PyTorch has no such form of them: layer norm has no `out=`, and
-`torch.mm(a, b, out=a)` overwrites what it still has to read.
+`F.linear(x, w, b).sigmoid_()` allocates no extra tensor for the pre-activation, and `torch.softmax(x, -1, out=x)` none
+at all. Two operators are missing, since PyTorch has no such form of them: layer norm has no `out=`, and `torch.mm(a, b,
+out=a)` overwrites what it still has to read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def glu(x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor) -> Tensor:
 
 def swiglu(x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor) -> Tensor:
     z = F.linear(x, wg, bg)
-    # The gradient of SiLU reads z.
+    # The gradient of SiLU needs z.
     return _times(F.silu(z, inplace=not z.requires_grad), F.linear(x, w, b))
 
 
@@ -39,7 +39,7 @@ def softmax_(x: Tensor) -> Tensor:
 
 
 def _times(gate: Tensor, value: Tensor) -> Tensor:
-    # The gradient of the sigmoid reads the gate.
+    # The gradient of the sigmoid needs the gate.
     return gate * value if gate.requires_grad else gate.mul_(value)
 
 

@@ -1,4 +1,4 @@
-"""Modes `cpp` and `cuda`: the operators of torchops, which take the path that they choose themselves."""
+"""Modes `cpp` and `cuda`: the operators of torchops, which choose their path themselves."""
 
 from __future__ import annotations
 

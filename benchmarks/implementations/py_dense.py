@@ -25,8 +25,8 @@ class DenseFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         y = torch.sigmoid(x @ w.T + b)
-        # x and w are inputs and y is an output. These alone may be saved: autograd knows where they come from, so the
-        # backward below, being made of differentiable operators, can itself be differentiated.
+        # x and w are inputs and y is an output. Only inputs and outputs may be saved: autograd knows where they come
+        # from, so the backward below, which consists of differentiable operators, can itself be differentiated.
         ctx.save_for_backward(x, w, y)
         return y
 
@@ -39,7 +39,7 @@ class DenseFunction(torch.autograd.Function):
 
 
 def dense(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """What `Dense(..., mode="py")` of this package calls; that module owns the parameters."""
+    """Called by `Dense(..., mode="py")` of this package; that module owns the parameters."""
     return DenseFunction.apply(x, w, b)
 
 

@@ -1,7 +1,7 @@
-"""Mode `py`: operators that overwrite their argument, which they tell autograd with `ctx.mark_dirty`.
+"""Mode `py`: operators that overwrite their argument, and tell autograd so with `ctx.mark_dirty`.
 
-That is enough in eager mode. Under `torch.compile` a marked tensor that is an input of the graph and needs a gradient
-gets a wrong one, which is why the operators of torchops go another way (`src/autograd/recipe.h`).
+That is enough in eager mode. Under `torch.compile`, a marked tensor that is a graph input and needs a gradient gets a
+wrong one, which is why the operators of torchops use another recipe (`src/autograd/recipe.h`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PANEL_ROWS = 8192
 
 
 class SigmoidInPlace(SigmoidFunction):
-    """The gradient, inherited, needs the result alone, so overwriting the input loses nothing."""
+    """The inherited gradient only needs the result, so overwriting the input loses nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class SigmoidInPlace(SigmoidFunction):
 
 
 class SoftmaxInPlace(SoftmaxFunction):
-    """Four passes over memory, where one kernel needs one; but no second tensor."""
+    """Four passes over memory where one kernel needs one, but no second tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -41,11 +41,11 @@ class SoftmaxInPlace(SoftmaxFunction):
 
 
 class SquareMatmulInPlace(torch.autograd.Function):
-    """`a @ b` over `a`, panel by panel: a row of the result depends on that row of `a` alone.
+    """`a @ b` over `a`, panel by panel: a row of the result only depends on that row of `a`.
 
-    The second buffer has the size of a panel instead of that of `a`. The gradient of `b` needs the old `a`; only then
-    is it copied. Autograd does not know where that copy comes from, hence `once_differentiable`: a second derivative
-    would be wrong without a word, and now it raises.
+    The second buffer has the size of a panel, not of `a`. The gradient of `b` needs the old `a`, which is copied only
+    then. Autograd doesn't know where that copy comes from, so `once_differentiable` makes a second derivative raise
+    instead of being silently wrong.
     """
 
     @staticmethod

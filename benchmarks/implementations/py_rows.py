@@ -69,8 +69,8 @@ class LayerNormFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, Tensor, Tensor]:
         (g,) = cotangents
         x, weight = ctx.saved_tensors
-        # Computed again rather than saved: they are neither inputs nor outputs, so autograd would take saved ones for
-        # constants, and the second derivative would be wrong without a word.
+        # Recomputed, not saved: they are neither inputs nor outputs, so autograd would treat saved ones as constants,
+        # and the second derivative would be silently wrong.
         n, rstd = _normalise(x)
         dn = g * weight
         dx = (dn - dn.mean(-1, keepdim=True) - n * (dn * n).mean(-1, keepdim=True)) * rstd

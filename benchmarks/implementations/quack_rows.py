@@ -16,12 +16,12 @@ EPS = 1e-5
 
 @functools.lru_cache(maxsize=256)
 def _float32(parameter: Tensor) -> Tensor:
-    # Its layer norm wants float32 parameters. A model would hold them as such, so the conversion is not timed.
+    # quack's layer norm needs float32 parameters. A model would store them like that, so the conversion is not timed.
     return parameter.detach().float()
 
 
 class LayerNormFunction(torch.autograd.Function):
-    """quack has kernels for both passes of layer norm, and puts them together for RMS norm alone."""
+    """quack has kernels for both passes of layer norm, but combines them only for RMS norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

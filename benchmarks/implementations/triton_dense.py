@@ -1,10 +1,10 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
 """Mode `triton`: a dense layer in one kernel, with bias and sigmoid in the epilogue of the matrix product.
 
 Each program computes one tile of the output. It walks along the inner dimension, multiplies a tile of x with a tile of
-w in every step, and holds the sums in registers. When it is done the sums are still there: bias and sigmoid cost no
+w in every step, and holds the sums in registers. At the end the sums are still there, so bias and sigmoid cost no
 memory traffic, whereas a second kernel would have to read the product back.
 
 Real code would choose the tile by measuring (`triton.autotune`); here it follows from the shape, which is shorter.
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from . import py_dense
 
-# Programs that run at the same time should share tiles of x and w in the L2 cache: the tiles of the output are taken in
-# bands of this many rows of tiles, column by column, and not row by row.
+# Programs that run at the same time should share tiles of x and w in the L2 cache. So the output tiles are computed in
+# bands of this many rows of tiles, column by column instead of row by row.
 BAND = 8
 
 
@@ -50,12 +50,12 @@ def _dense_kernel(
     tile_m = band * BAND + (tile % (BAND * tiles_n)) % band_height
     tile_n = (tile % (BAND * tiles_n)) // band_height
 
-    # 64 bits: the last element may lie beyond 2**31.
+    # 64 bits, since the last element may be beyond 2**31.
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_tile = x_ptr + m[:, None] * n_in + k[None, :]
-    # w is stored as (out, in); reading it with the axes exchanged gives the tile of w.T.
+    # w is stored as (out, in); reading it with swapped axes gives the tile of w.T.
     w_tile = w_ptr + n[None, :] * n_in + k[:, None]
 
     sums = tl.zeros((BLOCK_M, BLOCK_N), ACC)
@@ -74,7 +74,7 @@ def _dense_kernel(
 
 
 def _tile(rows: int, n_out: int, dtype: torch.dtype) -> dict[str, int]:
-    """Sizes of a tile and of the pipeline that loads it, such that both fit into shared memory."""
+    """Sizes of a tile and of the pipeline that loads it, so that both fit into shared memory."""
     largest, depth = {2: (128, 64), 4: (64, 32), 8: (32, 16)}[dtype.itemsize]
     block_m = max(16, min(largest, triton.next_power_of_2(rows)))
     block_n = max(16, min(largest, triton.next_power_of_2(n_out)))
@@ -97,7 +97,7 @@ def dense_forward(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         n_out,
         n_in,
         ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
-        # As PyTorch's own products: full float32 unless its user has allowed less.
+        # Like PyTorch's own products: full float32 unless the user has allowed less.
         PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         BAND=BAND,
         **tile,

@@ -1,10 +1,10 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""Mode `triton`: a gate, and a gated linear unit, in one kernel each, forward; backward is that of mode `py`.
+"""Mode `triton`: the forward of a gate, and of a gated linear unit, in one kernel each; backward is that of mode `py`.
 
-As in `triton_dense.py`, a program holds the sums of its tile in registers until they are whole. Of a gated linear unit
-it holds two, which share the tiles of x: a gate costs no memory traffic, and x is read once for both products.
+As in `triton_dense.py`, a program holds the sums of its tile in registers until they are complete. For a gated linear
+unit it holds two, which share the tiles of x: a gate costs no memory traffic, and x is read once for both products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .triton_dense import BAND, _tile
 @triton.jit
 def _gated_kernel(
     y_ptr,
-    v_ptr,  # what is gated, or w of the value
+    v_ptr,  # the gated tensor, or the weight of the value
     x_ptr,
     w_ptr,
     vb_ptr,
@@ -31,7 +31,7 @@ def _gated_kernel(
     rows,
     n_out,
     n_in,
-    TWO: tl.constexpr,  # products: that of the value, too
+    TWO: tl.constexpr,  # two products: also that of the value
     SILU: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,

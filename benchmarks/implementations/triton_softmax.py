@@ -1,11 +1,11 @@
-# Kernels have no types, and their constants are in capitals as everywhere in Triton.
+# Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""Mode `triton`: softmax over rows, one program of the GPU for each row.
+"""Mode `triton`: softmax over rows, with one program per row.
 
-A row that fits into the registers of a program is read once and written once, which is the least that can be. A longer
-one is read twice: the first time for its maximum and its sum, which are kept up to date as parts of the row come in
-("Online normalizer calculation for softmax", Milakov and Gimelshein, 2018).
+A row that fits into the registers of a program is read once and written once, which is the minimum. A longer one is
+read twice: the first time for its maximum and its sum, which are updated as parts of the row come in ("Online
+normalizer calculation for softmax", Milakov and Gimelshein, 2018).
 
 `TRITON_INTERPRET=1` in the environment runs the kernels on CPU tensors, slowly, for learning and for tests.
 """
@@ -26,11 +26,11 @@ PART = 8192
 
 @triton.jit
 def _softmax_kernel(y_ptr, x_ptr, columns, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    # 64 bits: a row may start beyond 2**31 elements.
+    # 64 bits, since a row may start beyond 2**31 elements.
     row = tl.program_id(0).to(tl.int64) * columns
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    # BLOCK is a power of two; what is outside the row must not count, and exp(-inf) is 0.
+    # BLOCK is a power of two. Elements outside the row must not count, and exp(-inf) is 0.
     x = tl.load(x_ptr + row + column, mask=inside, other=-float("inf")).to(ACC)
     e = tl.exp(x - tl.max(x, 0))
     tl.store(y_ptr + row + column, (e / tl.sum(e, 0)).to(y_ptr.dtype.element_ty), mask=inside)
@@ -45,7 +45,7 @@ def _long_softmax_kernel(y_ptr, x_ptr, columns, ACC: tl.constexpr, BLOCK: tl.con
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row + column, mask=column < columns, other=-float("inf")).to(ACC)
-        # Columns are more than BLOCK, so the first part fills every lane and no lane subtracts infinities.
+        # There are more columns than BLOCK, so the first part fills every lane and no lane subtracts infinities.
         new = tl.maximum(largest, x)
         total = total * tl.exp(largest - new) + tl.exp(x - new)
         largest = new
@@ -59,7 +59,7 @@ def _long_softmax_kernel(y_ptr, x_ptr, columns, ACC: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _backward_kernel(dx_ptr, g_ptr, y_ptr, columns, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """dx = y * (g - sum(g * y)); where one part holds the row, its second reading comes from the cache."""
+    """dx = y * (g - sum(g * y)). If one part holds the row, the second read comes from the cache."""
     row = tl.program_id(0).to(tl.int64) * columns
     products = tl.zeros((BLOCK,), ACC)
     for start in range(0, columns, BLOCK):
@@ -100,7 +100,7 @@ class SoftmaxFunction(torch.autograd.Function):
         ctx.save_for_backward(y)
         return y
 
-    # Autograd cannot look into a kernel, so there is no second derivative; without this it would be zero.
+    # Autograd cannot see into a kernel, so there is no second derivative; without this it would be zero.
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Any) -> Tensor:
