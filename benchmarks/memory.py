@@ -1,6 +1,6 @@
-"""`python -m benchmarks memory`: peak memory of operators that overwrite their argument, and of what makes a new one.
+"""`python -m benchmarks memory`: peak memory of operators that overwrite their argument, and of those that don't.
 
-On CUDA the allocator counts. On the CPU the system does, for one contender in a process of its own.
+On CUDA, the allocator counts. On the CPU, the system does, with a separate process per contender.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ MIB = 2**20
 
 
 def supported(device: torch.device) -> bool:
-    """Whether peaks can be measured: on CUDA, and where the system can reset the peak of a process (Linux)."""
+    """Whether peaks can be measured: on CUDA, and if the system can reset the peak of a process (Linux)."""
     return device.type == "cuda" or (PROC / "clear_refs").exists()
 
 
 def peak(work: Workload, contender: str, device: torch.device) -> int:
-    """That of `peak_of`, for one contender of a benchmark."""
+    """`peak_of` for one contender of a benchmark."""
     call, args = work.contenders[contender], work.inputs[0]
     with timing.context(work.case.task):
         return peak_of(lambda: call(*args), device)
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a call needs at its peak on top of what was there before it.
+    """Bytes that a call allocates at its peak, beyond what was allocated before.
 
-    The call before it is a warm-up: what compilation, thread start and library initialisation allocate does not count,
-    and what the allocator kept of it goes back to the system first, so that reused memory does count.
+    A warm-up call comes first, so memory for compilation, starting threads and initialising libraries doesn't count.
+    What the allocator cached from it is returned to the system first, so reused memory does count.
     """
     call()
     gc.collect()
@@ -95,7 +95,7 @@ def _cases(options: argparse.Namespace, device_type: str) -> list[Case]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints and writes `memory.{json,md,png}`; the status is 1 when ours failed."""
+    """Measures, prints and writes `memory.{json,md,png}`. The status is 1 if ours failed."""
     device = device_of(options)
     cases = _cases(options, device.type)
     if not cases:

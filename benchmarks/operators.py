@@ -1,4 +1,4 @@
-"""All operators that are measured, by name."""
+"""All measured operators, by name."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ FORWARD, TRAINING = "forward", "forward + backward"
 
 
 def parameters_(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Random ones, so that no update is 0."""
+    """Fills the parameters with random values, so that no update is 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -46,7 +46,7 @@ def parameters_(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 class Case:
-    """Calls of one N, task and precision; `bf16-mixed` is a float32 x under autocast."""
+    """Calls for one N, task and precision. `bf16-mixed` is a float32 x under autocast."""
 
     def __init__(self, n: int, task: str, precision: str, device: torch.device) -> None:
         self.n, self.task, self.precision, self.device = n, task, precision, device
@@ -62,11 +62,12 @@ class Case:
         self.ours.load_state_dict(plain.state_dict())
         self.checkpointed = copy.copy(self.ours)
         self.checkpointed.checkpoint = True
-        # Found once, as optimizers do: between forward and backward, a walk through the modules lets a GPU wait.
+        # Collected once, as optimizers do: a walk through the modules between forward and backward would make a GPU
+        # wait.
         self.weights = {module: list(module.parameters()) for module in (self.plain, *self.ours.modules())}
 
     def call(self, way: Callable[..., Tensor], module: nn.Module, in_place: bool) -> None:
-        """`way` computes `module`."""
+        """Calls `way`, which computes `module`."""
         with torch.autocast(self.device.type, self.compute, enabled=self.mixed):
             if self.grad is None:
                 with torch.no_grad():
@@ -77,7 +78,7 @@ class Case:
         torch.autograd.grad(out, [x, *self.weights[module]], self.grad.to(out.dtype))
 
     def deviations(self) -> dict[str, float]:
-        """From float64, where each part of our layer overwrites x. Autocast rounds what is float32."""
+        """Deviations from float64, with each part of our layer overwriting x. Autocast rounds what is float32."""
         with torch.autocast(self.device.type, self.compute, enabled=self.mixed):
             made = sampled.errors(self.ours, self.x, self.mask)
         if not max(made.values()) < 8 * torch.finfo(self.compute).eps:
@@ -111,7 +112,7 @@ class Case:
 
 
 def sample(call: Callable[[], None], device: torch.device) -> tuple[float, int, int]:
-    """Microseconds, and on CUDA bytes beside what was there and with it."""
+    """Microseconds and, on CUDA, the bytes allocated by the call alone and in total."""
     if device.type == "cpu":
         return timing.once(call, device) * 1e6, 0, 0
     torch.cuda.synchronize()
@@ -139,7 +140,7 @@ def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dic
             if done >= 2:
                 times[name].append(microseconds)
     if case.device.type == "cpu" and memory.supported(case.device):
-        # After all times: pages that are given back have to be asked for again.
+        # After all timing: memory returned to the system must be requested again.
         peaks = {name: memory.peak_of(call, case.device) for name, call in ways.items() if name not in errors}
     return {
         "n": case.n,
@@ -197,11 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if options.check and task == FORWARD:
                     result["deviations"] = case.deviations()
                     print("    deviations:", ", ".join(f"{k} {v:.1e}" for k, v in result["deviations"].items()))
-                # After each: a run that is stopped leaves what it has measured.
+                # After each case, so that a run that is stopped keeps its results.
                 if options.json:
                     options.json.write_text(json.dumps({**described, "results": results}, indent=1) + "\n")
                 del case, ways
-                # Compiled code of earlier cases would count towards the recompile limit.
+                # Otherwise compiled code of earlier cases would count towards the recompile limit.
                 torch.compiler.reset()
                 if cuda:
                     torch.cuda.empty_cache()

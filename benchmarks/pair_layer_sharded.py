@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchops
-import torchops.distributed  # its rules for DTensor
+import torchops.distributed  # registers its DTensor rules
 
 from . import machine
 from .case import BACKWARD, FORWARD, Task
@@ -52,7 +52,7 @@ def problem(n: int, c: int, device: torch.device, dtype: torch.dtype, batch: int
 
 
 def ways(n: int, c: int, task: Task, device: torch.device, dtype: torch.dtype) -> dict[str, Call]:
-    """The layer by one GPU and by all of them: in place, or forward + backward."""
+    """The layer on one GPU and on all of them: in place, or forward + backward."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     x, mask = problem(n, c, device, dtype)
     one = layer_of(c, device, dtype)
@@ -65,13 +65,13 @@ def ways(n: int, c: int, task: Task, device: torch.device, dtype: torch.dtype) -
         leaves = [x.requires_grad_(), *layer.parameters()]
         return lambda: torch.autograd.grad(layer(x, mask), leaves, grad)
 
-    # In memory of their own, and no view of what every rank has made.
+    # Cloned, so that they are not views of what every rank has made.
     parts = (distribute_tensor(t, mesh, [Shard(1)], src_data_rank=None).clone() for t in (x, mask))
     return {"one": call(one, x, mask), "rows": call(several, *parts)}
 
 
 def distance(got: Any, exact: Tensor) -> float:
-    """By norms."""
+    """The relative distance, by norms."""
     got = got.full_tensor().double() if hasattr(got, "full_tensor") else got.double()
     return ((got - exact.double()).norm() / exact.double().norm()).item()
 
@@ -81,7 +81,7 @@ def allowed(dtype: torch.dtype) -> float:
 
 
 def check(contenders: dict[str, Call], task: Task, dtype: torch.dtype) -> float:
-    """The relative distance of the results, or the greatest of those of gradients."""
+    """The relative distance of the results, or the largest one of the gradients."""
     alone, shared = (way() for way in contenders.values())
     alone, shared = ([alone], [shared]) if task == FORWARD else (alone, shared)
     distances = [distance(b, a) for a, b in zip(alone, shared, strict=True)]
@@ -91,7 +91,7 @@ def check(contenders: dict[str, Call], task: Task, dtype: torch.dtype) -> float:
 
 
 def memory(contenders: dict[str, Call], device: torch.device) -> dict[str, float]:
-    """The most MiB that a GPU allocates in a call."""
+    """The most MiB that any GPU allocates in a call."""
     if device.type != "cuda":
         return {}
     peaks = []
@@ -134,8 +134,8 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 
 def data_parallel(n: int, c: int, device: torch.device, dtype: torch.dtype, layers: int = 4) -> dict[str, Any]:
-    """Of each wrapper the distance of the gradients of parameters from one GPU's: the worst, and that of all together.
-    Beside them what the order of a sum does, which differs as well: one GPU with one of the batch at a time."""
+    """For each wrapper, the distance of the parameters' gradients from those of one GPU: the worst one, and that of all
+    together. For comparison, one GPU with one batch element at a time, which also adds in another order."""
     size, rank = dist.get_world_size(), dist.get_rank()
     x, mask = problem(n, c, device, dtype, batch=size)
     cotangent = torch.randn(x.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(dtype)
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         document[section].append(result)
         if rank == 0:
             print(json.dumps({section: result}), flush=True)
-            if options.json:  # what there is, if the rest does not come
+            if options.json:  # partial results, in case the run is stopped
                 options.json.write_text(json.dumps(document, indent=1) + "\n")
 
     for n in options.data_parallel:

@@ -1,4 +1,4 @@
-"""Pictures of the triangle update's stages and of the pair layer over N, from the results on disk."""
+"""Plots of the triangle update's stages and of the pair layer over N, from the results on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from . import plots, stages
 from .case import FORWARD
 from .gates import RATE
 
-# The kernels of a stage, by parts of their names: all of one of the tuples. What no line names is the rest.
+# The kernels of a stage, by parts of their names; a name must contain all parts of one tuple. Anything else is the
+# rest.
 KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
     "layer norm, projections, gates": (("PairInKernel",),),
     "products of channels": (("nvjet",), ("gemm_",), ("cutlass_",)),
@@ -22,7 +23,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
 REST = "rest"
 COLORS = dict(zip((*KERNELS, REST), ("#1f77b4", "#7f7f7f", "#2ca02c", "#98df8a", "#aec7e8", "#d9d9d9"), strict=True))
 
-# As the JSON of benchmarks.pair_layer names them; the label and the look are those of the other pictures.
+# The names in the JSON of benchmarks.pair_layer, with the labels and styles of the other plots.
 WAYS = {
     "torchops": ("torchops", "cuda"),
     "torchops, checkpointed": ("torchops, checkpointed", "compile-ours"),
@@ -40,7 +41,7 @@ def _stage(kernel: str) -> str:
 
 
 def by_stage(kernels: dict[str, float]) -> dict[str, float]:
-    """Microseconds of each stage, of those of each kernel."""
+    """Microseconds per stage, from microseconds per kernel."""
     sums = dict.fromkeys(COLORS, 0.0)
     for kernel, us in kernels.items():
         sums[_stage(kernel)] += us
@@ -87,7 +88,7 @@ def draw_layer(document: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 7.6), layout="constrained")
     axes = figure.subplots(2, 2)
     for column, task in enumerate(("forward", "forward + backward")):
-        # One more than a round size has a figure of its own in the table; the line here is that of the round ones.
+        # Sizes of a round number plus one have their own figures in the table; the line here has the round ones.
         results = [r for r in document["results"] if (r["task"], r["precision"]) == (task, "bfloat16")]
         results = sorted((r for r in results if r["n"] % 2 == 0), key=lambda r: r["n"])
         for way, (label, look) in WAYS.items():
@@ -117,7 +118,7 @@ def _line(
 
 
 def draw(folder: Path) -> str:
-    """`stages.png` and `pair_layer.png` of one machine, where it has results with more than one N."""
+    """Draws `stages.png` and `pair_layer.png` of one machine, if it has results for more than one N."""
     if problem := plots.missing():
         return problem
     drawn = []

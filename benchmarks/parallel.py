@@ -1,5 +1,5 @@
-"""Measurements of compiled code. Compilation takes nearly all of their time, so several processes do it at once; then
-they measure one after the other.
+"""Measurements of compiled code. Compilation takes nearly all of the time, so several processes compile at once; they
+then measure one after another.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ R = TypeVar("R")
 
 
 def jobs(device_type: str) -> int:
-    """How many processes compile. On the CPU they would be in each other's caches."""
+    """How many processes compile. On the CPU they would disturb each other's caches."""
     return min(14, os.cpu_count() or 1) if device_type == "cuda" else 1
 
 
 def _work(connection: Connection, prepare: Callable[[Any], Callable[[], Any]], cases: Sequence[Any]) -> None:
-    """A process: prepares its cases, says which, and measures each when it is told to."""
-    torch._inductor.config.compile_threads = 1  # of as many processes as there are cores
+    """A process: prepares its cases, reports each, and measures one when told to."""
+    torch._inductor.config.compile_threads = 1  # there are already as many processes as cores
     measure = {}
     for number, case in enumerate(cases):
-        # One limit of recompilations is for all functions of one line of code.
+        # The recompile limit counts all functions from the same line of code together.
         torch._dynamo.config.recompile_limit = 1000
         try:
             measure[number] = prepare(case)
@@ -55,10 +55,10 @@ def _give_back() -> None:
 def measured(
     prepare: Callable[[C], Callable[[], R]], cases: Sequence[C], processes: int, seconds: float
 ) -> Iterator[tuple[C, R]]:
-    """`prepare(case)` compiles and returns what measures; both run in the same one of the processes.
+    """`prepare(case)` compiles and returns a function that measures. Both run in the same one of the processes.
 
-    Yields results in the order of the cases. What is not prepared when `seconds` are over, or fails, is left out, with
-    a line on stderr that says why.
+    Yields results in the order of the cases. Cases that fail or are not prepared after `seconds` are skipped, with a
+    line on stderr that says why.
     """
     spawn = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + seconds
@@ -84,7 +84,7 @@ def measured(
                     failures[shard[number]] = error
     for (process, _, shard), numbers in zip(workers, pending, strict=True):
         failures |= {shard[number]: "not compiled in time" for number in numbers}
-        # Who still compiles would be heard while others measure.
+        # A process that is still compiling would disturb the measurements of the others.
         if numbers:
             process.terminate()
             failures = {shard[n]: "compiled, and not measured" for n in range(len(shard))} | failures
@@ -105,6 +105,6 @@ def measured(
         print(f"{getattr(case, 'name', case)}: {failures[index]}", file=sys.stderr)
     for (process, connection, _), numbers in zip(workers, pending, strict=True):
         if not numbers:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 connection.send(None)
         process.join()

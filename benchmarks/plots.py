@@ -1,4 +1,4 @@
-"""Pictures of results, if matplotlib is installed."""
+"""Plots of results, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEWEST_POINTS = 3
 DPI = 90
 MIB = 2**20
 
-# Every contender looks the same in all pictures; ours is drawn thicker and above the others.
+# Every contender has the same style in all plots; ours is thicker and drawn last.
 COLORS = {
     "cuda": "#d62728",
     "cpp": "#d62728",
@@ -52,16 +52,16 @@ LABELS = {
 
 
 def missing() -> str:
-    """Why there are no pictures, or an empty string."""
+    """Why there are no plots, or an empty string."""
     if importlib.util.find_spec("matplotlib"):
         return ""
     return "no pictures: matplotlib is not installed (dependency group demo)"
 
 
 def draw(folder: Path, reports: Sequence[Report], ours: str) -> str:
-    """Draws what has at least three sizes, and tells what was drawn, or why nothing.
+    """Draws whatever has at least three sizes, and returns what was drawn, or why nothing was.
 
-    A sweep goes to `<op>-<size>-<dtype>.png`, and the ratios of the cases with several targets to `<op>-shapes.png`.
+    A sweep goes to `<op>-<size>-<dtype>.png`, and the ratios of cases with several targets to `<op>-shapes.png`.
     """
     if problem := missing():
         return problem
@@ -91,7 +91,7 @@ def _draw_sweep(path: Path, report: Report, size: str, results: list[Result], ou
     position = dims.index(size)
     results = sorted(results, key=lambda result: result.case.shape[position])
     sizes = [result.case.shape[position] for result in results]
-    # Products are told by operations, everything else by bytes. The roofline minds both.
+    # Products are plotted by operations, everything else by bytes. The roofline takes both into account.
     bound_by_flops = any(result.cost.flops for result in results) and report.op.startswith("square")
     scale, prefix = (1e12, "T") if report.rates.get("copy", 0.0) > 1e12 else (1e9, "G")
     work = [(result.cost.flops if bound_by_flops else result.bytes) / scale for result in results]
@@ -186,7 +186,7 @@ def _caption(figure: Any, description: dict[str, str]) -> None:
 
 
 def draw_memory(folder: Path, rows: Sequence[dict[str, Any]], description: dict[str, str], ours: str) -> str:
-    """Draws the peaks of all cases as bars to `memory.png`, as multiples of the tensor that an operator works on."""
+    """Draws the peaks of all cases as bars into `memory.png`, as multiples of the tensor that an operator works on."""
     if problem := missing():
         return problem
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""A bar on a terminal; nothing where stderr is a file or a pipe."""
+"""A progress bar on a terminal; nothing if stderr is a file or a pipe."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Progress:
         self._shown = sys.stderr.isatty()
 
     def case(self, label: str) -> None:
-        """A new case begins."""
+        """Starts a new case."""
         self._label = label
         self.state("")
 
     def state(self, text: str) -> None:
-        """What the case is doing now."""
+        """Shows what the case is doing now."""
         if self._shown:
             filled = WIDTH * self._done // max(1, self._total)
             bar = "#" * filled + "-" * (WIDTH - filled)
@@ -31,7 +31,7 @@ class Progress:
             print(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
 
     def finished(self) -> None:
-        """The case is done; the line is free for other output."""
+        """Ends the case, and frees the line for other output."""
         self._done += 1
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

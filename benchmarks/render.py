@@ -20,7 +20,7 @@ from . import eight_bits, gates, ladder, pair_plots, plots, report, stages, tria
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
-REVISION = "revision of src"  # of a document's machine; of a result that is of another one
+REVISION = "revision of src"  # of a document's machine, or of a result from another revision
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
@@ -41,9 +41,9 @@ BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)
 
 H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
 OURS = ("cuda", "cpp")
-# These compute less than the operator: bounds, and no way to do what it does.
+# Bounds: they compute less than the operator, so they don't replace it.
 BOUNDS = ("linear", "products", "packed product", "copy")
-# In the order of columns.
+# In the order of the columns.
 NAMES = {
     "eager": "eager",
     "eager-in-place": "eager, in place",
@@ -62,7 +62,7 @@ NAMES = {
 
 
 def documents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The results of one machine that are made here: of `run`, of `memory`, and of `benchmarks.gates`."""
+    """The results of one machine that are rendered here: of `run`, of `memory`, and of `benchmarks.gates`."""
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
         if "op" in document or path.stem == "memory" or path.stem.startswith("gates"):
@@ -70,7 +70,7 @@ def documents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def markdown(path: Path, document: dict[str, Any]) -> str:
-    """The page that belongs to a file of results."""
+    """The page for a file of results."""
     if "op" in document:
         return report.to_markdown(report.from_json(path.read_text()))
     if "contenders" in document:
@@ -89,7 +89,7 @@ def reports(machine: str) -> dict[str, Report]:
 
 
 def source(machine: str, ops: Sequence[str]) -> str:
-    """Machine, versions and revisions of what a table shows."""
+    """The machine, versions and revisions behind a table."""
     used = [reports(machine)[op].description for op in ops]
     (name,) = {description["machine"] for description in used}
     torch = ", ".join(sorted({description["torch"] for description in used}))
@@ -98,7 +98,7 @@ def source(machine: str, ops: Sequence[str]) -> str:
 
 
 def chosen(machine: str, what: str, columns: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
-    """Some cases, a row each: `(operator, name of the case)`."""
+    """A row for each of some cases: `(operator, name of the case)`."""
     cases = {(op, result.case.name): result for op, item in reports(machine).items() for result in item.results}
     head = [what, "torchops", *(NAMES[name] for name in columns)]
     lines = [_row(head), "|---" * len(head) + "|"]
@@ -118,7 +118,7 @@ def _cell(result: Result, name: str) -> str:
 
 
 def ratios(machine: str) -> str:
-    """By operator and task the time of every other way over ours: median, least and most over the cases."""
+    """By operator and task, the time of every other way over ours: median, least and most over the cases."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for op, item in reports(machine).items():
         for result in item.results:
@@ -162,7 +162,7 @@ def _where(about: dict[str, Any]) -> str:
 
 
 def triangle(machine: str) -> str:
-    """What `python -m benchmarks.triangle` has measured: times, and memory in pair tensors."""
+    """Results of `python -m benchmarks.triangle`: times, and memory in pair tensors."""
     document = json.loads((RESULTS / machine / "triangle.json").read_text())
     names = ("torchops", "channels first, torch.compile", "as written")
     lines = [
@@ -178,7 +178,7 @@ def triangle(machine: str) -> str:
 
 
 def pair_layer(machine: str) -> str:
-    """What `python -m benchmarks.pair_layer` has measured: times, and memory in pair tensors."""
+    """Results of `python -m benchmarks.pair_layer`: times, and memory in pair tensors."""
     document = json.loads((RESULTS / machine / "pair_layer.json").read_text())
     titles = {
         "torchops": "torchops",
@@ -200,7 +200,7 @@ def pair_layer(machine: str) -> str:
 
 
 def released(machine: str) -> str:
-    """What `python -m benchmarks.boltz` has measured of a stack of layers before and after `torchops.nn.replace`."""
+    """Results of `python -m benchmarks.boltz` for a stack of layers before and after `torchops.nn.replace`."""
     document = json.loads((RESULTS / machine / "boltz.json").read_text())
     lines = ["| N | call | as released | after `replace` | deviation before, after |", "|---|---|---|---|---|"]
     for result in document["results"]:
@@ -212,7 +212,7 @@ def released(machine: str) -> str:
 
 
 def swapped(machine: str) -> str:
-    """What `python -m benchmarks.boltz` has found of single modules before and after `torchops.nn.replace`."""
+    """Results of `python -m benchmarks.boltz` for single modules before and after `torchops.nn.replace`."""
     document = json.loads((RESULTS / machine / "boltz.json").read_text())
     lines = [
         "| package | module | largest element | difference in float32 | in bf16-mixed | distance before, after |",
@@ -236,34 +236,34 @@ def swapped(machine: str) -> str:
 
 
 def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
-    """What `python -m benchmarks.gates` has measured."""
+    """Results of `python -m benchmarks.gates`."""
     document = json.loads((RESULTS / machine / file).read_text())
     return gates.to_markdown(document, contenders, keep)
 
 
 def staged(machine: str) -> str:
-    """What `python -m benchmarks.stages` has measured."""
+    """Results of `python -m benchmarks.stages`."""
     return stages.to_markdown(json.loads((RESULTS / machine / "stages.json").read_text()))
 
 
 def scaled(machine: str) -> str:
-    """What `python -m benchmarks.eight_bits` has measured."""
+    """Results of `python -m benchmarks.eight_bits`."""
     return eight_bits.to_markdown(json.loads((RESULTS / machine / "eight_bits.json").read_text()))
 
 
 def attended(machine: str) -> str:
-    """What `python -m benchmarks.triangle_attention` has measured."""
+    """Results of `python -m benchmarks.triangle_attention`."""
     return triangle_attention.to_markdown(json.loads((RESULTS / machine / "triangle_attention.json").read_text()))
 
 
 def models(machine: str) -> str:
-    """What `examples/models/measure.py` has measured, which writes its own Markdown."""
+    """Results of `examples/models/measure.py`, which writes its own Markdown."""
     _, body = (RESULTS / machine / "models.md").read_text().split("\n\n", 1)
     return body.rstrip("\n") + "\n"
 
 
 def ptx(machine: str, which: int) -> str:
-    """One of the tables of what `examples/ptx/ptx_errors.py` has measured."""
+    """One of the tables of results of `examples/ptx/ptx_errors.py`."""
     if (folder := str(ROOT / "examples/ptx")) not in sys.path:
         sys.path.append(folder)
     tables: str = importlib.import_module("ptx_errors").table(json.loads((RESULTS / machine / "ptx.json").read_text()))
@@ -271,7 +271,7 @@ def ptx(machine: str, which: int) -> str:
 
 
 def climbed(machine: str) -> str:
-    """What `examples/ladder/climb.py` has measured."""
+    """Results of `examples/ladder/climb.py`."""
     path = RESULTS / machine / "ladder.json"
     if not path.exists():
         return "Not measured on this machine yet. Run `make ladder` or `make ladder-gpu` with `LADDER_FLAGS=--save`.\n"
@@ -347,12 +347,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str) -> str:
-    """The text of a page with its tables as the results have them."""
+    """The text of a page, with its tables as the results have them."""
     return BLOCK.sub(lambda block: block["name"] + block[2] + "\n" + TABLES[block["name"]]() + "\n", text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the Markdown and the pictures of all results, and the tables of the pages that show them."""
+    """Writes the Markdown and the plots of all results, and the tables in the pages that show them."""
     reports.cache_clear()
     for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
         for path, document in documents(folder):

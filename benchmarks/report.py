@@ -15,14 +15,14 @@ from .case import OVERHEAD, OVERHEAD_GRAD, Case, Cost
 from .operators import OPERATORS
 from .timing import Timing
 
-# How a sample is taken, by the `method` of a result.
+# How samples are taken, by the `method` of a result.
 METHODS = {
     "clock": "clock: calls one after the other, between two readings of the processor's clock.",
     "events": "events: about 1 ms of calls queued back to back, or one longer call, between two events on the device.\n"
     "  The chip is neither idle, as before a single call, nor as hot as after seconds of the same work.",
     "graph replay": "graph replay: the same for a CUDA graph of at most 64 calls, so that launches don't show.",
 }
-# Two measurements of one thing differ by about this much, so a target counts as missed only beyond it.
+# Two measurements of the same thing differ by about this much, so only a larger difference misses a target.
 NOISE = 0.01
 
 
@@ -30,7 +30,7 @@ NOISE = 0.01
 class Result:
     """What was measured for one case, by contender.
 
-    `floor` is the least time that the roofline allows, `errors` says why a contender has no time, and `accuracy` is the
+    `floor` is the least time that the roofline allows. `errors` says why a contender has no time. `accuracy` is the
     relative error of its result against float64.
     """
 
@@ -58,18 +58,18 @@ class Result:
         return self.cost.elements * self.case.dtype.itemsize
 
     def share(self, name: str) -> float | None:
-        """The least possible time over that of a contender; None where a call is too small for it to mean anything."""
+        """The least possible time over that of a contender; None if calls are too small for it to mean anything."""
         if self.case.task in (OVERHEAD, OVERHEAD_GRAD) or not self.floor:
             return None
         return self.floor / self.timings[name].seconds
 
     def missed(self, name: str) -> bool:
-        """Whether ours falls short of the target over a contender."""
+        """Whether ours misses the target against a contender."""
         ours = self.first in ("cuda", "cpp")
         return ours and self.timings[name].ratio < self.case.targets[name] * (1 - NOISE)
 
     def misses(self) -> list[tuple[str, str, float, float]]:
-        """The targets that were missed: case, contender, ratio and target."""
+        """The missed targets: case, contender, ratio and target."""
         return [
             (f"{self.case.op} {self.case.name}", name, self.timings[name].ratio, target)
             for name, target in self.case.targets.items()
@@ -79,7 +79,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one operator in one run; `rates` are the two sides of the roofline."""
+    """All results of one operator in one run. `rates` are the two sides of the roofline."""
 
     op: str
     description: dict[str, str]
@@ -149,7 +149,7 @@ def to_json(report: Report) -> str:
 
 
 def from_json(text: str) -> Report:
-    """What :func:`to_json` wrote. What a picture needs and JSON lacks is taken from the case of the same name."""
+    """Reads what :func:`to_json` wrote. What JSON lacks for plots comes from the case of the same name."""
     document = json.loads(text)
     op, command, rates, cases = (document.pop(key) for key in ("op", "command", "rates", "cases"))
     known = {case.name: case for device in ("cpu", "cuda") for case in OPERATORS[op].cases(device)}
@@ -169,20 +169,20 @@ def from_json(text: str) -> Report:
 
 
 def case_of(op: str, entry: Mapping[str, Any], known: Mapping[str, Case]) -> Case:
-    """The case of an entry of JSON, with the targets of its time."""
+    """The case of a JSON entry, with its time targets."""
     dtype, _, tf32 = entry["dtype"].partition(" ")
     case = Case(op, tuple(entry["shape"]), getattr(torch, dtype), entry["task"], entry["targets"], tf32=bool(tf32))
     return replace(case, sweep=known[case.name].sweep) if case.name in known else case
 
 
 def facts(description: Mapping[str, str], command: str) -> str:
-    """One line on machine, versions and command."""
+    """A line with machine, versions and command."""
     items = "; ".join(value if name == "machine" else f"{name} {value}" for name, value in description.items())
     return f"{items}. Command: `{command}`."
 
 
 def to_markdown(report: Report) -> str:
-    """Tables of times, the targets among them, and a note for each contender that failed."""
+    """Tables of times and targets, and a note for each contender that failed."""
     dims = ", ".join(OPERATORS[report.op].dims)
     methods = dict.fromkeys(result.method for result in report.results if result.method)
     lines = [
@@ -256,7 +256,7 @@ def missed_table(misses: list[tuple[str, str, float, float]]) -> list[str]:
 
 
 def memory_markdown(description: Mapping[str, str], command: str, rows: list[dict[str, Any]]) -> str:
-    """A table of peaks, in MiB; an empty cell where a contender does not exist."""
+    """A table of peaks, in MiB. A cell is empty if a contender doesn't exist."""
     names = list(dict.fromkeys(name for row in rows for name in row["peak_bytes"]))
     cells = ["case", "tensor", *names]
     lines = [

@@ -1,4 +1,4 @@
-"""The least time that the machine allows, from two rates that are measured in the same run.
+"""The least time that the machine allows, from two rates measured in the same run.
 
 A case must move its bytes, at most at the bandwidth of a copy, and do its floating-point operations, at most at the
 rate of a large bare product of the same dtype. The larger of the two times is the floor (Williams, Waterman and
@@ -22,14 +22,14 @@ SLOW_PRODUCT = {"cuda": 4096, "cpu": 512}
 
 
 class Roofline:
-    """Measures what it is asked for, once."""
+    """Measures rates when first asked for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rates: dict[str, float] = {}
 
     def bandwidth(self) -> float:
-        """Bytes per second of a copy, read and written."""
+        """Bytes per second of a copy, read plus written."""
         if "copy" not in self._rates:
             size = COPIED_BYTES[self._device.type]
             source = torch.rand(size // 4, device=self._device)
@@ -38,7 +38,7 @@ class Roofline:
         return self._rates["copy"]
 
     def rate(self, dtype: torch.dtype, name: str) -> float:
-        """Floating-point operations per second of a bare product; `name` tells float32 and TF32 apart."""
+        """Floating-point operations per second of a bare product. `name` distinguishes float32 and TF32."""
         if name not in self._rates:
             slow = dtype == torch.float64 or (name == "float32" and self._device.type == "cuda")
             n = (SLOW_PRODUCT if slow else PRODUCT)[self._device.type]
@@ -48,12 +48,12 @@ class Roofline:
         return self._rates[name]
 
     def floor(self, case: Case, cost: Cost) -> float:
-        """Seconds below which a case cannot be done."""
+        """The least possible time of a case, in seconds."""
         seconds = cost.elements * case.dtype.itemsize / self.bandwidth()
         return max(seconds, cost.flops / self.rate(case.dtype, case.dtype_name)) if cost.flops else seconds
 
     def measured(self) -> dict[str, float]:
-        """What was measured so far: bytes per second under `copy`, operations per second under the dtypes."""
+        """What was measured so far: bytes per second as `copy`, operations per second by dtype."""
         return dict(self._rates)
 
     def _seconds(self, call: object) -> float:

@@ -1,4 +1,4 @@
-"""What operators over rows share: shapes are (rows, columns), and the least cost is one read and one write."""
+"""Shared by operators over rows: shapes are (rows, columns), and the least cost is one read and one write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .implementations import eager
 
 TENSOR_BYTES = {"cuda": 2**29, "cpu": 2**26}
 CPU_COLUMNS = (256, 4096, 65536)
-# In place, where our targets are. Out of place only those in which torch.compile takes part, a second or two for each.
+# In place, for which we have targets. Out of place, only those with torch.compile, which takes a second or two for
+# each.
 CUDA_COLUMNS = {
     torch.bfloat16: (128, 256, 512, 1000, *(2**i for i in range(10, 19))),
     torch.float32: (256, 1024, 4096, 16384, 32768, 131072),
@@ -22,7 +23,7 @@ CUDA_COLUMNS_COMPILED = {torch.bfloat16: (256, 1024, 4096, 16384, 65536, 262144)
 
 
 def preallocated(function: Callable[..., Tensor]) -> Callable[..., Call]:
-    """PyTorch's `out=` another tensor, which is there already: the reference for what a new one costs."""
+    """PyTorch's `out=` a preallocated tensor: shows what a new one costs."""
 
     def make(x: Tensor, *others: Tensor) -> Call:
         out = torch.empty_like(x)
@@ -32,7 +33,7 @@ def preallocated(function: Callable[..., Tensor]) -> Callable[..., Call]:
 
 
 def copy_reference(x: Tensor, *others: Tensor) -> Call:
-    """A copy of the first argument into memory that is there already: one read, one write."""
+    """A copy of the first argument to preallocated memory: one read, one write."""
     target = torch.empty_like(x)
     return lambda x, *others: target.copy_(x)
 
@@ -42,7 +43,7 @@ def random_matrix(shape: Shape, dtype: torch.dtype, device: torch.device) -> tup
 
 
 def row_cost(shape: Shape, task: Task) -> Cost:
-    """One read and one write; backward reads the cotangent and what was saved, and writes the gradient."""
+    """One read and one write. Backward reads the cotangent and what was saved, and writes the gradient."""
     rows, columns = shape
     return Cost((2 if task in (FORWARD, OVERHEAD) else 5) * rows * columns, 0)
 
@@ -50,12 +51,12 @@ def row_cost(shape: Shape, task: Task) -> Cost:
 def cases_over_columns(op: str, device_type: str) -> list[Case]:
     """Tensors of one size in bytes, from many short rows to few long ones."""
     if device_type == "cpu":
-        # The last one fits the caches.
+        # The last case fits the caches.
         cached = [Case(op, (1024, 1024))] if op.endswith("_") else []
         return [*(_case(op, device_type, torch.float32, columns) for columns in CPU_COLUMNS), *cached]
     sizes = CUDA_COLUMNS if op.endswith("_") else CUDA_COLUMNS_COMPILED
     cases = [_case(op, device_type, dtype, size) for dtype, columns in sizes.items() for size in columns]
-    # The others train out of place alone.
+    # The other operators are trained out of place.
     return cases if op.endswith("_") else [*cases, Case(op, (65536, 4096), torch.bfloat16, BACKWARD)]
 
 
@@ -69,7 +70,7 @@ def _case(op: str, device_type: str, dtype: torch.dtype, columns: int) -> Case:
 
 
 def _memory(op: str, device_type: str) -> list[Case]:
-    # Scratch on the CPU is some MiB per thread, so the bound is that of CUDA alone.
+    # Scratch on the CPU is some MiB per thread, so this bound only applies to CUDA.
     bound = 2**20 if device_type == "cuda" else None
     return [Case(op, (16384, 4096), most_bytes=bound)]
 
@@ -80,7 +81,7 @@ def row_operators(
     cases: Callable[[str, str], list[Case]] = cases_over_columns,
     out: Callable[..., Tensor] | None = None,
 ) -> tuple[Operator, Operator]:
-    """The operator that makes a new tensor, and the one that overwrites its argument; `out` is PyTorch's own."""
+    """The operator that makes a new tensor, and the one that overwrites its argument. `out` is PyTorch's own."""
 
     def out_of_place(*args: Tensor) -> Call:
         return eager.FUNCTIONS[name]

@@ -28,12 +28,12 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
-    """The device that was asked for, or CUDA if there is one."""
+    """The requested device, or else CUDA if there is one."""
     return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def refusal(options: argparse.Namespace, device: torch.device) -> str:
-    """Why what was asked for cannot be measured, or an empty string."""
+    """Why the requested measurements are impossible, or an empty string."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return "--device cuda: torch finds no CUDA device"
     if (path := os.environ.get("TORCHOPS_DENSE_PATH", "auto")) != "auto":
@@ -43,9 +43,9 @@ def refusal(options: argparse.Namespace, device: torch.device) -> str:
 
 
 def selected(options: argparse.Namespace, device_type: str) -> list[Case]:
-    """The cases of the chosen operators, or the shapes and dtypes of the command line in their place.
+    """The cases of the chosen operators, or else the shapes and dtypes of the command line.
 
-    Who asks for `dense` also gets the training step of the network that is made of it.
+    `dense` includes the training step of the network that consists of it.
     """
     cases: list[Case] = []
     chosen = options.op or list(OPERATORS)
@@ -87,7 +87,7 @@ def precision(tf32: bool) -> Iterator[None]:
 
 
 def _settle_inductor() -> None:
-    """Keeps the processes that compile alive between cases, and the tables of autotuning off the screen."""
+    """Keeps the compile processes alive between cases, and autotuning tables off the screen."""
     import torch._inductor.config as config
 
     for name, value in (("quiesce_async_compile_pool", False), ("autotune_num_choices_displayed", 0)):
@@ -106,7 +106,7 @@ def measure_case(
     references: bool = True,
 ) -> Result:
     """Builds, checks and times one case; whatever fails is recorded in the result."""
-    # Compiled code of earlier cases would count towards the recompile limit.
+    # Otherwise compiled code of earlier cases would count towards the recompile limit.
     torch.compiler.reset()
     progress.case(f"{case.op} {case.name}")
     try:
@@ -121,7 +121,7 @@ def measure_case(
             problems = {**wrong, **measured.errors}
             result = Result(case, cost, floor, measured.timings, problems, measured.method, accuracy)
     except Exception as error:
-        # Out of memory, say: the other cases may still fit.
+        # Such as out of memory: the other cases may still fit.
         result = Result(
             case, OPERATORS[case.op].cost(case.shape, case.task), 0.0, {}, {"all": timing.first_line(error)}
         )
@@ -135,7 +135,7 @@ def measure_case(
 def measure_cases(
     cases: list[Case], options: argparse.Namespace, device: torch.device, roofline: Roofline, load: machine.OtherLoad
 ) -> Iterator[Result]:
-    """Measures one after the other. Once `--seconds` have passed, what compiles is left out unless it was asked for."""
+    """Measures one after another. After `--seconds`, skips what compiles unless it was requested."""
     effort = timing.effort(device.type, options.quick)
     progress = Progress(len(cases))
     begin = time.monotonic()
@@ -150,9 +150,9 @@ def measure_cases(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures the chosen cases, prints and writes the results, and prints the targets that were missed.
+    """Measures the chosen cases, prints and writes the results, and prints the missed targets.
 
-    The status is 1 when an operator of ours failed, gave a wrong result or was not measured.
+    The status is 1 if one of our operators failed, gave a wrong result or was not measured.
     """
     device = device_of(options)
     cases = selected(options, device.type)
@@ -184,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
         facts = dict(description), options.command, roofline.measured()
         reports.append(Report(result.case.op, *facts, [*former, result]))
         print(report.to_text(result), flush=True)
-        # After every case: a run that is stopped leaves what it has measured.
+        # After every case, so that a run that is stopped keeps its results.
         report.write(folder, reports[-1])
     _draw(folder, reports[-1:], options, device)
     print(f"written to {folder}")
@@ -204,7 +204,7 @@ def _draw(folder: Path, reports: list[Report], options: argparse.Namespace, devi
 
 
 def _failures(results: list[Result], ours: str) -> list[str]:
-    """The cases in which ours has no time; that others fail is a note in the report."""
+    """The cases in which ours has no time. Failures of others are notes in the report."""
     return [
         f"FAILED  {result.case.op}: {result.case.name}: {result.errors[name]}"
         for result in results

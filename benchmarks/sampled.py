@@ -1,5 +1,6 @@
-"""What the updates of a pair layer are at some positions, in float64, from the little of x that these depend on: also
-for pair tensors of which no second one fits the memory."""
+"""Float64 updates of a pair layer at some positions, computed from the few parts of x that they depend on; so they also
+work for pair tensors of which no second one fits in memory.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from torchops.nn import PairLayer
 
-# Those of columns where the others are of rows.
+# The parts that work on columns, like their counterparts on rows.
 _OF_COLUMNS = ("tri_mul_in", "tri_att_end")
 
 
 class Sample:
-    """Of the update by one part of the layer, of x (N, N, c) and mask (N, N); made before x is overwritten."""
+    """The update by one part of the layer, of x (N, N, c) with mask (N, N). Create it before x is overwritten."""
 
     def __init__(self, layer: PairLayer, part: str, x: Tensor, mask: Tensor, i: Tensor, j: Tensor) -> None:
         self.part, self.at, self.old = part, (i, j), x[i, j].double()
@@ -23,12 +24,12 @@ class Sample:
         self.eps = float(module.eps)  # type: ignore[arg-type]
         if part in _OF_COLUMNS:
             x, mask = x.transpose(0, 1), mask.T
-        # Of the triangle (i, j, k), the edges from i to all k and those from j to all k.
+        # For the triangle (i, j, k), the edges from i to all k and those from j to all k.
         self.rows = [] if part == "transition_z" else [x[of].double() for of in (i, j)]
         self.masks = [] if part == "transition_z" else [mask[of].double() for of in (i, j)]
 
     def error(self, x: Tensor) -> float:
-        """Of x after the update: the norm of the difference over the norm."""
+        """The error of x after the update: the norm of the difference over the norm."""
         if self.part.startswith("tri_mul"):
             update = self._triangle_update()
         else:
@@ -53,7 +54,7 @@ class Sample:
         return self._linear(self._norm(o, "norm_out"), "p_out") * gate
 
     def _attention(self) -> Tensor:
-        # Of columns, (i, j) is the position i of column j.
+        # For parts on columns, (i, j) is the position i of column j.
         own = 1 if self.part in _OF_COLUMNS else 0
         here, z = self._norm(self.old, "layer_norm"), self._norm(self.rows[own], "layer_norm")
         bias = self._linear(self._norm(self.rows[1 - own], "layer_norm"), "linear")  # (positions, k, heads)
@@ -71,8 +72,8 @@ class Sample:
 
 @torch.no_grad()
 def errors(layer: PairLayer, x: Tensor, mask: Tensor, count: int = 64) -> dict[str, float]:
-    """How far x, (1, N, N, c), is from float64 after each part of the layer has overwritten it, at `count` positions:
-    the four corners, and random ones."""
+    """The error of x, (1, N, N, c), against float64 after each part of the layer has overwritten it, at `count`
+    positions: the four corners, and random ones."""
     n = x.shape[1]
     generator = torch.Generator().manual_seed(0)
     i, j = torch.randint(n, (2, count), generator=generator)

@@ -8,9 +8,10 @@ from torch import Tensor
 from .case import FORWARD, OVERHEAD, Call, Case, Cost, Operator, Shape, Task
 from .rows import preallocated
 
-# Up to this size b is orthogonal. Beyond, where finding one takes seconds, it keeps the length of a row on average.
+# Up to this size, b is orthogonal. For larger ones, where that takes seconds to compute, it keeps the length of a row
+# on average.
 LARGEST_ORTHOGONAL = 2048
-# The least speed over that of the product into a second buffer, by n.
+# The least speed relative to the product into a second buffer, by n.
 TARGETS = {
     (1048576, 128): 0.95,
     (1048576, 192): 0.95,
@@ -25,7 +26,7 @@ TARGETS = {
 
 
 def _make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    # a is overwritten again and again, so its values must neither grow nor fade.
+    # a is overwritten again and again, so its values must neither grow nor vanish.
     n = shape[-1]
     b = torch.randn(n, n, device=device) / n**0.5
     if n <= LARGEST_ORTHOGONAL:

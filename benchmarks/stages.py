@@ -31,7 +31,7 @@ from .triangle import Arguments, Line, make, ours
 
 CALLS = 7
 GLUS, OUT = "layer norm and GLUs", "norm, linear, gate, residual"
-# Of a stage and a task: our kernels, by a part of their names. Those of backward make again what forward did not keep.
+# Our kernels by stage and task, by a part of their names. Those of backward recompute what forward didn't save.
 OURS = {
     (GLUS, FORWARD): ("PairInKernel",),
     (GLUS, BACKWARD): ("PairInKernel", "Sigmoid, false"),
@@ -59,7 +59,7 @@ def out_stage(
 
 
 def kernels(call: Callable[..., object], tensors: tuple[Tensor, ...]) -> dict[str, float]:
-    """Microseconds of a call by kernel: medians over several calls of the sum over its launches."""
+    """Microseconds of a call by kernel, summed over its launches: medians over several calls."""
     call(*tensors)
     torch.cuda.synchronize()
     calls: list[dict[str, float]] = []
@@ -77,14 +77,14 @@ def kernels(call: Callable[..., object], tensors: tuple[Tensor, ...]) -> dict[st
 
 
 def ours_of(results: dict[str, dict[str, float]], stage: str, task: Task) -> float:
-    """Microseconds of our kernels. The forward ones run once more in backward, which is not of the stage."""
+    """Microseconds of our kernels. Backward runs the forward ones once more, which doesn't count for the stage."""
     forward, *backward = OURS[stage, task]
     sums = [(f"kernels, {FORWARD}", forward), *((f"kernels, {BACKWARD}", part) for part in backward)]
     return sum(us for calls, part in sums for name, us in results[calls].items() if part in name)
 
 
 def bound(n: int, c: int, stage: str, task: Task) -> float:
-    """Microseconds by the rates of `benchmarks.gates`, if forward and backward each move every tensor once."""
+    """Microseconds at the rates of `benchmarks.gates`, if forward and backward move every tensor once."""
     passes = {  # tensors of n * n * c elements, and products of as many elements over c
         (GLUS, FORWARD): [(3, 4)],
         (GLUS, BACKWARD): [(3, 4), (4, 12)],
@@ -100,7 +100,7 @@ def bound(n: int, c: int, stage: str, task: Task) -> float:
 
 
 def to_markdown(document: dict[str, Any]) -> str:
-    """A row for each stage and task, and whence."""
+    """A row for each stage and task, with the machine."""
     results, n, c = document["microseconds"], document["n"], document["features"]
     rows = ["| | bound | our kernels | torch.compile | torch.compile, packed | eager |", "|---" * 6 + "|"]
     for stage, task in OURS:
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             times = {way: timing_.seconds * 1e6 for way, timing_ in measured.timings.items()}
             results[f"{name}, {task}"] = times
             print(name, task, times, measured.errors, flush=True)
-            save()  # after each: a run that is stopped leaves what it has measured
+            save()  # after each case, so that a run that is stopped keeps its results
             del inputs
             torch.cuda.empty_cache()
     return 0

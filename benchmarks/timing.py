@@ -1,11 +1,10 @@
 """Timing of several contenders on the same inputs.
 
-The contenders of a case are interleaved: one sample each per round, starting with another one every round. So a
-machine that speeds up or slows down during the run does so for all of them, and ratios are formed inside a round.
+The contenders of a case are interleaved: one sample each per round, with a different one first in every round. So if
+the machine speeds up or slows down during the run, it does so for all of them, and ratios are taken within a round.
 
-On the CPU a sample is a batch of calls between two readings of a steady clock. On CUDA it is what lies between two
-events on the device: some calls, or, where a call is so short that its launch would be seen, the replay of a graph of
-them.
+On the CPU, a sample is a batch of calls between two readings of a steady clock. On CUDA, it is the work between two
+events on the device: some calls or, if a call is so short that its launch would show, the replay of a graph of them.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from torch import Tensor
 
 from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, STEP, Task
 
-# Inputs are rotated until together they are this much larger than the last cache of current processors and GPUs.
+# Inputs are rotated until their total size exceeds the last cache of current processors and GPUs by far.
 ROTATED_BYTES = 2**28
 MAX_ROTATED = 64
-# Above this there is no room for two, and no need: a pass over one input leaves nothing of its beginning in a cache.
+# Above this, two inputs don't fit and aren't needed: a pass over one leaves nothing of its beginning in a cache.
 LARGEST_ROTATED = 2**30
-# Longer calls keep the device busy while the next ones are queued, so that events see no gap. Nor are graphs good for
-# everything: on an H100, copying 512 MiB takes a quarter longer as a node of a graph than as a call.
+# Longer calls keep the device busy while the next ones are queued, so that events see no gap. Graphs are not always as
+# fast, either: on an H100, copying 512 MiB takes a quarter longer as a graph node than as a call.
 GRAPH_BELOW_SECONDS = 1e-4
-# Between two events, which take some microseconds themselves.
+# The time between two events, which themselves take some microseconds.
 EVENT_SECONDS = 1e-3
-# The device's queue holds about a thousand launches; a call that found it full would wait.
+# The device's queue holds about a thousand launches; a call on a full queue would wait.
 OVERHEAD_CALLS = 100
 
 Inputs = Sequence[tuple[Tensor, ...]]
@@ -42,7 +41,7 @@ Inputs = Sequence[tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: seconds per contender and case, seconds per sample, and bounds on the rounds."""
+    """How long to measure: seconds per contender and case, seconds per sample, and limits for the rounds."""
 
     contender_seconds: float
     sample_seconds: float
@@ -51,7 +50,7 @@ class Effort:
 
 
 def effort(device_type: str, quick: bool) -> Effort:
-    """Device events are steadier than the clock of a shared processor, so CUDA needs less."""
+    """CUDA needs less, because device events are steadier than the clock of a shared processor."""
     if device_type == "cuda":
         return Effort(0.005, 2e-4, 3, 5) if quick else Effort(0.06, 4e-4, 11, 51)
     return Effort(0.1, 1e-3, 3, 5) if quick else Effort(1.0, 5e-3, 11, 101)
@@ -59,7 +58,8 @@ def effort(device_type: str, quick: bool) -> Effort:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of one contender (median and quartiles over the rounds), and its time over that of the first."""
+    """Seconds per call of one contender (median and quartiles over the rounds), and its time relative to the first
+    one's."""
 
     seconds: float
     low: float
@@ -69,7 +69,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """Timings by contender, why others have none, and how it was timed."""
+    """Timings by contender, why others have none, and the method."""
 
     timings: dict[str, Timing]
     errors: dict[str, str]
@@ -83,13 +83,13 @@ class _Sampler:
 
 
 def rotate(make: Callable[[], tuple[Tensor, ...]], most: int = MAX_ROTATED) -> list[tuple[Tensor, ...]]:
-    """Makes enough sets of inputs, up to `most`, that none is still in a cache when its turn comes again."""
+    """Makes enough sets of inputs, at most `most`, that none is still in a cache when its turn comes again."""
     first = make()
     return [first, *(make() for _ in range(min(most, _sets(_size(first))) - 1))]
 
 
 def cold(inputs: tuple[Tensor, ...]) -> bool:
-    """Whether a set of inputs, which may be on the device meta, has left the caches when its turn comes again."""
+    """Whether a set of inputs, possibly on the meta device, has left the caches when its turn comes again."""
     return _sets(_size(inputs)) <= MAX_ROTATED
 
 
@@ -102,9 +102,9 @@ def _sets(size: int) -> int:
 
 
 def contender(function: Callable[..., Any], task: Task) -> Callable[..., Any]:
-    """What is called with a set of inputs: the function, or that and its backward for the last input as cotangent.
+    """A callable for a set of inputs: the function, or the function and its backward with the last input as cotangent.
 
-    Gradients are computed for the inputs that require them, and returned rather than accumulated.
+    Gradients are computed for the inputs that require them, and returned, not accumulated.
     """
     if task in (FORWARD, OVERHEAD, OVERHEAD_GRAD):
         return function
@@ -117,12 +117,12 @@ def contender(function: Callable[..., Any], task: Task) -> Callable[..., Any]:
 
 
 def context(task: Task) -> AbstractContextManager[object]:
-    """Grad mode is off where a task has no backward."""
+    """Turns grad mode off for tasks without backward."""
     return torch.no_grad() if task in (FORWARD, OVERHEAD) else nullcontext()
 
 
 def first_line(error: BaseException) -> str:
-    """For tables: what was raised, without the pages that compilers add."""
+    """The first line of an error, for tables: without the pages that compilers add."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
@@ -136,9 +136,9 @@ def measure(
     on_round: Callable[[str], None] = lambda state: None,
     during_rounds: AbstractContextManager[object] | None = None,
 ) -> Measured:
-    """Times the contenders; one that fails leaves the others alone.
+    """Times the contenders. One that fails doesn't affect the others.
 
-    `on_round` is told what is going on. `during_rounds` is entered for the time of the measurement proper.
+    `on_round` is called with the progress. `during_rounds` is entered only while measuring.
     """
     by_events = device.type == "cuda" and task not in (STEP, OVERHEAD, OVERHEAD_GRAD)
     errors: dict[str, str] = {}
@@ -187,7 +187,7 @@ def once(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _trial(call: Callable[..., Any], inputs: Inputs, device: torch.device) -> float:
-    # The first call compiles or starts threads, the second one may still specialise.
+    # The first call compiles or starts threads, and the second one may still specialise.
     for _ in range(3):
         call(*inputs[0])
     seconds = []
@@ -233,12 +233,12 @@ def _sampler(
 
 
 def _graph(call: Callable[..., Any], inputs: Inputs, calls: int) -> _Sampler:
-    # Capture needs a stream of its own, on which everything has run before.
+    # Capture needs its own stream, on which everything has run before.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call(*inputs[0])
-        # All sets: what a contender does once for each is not to be a part of the graph.
+        # All sets, because the graph must not include what a contender does once for each.
         for args in inputs:
             call(*args)
     torch.cuda.synchronize()
@@ -250,7 +250,7 @@ def _graph(call: Callable[..., Any], inputs: Inputs, calls: int) -> _Sampler:
 
 
 def _timed(sampler: _Sampler, by_events: bool, device: torch.device) -> Callable[[], float]:
-    """Runs a sample; what is returned tells its seconds per call, once the device has been waited for."""
+    """Runs a sample, and returns a function that gives its seconds per call, once the device has finished."""
     if by_events:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -279,7 +279,7 @@ def _rounds(
         trials.append(pending() * sampler.calls)
     rounds = max(effort.min_rounds, min(effort.max_rounds, round(effort.contender_seconds / max(trials, default=1.0))))
     pendings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
-    # A collection in the middle of a sample would be charged to whoever is being timed.
+    # A garbage collection during a sample would count as the contender's time.
     gc.collect()
     gc.disable()
     try:

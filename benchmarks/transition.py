@@ -22,8 +22,8 @@ def _cost(shape: Shape, task: Task) -> Cost:
     x, weights, flops = rows * c, 3 * c * hidden + 2 * c, 6 * rows * c * hidden
     if task in (FORWARD, OVERHEAD):
         return Cost(2 * x + weights, flops)
-    # Backward reads x, its cotangent and the weights, and writes the gradients of x and of the weights. Whether it
-    # computes the hidden features again or reads them is up to the contender.
+    # Backward reads x, its cotangent and the weights, and writes the gradients of x and of the weights. Contenders may
+    # recompute the hidden features or read them.
     return Cost(5 * x + 3 * weights, 3 * flops)
 
 

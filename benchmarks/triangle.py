@@ -29,12 +29,12 @@ from .case import BACKWARD, FORWARD, Task
 
 NORMS = ("norm_in", "norm_out")
 LAYERS = ("p_in", "g_in", "p_out", "g_out")
-# What a copy and the best product reach on an H100: bytes and operations in a second.
+# What a copy and the best product reach on an H100, in bytes and operations per second.
 COPY, PRODUCT = 2.98e12, 800e12
 
 
 class Line(NamedTuple):
-    """A call that is measured. Compiled contenders compile for seconds, so they are asked for by name."""
+    """A measured call. Contenders that compile for seconds take part only if named."""
 
     section: str
     n: int
@@ -93,7 +93,7 @@ ON_CPU = ("cpu",)
 
 
 class Arguments(NamedTuple):
-    """x; the mask or None; weights and, where there are any, biases by name."""
+    """x; the mask or None; weights and any biases by name."""
 
     x: Tensor
     mask: Tensor | None
@@ -146,13 +146,13 @@ def _out(o: Tensor, z: Tensor, w: dict[str, Tensor]) -> Tensor:
 
 
 def as_written(arguments: Arguments) -> Tensor:
-    """As papers have it: the product takes its channels last."""
+    """As papers write it, with channels last in the product."""
     z, ab = _ab(arguments)
     return _out(torch.einsum("bikc,bjkc->bijc", *ab.chunk(2, -1)), z, arguments.parameters)
 
 
 def channels_first(arguments: Arguments) -> Tensor:
-    """The strongest way in PyTorch: one copy, so that the product finds matrices."""
+    """The fastest way in PyTorch: one copy, so that the product works on matrices."""
     z, ab = _ab(arguments)
     a, b = ab.movedim(-1, -3).contiguous().chunk(2, -3)
     return _out((a @ b.mT).movedim(-3, -1), z, arguments.parameters)
@@ -171,8 +171,8 @@ def contenders(line: Line, with_compiled: bool) -> dict[str, Way]:
 
 
 def bound(line: Line) -> float | None:
-    """Seconds: of each stage that cannot be merged with the next the larger of what a copy of its bytes and what its
-    operations take. See docs/triangle_update.md for the passes of each. None where other units decide."""
+    """Seconds: for each stage that cannot be merged with the next one, the larger of the time of a copy of its bytes
+    and that of its operations. See docs/triangle_update.md for the passes of each. None if other units decide."""
     if line.dtype not in (torch.bfloat16, torch.float16):
         return None
     pair = line.n * line.n * line.c * line.dtype.itemsize * line.batch
@@ -191,7 +191,7 @@ def bound(line: Line) -> float | None:
 
 @contextmanager
 def precision(line: Line) -> Iterator[None]:
-    """Of products, and which kernels run."""
+    """Sets the precision of products, and which kernels run."""
     former = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = line.tf32
     path: AbstractContextManager[Any] = nullcontext() if line.path == "auto" else torchops.cuda.dense_path(line.path)
@@ -203,7 +203,7 @@ def precision(line: Line) -> Iterator[None]:
 
 
 def relative_errors(line: Line, arguments: Arguments) -> dict[str, float]:
-    """Against float64, of norms: ours and eager's."""
+    """Relative errors against float64, by norms: ours and eager's."""
     x, mask, parameters = arguments
     weights = {name: w.double() for name, w in parameters.items()}
     exact = as_written(Arguments(x.double(), None if mask is None else mask.double(), weights))
@@ -261,7 +261,7 @@ def pair_bytes(line: Line, d: int) -> int:
 
 
 def _peak(call: Callable[[], Any]) -> int:
-    """Bytes beside what was there, the result included."""
+    """Bytes that a call allocates at its peak, the result included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -272,18 +272,18 @@ def _peak(call: Callable[[], Any]) -> int:
 
 
 def extra_pair_tensors(call: Callable[..., Any], inputs: tuple[Tensor, ...], line: Line) -> float | None:
-    """The peak of a call beside what was there, its result included."""
+    """The peak of a call in pair tensors, its result included."""
     if not memory.supported(inputs[0].device):
         return None
     try:
         return memory.peak_of(lambda: call(*inputs), inputs[0].device) / pair_bytes(line, line.c)
-    except Exception:  # which the timing reports
+    except Exception:  # the timing reports it
         return None
 
 
 def memory_lines(n: int, device: torch.device) -> list[dict[str, Any]]:
-    """In pair tensors, of both forms: forward without grad, what is kept for backward, and the peak of backward without
-    the update and x's gradient."""
+    """Memory in pair tensors, for both forms: forward without grad, what is saved for backward, and the peak of
+    backward without the update and x's gradient."""
     line = Line("memory", n)
     results = []
     for in_place in (False, True):
@@ -301,7 +301,7 @@ def memory_lines(n: int, device: torch.device) -> list[dict[str, Any]]:
             forward(x)
             without_grad = _peak(functools.partial(forward, x)) / pair
         leaves = [x.requires_grad_(), *(w.requires_grad_() for w in parameters.values())]
-        for _ in range(2):  # the first call allocates what stays
+        for _ in range(2):  # the first call allocates what is kept
             given = x + 0 if in_place else x
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
@@ -322,8 +322,8 @@ def memory_lines(n: int, device: torch.device) -> list[dict[str, Any]]:
 
 
 def host_time(device: torch.device, n: int = 32, calls: int = 300, rounds: int = 5) -> list[dict[str, Any]]:
-    """Microseconds of the host, of calls whose end on the device is not waited for: means of the calls of a round, and
-    of these the median."""
+    """Microseconds of host time per call, without waiting for the device: the median over rounds of the mean over the
+    calls of a round."""
     arguments = make(Line("host", n), device)
     leaves = [t.detach().clone().requires_grad_() for t in arguments.tensors()]
     with_grad = Arguments(leaves[0], None, dict(zip(arguments.parameters, leaves[1:], strict=True)))
@@ -380,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = options.sections.split(",") if options.sections else ON_CUDA if device.type == "cuda" else ON_CPU
     if unknown := set(sections) - {*ON_CUDA, *ON_CPU}:
         parser.error(f"no such section: {', '.join(sorted(unknown))}")
-    torch._dynamo.config.recompile_limit = 64  # a graph for each line
+    torch._dynamo.config.recompile_limit = 64  # one graph per line
     about = machine.describe(device)
     results: list[dict[str, Any]] = []
     if options.json and options.json.exists():
@@ -392,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for result in measure(section, device, options.sizes, not options.no_compile):
             results.append(result)
             print(summary(result), flush=True)
-            # After each: a run that is stopped leaves what it has measured.
+            # After each line, so that a run that is stopped keeps its results.
             if options.json:
                 document = {"machine": about, "torchops": torchops.__version__, "results": results}
                 options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -29,7 +29,7 @@ from .case import BACKWARD, FORWARD, Task
 HEADS, HEAD_DIM = 4, 32
 OURS, FLEX, SDPA, WRITTEN = "torchops", "FlexAttention, compiled", "SDPA, without the mask", "as written"
 SIZES = {"cuda": (384, 385, 768, 769, 1024, 1025), "cpu": (64,)}
-MOST_WRITTEN = 768  # all scores: 3.4 GiB in 16 bits there, several times
+MOST_WRITTEN = 768  # the scores take 3.4 GiB in 16 bits there, several times over
 
 
 def tensors(n: int, dtype: torch.dtype, device: torch.device, task: Task) -> tuple[Tensor, ...]:
@@ -45,7 +45,7 @@ def tensors(n: int, dtype: torch.dtype, device: torch.device, task: Task) -> tup
 
 @cache
 def _flex(n: int) -> Callable[..., Tensor]:
-    """Static in N: for sizes that are symbols the kernel is several times slower."""
+    """Compiled with static shapes: with symbolic sizes, the kernel is several times slower."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
         kept = mask[0, :, 0, 0].to(bias.dtype)
@@ -74,7 +74,7 @@ def written(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tens
 
 def contenders(n: int, device_type: str) -> dict[str, Callable[..., Tensor]]:
     ways: dict[str, Callable[..., Tensor]] = {OURS: torchops.triangle_attention, SDPA: sdpa}
-    if device_type == "cuda":  # Inductor makes no FlexAttention with captured gradients for the CPU
+    if device_type == "cuda":  # on the CPU, Inductor doesn't support FlexAttention with captured gradients
         ways[FLEX] = flex
     if n <= MOST_WRITTEN:
         ways[WRITTEN] = written
@@ -108,7 +108,7 @@ def measure(n: int, task: Task, dtype: torch.dtype, device: torch.device) -> dic
 
 
 def to_markdown(document: dict[str, Any]) -> str:
-    """A row for each N and task: microseconds of a call, and where they were measured."""
+    """A row for each N and task: microseconds of a call, and the machine."""
     ways = (OURS, FLEX, SDPA, WRITTEN)
     lines = [f"| N | call | {' | '.join(ways)} |", "|---" * (2 + len(ways)) + "|"]
     for result in document["results"]:
@@ -129,13 +129,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    torch._dynamo.config.recompile_limit = 64  # a graph for each N
+    torch._dynamo.config.recompile_limit = 64  # one graph per N
     results: list[dict[str, Any]] = []
     for task in (FORWARD, BACKWARD):
         for n in options.sizes or SIZES[device.type]:
             results.append(measure(n, task, dtype, device))
             print(json.dumps(results[-1]), flush=True)
-            if options.json:  # what there is, if the rest does not come
+            if options.json:  # partial results, in case the run is stopped
                 document = {"machine": machine.describe(device), "heads": HEADS, "head_dim": HEAD_DIM}
                 options.json.write_text(json.dumps(document | {"results": results}, indent=1) + "\n")
             torch.cuda.empty_cache()

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchops
-import torchops.distributed  # its rules for DTensor
+import torchops.distributed  # registers its DTensor rules
 
 from . import machine
 from .case import BACKWARD, FORWARD, Task
@@ -34,7 +34,7 @@ Call = Callable[[], Any]
 
 
 def calls(n: int, c: int, direction: str, task: Task, device: torch.device) -> dict[str, Call]:
-    """The update by one GPU and by all of them, of the same values."""
+    """The update on one GPU and on all of them, of the same values."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     whole, _, parameters = make(Line("sharded", n, c, dtype=dtype), device)
@@ -71,7 +71,7 @@ def check(ways: dict[str, Call], task: Task, dtype: torch.dtype) -> float:
 
 
 def measure(ways: dict[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
-    """Microseconds of the slowest."""
+    """Microseconds on the slowest GPU."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for way in ways.values():

@@ -35,7 +35,7 @@ class Task(NamedTuple):
     cauchy: bool
 
 
-# The task's own, in its order.
+# The task's own cases, in its order.
 BENCHMARKS = (
     Task(256, 2, 128, False, False),
     Task(768, 1, 128, False, True),
@@ -62,7 +62,7 @@ TESTS = (
 
 
 def make(task: Task, device: torch.device) -> tuple[Tensor, Tensor, gated.Weights]:
-    """x, the mask and the weights, of the task's distributions."""
+    """x, the mask and the weights, with the task's distributions."""
     shape = (task.batch, task.n, task.n)
     x = torch.empty(*shape, task.dim, device=device)
     x = x.cauchy_(0, 2) if task.cauchy else x.normal_()
@@ -83,14 +83,14 @@ Kernel = Callable[[Tensor, Tensor, gated.Weights], Tensor]
 
 
 def check(kernel: Kernel, x: Tensor, mask: Tensor, weights: gated.Weights) -> float:
-    """Raises unless the values are the task's. Returns the share of the tolerance that the worst of them needs."""
+    """Raises unless the values are within the task's tolerance. Returns the share of it that the worst value needs."""
     got, want = kernel(x, mask, weights), gated.written_out(x, mask, weights)
     torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
     return ((got - want).abs() / (TOLERANCE * (1 + want.abs()))).max().item()
 
 
 def microseconds(kernel: Kernel, arguments: tuple[Any, ...], most_calls: int) -> list[float]:
-    """Until the mean's error is 0.1%, as the task has it."""
+    """Times calls until the error of the mean is 0.1%, as the task does."""
     times: list[float] = []
     while len(times) < most_calls:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -136,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "torchops": torchops.__version__,
                 "tests": tests,
                 "results": results,
-                # The score is that of all.
+                # The score is only defined over all cases.
                 "geometric mean": score if len(results) == len(BENCHMARKS) else None,
             }
-            # After each: a run that is stopped leaves what it has measured.
+            # After each case, so that a run that is stopped keeps its results.
             if options.json:
                 options.json.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{len(tests)} tests pass; geometric mean {score:.0f} us")

@@ -1,4 +1,4 @@
-"""From a case to what is run: inputs, contenders, and the check that a contender computes what it should."""
+"""From a case to what is run: inputs, contenders, and a check of what each contender computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .operators import OPERATORS
 
 SEED = 0
 CHECKED_ROWS = 64
-# Of ||out - exact|| / ||exact||, in units of the dtype's eps. Long sums may lose some; a wrong kernel is far off.
+# Limits for ||out - exact|| / ||exact||, in units of the dtype's eps. Long sums may lose some digits; a wrong kernel is
+# far off.
 ALLOWED_EPS = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 256, torch.float64: 2**16}
 # Products of TF32 have 10 bits of mantissa.
 ALLOWED_TF32 = 3e-3
@@ -27,7 +28,7 @@ def ours(device_type: str) -> str:
 
 
 def default_modes(case: Case, device_type: str) -> list[str]:
-    """Every mode that runs here and does not compile for long without being asked."""
+    """Every mode that runs here, except those that compile for long and were not requested."""
     left_out = set() if case.compiled else {"compile", "compile-ours"}
     left_out |= set() if case.autotuned else {"compile-max"}
     return [
@@ -50,12 +51,12 @@ class Workload:
 def build(
     case: Case, modes: Sequence[str], device: torch.device, references: bool = True, rotated: bool = True
 ) -> Workload:
-    """Makes inputs and contenders; modes in which the operator does not exist are left out."""
+    """Makes inputs and contenders. Modes in which the operator doesn't exist are left out."""
     operator = OPERATORS[case.op]
     torch.manual_seed(SEED)
     inputs = timing.rotate(lambda: _inputs(operator, case, device), timing.MAX_ROTATED if rotated else 1)
     functions = {mode: implementations.find(case.op, mode) for mode in modes}
-    # The order of the modes, whatever the order in which they were asked for: ours comes first.
+    # In the order of the modes, not of the request: ours comes first.
     contenders = {
         mode: timing.contender(function, case.task)
         for mode in implementations.MODES
@@ -71,7 +72,7 @@ def _inputs(operator: Operator, case: Case, device: torch.device) -> tuple[Tenso
     args = operator.make(case.shape, case.dtype, device)
     if case.task in (FORWARD, OVERHEAD):
         return args
-    # The first input of a model is data, and needs no gradient.
+    # The first input of a model is data, which needs no gradient.
     for tensor in args[1:] if case.task == STEP else args:
         tensor.requires_grad_()
     if case.task == OVERHEAD_GRAD:
@@ -98,7 +99,7 @@ def relative_error(workload: Workload, name: str) -> float:
 
 
 def check(workload: Workload) -> tuple[dict[str, float], dict[str, str]]:
-    """Relative errors of the contenders by name, and of those that are wrong or fail, why."""
+    """Relative errors of the contenders by name, and why each wrong or failing one is so."""
     case = workload.case
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}

@@ -1,14 +1,14 @@
 """The build backend: scikit-build-core, with metadata that says which torch and CUDA a wheel was built for.
 
-A wheel works with one minor version of torch alone, so it requires exactly that, and its version tells it and the CUDA
-of its kernels: ``torchops-0.2.0+torch213.cu130-py3-none-linux_x86_64.whl``. CMake decides about both, by the options of
-the build, which scikit-build-core's metadata providers are not told; so the hooks here note them first.
+A wheel works with only one minor version of torch, so it requires exactly that one. Its version names it, and the CUDA
+version of its kernels: ``torchops-0.2.0+torch213.cu130-py3-none-linux_x86_64.whl``. CMake decides both from the build
+options, which scikit-build-core doesn't pass to metadata providers; so the hooks here record them first.
 
-The source distribution has neither: any supported torch will do, and the version is the one that an index lists. What
-is built from it keeps that version, since installers refuse any other.
+The source distribution has neither: it works with any supported torch, and its version is the one that an index lists.
+Whatever is built from it keeps that version, since installers reject any other.
 
-An index shows README.md as well, where nothing lies beside it. What its links and pictures say is relative to the
-repository, so in the metadata they have the address that the repository has where a release is built.
+An index also shows README.md, without the files beside it. Its relative links and pictures refer to the repository, so
+in the metadata they get the address of the repository in which a release is built.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ prepare_metadata_for_build_wheel = _noting_options(_backend.prepare_metadata_for
 
 
 def absolute(markdown: str, address: str, ref: str) -> str:
-    """Markdown whose relative links and pictures lead to a branch or tag of a repository on GitHub."""
+    """Markdown whose relative links and pictures point to a branch or tag of a GitHub repository."""
 
     def lead(match: re.Match[str]) -> str:
         kind = "raw" if match[1] else "blob"
@@ -64,7 +64,8 @@ def absolute(markdown: str, address: str, ref: str) -> str:
 
 
 def _address() -> str:
-    """Of the repository: where a workflow builds, and what a source distribution has noted; else it is unknown."""
+    """The address of the repository in which a workflow builds, or that a source distribution recorded; else
+    unknown."""
     if repository := os.environ.get("GITHUB_REPOSITORY"):
         return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
     noted = Path("PKG-INFO")
@@ -75,7 +76,7 @@ def _address() -> str:
 class Metadata:
     """Provider of the fields ``version``, ``readme``, ``dependencies``, ``optional-dependencies`` and ``urls``.
 
-    Its settings are ``torch``, the supported range, and ``extras``, the dependency groups that are extras as well.
+    Settings: ``torch``, the supported range, and ``extras``, the dependency groups that are also extras.
     """
 
     def build_state(self, build_state: str) -> None:
@@ -114,7 +115,7 @@ class Metadata:
 
 
 def _ask_cmake() -> tuple[str, str]:
-    """The requirement and the local version of a wheel built here. CMake prints what is missing for one."""
+    """The requirement and the local version of a wheel built here. CMake prints what it lacks to build one."""
     settings = SettingsReader.from_file("pyproject.toml", _config_settings).settings
     arguments = [*settings.cmake.args, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
     options = [f"-D{name}={value}" for name, value in settings.cmake.define.items()]
