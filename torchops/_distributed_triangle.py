@@ -48,7 +48,7 @@ class _Call(TriangleCall):
 
     def wrapped(self, update: Tensor, product: Tensor, keep: bool) -> tuple[Any, Any]:
         out = wrap(update, self.whole, self.placements, self.whole.shape)
-        # In the product, rows of the pair matrix are the second last dimension. With sharded rows, the product is o
+        # In the product, rows of the pair matrix are the second to last dimension. With sharded rows, the product is o
         # without padding; only `gradients` reads it, on the same ranks.
         places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else self.nowhere
         return out, wrap(product, self.whole, places, self.product_shape() if keep else (0,))
