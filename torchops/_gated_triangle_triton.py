@@ -35,7 +35,7 @@ def _pack_kernel(
     a, a_gate, b, b_gate, gate, p_out, to,
     C: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A row of what `packed` returns."""
+    """Copies C packed weights: rows of a and its gate by turns, of b and its gate, of the gate, then p_out."""
     row = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     there = column < C
