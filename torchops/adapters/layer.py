@@ -20,8 +20,8 @@ class Layer(Replacement):
 
 
 def is_bare(part: nn.Module) -> bool:
-    """Whether a call of `part` is its forward and nothing else: no hook, as of ``fully_shard``, and no wrapper has been
-    put on it since."""
+    """Whether a call of `part` only runs its forward: no hook, such as one of ``fully_shard``, and no wrapper was
+    added."""
     hooks = part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
     return isinstance(part, Replacement) and not hooks and part._compiled_call_impl is None
 

@@ -53,7 +53,7 @@ _SLICES: set[Any] = {torch.chunk, "chunk"}
 
 
 class _Argument(fx.Proxy):
-    """An argument of a forward, whose type is not known, so that a forward may not ask for it; torch does."""
+    """An argument of a forward. Its type is unknown, so only torch may ask for it, not the forward."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

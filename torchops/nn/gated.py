@@ -133,7 +133,7 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
     """The graph of its forward with operators, as code, which is the same for training and evaluation."""
     results = []
     for training in (True, False):
-        traced = like(module, type(module))  # what it may keep of this call is no tensor
+        traced = like(module, type(module))  # a copy, since it may store proxies from this call
         traced.training = training
         with _no_contexts():
             finder = Finder(module, Tracer().trace(traced))
@@ -164,10 +164,10 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
 
 
 def _changed(module: nn.Module, traced: nn.Module) -> str | None:
-    """An attribute that the forward of `traced`, which was like `module`, has set or added to."""
+    """An attribute that the forward of `traced`, a copy of `module`, has set or added to."""
     before, after = vars(module), vars(traced)
     for name in sorted((before.keys() | after.keys()) - {"training"}):
-        if name.startswith("_tensor_constant"):  # of the tracer
+        if name.startswith("_tensor_constant"):  # made by the tracer
             continue
         old, new = (_parts(held[name]) if name in held else () for held in (before, after))
         if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
