@@ -273,7 +273,7 @@ class Remembers(SwiGLU):
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "autocast": (InFloat32, "its forward cannot be traced: it enters autocast, which no graph shows"),
-    "checkpoint": (Checkpointed, "its forward cannot be traced: it enters _checkpoint_hook, which no graph shows"),
+    "checkpoint": (Checkpointed, "its forward cannot be traced: it enters"),
     "tensor": (lambda: Functional(makes_a_tensor), "its forward makes a tensor"),
     "hooked": (changed(lambda m: m.up.register_forward_hook(lambda *a: None)), "up: Linear has hooks"),
     "subclass": (changed(lambda m: setattr(m, "up", Doubled(6, 8))), "up: Doubled is not Linear itself"),
