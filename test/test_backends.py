@@ -137,6 +137,8 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
     _, mean, rstd = torch.ops.myops._layer_norm(x, [4, 5], weight, bias, 1e-5)
     for mask in [(True, affine, affine), (False, False, True), (True, False, False)]:
         both("_layer_norm_backward", grad, x, [4, 5], mean, rstd, weight, mask)
+    for dim in (0, -1):
+        both("_softmax_backward", v, torch.softmax(v, dim), dim)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])

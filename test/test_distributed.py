@@ -147,6 +147,7 @@ def test_private_operators(mesh: DeviceMesh, where: str) -> None:
     assert mean.shape == (4, 6, 1)
     for got, value in zip((x, mean, rstd), expected, strict=True):
         assert torch.equal(got.to_local(), value)
+    assert torch.ops.myops._softmax_backward(x, x, -1).placements == rows
     dz, db = torch.ops.myops._dense_backward(x, x)
     assert (dz.placements, db.placements) == (on, summed)
     # What nobody asked for is an empty tensor on every rank.

@@ -194,7 +194,7 @@ def test_version_when_the_kernel_fails(case: OpCase, sample: Sample) -> None:
 
 
 def _helper_errors() -> list[tuple[str, str, Callable[[Callable[..., Tensor]], list[Any]], str]]:
-    dense, norm = "_dense_backward", "_layer_norm_backward"
+    dense, norm, softmax = "_dense_backward", "_layer_norm_backward", "_softmax_backward"
     all_of_them, f64 = [True, True, True], torch.float64
 
     def backward(**changed: Any) -> Callable[[Callable[..., Tensor]], list[Any]]:
@@ -242,6 +242,24 @@ def _helper_errors() -> list[tuple[str, str, Callable[[Callable[..., Tensor]], l
             "x_shape",
             backward(x=((4, 7), {})),
             "expected x of shape (..., 8) to match normalized_shape, got (4, 7)",
+        ),
+        (
+            softmax,
+            "grad_shape",
+            lambda t: [t(1, 8), t(4, 8), -1],
+            "expected grad of shape (4, 8) to match y, got (1, 8)",
+        ),
+        (
+            softmax,
+            "grad_dtype",
+            lambda t: [t(4, 8, dtype=f64), t(4, 8), -1],
+            "expected grad of dtype float32 to match y, got float64",
+        ),
+        (
+            softmax,
+            "y_dtype",
+            lambda t: [t(4, 8), t(4, 8, dtype=torch.int64), -1],
+            "expected y of dtype float32, float64, float16 or bfloat16, got int64",
         ),
         (
             "_keep",

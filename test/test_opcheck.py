@@ -112,6 +112,8 @@ def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
         ("_layer_norm_", (x.bfloat16(), [4, 5], None, None, 1e-5)),
         ("_layer_norm_backward", (grad, x, [5], mean, torch.rsqrt(var + 1e-5), weight, [True, True, True])),
         ("_layer_norm_backward", (grad, x, [5], mean, torch.rsqrt(var + 1e-5), None, [True, False, False])),
+        ("_softmax_backward", (grad, y, -1)),
+        ("_softmax_backward", (grad.mT, y.mT, 0)),
     ]
 
 

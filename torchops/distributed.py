@@ -97,6 +97,10 @@ def _softmax_(x: Any, dim: int = -1) -> list[_Way]:
     return [([], [p, None]) for p in _beside(x, dim)]
 
 
+def _softmax_backward(grad: Any, y: Any, dim: int) -> list[_Way]:
+    return [([p], [p, p, None]) for p in _beside(y, dim)]
+
+
 # --- layer_norm ------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +341,7 @@ for _name, _ways in {
     "sigmoid_": _sigmoid_,
     "softmax": _softmax,
     "softmax_": _softmax_,
+    "_softmax_backward": _softmax_backward,
     "square_matmul": _square_matmul,
     "square_matmul_": _square_matmul_,
 }.items():

@@ -38,8 +38,7 @@ struct Softmax : torch::autograd::Function<Softmax> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor y = ctx->get_saved_variables()[0];
-    return {at::_softmax_backward_data(grads[0], y, ctx->saved_data["dim"].toInt(), y.scalar_type()), Tensor(),
-            Tensor()};
+    return {detail::softmax_backward(grads[0], y, ctx->saved_data["dim"].toInt()), Tensor(), Tensor()};
   }
 };
 
@@ -49,6 +48,14 @@ Tensor SoftmaxInPlace::train(const Tensor& x, const Tensor& target, int64_t dim)
   return Softmax::apply(x, dim, target);
 }
 
+// Only double backward differentiates it.
+struct SoftmaxBackward : FunctionalOp<SoftmaxBackward, detail::softmax_backward> {
+  static void check(const Tensor& grad, const Tensor& y, int64_t dim) { detail::check_softmax_backward(grad, y, dim); }
+  static Tensor decomposed(const Tensor& grad, const Tensor& y, int64_t dim) {
+    return at::_softmax_backward_data(grad, y, dim, y.scalar_type()).contiguous();
+  }
+};
+
 // The cast makes a new tensor, so the result can overwrite it.
 Tensor softmax_autocast(const Tensor& x, int64_t dim) {
   const Casting cast(CastTo::kFloat32, x);
@@ -56,7 +63,10 @@ Tensor softmax_autocast(const Tensor& x, int64_t dim) {
   return y.is_same(x) ? torchops::softmax(x, dim) : torchops::softmax_(y, dim);
 }
 
-TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("softmax", SoftmaxFunctional::autograd); }
+TORCH_LIBRARY_IMPL(myops, Autograd, m) {
+  m.impl("softmax", SoftmaxFunctional::autograd);
+  m.impl("_softmax_backward", SoftmaxBackward::autograd);
+}
 
 TORCHOPS_MUTATING("softmax_", SoftmaxInPlace)
 
@@ -68,7 +78,11 @@ TORCHOPS_AUTOCAST(m) {
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("softmax", autocast<CastTo::kFloat32, SoftmaxFunctional::batched>);
   m.impl("softmax_", autocast<CastTo::kFirst, SoftmaxInPlace::batched>);
+  m.impl("_softmax_backward", SoftmaxBackward::batched);
 }
+
+// The CPU's kernel too.
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_softmax_backward", SoftmaxBackward::batched); }
 
 }  // namespace
 }  // namespace torchops::autograd

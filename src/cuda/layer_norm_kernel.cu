@@ -7,6 +7,8 @@
 
 #include <limits>
 
+#include "cuda/gemm/column_sum.cuh"
+#include "cuda/launch_row_gradients.cuh"
 #include "cuda/launch_rows.cuh"
 #include "cuda/overwrite_rows.h"
 #include "ops/common.h"
@@ -205,18 +207,122 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cuda_(Tensor& x, at::IntArray
   return {moments.mean, moments.rstd};
 }
 
+// dx = rstd * (w g - mean(w g) - xhat * mean(w g xhat)), xhat = (x - mean) * rstd; with kColumnSums = 2, also the sums
+// of g xhat and of g over the rows: dweight and dbias.
+template <class T, int kSumsOfColumn>
+struct LayerNormGradient {
+  using A = Accumulate<T>;
+  static constexpr int kSums = 2, kColumnSums = kSumsOfColumn;
+  using Columns = Packed<T, kVectorSize<T>>;
+  struct OfRow {
+    A mean, rstd;
+  };
+
+  const T* weight;  // or null
+  const A *mean, *rstd;
+  A inverse_columns;
+
+  __device__ Columns columns(int64_t column) const {
+    Columns out;
+#pragma unroll
+    for (int i = 0; i < kVectorSize<T>; ++i) out.at[i] = weight == nullptr ? T(1) : weight[column + i];
+    return out;
+  }
+  __device__ OfRow of_row(int64_t row) const { return {mean[row], rstd[row]}; }
+
+  template <int N, class Sums>
+  __device__ void add(OfRow row, const Columns& weights, const A (&x)[N], const A (&grad)[N], A (&sums)[2],
+                      Sums& column_sums) const {
+    A w[N];
+    unpack(weights, w);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const A xhat = (x[i] - row.mean) * row.rstd, scaled = w[i] * grad[i];
+      sums[0] += scaled;
+      sums[1] += scaled * xhat;
+      if constexpr (kColumnSums > 0) {
+        column_sums[0][i] += grad[i] * xhat;
+        column_sums[1][i] += grad[i];
+      }
+    }
+  }
+
+  template <int N>
+  __device__ void gradient(OfRow row, const Columns& weights, const A (&x)[N], A (&grad)[N], const A (&sums)[2]) const {
+    A w[N];
+    unpack(weights, w);
+    const A mean_grad = sums[0] * inverse_columns, mean_product = sums[1] * inverse_columns;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const A xhat = (x[i] - row.mean) * row.rstd;
+      grad[i] = row.rstd * (w[i] * grad[i] - mean_grad - xhat * mean_product);
+    }
+  }
+};
+
+// (rows, columns) of unit column stride and aligned rows, for the gradients that are defined: dx (rows, columns),
+// dweight and dbias (columns).
+template <class T, int kSumsOfColumn>
+void layer_norm_row_gradients(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                              const Tensor& weight, const std::array<Tensor, 3>& out, const RowDivision& division) {
+  using A = Accumulate<T>;
+  const int64_t rows = x.size(0), columns = x.size(1);
+  Tensor partial;
+  if constexpr (kSumsOfColumn > 0) partial = at::empty({division.parts, kSumsOfColumn * columns}, mean.options());
+  const auto to = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr<T>() : nullptr; };
+  const bool reads_x = out[0].defined() || out[1].defined();
+  launch_row_gradients(GradientRows<T>{reads_x ? x.const_data_ptr<T>() : nullptr, grad.const_data_ptr<T>(), to(out[0]),
+                                       partial.defined() ? partial.mutable_data_ptr<A>() : nullptr, rows, columns,
+                                       x.stride(0), grad.stride(0), 1},
+                       LayerNormGradient<T, kSumsOfColumn>{weight.defined() ? weight.const_data_ptr<T>() : nullptr,
+                                                           mean.const_data_ptr<A>(), rstd.const_data_ptr<A>(),
+                                                           A{1} / static_cast<A>(columns)},
+                       division);
+  if constexpr (kSumsOfColumn > 0) {
+    launch_column_sum<T, A, 4, 32, 32>(partial.const_data_ptr<A>(), to(out[1]), to(out[2]), division.parts, columns,
+                                       kSumsOfColumn * columns, kSumsOfColumn * columns,
+                                       c10::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
+
+// Whether they were computed: false for rows that the kernel does not take.
+bool layer_norm_gradients(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                          const OptionalTensor& weight, int64_t dims, const std::array<Tensor, 3>& out) {
+  const int64_t rows = mean.numel(), columns = x.numel() / rows;
+  return with_element_type(x.scalar_type(), [&](auto element) {
+    using scalar_t = decltype(element);
+    const bool parameters = out[1].defined() || out[2].defined();
+    const auto division = parameters ? divide_rows<scalar_t, LayerNormGradient<scalar_t, 2>>(rows, columns)
+                                     : divide_rows<scalar_t, LayerNormGradient<scalar_t, 0>>(rows, columns);
+    if (!division) return false;
+    const auto run = parameters ? layer_norm_row_gradients<scalar_t, 2> : layer_norm_row_gradients<scalar_t, 0>;
+    run(vector_rows(grad, dims), vector_rows(x, dims), mean.contiguous(), rstd.contiguous(),
+        weight ? weight->contiguous() : Tensor(), out, *division);
+    return true;
+  });
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, const Tensor& x,
                                                             at::IntArrayRef normalized_shape, const Tensor& mean,
                                                             const Tensor& rstd, const OptionalTensor& weight,
                                                             std::array<bool, 3> mask) {
   detail::check_layer_norm_backward(grad, x, c10::fromIntArrayRefSlow(normalized_shape), mean, rstd, weight);
   const c10::cuda::CUDAGuard on_device(x.device());
+  const auto wanted = [&](bool mask, const Tensor& t) { return mask ? t : at::empty({0}, x.options()); };
+  if (x.numel() > 0 && (mask[0] || mask[1] || mask[2])) {
+    const auto made = [&](bool mask, at::IntArrayRef sizes) { return mask ? at::empty(sizes, x.options()) : Tensor(); };
+    const std::array<Tensor, 3> out{made(mask[0], x.sizes()), made(mask[1], normalized_shape),
+                                    made(mask[2], normalized_shape)};
+    if (layer_norm_gradients(grad, x, mean, rstd, weight, static_cast<int64_t>(normalized_shape.size()), out)) {
+      return {wanted(mask[0], out[0]), wanted(mask[1], out[1]), wanted(mask[2], out[2])};
+    }
+  }
   // ATen takes shape and dtype of the parameters' gradients from the parameters.
   OptionalTensor w = weight;
   if (!w && (mask[1] || mask[2])) w = at::ones(normalized_shape, x.options());
   const auto [dx, dweight, dbias] = at::cuda::native_layer_norm_backward(
       grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(), rstd.contiguous(), w, /*bias=*/w, mask);
-  const auto wanted = [&](bool mask, const Tensor& t) { return mask ? t : at::empty({0}, x.options()); };
   return {wanted(mask[0], dx), wanted(mask[1], dweight), wanted(mask[2], dbias)};
 }
 

@@ -152,7 +152,7 @@ class Cluster {
     return total;
   }
 
- private:
+ protected:
   static __device__ int special_blocks() {
     int value;
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value));

@@ -1,10 +1,12 @@
 #include <ATen/Dispatch.h>
 #include <ATen/WrapDimUtils.h>
+#include <ATen/ops/_softmax_backward_data_cuda_dispatch.h>
 #include <ATen/ops/_softmax_cuda_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include "cuda/launch_row_gradients.cuh"
 #include "cuda/launch_rows.cuh"
 #include "cuda/overwrite_rows.h"
 #include "ops/softmax.h"
@@ -95,9 +97,61 @@ void softmax_cuda_(Tensor& x, int64_t dim) {
   overwrite_rows({lines}, 1, [](const detail::Operands& rows) { softmax_rows(rows[0], rows[0]); });
 }
 
+// dx = y * (g - sum(g * y))
+template <class T>
+struct SoftmaxGradient {
+  using A = Accumulate<T>;
+  static constexpr int kSums = 1, kColumnSums = 0;
+  struct Columns {};
+  struct OfRow {};
+
+  __device__ Columns columns(int64_t) const { return {}; }
+  __device__ OfRow of_row(int64_t) const { return {}; }
+
+  template <int N, class Sums>
+  __device__ void add(OfRow, Columns, const A (&y)[N], const A (&grad)[N], A (&sums)[1], Sums&) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[0] += grad[i] * y[i];
+  }
+
+  template <int N>
+  __device__ void gradient(OfRow, Columns, const A (&y)[N], A (&grad)[N], const A (&sums)[1]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) grad[i] = y[i] * (grad[i] - sums[0]);
+  }
+};
+
+// Whether it was computed: false for what the kernel does not take.
+bool softmax_row_gradients(const Tensor& grad, const Tensor& y, const Tensor& dx) {
+  return with_element_type(y.scalar_type(), [&](auto element) {
+    using scalar_t = decltype(element);
+    using Operator = SoftmaxGradient<scalar_t>;
+    const auto division = divide_rows<scalar_t, Operator>(dx.size(0), dx.size(1));
+    if (!division) return false;
+    const Tensor y_rows = vector_rows(y, 1), grad_rows = vector_rows(grad, 1);
+    launch_row_gradients(GradientRows<scalar_t>{y_rows.const_data_ptr<scalar_t>(), grad_rows.const_data_ptr<scalar_t>(),
+                                                dx.mutable_data_ptr<scalar_t>(), nullptr, dx.size(0), dx.size(1),
+                                                y_rows.stride(0), grad_rows.stride(0), 1},
+                         Operator(), *division);
+    return true;
+  });
+}
+
+Tensor softmax_backward_cuda(const Tensor& grad, const Tensor& y, int64_t dim) {
+  detail::check_softmax_backward(grad, y, dim);
+  const c10::cuda::CUDAGuard on_device(y.device());
+  Tensor dx = at::empty(y.sizes(), y.options());
+  if (dx.numel() == 0) return dx;
+  const bool last = y.dim() > 0 && at::maybe_wrap_dim(dim, y.dim()) == y.dim() - 1;
+  if (last && softmax_row_gradients(grad, y, dx.view({-1, y.size(-1)}))) return dx;
+  at::cuda::_softmax_backward_data_out(dx, grad, y, dim, y.scalar_type());
+  return dx;
+}
+
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   m.impl("softmax", softmax_cuda);
   m.impl("softmax_", softmax_cuda_);
+  m.impl("_softmax_backward", softmax_backward_cuda);
 }
 
 }  // namespace

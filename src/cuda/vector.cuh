@@ -67,6 +67,13 @@ __device__ inline void copy_vector(Packed<T, N>* shared, const T* from) {
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+/// Ends a group of copies: those started since the last one. The second waits for all groups but the last kLater.
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLater>
+__device__ inline void wait_for_copies_before() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
+
 template <class T, int N>
 __device__ inline void unpack(const Packed<T, N>& packed, Accumulate<T> (&out)[N]) {
   if constexpr (std::is_same_v<T, c10::BFloat16> && N % 2 == 0) {

@@ -19,4 +19,13 @@ TORCHOPS_API at::Tensor& softmax_(at::Tensor& x, int64_t dim = -1);
 TORCHOPS_API void check_softmax(const at::Tensor& x, int64_t dim);
 TORCHOPS_API void check_softmax_(const at::Tensor& x, int64_t dim);
 
+namespace detail {
+
+/// The gradient of softmax() of which y is the result: y * (grad - sum(grad * y)), a new contiguous tensor.
+at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& y, int64_t dim);
+
+/// Its argument checks, for every backend.
+void check_softmax_backward(const at::Tensor& grad, const at::Tensor& y, int64_t dim);
+
+}  // namespace detail
 }  // namespace torchops

@@ -1,0 +1,167 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+
+#include <array>
+#include <optional>
+
+#include "cuda/launch_rows.cuh"
+#include "cuda/overwrite_rows.h"
+#include "cuda/row_gradients.cuh"
+
+// The host side of row_gradients.cuh.
+namespace torchops::cuda {
+
+/// f(T()), which says whether it computed the gradients, for the element types that have kernels here. float64, which
+/// derivatives are checked in, is left to ATen's: it would be a quarter of what is compiled.
+template <class F>
+bool with_element_type(at::ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case at::kFloat:
+      return f(float());
+    case at::kHalf:
+      return f(c10::Half());
+    case at::kBFloat16:
+      return f(c10::BFloat16());
+    default:
+      return false;
+  }
+}
+
+/// Who works on which rows.
+struct RowDivision {
+  enum class By { kLanes, kBlock, kCluster } by;
+  int lanes, threads, cluster;
+  int64_t parts;  // blocks, or clusters, of the grid: each has a row of partial sums
+};
+
+/// How many clusters of `cluster` full blocks of `kernel` run at the same time; 0 where there are none.
+template <class Kernel>
+cudaError_t query_resident_clusters(Kernel kernel, int cluster, int& answer) {
+  answer = 0;
+  constexpr int bytes = kGradientThreads * kGradientSharedBytes;
+  int largest = 1;
+  cudaError_t error = allow_shared(kernel, bytes);
+  if (error == cudaSuccess) error = query_largest_cluster(kernel, kGradientThreads, bytes, largest);
+  if (error != cudaSuccess || largest < cluster) return error;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(cluster);
+  config.blockDim = dim3(kGradientThreads);
+  config.dynamicSmemBytes = bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(&answer, kernel, &config);
+}
+
+/// The division of `rows` rows of so many columns on the current device; nothing where rows are too long for it, or are
+/// no whole number of vectors: loads of single elements would be eight times as many, and ATen's kernels have a better
+/// way. A shape has one division, whatever is computed of it.
+template <class T, class Operator>
+std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
+  if (columns % kVectorSize<T> != 0) return std::nullopt;
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const int64_t processors = device.multiProcessorCount, vectors = columns / kVectorSize<T>;
+  const auto blocks_that_fit = [&](int threads) {
+    constexpr int64_t reserved = 2048;  // of each block, by the system and for its own sums
+    const int64_t bytes = int64_t{threads} * kGradientSharedBytes + reserved;
+    if (bytes > static_cast<int64_t>(device.sharedMemPerBlockOptin)) return int64_t{0};
+    return std::min<int64_t>(kGradientThreads / threads,
+                             static_cast<int64_t>(device.sharedMemPerMultiprocessor) / bytes);
+  };
+  // Partial sums are written and read again, so a part has eight rows at least, unless multiprocessors would be idle.
+  const auto parts = [&](int64_t resident, int64_t rows_at_once) {
+    const int64_t most = ceil_div(rows, rows_at_once);
+    if (Operator::kColumnSums == 0) return std::min(resident, most);
+    return std::min({resident, most, std::max(processors, ceil_div(most, int64_t{8}))});
+  };
+  const auto power_of_two = [](int64_t least) {
+    int64_t power = 1;
+    while (power < least) power *= 2;
+    return power;
+  };
+  if (vectors <= kWarp * kGradientVectors) {
+    constexpr int threads = GradientLanes::kMaxThreads;
+    const int64_t fit = blocks_that_fit(threads);
+    if (fit == 0) return std::nullopt;
+    // Neighbouring lanes read 128 bytes together, where rows have that.
+    const int64_t lanes =
+        std::max(power_of_two(ceil_div(vectors, kGradientVectors)), std::min<int64_t>(8, power_of_two(vectors) / 2));
+    return RowDivision{RowDivision::By::kLanes, static_cast<int>(lanes), threads, 1,
+                       parts(fit * processors, threads / lanes)};
+  }
+  const auto threads_of = [&](int blocks) {
+    return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{kGradientVectors} * blocks), kWarp) * kWarp);
+  };
+  if (const int threads = threads_of(1); threads <= kGradientThreads && blocks_that_fit(threads) > 0) {
+    return RowDivision{RowDivision::By::kBlock, 1, threads, 1, parts(blocks_that_fit(threads) * processors, 1)};
+  }
+  static std::array<PerDevice, 4> caches;  // of 2, 4, 8 and 16 blocks
+  size_t log_half = 0;
+  while (threads_of(2 << log_half) > kGradientThreads && log_half < caches.size()) ++log_half;
+  if (log_half == caches.size() || blocks_that_fit(kGradientThreads) == 0) return std::nullopt;
+  const int cluster = 2 << log_half;
+  static_assert(Cluster::kMaxBlocks == 16);
+  int resident = 0;
+  C10_CUDA_CHECK(caches[log_half].get(resident, [&](int& answer) {
+    return query_resident_clusters(row_gradients_kernel<T, GradientCluster, Operator>, cluster, answer);
+  }));
+  if (resident == 0) return std::nullopt;
+  return RowDivision{RowDivision::By::kCluster, 1, threads_of(cluster), cluster, std::min<int64_t>(resident, rows)};
+}
+
+/// t (..., *trailing), not empty, as (rows, columns) whose rows can be read as vectors: a view, or a copy where its
+/// layout forbids that.
+inline at::Tensor vector_rows(const at::Tensor& t, int64_t trailing_dims) {
+  const auto multiple = [](int64_t bytes) { return bytes % kVectorBytes == 0; };
+  if (const auto rows = as_unit_rows(t, trailing_dims)) {
+    if (multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows->const_data_ptr()))) &&
+        (rows->size(0) == 1 || multiple(rows->stride(0) * static_cast<int64_t>(rows->element_size())))) {
+      return *rows;
+    }
+  }
+  return *as_unit_rows(t.clone(at::MemoryFormat::Contiguous), trailing_dims);
+}
+
+/// Runs `op` on the current stream; `rows` is not empty.
+template <class T, class Operator>
+void launch_row_gradients(GradientRows<T> rows, const Operator& op, const RowDivision& division) {
+  rows.lanes = division.lanes;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(division.cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(division.parts * division.cluster));
+  config.blockDim = dim3(division.threads);
+  config.dynamicSmemBytes = static_cast<size_t>(division.threads) * kGradientSharedBytes;
+  config.stream = c10::cuda::getCurrentCUDAStream();
+  config.attrs = &attribute;
+  config.numAttrs = division.cluster > 1 ? 1 : 0;
+  const auto start = [&](auto kernel, PerDevice& cache, int most_threads) {
+    int granted = 0;
+    C10_CUDA_CHECK(cache.get(granted, [&](int& answer) {
+      answer = 1;
+      return allow_shared(kernel, most_threads * kGradientSharedBytes);
+    }));
+    C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, rows, op));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  };
+  static std::array<PerDevice, 3> caches;
+  switch (division.by) {
+    case RowDivision::By::kLanes:
+      return start(row_gradients_kernel<T, GradientLanes, Operator>, caches[0], GradientLanes::kMaxThreads);
+    case RowDivision::By::kBlock: {
+      // As much as a block may have here: other lengths of rows have other numbers of threads.
+      const auto most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;
+      return start(row_gradients_kernel<T, GradientBlock, Operator>, caches[1],
+                   std::min<int>(kGradientThreads, static_cast<int>(most / kGradientSharedBytes)));
+    }
+    case RowDivision::By::kCluster:
+      return start(row_gradients_kernel<T, GradientCluster, Operator>, caches[2], kGradientThreads);
+  }
+}
+
+}  // namespace torchops::cuda

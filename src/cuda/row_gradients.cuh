@@ -1,0 +1,272 @@
+#pragma once
+
+#include "cuda/rows.cuh"
+
+// The device side of operators whose gradient reads two matrices, x (or the output) and the cotangent, once, and writes
+// a third: dx of a row is made of its elements and of sums over it. What is summed over rows, the gradients of
+// parameters, comes from the same pass.
+//
+// Blocks stay and take one row after the other, each thread the same columns of all of them, so a parameter is read
+// once, and sums over rows stay in registers. Rows on their way are in shared memory: copies of two more go out before
+// a row is worked on. A thread reads nothing but what it copied, so that needs no barrier. Of one multiprocessor's
+// kGradientThreads threads each has kGradientVectors vectors of both inputs on their way for each of two rows: 128 KiB,
+// where the rows fill all of them, and a quarter of that at the least (rows of one vector, or of nine).
+// Memory needs about 40 KiB. No more than 128 registers keep that many threads.
+//
+// Every sum has one order, which the shape and the number of multiprocessors determine.
+namespace torchops::cuda {
+
+constexpr int kGradientThreads = 512;  // of a multiprocessor
+constexpr int kGradientVectors = 4;    // of a row and a thread, at most
+constexpr int kGradientStages = 3;
+constexpr int kGradientSharedBytes = kGradientStages * 2 * kGradientVectors * kVectorBytes;  // a thread
+
+/// Rows of unit column stride that all begin at 16-byte boundaries; columns are a multiple of a vector.
+template <class T>
+struct GradientRows {
+  const T *x, *grad;  // x may be null where only sums that do not read it are wanted
+  T* dx;              // without gaps, or null
+  // Sums over the rows of each block (or cluster), Operator::kColumnSums times `columns` of them.
+  Accumulate<T>* partial;
+  int64_t rows, columns, x_stride, grad_stride;
+  int lanes;  // of a warp that share a row, where several do; a power of two
+};
+
+// The groups of threads that share a row, as in rows.cuh, which take a row for each of `groups` in turn: `first` + rank
+// `among` these, then `step` further. `first` is the same for all that meet at a barrier.
+
+class GradientLanes {
+ public:
+  static constexpr int kMaxThreads = 128;
+
+  __device__ explicit GradientLanes(int lanes)
+      : size(lanes), rank(threadIdx.x & (lanes - 1)), among(threadIdx.x / static_cast<unsigned>(lanes)) {}
+
+  static __device__ int threads() { return kMaxThreads; }
+  __device__ int groups() const { return kMaxThreads / static_cast<unsigned>(size); }
+  __device__ int64_t first() const { return int64_t{blockIdx.x} * groups(); }
+  __device__ unsigned step() const { return gridDim.x * groups(); }
+  __device__ int part() const { return blockIdx.x; }
+
+  /// Makes of each sum over a thread that over the row. `turn` alternates between 0 and 1.
+  template <class A, int n>
+  __device__ void reduce(A (&sums)[n], int) {
+    for (int distance = size / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (A& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
+  }
+  __device__ void leave() {}
+
+  const int size, rank, among;
+};
+
+// Two arrays take turns: who writes one again has passed the barrier after which all had read it.
+template <class A, int n>
+__device__ inline void sum_block(A (&sums)[n], int turn) {
+  __shared__ A of_warp[2][n][kWarp];
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    sums[i] = reduce_lanes<kWarp>(sums[i], Sum());
+    if (lane == 0) of_warp[turn][i][threadIdx.x / kWarp] = sums[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    sums[i] = reduce_lanes<kWarp>(lane < blockDim.x / kWarp ? of_warp[turn][i][lane] : A{0}, Sum());
+  }
+}
+
+class GradientBlock {
+ public:
+  static constexpr int kMaxThreads = kGradientThreads, among = 0;
+
+  __device__ explicit GradientBlock(int) : size(blockDim.x), rank(threadIdx.x) {}
+
+  static __device__ int threads() { return blockDim.x; }
+  __device__ int groups() const { return 1; }
+  __device__ int64_t first() const { return blockIdx.x; }
+  __device__ unsigned step() const { return gridDim.x; }
+  __device__ int part() const { return blockIdx.x; }
+
+  template <class A, int n>
+  __device__ void reduce(A (&sums)[n], int turn) {
+    sum_block(sums, turn);
+  }
+  __device__ void leave() {}
+
+  const int size, rank;
+};
+
+class GradientCluster : public Cluster {
+ public:
+  static constexpr int kMaxThreads = kGradientThreads, among = 0;
+
+  __device__ explicit GradientCluster(int) {}
+
+  static __device__ int threads() { return blockDim.x; }
+  __device__ int groups() const { return 1; }
+  __device__ int64_t first() const { return row; }
+  __device__ unsigned step() const { return gridDim.x / (static_cast<unsigned>(size) / blockDim.x); }
+  __device__ int part() const { return static_cast<int>(row); }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  template <class A, int n>
+  __device__ void reduce(A (&sums)[n], int turn) {
+    struct Sums {
+      A at[n];
+    };
+    __shared__ Sums of_block[kMaxBlocks];
+    sum_block(sums, turn);
+    Sums own;
+#pragma unroll
+    for (int i = 0; i < n; ++i) own.at[i] = sums[i];
+    wait();  // all run, and have read what they were sent last
+    if (threadIdx.x < blocks_) put(&of_block[block_], threadIdx.x, own);
+    arrive();
+    wait();
+#pragma unroll
+    for (int i = 0; i < n; ++i) sums[i] = of_block[0].at[i];
+    for (int block = 1; block < blocks_; ++block) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) sums[i] += of_block[block].at[i];
+    }
+    arrive();
+  }
+  __device__ void leave() { wait(); }
+
+ private:
+  static __device__ void arrive() {
+    __syncwarp();  // .aligned: the whole warp arrives together
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+
+ public:
+#else
+  template <class A, int n>
+  __device__ void reduce(A (&)[n], int) {}
+  __device__ void leave() {}
+#endif
+};
+
+/// An operator has, for vectors of elements of x and grad, of N in Accumulate<T>:
+///   kSums, kColumnSums               how many sums over a row and over a column it wants
+///   Columns columns(int64_t column)  what it reads of a vector of parameters
+///   OfRow of_row(int64_t row)        what it reads of a row
+///   void add(OfRow, Columns, x, grad, sums, column_sums)
+///   void gradient(OfRow, Columns, x, grad, sums)  grad becomes dx
+template <class T, class Group, class Operator>
+__global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxThreads) void row_gradients_kernel(
+    const GradientRows<T> rows, const Operator op) {
+  using A = Accumulate<T>;
+  constexpr int kSize = kVectorSize<T>, kVectors = kGradientVectors, kStages = kGradientStages;
+  constexpr int kColumnSums = Operator::kColumnSums;
+  extern __shared__ uint4 memory[];
+  Group group(rows.lanes);
+  const auto column = [&](int k) { return (group.rank + k * group.size) * kSize; };
+  const int columns = static_cast<int>(rows.columns);
+  const auto slot = [&](int stage, int input, int k) {
+    return reinterpret_cast<Packed<T, kSize>*>(memory) + ((stage * 2 + input) * kVectors + k) * Group::threads() +
+           static_cast<int>(threadIdx.x);
+  };
+  const auto fetch = [&](int64_t row, int stage) {
+    if (row < rows.rows) {
+      const T *const x = rows.x + row * rows.x_stride, *const grad = rows.grad + row * rows.grad_stride;
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        if (column(k) < columns) {
+          if (rows.x != nullptr) copy_vector(slot(stage, 0, k), x + column(k));
+          copy_vector(slot(stage, 1, k), grad + column(k));
+        }
+      }
+    }
+    end_copies();
+  };
+
+  // The same number for all that meet at a barrier: the last rows of some may not exist.
+  const unsigned step = group.step();
+  const int64_t first = group.first();
+  int left = first < rows.rows ? static_cast<int>((rows.rows - first - 1) / step) + 1 : 0;
+  int64_t row = first + group.among;
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(row + int64_t{step} * stage, stage);
+  typename Operator::Columns parameters[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    if (column(k) < columns) parameters[k] = op.columns(column(k));
+  }
+  A column_sums[kVectors][kColumnSums > 0 ? kColumnSums : 1][kSize] = {};
+  for (int stage = 0, turn = 0; left > 0; --left, row += step, turn ^= 1) {
+    const bool exists = row < rows.rows;
+    const auto of_row = op.of_row(exists ? row : rows.rows - 1);
+    fetch(row + int64_t{step} * (kStages - 1), stage == 0 ? kStages - 1 : stage - 1);
+    wait_for_copies_before<kStages - 1>();
+    A sums[Operator::kSums] = {};
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (exists && column(k) < columns) {
+        A x[kSize], grad[kSize];
+        unpack(*slot(stage, 0, k), x);
+        unpack(*slot(stage, 1, k), grad);
+        op.add(of_row, parameters[k], x, grad, sums, column_sums[k]);
+        asm volatile("" ::: "memory");  // not all vectors at once: registers are short
+      }
+    }
+    if (rows.dx != nullptr) {
+      group.reduce(sums, turn);
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        if (exists && column(k) < columns) {
+          A x[kSize], grad[kSize];
+          unpack(*slot(stage, 0, k), x);
+          unpack(*slot(stage, 1, k), grad);
+          op.gradient(of_row, parameters[k], x, grad, sums);
+          store(rows.dx + row * columns + column(k), pack<T, kSize>(grad));
+        }
+      }
+    }
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+  group.leave();
+
+  if constexpr (kColumnSums > 0) {
+    A* const partial = rows.partial + int64_t{group.part()} * kColumnSums * columns;
+    if (group.groups() == 1) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        if (column(k) < columns) {
+#pragma unroll
+          for (int i = 0; i < kColumnSums * kSize; ++i) {
+            partial[i / kSize * columns + column(k) + i % kSize] = column_sums[k][i / kSize][i % kSize];
+          }
+        }
+      }
+      return;
+    }
+    // The groups of a block become one. Their rows have left shared memory.
+    constexpr int kOfThread = kVectors * kColumnSums * kSize;
+    static_assert(kOfThread * sizeof(A) <= kGradientSharedBytes);
+    A* const shared = reinterpret_cast<A*>(memory);
+    wait_for_copies();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      shared[i * Group::threads() + static_cast<int>(threadIdx.x)] =
+          column_sums[i / (kColumnSums * kSize)][i / kSize % kColumnSums][i % kSize];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kColumnSums * columns; i += Group::threads()) {
+      const int which = i / columns, vector = i % columns / kSize;
+      const int k = vector / group.size, rank = vector % group.size;
+      const int index = (k * kColumnSums + which) * kSize + i % columns % kSize;
+      A sum = 0;
+      for (int other = 0; other < group.groups(); ++other) {
+        sum += shared[index * Group::threads() + other * group.size + rank];
+      }
+      partial[i] = sum;
+    }
+  }
+}
+
+}  // namespace torchops::cuda
