@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,15 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 def poison(*shape: int, dtype: torch.dtype) -> None:
     """Leaves NaN in the memory that the next tensor of this shape gets."""
     torch.full(shape, float("nan"), device="cuda", dtype=dtype)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New memory is filled with NaN, so an element that no kernel writes shows."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def memory_of(call: Callable[[], object]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_checks import poisoned_memory
 from torch import Tensor
 
 import torchops
@@ -34,11 +35,8 @@ MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """New memory is filled with NaN, so an element that no kernel writes shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -46,11 +44,11 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_accurate(got: Tensor, aten: Tensor, exact: Tensor, scale: Tensor) -> None:
-    """At most 1.1 times ATen's error, and for few elements the last digit of `scale`, what the result is a sum of."""
+    """At most 1.1 times ATen's error and a part of the last digit, more of few elements; `scale` is what was added up."""
     assert got.shape == aten.shape == exact.shape
     assert got.dtype == aten.dtype
     assert got.is_contiguous()
-    few = 0.5 if exact.numel() < 2000 else 0.02
+    few = 0.5 if exact.numel() < 2000 else 0.1
     slack = few * torch.finfo(got.dtype).eps * max(exact.norm().item(), 1e-3 * scale.double().norm().item())
     error, theirs = ((t.double() - exact).norm().item() for t in (got, aten))
     assert error <= 1.1 * theirs + slack, f"{tuple(exact.shape)}: error {error:.3g}, ATen's {theirs:.3g}"

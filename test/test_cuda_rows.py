@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_checks import poisoned_memory
 from torch import Tensor
 
 import torchops
@@ -44,11 +45,8 @@ OPERATORS: dict[str, tuple[Operator, Operator, Operator]] = {
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """New memory is filled with NaN, so an element that no kernel writes shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture(params=OPERATORS)

@@ -45,21 +45,12 @@ cudaError_t query_resident_clusters(Kernel kernel, int cluster, int& answer) {
   cudaError_t error = allow_shared(kernel, bytes);
   if (error == cudaSuccess) error = query_largest_cluster(kernel, kGradientThreads, bytes, largest);
   if (error != cudaSuccess || largest < cluster) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(cluster);
-  config.blockDim = dim3(kGradientThreads);
-  config.dynamicSmemBytes = bytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(&answer, kernel, &config);
+  return query_clusters(kernel, cluster, kGradientThreads, bytes, answer);
 }
 
 /// The division of `rows` rows of so many columns on the current device; nothing where rows are too long for it, or are
-/// no whole number of vectors: loads of single elements would be eight times as many, and ATen's kernels have a better
-/// way. A shape has one division, whatever is computed of it.
+/// no whole number of vectors: loads of single elements would be many more, and ATen's kernels have a better way. Who
+/// adds up a row, and in which order, depends on its length alone.
 template <class T, class Operator>
 std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
   if (columns % kVectorSize<T> != 0) return std::nullopt;

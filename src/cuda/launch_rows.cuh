@@ -17,6 +17,21 @@ cudaError_t allow_shared(Kernel kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
+/// How many clusters of so many blocks of `kernel` this GPU can hold at the same time.
+template <class Kernel>
+cudaError_t query_clusters(Kernel kernel, int blocks, int threads, int shared_bytes, int& clusters) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+}
+
 /// The most blocks, a power of two, of `kernel` with `threads` threads that this GPU can hold as one cluster; 1 if the
 /// code that runs here was compiled for an older one (below 9.0), which has no clusters.
 template <class Kernel>
@@ -28,17 +43,8 @@ cudaError_t query_largest_cluster(Kernel kernel, int threads, int shared_bytes, 
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
   for (int blocks = Cluster::kMaxBlocks; blocks > 1; blocks /= 2) {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
     int clusters = 0;
-    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    error = query_clusters(kernel, blocks, threads, shared_bytes, clusters);
     if (error == cudaSuccess && clusters > 0) {
       largest = blocks;
       return cudaSuccess;

@@ -9,9 +9,9 @@
 // Blocks stay and take one row after the other, each thread the same columns of all of them, so a parameter is read
 // once, and sums over rows stay in registers. Rows on their way are in shared memory: copies of two more go out before
 // a row is worked on. A thread reads nothing but what it copied, so that needs no barrier. Of one multiprocessor's
-// kGradientThreads threads each has kGradientVectors vectors of both inputs on their way for each of two rows: 128 KiB,
-// where the rows fill all of them, and a quarter of that at the least (rows of one vector, or of nine).
-// Memory needs about 40 KiB. No more than 128 registers keep that many threads.
+// kGradientThreads threads each has kGradientVectors vectors of both inputs on their way for each of two rows: 128 KiB
+// where the rows fill all of them, and a quarter of that at the least (rows of one vector, or of nine). 512 threads
+// have 128 registers each, and two column sums of the vectors of a thread take half of those.
 //
 // Every sum has one order, which the shape and the number of multiprocessors determine.
 namespace torchops::cuda {
@@ -134,7 +134,11 @@ class GradientCluster : public Cluster {
     }
     arrive();
   }
-  __device__ void leave() { wait(); }
+  /// Every arrival is waited for, the last one here.
+  __device__ void leave() {
+    __syncwarp();
+    wait();
+  }
 
  private:
   static __device__ void arrive() {
@@ -170,6 +174,10 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
     return reinterpret_cast<Packed<T, kSize>*>(memory) + ((stage * 2 + input) * kVectors + k) * Group::threads() +
            static_cast<int>(threadIdx.x);
   };
+  const auto read = [&](int stage, int k, A(&x)[kSize], A(&grad)[kSize]) {
+    unpack(*slot(stage, 0, k), x);
+    unpack(*slot(stage, 1, k), grad);
+  };
   const auto fetch = [&](int64_t row, int stage) {
     if (row < rows.rows) {
       const T *const x = rows.x + row * rows.x_stride, *const grad = rows.grad + row * rows.grad_stride;
@@ -197,7 +205,7 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
     if (column(k) < columns) parameters[k] = op.columns(column(k));
   }
   A column_sums[kVectors][kColumnSums > 0 ? kColumnSums : 1][kSize] = {};
-  for (int stage = 0, turn = 0; left > 0; --left, row += step, turn ^= 1) {
+  for (int stage = 0; left > 0; --left, row += step) {
     const bool exists = row < rows.rows;
     const auto of_row = op.of_row(exists ? row : rows.rows - 1);
     fetch(row + int64_t{step} * (kStages - 1), stage == 0 ? kStages - 1 : stage - 1);
@@ -207,20 +215,18 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
     for (int k = 0; k < kVectors; ++k) {
       if (exists && column(k) < columns) {
         A x[kSize], grad[kSize];
-        unpack(*slot(stage, 0, k), x);
-        unpack(*slot(stage, 1, k), grad);
+        read(stage, k, x, grad);
         op.add(of_row, parameters[k], x, grad, sums, column_sums[k]);
         asm volatile("" ::: "memory");  // not all vectors at once: registers are short
       }
     }
     if (rows.dx != nullptr) {
-      group.reduce(sums, turn);
+      group.reduce(sums, left & 1);
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
         if (exists && column(k) < columns) {
           A x[kSize], grad[kSize];
-          unpack(*slot(stage, 0, k), x);
-          unpack(*slot(stage, 1, k), grad);
+          read(stage, k, x, grad);
           op.gradient(of_row, parameters[k], x, grad, sums);
           store(rows.dx + row * columns + column(k), pack<T, kSize>(grad));
         }
