@@ -308,7 +308,6 @@ _TRANSITION = [
     (op, f"{task} ({rows}, 128, 512) bfloat16")
     for op, task in (("transition_", "forward"), ("transition", "forward and backward"))
     for rows in (384**2, 768**2, 1024**2)
-    if (op, rows) != ("transition", 1024**2)
 ]
 _CPU = [
     ("dense", "forward (4096, 64, 4096) float32"),
