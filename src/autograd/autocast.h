@@ -6,22 +6,22 @@
 
 #include <optional>
 
-// How an operator of this library behaves under torch.autocast. An operator without such a kernel (sigmoid) runs in the
-// dtype that it is given, as ATen's operators outside of autocast's lists do.
+// The behaviour of this library's operators under torch.autocast. An operator without an autocast kernel (sigmoid) runs
+// in the dtype of its input, as do ATen's operators that are in none of autocast's lists.
 namespace torchops::autograd {
 
 using at::Tensor;
 
-/// To what autocast casts the floating-point arguments of an operator. float64 stays what it is, as with ATen.
+/// The dtype to which autocast casts the floating-point arguments of an operator. As in ATen, float64 is never cast.
 enum class CastTo {
-  kLowerPrecision,  ///< the dtype that autocast was entered with: products of matrices
-  kFloat32,         ///< float32, but on the CPU, where ATen's list lacks softmax and layer_norm, as kFirst
-  kFirst,           ///< the dtype of the first argument, which stays what it is: an operator that overwrites it
+  kLowerPrecision,  ///< the dtype that autocast was entered with: matrix products
+  kFloat32,         ///< float32; on the CPU, where ATen's list lacks softmax and layer_norm, as kFirst
+  kFirst,           ///< the dtype of the first argument, which is not cast: operators that overwrite it
 };
 
-/// Casts arguments while it lives, and holds autocast off, so that the casts are not undone further down (but inside
-/// torch.func, whose levels start anew from the state outside of it). Casts of weights come from autocast's cache.
-/// Nothing is cast where autocast is off for the device of `first`.
+/// Casts arguments while it lives, and turns autocast off so that nothing further down undoes the casts (except inside
+/// torch.func, whose levels start from the state outside of it). Cast weights come from autocast's cache. Casts nothing
+/// if autocast is off for the device of `first`.
 class Casting {
  public:
   Casting(CastTo to, const Tensor& first);
@@ -35,7 +35,7 @@ class Casting {
     for (size_t i = 0; i < arguments.size(); ++i) cast.push_back((*this)(arguments.get(i)));
     return cast;
   }
-  /// An input that an operator reads as float32 where its weights have 16 bits: cast like them only from other dtypes.
+  /// For an input that operators with 16-bit weights read as float32: casts it only if it has another dtype.
   Tensor unless_float32(const Tensor& input) const {
     return input.scalar_type() == at::kFloat ? input : (*this)(input);
   }
@@ -64,8 +64,8 @@ struct Autocast<to, function> {
   }
 };
 
-/// `function` with its arguments cast: a kernel for the keys AutocastCPU and AutocastCUDA, where `function` is the
-/// operator itself, and for FuncTorchBatched, which comes before them, where it is the decomposition.
+/// `function` with its arguments cast: a kernel for the keys AutocastCPU and AutocastCUDA, with the operator itself as
+/// `function`, or for FuncTorchBatched, which comes before those keys, with the decomposition as `function`.
 template <CastTo to, auto function>
 constexpr auto autocast = &Autocast<to, function>::call;
 
@@ -80,7 +80,7 @@ struct CastParameters<function> {
   }
 };
 
-/// `function` with its parameters cast, and x as it comes: read as float32, it needs no copy in 16 bits.
+/// `function` with its parameters cast, but not a float32 x: operators read that as it is, without a 16-bit copy.
 template <auto function>
 constexpr auto cast_parameters = &CastParameters<function>::call;
 

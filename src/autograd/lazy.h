@@ -9,17 +9,17 @@
 #include <optional>
 #include <type_traits>
 
-// Tensors whose memory does not hold their values: a bit says that they are to be negated (x.conj().imag) or
-// conjugated, or that they are zero and have no memory at all. The keys Negative, Conjugate and ZeroTensor stand
-// between ADInplaceOrView and the backends. For functional operators ATen's fallbacks there do what is needed, unless
-// tensors come in a list of optional ones (Tensor?[]), which they pass on as it is. For one that overwrites its
-// argument they expect it back as the first return, and write past the end of the stack where an operator returns
-// nothing. So every operator of these two kinds registers a kernel of its own for these keys.
+// Tensors whose memory does not hold their values: a bit says that they are negated (x.conj().imag) or conjugated, or
+// they are zero and have no memory at all. The keys Negative, Conjugate and ZeroTensor are between ADInplaceOrView and
+// the backends. ATen's fallbacks for these keys work for functional operators, except that they pass on lists of
+// optional tensors (Tensor?[]) unchanged. For an operator that overwrites its argument, they expect it back as the
+// first return, and write past the end of the stack if the operator returns nothing. So all operators of these two
+// kinds register their own kernels for these keys.
 namespace torchops::autograd {
 
 using at::Tensor;
 
-/// `argument` with its values in memory: itself, where they are.
+/// `argument` with its values in memory; `argument` itself if they are there already.
 inline Tensor materialize(const Tensor& argument) {
   return argument._is_zerotensor() ? argument.clone() : argument.resolve_neg().resolve_conj();
 }
@@ -46,7 +46,7 @@ struct Materialized<in_place> {
                 "ZeroTensors are immutable. Please use the materialized zero tensor obtained using .clone() if you "
                 "want a mutable tensor.");
     const at::AutoDispatchBelowADInplaceOrView below_version_counter;
-    // The profiler has this call already.
+    // The profiler has recorded this call already.
     const at::DisableRecordFunctionGuard not_recorded;
     Tensor value = materialize(self);
     if constexpr (std::is_void_v<Return>) {
@@ -69,8 +69,8 @@ struct Materialized<functional> {
   }
 };
 
-/// `function`, which calls an operator, with all arguments materialized, and copied back what the operator overwrites:
-/// a kernel of that operator for the keys Negative, Conjugate and ZeroTensor.
+/// Calls the operator `function` with all arguments materialized, and copies back the one that it overwrites: the
+/// operator's kernel for the keys Negative, Conjugate and ZeroTensor.
 template <auto function>
 constexpr auto materialized = &Materialized<function>::call;
 

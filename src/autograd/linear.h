@@ -5,10 +5,10 @@
 #include <optional>
 #include <tuple>
 
-// Linear layers in differentiable ATen operators, for operators that are written out in those.
+// Linear layers in differentiable ATen operators, for the operators that are decomposed into these.
 namespace torchops::autograd {
 
-/// x @ w.T + b; x (..., in) may be float32 where w has 16 bits, and is then rounded.
+/// x @ w.T + b; x (..., in) may be float32 if w has 16 bits, and is then rounded.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
 
 /// The gradients of w and b for the cotangent dz (..., out): dz.T @ x, and dz summed over the rows.

@@ -5,19 +5,19 @@
 #include "autograd/recipe.h"
 #include "ops/dense_path.h"
 
-// Backward takes the path of its forward pass (torchops.cuda.dense_path), in whatever thread it runs.
+// Backward takes the same path as its forward pass (torchops.cuda.dense_path), on whatever thread it runs.
 namespace torchops::autograd {
 
 using OptionalPath = std::optional<detail::DensePath>;
 
-/// Called in forward: remembers the path of the call or, if it has none, of the thread. What is recorded for later has
-/// only that of the call, since the thread that records it is not the one that runs it.
+/// Called in forward: saves the path of the call or, if it has none, of the thread. A recorded call saves only the path
+/// of the call, since the thread that records it is not the one that runs it.
 inline void save_path(AutogradContext* ctx, OptionalPath of_call = std::nullopt) {
   const OptionalPath path = of_call || is_recorded() ? of_call : detail::dense_path_of_thread();
   if (path) ctx->saved_data["path"] = static_cast<int64_t>(*path);
 }
 
-/// What backward gives a DensePathGuard.
+/// The path with which backward creates its DensePathGuard.
 inline OptionalPath saved_path(AutogradContext* ctx) {
   const auto path = ctx->saved_data.find("path");
   if (path == ctx->saved_data.end()) return std::nullopt;

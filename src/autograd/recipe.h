@@ -16,33 +16,33 @@
 #include "ops/common.h"
 #include "ops/keep.h"
 
-// How an operator of this library joins autograd. A functional operator takes one of three ways, see FunctionalOp in
-// autograd/functional.h; a mutating one takes one of four, see MutatingOp. What goes silently wrong without them is
-// pinned down in test/test_traps.py.
+// How the operators of this library implement autograd. A functional operator takes one of three ways, see FunctionalOp
+// in autograd/functional.h; a mutating one takes one of four, see MutatingOp. test/test_traps.py has what silently goes
+// wrong without them.
 namespace torchops::autograd {
 
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// A torch.func transform (grad, jvp, vmap, functionalize) is on. C++ autograd Functions do not run under one.
+/// Whether a torch.func transform (grad, jvp, vmap, functionalize) is on. C++ autograd Functions don't run under one.
 bool functorch_active();
 
-/// What runs now is recorded rather than executed (torch.compile, export, a dispatch mode, a tensor subclass, a meta
-/// tensor), so history cannot be moved by hand.
+/// Whether this call is recorded rather than executed (torch.compile, export, a dispatch mode, a tensor subclass, a
+/// meta tensor), so that history cannot be moved by hand.
 bool is_traced(const Tensor& input);
 
-/// What runs now becomes part of a graph (torch.compile, torch.export, make_fx) that runs later, elsewhere and often.
+/// Whether this call becomes part of a graph (torch.compile, torch.export, make_fx), which runs later, anywhere, often.
 bool is_recorded();
 
 inline bool requires_grad(const Tensor& input) { return input.requires_grad(); }
 inline bool has_tangent(const Tensor& input) { return torch::autograd::isFwGradDefined(input); }
 
-/// An argument of a mutating operator that shares memory with the mutated tensor is read before it is written: the
-/// gradient needs the value from before, so a copy (with identity gradient) takes its place.
+/// Returns `argument`, or a copy (with identity gradient) if it shares memory with the tensor that is mutated:
+/// operators read such an argument before they write, and the gradient needs the value from before.
 Tensor without_alias(const Tensor& mutated, const Tensor& argument);
 
-// The same questions to an optional tensor, and to an argument that is no tensor.
+// The same for optional tensors, and below for arguments that are not tensors.
 inline bool is_traced(const std::optional<Tensor>& input) { return input && is_traced(*input); }
 inline bool requires_grad(const std::optional<Tensor>& input) { return input && requires_grad(*input); }
 inline bool has_tangent(const std::optional<Tensor>& input) { return input && has_tangent(*input); }
@@ -52,7 +52,7 @@ inline std::optional<Tensor> without_alias(const Tensor& mutated, const std::opt
 
 using OptionalTensorList = c10::List<std::optional<Tensor>>;
 
-// And to a list.
+// The same for lists.
 bool is_traced(const OptionalTensorList& inputs);
 bool requires_grad(const OptionalTensorList& inputs);
 bool has_tangent(const OptionalTensorList& inputs);
@@ -74,8 +74,8 @@ const Other& without_alias(const Tensor&, const Other& argument) {
   return argument;
 }
 
-/// The operator must be written out in ATen operators: under torch.func, and where a forward-mode tangent has to be
-/// carried (also when nothing requires grad).
+/// Whether the operator must be decomposed into ATen operators: under torch.func, and if there is a forward-mode
+/// tangent (even if nothing requires grad).
 template <class... Inputs>
 bool needs_decomposition(const Inputs&... inputs) {
   return functorch_active() || (has_tangent(inputs) || ...);
@@ -86,31 +86,31 @@ bool needs_grad(const Inputs&... inputs) {
   return at::GradMode::is_enabled() && (requires_grad(inputs) || ...);
 }
 
-/// a (..., n) @ m (n, k) in differentiable operators. at::matmul squeezes a vector's product in place, which the
-/// batching of gradients (torch.autograd.grad(..., is_grads_batched=True)) does not get right.
+/// a (..., n) @ m (n, k) in differentiable operators. at::matmul squeezes a vector's product in place, which batched
+/// gradients (torch.autograd.grad(..., is_grads_batched=True)) get wrong.
 Tensor matmul(const Tensor& a, const Tensor& m);
 
-/// Raises if one of `tensors` is an inference tensor, which cannot be saved for backward. Autograd itself says so when
-/// a Function has run, which is too late for one that has overwritten its argument by then.
+/// Raises if one of `tensors` is an inference tensor, which cannot be saved for backward. Autograd itself raises only
+/// after a Function has run, which is too late if the Function has overwritten its argument.
 void check_can_be_saved(at::TensorList tensors);
 
 /// Overwrites `target` with `in_place(target, ...)` and returns an alias of it: the output of an autograd Function that
 /// works in place. Called below autograd but above ADInplaceOrView, so that the version counter, which the alias
-/// shares, has moved before the Function saves the alias: a later overwrite of the result is then found in backward.
+/// shares, has moved before the Function saves the alias: backward then detects a later overwrite of the result.
 template <class InPlace>
 Tensor overwrite(const Tensor& target, InPlace in_place) {
   Tensor mutated = target;
   {
-    // The profiler has this call already: a second one inside it, of the same name, would count double.
+    // The profiler has recorded this call already: a nested call of the same name would be counted twice.
     const at::DisableRecordFunctionGuard not_recorded;
     in_place(mutated);
   }
   return mutated.detach();
 }
 
-/// Calls `in_place()`, which overwrites `self`, below ADInplaceOrView, and moves the version counter, which kernels
-/// that write raw memory do not: by it autograd finds a saved tensor that was overwritten. A call that raises has
-/// written nothing and moves nothing (see for_each_row_panel() for the one that has).
+/// Calls `in_place()`, which overwrites `self`, below ADInplaceOrView, and bumps the version counter, from which
+/// autograd sees that a saved tensor was overwritten: kernels that write raw memory don't bump it. A call that raises
+/// has written nothing and bumps nothing (for the exception, see for_each_row_panel()).
 template <class InPlace>
 auto bump_version_after(Tensor& self, InPlace in_place) {
   TORCH_CHECK(!self.is_inference() || c10::InferenceMode::is_enabled(),
@@ -133,21 +133,21 @@ auto bump_version_after(Tensor& self, InPlace in_place) {
 /// `Op` derives from this and provides
 ///   static void check(const Tensor& self, Args...)         the argument checks
 ///   static Tensor decomposed(const Tensor& self, Args...)  f in ATen operators
-///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) where
-///                                                          its gradient reads the old self
+///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) if
+///                                                          its gradient needs the old self
 ///   static void in_place(Tensor& self, Args...)            the mutating operator itself
 ///   static Tensor train(const Tensor& self, const Tensor& target, Args...)
 ///       applies an autograd Function that overwrites `target`, an alias of self without history, and returns an alias
-///       of that; where the gradient reads the old self, its input is a copy of self made here, above autograd, so that
-///       double backward sees it.
+///       of that. If the gradient needs the old self, its input is a copy of self that is made here, above autograd, so
+///       that double backward sees it.
 template <class Op, class... Args>
 struct MutatingOp {
-  /// For the key Autograd. Takes the first way that fits:
-  ///   1. torch.func or a tangent: f in ATen operators, then copy_, which those transforms know.
-  ///   2. no gradient needed: the in-place kernel, below autograd.
-  ///   3. traced: copy_ of the functional twin. Here an autograd Function that marks self dirty would lose the history
-  ///      of a graph input, silently.
-  ///   4. eager training: the in-place kernel inside a Function, whose history then becomes self's.
+  /// For the key Autograd. Takes the first of these that applies:
+  ///   1. torch.func or a tangent: f in ATen operators, which those transforms know, then copy_.
+  ///   2. No gradient needed: the in-place kernel, below autograd.
+  ///   3. Traced: the functional twin, then copy_. An autograd Function that marks self dirty would silently lose the
+  ///      history of a graph input here.
+  ///   4. Eager training: the in-place kernel inside a Function, whose history then becomes self's.
   static void autograd(Tensor& self, Args... args) {
     Op::check(self, args...);
     if (needs_decomposition(self, args...)) {
@@ -172,7 +172,7 @@ struct MutatingOp {
   }
 
  private:
-  // ATen saves the tensors that it is given for the gradient, so none of them may be the one that is overwritten.
+  // ATen saves tensors that it is given for backward, so none of them may be the one that is overwritten.
   static void decomposed_(Tensor& self, Args... args) {
     self.copy_(Op::decomposed(self.clone(), without_alias(self, args)...));
   }

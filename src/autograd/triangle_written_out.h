@@ -19,7 +19,7 @@ class TriangleWrittenOut {
   explicit TriangleWrittenOut(const detail::TriangleUpdate& t)
       : t_(t),
         mask_(t.mask ? detail::OptionalTensor(t.mask->to(t.dtype()).unsqueeze(-1)) : t.mask),
-        // A size that is symbolic has no logarithm; such a product is scaled where it runs.
+        // A symbolic size has no logarithm; such a product is scaled when it runs.
         scale_(t.x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()
                    ? 1
                    : detail::triangle_scale(t.x.size(-2), t.dtype())),
@@ -38,8 +38,8 @@ class TriangleWrittenOut {
   Tensor result() const { return (y_ * s_).contiguous(); }
 
   /// With the cotangent g: dy = g * s and du = g * y * s * (1 - s); back through the projection and norm of o to do;
-  /// outgoing da = do b, db = do^T a, incoming da = b do^T, db = a do; and for each of a and b as for a gate. All parts
-  /// of dz meet in the norm of x.
+  /// outgoing da = do b, db = do^T a, incoming da = b do^T, db = a do; then a and b each as in a gate. All parts of dz
+  /// are added before the norm of x.
   std::vector<Tensor> gradients(const Tensor& grad, const detail::TriangleMask& wanted, bool adds) const {
     std::vector<Tensor> out(detail::kTriangleGradients);
     const auto layer = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Tensor& input) {

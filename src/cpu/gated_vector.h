@@ -4,13 +4,13 @@
 
 #include <cstdint>
 
-// What gated.cpp calls on elements side by side. gated_vector.cpp is compiled for each instruction set that ATen has
-// kernels for; nothing but pointers passes here, so that no code that others may link is compiled with its
+// The vectorised loops of gated.cpp. gated_vector.cpp is compiled once for each instruction set that ATen has
+// kernels for; only pointers are passed, so that no code that others may link is compiled with its
 // instructions.
 namespace torchops::cpu {
 
-/// Of `count` elements; value, grad and dvalue are of dtype `value_type`, u and du of `u_type`. Null where there is
-/// none.
+/// `count` elements each; value, grad and dvalue have the dtype `value_type`, u and du `u_type`. Null if there is no
+/// such tensor.
 struct GatedSpan {
   const void *grad, *value, *u;
   void *out, *dvalue, *du;
@@ -19,7 +19,7 @@ struct GatedSpan {
 
 using GatedRoutine = void (*)(const GatedSpan& span);
 
-/// The routine for these dtypes, null if there is none.
+/// Returns the routine for these dtypes, or null if there is none.
 using FindGatedRoutine = GatedRoutine (*)(c10::ScalarType value_type, c10::ScalarType u_type, bool silu, bool backward);
 
 namespace DEFAULT {

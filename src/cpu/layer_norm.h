@@ -16,7 +16,7 @@
 namespace torchops::cpu {
 
 /// ATen keeps the moments of a half-precision input in float32 if weight and bias are float32, else in half precision.
-/// They are a row's worth of numbers, so they are handed over in float32, with a weight of ones where there is none.
+/// So these, only one row of numbers, are passed in float32, and the weight as ones if there is none.
 struct Affine {
   std::optional<at::Tensor> weight, bias;
 
@@ -30,10 +30,10 @@ struct Affine {
 };
 
 /// The gradients of x, weight and bias that `mask` asks for, by ATen, which takes shape and dtype of the last two from
-/// the parameters: ones stand in for a weight that is none, and the weight for the bias.
+/// the parameters: ones stand in for a missing weight, and the weight for the bias.
 ///
-/// ATen adds up the gradients of weight and bias in the dtype of x, where 16 bits stop growing after some hundred rows.
-/// So x is widened for these, panel by panel.
+/// ATen accumulates the gradients of weight and bias in the dtype of x. In 16 bits such sums stop growing after a few
+/// hundred rows, so x is widened for them, panel by panel.
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_gradients(const at::Tensor& grad, const at::Tensor& x,
                                                                            at::IntArrayRef normalized_shape,
                                                                            const at::Tensor& mean,

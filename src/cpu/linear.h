@@ -6,26 +6,26 @@
 
 #include "cpu/panels.h"
 
-// Linear layers panel by panel: x @ w.T + b and its gradients, for operators that work on the panel while it is in the
+// Linear layers panel by panel: x @ w.T + b and its gradients, for operators that use the panel while it is in the
 // cache. All tensors are matrices of rows.
 namespace torchops::cpu {
 
-/// w.t(), without its two trips through the dispatcher.
+/// w.t(), without the two trips through the dispatcher.
 Tensor transposed(const Tensor& w);
 
-/// out = x @ w_t + b. The bias is the start value of the product's accumulators: at::addmm_out would put it there too,
-/// but expands it to the shape of out first.
+/// out = x @ w_t + b. The accumulators of the product start from the bias. at::addmm_out would do the same, but expands
+/// the bias to the shape of out first.
 void linear_out(Tensor out, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b);
 
 using detail::rounded_row_bytes;
 
-/// How the rows are divided for gradients. A chunk is one thread's work, panel after panel, and has a gradient of the
-/// weights of its own; their sum is the result. The division depends on sizes alone, and with it the order of the
-/// additions. Large weights, or few rows, make one chunk, whose products are divided among the threads by BLAS.
+/// How the rows are divided for gradients. A chunk is one thread's work, panel by panel, and has its own gradient of
+/// the weights; their sum is the result. The division depends only on sizes, and so does the order of the additions.
+/// Large weights, or few rows, make one chunk, whose products BLAS divides among the threads.
 class Chunks {
  public:
-  /// Of the rows of x with `weights` weights of the shape of w; scratch of a panel is (panel rows, out), and twice
-  /// (panel rows, in) where x is rounded to w's dtype and its gradient widened.
+  /// For the rows of x and `weights` weights of the shape of w. A panel's scratch is (panel rows, out), plus two of
+  /// (panel rows, in) if x is rounded to w's dtype and its gradient widened.
   Chunks(const Tensor& x, const Tensor& w, int64_t weights);
 
   int64_t count() const { return count_; }
@@ -39,22 +39,22 @@ class Chunks {
   int64_t rows_, panel_rows_, panels_, count_;
 };
 
-/// dw = dz.T @ x and db = dz summed over the rows, which come panel by panel; what is not wanted is not computed. Added
-/// up in at least float32.
+/// dw = dz.T @ x and db = dz summed over the rows, panel by panel, accumulated in at least float32. Computes only what
+/// is wanted.
 class WeightGradient {
  public:
   WeightGradient(const Tensor& w, bool dw, bool db, const Chunks& chunks);
 
   void add(int64_t chunk, const Tensor& dz, const Tensor& x) const;
 
-  /// Writes the sums, which are of the dtype of w, to the wanted ones.
+  /// Writes the sums to those of dw and db that are wanted; they have the dtype of w.
   void finish(const Tensor& dw, const Tensor& db) const;
 
  private:
-  Tensor dw_, db_;  // (chunks, ...), undefined where not wanted
+  Tensor dw_, db_;  // (chunks, ...), undefined if not wanted
 };
 
-/// dx = dz @ w, or with `accumulate` dx += dz @ w; dx may be of another dtype.
+/// dx = dz @ w, or with `accumulate` dx += dz @ w; dx may have another dtype.
 void input_gradient(Tensor dx, const Tensor& dz, const Tensor& w, bool accumulate = false);
 
 }  // namespace torchops::cpu

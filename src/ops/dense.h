@@ -22,20 +22,20 @@ TORCHOPS_API void check_dense(const at::Tensor& x, const at::Tensor& w, const st
 
 namespace detail {
 
-/// Through the sigmoid of dense(): dz = grad * y * (1 - y), and its sum over the rows, the gradient of the bias.
-/// grad, y: (..., out) of one dtype. Returns (dz like y, db of shape (out,)) where `mask` asks for them, empty tensors
-/// elsewhere; dz is not stored for db alone.
+/// Backward of the sigmoid in dense(): dz = grad * y * (1 - y), and the gradient of the bias, the sum of dz over the
+/// rows. grad, y: (..., out) of one dtype. Returns (dz like y, db of shape (out,)) where `mask` asks for them, and
+/// empty tensors elsewhere; dz is not stored if only db is wanted.
 std::tuple<at::Tensor, at::Tensor> dense_backward(const at::Tensor& grad, const at::Tensor& y,
                                                   std::array<bool, 2> mask);
 
-/// The gradients (dx like x, dw like w, db of shape (out,)) of y = dense(x, w, b), where `mask` asks for them, empty
-/// tensors elsewhere. grad, y: (..., out); x: (..., in); w: (out, in); of one dtype.
+/// The gradients (dx like x, dw like w, db of shape (out,)) of y = dense(x, w, b) where `mask` asks for them, and empty
+/// tensors elsewhere. grad, y: (..., out); x: (..., in); w: (out, in); all of one dtype.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dense_gradients(const at::Tensor& grad, const at::Tensor& y,
                                                                const at::Tensor& x, const at::Tensor& w,
                                                                std::array<bool, 3> mask);
 
-/// The same by dense_backward() and products, with dz in memory. Of x and w it reads what the gradients asked for need:
-/// x for dw, w for dx. The other may be undefined, and so are the gradients that nobody asked for.
+/// The same by dense_backward() and products, with dz in memory. Reads x only for dw, and w only for dx; the operand
+/// that is not read may be undefined. Gradients that were not asked for are undefined too.
 std::array<at::Tensor, 3> dense_gradients_in_parts(const at::Tensor& grad, const at::Tensor& y, const at::Tensor& x,
                                                    const at::Tensor& w, std::array<bool, 3> mask);
 
@@ -43,13 +43,13 @@ std::array<at::Tensor, 3> dense_gradients_in_parts(const at::Tensor& grad, const
 void check_dense_backward(const at::Tensor& grad, const at::Tensor& y);
 void check_dense_gradients(const at::Tensor& grad, const at::Tensor& y, const at::Tensor& x, const at::Tensor& w);
 
-/// Whether dense_gradients() for dx and dw is one pass over the rows for such a w, rather than the parts one after the
+/// Whether dense_gradients() computes dx and dw for such a w in one pass over the rows, rather than one after the
 /// other: there is a kernel for its device, dtype and shape, and the path is not kCublas. The number of rows makes no
-/// difference, so a graph that is traced for any number of them takes one way or the other without a guard.
+/// difference, so a graph traced for any number of rows takes one way or the other without a guard.
 bool has_one_pass_gradients(const at::Tensor& w);
 
-/// Whether there is that kernel for w (n x k). Set by the library's CUDA part; until then there is none. Returns what
-/// was set before.
+/// Sets the function that tells whether there is such a kernel for w (n x k), and returns the previous one. The CUDA
+/// part of the library sets it; until then there is no kernel.
 using HasOnePassKernel = bool (*)(c10::Device device, at::ScalarType dtype, int64_t n, int64_t k);
 TORCHOPS_API HasOnePassKernel set_one_pass_kernel(HasOnePassKernel has_kernel);
 

@@ -8,23 +8,23 @@
 
 namespace torchops::detail {
 
-/// Which kernels dense() and its gradients take on CUDA: the fused ones where they are faster, wherever they can run,
-/// or never.
+/// The kernels that dense() and its gradients use on CUDA: the fused ones where they are faster, the fused ones
+/// wherever they can run, or never the fused ones.
 enum class DensePath { kAuto, kFused, kCublas };
 
-/// The path of this thread: what the operator _dense_path or a DensePathGuard has set, else what TORCHOPS_DENSE_PATH
-/// says (auto, fused or cublas), else auto. Kernels of dense() ask here.
+/// The path of this thread: as set by the operator _dense_path or a DensePathGuard, else by the environment variable
+/// TORCHOPS_DENSE_PATH (auto, fused or cublas), else auto. The kernels of dense() call this.
 DensePath dense_path();
 
-/// Only what has been set for this thread.
+/// The path set for this thread, if any.
 std::optional<DensePath> dense_path_of_thread();
 
 std::string to_string(DensePath path);
 
-/// Throws c10::ValueError for a name that is none.
+/// Throws c10::ValueError if there is no path of this name.
 DensePath parse_dense_path(const char* op, const std::string& name);
 
-/// Sets this thread's path while it lives; to the process's, that of TORCHOPS_DENSE_PATH, where there is none to set.
+/// Sets this thread's path while it lives; nullopt resets it to the process's, that of TORCHOPS_DENSE_PATH.
 class DensePathGuard {
  public:
   explicit DensePathGuard(std::optional<DensePath> path);
@@ -36,7 +36,7 @@ class DensePathGuard {
   std::optional<DensePath> former_;
 };
 
-/// dense() on a path of its own, whatever that of the thread is: what a graph holds, which runs anywhere at any time.
+/// dense() on a given path, whatever that of the thread is. For graphs, which run anywhere at any time.
 at::Tensor dense_on_path(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b,
                          std::string_view path);
 

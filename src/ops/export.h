@@ -1,5 +1,5 @@
 #pragma once
 
-// The library is built with hidden visibility: what carries TORCHOPS_API is the C++ API, and nothing else leaks into
-// the process that loads it.
+// The library is built with hidden visibility: TORCHOPS_API marks the C++ API, and no other symbol is visible to the
+// process that loads the library.
 #define TORCHOPS_API __attribute__((visibility("default")))

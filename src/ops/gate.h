@@ -13,14 +13,14 @@ namespace torchops {
 /// v * sigmoid(x @ w.T + b).
 ///
 /// v: (..., out); x: (..., in) with the leading sizes of v; w: (out, in); b: (out,) or none. All of one floating-point
-/// dtype and device, except that each of v and x may be float32 where w and b are float16 or bfloat16: such an x is
-/// rounded to their dtype as it is read. Returns a new contiguous tensor of v's shape and dtype; the gate is never
-/// stored. Throws c10::Error, with nothing computed, when shapes, dtypes or devices do not fit.
+/// dtype and device, except that v and x may each be float32 if w and b are float16 or bfloat16: such an x is rounded
+/// to their dtype as it is read. Returns a new contiguous tensor of v's shape and dtype; the gate is never stored.
+/// Throws c10::Error, with nothing computed, when shapes, dtypes or devices do not fit.
 TORCHOPS_API at::Tensor gate(const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                              const std::optional<at::Tensor>& b = {});
 
 /// Overwrites v with gate(v, x, w, b) and returns v. x, w and b may overlap v; they are then read first. Training
-/// copies the old v only where x, w or b needs a gradient. A failed call (also for an expanded v) leaves v untouched.
+/// copies the old v only if x, w or b needs a gradient. A failed call (also for an expanded v) leaves v untouched.
 TORCHOPS_API at::Tensor& gate_(at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                                const std::optional<at::Tensor>& b = {});
 
@@ -36,14 +36,14 @@ namespace detail {
 using GateGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The gradients of gate() for the cotangent grad, where `mask` asks for them, and empty tensors elsewhere. The gate is
-/// computed again. dv alone is gate(grad, x, w, b).
+/// recomputed. dv alone is gate(grad, x, w, b).
 GateGradients gate_backward(const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                             const std::optional<at::Tensor>& b, std::array<bool, 4> mask);
 
 void check_gate_backward(const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                          const std::optional<at::Tensor>& b, std::array<bool, 4> mask);
 
-/// Uninitialised gradients.
+/// Allocates the gradients, uninitialised.
 GateGradients empty_gate_gradients(const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                                    std::array<bool, 4> mask);
 

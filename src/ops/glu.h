@@ -14,10 +14,10 @@ namespace torchops {
 /// (x @ w.T + b) * activation(x @ wg.T + bg), a gated linear unit.
 ///
 /// x: (..., in); w, wg: (out, in); b, bg: (out,) or none; activation: "sigmoid" or "silu". All of one floating-point
-/// dtype and device, except that x may be float32 where the others are float16 or bfloat16: it is then rounded to their
-/// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype. Its gradient saves the arguments
-/// alone, but both products where detail::glu_keeps_products(). w and wg may be the halves of one tensor. Throws
-/// c10::Error, with nothing computed, when arguments do not fit.
+/// dtype and device, except that x may be float32 if the others are float16 or bfloat16: it is then rounded to their
+/// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype. Backward needs only the arguments, and
+/// also both products if detail::glu_keeps_products(). w and wg may be the halves of one tensor. Throws c10::Error,
+/// with nothing computed, when arguments do not fit.
 TORCHOPS_API at::Tensor glu(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                             const std::optional<at::Tensor>& b = {}, const std::optional<at::Tensor>& bg = {},
                             std::string_view activation = "sigmoid");
@@ -31,32 +31,32 @@ namespace detail {
 
 enum class GluActivation { kSigmoid, kSilu };
 
-/// Throws c10::ValueError, which names op, for one that does not exist.
+/// Throws c10::ValueError, naming `op`, if there is no such activation.
 void check_activation(const char* op, std::string_view activation);
 
-/// Of an activation that has been checked.
+/// For an activation whose name has been checked.
 GluActivation glu_activation(std::string_view activation);
 
 /// (dx, dw, dwg, db, dbg) of glu().
 using GluGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-/// Whether training keeps both products of glu() for its gradients, which else make them again: on CUDA, in 16 bits,
-/// where making them again takes longer than writing and reading them, because the sums are long.
+/// Whether training saves both products of glu() for backward, which otherwise recomputes them: on CUDA, in 16 bits, if
+/// the sums are so long that recomputing the products takes longer than writing and reading them.
 bool glu_keeps_products(const at::Tensor& x, const at::Tensor& w);
 
-/// The devices where it may, CUDA unless this sets others. Returns what was set before. For tests without a GPU.
+/// Sets the devices where it may, by default CUDA, and returns the previous setting. For tests without a GPU.
 using KeepsProductsOn = bool (*)(c10::Device device);
 TORCHOPS_API KeepsProductsOn set_glu_keeps_products_on(KeepsProductsOn devices);
 
-/// glu(), and its products z = x @ w.T + b and u = x @ wg.T + bg.
+/// glu() and its products z = x @ w.T + b and u = x @ wg.T + bg.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> glu_with_products(const at::Tensor& x, const at::Tensor& w,
                                                                  const at::Tensor& wg,
                                                                  const std::optional<at::Tensor>& b,
                                                                  const std::optional<at::Tensor>& bg,
                                                                  std::string_view activation);
 
-/// The gradients of glu() for the cotangent grad, where `mask` asks for them, and empty tensors elsewhere. Both
-/// products are computed again, unless they are given, z and u of glu_with_products().
+/// The gradients of glu() for the cotangent grad, where `mask` asks for them, and empty tensors elsewhere. Recomputes
+/// both products, unless they are given: z and u of glu_with_products().
 GluGradients glu_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                           const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
                           std::string_view activation, std::array<bool, 5> mask,
@@ -70,7 +70,7 @@ void check_glu_backward(const at::Tensor& grad, const at::Tensor& x, const at::T
                         std::string_view activation, std::array<bool, 5> mask, const std::optional<at::Tensor>& z,
                         const std::optional<at::Tensor>& u);
 
-/// Uninitialised gradients.
+/// Allocates the gradients, uninitialised.
 GluGradients empty_glu_gradients(const at::Tensor& x, const at::Tensor& w, std::array<bool, 5> mask);
 
 }  // namespace detail

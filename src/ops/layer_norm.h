@@ -17,9 +17,9 @@ TORCHOPS_API at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef norm
                                    const std::optional<at::Tensor>& weight = {},
                                    const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
 
-/// Overwrites x with layer_norm(x, ...) and returns x. Training keeps one copy of x, or, without weight and bias, only
-/// two numbers per row. weight and bias may overlap x; they are then read first. A call that its checks refuse leaves x
-/// untouched; where memory runs out on the CPU, a part may be overwritten, and x's version counter has moved.
+/// Overwrites x with layer_norm(x, ...) and returns x. Training saves one copy of x or, without weight and bias, only
+/// two numbers per row. weight and bias may overlap x; they are then read first. A call that the checks refuse leaves x
+/// untouched; if memory runs out on the CPU, x may be partly overwritten, and its version counter has moved.
 TORCHOPS_API at::Tensor& layer_norm_(at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                      const std::optional<at::Tensor>& weight = {},
                                      const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
@@ -47,29 +47,29 @@ namespace detail {
 /// The dtype in which mean and 1 / sqrt(var + eps) are kept: at least float32.
 inline at::ScalarType moments_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
-/// Uninitialised (mean, rstd), both of shape (..., 1, ..., 1), for rows of the last `trailing_dims` dimensions of x.
+/// Allocates (mean, rstd), both of shape (..., 1, ..., 1), for rows of the last `trailing_dims` dimensions of x.
 std::tuple<at::Tensor, at::Tensor> empty_moments(const at::Tensor& x, size_t trailing_dims);
 
-/// layer_norm() and what its gradient reads: (y, mean, rstd), the moments of shape (..., 1, ..., 1) in moments_dtype.
+/// layer_norm() with what backward needs: (y, mean, rstd), the moments of shape (..., 1, ..., 1) in moments_dtype.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_with_moments(const at::Tensor& x,
                                                                        c10::SymIntArrayRef normalized_shape,
                                                                        const std::optional<at::Tensor>& weight,
                                                                        const std::optional<at::Tensor>& bias,
                                                                        double eps);
 
-/// layer_norm_() that returns (mean, rstd). Only eager training calls it.
+/// layer_norm_() that returns (mean, rstd). Called only by eager training.
 std::tuple<at::Tensor, at::Tensor> layer_norm_with_moments_(at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                                             const std::optional<at::Tensor>& weight,
                                                             const std::optional<at::Tensor>& bias, double eps);
 
-/// The gradients (dx, dweight, dbias) of layer_norm() where `mask` asks for them, empty tensors elsewhere.
+/// The gradients (dx, dweight, dbias) of layer_norm() where `mask` asks for them, and empty tensors elsewhere.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(const at::Tensor& grad, const at::Tensor& x,
                                                                    c10::SymIntArrayRef normalized_shape,
                                                                    const at::Tensor& mean, const at::Tensor& rstd,
                                                                    const std::optional<at::Tensor>& weight,
                                                                    std::array<bool, 3> mask);
 
-/// Its argument checks, for every backend.
+/// The argument checks of the above, for every backend.
 void check_layer_norm_backward(const at::Tensor& grad, const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                const at::Tensor& mean, const at::Tensor& rstd, const std::optional<at::Tensor>& weight);
 

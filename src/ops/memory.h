@@ -2,20 +2,20 @@
 
 #include <ATen/core/Tensor.h>
 
-// Who shares memory with whom.
+// Which tensors share memory.
 namespace torchops::detail {
 
 enum class Overlap { kNo, kYes, kUnknown };
 
-/// Whether two indices of a tensor of these sizes and strides are one memory location. Exact; kUnknown only where three
-/// or more dimensions are interleaved and the search has taken too many steps.
+/// Whether two indices of a tensor with these sizes and strides are the same memory location. Exact, except for
+/// kUnknown: three or more dimensions are interleaved, and the search has taken too many steps.
 Overlap internal_overlap(at::IntArrayRef sizes, at::IntArrayRef strides);
 
-/// The same for a tensor. Where its sizes are symbolic, only an expanded one is found.
+/// The same for a tensor. If its sizes are symbolic, only expansion is detected.
 Overlap internal_overlap(const at::Tensor& tensor);
 
-/// Whether writing `written` could change what `read` holds: they are of one storage, or of two over the same memory
-/// (two from_dlpack() of one array) and the ranges of their addresses meet.
+/// Whether writing `written` could change the values of `read`: they have the same storage, or two over the same memory
+/// (two from_dlpack() of one array), and their address ranges meet.
 bool may_alias(const at::Tensor& written, const at::Tensor& read);
 
 }  // namespace torchops::detail

@@ -4,8 +4,8 @@
 
 namespace torchops::detail {
 
-/// Runs f, which overwrites `self` by and by and takes memory meanwhile. If it throws, a part is overwritten: the
-/// version counter says so to autograd.
+/// Runs f, which overwrites `self` bit by bit and allocates in between. If it throws, `self` is partly overwritten, and
+/// the version counter is moved so that autograd knows.
 template <class F>
 void overwriting(const at::Tensor& self, const F& f) {
   try {

@@ -10,7 +10,7 @@ namespace torchops {
 /// x: any shape, floating-point. Throws c10::Error for other dtypes.
 TORCHOPS_API at::Tensor sigmoid(const at::Tensor& x);
 
-/// Overwrites x with sigmoid(x) and returns x. Training keeps no second tensor: the gradient reads the result.
+/// Overwrites x with sigmoid(x) and returns x. Training saves no second tensor: backward needs only the result.
 /// Throws c10::Error, with x untouched, for other dtypes and for an x whose elements overlap.
 TORCHOPS_API at::Tensor& sigmoid_(at::Tensor& x);
 

@@ -10,14 +10,14 @@
 
 namespace torchops {
 
-/// A gated feed-forward layer behind its layer norm (Abramson et al. 2024, supplement, algorithm 11):
+/// A gated feed-forward layer after its layer norm (Abramson et al. 2024, supplement, algorithm 11):
 ///   z = layer_norm(x),  (silu(z @ gate.T + gate_bias) * (z @ up.T + up_bias)) @ down.T + down_bias
 ///
-/// x: (..., c); norms: (c,), or none; gate_weight, up_weight: (hidden, c); down_weight: (c, hidden); biases as the
-/// weights' rows, or none. All parameters of one floating-point dtype, and x too, except that x may be float32 where
-/// they are float16 or bfloat16. Returns a new contiguous tensor of x's shape and the parameters' dtype. Of the hidden
-/// features, those of a panel of rows exist at a time. Throws c10::Error, with nothing computed, when arguments do not
-/// fit.
+/// x: (..., c); norms: (c,), or none; gate_weight, up_weight: (hidden, c); down_weight: (c, hidden); each bias: one
+/// element per row of its weight, or none. All parameters have one floating-point dtype, and so has x, except that it
+/// may be float32 if they are float16 or bfloat16. Returns a new contiguous tensor of x's shape and the parameters'
+/// dtype. Only the hidden features of a panel of rows exist at a time. Throws c10::Error, with nothing computed, when
+/// arguments do not fit.
 TORCHOPS_API at::Tensor transition(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                                    const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                                    const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
@@ -25,7 +25,7 @@ TORCHOPS_API at::Tensor transition(const at::Tensor& x, const std::optional<at::
                                    const std::optional<at::Tensor>& down_bias, double eps = 1e-5);
 
 /// x += transition(x, ...), in x's dtype; returns x. Parameters may overlap x; they are then read first. A call that
-/// its checks refuse leaves x untouched; where memory runs out halfway, a part may be overwritten, and x's version
+/// the checks refuse leaves x untouched; if memory runs out halfway, x may be partly overwritten, and its version
 /// counter has moved.
 TORCHOPS_API at::Tensor& transition_(at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                                      const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
@@ -35,15 +35,15 @@ TORCHOPS_API at::Tensor& transition_(at::Tensor& x, const std::optional<at::Tens
 
 namespace detail {
 
-/// x + transition(x, ...) in x's dtype, a new contiguous tensor: the residual connection of training, which reads the
-/// old x again.
+/// x + transition(x, ...) in x's dtype, as a new contiguous tensor: the residual connection in training, whose backward
+/// needs the old x.
 at::Tensor add_transition(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                           const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                           const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
                           const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
                           const std::optional<at::Tensor>& down_bias, double eps);
 
-/// The arguments of transition(), in its order.
+/// The arguments of transition(), in order.
 struct Transition {
   at::Tensor x;
   std::optional<at::Tensor> norm_weight, norm_bias;
@@ -59,22 +59,22 @@ struct Transition {
   at::ScalarType dtype() const { return gate_weight.scalar_type(); }
 };
 
-/// Raises unless they fit.
+/// Raises unless the arguments fit.
 void check_transition(const Transition& t);
-/// The same for transition_(), of which x is also to be written.
+/// The same for transition_(), which also writes x.
 void check_transition_(const Transition& t);
 
-/// The arguments, with copies of those that writing x could change.
+/// The arguments, with copies of those that could change as x is written.
 Transition read_first(Transition t);
 
-/// The gradients, in the order of the arguments.
+/// Gradients are numbered in the order of the arguments.
 constexpr size_t kTransitionGradients = 9;
 using TransitionMask = std::array<bool, kTransitionGradients>;
 using TransitionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                                        at::Tensor, at::Tensor, at::Tensor>;
 
-/// What of the chain of gradients these need, and no other: that of z, for x and its norm; those of the two factors,
-/// value (up) and gate, for z and their own layers.
+/// Which intermediate gradients the wanted ones depend on: that of z, for x and its norm; those of the two factors,
+/// value (up) and gate, for z and for their own layers.
 struct TransitionNeeds {
   bool z, value, gate;
 
@@ -82,8 +82,8 @@ struct TransitionNeeds {
       : z(wanted[0] || wanted[1] || wanted[2]), value(z || wanted[5] || wanted[6]), gate(z || wanted[3] || wanted[4]) {}
 };
 
-/// The gradients of transition() where `wanted` asks for them, and empty tensors elsewhere. Everything is computed
-/// again. No gradient reads down_bias. That of x is that of x + transition(x) if it `adds`: with grad itself.
+/// The gradients of transition() where `wanted` asks for them, and empty tensors elsewhere. Everything is recomputed;
+/// no gradient depends on down_bias. With `adds`, dx is the gradient of x + transition(x), so it includes grad itself.
 TransitionGradients transition_backward(const at::Tensor& grad, const at::Tensor& x,
                                         const std::optional<at::Tensor>& norm_weight,
                                         const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
@@ -91,13 +91,13 @@ TransitionGradients transition_backward(const at::Tensor& grad, const at::Tensor
                                         const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
                                         double eps, TransitionMask wanted, bool adds);
 
-/// Its checks; t is without a down_bias.
+/// The argument checks of the above; t has no down_bias.
 void check_transition_backward(const at::Tensor& grad, const Transition& t, const TransitionMask& wanted);
 
-/// Uninitialised gradients.
+/// Allocates the gradients, uninitialised.
 TransitionGradients empty_transition_gradients(const Transition& t, const TransitionMask& wanted);
 
-/// From functions that take a Transition, functions with the signatures of the operators.
+/// Turns functions that take a Transition into functions with the signatures of the operators.
 template <class Signature>
 struct TransitionSignature;
 

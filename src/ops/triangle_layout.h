@@ -11,17 +11,17 @@
 #include "ops/layer_norm.h"
 #include "ops/triangle_multiplicative_update.h"
 
-// What the kernels of a triangle update share on every backend: where its tensors lie, and in which order they are
-// made. How a panel becomes a and b, the update or gradients is the backend's.
+// Shared by the kernels of a triangle update on every backend: where the tensors are in memory, and in which order they
+// are computed. How a panel becomes a and b, the update or gradients is up to the backend.
 namespace torchops::detail {
 
 /// How a backend allocates and multiplies.
 struct TriangleBackend {
   at::Tensor (*empty)(at::IntArrayRef sizes, const at::TensorOptions& options);
   at::Tensor& (*bmm_out)(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
-  /// Whether products are of whole padded matrices, because those are faster.
+  /// Whether to multiply whole padded matrices, because that is faster.
   bool multiplies_padding;
-  /// How many tiles of a product are computed at once; null where that does not matter.
+  /// How many tiles of a product are computed at once; null if it doesn't matter.
   int64_t (*tiles_at_once)() = nullptr;
 };
 
@@ -30,7 +30,7 @@ struct TrianglePanel {
   int64_t begin, end;
 
   at::Tensor of(const at::Tensor& pair) const { return pair.narrow(0, begin, end - begin); }
-  /// (N, N, c) -> rows of c. A copy where they are not evenly spaced.
+  /// (N, N, c) -> rows of c. A copy if they are not evenly spaced.
   at::Tensor rows_of(const at::Tensor& pair) const {
     return of(pair).reshape({(end - begin) * pair.size(1), pair.size(2)});
   }
@@ -38,10 +38,10 @@ struct TrianglePanel {
   at::Tensor channels_of(const at::Tensor& channels) const { return channels.narrow(1, begin, end - begin); }
 };
 
-/// The arguments of a call, and the matrices that its products are of.
+/// The arguments of a call, and the matrices of its products.
 class TriangleLayout {
  public:
-  /// The channels that are multiplied at a time take `group_bytes` at most, unless one alone is larger.
+  /// The channels that are multiplied at a time take at most `group_bytes`, unless a single one is larger.
   TriangleLayout(const TriangleUpdate& t, const TriangleBackend& backend, int64_t group_bytes)
       : t_(t),
         backend_(backend),
@@ -55,7 +55,7 @@ class TriangleLayout {
   int64_t n() const { return n_; }
   int64_t channels() const { return t_.weight(kPA).size(0); }
   double scale() const { return scale_; }
-  /// Of the layer norm of o, which has been scaled.
+  /// The eps of the layer norm of o, which has been scaled.
   double eps_out() const { return t_.eps * scale_ * scale_; }
   at::TensorOptions options() const { return t_.weight(kPA).options(); }
   at::Tensor empty(at::IntArrayRef sizes) const { return empty(sizes, options()); }
@@ -63,7 +63,7 @@ class TriangleLayout {
     return backend_.empty(sizes, options);
   }
 
-  /// Room for so many matrices. Where products leave the padding out, zeros stand there.
+  /// Room for `count` matrices. If products leave out the padding, it is zero.
   at::Tensor empty_padded(int64_t count) const {
     const at::Tensor channels = empty({count, padded_, row_stride_});
     if (!backend_.multiplies_padding) {
@@ -72,34 +72,34 @@ class TriangleLayout {
     }
     return channels;
   }
-  /// A matrix for each of the channels, as products read and write them.
+  /// One matrix per channel, as products read and write them.
   at::Tensor empty_matrices() const {
     return backend_.multiplies_padding ? matrices(empty_padded(channels())) : empty({channels(), n_, n_});
   }
-  /// What products read and write of padded channels.
+  /// The part of padded channels that products read and write.
   at::Tensor matrices(const at::Tensor& padded) const {
     const int64_t size = backend_.multiplies_padding ? padded_ : n_;
     if (padded.size(1) == size && padded.size(2) == size) return padded;
     return strided_view(padded, {padded.size(0), size, size}, padded.strides(), 0);
   }
 
-  // Products of padded matrices sum over padding too: behind the N columns where that is the last dimension of both
-  // factors, as forward, and behind the N rows as well in the gradients. There zeros have to stand. Other padding may
-  // be anything, NaN too, since it reaches nothing but the padding of results.
+  // Products of padded matrices also sum over padding, which must then be zero: after the N columns if that is the last
+  // dimension of both factors, as in forward, and in backward also after the N rows. Other padding may be anything,
+  // even NaN, since it affects only the padding of results.
 
-  /// Zeros behind the N columns of matrices, for who writes only those.
+  /// Writes zeros after the N columns of matrices, for callers that write only those columns.
   void zero_columns(const at::Tensor& matrices) const {
     if (backend_.multiplies_padding) zero_behind(matrices, 2);
   }
-  /// Zeros behind the N rows.
+  /// Writes zeros after the N rows.
   void zero_rows(const at::Tensor& matrices) const {
     if (backend_.multiplies_padding) zero_behind(matrices, 1);
   }
 
   /// How many channels are multiplied at a time.
   int64_t group() const { return group_; }
-  /// Calls f(part, multiply) for groups of channels: part(matrices) are those of the group, and multiply(out, a, b) is
-  /// out = a @ b for each of them.
+  /// Calls f(part, multiply) for groups of channels: part(matrices) selects those of the group, and multiply(out, a, b)
+  /// computes out = a @ b for each of them.
   template <class F>
   void for_each_group(const F& f) const {
     const int64_t step = group();
@@ -109,7 +109,7 @@ class TriangleLayout {
     }
   }
 
-  /// Some of matrices.
+  /// The matrices of `count` channels from `begin` on.
   static at::Tensor channels_of(const at::Tensor& all, int64_t begin, int64_t count) {
     if (begin == 0 && count == all.size(0)) return all;
     return strided_view(all, {count, all.size(1), all.size(2)}, all.strides(), begin * all.stride(0));
@@ -124,9 +124,9 @@ class TriangleLayout {
     if (size > n_) matrices.narrow(dim, n_, size - n_).zero_();
   }
 
-  // As many channels as may be, or fewer where their tiles leave fewer multiprocessors idle at the end of a group. The
-  // 128 products of N = 768 have 18 tiles each of those that cuBLAS takes for them on an H100: 22 at a time keep 132
-  // multiprocessors busy three times; with 24, 36 tiles would be left for a fourth time.
+  // As many channels as fit, or fewer if their tiles then leave fewer multiprocessors idle at the end of a group. For N
+  // = 768, each of the 128 products has 18 of the tiles that cuBLAS uses on an H100: 22 products at a time keep 132
+  // multiprocessors busy for three rounds; with 24, 36 tiles would be left for a fourth.
   int64_t group_of(int64_t bytes) const {
     const int64_t of_matrix = padded_ * row_stride_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
     const int64_t all = std::max(channels(), int64_t{1});
@@ -135,7 +135,7 @@ class TriangleLayout {
     const auto divided = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     const int64_t tiles = divided(padded_, 256) * divided(padded_, 128), at_once = backend_.tiles_at_once();
     const auto turns = [&](int64_t count) { return divided(count * tiles, at_once); };
-    // Twice the turns of all groups, and as much as half a turn for the start of each.
+    // Twice the number of rounds of all groups, plus half a round for the start of each group.
     const auto time = [&](int64_t count) {
       return 2 * (all / count * turns(count) + turns(all % count)) + divided(all, count);
     };
@@ -152,7 +152,7 @@ class TriangleLayout {
   double scale_;
 };
 
-/// The arguments, with copies of those that writing x could change.
+/// The arguments, with copies of those that could change as x is written.
 inline TriangleUpdate read_first(TriangleUpdate t) {
   if (t.mask) t.mask = read_first(t.x, *t.mask);
   for (OptionalTensor& parameter : t.parameters) {
@@ -161,8 +161,8 @@ inline TriangleUpdate read_first(TriangleUpdate t) {
   return t;
 }
 
-/// One element of the batch in the direction of the update. For the incoming one x is read transposed: a'[i, k] =
-/// a[k, i] makes of it the outgoing one.
+/// A batch element in the direction of the update. For the incoming update x is read transposed: with a'[i, k] = a[k,
+/// i] it becomes the outgoing one.
 struct TriangleElement {
   at::Tensor x, mask;  // (N, N, c) and, in the dtype of the products, (N, N)
 
@@ -174,16 +174,16 @@ struct TriangleElement {
   }
 };
 
-/// Channels in which products overwrite one of their factors: these begin one group behind the results, so that a group
-/// of results lies where factors have been used up.
+/// Channels in which products overwrite one of their factors. The factors begin one group after the results, so a group
+/// of results overwrites factors that are no longer needed.
 class RotatingChannels {
  public:
-  /// For `elements` of the batch.
+  /// Room for `elements` batch elements.
   RotatingChannels(const TriangleLayout& layout, int64_t elements)
       : layout_(layout), memory_(layout.empty_padded(elements * layout.channels() + layout.group())) {}
 
   at::Tensor results(int64_t element) const { return from(element * layout_.channels()); }
-  /// Where the factors of these results are to be written.
+  /// Where to write the factors of these results.
   at::Tensor factors(int64_t element) const { return from(element * layout_.channels() + layout_.group()); }
   /// The results of all elements.
   at::Tensor product() const {
@@ -204,8 +204,8 @@ class RotatingChannels {
   at::Tensor memory_;
 };
 
-/// Forward, one element of the batch after the other: make_a_and_b(element, a, b), with zeros in padded columns, then
-/// o = a @ b.T for each channel, over a, then finish(index, o). Returns the products of all, if they are kept.
+/// Forward, one batch element after the other: make_a_and_b(element, a, b), with zeros in padded columns; then o = a @
+/// b.T for each channel, over a; then finish(index, o). Returns the products of all elements if they are kept.
 template <class Make, class Finish>
 at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, const Make& make_a_and_b,
                             const Finish& finish) {
@@ -216,7 +216,7 @@ at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, con
     const int64_t place = keep_product ? index : 0;
     const at::Tensor a = memory.factors(place), o = memory.results(place);
     {
-      // Gone before finish() makes the result of the first element, which can have its memory.
+      // Freed before finish() allocates the result of the first element, which can reuse its memory.
       const at::Tensor b = layout.empty_matrices();
       make_a_and_b(TriangleElement(t, index), a, b);
       layout.for_each_group([&](const auto& part, const auto& multiply) {
@@ -228,8 +228,8 @@ at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, con
   return keep_product ? memory.product() : layout.empty({0});
 }
 
-/// The gradients that `wanted` asks for. Those of the mask and the parameters are sums over panels in at least float32,
-/// each of the `chunks` in the order of its panels, and then of the chunks.
+/// The gradients that `wanted` asks for. Those of the mask and the parameters are sums over panels in at least float32:
+/// each of the `chunks` adds its panels in order, and then the chunks are added in order.
 class TriangleGradients {
  public:
   TriangleGradients(const TriangleLayout& layout, const TriangleMask& wanted, int64_t chunks = 1)
@@ -263,28 +263,28 @@ class TriangleGradients {
   bool wants_z() const { return detail::wants_z(wanted_); }
   bool wants_a_and_b() const { return detail::wants_a_and_b(wanted_); }
 
-  /// Where dx is made, for an element of the batch: first the gate's part of dz, and then dx over it. Undefined where
+  /// Where dx of a batch element is made: first the gate's part of dz, and then dx, which overwrites it. Undefined if
   /// no dz is wanted.
   at::Tensor dz(int64_t index) const { return dz_.defined() ? batch_element(dz_, 3, index) : dz_; }
-  /// The mask's, to add to; undefined where it is not wanted.
+  /// The gradient of the mask, to add to; undefined if not wanted.
   at::Tensor dmask(int64_t index) const { return mask_sum_.defined() ? batch_element(mask_sum_, 2, index) : mask_sum_; }
-  /// Adds to the gradient of a parameter, if that is wanted.
+  /// Adds to the gradient of a parameter, if it is wanted.
   void add(size_t parameter, const at::Tensor& part, int64_t chunk = 0) const {
     if (!wants(parameter)) return;
     at::Tensor& sum = sums_[chunk][parameter];
     if (!sum.defined()) sum = at::zeros(layout_.update().parameters[parameter]->sizes(), sum_options());
     sum.add_(part);
   }
-  /// Where the gradient of a parameter goes, for who makes it whole and never calls add().
+  /// Where the gradient of a parameter goes, for callers that compute it as a whole and never call add().
   const at::Tensor& result(size_t parameter) const { return parts_[parameter]; }
 
-  /// Backward, one element of the batch after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of
-  /// dz from the cotangent of the update; make_a_and_b(element, a, b) makes both again; all three have zeros in padded
-  /// columns; da = d(o) @ b and db = d(o).T @ a overwrite them; input(element, da, db, dz, dmask, residual), in the
-  /// direction of the update, makes dx. All that follows d(o) only where a wanted gradient needs it. Three pair tensors
-  /// are alive at most, and o: output() may take two for itself beside d(o), and input() one beside da and db.
-  /// `product` is emptied behind the last output(), so that a or b can have its memory. If it `adds`, input() adds the
-  /// cotangent to dx, which it gets as a last argument; undefined where it does not.
+  /// Backward, one batch element after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of dz from
+  /// the cotangent of the update; make_a_and_b(element, a, b) recomputes a and b; all three have zeros in padded
+  /// columns; da = d(o) @ b and db = d(o).T @ a overwrite a and b; input(element, da, db, dz, dmask, residual), in the
+  /// direction of the update, makes dx. The steps after d(o) run only if a wanted gradient needs them. At most three
+  /// pair tensors are alive besides o: output() may use two for itself in addition to d(o), and input() one in addition
+  /// to da and db. `product` is cleared after the last output(), so that a or b can reuse its memory. `residual` is the
+  /// cotangent, which input() adds to dx if `adds` and dx is wanted; otherwise undefined.
   template <class Make, class Output, class Input>
   std::vector<at::Tensor> make(const at::Tensor& grad, const TriangleProduct& product, bool adds,
                                const Make& make_a_and_b, const Output& output, const Input& input) const {
@@ -340,9 +340,9 @@ class TriangleGradients {
   }
 
   const TriangleLayout& layout_;
-  TriangleMask wanted_;  // of a and b apart
+  TriangleMask wanted_;  // for a and b separately
   std::vector<at::Tensor> results_;
-  std::array<at::Tensor, kTriangleParameters> parts_;  // the parameters' of them, of a and b apart
+  std::array<at::Tensor, kTriangleParameters> parts_;  // the parameters' entries of results_, for a and b separately
   mutable std::vector<Sums> sums_;
   at::Tensor dz_, mask_sum_;
 };

@@ -26,10 +26,10 @@ namespace torchops {
 ///   (layer_norm(o) @ p_out.T + ...) * sigmoid(z @ g_out.T + ...)
 ///
 /// x: (*batch, N, N, c); direction: "outgoing" or "incoming"; mask: (*batch, N, N), bool or floating-point, or none;
-/// p_in_weight, g_in_weight: (2d, c), first the d rows of a, then those of b; p_out_weight: (c, d); g_out_weight:
-/// (c, c); norms (c,) and (d,); biases as the weights' rows, or none. All parameters of one floating-point dtype, and x
-/// too, except that x may be float32 where they are float16 or bfloat16. Returns a new contiguous tensor of x's shape
-/// and the parameters' dtype. Throws c10::Error, with nothing computed, when arguments do not fit.
+/// p_in_weight, g_in_weight: (2d, c), first the d rows of a, then those of b; p_out_weight: (c, d); g_out_weight: (c,
+/// c); norms: (c,) and (d,); biases: one element per weight row, or none. All parameters have one floating-point dtype,
+/// and x too, except that it may be float32 if they are float16 or bfloat16. Returns a new contiguous tensor of x's
+/// shape and the parameters' dtype. Throws c10::Error, with nothing computed, when arguments do not fit.
 TORCHOPS_API at::Tensor triangle_multiplicative_update(
     const at::Tensor& x, std::string_view direction, const std::optional<at::Tensor>& mask,
     const std::optional<at::Tensor>& norm_in_weight, const std::optional<at::Tensor>& norm_in_bias,
@@ -40,8 +40,8 @@ TORCHOPS_API at::Tensor triangle_multiplicative_update(
     const std::optional<at::Tensor>& g_out_bias, double eps = 1e-5);
 
 /// x += triangle_multiplicative_update(x, ...), in x's dtype; returns x. mask and parameters may overlap x; they are
-/// then read first. A call that its checks refuse leaves x untouched; where memory runs out halfway, a part may be
-/// overwritten, and x's version counter has moved.
+/// then read first. A call that the checks refuse leaves x untouched; if memory runs out halfway, x may be partly
+/// overwritten, and its version counter has moved.
 TORCHOPS_API at::Tensor& triangle_multiplicative_update_(
     at::Tensor& x, std::string_view direction, const std::optional<at::Tensor>& mask,
     const std::optional<at::Tensor>& norm_in_weight, const std::optional<at::Tensor>& norm_in_bias,
@@ -55,9 +55,9 @@ namespace detail {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-/// The parameters of a triangle update, those of a and b apart. A weight and its bias are neighbours. A list of them
-/// may have p and g packed instead, as the public operators do, first the rows of a: in the places of a, and none in
-/// those of b.
+/// The parameters of a triangle update, with separate ones for a and b. The bias of a weight follows it. A list of them
+/// may instead have packed p and g, as the public operators do, with the rows of a first: these are in the places of a,
+/// and those of b are none.
 enum TriangleParameter : size_t {
   kNormIn = 0,
   kPA = 2,
@@ -76,8 +76,8 @@ using TriangleParameterList = c10::List<OptionalTensor>;
 constexpr size_t kTriangleGradients = 2 + kTriangleParameters;
 using TriangleMask = std::array<bool, kTriangleGradients>;
 
-/// What of the chain of gradients these need: that of z, for x and its norm; those of a and b at all, for z, the mask
-/// and their layers.
+/// Which intermediate gradients the wanted ones depend on: that of z, for x and its norm; those of a and b, for z, the
+/// mask and their own layers.
 inline bool wants_z(const TriangleMask& wanted) { return wanted[0] || wanted[2 + kNormIn] || wanted[3 + kNormIn]; }
 inline bool wants_a_and_b(const TriangleMask& wanted) {
   bool any = wants_z(wanted) || wanted[1];
@@ -85,7 +85,7 @@ inline bool wants_a_and_b(const TriangleMask& wanted) {
   return any;
 }
 
-/// The arguments that every form of the operator shares: parameters of a and b apart, whether or not they came packed.
+/// The arguments that all forms of the operator share, with separate parameters for a and b even if passed packed.
 struct TriangleUpdate {
   at::Tensor x;
   OptionalTensor mask;
@@ -100,7 +100,7 @@ struct TriangleUpdate {
   at::ScalarType dtype() const { return weight(kPA).scalar_type(); }
 };
 
-/// The arguments of triangle_multiplicative_update(), in its order.
+/// The arguments of triangle_multiplicative_update(), in order.
 struct TriangleArguments {
   at::Tensor x;
   std::string_view direction;
@@ -116,20 +116,20 @@ struct TriangleArguments {
   double eps;
 };
 
-/// Raises unless they fit, and, where `writes`, x can be overwritten.
+/// Raises unless the arguments fit and, if `writes`, x can be overwritten.
 void check_triangle(const char* op, const TriangleArguments& arguments, bool writes);
 
-/// The parameters, packed.
+/// The parameters as a list, packed.
 TriangleParameterList to_list(const TriangleArguments& arguments);
 
-/// Checked arguments with packed parameters taken apart: views, differentiable where autograd is on.
+/// The checked arguments, with packed parameters split into views, which are differentiable if autograd is on.
 TriangleUpdate taken_apart(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                            bool outgoing, double eps);
 TriangleUpdate taken_apart(const TriangleArguments& arguments);
 
-/// The operators beneath, which take packed weights, or those of a and b that lie anywhere. Each returns the product o
-/// too, which the gradients read, as a contiguous tensor of triangle_product_shape(), of which only the N rows and
-/// columns are read; or, without keep_product, a tensor of no elements. If it `adds`, the first result is x plus the
+/// The private operators that the public ones call. They take packed weights or separate ones for a and b. Each also
+/// returns the product o, which backward needs, as a contiguous tensor of triangle_product_shape(), of which only the N
+/// rows and columns are read; without keep_product, an empty tensor. With `adds`, the first result is x plus the
 /// update, in x's dtype.
 std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
@@ -137,18 +137,18 @@ std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const Op
 at::Tensor triangle_update_(at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                             bool outgoing, double eps, bool keep_product);
 
-/// A list of the product alone. Kernels empty it as soon as the product has been read, so that its memory is free for
-/// what is made next, unless others hold it.
+/// A list that holds only the product. Kernels clear it as soon as the product has been read, so that its memory can be
+/// reused for what comes next, unless someone else holds the product.
 using TriangleProduct = c10::List<OptionalTensor>;
 
 /// The gradients where `wanted` asks for them, packed as the parameters are, and empty tensors elsewhere. Everything
-/// but the product is computed again. That of x is that of x plus the update if it `adds`: with grad itself.
+/// but the product is recomputed. With `adds`, dx is the gradient of x plus the update, so it includes grad itself.
 std::vector<at::Tensor> triangle_update_backward(const at::Tensor& grad, const at::Tensor& x,
                                                  const TriangleProduct& product, const OptionalTensor& mask,
                                                  const TriangleParameterList& parameters, bool outgoing, double eps,
                                                  TriangleMask wanted, bool adds);
 
-/// Their argument checks, for every backend, which return the arguments in one piece.
+/// The argument checks of these operators, for every backend; they return the arguments as one struct.
 TriangleUpdate checked_triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                        const TriangleParameterList& parameters, bool outgoing, double eps);
 TriangleUpdate checked_triangle_update_(const at::Tensor& x, const OptionalTensor& mask,
@@ -158,36 +158,36 @@ TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at
                                                 const TriangleParameterList& parameters, bool outgoing, double eps,
                                                 const TriangleMask& wanted);
 
-/// The checks alone, of arguments that are handed on.
+/// Only the checks, for a kernel that passes the arguments on as they are.
 void check_triangle_update(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                            bool outgoing, double eps);
 void check_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const TriangleProduct& product,
                                     const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                                     double eps, const TriangleMask& wanted);
 
-/// Registers the public operators for a backend that has those beneath.
+/// Registers the public operators for a backend that has the private ones.
 void register_triangle_update(torch::Library& backend);
 
-/// Of the product o: (*batch, d, N, N), with N rounded up to padded_size() rows and padded_row_stride() columns.
+/// The shape of the product o: (*batch, d, N, N), N rounded up to padded_size() rows and padded_row_stride() columns.
 c10::SymDimVector triangle_product_shape(const TriangleUpdate& update);
 
-/// Uninitialised gradients, the parameters' in the dtype of the parameters, and empty ones where none is wanted.
+/// Allocates the gradients, uninitialised; those of parameters in the parameters' dtype. Empty if not wanted.
 std::vector<at::Tensor> empty_triangle_gradients(
     const TriangleUpdate& update, const TriangleMask& wanted,
     c10::function_ref<at::Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty);
 
-/// N rounded up so that rows of a product are multiples of 32 bytes. Matrix kernels need 16 to be fast at all; on an
-/// H100 the 128 products of N = 1025 in bfloat16 take 523 us for rows of 1040 elements and 820 for 1032.
+/// N rounded up so that rows of a product are multiples of 32 bytes. Matrix kernels need 16 to be fast at all. On an
+/// H100, the 128 products of N = 1025 in bfloat16 take 523 us with rows of 1040 elements, and 820 with 1032.
 template <class Int>
 Int padded_size(const Int& n, at::ScalarType dtype, int64_t bytes = 32) {
   const auto step = bytes / static_cast<int64_t>(c10::elementSize(dtype));
   return (n + (step - 1)) / step * step;
 }
 
-/// From one of these rows to the next, in the matrices of d channels: a multiple of 128 bytes where N is large, so that
-/// the padding is a small part. On an H100 the 128 products of N = 769 in bfloat16, padded to 784, take 266 us for rows
-/// 832 apart and 284 for rows 784 apart. More channels than 128 would take too much memory. Without branches, which a
-/// graph of symbolic sizes would have to guard.
+/// The row stride in the matrices of d channels: a multiple of 128 bytes if N is large, so that the padding is a small
+/// part. On an H100, the 128 products of N = 769 in bfloat16, padded to 784, take 266 us with rows 832 apart, and 284
+/// with rows 784 apart. For more than 128 channels this would take too much memory. Has no branches, which a graph with
+/// symbolic sizes would have to guard.
 template <class Int>
 Int padded_row_stride(const Int& n, const Int& d, at::ScalarType dtype) {
   const auto at_most_one = [](const Int& value) {
@@ -201,16 +201,16 @@ Int padded_row_stride(const Int& n, const Int& d, at::ScalarType dtype) {
   return size + (aligned - size) * at_most_one(n / 512) * (1 - at_most_one(d / 129));
 }
 
-/// By what a is scaled, so that o stays far from the largest number of float16, 65504: a power of 2 near 1 / sqrt(N),
-/// by which products of numbers of random signs grow. The layer norm of o is the same, with eps times its square.
-/// 1 in all other types.
+/// The factor of a that keeps o far from the largest number of float16, 65504: a power of 2 near 1 / sqrt(N), since
+/// products of numbers with random signs grow as sqrt(N). The layer norm of o stays the same if eps is multiplied by
+/// the square of the factor. 1 for all other dtypes.
 double triangle_scale(int64_t n, at::ScalarType dtype);
 
-/// The view of these sizes and strides. For kernels, where no operator but the backend's is in question, without a call
-/// through the dispatcher, of which a step of training has dozens.
+/// The view with these sizes and strides. Skips the dispatcher, of which a training step would have dozens of calls, if
+/// nothing but the backend's kernel would run.
 at::Tensor strided_view(const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset);
 
-/// x (*batch, N, N, c), mask or result as the i-th of its batch elements, (N, N, ...).
+/// The i-th batch element, (N, N, ...), of x (*batch, N, N, c), the mask or a result.
 at::Tensor batch_element(const at::Tensor& t, int64_t trailing_dims, int64_t index);
 int64_t batch_size(const at::Tensor& t, int64_t trailing_dims);
 
