@@ -4,19 +4,19 @@
 
 // The activations of all kernels, and the only sigmoid of src/cuda. No torch headers.
 //
-// An activation is a functor without state:
-//   kScale, of_scaled<exactness>(t)   its value at z = t / kScale. An epilogue has t for less than z: it scales the
-//   bias
-//                                     once for all rows, and the sum in the instruction that adds the bias.
+// An activation is a stateless functor:
+//   kScale, of_scaled<exactness>(t)   its value at z = t / kScale. For an epilogue t is cheaper than z: it scales the
+//                                     bias once for all rows, and the sum in the instruction that adds the bias.
 //   with_slope<exactness>(t, slope)   the same value, and its derivative in z, relatively as exact
 //   value(z)                          its value to the last digits of float or double
-//   backward(g, z, y)                 the cotangent of z, where y is the value at z and g the cotangent of y. One that
-//                                     does not read z can be undone from the output alone.
-// A new one is such a functor here and, to become a GEMM epilogue, a line in gemm/table.def.
+//   backward(g, z, y)                 the cotangent of z, given the value y at z and the cotangent g of y. If it does
+//                                     not read z, the output alone
+//                                     is enough for backward.
+// To add one, write such a functor here and, to make it a GEMM epilogue, a line in gemm/table.def.
 namespace torchops::cuda {
 
-/// How many digits a result needs, and what its kernel waits for. kCoarse: what is rounded to bfloat16 by a kernel that
-/// waits for the special-function unit. kFast: what is rounded to 16 bits, or was multiplied in TF32.
+/// How exact a result is. kCoarse: for results that are rounded to bfloat16, in kernels limited by the special-function
+/// unit. kFast: for results that are rounded to 16 bits, or come from TF32 products.
 enum class Exactness { kCoarse, kFast };
 
 struct Sigmoid {
@@ -25,16 +25,16 @@ struct Sigmoid {
 
   /// 1 / (1 + 2^t).
   ///
-  /// kFast also keeps the small results that a tanh instruction would lose to cancellation: as a function of z its
-  /// relative error is below 2e-6 for |z| < 16 (the rounding of t grows with it), and it has the right limits where 2^t
+  /// kFast also keeps the small results that a tanh instruction would lose to cancellation: as a function of z, its
+  /// relative error is below 2e-6 for |z| < 16 (the rounding of t grows with it), and the limits are right where 2^t
   /// overflows or vanishes.
   ///
-  /// kCoarse has relative error 3e-4 (bfloat16 errs by up to 2e-3), and asks the special-function unit once: with
-  /// e = 2^-|t|, 1 / (1 + e) is the polynomial of degree 4 that is best in relative error on [0, 1].
-  /// 0.5 + 0.5 * tanh.approx(z / 2) would do with fewer instructions, but of a gate that is nearly closed,
-  /// sigmoid(-12) = 6e-6, little would be left: close to -1, tanh.approx errs by up to 1.1e-5. Replacing its results
-  /// below 2^-7 by 2^-t, where a warp has one, gained at most 5 % for z of standard deviation 1.4, and cost 11 to 28 %
-  /// for 4 (measured on an H100).
+  /// kCoarse has a relative error of 3e-4 (that of bfloat16 is up to 2e-3), and uses the special-function unit
+  /// once: with e = 2^-|t|, 1 / (1 + e) is the polynomial of degree 4 that is best in relative error on [0, 1].
+  /// 0.5 + 0.5 * tanh.approx(z / 2) would take fewer instructions, but ruin a gate that is nearly closed,
+  /// sigmoid(-12) = 6e-6: close to -1, tanh.approx errs by up to 1.1e-5. Replacing its results below 2^-7 by 2^-t,
+  /// if a warp has any, gained at most 5 % for z of standard deviation 1.4, and cost 11 to 28 % for 4 (measured on
+  /// an H100).
   template <Exactness exactness>
   __device__ static float of_scaled(float t) {
     if constexpr (exactness == Exactness::kFast) {
@@ -46,18 +46,18 @@ struct Sigmoid {
     }
   }
 
-  /// 2 * half times the value at z, where `tanh` is that of kTanhScale * z: a third of the instructions of kCoarse, but
-  /// the absolute error is up to 2.5e-4. For gates of which only sums are left.
+  /// 2 * half times the value at z, given `tanh` of kTanhScale * z: a third of the instructions of kCoarse, but an
+  /// absolute error of up to 2.5e-4. For gates that only contribute to sums.
   static constexpr float kTanhScale = 0.5f;
   __device__ static float from_tanh(float half, float tanh) { return fmaf(half, tanh, half); }
-  /// The value itself, and its slope y * (1 - y).
+  /// The value, and its slope y * (1 - y).
   __device__ static float from_tanh_with_slope(float tanh, float& slope) {
     const float y = from_tanh(0.5f, tanh);
     slope = fmaf(-y, y, y);
     return y;
   }
 
-  /// With e = 2^-|t| and r = 1 / (1 + e) the slope is e * r^2: nothing cancels, as it would in y * (1 - y).
+  /// With e = 2^-|t| and r = 1 / (1 + e), the slope is e * r^2: no cancellation, unlike y * (1 - y).
   template <Exactness exactness>
   __device__ static float with_slope(float t, float& slope) {
     const float e = exp2_approximate(-fabsf(t));
@@ -66,7 +66,7 @@ struct Sigmoid {
     return t > 0.f ? e * r : r;
   }
 
-  /// ATen's formula, so that a float64 result has the bits of torch.sigmoid.
+  /// ATen's formula, so that float64 results are bitwise those of torch.sigmoid.
   template <class A>
   __device__ static A value(A z) {
     return 1 / (1 + exp(-z));
@@ -117,7 +117,7 @@ struct Silu {
   }
 };
 
-/// z itself: a product without an activation.
+/// z itself: no activation.
 struct Identity {
   static constexpr float kScale = 1.f;
   static constexpr bool kFromOutput = true;
@@ -144,7 +144,7 @@ struct Identity {
   }
 };
 
-/// F(z) in the type that elements of type T are computed in, as exact as T needs.
+/// F(z) in the type in which elements of type T are computed, as exactly as T needs.
 template <class F, class T, class A>
 __device__ inline A activate(A z) {
   if constexpr (sizeof(T) == 2) {

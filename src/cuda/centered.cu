@@ -9,10 +9,10 @@
 #include "cuda/centered.h"
 #include "cuda/rows.cuh"
 
-// Both passes move as many bytes as there are. 16 threads share a row: each has 4 neighbouring features of every 64, so
-// that the accesses of both widths are whole and side by side, and it has two rows on their way at a time. Blocks begin
-// with the last rows: those are what the kernel before has left in the second-level cache, and the first ones, written
-// last, are what the kernel behind begins with.
+// Both passes are bound by memory. 16 threads share a row: each has 4 neighbouring features of every 64, so that the
+// accesses of both widths are whole and contiguous, and each has two rows in flight. Blocks begin with the last rows:
+// the previous kernel has left those in the second-level cache, and the first rows, which are written last, are what
+// the next kernel begins with.
 namespace torchops::cuda {
 namespace {
 
@@ -21,7 +21,7 @@ using at::Tensor;
 constexpr int kThreads = 256, kLanes = 16, kWide = 4, kVectors = 2, kRowsOfThread = 2;
 constexpr int kMostFeatures = kLanes * kWide * kVectors, kRowsOfBlock = kThreads / kLanes * kRowsOfThread;
 
-/// Rows (outer, inner) of `features` each, some elements apart.
+/// Rows (outer, inner) of `features` each, with a stride for each of both dimensions.
 template <class T>
 struct Positions {
   T* data;
@@ -29,7 +29,7 @@ struct Positions {
   int features;
 };
 
-/// x (..., c) as such rows that begin at multiples of 16 bytes; nothing where its strides forbid that.
+/// x (..., c) as such rows, which begin at multiples of 16 bytes; nullopt if its strides don't allow it.
 std::optional<Positions<float>> positions(const Tensor& x) {
   const int64_t c = x.size(-1), leading = x.dim() - 1;
   for (int64_t split = 0; split <= std::max(leading - 1, int64_t{0}); ++split) {
@@ -46,7 +46,7 @@ std::optional<Positions<float>> positions(const Tensor& x) {
   return std::nullopt;
 }
 
-/// What of the rows a thread has.
+/// The part of the rows that a thread has.
 template <class T>
 class Place {
  public:
@@ -56,7 +56,7 @@ class Place {
         first_(int64_t{gridDim.x - 1 - blockIdx.x} * kRowsOfBlock + threadIdx.x / kLanes),
         lane_(threadIdx.x % kLanes) {}
 
-  /// f(which of the thread's rows, its number of all, where it begins)
+  /// f(index among the thread's rows, index among all rows, pointer to the row)
   template <class F>
   __device__ void for_each_row(F f) const {
 #pragma unroll
@@ -67,7 +67,7 @@ class Place {
       }
     }
   }
-  /// f(which of the thread's vectors, the first of its features)
+  /// f(index among the thread's vectors, its first feature)
   template <class F>
   __device__ void for_each_vector(F f) const {
 #pragma unroll
@@ -84,7 +84,7 @@ class Place {
   int lane_;
 };
 
-/// The power of two that a row of this variance is multiplied by; 0 where its squares overflow, whose layer norm is 0.
+/// The power of two that scales a row of this variance; 0 if its squares overflow, since its layer norm is then 0.
 __device__ inline float factor_of(float variance, float least) {
   const float times = variance / least;
   if (!(times >= 4.f)) return 1.f;  // and NaN
@@ -93,7 +93,7 @@ __device__ inline float factor_of(float variance, float least) {
   return __int_as_float((127 - exponent / 2) << 23);
 }
 
-// One access each: from assignments of structs the compiler makes single ones of some.
+// One access each: from assignments of structs, the compiler makes several single ones.
 __device__ inline void store_vector(float* to, const float (&values)[kWide]) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(values[0]), "f"(values[1]), "f"(values[2]),
                "f"(values[3])
@@ -106,7 +106,7 @@ __device__ inline void store_vector(T* to, const float (&values)[kWide]) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
 }
 
-/// The sums of all rows of a warp run side by side; of rows behind the last they are 0.
+/// The sums of all rows of a warp are computed side by side; those of rows after the last are 0.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     center_kernel(const Positions<float> x, T* __restrict__ out, float* __restrict__ factors, float least_variance) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       means[i] = reduce_lanes<kLanes>(sum, Sum()) * by;
     }
-    // What rounding has left out of the mean counts where the spread of a row is as small as that.
+    // If the spread of a row is that small, the rounding error of the mean counts.
 #pragma unroll
     for (int i = 0; i < kRowsOfThread; ++i) {
       place.for_each_vector([&](int k, int) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// to = from * its row's factor, if there are factors.
+/// to = from * the factor of its row, if there are factors.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     widen_kernel(const Positions<float> to, const T* __restrict__ from, const float* __restrict__ factors) {
@@ -182,7 +182,7 @@ dim3 grid_of(const Positions<float>& rows) {
           static_cast<unsigned>(std::min(rows.outer, most_along_y))};
 }
 
-/// f(T()) for the 16-bit type of a tensor.
+/// Calls f(T()) with the 16-bit type of a tensor.
 template <class F>
 void of_16_bits(const Tensor& t, const F& f) {
   TORCH_INTERNAL_ASSERT(t.is_contiguous() && (t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16));

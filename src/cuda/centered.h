@@ -2,36 +2,36 @@
 
 #include <ATen/core/Tensor.h>
 
-// A float32 x beside 16-bit weights, for kernels that read 16 bits and begin with the layer norm of its rows. A layer
-// norm forgets the mean, so these kernels are given x minus the mean of each row, taken away in float32: what rounding
-// then leaves out is small beside the spread of the row, as where z = layer_norm(x) is rounded, however large the mean.
+// Centring lets kernels that read 16 bits, and begin with the layer norm of their rows, take a float32 x with 16-bit
+// weights. A layer norm ignores the mean, so they get x minus the mean of each row, subtracted in float32: what rounding
+// then loses is small beside the spread of the row, as when z = layer_norm(x) is rounded, however large the mean is.
 //
-// float16 has no numbers beyond 65504, so there a row whose variance is far above eps is multiplied by a power of two,
-// exact in itself, which its layer norm forgets too: with a factor s the norm divides by sqrt(variance + eps / s^2).
-// The variance of a scaled row is at least v = max(2^17 eps, 1), unless 2^20 is less, so eps counts for 2^-17 of it and
-// moves z by 2^-18, where rounding moves it by 2^-12. It is below 4 v, so 128 features are below sqrt(128 * 4 * 2^20) =
-// 23171. Rows of less than 4 v are as they are: none of theirs is larger.
+// float16 has no numbers beyond 65504, so a row whose variance is far above eps is multiplied by a power of two, which
+// is exact and which its layer norm ignores too: with a factor s, the norm divides by sqrt(variance + eps / s^2). A
+// scaled row has a variance of at least v = min(max(2^17 eps, 1), 2^20), so eps counts for 2^-17 of it and moves z by
+// 2^-18, while rounding moves z by 2^-12. The variance is below 4 v, so 128 features are below sqrt(128 * 4 * 2^20) =
+// 23171. Rows with a variance below 4 v are not scaled: none of their elements is larger than that.
 namespace torchops::cuda {
 
 class Centered {
  public:
-  /// Whether rows of x are for this: float32, of up to 128 features, a multiple of 8, beside weights of 16 bits.
+  /// Whether this is for rows of x: float32, up to 128 features, a multiple of 8, with weights of 16 bits.
   static bool takes(const at::Tensor& x, at::ScalarType dtype);
 
-  /// Bytes of what is made of a row of c features.
+  /// Bytes of the centred copy of a row of c features.
   static int64_t row_bytes(int64_t c, at::ScalarType dtype);
 
-  /// Of x (..., c), which takes() knows and whose layer norm has `eps`: contiguous rows of `dtype`.
+  /// Centres x (..., c), for which takes() is true and whose layer norm has `eps`, to contiguous rows of `dtype`.
   Centered(const at::Tensor& x, at::ScalarType dtype, double eps);
-  /// The same written to `out`, contiguous and of that dtype.
+  /// The same, written to `out`, which is contiguous and has that dtype.
   Centered(const at::Tensor& x, at::Tensor out, double eps);
 
   const at::Tensor& rows() const { return rows_; }
-  /// From the gradient of rows(), contiguous and of their dtype, that of x, in float32.
+  /// The gradient of x, in float32, from that of rows(), which is contiguous and has their dtype.
   at::Tensor gradient(const at::Tensor& of_rows) const;
 
  private:
-  at::Tensor rows_, factors_;  // a factor for each row, in float16 alone
+  at::Tensor rows_, factors_;  // one factor per row, only for float16
 };
 
 }  // namespace torchops::cuda

@@ -7,11 +7,11 @@
 #include "cuda/pass.cuh"
 #include "cuda/vector.cuh"
 
-// Rows of channels, as linear layers read and write them, to channels of positions, as the products of a triangle
-// update do, and back: a transposition by tiles in shared memory, each row times a factor.
+// Moves rows of channels, the layout of linear layers, to channels of positions, the layout of a triangle update's
+// products, and back: a transposition by tiles in shared memory, each row times a factor.
 namespace torchops::cuda {
 
-/// The places of rows r within a channel: rows of n positions that begin `padded` apart.
+/// Where row r is within a channel: rows of n positions that begin `padded` apart.
 struct Positions {
   int64_t n, padded;
 
@@ -30,8 +30,8 @@ struct RowFactors {
 
 constexpr int kTileThreads = 8;
 
-/// The side of a tile whose rows a warp moves V elements at a time. Its rows in shared memory are V longer, so that the
-/// columns that a warp reads lie in other banks.
+/// The side of a tile whose rows a warp moves V elements at a time. Its rows in shared memory are padded by V, so that
+/// the columns that a warp reads are in different banks.
 template <int V>
 constexpr int kTile = 32 * V;
 

@@ -22,8 +22,8 @@ namespace {
 
 using at::Tensor;
 
-// y = sigmoid(x @ w.T + b) by a fused kernel. False, with nothing done, where none can run or is wanted. All tensors
-// are matrices.
+// y = sigmoid(x @ w.T + b) by a fused kernel. Returns false, with nothing done, if none can run or none is wanted. All
+// tensors are matrices.
 bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   const detail::DensePath path = detail::dense_path();
   if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
@@ -57,11 +57,11 @@ Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   Tensor y_rows = y.dim() == 2 ? y : y.view({y.numel() / out_features, out_features});
   const std::optional<Tensor> bias = b ? std::optional<Tensor>(b->contiguous()) : std::nullopt;
   if (fused(y_rows, x_rows, w, bias)) return y;
-  // w.t(), without its two trips through the dispatcher.
+  // w.t(), without the two trips through the dispatcher.
   const Tensor w_t =
       at::cuda::as_strided(w, {in_features, out_features}, {w.stride(1), w.stride(0)}, w.storage_offset());
   if (bias && y.element_size() >= 4) {
-    // The product rounds once with its bias inside, and in float32 a second rounding is as large as the first.
+    // With its bias inside, the product rounds once; in float32, a second rounding would be as large as the first.
     at::cuda::addmm_out(y_rows, *bias, x_rows, w_t);
     gemm::bias_activation_<Sigmoid>(y_rows, std::nullopt);
   } else {
@@ -89,14 +89,14 @@ bool has_one_pass_kernel(c10::Device device, at::ScalarType dtype, int64_t n, in
 
 [[maybe_unused]] const auto former = detail::set_one_pass_kernel(has_one_pass_kernel);
 
-// All gradients by the kernel that makes them in one pass over the rows, or none, with nothing done. db may be empty.
+// All gradients by the kernel that makes them in one pass over the rows; nullopt if that cannot run. db may be empty.
 std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tensor& grad, const Tensor& y,
                                                                      const Tensor& x, const Tensor& w, bool db_wanted) {
   const int64_t n = w.size(0), k = w.size(1);
   if (!detail::has_one_pass_gradients(w) || y.numel() == 0) return std::nullopt;
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
   Tensor g = detail::as_rows(grad);
-  if (!gemm::operand(g)) g = g.contiguous();  // a cotangent of a sum has strides of 0
+  if (!gemm::operand(g)) g = g.contiguous();  // the cotangent of a sum has strides of 0
   const auto from_g = gemm::operand(g), from_y = gemm::operand(y_rows), from_x = gemm::operand(x_rows),
              from_w = gemm::operand(w);
   const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());

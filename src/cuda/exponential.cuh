@@ -1,15 +1,15 @@
 #pragma once
 
-// The exponential, the reciprocal and the hyperbolic tangent by the special-function unit. No torch headers: the GEMM
-// kernels use them too.
+// The exponential, reciprocal and hyperbolic tangent of the special-function unit. No torch headers: the GEMM kernels
+// use these too.
 namespace torchops::cuda {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-/// 2^x by one instruction: at most 2 ulp off. Results below 2^-126 become 0 (.ftz): they are lost beside the 1 that the
-/// logistic function adds and beside the largest term of a softmax, and to keep them the compiler would surround every
-/// call with a test and two multiplications.
+/// 2^x by one instruction, at most 2 ulp off. Results below 2^-126 become 0 (.ftz): they are negligible beside the 1
+/// that the logistic function adds and beside the largest term of a softmax, and to keep them the compiler would add a
+/// test and two multiplications to every call.
 __device__ inline float exp2_approximate(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -18,7 +18,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// T is the weights' type, V that of v: the same, or float.
+// T is the type of the weights, V that of v: the same, or float.
 
 // y = v * sigmoid(z + bias). y may be z or v.
 template <class T, class V, int N>
@@ -49,7 +49,7 @@ struct GatePass {
   }
 };
 
-// With s = sigmoid(z + bias): dv = g * s, where dv is not null, and dz = g * v * s * (1 - s) in the place of z. Sums
+// With s = sigmoid(z + bias): dv = g * s, unless dv is null, and dz = g * v * s * (1 - s), which overwrites z. Sums
 // dz.
 template <class T, class V, int N>
 struct GateBackwardPass {
@@ -90,7 +90,7 @@ struct GateBackwardPass {
   }
 };
 
-// Calls f with the types of w and of v as arguments.
+// Calls f with the types of w and of v.
 template <class F>
 void dispatch(const Tensor& w, const Tensor& v, const F& f) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "gate", [&] {
@@ -101,7 +101,7 @@ void dispatch(const Tensor& w, const Tensor& v, const F& f) {
   });
 }
 
-// y = v * sigmoid(z + b), all of unit column stride, z without gaps.
+// y = v * sigmoid(z + b); all have unit column stride, and z has no gaps.
 void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z, const OptionalTensor& b) {
   const int64_t rows = y.size(0), columns = y.size(1);
   dispatch(z, v, [&](auto weight, auto value) {
@@ -119,8 +119,8 @@ void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z, const Optional
   });
 }
 
-// y = v * sigmoid(x @ w.T + b) by the kernel for few features, which reads and writes each row once, or by the one for
-// longer sums; false, with nothing done, where none can run or cuBLAS is faster. All tensors are matrices; y may be v.
+// y = v * sigmoid(x @ w.T + b) by the kernel for few features, which reads and writes each row once, or by that for
+// longer sums. False, with nothing done, if none can run or cuBLAS is faster. All are matrices; y may be v.
 bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   const at::ScalarType dtype = w.scalar_type();
   if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || x.scalar_type() != dtype ||
@@ -139,7 +139,7 @@ bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, c
   problem.c = *from_v;
   problem.d = *to_y;
   problem.bias = b ? b->const_data_ptr() : nullptr;
-  // Several tiles of a row of the result read all of that row of x.
+  // Several tiles of a row of the result read the whole row of x.
   if (x.const_data_ptr() == y.const_data_ptr() && c->n > 128) return false;
   if (gemm::run_chosen<gemm::Gate>(problem, *c, y)) return true;
   const bool prefers_cublas = detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(*c);
@@ -154,7 +154,7 @@ Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const Option
   const Tensor y_rows = detail::as_rows(y), v_rows = unit_columns(detail::as_rows(v)), x_rows = detail::as_rows(x);
   const OptionalTensor bias = contiguous(b);
   if (fused(y_rows, v_rows, x_rows, w, bias)) return y;
-  // Of v's type, the product has its place in the result.
+  // If v has the dtype of w, the product can be written to the result.
   const bool scratch = v.scalar_type() != w.scalar_type();
   const int64_t product_bytes = scratch ? product_row_bytes(w) : 0;
   const int64_t rows = y_rows.size(0);
@@ -176,7 +176,7 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = b ? contiguous(detail::read_first(v, *b)) : b;
-  // For a panel of rows: its product, and x where that is rounded. All matrices are of one shape, so that scratch is
+  // Scratch for a panel of rows: the product, and x if it is rounded. All matrices have one shape, so the scratch is
   // allocated before anything is written.
   const bool rounded = x.scalar_type() != w.scalar_type();
   Tensor products, rounded_rows;
@@ -199,7 +199,7 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   });
 }
 
-// dv, where it is wanted, and in the place of z, dz, which is added to the sums.
+// Makes dv, if it is wanted, and dz, which overwrites z and is added to the sums.
 void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const Tensor& g, const Tensor& v,
                         const OptionalTensor& b, bool wants_dv) {
   const int64_t rows = z.size(0), columns = z.size(1);
@@ -219,7 +219,7 @@ void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const
   });
 }
 
-// What the gradient kernels are given; nothing where none can run. All tensors are matrices.
+// The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices.
 std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& v,
                                                                              const Tensor& x, const Tensor& w,
                                                                              const OptionalTensor& b) {
@@ -243,8 +243,8 @@ std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(con
   return std::pair(problem, *c);
 }
 
-// All gradients in one pass over the rows; false, with nothing done, where that kernel cannot run or not all are
-// wanted. The gradients are contiguous.
+// All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all
+// gradients are wanted. The gradients are contiguous.
 bool in_one_pass(const detail::GateGradients& gradients, gemm::GradientProblem problem, const gemm::Case& c,
                  std::array<bool, 4> mask) {
   if (!mask[0] || !mask[1] || !mask[2] || c.k % 8 != 0) return false;
@@ -256,8 +256,8 @@ bool in_one_pass(const detail::GateGradients& gradients, gemm::GradientProblem p
   return gemm::run_chosen<gemm::GateGradients>(problem, c, dx);
 }
 
-// dz, and dv and db where they are wanted, by a kernel that makes the product again and keeps it to itself; false, with
-// nothing done, where it cannot run or cuBLAS is faster.
+// dz, and dv and db if they are wanted, by a kernel that recomputes the product without storing it. Returns false, with
+// nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm::GradientProblem problem,
                       const gemm::Case& c, std::array<bool, 4> mask) {
   const auto to_dz = gemm::operand(dz);
@@ -269,8 +269,8 @@ bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm
   return gemm::run_chosen<gemm::GateCotangents>(problem, c, dz);
 }
 
-// The formulas stand beside the CPU kernel. dz is the one scratch of the result's size: where cuBLAS makes the product,
-// it is made in its place. The products that read it are each one call of cuBLAS.
+// The formulas are in src/cpu/gate_kernel.cpp. dz is the only scratch of the result's size: if cuBLAS computes the
+// product, that is written there too. Each product that reads dz is one call of cuBLAS.
 detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
                                          const OptionalTensor& b, std::array<bool, 4> mask) {
   detail::check_gate_backward(grad, v, x, w, b, mask);

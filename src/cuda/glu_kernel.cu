@@ -49,7 +49,7 @@ struct GluPass {
   }
 };
 
-// dz = g * F(u + gate_bias) and du = g * (z + bias) * F'(u + gate_bias). dz may be z, and du u. Sums both.
+// dz = g * F(u + gate_bias) and du = g * (z + bias) * F'(u + gate_bias). dz may be z, and du may be u. Sums both.
 template <class F, class T, int N>
 struct GluBackwardPass {
   static constexpr int kSums = 2;
@@ -89,8 +89,8 @@ struct GluBackwardPass {
   }
 };
 
-// Calls f with the activation, the type of w and the width of vectors, that of 16 bytes where `in_vectors` allows it,
-// as arguments; in_vectors gets the type and that width.
+// Calls f with the activation, the type of w and the width of vectors: 16 bytes if `in_vectors` allows it. in_vectors
+// is called with the type and that width.
 template <class InVectors, class Call>
 void dispatch(const Tensor& w, GluActivation activation, const InVectors& in_vectors, const Call& f) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "glu", [&] {
@@ -119,7 +119,7 @@ void glu_rows(const Tensor& y, const Tensor& z, const Tensor& u, const OptionalT
   });
 }
 
-// Both products of glu, or their cotangents, as matrices.
+// Both products of glu, or both cotangents, as matrices.
 struct Pair {
   Tensor z, u;
 
@@ -134,7 +134,7 @@ struct Pair {
 };
 using Products = std::optional<Pair>;
 
-// By the kernel for few features, which reads each row once and knows no products, or by the one for longer sums.
+// Calls the kernel for few features, which reads each row once and doesn't store the products, or that for longer sums.
 template <class Narrow, class Wide>
 bool run_fused(const gemm::Problem& problem, const gemm::Case& c, const Tensor& y) {
   if (problem.z.data == nullptr && gemm::run_chosen<Narrow>(problem, c, y)) return true;
@@ -142,8 +142,8 @@ bool run_fused(const gemm::Problem& problem, const gemm::Case& c, const Tensor& 
   return !prefers_cublas && gemm::run_chosen<Wide>(problem, c, y);
 }
 
-// glu of the rows of x by a kernel that writes nothing but the result and, where they are wanted, the products; false,
-// with nothing done, where none can run or cuBLAS is faster. All tensors are matrices.
+// glu of the rows of x by a kernel that writes only the result and, if they are wanted, the products. Returns false,
+// with nothing done, if none can run or cuBLAS is faster. All tensors are matrices.
 bool fused(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
            const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
   if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0 ||
@@ -173,7 +173,7 @@ bool fused(const Tensor& y, const Products& products, const Tensor& x, const Ten
                                             : run_fused<gemm::GluSigmoid, gemm::WideGluSigmoid>(problem, *c, y);
 }
 
-// y of all rows of x, as matrices; and the products, where they are wanted.
+// y for all rows of x, as matrices; and the products if they are wanted.
 void glu_out(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
              const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation) {
   const GluActivation act = detail::glu_activation(activation);
@@ -222,7 +222,7 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_cuda(const Tensor& x, const
   return {y, z, u};
 }
 
-// The cotangents, which are added to the sums.
+// Makes the cotangents, and adds them to the sums.
 void glu_backward_rows(PassSums& sums, const Pair& cotangents, const Tensor& g, const Pair& products,
                        const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
   const auto& [dz, du] = cotangents;
@@ -243,7 +243,7 @@ void glu_backward_rows(PassSums& sums, const Pair& cotangents, const Tensor& g, 
   });
 }
 
-// What the gradient kernels are given; nothing where none can run. All tensors are matrices.
+// The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices.
 std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& x,
                                                                              const Tensor& w, const Tensor& wg,
                                                                              const OptionalTensor& b,
@@ -269,8 +269,8 @@ std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(con
   return std::pair(problem, *c);
 }
 
-// All gradients in one pass over the rows; false, with nothing done, where that kernel cannot run or not all are
-// wanted. The gradients are contiguous.
+// All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all
+// gradients are wanted. The gradients are contiguous.
 bool in_one_pass(const detail::GluGradients& gradients, gemm::GradientProblem problem, const gemm::Case& c,
                  GluActivation activation, std::array<bool, 5> mask) {
   if (!mask[0] || !mask[1] || !mask[2] || c.k % 8 != 0) return false;
@@ -284,8 +284,8 @@ bool in_one_pass(const detail::GluGradients& gradients, gemm::GradientProblem pr
                                             : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, c, dx);
 }
 
-// All gradients but dx by a kernel that makes both products again, and, if dx is wanted, dz and du by turns; false,
-// with nothing done, where that kernel cannot run or not all are wanted. The gradients are contiguous.
+// All gradients but dx by a kernel that recomputes both products; if dx is wanted, also dz and du in alternating groups
+// of columns. False, with nothing done, if it cannot run or not all are wanted. The gradients are contiguous.
 bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& cotangents, gemm::GradientProblem problem,
                          const gemm::Case& c, GluActivation activation, std::array<bool, 5> mask) {
   if (!mask[1] || !mask[2] || c.k % 8 != 0) return false;
@@ -299,14 +299,14 @@ bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& co
                                             : gemm::run_chosen<gemm::GluSigmoidWeightGradients>(problem, c, dw);
 }
 
-// The rows of w and wg in the order in which weights_in_one_pass() writes their cotangents.
+// The rows of w and wg in the alternating order in which weights_in_one_pass() writes their cotangents.
 Tensor by_turns(const Tensor& w, const Tensor& wg) {
   const auto turns = [](const Tensor& t) { return t.reshape({-1, gemm::GradientProblem::kTurn, t.size(1)}); };
   return at::cuda::cat(at::TensorList({turns(w), turns(wg)}), 1).view({-1, w.size(1)});
 }
 
-// dz, du and the gradients of biases by a kernel that makes both products again and keeps them to itself; false, with
-// nothing done, where it cannot run or cuBLAS is faster.
+// dz, du and the gradients of biases by a kernel that recomputes both products without storing them. Returns false,
+// with nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& dbg, gemm::GradientProblem problem,
                       const gemm::Case& c, GluActivation activation, std::array<bool, 5> mask) {
   const auto& [dz, du] = cotangents;
@@ -321,14 +321,14 @@ bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& db
                                             : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
 }
 
-// [w; wg], which is a view where they are the halves of one matrix.
+// [w; wg], as a view if they are the halves of one matrix.
 Tensor stacked(const Tensor& w, const Tensor& wg) {
   const bool adjacent = w.is_contiguous() && wg.is_contiguous() && w.storage().is_alias_of(wg.storage()) &&
                         wg.storage_offset() == w.storage_offset() + w.numel();
   return adjacent ? w.as_strided({2 * w.size(0), w.size(1)}, {w.size(1), 1}) : at::cuda::cat(at::TensorList({w, wg}));
 }
 
-// The formulas stand beside the CPU kernel. dz and du lie side by side, so that the products that read them are one
+// The formulas are in src/cpu/glu_kernel.cpp. dz and du are side by side, so that the products that read them are one
 // call of cuBLAS for dx and one for both weights, unless there are so few rows that stacking the weights costs more.
 detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                        const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,

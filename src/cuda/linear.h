@@ -14,7 +14,7 @@
 #include "cuda/overwrite_rows.h"
 
 // Linear layers by cuBLAS and their gradients, for operators whose own kernel is the pass after the products. All
-// tensors are matrices of rows. float32 rows with 16-bit weights are rounded panel by panel.
+// tensors are matrices of rows. With 16-bit weights, float32 rows are rounded panel by panel.
 namespace torchops::cuda {
 
 /// Calls f(begin, end) for panels of `step` rows.
@@ -22,20 +22,20 @@ inline void for_each_panel_of(int64_t rows, int64_t step, c10::function_ref<void
   for (int64_t begin = 0; begin < rows; begin += step) f(begin, std::min(rows, begin + step));
 }
 
-/// Calls f(begin, end) for panels of rows for which scratch of `row_bytes` each stays within `most_bytes`; for all rows
-/// at once where none is needed.
+/// Calls f(begin, end) for panels of rows whose scratch, `row_bytes` for each row, stays within `most_bytes`; for all
+/// rows at once if they need no scratch.
 inline void for_each_panel(int64_t rows, int64_t row_bytes, c10::function_ref<void(int64_t, int64_t)> f,
                            int64_t most_bytes = kMaxScratchBytes) {
   for_each_panel_of(rows, row_bytes == 0 ? rows : std::max(most_bytes / row_bytes, int64_t{1}), f);
 }
 
-/// Bytes of a row of x @ w.T.
+/// Bytes per row of x @ w.T.
 inline int64_t product_row_bytes(const at::Tensor& w) { return w.size(0) * static_cast<int64_t>(w.element_size()); }
 
-/// The rows of a panel whose product the pass that follows finds in the L2 cache: all rows where there is little of it,
-/// or panels would be too short for cuBLAS (float64 to 128 features, 17066 rows: 722 us instead of 633 on an H100). A
-/// product, in `product_bytes` for a row, may take a third of the cache, beside what else the pass reads and writes.
-/// `scratch_bytes` for a row stay within kMaxScratchBytes.
+/// The rows of a panel whose product is still in the L2 cache when the next pass reads it; all rows if the product is
+/// small, or if panels would be too short for cuBLAS (float64 to 128 features, 17066 rows: 722 us instead of 633 on an
+/// H100). A product, of `product_bytes` per row, may take a third of the cache, since the pass also reads and writes
+/// other tensors. Scratch, of `scratch_bytes` per row, stays within kMaxScratchBytes.
 inline int64_t rows_of_panel(int64_t rows, int64_t product_bytes, int64_t scratch_bytes) {
   constexpr int64_t least_cache = int64_t{24} << 20, least_rows = int64_t{1} << 15;
   const int64_t cache = at::cuda::getCurrentDeviceProperties()->l2CacheSize;
@@ -53,20 +53,20 @@ inline void linear_with_bias_out(at::Tensor out, const at::Tensor& x, const at::
   b ? at::cuda::addmm_out(out, *b, x, w.t()) : at::cuda::mm_out(out, x, w.t());
 }
 
-/// out = x @ w.T, and + b in float32 and float64: the product rounds once with its bias inside, and a second rounding
-/// would be as large as the first. In 16 bits the pass that follows adds it, before it has been rounded.
+/// out = x @ w.T, and + b in float32 and float64: with its bias inside the product rounds once, and a second rounding
+/// would be as large as the first. In 16 bits the next pass adds the bias, before its own rounding.
 inline void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
                        const std::optional<at::Tensor>& b) {
   linear_with_bias_out(out, x, w, out.element_size() >= 4 ? b : std::nullopt);
 }
 
-/// The bias that linear_out() has left to the pass that follows, or null.
+/// The bias that linear_out() has left to the next pass, or null.
 template <class T>
 const T* remaining_bias(const std::optional<at::Tensor>& b) {
   return b && sizeof(T) == 2 ? b->const_data_ptr<T>() : nullptr;
 }
 
-/// dx = dz @ w, or with `accumulate` dx += dz @ w. float32 dx of 16-bit factors is not rounded in between.
+/// dx = dz @ w, or with `accumulate` dx += dz @ w. A float32 dx of 16-bit factors is not rounded in between.
 inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor& w, bool accumulate = false) {
   const bool wide = dx.scalar_type() != w.scalar_type();
   if (accumulate) {
@@ -76,7 +76,7 @@ inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor
   }
 }
 
-/// dw = dz.T @ x for rows that come in panels, which are added up in float32.
+/// dw = dz.T @ x for rows that come in panels, accumulated in float32.
 class WeightGradient {
  public:
   WeightGradient(const at::Tensor& w, bool wanted) {
@@ -93,7 +93,7 @@ class WeightGradient {
   at::Tensor sum_;
 };
 
-/// t with columns side by side, as the passes read it.
+/// t with unit column stride, as the passes need it.
 inline at::Tensor unit_columns(const at::Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); }
 
 inline std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& b) {

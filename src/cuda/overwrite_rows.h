@@ -14,10 +14,10 @@
 // Layouts of rows, for the host side of the row kernels.
 namespace torchops::cuda {
 
-/// Scratch for rows whose elements do not lie side by side; or one row, if that is more.
+/// The limit of scratch for rows whose elements are not contiguous; or one row, if that is more.
 constexpr int64_t kMaxScratchBytes = int64_t{32} << 20;
 
-/// x (..., *trailing), not empty, as a view (rows, columns) of unit column stride; nothing where its strides forbid
+/// x (..., *trailing), not empty, as a view (rows, columns) with unit column stride; nullopt if its strides don't allow
 /// that.
 inline std::optional<at::Tensor> as_unit_rows(const at::Tensor& x, int64_t trailing_dims) {
   const int64_t columns = c10::multiply_integers(x.sizes().slice(x.dim() - trailing_dims));
@@ -28,8 +28,8 @@ inline std::optional<at::Tensor> as_unit_rows(const at::Tensor& x, int64_t trail
 }
 
 /// Splits the operands (..., *trailing) into views of many rows and calls f on each, with the first operand, which f
-/// overwrites, as (rows, columns) of unit column stride: itself where its layout allows that, else a copy of a few
-/// rows. Their scratch is allocated before f runs first, so that no lack of memory stops it halfway.
+/// overwrites, as (rows, columns) with unit column stride: the tensor itself if its layout allows that, else a copy of
+/// a few rows. All scratch is allocated before f first runs, so that running out of memory can't stop it halfway.
 inline void overwrite_rows(const detail::Operands& operands, int64_t trailing_dims,
                            c10::function_ref<void(const detail::Operands&)> f) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -10,21 +10,21 @@
 #include "cuda/pair_steps.h"
 #include "ops/triangle_layout.h"
 
-// The gradients of a triangle update around those of its products, by the kernels for compute capability 9.0: one pass
-// over memory for the step out, one for each side of the step in, and then one small kernel for all parameters.
+// The gradients of a triangle update, except those of its products, by the kernels for compute capability 9.0: one pass
+// over memory for the output step, one for each side of the input step, and then a small kernel for all parameters.
 namespace torchops::cuda {
 
 namespace pair_steps {
 
-/// A layer whose gradients lie in the sums as the kernels leave them, by normalised rows xhat: M = du.T @ xhat, and db.
-/// It has read z = gamma * xhat + beta, so dw = M * gamma + db x beta, and to the norm's gradients it adds
+/// A layer whose gradients are in the sums as the kernels leave them, for normalised rows xhat: M = du.T @ xhat, and
+/// db. The layer reads z = gamma * xhat + beta, so dw = M * gamma + db x beta, and to the norm's gradients it adds
 ///   dgamma[j] += sum_i w[i][j] M[i][j],  dbeta[j] += sum_i w[i][j] db[i].
 template <class T>
 struct FoldedLayer {
   const T* weight;
   int64_t row_stride;
   int rows, columns, norm;
-  int64_t offset;  // of M (rows x columns) in the sums; db is behind it
+  int64_t offset;  // of M (rows x columns) in the sums; db follows it
   T *dweight, *dbias;
 };
 
@@ -41,7 +41,7 @@ struct FoldedLayers {
 
 constexpr int kUnfoldColumns = 8, kUnfoldRows = 32;
 
-/// A block has some columns of one of the norms (blockIdx.y), and all rows of every layer that reads it.
+/// A block has some columns of one of the norms (blockIdx.y), and all rows of each layer that reads it.
 template <class T, int count>
 __global__ void __launch_bounds__(kUnfoldColumns* kUnfoldRows) unfold_norms_kernel(const FoldedLayers<T, count> all) {
   const int column = static_cast<int>(blockIdx.x) * kUnfoldColumns + threadIdx.x, of = blockIdx.y;
@@ -83,10 +83,10 @@ __global__ void __launch_bounds__(kUnfoldColumns* kUnfoldRows) unfold_norms_kern
 
 }  // namespace pair_steps
 
-/// The gradients of one call: out() and then both sides of in() for each element of the batch, and finish().
+/// The gradients of one call: out() and then both sides of in() for each batch element, and at last finish().
 class PairGradientSteps {
  public:
-  /// `grad` like x, `product` of all the batch.
+  /// `grad` is like x; `product` is that of the whole batch.
   PairGradientSteps(const detail::TriangleLayout& layout, const detail::TriangleGradients& gradients,
                     const at::Tensor& grad, const at::Tensor& product)
       : layout_(layout), gradients_(gradients), case_(pair_steps::chosen_case(layout.update())) {
@@ -106,11 +106,11 @@ class PairGradientSteps {
     moments_ = sums_ + sums;
   }
 
-  /// Whether the kernels are for this call: all of what they make is wanted, and TMA can read and write it.
+  /// Whether the kernels apply to this call: everything they compute is wanted, and TMA can read and write it.
   bool possible() const { return memory_.defined(); }
 
   /// From the cotangent of the update (N, N, c): d(o), in channels like o, with zeros in padded columns, and the gate's
-  /// part of what dz becomes.
+  /// part of dz.
   void out(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& o, const at::Tensor& dz,
            const at::Tensor& d_o) {
     const detail::TriangleUpdate& t = layout_.update();
@@ -120,7 +120,7 @@ class PairGradientSteps {
     p.norm_o = step.norm(t, detail::kNormOut, layout_.eps_out());
     p.row_stride = o.stride(1);
     p.channel_stride = o.stride(0);
-    p.channels[0] = const_cast<void*>(o.const_data_ptr());  // read
+    p.channels[0] = const_cast<void*>(o.const_data_ptr());  // only read
     p.d_o = d_o.mutable_data_ptr();
     p.grad = *pair_steps::positions(readable);
     p.first = true;
@@ -128,8 +128,8 @@ class PairGradientSteps {
     run(*out_, p);
   }
 
-  /// From the cotangents of a and b, all in the direction of the update: dx in the place of dz, plus the gradient of
-  /// the residual where that is defined.
+  /// From the cotangents of a and b, all in the direction of the update: dx, which overwrites dz, plus the gradient of
+  /// the residual if that is defined.
   void in(const detail::TriangleElement& e, const at::Tensor& da, const at::Tensor& db, const at::Tensor& dz,
           const at::Tensor& residual) {
     side(e, da, 2, detail::kPA, detail::kGA, layout_.scale(), dz, /*last=*/false, {});
@@ -161,7 +161,7 @@ class PairGradientSteps {
       gemm::PairGradientProblem p;
       static_cast<gemm::PairProblem&>(p) = step.problem;
       if (!step.fits || !pair_steps::positions(gradients_.dz(i))) return false;
-      if (i > 0) continue;  // which kernels they are depends on sizes alone
+      if (i > 0) continue;  // the choice of kernels depends only on sizes
       out_ = gemm::chosen<gemm::TriangleOutGradients>(p, *case_, bytes_out_);
       in_ = gemm::chosen<gemm::TriangleInGradients>(p, *case_, bytes_in_);
       if (out_ == nullptr || in_ == nullptr) return false;
@@ -199,7 +199,7 @@ class PairGradientSteps {
     gemm::PairGradientProblem p = problem(step, layer, value, gate, dz, /*in_direction=*/true);
     p.row_stride = grad.stride(1);
     p.channel_stride = grad.stride(0);
-    p.channels[0] = const_cast<void*>(grad.const_data_ptr());  // read
+    p.channels[0] = const_cast<void*>(grad.const_data_ptr());  // only read
     p.scale[0] = static_cast<float>(scale);
     p.last = last;
     const at::Tensor readable =
@@ -257,8 +257,8 @@ class PairGradientSteps {
   std::array<int64_t, kLayers.size()> offsets_;
   const gemm::Kernel<gemm::PairGradientProblem>*out_ = nullptr, *in_ = nullptr;
   int64_t bytes_out_ = 0, bytes_in_ = 0, sums_of_element_ = 0, element_ = 0;
-  // The kernels' workspace, which one after the other uses; the sums of each element of the batch; and two moments for
-  // each position.
+  // The kernels' workspace, which they use one after the other; the sums of each batch element; and two moments per
+  // position.
   at::Tensor memory_;
   float *sums_ = nullptr, *moments_ = nullptr;
 };

@@ -13,8 +13,8 @@
 #include "ops/dense_path.h"
 #include "ops/triangle_multiplicative_update.h"
 
-// The two steps of a triangle update around its products, by the kernels for compute capability 9.0. Up to 128 features
-// and channels each is one pass over memory; beyond, another measures the moments of its layer norm at first.
+// The input and output steps of a triangle update by the kernels for compute capability 9.0. Up to 128 features and
+// channels, each is one pass over memory; beyond that, another pass first measures the moments of its layer norm.
 namespace torchops::cuda {
 
 namespace pair_steps {
@@ -24,7 +24,7 @@ using detail::OptionalTensor;
 using detail::TriangleParameter;
 using detail::TriangleUpdate;
 
-/// A tensor of positions (N, N, features) as TMA can read and write it, with row_stride for its second dimension.
+/// A tensor of positions (N, N, features) as TMA can read and write it; its second dimension has row_stride.
 inline std::optional<gemm::Operand> positions(const Tensor& t) {
   const int64_t vector = 16 / static_cast<int64_t>(t.element_size());
   const auto fits = [&](int64_t stride) { return stride > 0 && stride % vector == 0; };
@@ -35,7 +35,7 @@ inline std::optional<gemm::Operand> positions(const Tensor& t) {
   return gemm::Operand{t.const_data_ptr(), t.stride(1), t.stride(0)};
 }
 
-/// The problem of one element of the batch as far as both steps share it, and what keeps its memory.
+/// The part of the problem of one batch element that both steps share, and what keeps its memory alive.
 struct Step {
   gemm::PairProblem problem;
   c10::SmallVector<Tensor, 8> kept;
@@ -53,7 +53,7 @@ struct Step {
   }
 
   gemm::Norm norm(const TriangleUpdate& t, TriangleParameter layer, double eps) {
-    // Never 0: behind the last position tiles have rows of zeros, which must stay numbers.
+    // Never 0: after the last position, tiles have rows of zeros, which must not become NaN.
     constexpr double least = 1e-30;
     return {vector(t.parameters[layer]), vector(t.parameters[layer + 1]), static_cast<float>(std::max(eps, least))};
   }
@@ -62,7 +62,7 @@ struct Step {
     fits = fits && weight;
     return {weight.value_or(gemm::Operand{}), vector(t.bias(layer))};
   }
-  /// Of channels, which are rounded up to padded_size(N) rows and columns.
+  /// The strides of channels, which are rounded up to padded_size(N) rows and columns.
   void set_channels(const Tensor& channels) {
     problem.channel_stride = channels.stride(0);
     problem.row_stride = channels.stride(1);
@@ -77,18 +77,18 @@ struct Step {
   }
 };
 
-/// The case of all elements of the batch, of x in the dtype of the products; nothing where the kernels are not for it.
+/// The case for all batch elements, with x in the dtype of the products; nullopt if the kernels don't apply.
 inline std::optional<gemm::Case> case_of(const TriangleUpdate& t) {
   if (detail::dense_path() == detail::DensePath::kCublas || t.x.size(-2) == 0) return std::nullopt;
   return gemm::sm90_case(t.x.size(-2), t.weight(detail::kPA).size(0), t.x.size(-1), t.dtype());
 }
 
-/// The same; nothing for another x.
+/// The same; nullopt if x has another dtype.
 inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
   return t.x.scalar_type() == t.dtype() ? case_of(t) : std::nullopt;
 }
 
-/// A float32 x centred, so that both steps can read it; nothing for another x, and where there are no such kernels.
+/// A float32 x, centred so that both steps can read it; nullopt for another x, and if there are no such kernels.
 inline std::optional<Centered> centered(const TriangleUpdate& t) {
   if (!Centered::takes(t.x, t.dtype())) return std::nullopt;
   const auto c = case_of(t);
@@ -104,25 +104,25 @@ inline std::optional<Centered> centered(const TriangleUpdate& t) {
   return Centered(t.x, t.dtype(), t.eps);
 }
 
-/// Whether features or channels are too many for the kernels of one pass.
+/// Whether there are too many features or channels for the one-pass kernels.
 inline bool is_wide(const gemm::PairProblem& p) { return p.c > 128 || p.d > 128; }
 
 }  // namespace pair_steps
 
-/// The steps of one call, for an element of the batch each. What they have in common is looked up once: for small N the
-/// time of the host counts. Both return false, with nothing done, where the kernels cannot run.
+/// Both steps of a call, one batch element at a time. What the elements share is looked up once: for small N, host time
+/// counts. Both steps return false, with nothing done, if the kernels cannot run.
 class PairSteps {
  public:
   explicit PairSteps(const detail::TriangleUpdate& t) : t_(t), case_(pair_steps::chosen_case(t)) {}
 
-  /// Whether there are kernels for sizes and dtypes such as these.
+  /// Whether there are kernels for these sizes and dtypes.
   bool have_kernels() const { return case_.has_value(); }
-  /// From x (N, N, c) and the mask (N, N) or none, both in the direction of the update, to a and b, with zeros in their
+  /// From x (N, N, c) and the mask (N, N), or none, both in the direction of the update: a and b, with zeros in their
   /// padded columns.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
-  /// From the product o and x (N, N, c) to the update, in `out`, plus `residual` where that is defined. This is x; or,
-  /// up to 128 features and channels, of float32, as `out` is then, which may be it. Where it adds x, or c and d are at
-  /// most 128, `out` may be x.
+  /// From the product o and x (N, N, c): `out` = the update, plus `residual` if it is defined. `residual` is x; or,
+  /// with up to 128 features and channels, a float32 tensor, in which case `out` is float32 too and may be `residual`.
+  /// `out` may be x if x is added, or if c and d are at most 128.
   bool out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& out,
            double eps_out) const;
 
@@ -132,7 +132,7 @@ class PairSteps {
 
   const detail::TriangleUpdate& t_;
   std::optional<gemm::Case> case_;
-  // (N, N, 2), of the layer norm of the element that in() was given last, in the direction of the update.
+  // (N, N, 2): the layer norm's moments of the element last passed to in(), in the direction of the update.
   mutable at::Tensor moments_;
 };
 
@@ -146,7 +146,7 @@ inline bool PairSteps::wide_in(gemm::PairProblem& p, const at::Tensor& a) const 
   return false;
 }
 
-// Many CTAs read the same rows of x, so that the update cannot take their place before it is complete.
+// Many CTAs read the same rows of x, so the update cannot overwrite x before it is complete.
 inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& x, const at::Tensor& out) const {
   if (!moments_.defined()) return false;
   p.moments = moments_.mutable_data_ptr();
@@ -197,7 +197,7 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
   p.norm_o = step.norm(t_, detail::kNormOut, eps_out);
   step.set_channels(o);
   if (!step.fits) return false;
-  p.channels[0] = const_cast<void*>(o.const_data_ptr());  // read
+  p.channels[0] = const_cast<void*>(o.const_data_ptr());  // only read
   p.out = out.mutable_data_ptr();
   p.out_row_stride = to->row_stride;
   p.out_stride = to->batch_stride;

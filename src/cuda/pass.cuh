@@ -12,14 +12,14 @@
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/vector.cuh"
 
-// An elementwise pass over matrices of which each column has values of its own (a bias), as the step after a product.
+// An elementwise pass over matrices whose columns have values of their own (such as a bias): the step after a product.
 namespace torchops::cuda {
 
 constexpr int kPassBlock = 256;
-// Rows that a thread has in flight: as many independent loads cover the latency of memory.
+// Rows that a thread has in flight: this many independent loads hide the latency of memory.
 constexpr int kPassRows = 4;
 
-/// Calls `pass` on N columns at a time. A thread keeps to its columns, so what belongs to them is read once:
+/// Calls `pass` on N columns at a time. A thread stays in its columns, so what belongs to them is read once:
 ///   Pass::Columns columns(int64_t column)                 for kPassRows rows
 ///   Pass::Loaded load(int64_t row, int64_t column)
 ///   void finish(int64_t row, int64_t column, const Loaded&, const Columns&)
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kPassBlock) pass_kernel(Pass pass, int64_t row
   }
 }
 
-/// Threads along the columns, of which each has N, and along the rows.
+/// Threads along the columns, each with N of them, and along the rows.
 inline dim3 pass_block(int64_t columns, int n) {
   const int64_t vectors = ceil_div(columns, n);
   unsigned width = 1;
@@ -59,10 +59,10 @@ void launch_pass(const Pass& pass, int64_t rows, int64_t columns) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-/// The same for a pass that adds up over rows what it makes of each column, in Pass::kSums sums of the type Pass::Sum:
+/// The same for a pass that also sums over rows, into Pass::kSums sums per column, of the type Pass::Sum:
 ///   void finish(int64_t row, int64_t column, const Loaded&, const Columns&, Sum (&sums)[kSums][N])
-/// A block has `rows_of_block` rows, and writes its sums side by side to row blockIdx.x of partial, unless that is
-/// null. It adds in an order that only the sizes determine.
+/// A block has `rows_of_block` rows and writes its sums, side by side, to row blockIdx.x of partial, unless that is
+/// null. The order of the additions depends only on sizes.
 template <int N, class Pass>
 __global__ void __launch_bounds__(kPassBlock)
     summing_pass_kernel(Pass pass, typename Pass::Sum* __restrict__ partial, int64_t rows, int64_t columns,
@@ -105,11 +105,11 @@ __global__ void __launch_bounds__(kPassBlock)
   }
 }
 
-/// The sums of summing passes over panels of rows of one matrix.
+/// The sums of summing passes over the panels of rows of one matrix.
 class PassSums {
  public:
-  /// `like` has the type and the device of the sums; `most_rows` of `rows` are in a panel. Not `wanted`, nothing is
-  /// summed.
+  /// The sums have the type and device of `like`. The largest panel has `most_rows` of the `rows`. Sums nothing unless
+  /// `wanted`.
   PassSums(bool wanted, const at::Tensor& like, int kinds, int64_t rows, int64_t most_rows, int64_t columns)
       : kinds_(kinds), columns_(columns) {
     // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread few rows.
@@ -122,7 +122,7 @@ class PassSums {
     partial_ = at::detail::empty_cuda({blocks, kinds * columns}, like.options().dtype(wide));
   }
 
-  /// A panel, of the rows that follow those of the last one.
+  /// Runs the pass on a panel: the rows that follow those of the previous one.
   template <int N, class Pass>
   void launch(const Pass& pass, int64_t rows) {
     const dim3 block = pass_block(columns_, N);
@@ -136,7 +136,7 @@ class PassSums {
     used_ += grid.x;
   }
 
-  /// The sums over all panels, rounded; of two kinds, the second to `second`. What is not defined is not written.
+  /// The sums over all panels, rounded; the second kind goes to `second`. Undefined tensors are not written.
   void finish(const at::Tensor& first, const at::Tensor& second = {}) const {
     const at::Tensor& any = first.defined() ? first : second;
     if (!any.defined()) return;
@@ -156,7 +156,7 @@ class PassSums {
   at::Tensor partial_;
 };
 
-/// A matrix whose rows are `stride` elements apart and have their columns side by side.
+/// A matrix with rows `stride` elements apart and contiguous columns.
 template <class T>
 struct MatrixRows {
   T* data;
@@ -170,7 +170,7 @@ struct MatrixRows {
   __device__ void store(int64_t row, int64_t column, const Packed<T, N>& values) const {
     cuda::store<T, N>(data + row * stride + column, values);
   }
-  /// Whether all rows begin where vectors of N elements may.
+  /// Whether all rows are aligned for vectors of N elements.
   bool fits(int64_t n) const {
     return stride % n == 0 && reinterpret_cast<uintptr_t>(data) % (n * static_cast<int64_t>(sizeof(T))) == 0;
   }
@@ -185,7 +185,7 @@ MatrixRows<T> write_rows(const at::Tensor& t) {
   return {t.mutable_data_ptr<T>(), t.stride(0)};
 }
 
-/// The sum of a product and the bias of its columns, null for none, in float32 or float64.
+/// The sum of a product and the bias of its columns (null: none), in float32 or float64.
 template <class T, int N>
 struct Biases {
   Accumulate<T> of[N];
@@ -202,7 +202,7 @@ struct Biases {
   }
 };
 
-/// F(z) and its derivative, as exact as elements of type T need.
+/// F(z) and its derivative, as exactly as elements of type T need.
 template <class F, class T, class A>
 __device__ inline A activate(A z, A& slope) {
   if constexpr (sizeof(T) == 2) {

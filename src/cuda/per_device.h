@@ -8,12 +8,12 @@
 // No torch headers.
 namespace torchops::cuda {
 
-/// What one question, asked of each device once, was answered: a number >= 0. A failure is not an answer: it goes to
-/// the caller, and the question is asked again the next time. Safe to use from many threads; two may ask at the same
+/// Caches the answer, a number >= 0, to a question that is asked once per device. Failures are not cached:
+/// the caller gets the error, and the next call asks again. Thread-safe; two threads may ask at the same
 /// time.
 class PerDevice {
  public:
-  /// Answers for the current device; ask(int& answer) returns cudaSuccess if it gave one.
+  /// Gets the answer for the current device; ask(int& answer) returns cudaSuccess if it has set one.
   template <class Ask>
   cudaError_t get(int& answer, const Ask& ask) {
     int device = 0;
@@ -30,11 +30,11 @@ class PerDevice {
 
  private:
   static constexpr int kMostDevices = 64;
-  std::array<std::atomic<int>, kMostDevices> known_{};  // 1 more than the answer; 0 is "not asked yet"
+  std::array<std::atomic<int>, kMostDevices> known_{};  // the answer plus 1; 0: not asked yet
 };
 
-/// Lets `kernel` have so much dynamic shared memory on the current device, and tells how many multiprocessors that has;
-/// the cache is the kernel's own.
+/// Sets the maximum dynamic shared memory of `kernel` on the current device to `shared_bytes`, and returns how many
+/// multiprocessors the device has; each kernel has its own cache.
 template <class Kernel>
 cudaError_t granted_multiprocessors(PerDevice& cache, Kernel* kernel, size_t shared_bytes, int& count) {
   return cache.get(count, [&](int& answer) {

@@ -31,16 +31,16 @@ void check_capability(const char* op) {
               device.minor);
 }
 
-// Scales and biases as the kernels read them. A scale of one row is a scale of all.
+// Scales and biases as the kernels read them. A single scale applies to all rows.
 struct Factors {
-  Tensor scale_x, scale_w, bias;  // contiguous; the bias is of the result's type or float32, or undefined
+  Tensor scale_x, scale_w, bias;  // contiguous; the bias has the result's type or float32, or is undefined
 
   Factors(const Tensor& scale_x, const Tensor& scale_w, const OptionalTensor& b)
       : scale_x(scale_x.contiguous()), scale_w(scale_w.contiguous()), bias(b ? b->contiguous() : Tensor()) {}
 
   static gemm::Scale scale(const Tensor& t) { return {t.const_data_ptr<float>(), t.numel() > 1}; }
 
-  // Null where there is none of this type.
+  // Null if it is not of this type.
   template <class T>
   const T* bias_data() const {
     const bool has_type = bias.defined() && bias.scalar_type() == c10::CppTypeToScalarType<T>::value;
@@ -48,8 +48,8 @@ struct Factors {
   }
 };
 
-// y = F(z * scale_x * scale_w + bias) for a matrix z of float32, times v where there is one; v may be y. The bias is
-// the one that is not null, if any.
+// y = F(z * scale_x * scale_w + bias) for a float32 matrix z, times v if there is one; v may be y. At most one of the
+// two biases is not null.
 template <class F, class T>
 struct ScaledPass {
   const float* z;
@@ -83,8 +83,8 @@ struct ScaledPass {
   }
 };
 
-// z = x @ w.T in float32, without scales: by cuBLAS in eight bits, or, where it does not take these sizes, of copies in
-// bfloat16, which has all values of float8_e4m3fn.
+// z = x @ w.T in float32, without scales: by cuBLAS in eight bits or, if it doesn't support these sizes, from copies in
+// bfloat16, which represents all values of float8_e4m3fn.
 class Product {
  public:
   Product(const Tensor& x, const Tensor& w)
@@ -112,10 +112,10 @@ class Product {
   Tensor x_, w_, one_;
 };
 
-// As the kernels read it, or at least contiguous.
+// As the kernels read it, or else contiguous.
 Tensor operand_of(const Tensor& t) { return gemm::operand(t) ? t : t.contiguous(); }
 
-// A linear layer of eight-bit operands, which are matrices.
+// A linear layer of eight-bit operands; all tensors are matrices.
 struct ScaledLinear {
   Tensor x, w;
   Factors factors;
@@ -124,7 +124,7 @@ struct ScaledLinear {
       : x(operand_of(detail::as_rows(x))), w(operand_of(w)), factors(scale_x, scale_w, b) {}
 };
 
-// By a kernel with all of it in the epilogue. False, with nothing done, where none can run or is wanted.
+// By a kernel with everything in its epilogue. Returns false, with nothing done, if none can run or none is wanted.
 template <class Operation>
 bool fused(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v) {
   const Tensor &x = linear.x, &w = linear.w;
@@ -150,7 +150,7 @@ bool fused(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v)
                                      y);
 }
 
-// By a product of panels of rows in float32, and a pass.
+// By a float32 product of panels of rows, and a pass.
 template <class F, class T>
 void in_panels(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v) {
   const Product product(linear.x, linear.w);
@@ -171,7 +171,7 @@ void in_panels(const Tensor& y, const ScaledLinear& linear, const OptionalTensor
   });
 }
 
-// y = F(linear), times v where there is one. y is contiguous, and may be v.
+// y = F(linear), times v if there is one. y is contiguous, and may be v.
 template <class Operation, class F>
 void linear_out(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v = std::nullopt) {
   if (fused<Operation>(y, linear, v)) return;
@@ -214,7 +214,7 @@ Tensor gate_scaled_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const
   return y;
 }
 
-// The value goes to the result, which the gate then overwrites: one more trip through memory, and no other tensor.
+// The result first holds the value, which the gate then overwrites: one more trip through memory, but no other tensor.
 Tensor glu_scaled_cuda(const Tensor& x, const Tensor& w, const Tensor& wg, const Tensor& scale_x, const Tensor& scale_w,
                        const Tensor& scale_wg, const OptionalTensor& b, const OptionalTensor& bg,
                        std::string_view activation, std::optional<at::ScalarType> out_dtype) {

@@ -18,8 +18,8 @@ namespace {
 using at::Tensor;
 
 constexpr int kThreads = 256;
-// Vectors that a thread has in flight. One is too few and four are too many: measured on an H100, 0.99, 1.00 and 0.95
-// of the bandwidth of a copy.
+// Vectors that a thread has in flight. On an H100, one, two and four of them reach 0.99, 1.00 and 0.95 of the bandwidth
+// of a copy.
 constexpr int kUnroll = 2;
 
 template <class T, int N>
@@ -31,8 +31,8 @@ __device__ inline Packed<T, N> sigmoid_of_each(const Packed<T, N>& x) {
   return pack<T, N>(values);
 }
 
-// y[i] = sigmoid(x[i]) in vectors of N elements between `head` single ones and the rest, which are fewer than 2 N.
-// y may be x.
+// y[i] = sigmoid(x[i]) in vectors of N elements, except for `head` elements before them and the rest after them,
+// together fewer than 2 N. y may be x.
 template <class T, int N>
 __global__ __launch_bounds__(kThreads) void sigmoid_kernel(const T* x, T* y, int64_t elements, int head) {
   const int64_t vectors = (elements - head) / N;

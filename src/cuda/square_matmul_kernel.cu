@@ -38,8 +38,8 @@ Tensor square_matmul_cuda(const Tensor& a, const Tensor& b, bool transpose_b) {
   return out;
 }
 
-// a = a @ b with the kernel that needs no second buffer, for matrices or batches of them; false, with nothing done,
-// where it cannot run.
+// a = a @ b by the kernel that needs no second buffer, for matrices or batches of them. Returns false, with nothing
+// done, if it cannot run.
 bool fused_(const Tensor& a, const Tensor& b) {
   if (a.scalar_type() == at::kFloat || a.size(-1) % 8 != 0) return false;  // there is no kernel for TF32
   const bool b_k_major = b.stride(-2) == 1;
@@ -58,20 +58,20 @@ bool fused_(const Tensor& a, const Tensor& b) {
                    : gemm::run_chosen<gemm::SquareMatmul>(problem, *c, a);
 }
 
-// For BLAS, matrices without gaps in their rows or in their columns.
+// Whether BLAS can read it: a matrix with contiguous rows or contiguous columns.
 bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
 
 constexpr int64_t kPanelBytes = int64_t{16} << 20;
 
-// For a panel of rows of `a`: its copy and, where cuBLAS cannot write to `a` as it is, the product. At most 32 MiB, or
-// two rows.
+// Scratch for a panel of rows of `a`: its copy and, if cuBLAS cannot write to `a` directly, the product. At most 32
+// MiB, or two rows.
 Tensor panel_scratch(const Tensor& a) {
   const int64_t row_bytes = a.size(-1) * static_cast<int64_t>(a.element_size());
   const int64_t rows = std::clamp(kPanelBytes / row_bytes, int64_t{1}, a.size(-2));
   return at::detail::empty_cuda({has_unit_stride(a) ? 1 : 2, rows, a.size(-1)}, a.options());
 }
 
-// A panel of rows is copied, and the product of the copy goes to where the panel was.
+// A panel of rows is copied, and the product of the copy overwrites it.
 void multiply_panels_(const Tensor& a, const Tensor& b, const Tensor& scratch) {
   if (a.dim() == 3) {
     for (int64_t i = 0; i < a.size(0); ++i) multiply_panels_(a.select(0, i), b.select(0, i), scratch);
@@ -89,7 +89,7 @@ void multiply_panels_(const Tensor& a, const Tensor& b, const Tensor& scratch) {
   }
 }
 
-// All scratch is allocated before anything is written, so that no lack of memory stops it halfway.
+// All scratch is allocated before anything is written, so that running out of memory can't stop it halfway.
 void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul_(a, b);
   if (a.numel() == 0) return;
@@ -103,7 +103,7 @@ void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
   if (one_factor) {
     detail::for_each_matrix({a}, 1, [&](const detail::Operands& part) { products.emplace_back(part[0], factor); });
   } else {
-    // Matrices with gaps are packed, as many at a time as fit a panel.
+    // Matrices with gaps are packed, as many at a time as fit into a panel.
     const bool gaps = !has_unit_stride(factor);
     const int64_t matrix_bytes = b.size(-2) * b.size(-1) * static_cast<int64_t>(b.element_size());
     const int64_t most = std::max(kPanelBytes / matrix_bytes, int64_t{1});
@@ -116,7 +116,7 @@ void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
     });
     if (gaps) packed = at::detail::empty_cuda(products[0].second.sizes(), b.options());
   }
-  // All panels are of one shape. Where there is but one product, fused_() has written nothing when it returns false.
+  // All panels have one shape. If there is only one product, fused_() has written nothing if it returns false.
   Tensor scratch = products.size() > 1 ? panel_scratch(products[0].first) : Tensor();
   for (const auto& [rows, matrices] : products) {
     const Tensor by = packed.defined() ? packed.narrow(0, 0, matrices.size(0)).copy_(matrices) : matrices;

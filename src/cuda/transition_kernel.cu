@@ -21,10 +21,10 @@
 #include "ops/overwriting.h"
 #include "ops/transition.h"
 
-// Where the kernel of gemm/sm90/transition.cuh can run, one pass over the rows; those of a float32 x are centred for it
-// first (centered.h). Elsewhere panels of rows, small enough
-// for the second-level cache, go through layer_norm, glu and the product with the down weights. Of the hidden features,
-// those of a panel exist at a time.
+// If the kernel of gemm/sm90/transition.cuh can run, one pass over the rows; the rows of a float32 x are
+// centred for it first (centered.h). Otherwise, panels of rows that fit the second-level cache go through
+// layer_norm, glu and the product with the down weights. Only the hidden features of a panel exist at a
+// time.
 namespace torchops::cuda {
 namespace {
 
@@ -34,7 +34,7 @@ using detail::Transition;
 using detail::TransitionGradients;
 using detail::TransitionMask;
 
-// What the panels of one call share.
+// Shared by all panels of a call.
 class Layers {
  public:
   explicit Layers(const Transition& t) : t_(t) {
@@ -47,16 +47,16 @@ class Layers {
 
   const OptionalTensor& norm_weight() const { return norm_weight_; }
 
-  /// The hidden features of normalised rows.
+  /// The hidden features for normalised rows.
   Tensor hidden(const Tensor& z) const {
     return glu(z, t_.up_weight, t_.gate_weight, t_.up_bias, t_.gate_bias, "silu");
   }
-  /// Those of rows of x.
+  /// The hidden features for rows of x.
   Tensor hidden_of(const Tensor& rows) const {
     const at::IntArrayRef features = rows.sizes().slice(1);
     return hidden(layer_norm(rows, features, norm_weight_, norm_bias_, t_.eps).to(t_.dtype()));
   }
-  /// (z before it is rounded to the dtype of the products, mean, rstd) of rows of x.
+  /// (z before it is rounded to the dtype of the products, mean, rstd) for rows of x.
   std::tuple<Tensor, Tensor, Tensor> normalized(const Tensor& rows) const {
     const c10::SymInt features = rows.size(1);
     return detail::layer_norm_with_moments(rows, features, norm_weight_, norm_bias_, t_.eps);
@@ -67,7 +67,7 @@ class Layers {
     t_.down_bias ? at::cuda::addmm_out(out, *t_.down_bias, h, w_t) : at::cuda::mm_out(out, h, w_t);
   }
 
-  /// For scratch: the bytes of a row of `tensors` tensors of hidden features and as many of x.
+  /// For sizing scratch: bytes per row of `tensors` tensors of hidden features and as many like x.
   int64_t row_bytes(int64_t tensors) const {
     const int64_t c = t_.x.size(-1), hidden = t_.gate_weight.size(0);
     const int64_t bytes =
@@ -80,8 +80,8 @@ class Layers {
   OptionalTensor norm_weight_, norm_bias_;
 };
 
-// A call of the kernels for compute capability 9.0, with x as a matrix: what both directions give them. They may not be
-// for it.
+// A call of the kernels for compute capability 9.0, with x as a matrix: the arguments that forward and backward share.
+// The kernels may not apply to it.
 template <class Problem>
 class Fused {
  public:
@@ -123,8 +123,8 @@ class Fused {
   c10::SmallVector<Tensor, 5> kept_;
 };
 
-// All of it in one pass over the rows; false, with nothing done, where that kernel cannot run. `out`, plus `residual`
-// where that is defined, may be x. That is x; or of float32, as `out` is then, which may be it. All are matrices.
+// Everything in one pass over the rows; false, with nothing done, if that kernel cannot run. `out`, plus `residual` if
+// it is defined, may be x. `residual` is x; or float32, as `out` is then, which may be `residual`. All are matrices.
 bool fused(const Tensor& out, const Tensor& x, const Transition& t, const Tensor& residual) {
   Fused<gemm::TransitionProblem> call(x, t);
   const auto to = gemm::operand(out);
@@ -139,22 +139,22 @@ bool fused(const Tensor& out, const Tensor& x, const Transition& t, const Tensor
   return gemm::run_chosen<gemm::Transition>(call.problem, call.of_rows(), out);
 }
 
-// Whether fused() can run on such rows, which need not hold anything yet.
+// Whether fused() can run on such rows, which may still be uninitialised.
 bool can_fuse(const Tensor& rows, const Transition& t) {
   const Fused<gemm::TransitionProblem> call(rows, t);
   int64_t bytes = 0;
   return call.possible() && gemm::chosen<gemm::Transition>(call.problem, call.of_rows(), bytes) != nullptr;
 }
 
-// The transition of rows of a float32 x, centred for the kernel, which writes it over them.
+// The transition of float32 rows, centred for the kernel, which overwrites the centred rows.
 void transition_of_float32(const Tensor& x_rows, const Tensor& y_rows, const Transition& t) {
   const Centered centered(x_rows, y_rows, t.eps);
   TORCH_INTERNAL_ASSERT(fused(y_rows, centered.rows(), t, /*residual=*/{}));
 }
 
-// sum = x + transition(x) for such rows, by panels of about the same size, which are centred in scratch; it may be x.
-// The more there are, the more often the kernel waits for its last rows. False, with nothing done, where the kernel
-// cannot run.
+// sum = x + transition(x) for such rows, by panels of about the same size, which are centred in scratch; `sum` may be
+// x. The more panels, the more often the kernel waits for its last rows. Returns false, with nothing done, if the
+// kernel cannot run.
 bool add_float32(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
   constexpr int64_t most_bytes = int64_t{64} << 20;
   if (!Centered::takes(x_rows, t.dtype())) return false;
@@ -168,14 +168,14 @@ bool add_float32(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
     Tensor target = panel_of(sum);
     const Centered centered(x, scratch.narrow(0, 0, end - begin), t.eps);
     if (fused(target, centered.rows(), t, x)) return;
-    // Of strides that the kernel cannot read.
+    // If the kernel cannot read the strides.
     TORCH_INTERNAL_ASSERT(fused(centered.rows(), centered.rows(), t, /*residual=*/{}));
     at::cuda::add_out(target, x, centered.rows());
   });
   return true;
 }
 
-// sum = x + transition(x) for matrices; it may be x.
+// sum = x + transition(x) for matrices; `sum` may be x.
 void add_to(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
   if (fused(sum, x_rows, t, /*residual=*/x_rows) || add_float32(sum, x_rows, t)) return;
   const Layers layers(t);
@@ -239,7 +239,7 @@ Tensor add_transition_cuda(const Transition& t) {
 
 // --- gradients
 
-// A sum over panels in at least float32, where it is wanted.
+// A sum over panels in at least float32, if it is wanted.
 class Sum {
  public:
   Sum(const Tensor& result, bool wanted) : result_(result) {
@@ -258,8 +258,8 @@ class Sum {
   Tensor result_, sum_;
 };
 
-// dx, and if all of them are wanted the gradients of the weights and what comes with them; false, with nothing done,
-// where the kernels cannot run or are not for what is wanted. All are matrices of rows.
+// dx and, if all of them are wanted, the gradients of the weights and their companions. Returns false, with nothing
+// done, if the kernels cannot run or don't apply to what is wanted. All are matrices of rows.
 bool fused_backward(const Tensor& grad, const Tensor& x, const Tensor& dx, const Transition& t,
                     const TransitionGradients& gradients, const TransitionMask& wanted, bool adds) {
   const bool weights = wanted[3] && wanted[5] && wanted[7];
@@ -289,9 +289,9 @@ bool fused_backward(const Tensor& grad, const Tensor& x, const Tensor& dx, const
   return gemm::run_chosen<gemm::TransitionGradients>(problem, call.of_rows(), dx);
 }
 
-// The formulas stand beside the CPU kernel. The hidden features are made twice where the gradients of down and of
-// another layer are wanted: once as they are, and once inside glu_backward. Panels may be larger than those of a
-// forward pass: each of them adds to all gradients of the weights.
+// The formulas are in src/cpu/transition_kernel.cpp. The hidden features are computed twice if the gradients of down
+// and of another layer are wanted: once directly, and once inside glu_backward. Panels may be larger than in a forward
+// pass, because each of them adds to all gradients of the weights.
 TransitionGradients gradients_of(const Tensor& grad, const Transition& t, const TransitionMask& wanted, bool adds) {
   TransitionGradients gradients = detail::empty_transition_gradients(t, wanted);
   const auto& [dx, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;

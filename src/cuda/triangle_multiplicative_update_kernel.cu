@@ -17,13 +17,13 @@
 #include "ops/overwriting.h"
 #include "ops/triangle_layout.h"
 
-// For each element of the batch: a and b from x, channels first; batched products, which overwrite a with o; the update
-// from o and x. Beside x, panels and a spare group of channels two pair tensors are alive: a with b, then o with the
-// update. Where the kernels of pair_steps.h can run, the first step and the last are one pass over memory each.
-// Elsewhere panels, small enough for the second-level cache, go through layer_norm, glu and a transposition on the way
-// in, and through a transposition, layer_norm, the projection and gate on the way out. A float32 x beside 16-bit
-// weights is centred for those kernels first (centered.h): half its size in addition. TriangleGradients::make() has the
-// order of a backward pass, which takes three pair tensors beside x, the cotangent and dx, or four where o is held.
+// For each batch element: a and b from x, channels first; batched products, which overwrite a with o; the update from o
+// and x. Besides x, the panels and a spare group of channels, two pair tensors are alive: a and b, then o and the
+// update. If the kernels of pair_steps.h can run, the first and the last step are one pass over memory each. Otherwise
+// panels that fit the second-level cache go through layer_norm, glu and a transposition in the first step, and through
+// a transposition, layer_norm, projection and gate in the last. A float32 x with 16-bit weights is centred for those
+// kernels first (centered.h), which takes half its size in addition. TriangleGradients::make() has the order of a
+// backward pass, which takes three pair tensors besides x, the cotangent and dx, or four if o is held.
 namespace torchops::cuda {
 namespace {
 
@@ -45,7 +45,7 @@ constexpr detail::TriangleBackend kBackend{
     at::cuda::bmm_out, /*multiplies_padding=*/true,
     [] { return static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount); }};
 
-// What the panels of one call share.
+// Shared by all panels of a call.
 class Layers : public detail::TriangleLayout {
  public:
   enum class Pass { kForward, kBackward };
@@ -55,10 +55,10 @@ class Layers : public detail::TriangleLayout {
   const OptionalTensor& norm_weight() const { return norm_weight_; }
   const OptionalTensor& norm_bias() const { return norm_bias_; }
 
-  /// Calls f on panels of whole rows of the pair matrix. f has `tensors` of max(c, d) features for each of their
-  /// positions at a time, and they may take as much memory as `pairs` pair tensors, or some tens of MiB. Fewer and
-  /// larger panels take less time: an H100 needs 16 MiB of a tensor before it is busy. Small pair tensors, for which
-  /// the launches take most of the time, get a few panels at most.
+  /// Calls f on panels of whole rows of the pair matrix. f uses `tensors` tensors of max(c, d) features for the
+  /// positions of a panel, which may take as much memory as `pairs` pair tensors, or some tens of MiB. Fewer, larger
+  /// panels are faster: an H100 needs 16 MiB of a tensor to be busy. Small pair tensors, for which launches take most
+  /// of the time, get a few panels at most.
   template <class F>
   void for_each_panel(int64_t tensors, int64_t pairs, const F& f) const {
     constexpr int64_t small_pair = int64_t{128} << 20, for_small_pairs = int64_t{256} << 20;
@@ -71,14 +71,14 @@ class Layers : public detail::TriangleLayout {
         std::max(least, pairs * pair_bytes));
   }
 
-  /// z of rows of x, in the dtype of the products.
+  /// z for rows of x, in the dtype of the products.
   Tensor z(const Tensor& rows) const {
     return layer_norm(rows, at::IntArrayRef(rows.size(1)), norm_weight_, norm_bias_, update().eps).to(update().dtype());
   }
   Tensor gated(const Tensor& z, TriangleParameter p, TriangleParameter g) const {
     return glu(z, update().weight(p), update().weight(g), update().bias(p), update().bias(g));
   }
-  /// The projection of rows of the normalised o.
+  /// The projection for rows of the normalised o.
   void project(Tensor out, const Tensor& rows) const {
     const Tensor w_t = update().weight(detail::kPOut).t();
     const OptionalTensor& b = update().bias(detail::kPOut);
@@ -86,7 +86,7 @@ class Layers : public detail::TriangleLayout {
   }
 
   enum class To { kChannels, kRows };
-  /// Moves a panel of (rows, d) to its places in padded channels or back, times the mask (N, N) and a factor.
+  /// Moves a panel of (rows, d) to its positions in padded channels or back, times the mask (N, N) and a factor.
   void transpose(To to, const TrianglePanel& panel, const Tensor& rows, const Tensor& channels, const Tensor& mask,
                  double factor) const {
     AT_DISPATCH_FLOATING_TYPES_AND2(
@@ -111,9 +111,9 @@ class Layers : public detail::TriangleLayout {
   }
 
  private:
-  // A spare group of channels may take what is left of 2.1 pair tensors forward, of 3.2 beside dx backward, and of 64
-  // MiB, by two or three tensors of padded channels and by panels, or by the workspace and the moments of the
-  // gradients. Forward half of the 64 MiB, which is most of what a layer in place takes beside its pair tensor.
+  // Limits a spare group of channels. Forward may take 2.1 pair tensors, backward 3.2 besides dx, each plus 64 MiB,
+  // less two or three tensors of padded channels and the panels, or the workspace and moments of the gradients. Forward
+  // gets at most half of the 64 MiB, which is most of what a layer in place takes besides its pair tensor.
   static int64_t group_bytes(const TriangleUpdate& t, Pass pass, const PairSteps& steps) {
     constexpr int64_t mib = int64_t{1} << 20;
     const bool backward = pass == Pass::kBackward;
@@ -122,7 +122,7 @@ class Layers : public detail::TriangleLayout {
     const int64_t pair = n * n * std::max(t.x.size(-1), d) * size;
     const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
     const int64_t limit = (backward ? 32 : 21) * (pair / 10) + 64 * mib;
-    // Panels are whole rows, and rounded up by the allocator.
+    // Panels consist of whole rows, and the allocator rounds them up.
     const int64_t others = !steps.have_kernels() ? kMaxScratchBytes + 4 * mib : backward ? 20 * mib + 8 * n * n : 0;
     return std::clamp(limit - (backward ? 3 : 2) * padded - others, 8 * mib, (backward ? 52 : 32) * mib);
   }
@@ -153,7 +153,7 @@ void make_a_and_b(const Layers& layers, const TriangleElement& e, const Tensor& 
   });
 }
 
-// The update of a panel, into `out`, which may be x_rows.
+// The update of a panel, written to `out`, which may be x_rows.
 void update_panel(const Layers& layers, const TrianglePanel& panel, const Tensor& o, const Tensor& x_rows, Tensor out) {
   const TriangleUpdate& t = layers.update();
   const Tensor z = layers.z(x_rows);
@@ -164,7 +164,7 @@ void update_panel(const Layers& layers, const TrianglePanel& panel, const Tensor
   gate_(out, z, t.weight(detail::kGOut), t.bias(detail::kGOut));
 }
 
-// Makes the products of all elements of the batch, and calls finish(index, o) on each.
+// Computes the product of each batch element and calls finish(index, o) on it.
 template <class Finish>
 Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& finish) {
   return detail::for_each_product(
@@ -172,11 +172,11 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
       [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); }, finish);
 }
 
-// Into `out`, which may be t.x; undefined, it is made.
+// Writes to `out`, which may be t.x; if undefined, it is allocated.
 std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool keep_product) {
   const Layers layers(t, Layers::Pass::kForward);
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
-    // Only now, so that it can have the memory of b.
+    // Allocated only now, so that it can reuse the memory of b.
     if (!out.defined()) out = layers.empty(t.x.sizes());
     const Tensor pair = detail::batch_element(t.x, 3, index), result = detail::batch_element(out, 3, index);
     if (layers.steps().out(o, pair, /*residual=*/{}, result, layers.eps_out())) return;
@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool
   return {out.defined() ? out : layers.empty(t.x.sizes()), product};
 }
 
-// sum = x plus the update; it may be x; undefined, it is made. Returns the product.
+// sum = x plus the update; `sum` may be x; if undefined, it is allocated. Returns the product.
 Tensor add_to(Tensor& sum, TriangleUpdate t, bool keep_product) {
   const Tensor x = t.x;
   const auto centered = pair_steps::centered(t);
@@ -198,7 +198,7 @@ Tensor add_to(Tensor& sum, TriangleUpdate t, bool keep_product) {
     const Tensor pair = detail::batch_element(t.x, 3, index), residual = detail::batch_element(x, 3, index);
     Tensor target = detail::batch_element(sum, 3, index);
     if (layers.steps().out(o, pair, residual, target, layers.eps_out())) return;
-    // Of strides that the kernel cannot read.
+    // If the kernel cannot read the strides.
     if (centered && layers.steps().out(o, pair, /*residual=*/{}, pair, layers.eps_out())) {
       at::cuda::add_out(target, residual, pair);
       return;
@@ -228,7 +228,7 @@ std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& ma
   const auto centered = pair_steps::centered(t);
   if (!centered) return update_into({}, t, keep_product);
   t.x = centered->rows();
-  return update_into(t.x, t, keep_product);  // in the place of what the kernels read
+  return update_into(t.x, t, keep_product);  // overwrites what the kernels read
 }
 
 Tensor update_cuda_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
@@ -263,7 +263,7 @@ struct NormalizedRows {
   }
 };
 
-// From the cotangent of the result: d(o) in channels, and the gate's part of dz in the place of dx.
+// From the cotangent of the result: d(o), in channels, and the gate's part of dz, which goes where dx will be.
 void output_backward(const Layers& layers, const TriangleGradients& gradients, const TrianglePanel& panel,
                      const Tensor& x_pair, const Tensor& grad_pair, const Tensor& o, const Tensor& dz_pair,
                      const Tensor& d_o) {
@@ -289,7 +289,7 @@ void output_backward(const Layers& layers, const TriangleGradients& gradients, c
   if (gradients.wants_a_and_b()) layers.transpose(Layers::To::kChannels, panel, d_rows, d_o, {}, 1);
 }
 
-// From da and db, and dz so far: dx in its place, plus the residual's gradient, and the mask's gradient.
+// From da, db and dz so far: dx, which overwrites dz and includes the residual's gradient, and the mask's gradient.
 void input_backward(const Layers& layers, const TriangleGradients& gradients, const TrianglePanel& panel,
                     const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz_pair,
                     const Tensor& dmask, const Tensor& residual) {
