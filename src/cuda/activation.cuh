@@ -5,13 +5,13 @@
 // The activations of all kernels, and the only sigmoid of src/cuda. No torch headers.
 //
 // An activation is a stateless functor:
-//   kScale, of_scaled<exactness>(t)   its value at z = t / kScale. For an epilogue t is cheaper than z: it scales the
-//                                     bias once for all rows, and the sum in the instruction that adds the bias.
+//   kScale, of_scaled<exactness>(t)   its value at z = t / kScale. For an epilogue, t is cheaper than z:
+//                                     it scales the bias once for all rows, and the sum in the
+//                                     instruction that adds the bias.
 //   with_slope<exactness>(t, slope)   the same value, and its derivative in z, relatively as exact
 //   value(z)                          its value to the last digits of float or double
 //   backward(g, z, y)                 the cotangent of z, given the value y at z and the cotangent g of y. If it does
-//                                     not read z, the output alone
-//                                     is enough for backward.
+//                                     not read z, the output alone is enough for backward.
 // To add one, write such a functor here and, to make it a GEMM epilogue, a line in gemm/table.def.
 namespace torchops::cuda {
 

@@ -25,7 +25,7 @@ Tensor random(at::IntArrayRef shape, at::ScalarType dtype) { return at::randn(sh
 
 Tensor wide(const Tensor& x) { return x.to(at::kDouble); }
 
-// Runs the mutating `call` on a copy of `x`: it must return its own argument, and write where that already was.
+// Runs the mutating `call` on a copy of `x`: it must return its own argument, and write to the same memory.
 template <class Call>
 void expect_in_place(const Tensor& x, const Tensor& reference, Call call) {
   Tensor target = x.clone();
@@ -110,7 +110,7 @@ void test_layer_norm(at::ScalarType dtype) {
                   [&](Tensor& t) -> Tensor& { return torchops::layer_norm_(t, shape, weight, bias, 1e-3); });
 }
 
-// Enough rows that every operator splits them among threads.
+// Enough rows for every operator to split them among threads.
 void test_threads() {
   at::set_num_threads(2);
   const Tensor x = random({40000, 33}, at::kFloat), w = random({33, 33}, at::kFloat);

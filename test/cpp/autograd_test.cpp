@@ -1,4 +1,4 @@
-// Gradients from C++, against their formulas written in ATen, and the errors that autograd owes its users.
+// Gradients from C++, against their formulas written in ATen, and the errors that autograd must raise.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -89,12 +89,12 @@ void test_mutation_rules(const char* op, Call call) {
   EXPECT_THROWS(c10::Error, "leaf Variable that requires grad", call(x));
   EXPECT(at::equal(x.detach(), before));
 
-  // exp saves its result; the mutation makes that stale.
+  // exp saves its result, which the mutation invalidates.
   Tensor saved = x.exp();
   call(saved);
   EXPECT_THROWS(c10::Error, "modified by an inplace operation", grad({saved.sum()}, {x}));
 
-  // Without grad mode a leaf may be overwritten, and keeps no history.
+  // Without grad mode, a leaf may be overwritten and gets no history.
   {
     const c10::NoGradGuard no_grad;
     call(x);
@@ -104,7 +104,7 @@ void test_mutation_rules(const char* op, Call call) {
   if (expect::failures > failures) std::fprintf(stderr, "the above is about %s\n", op);
 }
 
-// These keep their result for backward: overwriting it must raise there.
+// These save their result for backward: overwriting it must raise there.
 template <class Call>
 void test_overwritten_result(Call call) {
   const Tensor start = leaf({3, 3});

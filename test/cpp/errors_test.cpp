@@ -1,4 +1,4 @@
-// Bad arguments from C++: a c10::Error with the text that every backend shares, and nothing written.
+// Bad arguments from C++: a c10::Error with the text that all backends share, and nothing written.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
@@ -31,7 +31,7 @@ void test_dense() {
                 torchops::dense(x, at::randn({64, 128}), at::randn({63})));
 }
 
-// `call` must throw `text`, naming the mutating operator, and leave value and version of its argument alone.
+// `call` must throw `text`, name the mutating operator, and leave value and version of its argument unchanged.
 template <class Error, class Call>
 void expect_untouched(const char* text, Tensor x, Call call) {
   const Tensor before = x.clone();
@@ -60,7 +60,7 @@ void test_in_place() {
       at::randn({4}).expand({3, 4}), [](Tensor& t) { torchops::sigmoid_(t); });
 }
 
-// The functional twins name themselves, not the mutating operator.
+// The functional twins name themselves, not the mutating operator, in their errors.
 void test_functional() {
   const Tensor a = at::randn({3, 4});
   EXPECT_THROWS(c10::Error, "square_matmul: expected b", torchops::square_matmul(a, at::randn({5, 5})));

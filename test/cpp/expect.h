@@ -18,7 +18,7 @@ inline void that(bool ok, const std::string& what, const char* file, int line) {
   std::fprintf(stderr, "%s:%d: expected %s\n", file, line, what.c_str());
 }
 
-/// How far a result of this dtype, accumulated in at least float32, may be from the one in float64.
+/// The largest allowed difference between a result of this dtype, accumulated in at least float32, and float64.
 inline double tolerance(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:
@@ -32,14 +32,14 @@ inline double tolerance(at::ScalarType dtype) {
   }
 }
 
-/// Same shape, and close to a reference that is usually computed in float64.
+/// Whether it has the same shape as, and is close to, a reference that is usually computed in float64.
 inline bool close(const at::Tensor& actual, const at::Tensor& reference) {
   const double tol = tolerance(actual.scalar_type());
   return actual.sizes() == reference.sizes() &&
          at::allclose(actual.to(at::kDouble), reference.to(at::kDouble), tol, tol);
 }
 
-/// "" if `call` throws exactly an `Error` whose text contains `text`, else what happened.
+/// Returns "" if `call` throws exactly an `Error` whose text contains `text`, else what happened instead.
 template <class Error, class Call>
 std::string mismatch(const std::string& text, Call call) {
   try {

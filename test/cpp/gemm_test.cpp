@@ -5,8 +5,8 @@
 #include "cuda/gemm/spec.h"
 #include "expect.h"
 
-// The GEMM kernels below torch: what they answer to problems that operand.h would never hand them. Exits with 77, which
-// ctest shows as skipped, where the kernels cannot run.
+// The GEMM kernels without torch: how they handle problems that operand.h would never give them. Exits with 77, which
+// ctest shows as skipped, if the kernels cannot run.
 namespace gemm = torchops::cuda::gemm;
 
 namespace {
@@ -28,7 +28,7 @@ gemm::Problem problem(const Buffer& a, const Buffer& b, const Buffer& d) {
   return p;
 }
 
-// A stride that TMA cannot encode must be an error before the launch, and leave no error behind.
+// A stride that TMA cannot encode must be an error before the launch, and must leave no error behind.
 void failed_descriptor_is_an_error() {
   const Buffer a(1 << 16), b(1 << 16), d(1 << 16);
   const auto* const kernel = gemm::find<gemm::Dense>(gemm::Element::kBFloat16, gemm::Tiling::k128x128ResidentB);

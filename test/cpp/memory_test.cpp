@@ -1,4 +1,4 @@
-// Memory runs out: an allocator that refuses the n-th of the larger blocks, for every n that a call gets to.
+// Memory runs out: an allocator refuses the n-th of the larger blocks, for each n that a call gets to.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -37,7 +37,7 @@ struct Scarce final : c10::Allocator {
 
 Scarce scarce;
 
-// `may_write`: memory is taken while a part is already overwritten, and then the version counter must tell.
+// `may_write`: allocates after a part is already overwritten; then the version counter must have moved.
 void expect_all_or_nothing(const Tensor& x, bool may_write, const std::function<void(Tensor&)>& overwrite) {
   Tensor expected = x.clone();
   overwrite(expected);
@@ -74,7 +74,7 @@ int main() {
   for (const bool transpose_b : {false, true}) {
     expect_all_or_nothing(rows(1500, 512), false, [&](Tensor& x) { torchops::square_matmul_(x, b, transpose_b); });
     expect_all_or_nothing(rows(512, 1500).t(), false, [&](Tensor& x) { torchops::square_matmul_(x, b, transpose_b); });
-    // Rows and columns of the factor, and of the result, both have gaps.
+    // Rows and columns of the factor and of the result have gaps.
     const Tensor gaps = b.repeat_interleave(2, 1).slice(1, 0, std::nullopt, 2);
     expect_all_or_nothing(rows(1000, 512), false, [&](Tensor& x) { torchops::square_matmul_(x, gaps, transpose_b); });
     const Tensor columns = rows(1000, 1024);

@@ -1,4 +1,4 @@
-// What the dispatcher knows once the library is loaded: every public schema, and a kernel for every key that it needs.
+// What the dispatcher knows once the library is loaded: every public schema, and a kernel for every key that needs one.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>

@@ -5,10 +5,10 @@
 
 #include "cuda/gemm/spec.h"
 
-// Which kernel for which problem. Host code without torch or CUTLASS; what it knows was measured.
+// Chooses a kernel for a problem. Host code without torch or CUTLASS, based on measurements.
 namespace torchops::cuda::gemm {
 
-/// What the choice depends on: the problem, its element type, and how many multiprocessors there are.
+/// What the choice depends on: the problem, its element type, and the number of multiprocessors.
 struct Case {
   int64_t m, n, k, batch;
   Element element;
@@ -18,8 +18,8 @@ struct Case {
   int64_t tiles(int tile_m, int tile_n) const { return batch * ((m + tile_m - 1) / tile_m) * columns(tile_n); }
 };
 
-/// `tiling` for the cases that it suits. Rules are tried in order; one whose kernel this build lacks, or whose kernel
-/// does not take the problem, is passed over.
+/// `tiling` for the cases that `suits` accepts. Rules are tried in order; a rule is skipped if this build lacks its
+/// kernel or the kernel doesn't support the problem.
 template <class Tiling>
 struct Rule {
   bool (*suits)(const Case&);
@@ -30,10 +30,10 @@ struct Rule {
 template <class Operation>
 std::span<const Rule<typename Operation::Tiling>> rules();
 
-/// Whether cuBLAS is faster for dense than any of these kernels.
+/// Whether cuBLAS is faster for dense than all of these kernels.
 bool prefers_cublas(const Case& c);
 
-/// Whether two products by cuBLAS and a pass over both are faster than WideGluSigmoid and WideGluSilu.
+/// Whether two cuBLAS products and a pass over both are faster than WideGluSigmoid and WideGluSilu.
 bool prefers_cublas_for_glu(const Case& c);
 
 }  // namespace torchops::cuda::gemm

@@ -2,13 +2,13 @@
 
 #include <cstdint>
 
-// The last step of sums over rows that many blocks share. No torch headers.
+// The last step of sums over rows that many blocks have shared. No torch headers.
 namespace torchops::cuda {
 
-/// The sums over `rows` rows of partial, `pitch` apart, of `columns` floats or doubles each, rounded to T: the first
-/// `split` columns go to `first`, the others to `second`; where one of these is null, nowhere. A block of kColumns x
-/// kRows threads makes kColumns * kVector of them, always in the same order. Columns, split and pitch are multiples of
-/// kVector. Blocks of blockIdx.y > 0 do the same for the rows and the results behind those of the blocks before.
+/// Sums over the `rows` rows of partial, which are `pitch` apart and have `columns` floats or doubles, rounded to T:
+/// the first `split` columns go to `first`, the others to `second`; if one of these is null, those sums are dropped. A
+/// block of kColumns x kRows threads makes kColumns * kVector sums, always in the same order. columns, split and pitch
+/// are multiples of kVector. Blocks with blockIdx.y > 0 do the same for the next rows, and write the next results.
 template <class T, class Wide, int kVector, int kColumns, int kRows>
 __global__ void __launch_bounds__(kColumns* kRows)
     column_sum_kernel(const Wide* __restrict__ partial, T* __restrict__ first, T* __restrict__ second, int64_t rows,
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kColumns* kRows)
   for (int v = 0; v < kVector; ++v) to[(column < split ? column : column - split) + v] = static_cast<T>(sum.at[v]);
 }
 
-/// Launches it; the caller looks for the error.
+/// Launches the kernel; the caller checks for errors.
 template <class T, class Wide, int kVector, int kColumns, int kRows>
 void launch_column_sum(const Wide* partial, T* first, T* second, int64_t rows, int64_t split, int64_t columns,
                        int64_t pitch, cudaStream_t stream) {
@@ -51,9 +51,9 @@ void launch_column_sum(const Wide* partial, T* first, T* second, int64_t rows, i
           partial, first, second, rows, split, columns, pitch, rows);
 }
 
-/// The same for so many rows that one block for some of the columns would take long: at first the sums of at most
-/// `most_pieces` pieces, for which there is room behind the rows of partial, which have no gaps. The pieces depend on
-/// the number of rows alone.
+/// The same for so many rows that one block per group of columns would take long: first computes the sums of at most
+/// `most_pieces` pieces, for which partial, whose rows have no gaps, has room after its rows. The pieces depend only on
+/// the number of rows.
 template <class T>
 void launch_column_sum_in_pieces(float* partial, T* first, T* second, int64_t rows, int64_t split, int64_t columns,
                                  int64_t most_pieces, cudaStream_t stream) {

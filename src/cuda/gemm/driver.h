@@ -7,15 +7,15 @@
 
 namespace torchops::cuda::gemm {
 
-/// A function of the driver, which the runtime finds and this keeps: to look it up takes several times as long as to
-/// call it. A failure is not kept. Safe to use from many threads.
+/// A function of the driver. The runtime looks it up, which takes several times as long as calling it, so the result is
+/// cached; failures are not. Thread-safe.
 template <class Function>
 class DriverFunction {
  public:
-  /// `version` is that of CUDA which gave the function this type, as in the name of the type.
+  /// `version` is the CUDA version that gave the function this type, as in the name of the type.
   constexpr DriverFunction(const char* name, unsigned version) : name_(name), version_(version) {}
 
-  /// Null where the driver has no such function.
+  /// Null if the driver has no such function.
   cudaError_t get(Function& function) {
     function = known_.load(std::memory_order_acquire);
     if (function != nullptr) return cudaSuccess;

@@ -1,7 +1,7 @@
 #pragma once
 
-// y = F(x @ w.T + bias) for a few rows of x. Nearly all of its time is one reading of w, so it is built for that: no
-// tiles, no pipeline, every lane loads 16 bytes of w straight into the registers of the matrix instruction.
+// y = F(x @ w.T + bias) for a few rows of x. Nearly all of the time goes into reading w once, so the kernel is built
+// for that: no tiles, no pipeline; each lane loads 16 bytes of w directly into the registers of the matrix instruction.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -16,11 +16,11 @@
 
 namespace torchops::cuda::gemm {
 
-/// A block computes kFewRowsColumns columns of y; its warps divide k among them.
+/// A block computes kFewRowsColumns columns of y; its warps split k.
 constexpr int kFewRowsColumns = 16, kFewRowsWarps = 8;
 
 /// sums += w (16 x 16) @ x.T (16 x 8). In registers (PTX, mma.m16n8k16), lane 4g + q has rows g and g + 8 of w and row
-/// g of x, each at two pairs of k. Which pairs is free as long as w and x agree: here, two neighbouring ones.
+/// g of x, each at two pairs of k. Which pairs doesn't matter as long as w and x agree: here, two neighbouring ones.
 template <class T>
 __device__ inline void multiply_16x8(float (&sums)[4], const uint32_t (&w)[4], const uint32_t (&x)[2]) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
@@ -36,9 +36,9 @@ __device__ inline void multiply_16x8(float (&sums)[4], const uint32_t (&w)[4], c
   }
 }
 
-/// y = F(x @ w.T + bias) for at most 8 * row_groups rows of 16-bit elements; bias may be null. x, w and their
-/// rows are 16-byte aligned, k is a multiple of 8. A warp takes every kFewRowsWarps-th chunk of 32 along k; a lane has
-/// 8 of them, one load. The sums of the warps are added in order, so the bits do not depend on timing.
+/// y = F(x @ w.T + bias) for at most 8 * row_groups rows of 16-bit elements; bias may be null. x, w and their rows are
+/// 16-byte aligned; k is a multiple of 8. A warp takes every kFewRowsWarps-th chunk of 32 along k, of which a lane has
+/// 8, in one load. The sums of the warps are added in order, so the bits don't depend on timing.
 template <class F, class T, int row_groups>
 __global__ void __launch_bounds__(32 * kFewRowsWarps)
     few_rows_kernel(const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, T* __restrict__ y,
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(32 * kFewRowsWarps)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int group = lane / 4, part = lane % 4 * 8;
   const int first_column = static_cast<int>(blockIdx.x) * kFewRowsColumns;
-  // Beyond the last row or column, the last one is computed again, and dropped.
+  // Past the last row or column, the last one is computed again and dropped.
   const T* const w_rows[2] = {w + min(first_column + group, columns - 1) * w_stride + part,
                               w + min(first_column + group + 8, columns - 1) * w_stride + part};
   const T* x_rows[row_groups];
@@ -109,9 +109,9 @@ void launch_few_rows(const Problem& p) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-/// d = F(a @ b.T + bias), with contiguous d of any alignment. Up to 16 rows, it takes hardly longer than b takes to be
-/// read, on an H100 less than cuBLAS takes for the product alone. At 32 rows, reading a has made it slower than that.
-/// False, with nothing done, where it cannot run.
+/// d = F(a @ b.T + bias), with contiguous d of any alignment. Up to 16 rows, it takes hardly longer than reading b, and
+/// on an H100 less than cuBLAS takes for the product alone. At 32 rows it is slower than cuBLAS, because it reads a.
+/// Returns false, with nothing done, if it cannot run.
 template <class F>
 bool run_few_rows(const Problem& p, at::ScalarType dtype) {
   if (p.m > 16 || p.k % 8 != 0 || p.batch > 1) return false;

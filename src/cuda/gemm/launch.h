@@ -10,26 +10,26 @@
 
 #include "cuda/gemm/choose.h"
 
-// From torch to the kernels: what a device can run, and the launch of what was chosen.
+// From torch to the kernels: what a device can run, and launching the chosen kernel.
 namespace torchops::cuda::gemm {
 
-/// The element type that stands for a dtype in GEMM kernels: for float32 only where torch lets products be computed in
-/// TF32, for float64 none.
+/// The element type of a dtype in GEMM kernels; for float32 only if torch allows TF32 in products, for float64
+/// none.
 std::optional<Element> element_of(at::ScalarType dtype);
 
-/// The multiprocessors of the current device if the kernels of sm90/ are for it, otherwise nothing. Warns once if they
-/// would be, but this build lacks them. The calling thread has a context then.
+/// The multiprocessors of the current device if the kernels of sm90/ are for it, else nullopt. Warns once if they are,
+/// but this build lacks them. Afterwards, the calling thread has a CUDA context.
 std::optional<int> sm90_multiprocessors();
 
-/// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nothing where the kernels of
-/// sm90/ are not for that.
+/// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nullopt if the kernels of
+/// sm90/ don't support it.
 inline std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
   const auto sm_count = sm90_multiprocessors();
   const auto element = sm_count ? element_of(dtype) : std::nullopt;
   return element ? std::optional(Case{m, n, k, 1, *element, *sm_count}) : std::nullopt;
 }
 
-/// Whether this build has a kernel that the rules of the operation name for such a case.
+/// Whether this build has a kernel that the operation's rules choose for such a case.
 template <class Operation>
 bool has_kernel(const Case& c) {
   return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
@@ -37,7 +37,7 @@ bool has_kernel(const Case& c) {
   });
 }
 
-/// The kernel that run_chosen() would run, and how much workspace it wants; null if there is none.
+/// The kernel that run_chosen() would run, and the workspace that it needs; null if there is none.
 template <class Operation>
 const Kernel<typename Operation::Problem>* chosen(const typename Operation::Problem& problem, const Case& c,
                                                   int64_t& workspace_bytes) {
@@ -48,8 +48,8 @@ const Kernel<typename Operation::Problem>* chosen(const typename Operation::Prob
   return nullptr;
 }
 
-/// Runs the first kernel that the rules of the operation name, this build has and the problem fits, on the current
-/// stream. `like` tells where its workspace belongs. False, with nothing done, if there is none.
+/// Runs the first kernel in the operation's rules that this build has and that supports the problem, on the current
+/// stream. Allocates its workspace on the device of `like`. Returns false, with nothing done, if there is none.
 template <class Operation>
 bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like) {
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();

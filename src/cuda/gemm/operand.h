@@ -12,16 +12,16 @@ namespace torchops::cuda::gemm {
 
 inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-/// A matrix (rows, columns), or a batch of them (batch, rows, columns), as what TMA and 16-byte loads can read: rows of
-/// contiguous elements that do not overlap, pointer and strides multiples of 16 bytes, extents that leave room in an
-/// int for a tile. Nothing where the tensor is another one.
+/// A matrix (rows, columns), or a batch of them (batch, rows, columns), that TMA and 16-byte loads can read: contiguous
+/// rows that do not overlap, pointer and strides that are multiples of 16 bytes, and extents small enough that an int
+/// still has room for a tile. nullopt if the tensor isn't one.
 inline std::optional<Operand> operand(const at::Tensor& t) {
   constexpr int64_t most_extent = std::numeric_limits<int>::max() - 1024, most_bytes = int64_t{1} << 40;
   const int64_t rows = t.size(-2), columns = t.size(-1), vector = 16 / t.element_size();
   const auto steps_in_vectors = [&](int64_t stride) {
     return stride >= 0 && stride % vector == 0 && stride * t.element_size() < most_bytes;
   };
-  // A single row has no next one.
+  // A single row has no next one, so any stride will do.
   const int64_t row_stride = rows == 1 ? (columns + vector - 1) / vector * vector : t.stride(-2);
   const int64_t batch_stride = t.dim() == 2 || t.size(0) == 1 ? 0 : t.stride(0);
   if (rows > most_extent || columns > most_extent || (t.stride(-1) != 1 && columns > 1) || row_stride < columns ||

@@ -1,7 +1,7 @@
 #pragma once
 
-// The two passes over memory around products that cuBLAS makes: their epilogue, and the start of their gradient.
-// Neither depends on the architecture.
+// The two passes over memory around cuBLAS products: their epilogue, and the first step of their gradient. Neither
+// depends on the architecture.
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -22,9 +22,9 @@ namespace torchops::cuda::gemm {
 
 constexpr int kPassThreads = 128;
 
-/// y = F(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte
-/// aligned. With `bias_in_vectors`, so is bias, and columns is a multiple of kVectorSize. Each thread has `batch`
-/// vectors, as many loads in flight; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
+/// y = F(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte aligned. With
+/// `bias_in_vectors`, so is bias, and columns is a multiple of kVectorSize. Each thread has `batch` vectors, all loads
+/// in flight at once; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
 template <class F, class T, bool bias_in_vectors, int batch>
 __global__ void __launch_bounds__(kPassThreads)
     bias_activation_kernel(T* __restrict__ y, const T* __restrict__ bias, int64_t elements, int64_t columns,
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kPassThreads)
   using Wide = Accumulate<T>;
   constexpr int64_t step = kPassThreads * kVectorSize<T>;
   const int64_t first = int64_t{blockIdx.x} * batch * step + int64_t{threadIdx.x} * kVectorSize<T>;
-  // All indices of `access` are constants after unrolling: a variable one would move it to local memory.
+  // All indices of `access` are constants after unrolling: a variable index would move it to local memory.
   Access access[batch];
 #pragma unroll
   for (int b = 0; b < batch; ++b) {
@@ -91,7 +91,7 @@ void launch_bias_activation(const at::Tensor& y, const T* bias) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-/// y = F(y + b) for a contiguous matrix y. Several vectors for each thread, unless that would idle multiprocessors.
+/// y = F(y + b) for a contiguous matrix y. Several vectors per thread, unless that would leave multiprocessors idle.
 template <class F>
 void bias_activation_(const at::Tensor& y, const std::optional<at::Tensor>& b) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "bias_activation_", [&] {
@@ -107,9 +107,9 @@ void bias_activation_(const at::Tensor& y, const std::optional<at::Tensor>& b) {
 
 constexpr int kBackwardThreads = 256;
 
-/// dz = F::backward(grad, y), unless dz is null, and in partial[blockIdx.y] the column sums of this block's rows. A
-/// block's threads are `width` columns (of `count` elements each) by kBackwardThreads / width rows. Adds in an order
-/// that only the shape determines.
+/// dz = F::backward(grad, y), unless dz is null, and in partial[blockIdx.y] the column sums of this block's rows. The
+/// threads of a block are `width` columns (of `count` elements each) by kBackwardThreads / width rows. The order of the
+/// additions depends only on the shape.
 template <class F, class T, int count>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_pass_kernel(const T* __restrict__ grad, const T* __restrict__ y, T* __restrict__ dz,
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   if (active) {
     const int64_t begin = int64_t{blockIdx.y} * rows_per_block;
     const int64_t end = begin + rows_per_block < rows ? begin + rows_per_block : rows;
-    // Several independent loads in flight cover the latency of memory.
+    // Several independent loads in flight hide the latency of memory.
     constexpr int batch = 4;
     for (int64_t row = begin + ty; row < end; row += int64_t{batch} * height) {
       Access g[batch], s[batch];
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   for (int v = 0; v < count; ++v) partial[int64_t{blockIdx.y} * columns + column + v] = sums[v];
 }
 
-/// How backward_pass_kernel divides a matrix. It depends on the shape alone, and with it the order of the additions.
+/// How backward_pass_kernel divides a matrix. Depends only on the shape, and so does the order of the additions.
 struct BackwardGrid {
   int width;
   int64_t column_blocks, row_blocks, rows_per_block;
@@ -181,8 +181,8 @@ struct BackwardGrid {
   }
 };
 
-/// (dz, dz summed over the rows before it is rounded) for the cotangent grad of the output y of F; dz is contiguous, or
-/// empty where only the sum is wanted.
+/// (dz, dz summed over the rows before it is rounded) for the cotangent grad of the output y of F. dz is contiguous, or
+/// empty if only the sum is wanted.
 template <class F>
 std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const at::Tensor& y, bool dz_wanted) {
   const int64_t columns = y.size(-1);

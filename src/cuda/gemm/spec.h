@@ -25,14 +25,14 @@ enum class GradientTiling {
 #include "cuda/gemm/table.def"
 };
 
-/// With kPingPong each of a CTA's two consumer warpgroups has a tile of its own, and the epilogue of one runs beside
-/// the matrix instructions of the other; with kCooperative they share one tile.
+/// With kPingPong, each of a CTA's two consumer warpgroups has its own tile, and the epilogue of one overlaps the
+/// matrix instructions of the other; with kCooperative they share one tile.
 enum class Schedule { kPingPong, kCooperative };
 
 /// A CTA computes tile_m x tile_n of the output; cluster_m x cluster_n CTAs share what they load. The epilogue handles
-/// epilogue_n columns (of 16 bits, or half as many of 32) at a time: more means fewer barriers, but less shared memory
-/// for the loads. With resident_k, sums are no longer than that, and b stays in shared memory. The loads have `stages`
-/// buffers; 0: all that fit.
+/// epilogue_n columns (of 16 bits, or half as many of 32) at a time: more columns mean fewer barriers, but less shared
+/// memory for loads. With resident_k, b stays in shared memory, and k is at most resident_k. The loads have `stages`
+/// buffers; 0: as many as fit.
 struct TilingSpec {
   int tile_m, tile_n, cluster_m, cluster_n;
   Schedule schedule;
@@ -44,7 +44,7 @@ struct NarrowSpec {
   int rows, tile_n, most_k, stages;
 };
 
-/// n and k are at most most_n and most_k; `consumers` warpgroups divide n among them.
+/// n and k are at most most_n and most_k; `consumers` warpgroups split n.
 struct GradientSpec {
   int most_n, most_k, consumers;
 };
@@ -62,7 +62,7 @@ inline constexpr int kSpec = 0;
   inline constexpr GradientSpec kSpec<GradientTiling::name>{__VA_ARGS__};
 #include "cuda/gemm/table.def"
 
-/// The operations, by name: what they are given, and what their tilings are called.
+/// The operations, by name: the types of their problems and of their tilings.
 #define TORCHOPS_OPERATION(name, ...) \
   struct name {                       \
     using Problem = gemm::Problem;    \
@@ -110,15 +110,15 @@ inline constexpr int kSpec = 0;
   };
 #include "cuda/gemm/table.def"
 
-/// The kernel of an operation for an element type and a tiling, or null where this build has none: for the combinations
-/// that table.def does not name, and all of them without code for compute capability 9.0.
+/// The kernel of an operation for an element type and a tiling, or null if this build has none: for combinations that
+/// table.def does not name, and for all of them in builds without code for compute capability 9.0.
 template <class Operation>
 const Kernel<typename Operation::Problem>* find(Element element, typename Operation::Tiling tiling);
 
 /// Whether this build has GEMM kernels for compute capability 9.0.
 bool has_sm90_kernels();
 
-/// The two functions of a kernel; each translation unit that CMake writes from unit.cu.in defines those of a few.
+/// The two functions of a kernel. CMake writes translation units from unit.cu.in; each defines them for a few kernels.
 template <class Operation, Element element, typename Operation::Tiling tiling>
 Status prepare(const typename Operation::Problem& problem, int64_t& workspace_bytes);
 template <class Operation, Element element, typename Operation::Tiling tiling>

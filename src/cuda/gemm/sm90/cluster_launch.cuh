@@ -1,6 +1,6 @@
 #pragma once
 
-// How kernels written by hand are launched in clusters.
+// Launches kernels written by hand in clusters.
 
 #include <cuda_runtime_api.h>
 
@@ -8,12 +8,12 @@
 
 namespace torchops::cuda::gemm {
 
-/// The launches of `kernel`, of which Kernel has the parameters, threads and shared memory, in clusters of so many
+/// Launches `kernel`, which has the parameters, threads and shared memory of Kernel, in clusters of `ctas`
 /// CTAs.
 template <class Kernel, void (*kernel)(typename Kernel::Parameters), int ctas>
 class ClusterLaunch {
  public:
-  /// As many clusters as run at once on the current device. Lets the kernel have its shared memory.
+  /// How many clusters run at once on the current device. Also raises the kernel's limit of shared memory.
   static cudaError_t resident(int& clusters) {
     static PerDevice cache;
     return cache.get(clusters, [](int& answer) {
@@ -27,7 +27,7 @@ class ClusterLaunch {
     });
   }
 
-  /// After resident().
+  /// Call resident() first.
   static cudaError_t run(const typename Kernel::Parameters& parameters, int clusters, cudaStream_t stream) {
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t launch = config(clusters, stream, attribute);

@@ -1,8 +1,8 @@
 #pragma once
 
-// CUTLASS, and what of it these kernels hold on to beyond its interface: ResidentMainloop (mainloop.cuh) takes the
-// place of CUTLASS's own TMA mainloop in its kernels, PanelBarrier (epilogue.cuh) that of a node of its epilogue
-// visitors, and kernel.cuh looks into the parameters of both. Another version has to be tried before it is let in here.
+// CUTLASS, and a check of its version, because these kernels rely on more than its interface: ResidentMainloop
+// (mainloop.cuh) replaces its TMA mainloop, PanelBarrier (epilogue.cuh) a node of its epilogue visitors, and kernel.cuh
+// reads the parameters of both. Try another version before allowing it here.
 #include <cutlass/version.h>
 #if CUTLASS_MAJOR != 4 || CUTLASS_MINOR != 2
 #error "torchops's kernels for compute capability 9.0 were tested with CUTLASS 4.2; install nvidia-cutlass==4.2.*"

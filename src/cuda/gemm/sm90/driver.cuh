@@ -1,7 +1,7 @@
 #pragma once
 
-// Where CUTLASS gets the driver's functions: it has the runtime look for them again in every call. Comes before all
-// headers that make descriptors for TMA.
+// Caches the driver's functions for CUTLASS, which has the runtime look them up again in every call. Must come before
+// all headers that make descriptors for TMA.
 
 #include <cudaTypedefs.h>
 

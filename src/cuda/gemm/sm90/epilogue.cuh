@@ -28,7 +28,7 @@ struct Argument {
   };
 };
 
-/// F of a scaled argument, exact enough for a result of type Element.
+/// F of a scaled argument, exact enough for results of type Element.
 template <class F, class Element>
 struct Value {
   template <class Fragment>
@@ -50,7 +50,7 @@ constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 /// The accumulator.
 using Sum = fusion::Sm90AccFetch;
 
-/// One value for each column; zeros where its pointer is null.
+/// One value per column; zeros if its pointer is null.
 template <class Tile, class Element>
 using Bias = fusion::Sm90RowBroadcast<0, Tile, Element, float>;
 
@@ -60,34 +60,34 @@ using Apply =
     fusion::Sm90EVT<fusion::Sm90Compute<Value<F, Element>::template Of, Element, float, kRound>,
                     fusion::Sm90EVT<fusion::Sm90Compute<Argument<F>::template Of, float, float, kRound>, Bias, Sum>>;
 
-/// Lets a GEMM write over its own A (a = a @ b): the accumulators of the CTAs that run are the only scratch.
+/// Lets a GEMM overwrite its own A (a = a @ b): the accumulators of the CTAs that run are the only scratch.
 ///
-/// A row of the result needs all of that row of a, so a panel (tile_m rows) may be overwritten only when every CTA that
-/// computes a tile of it has finished reading it. Before its epilogue each CTA adds 1 to the panel's counter (release)
-/// and waits until the counter equals the number of the panel's tiles (acquire). That is all that differs from an
-/// ordinary persistent GEMM, so it is a node of the epilogue's visitor tree.
+/// A row of the result needs all of that row of a, so a panel (tile_m rows) may be overwritten only after every CTA
+/// that computes a tile of it has finished reading it. Before its epilogue, each CTA adds 1 to the panel's counter
+/// (release) and waits until the counter equals the number of the panel's tiles (acquire). Nothing else differs from an
+/// ordinary persistent GEMM, so this is a node of the epilogue's visitor tree.
 ///
-/// Why it always ends. All clusters of the grid run at the same time: the grid is no larger than what the occupancy
-/// query says the device holds at once, and the launch is cooperative, for which CUDA guarantees that all of the grid
-/// is resident, whatever else runs (a grid that cannot be is refused at the launch; the caller then takes another way).
-/// Tiles are numbered along the columns, panel row after panel row, batch after batch (a panel row is the cluster_m
-/// panels that a cluster spans; where it spans several tiles of a row too, read "tile" below as all of these), and
-/// cluster c of C takes tiles c, c + C, c + 2C, ... in that order. Let p be the first panel row with a tile that has
-/// not arrived at its counter. No panel row has more than C tiles (Overwrite::prepare checks it), so the tile that the
-/// same cluster had before lies in an earlier panel row, all of whose tiles have arrived; so that one passes its wait,
-/// leaves its epilogue, and the cluster goes on to its tile of p, loads and multiplies without waiting for anyone, and
-/// arrives. With ping-pong, the two warpgroups enter their epilogues in the order of their tiles, so the same holds. By
-/// induction every tile arrives, and every wait ends. The grid is truncated to the tiles of a small problem, all of
-/// which then run at once.
+/// Why it always terminates: All clusters of the grid run at the same time. The grid is no larger than what the
+/// occupancy query says the device holds at once, and the launch is cooperative, for which CUDA guarantees that the
+/// whole grid is resident, whatever else runs (a grid that cannot be is refused at launch; the caller then takes
+/// another way). Tiles are numbered along the columns, panel row after panel row, batch after batch (a panel row is the
+/// cluster_m panels that a cluster spans; if a cluster also spans several tiles of a row, read "tile" below as all of
+/// these), and cluster c of C takes tiles c, c + C, c + 2C, ... in that order. Let p be the first panel row with a tile
+/// that has not arrived at its counter. No panel row has more than C tiles (Overwrite::prepare checks it), so the
+/// previous tile of the same cluster is in an earlier panel row, all of whose tiles have arrived. So that tile passes
+/// its wait and leaves its epilogue, and the cluster goes on to its tile of p, loads and multiplies without waiting for
+/// anyone, and arrives. With ping-pong, the two warpgroups enter their epilogues in the order of their tiles, so the
+/// same holds. By induction, every tile arrives and every wait ends. For a small problem, the grid is truncated to its
+/// tiles, all of which then run at once.
 ///
-/// Reads ahead: the loading warp may fetch the next tile's rows of a early. They belong to a later panel row, which
-/// nobody has overwritten, because this CTA has not arrived there.
+/// Prefetching is safe: the load warp may fetch the next tile's rows of a early, but these belong to a later panel row,
+/// which nobody has overwritten, because this CTA has not arrived there.
 template <int epilogue_threads>
 struct PanelBarrier : fusion::Sm90VisitorImpl<> {
   struct Arguments {
     unsigned* counters = nullptr;
-    unsigned tiles = 1;   // of one panel
-    unsigned panels = 0;  // of one batch
+    unsigned tiles = 1;   // in a panel
+    unsigned panels = 0;  // in a batch element
   };
   using Params = Arguments;
   struct SharedStorage {};
@@ -129,7 +129,7 @@ struct PanelBarrier : fusion::Sm90VisitorImpl<> {
     CUTLASS_DEVICE StoreCallbacks(unsigned* counter, unsigned tiles, int thread)
         : counter(counter), tiles(tiles), thread(thread) {}
 
-    // The accumulators are complete, so TMA has read everything that this warpgroup's products needed.
+    // The accumulators are complete, so TMA has loaded everything that this warpgroup's products needed.
     CUTLASS_DEVICE void begin() {
       if (tiles == 1) return;
       sync();
@@ -141,7 +141,7 @@ struct PanelBarrier : fusion::Sm90VisitorImpl<> {
         } while (arrived < tiles);
       }
       sync();
-      // What follows writes through TMA, in the async proxy, whose accesses the acquire alone does not order.
+      // The following writes go through TMA, in the async proxy, whose accesses the acquire alone does not order.
       asm volatile("fence.proxy.async.global;" ::: "memory");
     }
 

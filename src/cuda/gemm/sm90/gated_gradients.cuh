@@ -1,6 +1,6 @@
 #pragma once
 
-// The launch of gated_gradients_kernel.cuh, and of the kernel that adds what its CTAs have summed.
+// The launch of gated_gradients_kernel.cuh, and of the kernel that adds the sums of its CTAs.
 
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/gated_gradients_kernel.cuh"
@@ -8,7 +8,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// The gradients of Narrow<Rule>: dx, dc if the rule reads c, and those of weights and biases, of which each may be
+/// The gradients of Narrow<Rule>: dx, dc if the rule reads c, and those of weights and biases, each of which may be
 /// null.
 template <class Rule>
 struct GatedGradients {
@@ -17,7 +17,7 @@ struct GatedGradients {
     using T = typename ElementOf<element>::Type;
     using Kernel = GatedGradientsKernel<Rule, T, tiling>;
 
-    // As many CTAs as run at once, or as have work. On them depends the order of additions.
+    // As many CTAs as run at once, or as have work. The order of additions depends on this number.
     static cudaError_t blocks(const GradientProblem& p, int& blocks) {
       static PerDevice sm_count;
       const cudaError_t error =

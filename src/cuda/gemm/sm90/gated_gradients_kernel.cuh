@@ -1,15 +1,15 @@
 #pragma once
 
-// All gradients of a rule of narrow.cuh in one pass over the rows. Nothing of the forward pass is saved: its products
-// are made again, which costs less than reading them would.
+// All gradients of a rule of narrow.cuh in one pass over the rows. Forward saves nothing: its products are recomputed,
+// which costs less than reading them.
 //
 //   load warp    x, grad, and c if the rule reads it -> a stage of shared memory, by TMA, several ahead
 //   warpgroups   z = x @ w.T for each weight, in registers;
-//                the rule's dz for each, over grad and beside it, and dc over c;
-//                dx = sum of dz @ w, to a buffer of its own;  dw += dz.T @ x;  dbias += dz
+//              the rule's dz for each, over grad and the buffer next to it; dc, over c;
+//              dx = sum of dz @ w, to its own buffer;  dw += dz.T @ x;  dbias += dz
 //
-// The sums of dw stay in registers for all rows, those of dbias too. At the end each CTA writes them, and a second
-// kernel adds them in the order of the CTAs. dx and dc leave by TMA while the products of dw run.
+// The sums of dw and of dbias stay in registers for all rows. At the end each CTA writes them, and a second kernel adds
+// them in the order of the CTAs. dx and dc are stored by TMA while the products of dw run.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -31,17 +31,17 @@ struct GatedGradientsKernel {
   static constexpr int kProducts = Rule::kProducts, kSize = static_cast<int>(sizeof(Element));
   static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
   static constexpr int kThreads = kConsumers + 128;
-  // A tile is divided among as many warpgroups as have 64 rows of dw each; with more warpgroups than that, groups of
-  // them take tiles in turn, each with sums of its own, and the pointwise part of one runs beside the products of
+  // A tile is divided among as many warpgroups as have 64 rows of dw each. If there are more, groups of them
+  // take tiles in turn, each with its own sums, and the pointwise part of one group overlaps the products of
   // another.
   static constexpr int kDivision = std::min(kN / 64, kWarpgroups), kGroups = kWarpgroups / kDivision;
   static constexpr int kGroupThreads = 128 * kDivision;
   static constexpr int kLoadBytes = kRows * (kK + kN + (Rule::kReadsC ? kN : 0)) * kSize;
-  // The second dz of two, or c.
+  // Besides x and grad: the second of two dz, or c.
   static constexpr int kStageBytes = kRows * (kK + 2 * kN) * kSize;
   static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
   static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kGroups * kRows * kK * kSize - kProducts * kN * 4;
-  // A group meets the same stages every time, so that the parity of a barrier tells its phases apart.
+  // A group always uses the same stages, so that the parity of a barrier tells its phases apart.
   static constexpr int kStages = std::min(kRoom / kStageBytes, 6) / kGroups * kGroups;
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
@@ -62,12 +62,12 @@ struct GatedGradientsKernel {
     cute::array_aligned<Element, kN * kK, 1024> w[kProducts];
     Stage stages[kStages];
     cute::array_aligned<Element, kRows * kK, 1024> dx[kGroups];
-    alignas(16) float bias[kProducts][kN];  // scaled as the rule wants it
+    alignas(16) float bias[kProducts][kN];  // scaled as the rule needs it
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
     cutlass::arch::ClusterBarrier consumed[kStages];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
-  // Each warp, when its products have read the stage, and for dc the thread whose store has.
+  // Each warp, after its products have read the stage; for dc also the thread whose store has read it.
   static constexpr int kConsumedArrivals = kGroupThreads / 32 + (Rule::kReadsC ? 1 : 0);
 
   template <int rows, int columns>
@@ -76,18 +76,18 @@ struct GatedGradientsKernel {
   using Store = TileMap<cute::SM90_TMA_STORE, Element, rows, columns>;
   struct Parameters {
     Load<kRows, kK> x;
-    Load<kRows, kN> grad, c;  // c and dc: of grad where there is none
+    Load<kRows, kN> grad, c;  // c and dc; a copy of grad's if the rule has none
     Load<kN, kK> w[kProducts];
     Store<kRows, kK> dx;
     Store<kRows, kN> dc;
     const Element* bias[2];
-    float* partial;  // of each group of each CTA, for each product: dw (n x k), dbias (n)
+    float* partial;  // for each group of each CTA, for each product: dw (n x k), dbias (n)
     int m, n, k;
 
     CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
   };
 
-  /// A group's warpgroups divide z and dx by their columns and dw by its rows.
+  /// The warpgroups of a group divide z and dx by their columns and dw by its rows.
   template <int m, int n, int k, cute::GMMA::Major major_a, cute::GMMA::Major major_b, class Division>
   using Product = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::Int<m>, cute::Int<n>, cute::Int<k>>,
@@ -99,7 +99,7 @@ struct GatedGradientsKernel {
   using ProductX = Product<kRows, kK / kDivision, kN, cute::GMMA::Major::K, cute::GMMA::Major::MN, ByColumns>;
   using ProductW = Product<kN, kK, kRows, cute::GMMA::Major::MN, cute::GMMA::Major::MN, ByRows>;
 
-  /// Groups of 8 columns of z that a thread has: neighbouring pairs, 8 apart, in each of two rows.
+  /// How many groups of 8 columns of z a thread has: neighbouring pairs, 8 apart, in each of two rows.
   static constexpr int kSums = kN / kDivision / 32;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
@@ -110,7 +110,7 @@ struct GatedGradientsKernel {
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x, ++at) {
       auto& stage = shared.stages[at.index()];
       auto& loaded = shared.loaded[at.index()];
-      shared.consumed[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      shared.consumed[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kLoadBytes);
       p.x.load(stage.x.data(), tile, 0, loaded);
       p.grad.load(stage.grad.data(), tile, 0, loaded);
@@ -118,7 +118,7 @@ struct GatedGradientsKernel {
     }
   }
 
-  // By the consumers, while the first tiles are on their way.
+  // Called by the consumers while the first tiles are being loaded.
   CUTLASS_DEVICE static void load_bias(const Parameters& p, Shared& shared) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kProducts; ++i) {
@@ -138,7 +138,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
                                                                          int group) {
   using namespace cute;
   const int thread = threadIdx.x % kGroupThreads;
-  // Descriptors are the same for a warpgroup, and the compiler should know it.
+  // The same for all of a warpgroup, as descriptors must be; the shuffle tells the compiler.
   const int leader = __shfl_sync(~0u, thread / 128, 0) * 128;
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(kGroupThreads, group); };
   const auto swizzled = [](Element* data, auto layout) {
@@ -183,7 +183,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
   shared.w_loaded.wait(0);
   PipelineState at;
   at.advance(group);
-  int former = -1;  // the stage whose products of dw may still run
+  int former = -1;  // the stage that products of dw may still be reading
   for (int tile = blockIdx.x + group * gridDim.x; tile < p.tiles(); tile += kGroups * gridDim.x, at.advance(kGroups)) {
     auto& stage = shared.stages[at.index()];
     shared.loaded[at.index()].wait(at.phase());
@@ -212,7 +212,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
     warpgroup_fence_operand(z);
     if constexpr (kProducts == 2) warpgroup_fence_operand(t);
 
-    // dz over g, what the second buffer will hold over `second`, and the sums of their columns over both rows.
+    // dz over g, the contents of the second buffer over `second`, and the sums of their columns over both rows.
     Tensor g_pairs = recast<cutlass::Array<Element, 2>>(g), second_pairs = recast<cutlass::Array<Element, 2>>(second);
     CUTLASS_PRAGMA_UNROLL
     for (int part = 0; part < kSums; ++part) {
@@ -244,7 +244,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
     write_tile(g, stage.grad.data());
     write_tile(second, stage.second.data());
     if (thread == 0) {
-      tma_store_wait<0>();  // of the tile before: dx may be written again
+      tma_store_wait<0>();  // for the previous tile: dx may be overwritten
       if (Rule::kReadsC && former >= 0) shared.consumed[former].arrive();
     }
     cutlass::arch::fence_view_async_shared();
@@ -303,7 +303,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
   if constexpr (kProducts == 2) warpgroup_fence_operand(sums_w2);
   if (thread == 0) tma_store_wait<0>();
 
-  // dx of this group has left.
+  // dx of this group has been stored, so its buffer is free.
   const int64_t weights = int64_t{p.n} * p.k;
   float* const partial = p.partial + (blockIdx.x * kGroups + group) * (kProducts * (weights + p.n));
   write_weight_sums(product_w, sums_w, thread, partial, p.n, p.k);

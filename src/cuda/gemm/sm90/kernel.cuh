@@ -1,8 +1,8 @@
 #pragma once
 
-// What the operations of ops.cuh share: CUTLASS's TMA warp-specialised persistent kernel, put together from a mainloop
-// and an epilogue, and its launch. Only for translation units compiled for sm_90a; no torch headers, so that each
-// compiles in seconds, not minutes.
+// What the operations of ops.cuh share: CUTLASS's TMA warp-specialised persistent kernel, built from a mainloop and an
+// epilogue, and its launch. Only for translation units compiled for sm_90a; no torch headers, so that each compiles in
+// seconds rather than minutes.
 
 #include <cutlass/device_kernel.h>
 
@@ -20,15 +20,15 @@
 namespace torchops::cuda::gemm {
 
 /// D (m x n) = epilogue(A (m x k) @ B (k x n)), accumulated in float32. A and D have contiguous rows; B has contiguous
-/// columns (b_k_major, as w.T of a weight has), or contiguous rows. Visitor is the tree of visitors that the epilogue
-/// walks for each fragment of the accumulator. Source is the type of the matrix C that it reads, or void.
+/// columns (b_k_major, as w.T of a weight has) or contiguous rows. Visitor is the visitor tree that the epilogue walks
+/// for each fragment of the accumulator. Source is the type of the matrix C that the epilogue reads, or void.
 template <class Element_, Tiling tiling, bool b_k_major, class Visitor, class Out_ = Element_, class Source = void>
 struct Gemm {
   using Element = Element_;
   using Out = Out_;
   static constexpr TilingSpec kTiling = kSpec<tiling>;
   static constexpr bool kPingPong = kTiling.schedule == Schedule::kPingPong;
-  // 128 bytes, the widest swizzle of shared memory.
+  // 128 bytes: the widest swizzle of shared memory.
   static constexpr int kTileK = 128 / sizeof(Element);
   static constexpr int kAlignment = 16 / sizeof(Element), kAlignmentOut = 16 / sizeof(Out);
   using Tile = cute::Shape<cute::Int<kTiling.tile_m>, cute::Int<kTiling.tile_n>, cute::Int<kTileK>>;
@@ -45,7 +45,7 @@ struct Gemm {
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, Source, RowMajor,
       kAlignmentOut, Out, RowMajor, kAlignmentOut, EpilogueSchedule, Visitor>::CollectiveOp;
   static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::SharedStorage));
-  // What a resident B leaves of 227 KiB, less 1 KiB for the barriers.
+  // What a resident B leaves of 227 KiB, minus 1 KiB for the barriers.
   static constexpr int kStagesOfA = std::min<int>(
       8, (226 * 1024 - kEpilogueBytes - kTiling.tile_n * kTiling.resident_k * static_cast<int>(sizeof(Element))) /
              (kTiling.tile_m * 128));
@@ -61,11 +61,11 @@ struct Gemm {
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
                                                       cutlass::gemm::PersistentScheduler>;
 
-  /// The clusters of a grid for n columns: all that the current device holds at once, or with a resident B the largest
-  /// multiple of the columns of clusters, so that each keeps its column. kNotForMe if there is none.
+  /// How many clusters a grid for n columns has: all that the current device holds at once, or, with a resident B, the
+  /// largest multiple of the column count in clusters, so that each keeps its column. kNotForMe if there is none.
   static Status grid_clusters(int n, int& clusters);
 
-  /// What every operation says in the same way; the visitor's arguments and the scheduler's options are left to it.
+  /// The arguments that all operations share; they add the visitor's arguments and the scheduler's options.
   static typename Kernel::Arguments arguments(const Problem& p, int clusters) {
     typename Kernel::Arguments arguments{};
     arguments.problem_shape = {p.m, p.n, p.k, p.batch};
@@ -88,7 +88,7 @@ struct Gemm {
     return arguments;
   }
 
-  /// With `cooperative`, CUDA guarantees that all of the grid runs at once: kNotForMe if it cannot.
+  /// With `cooperative`, CUDA guarantees that the whole grid runs at once: kNotForMe if it cannot.
   static Status launch(const typename Kernel::Arguments& arguments, bool cooperative, cudaStream_t stream);
 
  private:
@@ -154,7 +154,7 @@ Status Gemm<Element, tiling, b_k_major, Visitor, Out, Source>::launch(const type
   const cudaError_t error = cudaLaunchKernelExC(
       &launch_config, reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>), kernel_arguments);
   if (cooperative && error == cudaErrorCooperativeLaunchTooLarge) {
-    // This process has only a part of the device, and the occupancy query did not say so. Nothing was launched.
+    // This process may use only a part of the device, and the occupancy query did not say so. Nothing was launched.
     cudaGetLastError();
     return Status::not_for_me();
   }

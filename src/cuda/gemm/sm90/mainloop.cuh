@@ -2,11 +2,11 @@
 
 // A mainloop for short sums: B stays in shared memory.
 //
-// With few products for each output (k <= 256) a GEMM on Hopper is bound by memory, and CUTLASS's mainloop fetches B
-// anew for every tile of the output: at k = 256, tiles of 128 x 128 ask the second-level cache for more bytes than
-// device memory has to deliver. Here a CTA keeps one column of tiles for all of its life, so its part of B, all of k,
-// is loaded once, and only A streams through the pipeline. Measured on an H100, bfloat16: square_matmul_ of (1048576,
-// 256) in 388 us, with the streaming mainloop in 409; dense from (65536, 256) to 1024 features in 84 us instead of 88.
+// With short sums (k <= 256), a GEMM on Hopper is bound by memory, and CUTLASS's mainloop fetches B again for every
+// tile of the output: at k = 256, tiles of 128 x 128 request more bytes from the second-level cache than device memory
+// has to deliver. Here a CTA keeps its column of tiles for its whole life, so its part of B, all of k, is loaded once,
+// and only A streams through the pipeline. Measured on an H100, bfloat16: square_matmul_ of (1048576, 256) takes 388
+// us, against 409 with the streaming mainloop; dense from (65536, 256) to 1024 features 84 us, against 88.
 
 #include <cutlass/gemm/collective/collective_builder.hpp>
 
@@ -15,7 +15,7 @@
 namespace torchops::cuda::gemm {
 
 /// Stream is CUTLASS's mainloop, of whose pipeline only the stages of A are used. B has room for `k_tiles` tiles along
-/// k. The caller makes sure that a CTA's tiles all lie in one column (see Gemm::grid_clusters) and in one batch.
+/// k. The caller ensures that all tiles of a CTA are in one column (see Gemm::grid_clusters) and in one batch element.
 template <class Stream, int k_tiles>
 struct ResidentMainloop : Stream {
   using typename Stream::MainloopPipeline;
@@ -50,8 +50,8 @@ struct ResidentMainloop : Stream {
     return params;
   }
 
-  /// With the first tile, B arrives at the barriers of the stages that bring A. Of two ping-pong warpgroups, the second
-  /// starts its products when the first one has seen all of its own stages, hence all of B.
+  /// With the first tile, B arrives at the barriers of the stages of A. Of two ping-pong warpgroups, the second one
+  /// starts its products when the first one has seen all of its own stages, and therefore all of B.
   template <class Inputs, class KTiles, class Coordinates>
   CUTLASS_DEVICE void load(const Params& params, MainloopPipeline pipeline, PipelineState write, const Inputs& inputs,
                            const Coordinates& tile, KTiles k_tile, int k_tile_count, int, uint32_t rank,
@@ -66,7 +66,7 @@ struct ResidentMainloop : Stream {
     const Tensor from_b = copy_b.partition_S(get<1>(inputs)(_, _, get<1>(tile), _, get<3>(tile)));
     Tensor to_a = copy_a.partition_D(make_tensor(make_smem_ptr(storage.a.data()), LayoutA{}));
     Tensor to_b = copy_b.partition_D(make_tensor(make_smem_ptr(storage.b.data()), LayoutB{}));
-    // The CTAs of a cluster that share this part of A lie along n, those that share this part of B along m.
+    // The CTAs of a cluster that share this part of A are along n; those that share this part of B are along m.
     uint16_t share_a = 0, share_b = 0;
     for (uint32_t n = 0; n < size<1>(ClusterShape{}); ++n) share_a |= uint16_t(1u << (rank_m + n * cluster_m));
     for (uint32_t m = 0; m < cluster_m; ++m) share_b |= uint16_t(1u << (m + rank_n * cluster_m));
@@ -74,7 +74,7 @@ struct ResidentMainloop : Stream {
     for (int k = 0; k < k_tile_count; ++k, ++k_tile, ++write) {
       if (!b_requested_) {
         // Before the stage's own bytes are announced: another CTA of the cluster may have sent its half of B by then,
-        // and what is outstanding must not come to 0 before everything has arrived.
+        // and the pending bytes must not reach 0 before everything has arrived.
         while (pipeline.producer_try_acquire(write) != cutlass::BarrierStatus::WaitDone) {
         }
         pipeline.producer_expect_transaction(write, params.tma_transaction_bytes_nk);
@@ -89,7 +89,7 @@ struct ResidentMainloop : Stream {
     b_requested_ = true;
   }
 
-  /// Leaves the products of the last stage in flight and that stage taken, for mma_tail().
+  /// Leaves the products of the last stage in flight, and that stage unreleased, for mma_tail().
   template <class Accumulators>
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState read, Accumulators& sums, int k_tile_count,
                           int thread, TensorStorage& storage, const Params&) {

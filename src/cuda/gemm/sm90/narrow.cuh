@@ -1,18 +1,18 @@
 #pragma once
 
-// Products of few features with what surrounds them, in one pass over the rows.
+// Products of few features, together with the operations around them, in one pass over the rows.
 //
-// With few features such a product is bound by memory, and each tensor beside it (a second product that it is
-// multiplied with, a tensor that it gates) costs as much as the product itself. Here a CTA keeps its columns of all
-// weights in shared memory for all of its life; only rows stream through it, each once:
+// With few features, such a product is bound by memory, and each additional tensor (a second product that it is
+// multiplied by, a tensor that it gates) costs as much as the product itself. Here a CTA keeps its columns of all
+// weights in shared memory for its whole life; only rows stream through it, each once:
 //
 //   load warp     a tile of rows of a, and of c if the rule reads it -> a stage of shared memory, by TMA, several ahead
-//   warpgroups    in turn, a tile each: all its products, side by side in registers; the rule makes one value of a
-//                 row's and column's sums; the tile of results, over that of c or of a; by TMA to device memory
+//   warpgroups    in turn, a tile each: all its products, side by side in registers; the rule, which turns the sums of
+//                 a row and column into one value; the tile of results, over that of c or of a; by TMA to device memory
 //
-// While one warpgroup computes its rule, the matrix instructions of another run. Where the sums of all columns would
-// not fit the registers, they are made in parts, the next beside the rule of the one before, of an operand that is read
-// to registers before its place in shared memory is written.
+// While one warpgroup computes its rule, the matrix instructions of another run. If the sums of all columns don't fit
+// into the registers, they are computed in parts, each while the rule of the previous one is computed, from an operand
+// that is read into registers before its shared memory is overwritten.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -27,7 +27,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// What the kernel needs at compile time.
+/// Compile-time parameters of the kernel.
 template <class Rule_, class Element_, NarrowTiling tiling>
 struct NarrowKernel {
   using Rule = Rule_;
@@ -36,17 +36,17 @@ struct NarrowKernel {
   static constexpr int kWarpgroups = 2, kProducts = Rule::kProducts;
   static constexpr int kColumns = kN > 128 ? 64 : kN, kParts = kN / kColumns, kSets = std::min(kParts, 2);
   static constexpr bool kFromRegisters = kParts > 1;
-  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // of the last warpgroup, one thread works
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // in the last warpgroup, only one thread works
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kRows * (kK + (Rule::kReadsC ? kN : 0)) * kSize;
   static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
   static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kProducts * kN * 4;
-  // Where two tensors are read for one that is written, the loads may run further ahead of the stores.
+  // If two tensors are read for each one written, the loads may run further ahead of the stores.
   static constexpr int kStages = std::min(kSpec<tiling>.stages + (Rule::kReadsC ? 2 : 0), kRoom / kStageBytes);
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
   static_assert(kStages >= kWarpgroups && kN % kColumns == 0 && (Rule::kReadsC || kN <= kK));
-  // Where the stages are not divided among the warpgroups, a stage goes from one to another.
+  // If the stages can't be divided evenly among the warpgroups, a stage passes from one to another.
   static constexpr bool kInTurn = kStages % kWarpgroups != 0;
   using PipelineState = cutlass::PipelineState<kStages>;
 
@@ -64,7 +64,7 @@ struct NarrowKernel {
   struct Shared {
     cute::array_aligned<Element, kN * kK, 1024> w[kProducts];
     StageOf<Rule::kReadsC> stages[kStages];
-    alignas(16) float bias[kProducts][kN];  // scaled as the rule wants it
+    alignas(16) float bias[kProducts][kN];  // scaled as the rule needs it
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
     cutlass::arch::ClusterBarrier stored[kStages];
     Turns<kWarpgroups> turns;
@@ -76,12 +76,12 @@ struct NarrowKernel {
   struct Parameters {
     Load<kRows, kK> a;
     Load<kN, kK> w[kProducts];
-    Load<kRows, kN> c;  // of d where there is none
+    Load<kRows, kN> c;  // a copy of d's if there is none
     TileMap<cute::SM90_TMA_STORE, Element, kRows, kN> d;
     const Element* bias[2];
     int m, n;
 
-    /// A CTA keeps its column of tiles and takes every step-th tile of it.
+    /// A CTA stays in its column of tiles and takes every step-th tile of it.
     CUTLASS_DEVICE int columns() const { return (n + kN - 1) / kN; }
     CUTLASS_DEVICE int column() const { return blockIdx.x % columns(); }
     CUTLASS_DEVICE int first() const { return blockIdx.x / columns(); }
@@ -102,7 +102,7 @@ struct NarrowKernel {
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     const int column = p.column();
-    // Before the rows: behind what memory has to deliver, they would arrive last, and no product can start without.
+    // Before the rows: queued behind them, the weights would arrive last, and no product can start without them.
     shared.w_loaded.arrive_and_expect_tx(kWeightBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kProducts; ++i) p.w[i].load(shared.w[i].data(), column, 0, shared.w_loaded);
@@ -110,14 +110,14 @@ struct NarrowKernel {
     for (int tile = p.first(); tile < p.tiles(); tile += p.step(), ++at) {
       auto& stage = shared.stages[at.index()];
       auto& loaded = shared.loaded[at.index()];
-      shared.stored[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      shared.stored[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kStageBytes);
       p.a.load(stage.a.data(), tile, 0, loaded);
       if constexpr (Rule::kReadsC) p.c.load(stage.c.data(), tile, column, loaded);
     }
   }
 
-  // By the warpgroups, while the first tiles are on their way.
+  // Called by the warpgroups while the first tiles are being loaded.
   CUTLASS_DEVICE static void load_bias(const Parameters& p, Shared& shared) {
     constexpr int threads = 128 * kWarpgroups;
     CUTLASS_PRAGMA_UNROLL
@@ -146,7 +146,7 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
   Product product;
   const auto slice = product.get_slice(thread);
   using Part = Shape<Int<kRows>, Int<kColumns>>;
-  // Of both products, for the columns whose rule is computed, and for the next.
+  // The sums of both products, for the columns whose rule is being computed and for the next columns.
   using Sums = decltype(partition_fragment_C(product, Part{}));
   Sums z[kSets], t[kSets];
   using Rows = SwizzledRows<Element, kRows, kK>;
@@ -196,7 +196,7 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
     if constexpr (kInTurn) shared.turns.pass_on(warpgroup);
     ++round;
     fence();
-    // Of a tile in shared memory, a warp reads rows to registers that it alone overwrites.
+    // From a tile in shared memory, a warp reads the rows that only it overwrites.
     if constexpr (kFromRegisters) {
       const auto read_a = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product);
       const auto a_slice = read_a.get_slice(thread);
@@ -238,7 +238,7 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
         }
         pairs(i / 2) = round(values);
       }
-      if constexpr (!kFromRegisters) sync();  // all warps' products have read what the result overwrites
+      if constexpr (!kFromRegisters) sync();  // until all warps' products have read what the result overwrites
       copy(write_d, write_slice.retile_S(result), write_slice.partition_D(in_part));
     }
     cutlass::arch::fence_view_async_shared();
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   }
 }
 
-/// d = the rule's value of a @ b.T, and of a @ b2.T and c if it has them. d may be c.
+/// d = the rule's value for a @ b.T, and for a @ b2.T and c if it has them. d may be c.
 template <class Rule>
 struct Narrow {
   template <Element element, NarrowTiling tiling>

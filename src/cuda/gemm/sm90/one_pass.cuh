@@ -2,19 +2,19 @@
 
 // All gradients of y = F(x @ w.T + bias) in one pass over the rows, for few columns.
 //
-// As a pass that makes dz and two GEMMs, the backward pass reads or writes m rows seven times: grad, y and dz, dz and
-// dx, dz and x. With so few columns that is all of its time. Here a CTA keeps w in shared memory and its sums of dw in
+// With one pass for dz and two GEMMs, backward would read or write m rows seven times: grad, y and dz, dz and dx, dz
+// and x. With so few columns, this takes all of its time. Here a CTA keeps w in shared memory and its sums of dw in
 // registers, so that a tile of rows passes through once: grad, y and x in, dx out. Measured for dense on an H100,
-// bfloat16, (1048576, 128) to 128 features: 371 us, 2.89 TB/s, where the pass and two products of cuBLAS take 690; from
-// 128 to 256 features 616 instead of 1144, from 256 to 128 587 instead of 876.
+// bfloat16: (1048576, 128) to 128 features takes 371 us, 2.89 TB/s, against 690 with the pass and two cuBLAS products;
+// from 128 to 256 features 616 against 1144, from 256 to 128 587 against 876.
 //
 //   load warp    grad, y, x -> a stage of shared memory, by TMA, several stages ahead
 //   consumers    dz, written over grad;  dx = dz @ w, written over y (over x where k > n);
 //                dw += dz.T @ x;  dbias += dz
 //   store warp   dx -> device memory, by TMA; then the stage is free
 //
-// At the end each CTA writes its dw and dbias, and a second kernel adds those in the order of the CTAs. Rows and
-// columns beyond the matrices arrive as zeros from TMA, which also leaves them out of what it stores.
+// At the end each CTA writes its dw and dbias, and a second kernel adds them in the order of the CTAs. TMA reads zeros
+// beyond the matrices, and does not store there.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -30,7 +30,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// What the kernel needs at compile time. F is an activation that can be undone from its output.
+/// Compile-time parameters of the kernel. F is an activation whose backward needs only its output.
 template <class F_, class Element_, GradientTiling tiling>
 struct OnePassTiling {
   using F = F_;
@@ -39,8 +39,8 @@ struct OnePassTiling {
   static constexpr int kRows = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
   static constexpr int kWarpgroups = kSpec<tiling>.consumers;
   static constexpr int kConsumers = 128 * kWarpgroups, kLoadWarp = kConsumers / 32, kStoreWarp = kLoadWarp + 1;
-  static constexpr int kThreads = kConsumers + 128;  // whole warpgroups, of the last of which two warps work
-  // The sums of dw need more registers than there are for each thread; whole warpgroups give and take them.
+  static constexpr int kThreads = kConsumers + 128;  // whole warpgroups; in the last one, two warps work
+  // The sums of dw need more registers than a thread gets by default; whole warpgroups give and take them.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160, kOtherRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kStageBytes = kRows * (2 * kN + kK) * static_cast<int>(sizeof(Element));
   static constexpr int kWeightBytes = kN * kK * static_cast<int>(sizeof(Element));
@@ -106,7 +106,7 @@ CUTLASS_DEVICE void load_tiles(const typename Tiling::Parameters& p, typename Ti
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
     auto& stage = shared.stages[at.index()];
     auto& loaded = shared.loaded[at.index()];
-    shared.stored[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+    shared.stored[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
     loaded.arrive_and_expect_tx(Tiling::kStageBytes);
     p.grad.load(stage.grad.data(), tile, 0, loaded);
     p.y.load(stage.y.data(), tile, 0, loaded);
@@ -126,7 +126,7 @@ CUTLASS_DEVICE void store_tiles(const typename Tiling::Parameters& p, typename T
   }
 }
 
-/// dz, written over grad, by all consumers. A thread has the same columns of every tile; it adds them to sums.
+/// dz, written over grad, by all consumers. A thread has the same columns of every tile, which it adds to `sums`.
 template <class Tiling>
 CUTLASS_DEVICE void make_dz(typename Tiling::Element* grad, typename Tiling::Element* y, float (&sums)[Tiling::kVector],
                             int thread) {
@@ -161,8 +161,8 @@ CUTLASS_DEVICE void make_dz(typename Tiling::Element* grad, typename Tiling::Ele
   copy(typename Tiling::Pointwise{}, g, to);
 }
 
-/// The sums of dbias of all consumers, added in the order of their rows, to `to`. scratch has room for kVector floats
-/// each.
+/// Writes the sums of dbias of all consumers, added in the order of their rows, to `to`. scratch has room for kVector
+/// floats per consumer.
 template <class Tiling>
 CUTLASS_DEVICE void write_bias_sums(const float (&sums)[Tiling::kVector], float* scratch, float* to, int n,
                                     int thread) {
@@ -182,7 +182,7 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
   using Element = typename Tiling::Element;
   constexpr int rows = Tiling::kRows, n = Tiling::kN, k = Tiling::kK;
   const int thread = threadIdx.x;
-  // Descriptors are the same for a warpgroup, and the compiler should know it.
+  // The same for all of a warpgroup, as descriptors must be; the shuffle tells the compiler.
   const int leader = __shfl_sync(~0u, thread / 128, 0) * 128;
 
   typename Tiling::ProductX product_x;
@@ -232,12 +232,12 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
     warpgroup_commit_batch();
 
     if constexpr (Tiling::kResultOverY) {
-      warpgroup_wait<1>();  // dx goes to memory while the products of dw run
+      warpgroup_wait<1>();  // dx is stored while the products of dw run
       warpgroup_fence_operand(sums_x);
     } else {
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums_x);
-      cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);  // all warpgroups are done with x
+      cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);  // until all warpgroups are done with x
     }
     Tensor result = make_tensor_like<Element>(sums_x);
     const cutlass::NumericArrayConverter<Element, float, decltype(size(sums_x))::value> round;
@@ -262,7 +262,7 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
       *reinterpret_cast<float2*>(partial + row * p.k + column) = make_float2(sums_w(i), sums_w(i + 1));
     }
   }
-  // No product reads w any more once all consumers are here.
+  // Once all consumers are here, no product reads w any more.
   cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);
   write_bias_sums<Tiling>(sums_b, reinterpret_cast<float*>(shared.w.data()), partial + p.n * p.k, p.n, thread);
 }
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1)
   }
 }
 
-/// dx = dz @ w, dw = dz.T @ x and dbias = dz summed over the rows before it is rounded, where dz = F::backward(grad,
+/// dx = dz @ w, dw = dz.T @ x, and dbias = dz summed over the rows before it is rounded, where dz = F::backward(grad,
 /// y), rounded to the type of the arguments. Sums are in float32; the same arguments give the same bits on the same
 /// kind of device.
 template <class F>
@@ -304,7 +304,7 @@ struct OnePass {
     using T = typename ElementOf<element>::Type;
     using Tiling = OnePassTiling<F, T, tiling>;
 
-    // As many CTAs as run at once, or as have work. On them depends the order of additions.
+    // As many CTAs as run at once, or as have work. The order of additions depends on this number.
     static cudaError_t blocks(const GradientProblem& p, int& blocks) {
       static PerDevice sm_count;
       const cudaError_t error =

@@ -3,8 +3,8 @@
 #include "cuda/gemm/sm90/pair.cuh"
 
 // Layer norms of 64 rows of up to 128 features that a warpgroup has in registers, as an operand or as accumulators of
-// its matrix instructions, which lie the same: a row is shared by the four threads of a quad, of which each has pairs
-// of columns, in one row and another by turns, and then 8 columns further.
+// its matrix instructions, which have the same layout: a row is shared by the four threads of a quad, and each of them
+// has pairs of columns, alternately in one row and in another, then 8 columns further on.
 namespace torchops::cuda::gemm {
 
 CUTLASS_DEVICE float sum_of_quad(float value) {
@@ -12,7 +12,7 @@ CUTLASS_DEVICE float sum_of_quad(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
-/// Mean and rstd of both rows. Features behind c are zeros.
+/// Mean and rstd of both rows. Features from c on are zeros.
 template <class Element, class Pairs>
 CUTLASS_DEVICE void quad_moments(const Pairs& pairs, int c, float eps, float (&mean)[2], float (&rstd)[2]) {
   const cutlass::NumericArrayConverter<float, Element, 2> widen;
@@ -36,7 +36,7 @@ CUTLASS_DEVICE void quad_moments(const Pairs& pairs, int c, float eps, float (&m
   for (int row = 0; row < 2; ++row) rstd[row] = rsqrtf(fmaf(sum_of_quad(rstd[row]), by, eps));
 }
 
-/// Their norm in place. Features behind c stay zeros.
+/// The layer norm in place. Features from c on stay zeros.
 template <class Element, int kC, class Z>
 CUTLASS_DEVICE void normalize_operand(Z& z, const NormVectors<kC>& norm, int c, float eps) {
   using namespace cute;
@@ -77,7 +77,7 @@ CUTLASS_DEVICE void normalize_rows(Rows& rows, int c, float eps, float (&rstd)[2
   }
 }
 
-/// The gradient of rows from that of the normalised ones, xhat: rstd (g - mean(g) - xhat mean(g xhat)).
+/// The gradient of rows, given that of the normalised rows, xhat: rstd (g - mean(g) - xhat mean(g xhat)).
 template <class Element, class Sums, class Rows>
 CUTLASS_DEVICE void through_norm(Sums& g, Rows& xhat, int c, const float (&rstd)[2]) {
   using namespace cute;

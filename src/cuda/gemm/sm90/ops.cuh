@@ -1,7 +1,7 @@
 #pragma once
 
-// The operations: each is a mainloop and an epilogue, put together as its formula reads. table.def gives them their
-// names.
+// The operations: each is a mainloop and an epilogue, composed as its formula reads. table.def names
+// them.
 
 #include "cuda/gemm/sm90/epilogue.cuh"
 #include "cuda/gemm/sm90/kernel.cuh"
@@ -40,8 +40,8 @@ struct Linear {
   };
 };
 
-/// a = a @ b, or with b_k_major a @ b.T, without a second buffer; d is a. The rows of b are contiguous. The workspace
-/// holds a counter for each panel of rows, where a row has several tiles.
+/// a = a @ b, or with b_k_major a @ b.T, without a second buffer; d is a. The rows of b are contiguous. If a row has
+/// several tiles, the workspace holds a counter for each panel of rows.
 template <bool b_k_major>
 struct Overwrite {
   template <Element element, Tiling tiling>
@@ -59,7 +59,7 @@ struct Overwrite {
       return round_up((p.m + kTiling.tile_m - 1) / kTiling.tile_m, kTiling.cluster_m);
     }
 
-    // The kernel must be proven to make progress: see PanelBarrier.
+    // Progress of the kernel must be guaranteed: see PanelBarrier.
     static Status prepare(const Problem& p, int64_t& workspace_bytes) {
       if (kTiling.resident_k > 0 && (p.k > kTiling.resident_k || p.batch > 1)) return Status::not_for_me();
       int clusters = 0;

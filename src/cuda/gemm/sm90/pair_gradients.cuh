@@ -45,7 +45,7 @@ struct PairGradients {
     template <DxHat dxhat>
     using KernelOf = PairGradientsKernel<T, Gate, out, tiling, dxhat>;
 
-    // As many CTAs as run at once, or as have work. On them depends the order of additions.
+    // As many CTAs as run at once, or as have work. The order of additions depends on this number.
     template <class Kernel>
     static cudaError_t blocks(const PairGradientProblem& p, int& blocks) {
       static PerDevice sm_count;

@@ -13,7 +13,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   using namespace cute;
   using Positions = cute::Shape<Int<kRows>, Int<kFeatures>>;
   const int thread = threadIdx.x;
-  // Descriptors are the same for a warpgroup, and the compiler should know it.
+  // The same for all of a warpgroup, as descriptors must be; the shuffle tells the compiler.
   const int warpgroup = __shfl_sync(~0u, thread / 128, 0), leader = warpgroup * 128;
   const auto view = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
   const auto swizzled = [&](Element* data, auto layout) {
@@ -215,7 +215,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
       // Only what a group needs is in registers at a time.
       read_grad(stage.grad.data(), du, 2 * group, 2);
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 16; j += 2) {  // pairs of neighbouring columns, in one row and the other by turns
+      for (int j = 0; j < 16; j += 2) {  // pairs of neighbouring columns, alternating between two rows
         const int i = 16 * group + j, in_tile = get<1>(places(i));
         const float2 bias_u = *reinterpret_cast<const float2*>(&shared.bias[0][in_tile]);
         const float2 bias_t = *reinterpret_cast<const float2*>(&shared.bias[1][in_tile]);

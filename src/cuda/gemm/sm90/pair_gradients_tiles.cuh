@@ -163,7 +163,7 @@ struct PairGradientsKernel {
       Stage& stage = shared.stages[at.index()];
       auto& loaded = shared.loaded[at.index()];
       const auto [row, place] = tile;
-      shared.consumed[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      shared.consumed[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(3 * kTileBytes);
       p.x.load(stage.x.data(), place, 0, row, loaded);
       p.channels.load((kOut ? stage.other : stage.grad).data(), 0, place, row, loaded);
@@ -201,7 +201,7 @@ struct PairGradientsKernel {
 
   CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(kConsumers, 0); }
 
-  // By the warpgroups, while the first tiles are on their way.
+  // Called by the warpgroups while the first tiles are being loaded.
   CUTLASS_DEVICE static void fold_norms(const Parameters& p, Shared& shared) {
     using Norm = NormVectors<kFeatures>;
     static_assert(2 * sizeof(Norm) <= sizeof(Tile));

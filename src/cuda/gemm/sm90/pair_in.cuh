@@ -80,13 +80,13 @@ struct PairInKernel {
     PipelineState at;
     for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
       auto& loaded = barriers.loaded[at.index()];
-      barriers.free[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kStageBytes);
       p.x.load(shared.stages[at.index()].data(), p.tiles.place_in_row(tile), 0, p.tiles.row(tile), loaded);
     }
   }
 
-  // By the computing warpgroups, while the first tiles are on their way.
+  // Called by the computing warpgroups while the first tiles are being loaded.
   CUTLASS_DEVICE static void fold_norms(const Parameters& p, Shared& shared) {
     constexpr int threads = 128 * kPairComputing;
     shared.norm.load(p.norm[0], p.norm[1], p.c, threads);
@@ -182,7 +182,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
       const float half = 0.5f * p.sides[side].scale;
       const float halves[2] = {half * factors[0], half * factors[1]};
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < size(z); i += 2) {  // pairs of neighbouring columns, in one row and the other by turns
+      for (int i = 0; i < size(z); i += 2) {  // pairs of neighbouring columns, alternating between two rows
         const int in_tile = get<1>(places(i)), of_thread = i / 2 % 2;
         const float2 bias = *reinterpret_cast<const float2*>(&shared.bias[side][part][0][in_tile]);
         const float2 gate_bias = *reinterpret_cast<const float2*>(&shared.bias[side][part][1][in_tile]);
@@ -191,7 +191,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
         for (int v = 0; v < 2; ++v) {
           const float value = z(i + v) + (v == 0 ? bias.x : bias.y);
           const float gate = fmaf(kGateScale, t(i + v), v == 0 ? gate_bias.x : gate_bias.y);
-          // What a gate lets through when it is nearly closed is lost in the sum that follows.
+          // What a nearly closed gate lets through is lost in the sum that follows.
           values[v] = Gate::from_tanh(halves[of_thread] * value, tanh_approximate(gate));
         }
         pairs(i / 2) = to_element(values);

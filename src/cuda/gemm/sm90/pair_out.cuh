@@ -74,14 +74,14 @@ struct PairOutKernel {
       auto& stage = shared.stages[at.index()];
       auto& loaded = barriers.loaded[at.index()];
       const int place = p.tiles.place_in_row(tile), row = p.tiles.row(tile);
-      barriers.free[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(2 * kTileBytes);
       p.o.load(stage.o.data(), 0, place, row, loaded);
       p.x.load(stage.x.data(), place, 0, row, loaded);
     }
   }
 
-  // By the computing warpgroups, while the first tiles are on their way.
+  // Called by the computing warpgroups while the first tiles are being loaded.
   CUTLASS_DEVICE static void fold_norms(const Parameters& p, Shared& shared) {
     constexpr int threads = 128 * kPairComputing;
     shared.norm_o.load(p.norm_o[0], p.norm_o[1], p.d, threads);
@@ -181,7 +181,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       warpgroup_fence_operand(y);
       warpgroup_fence_operand(t);
 
-      // Of pairs of neighbouring columns, in one row and the other by turns.
+      // Of pairs of neighbouring columns, alternating between two rows.
       const auto update = [&](int i) {
         const int in_tile = get<1>(places(i)), of_thread = i / 2 % 2;
         const float4 terms = *reinterpret_cast<const float4*>(&shared.terms[0][part][in_tile]);

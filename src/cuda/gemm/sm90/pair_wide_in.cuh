@@ -57,7 +57,7 @@ struct ChannelsEpilogue {
 
   CUTLASS_DEVICE void share() {
     shared_.terms[thread_ / kN][thread_ % kN] = terms_;
-    end();  // of the former results
+    end();  // the store of the previous results
   }
 
   template <class Sums, class Sync>
@@ -74,7 +74,7 @@ struct ChannelsEpilogue {
       Tensor result = make_tensor_like<Element>(partition_fragment_C(result_of, Block{}));
       Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kN / 8; ++block) {  // a thread has pairs of neighbouring columns, of two rows in 16
+      for (int block = 0; block < kN / 8; ++block) {  // a thread has pairs of neighbouring columns, in two rows of 16
         const int column = get<1>(places(make_coord(make_coord(0, 0, block), 0, 0)));
         const float4 values = *reinterpret_cast<const float4*>(&shared_.terms[0][column]);
         const float4 gates = *reinterpret_cast<const float4*>(&shared_.terms[1][column]);
@@ -91,7 +91,7 @@ struct ChannelsEpilogue {
                 fmaf(by.scale, z, fmaf(by.shift, v == 0 ? values.x : values.z, v == 0 ? values.y : values.w));
             const float gate =
                 fmaf(gate_scale, t, fmaf(by.shift, v == 0 ? gates.x : gates.z, v == 0 ? gates.y : gates.w));
-            // What a gate lets through when it is nearly closed is lost in the sum that follows.
+            // What a nearly closed gate lets through is lost in the sum that follows.
             both[v] = Gate::from_tanh(half * value, tanh_approximate(gate));
           }
           pairs(make_coord(make_coord(0, r, block), 0, 0)) = converted(both);

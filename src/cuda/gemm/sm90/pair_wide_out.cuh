@@ -92,7 +92,7 @@ struct WidePairOutKernel {
         for (int step = 0; step < p.steps[product]; ++step, ++at) {
           Stage& stage = shared.stages[at.index()];
           auto& loaded = shared.loaded[at.index()];
-          shared.free[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+          shared.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
           loaded.arrive_and_expect_tx(kStageBytes);
           if (product == 0) {
             p.o.load(stage.a.data(), step, place.place, place.plane, loaded);
@@ -179,7 +179,7 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate>::compute(const Parameters& 
     multiply(of_rows, slice_x, t, p.steps[1], SwizzledRows<Element, kRows, kK>{});
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kProducts; ++i) epilogue.terms[i][thread] = terms[i];
-    if (thread == 0) tma_store_wait<0>();  // of the former results
+    if (thread == 0) tma_store_wait<0>();  // the store of the previous results
     sync();
     warpgroup_wait<0>();
     warpgroup_fence_operand(y);
@@ -190,7 +190,7 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate>::compute(const Parameters& 
     const cutlass::NumericArrayConverter<Element, float, 2> to_element;
     Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < size(y); i += 2) {  // pairs of neighbouring columns, in one row and the other by turns
+    for (int i = 0; i < size(y); i += 2) {  // pairs of neighbouring columns, alternating between two rows
       const int column = get<1>(places(i)), of_thread = i / 2 % 2;
       const float4 projected = *reinterpret_cast<const float4*>(&epilogue.terms[0][column]);
       const float4 gates = *reinterpret_cast<const float4*>(&epilogue.terms[1][column]);

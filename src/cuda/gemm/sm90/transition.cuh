@@ -101,7 +101,7 @@ struct FeedForwardKernel {
       CUTLASS_PRAGMA_UNROLL
       for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
         auto& loaded = shared.x_loaded[tile_at.index()][warpgroup];
-        shared.x_free[tile_at.index()][warpgroup].wait(tile_at.phase() ^ 1);  // at once in the first round
+        shared.x_free[tile_at.index()][warpgroup].wait(tile_at.phase() ^ 1);  // doesn't block in the first round
         loaded.arrive_and_expect_tx(kTileBytes);
         p.x.load(shared.x[tile_at.index()][warpgroup].data(), p.place(tile, warpgroup), 0, loaded);
       }
@@ -128,7 +128,7 @@ struct FeedForwardKernel {
     }
   }
 
-  // By the warpgroups, while the first tiles are on their way.
+  // Called by the warpgroups while the first tiles are being loaded.
   CUTLASS_DEVICE static void load_vectors(const Parameters& p, Shared& shared) {
     constexpr int threads = 128 * kWarpgroups;
     const auto load = [](float* to, const Element* from, int count, int room, float scale) {
@@ -312,7 +312,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < size(y) / 2; i += 2) wide[i / 2 % 2].add(i / 4, update(half * (size(y) / 2) + i));
       }
-      sync();  // all warps have read x
+      sync();  // until all warps have read x
       continue;
     }
     Tensor result = make_tensor_like<Element>(y);
@@ -327,7 +327,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
       }
       pairs(i / 2) = round(values);
     }
-    sync();  // all warps have read x
+    sync();  // until all warps have read x
     copy(write, write_slice.retile_S(result), write_slice.partition_D(in_rows(x)));
     cutlass::arch::fence_view_async_shared();
     sync();
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<232>();
     Kernel::compute(p, shared, warp / 4);
   }
-  cute::cluster_sync();  // the other CTA may still write to this one's shared memory
+  cute::cluster_sync();  // the other CTA may still write to this CTA's shared memory
 }
 
 /// out = down(F(gate(z)) * up(z)) with z = layer norm of x; where it adds, plus x or the residual.

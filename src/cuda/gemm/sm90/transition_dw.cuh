@@ -106,7 +106,7 @@ struct FeedForwardDwKernel {
     for (int tile = p.group(); tile < p.row_tiles; tile += p.groups, ++at) {
       Rows& rows = shared.rows[at.index()];
       auto& loaded = shared.loaded[at.index()];
-      shared.free[at.index()].wait(at.phase() ^ 1);  // in all CTAs; at once in the first round
+      shared.free[at.index()].wait(at.phase() ^ 1);  // in all CTAs; doesn't block in the first round
       loaded.arrive_and_expect_tx(kStageBytes);
       for (int part = rank; part < kC / 64; part += kCtas) {
         p.xhat.load(rows.xhat.data() + part * kPiece, tile, part, loaded, all);
@@ -181,7 +181,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
     for (int group = 0; group < kSlice / 32; ++group) {
       float columns[2][8] = {};
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 16; j += 2) {  // pairs of neighbouring columns, in one row and the other by turns
+      for (int j = 0; j < 16; j += 2) {  // pairs of neighbouring columns, alternating between two rows
         const int i = 16 * group + j, column = i / 4 * 8 + in_quad;
         const float2 gate = *reinterpret_cast<const float2*>(&shared.bias[0][column]);
         const float2 up = *reinterpret_cast<const float2*>(&shared.bias[1][column]);
@@ -201,7 +201,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
       sums[0][group] += sum_of_warp(columns[0]);
       sums[1][group] += sum_of_warp(columns[1]);
     }
-    shared.taken[maker].wait(turn / kMakers % 2 ^ 1);  // at once in the first round
+    shared.taken[maker].wait(turn / kMakers % 2 ^ 1);  // doesn't block in the first round
     copy(write_cotangents, cotangents_slice.retile_S(cotangents),
          cotangents_slice.partition_D(swizzled(made.cotangents.data(), SwizzledRows<Element, kRows, 2 * kSlice>{})));
     copy(write_value, value_slice.retile_S(value),

@@ -158,7 +158,7 @@ struct FeedForwardDxKernel {
     GradState grad_at;
     const auto load_x = [&](int tile) {
       auto& loaded = shared.x_loaded[at.index()][warpgroup];
-      shared.x_free[at.index()][warpgroup].wait(at.phase() ^ 1);  // at once in the first round
+      shared.x_free[at.index()][warpgroup].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kTileBytes);
       p.x.load(shared.x[at.index()][warpgroup].data(), p.place(tile, warpgroup), 0, loaded);
       ++at;
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<240>();
     Kernel::compute(p, shared, warp / 4);
   }
-  cute::cluster_sync();  // the other CTA may still write to this one's shared memory
+  cute::cluster_sync();  // the other CTA may still write to this CTA's shared memory
 }
 
 }  // namespace torchops::cuda::gemm

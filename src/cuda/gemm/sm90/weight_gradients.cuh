@@ -104,7 +104,7 @@ struct WeightGradientsKernel {
       auto& stage = shared.stages[at.index()];
       auto& loaded = shared.loaded[at.index()];
       // In all CTAs. What another one sends may come before the bytes are announced here.
-      shared.free[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+      shared.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kStageBytes);
       for (int box = rank; box < kBoxes; box += kCluster) {
         p.x.load(stage.x.data() + box * kRows * kBox, tile, box, loaded, (1 << kCluster) - 1);
@@ -285,7 +285,7 @@ struct WeightGradients {
     using Kernel = WeightGradientsKernel<Rule, T, tiling>;
     using Launch = ClusterLaunch<Kernel, weight_gradients_kernel<Kernel>, Kernel::kCluster>;
 
-    // As many clusters as run at once, or as have work. On them depends the order of additions.
+    // As many clusters as run at once, or as have work. The order of additions depends on this number.
     static cudaError_t clusters(const GradientProblem& p, int& clusters) {
       const cudaError_t error = Launch::resident(clusters);
       clusters = std::min(clusters, p.m / Kernel::kRows + (p.m % Kernel::kRows != 0));

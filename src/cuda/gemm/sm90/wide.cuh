@@ -104,7 +104,7 @@ struct WideKernel {
   static constexpr bool kPingPong = Tile::kPingPong;
   static constexpr int kM = Tile::kM, kN = Tile::kN, kK = Tile::kK, kColumns = Tile::kColumns, kRows = Tile::kRows;
   static constexpr int kProducts = Tile::kProducts, kCluster = Tile::kCluster, kWarpgroups = Tile::kWarpgroups;
-  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // of the last warpgroup, one thread works
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // in the last warpgroup, only one thread works
   static constexpr int kRowsOfA = kM / kCluster;            // that a CTA loads for its cluster
   static constexpr int kStageBytes = (kM + kColumns) * kK * Tile::kSize;
   static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::Shared));
@@ -164,7 +164,7 @@ struct WideKernel {
       for (int step = 0; step < p.steps; ++step, ++at) {
         Stage& stage = shared.stages[at.index()];
         LoadBarrier& loaded = shared.loaded[at.index()];
-        shared.free[at.index()].wait(at.phase() ^ 1);  // at once in the first round
+        shared.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
         loaded.arrive_and_expect_tx(kStageBytes);
         p.a.load(stage.a.data() + rank * kRowsOfA * kK, place.row * kCluster + rank, step, loaded, (1 << kCluster) - 1);
         CUTLASS_PRAGMA_UNROLL

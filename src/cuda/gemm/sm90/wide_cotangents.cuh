@@ -104,7 +104,7 @@ CUTLASS_DEVICE void CotangentEpilogue<Rule, Tile>::finish(const Sums& sums, cons
       Tensor first_pairs = recast<cutlass::Array<Element, 2>>(first);
       Tensor second_pairs = recast<cutlass::Array<Element, 2>>(second);
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < 8; ++block) {  // a thread has pairs of neighbouring columns, of two rows in 16
+      for (int block = 0; block < 8; ++block) {  // a thread has pairs of neighbouring columns, in two rows of 16
         const int column = box * 64 + get<1>(places(make_coord(make_coord(0, 0, block), 0, 0)));
         const int block_of_tile = box * 8 + block;
         float2 bias[2];

@@ -93,7 +93,7 @@ struct ValueEpilogue {
       if constexpr (kReadsC) copy(read, read_slice.partition_S(in_box), read_slice.retile_D(result));
       Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < 8; ++block) {  // a thread has pairs of neighbouring columns, of two rows in 16
+      for (int block = 0; block < 8; ++block) {  // a thread has pairs of neighbouring columns, in two rows of 16
         const int column = box * 64 + get<1>(places(make_coord(make_coord(0, 0, block), 0, 0)));
         const int block_of_tile = box * 8 + block;
         const float2 bias = *reinterpret_cast<const float2*>(&shared_.bias.at[0][column]);
