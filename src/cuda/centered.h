@@ -3,8 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 // Centring lets kernels that read 16 bits, and begin with the layer norm of their rows, take a float32 x with 16-bit
-// weights. A layer norm ignores the mean, so they get x minus the mean of each row, subtracted in float32: what rounding
-// then loses is small beside the spread of the row, as for a rounded z = layer_norm(x), however large the mean is.
+// weights. A layer norm ignores the mean, so they get x minus the mean of each row, subtracted in float32. The loss in
+// rounding is then small beside the spread of the row, as for a rounded z = layer_norm(x), however large the mean is.
 //
 // float16 has no numbers beyond 65504, so a row whose variance is far above eps is multiplied by a power of two, which
 // is exact and which its layer norm ignores too: with a factor s, the norm divides by sqrt(variance + eps / s^2). A

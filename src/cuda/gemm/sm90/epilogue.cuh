@@ -11,8 +11,8 @@ namespace torchops::cuda::gemm {
 
 namespace fusion = cutlass::epilogue::fusion;
 
-/// t = F::kScale * (sum + bias), what F::of_scaled() takes. Scaled here, for all rows at once, the bias costs a quarter
-/// of an instruction for each output, and the sum no addition: with the sigmoid 8.8 instructions instead of 9.5.
+/// t = F::kScale * (sum + bias), the argument of F::of_scaled(). Scaled here, for all rows at once, the bias costs a
+/// quarter of an instruction per output, and the sum no addition: with the sigmoid 8.8 instructions instead of 9.5.
 template <class F>
 struct Argument {
   template <class Fragment>

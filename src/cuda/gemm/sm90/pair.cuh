@@ -1,7 +1,7 @@
 #pragma once
 
-// What the two steps of a triangle update share: tiles of a matrix of positions by TMA, and layer norms of tiles in
-// shared memory.
+// Shared by both steps of a triangle update: TMA tiles of a matrix of positions, and layer norms of tiles in shared
+// memory.
 
 // clang-format off: before what it changes
 #include "cuda/gemm/sm90/driver.cuh"
@@ -20,7 +20,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// Tiles of rows x columns of planes of a tensor: as TileMap, with a third dimension.
+/// Tiles of rows x columns from planes of a tensor: like TileMap, with a third dimension.
 template <class Copy, class Element, int rows, int columns>
 struct PlaneMap {
   using Planes = cute::Layout<cute::Shape<int, int, int>, cute::Stride<int64_t, cute::_1, int64_t>>;
@@ -43,7 +43,7 @@ struct PlaneMap {
     const Tensor all = map.get_tma_tensor(make_shape(height, width, planes));
     return local_tile(all(_, _, plane), Shape<Int<rows>, Int<columns>>{}, make_coord(row, column));
   }
-  /// `ctas` as in TileMap.
+  /// `ctas` is as in TileMap.
   CUTLASS_DEVICE void load(Element* shared, int row, int column, int plane,
                            cutlass::arch::ClusterTransactionBarrier& barrier, uint16_t ctas = 0) const {
     using namespace cute;
@@ -66,15 +66,15 @@ struct PlaneMap {
 
 constexpr int kPairRows = 64;  // positions of a tile: one row of matrix instructions, and 128 bytes of a channel
 
-// A layer norm whose rows only go into a product needs no pass of its own: with its weight inside the matrix, w' = w
-// times the norm's weight, and s = the sums of w' over its rows,
+// A layer norm whose rows only go into a product needs no pass of its own: with its weight folded into the matrix, w' =
+// w times the norm's weight, and s = the sums of w' over its rows,
 //   norm(x) @ w.T + b = rstd * (x @ w'.T - mean * s) + (w @ norm's bias + b).
-// So the products start from x as it is, while the same threads compute its moments beside them. w' is rounded where
-// eager rounds norm(x).
+// So the products use x as it is, while the same threads compute its moments. w' is rounded, as norm(x) is in eager
+// mode.
 
-/// Mean and rstd of rows, as the products want them: value = scale * product + shift * s + bias.
+/// Mean and rstd of rows, in the form that products use: value = scale * product + shift * s + bias.
 struct Moments {
-  float scale[2], shift[2];  // of the two rows of a thread's accumulators
+  float scale[2], shift[2];  // for the two rows of a thread's accumulators
 
   CUTLASS_DEVICE void set(int i, float origin, float sum, float squares, int count, float eps) {
     const float by = 1.f / static_cast<float>(count), mean = sum * by;
@@ -84,15 +84,15 @@ struct Moments {
   }
 };
 
-/// Where 8 elements lie in rows of 128 bytes as TMA writes them: boxes of 64 columns, pieces permuted by the row.
+/// Where 8 elements are in rows of 128 bytes as TMA writes them: boxes of 64 columns, pieces permuted by the row.
 template <int rows>
 CUTLASS_DEVICE int swizzled_piece(int row, int column) {
   return column / 64 * (rows * 64) + row * 64 + ((column % 64 / 8) ^ (row % 8)) * 8;
 }
 
-/// The moments of the rows of `features` of kK columns. The four threads that share rows in the accumulators share them
-/// here; two rows of a phase of loads begin with other pieces, so that eight threads meet in no bank. Sums are those of
-/// differences to the first element, so that little cancels.
+/// The moments of rows with `features` of kK columns. The four threads that share a row in the accumulators share it
+/// here; the two rows of a load phase begin with different pieces, so that eight threads have no bank conflicts. Sums
+/// are of differences to the first element, so that little cancels.
 template <class Element, int kK>
 CUTLASS_DEVICE Moments row_moments(const Element* tile, int features, float eps) {
   const int thread = threadIdx.x % 128, lane = thread % 32, quarter = lane % 4;
@@ -128,8 +128,8 @@ CUTLASS_DEVICE Moments row_moments(const Element* tile, int features, float eps)
   return moments;
 }
 
-/// The moments over channels of 64 positions, of a tile of kChannels rows of positions. A warp reads the 128 bytes of a
-/// channel at once, two positions a thread; the warps divide the channels and meet in `partial`.
+/// The moments over channels of 64 positions, for a tile with kChannels rows of positions. A warp reads the 128 bytes
+/// of a channel at once, two positions per thread; the warps divide the channels and combine sums in `partial`.
 template <class Element, int kChannels, class Sync>
 CUTLASS_DEVICE Moments channel_moments(const Element* tile, float2 (&partial)[4][kPairRows], int channels, float eps,
                                        const Sync& sync) {
@@ -176,7 +176,7 @@ CUTLASS_DEVICE Moments channel_moments(const Element* tile, float2 (&partial)[4]
   return moments;
 }
 
-/// What a product adds for a column: `sum` of w' times shift, and `bias`.
+/// What is added to the product of a column: `sum`, the sum of w', times shift; and `bias`.
 struct ColumnTerms {
   float sum, bias;
 };
@@ -189,7 +189,7 @@ template <int kK>
 struct alignas(16) NormVectors {
   float weight[kK], bias[kK];
 
-  /// By `threads` threads. Null is ones, or zeros.
+  /// Called by `threads` threads. Null means ones for the weight, zeros for the bias.
   template <class Element>
   CUTLASS_DEVICE void load(const Element* weights, const Element* biases, int count, int threads) {
     for (int i = static_cast<int>(threadIdx.x); i < kK; i += threads) {
@@ -199,8 +199,8 @@ struct alignas(16) NormVectors {
   }
 };
 
-/// Puts a layer norm into a row of a weight in shared memory, a tile of `rows` x kK; returns the terms of the column
-/// that it makes, times `scale`. `bias` is null or that of the column.
+/// Folds a layer norm into a row of a weight in shared memory, a tile of `rows` x kK; returns the terms, times `scale`,
+/// of the column that this row makes. `bias` is null or that of the column.
 template <int rows, class Element, int kK>
 CUTLASS_DEVICE ColumnTerms fold_norm(Element* w, int row, const NormVectors<kK>& norm, const Element* bias,
                                      float scale) {
@@ -226,8 +226,8 @@ CUTLASS_DEVICE ColumnTerms fold_norm(Element* w, int row, const NormVectors<kK>&
   return {scale * (sums[0] + sums[1]), scale * shift};
 }
 
-// The warpgroups of a CTA: three that compute, a tile each in turn, and one of which one thread loads tiles, in order,
-// through a ring of stages.
+// The warpgroups of a CTA: three that compute, one tile each in turn, and one in which a single thread loads tiles, in
+// order, through a ring of stages.
 constexpr int kPairComputing = 3, kPairThreads = 128 * (kPairComputing + 1);
 
 template <int stages>
@@ -246,7 +246,7 @@ struct PairBarriers {
     cutlass::arch::fence_barrier_init();
   }
 
-  /// Waits for a stage: in turn, where a stage does not always go to one warpgroup.
+  /// Waits for a stage; in turn, if a stage does not always go to the same warpgroup.
   CUTLASS_DEVICE void wait_for(int stage, uint32_t phase, int warpgroup, uint32_t round) {
     constexpr bool in_turn = stages % kPairComputing != 0;
     if constexpr (in_turn) turns.wait(warpgroup, round);
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kPairThreads, 1) pair_kernel(const __grid_cons
   if (threadIdx.x == 0) shared.barriers.init();
   __syncthreads();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
-  // A kernel that wants more registers takes what the loading warpgroup does not need.
+  // A kernel that needs more registers takes those that the loading warpgroup does not need.
   constexpr bool wants_registers = requires { Kernel::kRegisters; };
   if (warpgroup < kPairComputing) {
     if constexpr (wants_registers) cutlass::arch::warpgroup_reg_alloc<Kernel::kRegisters>();
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kPairThreads, 1) pair_kernel(const __grid_cons
   }
 }
 
-/// Threads of one warpgroup, or of those that compute, wait for each other.
+/// Barriers among the threads of one warpgroup, and among all that compute.
 CUTLASS_DEVICE void sync_warpgroup(int warpgroup) { cutlass::arch::NamedBarrier::sync(128, warpgroup); }
 CUTLASS_DEVICE void sync_computing() { cutlass::arch::NamedBarrier::sync(128 * kPairComputing, kPairComputing); }
 
@@ -287,7 +287,7 @@ struct PairTiles {
   CUTLASS_DEVICE int place_in_row(int64_t tile) const { return static_cast<int>(tile % in_row()); }
 };
 
-/// As many CTAs as run at once on the current device, but no more than there are tiles.
+/// As many CTAs as run at once on the current device, but not more than there are tiles.
 template <class Kernel>
 cudaError_t pair_blocks(int n, int& blocks) {
   static PerDevice sm_count;

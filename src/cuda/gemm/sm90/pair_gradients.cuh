@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   }
 }
 
-/// With value[0] and gate[0] of the step: p.dz, d(o) of the step out, and in p.sums, for the value and then the gate,
-/// in float32 the gradient of the weight with the norm's inside, taken by xhat or ohat, and that of the bias.
+/// From value[0] and gate[0] of the step: p.dz; d(o) in the output step; and, in float32 in p.sums, for the value and
+/// then the gate, the gradients of the weight with the norm folded in, over xhat or ohat, and of the bias.
 template <class Gate, bool out>
 struct PairGradients {
   template <Element element, GradientTiling tiling>
@@ -133,7 +133,7 @@ struct PairGradients {
       parameters.tiles = DealtPairTiles::of(p.n, count);
       pair_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
-      // Both products' in one row.
+      // A row has the sums of both products.
       const int64_t sums = parameters.sums(0) + parameters.sums(1);
       launch_column_sum<float, float, 4, 32, 16>(parameters.partial, p.sums, static_cast<float*>(nullptr), count, sums,
                                                  sums, sums, stream);

@@ -19,7 +19,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   const auto swizzled = [&](Element* data, auto layout) {
     return as_position_independent_swizzle_tensor(view(data, layout));
   };
-  // sums (+)= a @ b.T, both of tiles in shared memory.
+  // sums (+)= a @ b.T, both tiles in shared memory.
   const auto multiply = [&](auto& product, Element* a, auto layout_a, Element* b, auto layout_b, auto& sums) {
     const auto slice = product.get_slice(leader);
     const Tensor of_a = slice.make_fragment_A(slice.partition_A(view(a, layout_a)));
@@ -40,7 +40,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   Tensor u = partition_fragment_C(product_t, Positions{});
   Tensor t = make_fragment_like(u);
   Tensor dx = make_fragment_like(u);   // dxhat
-  Tensor d_o = make_fragment_like(u);  // dohat, of the step out
+  Tensor d_o = make_fragment_like(u);  // dohat, in the output step
   Tensor dw0 = partition_fragment_C(product_w0, cute::Shape<Int<kFeatures>, Int<kFeatures>>{});
   Tensor dw1 = make_fragment_like(dw0);
   ProductSums product_sums;
@@ -57,7 +57,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     warpgroup_fence_operand(db1);
   };
   const Tensor places = product_t.get_slice(thread).partition_C(make_identity_tensor(Positions{}));
-  // Fragments of positions and features, from and to rows and channels, in pieces of 16 columns.
+  // Copies fragments of positions and features from and to rows and channels, in pieces of 16 columns.
   const auto read = [&](auto atom, Element* data, auto layout, auto& fragment, int first = 0,
                         int count = kColumns / 16) {
     const auto tiled = make_tiled_copy_C(atom, product_t);
@@ -100,8 +100,8 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(from); i += 2) pairs(i / 2) = round(cutlass::Array<float, 2>{from(i), from(i + 1)});
   };
-  // The gradient of what was normalised, from that of the result: rstd (g - mean(g) - y mean(g y)) for the rows of
-  // `normalized`, y, of which the other warpgroup has the other columns. finish() comes before both meet.
+  // The gradient through a norm with the output `normalized`, y: rstd (g - mean(g) - y mean(g y)). The other warpgroup
+  // has the other columns of these rows; finish() is called before both synchronise.
   const auto through_norm = [&](auto& g, const auto& normalized, const float (&rstd)[kRows], int features,
                                 const auto& finish) {
     float2 row_sums[2] = {};
@@ -139,7 +139,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     }
   };
 
-  // What of this thread's positions is read one or two tiles ahead, so that nothing waits for it.
+  // Inputs per position of this thread are read one or two tiles ahead, so that nothing waits for them.
   const auto read_moments = [&](PairPlace tile) {
     const float2* const from = kOut ? nullptr : moments_of_row(p, tile, thread_here());
     return from == nullptr ? make_float2(0.f, 0.f) : *from;
@@ -151,11 +151,11 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int position = tile.place * kRows + get<0>(places(2 * i));
-      if (position < p.tiles.n) mask[i] = of_row[position * p.mask_stride];  // behind them the cotangent is zero
+      if (position < p.tiles.n) mask[i] = of_row[position * p.mask_stride];  // beyond that the cotangent is zero
     }
   };
 
-  // In the layout of the accumulators. What no store takes, in rows behind the last, is read of that.
+  // In the layout of the accumulators. Rows past the last one read that; no store writes them.
   const auto read_residual = [&](auto& fragment, PairPlace tile) {
     Tensor pairs = recast<cutlass::Array<Element, 2>>(fragment);
     const int first = get<1>(places(0));
@@ -167,7 +167,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(fragment); i += 2) {
-      const int column = i / 4 * 8;  // of the layout: pairs of two rows by turns, and then 8 columns on
+      const int column = i / 4 * 8;  // in this layout: pairs alternating between two rows, and then 8 columns further
       if (first + column < p.c) {
         pairs(i / 2) = *reinterpret_cast<const cutlass::Array<Element, 2>*>(rows[i / 2 % 2] + column);
       }
@@ -178,10 +178,10 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   PairPlace tile = p.tiles.first();
   read_mask(tile);
   PipelineState at, next;
-  normalize(p, shared, next, tile, read_moments(tile));  // there is no CTA without a tile
+  normalize(p, shared, next, tile, read_moments(tile));  // every CTA has a tile
   cutlass::arch::fence_view_async_shared();
   sync();
-  int former = -1;  // the stage from which a store may still read
+  int former = -1;  // the stage that a store may still be reading
   while (p.tiles.has(tile)) {
     Stage& stage = shared.stages[at.index()];
     warpgroup_fence_operand(u);
@@ -212,7 +212,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     Tensor du_pairs = recast<cutlass::Array<Element, 2>>(du), dt_pairs = recast<cutlass::Array<Element, 2>>(dt);
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kColumns / 32; ++group) {
-      // Only what a group needs is in registers at a time.
+      // Only what one group needs is in registers at a time.
       read_grad(stage.grad.data(), du, 2 * group, 2);
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 16; j += 2) {  // pairs of neighbouring columns, alternating between two rows
@@ -236,7 +236,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
       write_dz(dt, shared.dt.data(), 2 * group, 2);
     }
     if (thread == 0) {
-      tma_store_wait<0>();  // of the tile before
+      tma_store_wait<0>();  // the store of the previous tile
       if (former >= 0) shared.consumed[former].arrive();
     }
     cutlass::arch::fence_view_async_shared();
@@ -265,7 +265,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     multiply(product_sums, shared.dt.data(), OfDzT{}, shared.ones, Ones{}, db1);
     warpgroup_commit_batch();
     Tensor residual = make_tensor_like<Element>(u);
-    // It arrives, from the second-level cache, while the next tile is normalised.
+    // Arrives from the second-level cache while the next tile is normalised.
     if constexpr (kAdds) read_residual(residual, tile);
     if (++next; p.tiles.has(following)) normalize(p, shared, next, following, moments);
     Tensor other = make_tensor_like<Element>(u);
@@ -281,7 +281,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     Tensor result = make_tensor_like<Element>(u);
     if constexpr (kOut) {
       through_norm(d_o, other, shared.rstd[at.index()], p.d, [&] {
-        warpgroup_wait<0>();  // both results go to where the products of dw have read
+        warpgroup_wait<0>();  // both results overwrite what the products of dw have read
         fence_sums();
       });
       round_to(result, d_o);

@@ -1,41 +1,41 @@
 #pragma once
 
-// The gradients of a step of a triangle update in one pass over the positions. Nothing of the forward pass but its
-// product is saved: layer norms, projections and gates are made again. With xhat and ohat the normalised rows of x and
-// o, and the weights of the norms inside the matrices (pair.cuh), the step of one side in is
+// The gradients of a step of a triangle update in one pass over the positions. Forward saves only the product: layer
+// norms, projections and gates are recomputed. With xhat and ohat the normalised rows of x and o, and the norms'
+// weights folded into the matrices (pair.cuh), the input step for one side is
 //
 //   y = (xhat @ w[0].T + b[0]) * F(xhat @ w[1].T + b[1]) * factor of the position,   channels from rows,
 //
-// and the step out the same with ohat in the first product, and rows from channels. From the cotangent of y come du and
-// dt, those of both products, and then
+// and the output step is the same with ohat in the first product, and rows from channels. From the cotangent of y come
+// du and dt, those of both products; then
 //
 //   step in     dxhat += du @ w[0] + dt @ w[1];     dw[0] += du.T @ xhat;  dw[1] += dt.T @ xhat
 //   step out    dxhat = dt @ w[1];  dohat = du @ w[0];  dw[0] += du.T @ ohat;  dw[1] += dt.T @ xhat
 //
-// and from dohat, and from the last dxhat, do and dx through the norms.
+// and, through the norms, do from dohat, and dx from the last dxhat.
 //
 //   load warp      tiles of 64 positions -> a stage of shared memory, by TMA, some ahead
-//   2 warpgroups   the products, of which they divide the columns, or for dw the rows; and while those of a tile run,
-//                  xhat and ohat of the next over x and o
+//   2 warpgroups   the products; they divide their columns, or for dw the rows. While those of a tile run, they
+//                  compute xhat and ohat of the next one, over x and o
 //
 // The sums of dw and of the columns of du and dt stay in registers for all positions, as in gated_gradients.cuh. The
-// latter are products with ones: the warps that compute du and dt have more to do than the matrix units.
+// column sums are products with ones: the warps that compute du and dt are busier than the matrix units.
 
 #include "cuda/gemm/sm90/pair_norms.cuh"
 
 namespace torchops::cuda::gemm {
 
-/// What becomes of dxhat, known at compile time because registers are few: the step out begins it, the sides of the
-/// step in add to it, and the last one makes dx of it, to which it may add the cotangent of a residual.
+/// What happens to dxhat, known at compile time because registers are few: the output step begins it, the sides of the
+/// input step add to it, and the last one turns it into dx, and may add the cotangent of a residual.
 enum class DxHat { kBegins, kGrows, kEnds, kEndsAndAdds };
 
-/// A tile of positions: which of those of a row.
+/// A tile of positions: its row, and its place among the tiles of the row.
 struct PairPlace {
   int row, place;
 };
 
-/// The tiles of an n x n matrix of positions, dealt to the CTAs in turn, so that a loop over them divides nothing: the
-/// products of a tile would wait for that.
+/// The tiles of an n x n matrix of positions, dealt to the CTAs in turn. Loops over them need no division, for which
+/// the products of a tile would have to wait.
 struct DealtPairTiles {
   int n, in_row, row_step, place_step;
 
@@ -73,27 +73,27 @@ struct PairGradientsKernel {
   static_assert(kSpec<tiling>.most_k == kFeatures && kWarpgroups == 2 && kColumns == 64);
   using PipelineState = cutlass::PipelineState<kStages>;
 
-  /// Of positions in rows, or of channels in rows: the same bytes.
+  /// Positions in rows, or channels in rows: the same number of bytes.
   using Tile = cute::array_aligned<Element, kRows * kFeatures, 1024>;
   using Matrix = cute::array_aligned<Element, kFeatures * kFeatures, 1024>;
   struct Stage {
-    Tile x;      // then xhat; of the step out, in the end dxhat
-    Tile other;  // o, then ohat and in the end do; or dxhat so far, and in the end dxhat or dx
+    Tile x;      // then xhat; in the output step, finally dxhat
+    Tile other;  // o, then ohat and finally do; or dxhat so far, and finally dxhat or dx
     Tile grad;   // then du
   };
   struct Shared {
     Matrix w[2];
     Stage stages[kStages];
-    Tile dt;  // written when all have read that of the tile before
+    Tile dt;  // written when all have read that of the previous tile
     alignas(16) float bias[2][kFeatures];
-    float rstd[kStages][kRows];  // of the norm that a gradient goes through: that of o, or of x
+    float rstd[kStages][kRows];  // of the norm that a gradient passes through: that of o, or of x
     float2 row_sums[kWarpgroups][kRows];
-    alignas(16) Element ones[64];  // 8 x 8: columns of du and dt are summed by products with it
+    alignas(16) Element ones[64];  // 8 x 8: products with it sum the columns of du and dt
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
     cutlass::arch::ClusterBarrier consumed[kStages];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
-  // The thread whose store has read the stage, and for the step in each warp whose products have.
+  // The thread whose store has read the stage; in the input step also each warp whose products have.
   static constexpr int kConsumedArrivals = 1 + (kOut ? 0 : kConsumers / 32);
 
   using LoadRows = PlaneMap<cute::SM90_TMA_LOAD, Element, kRows, kFeatures>;
@@ -102,13 +102,13 @@ struct PairGradientsKernel {
   using StoreChannels = PlaneMap<cute::SM90_TMA_STORE, Element, kFeatures, kRows>;
   using LoadWeight = TileMap<cute::SM90_TMA_LOAD, Element, kFeatures, kFeatures>;
   struct Parameters {
-    LoadRows x, rows;       // rows: the cotangent of the step out, or dxhat so far
-    LoadChannels channels;  // o, or the cotangent of the step in
+    LoadRows x, rows;       // rows: the cotangent in the output step, or dxhat so far
+    LoadChannels channels;  // o, or the cotangent in the input step
     StoreRows dxhat;
-    StoreChannels d_o;  // of the step out
+    StoreChannels d_o;  // in the output step
     LoadWeight w[2];
     const Element *bias[2], *norm_x[2], *norm_o[2], *mask;
-    float2* moments;  // of positions
+    float2* moments;  // one per position
     int64_t mask_row_stride, mask_stride, moments_row_stride, moments_stride;
     struct {  // what is added to dx; shared memory has no room for it
       const Element* data;
@@ -117,10 +117,10 @@ struct PairGradientsKernel {
     } residual;
     float eps_x, eps_o, scale;
     int c, d;
-    float* partial;  // of each CTA, for each product: dw, then the sums of the columns of du or dt
+    float* partial;  // for each CTA and product: dw, then the sums of the columns of du or dt
     DealtPairTiles tiles;
 
-    /// What a product has for its sums: du or dt is of `outputs`, and what it multiplies of `features`.
+    /// The size of a product's sums: du or dt has `outputs` columns, and the other factor has `features`.
     CUTLASS_HOST_DEVICE int outputs() const { return kOut ? c : d; }
     CUTLASS_HOST_DEVICE int features(int product) const { return kOut && product == 0 ? d : c; }
     CUTLASS_HOST_DEVICE int64_t sums(int product) const { return int64_t{outputs()} * (features(product) + 1); }
@@ -134,7 +134,7 @@ struct PairGradientsKernel {
       cute::Layout<Division>{}));
   using ByColumns = cute::Shape<cute::_1, cute::Int<kWarpgroups>, cute::_1>;
   using ByRows = cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>;
-  // du and dt lie as the cotangent does.
+  // du and dt have the layout of the cotangent.
   static constexpr Major kOfO = kOut ? Major::MN : Major::K;
   static constexpr Major kOfDz = kOut ? Major::K : Major::MN, kOfDzT = kOut ? Major::MN : Major::K;
   using ProductU = Product<kRows, kColumns, kFeatures, kOfO, Major::K, ByColumns>;
@@ -143,10 +143,10 @@ struct PairGradientsKernel {
   using ProductW0 = Product<kFeatures, kFeatures, kRows, kOfDzT, kOut ? Major::K : Major::MN, ByRows>;
   using ProductW1 = Product<kFeatures, kFeatures, kRows, kOfDzT, Major::MN, ByRows>;
   using ProductSums = Product<kFeatures, 8, kRows, kOfDzT, Major::K, ByRows>;
-  // As many ones as a product wants, of the same 8 positions.
+  // As many ones as a product needs, all in the same 8 x 8 elements.
   using Ones = cute::Layout<cute::Shape<cute::_8, cute::Shape<cute::_8, cute::Int<kRows / 8>>>,
                             cute::Stride<cute::_8, cute::Stride<cute::_1, cute::_0>>>;
-  // Positions in rows as (positions, features) and transposed, and channels in rows the other way round.
+  // Positions in rows, as (positions, features) and transposed; and the other way round for channels in rows.
   using InRows = SwizzledRows<Element, kRows, kFeatures>;
   using InRowsT = SwizzledTransposed<Element, kRows, kFeatures>;
   using InChannels = SwizzledTransposed<Element, kFeatures, kRows>;
@@ -172,14 +172,14 @@ struct PairGradientsKernel {
     }
   }
 
-  /// The moments of a thread's row of x in the tile, as normalize_row() wants them; null behind the last row.
+  /// Where the moments of a thread's row of x are, for normalize_row(); null past the last row.
   CUTLASS_DEVICE static float2* moments_of_row(const Parameters& p, PairPlace tile, int thread) {
     const int position = tile.place * kRows + thread / 4;
     if (!p.tiles.has(tile) || position >= p.tiles.n) return nullptr;
     return p.moments + tile.row * p.moments_row_stride + position * p.moments_stride;
   }
 
-  /// By the warpgroups, when the stage has been loaded. A fence and sync() must follow.
+  /// Called by the warpgroups when the stage has been loaded. A fence and sync() must follow.
   CUTLASS_DEVICE static void normalize(const Parameters& p, Shared& shared, const PipelineState& at, PairPlace tile,
                                        float2 of_row) {
     Stage& stage = shared.stages[at.index()];

@@ -1,12 +1,12 @@
 #pragma once
 
-// The first step of a triangle update: layer norm, two gated linear units and the mask, from rows of features to
+// The input step of a triangle update: layer norm, two gated linear units and the mask, from rows of features to
 // channels of positions, in one pass over x.
 //
 // A CTA keeps all weights in shared memory, and tiles of 64 positions stream through it (see pair.cuh). A computing
 // warpgroup reads its tile once and normalises it in registers, where it stays as the operand of all products: shared
-// memory, which would deliver it to each of them again, is as busy here as the matrix instructions. It multiplies the
-// tile for a, and then for b, and stores the results transposed; TMA takes them to the channels.
+// memory, which would otherwise deliver it to each product again, is as busy here as the matrix instructions. It
+// multiplies the tile for a, then for b, and stores the results transposed; TMA writes them to the channels.
 
 #include "cuda/gemm/sm90/operand_norm.cuh"
 #include "cuda/gemm/sm90/pair.cuh"
@@ -24,7 +24,7 @@ struct PairInKernel {
   static constexpr int kRoom =
       227 * 1024 - 512 - kWeights * (kWeightBytes + 4 * kColumns) - kPairComputing * kColumns * kRows * kSize - 8 * kK;
   static constexpr int kStages = std::min(kSpec<tiling>.stages, kRoom / kStageBytes);
-  // Of the gate's product: the biases of its columns have it too.
+  // The scale of the gate's product; the biases of its columns have it too.
   static constexpr float kGateScale = Gate::kTanhScale;
   static_assert(kSpec<tiling>.rows == kRows && kStages > kPairComputing);
   using PipelineState = cutlass::PipelineState<kStages>;
@@ -33,7 +33,7 @@ struct PairInKernel {
     cute::array_aligned<Element, kColumns * kK, 1024> w[2][kParts][kProducts];
     cute::array_aligned<Element, kColumns * kRows, 1024> results[kPairComputing];
     cute::array_aligned<Element, kRows * kK, 1024> stages[kStages];
-    alignas(16) float bias[2][kParts][kProducts][kColumns];  // and of the norm
+    alignas(16) float bias[2][kParts][kProducts][kColumns];  // including that of the norm
     NormVectors<kK> norm;
     PairBarriers<kStages> barriers;
   };
@@ -61,7 +61,7 @@ struct PairInKernel {
       cute::GMMA::rs_op_selector<Element, Element, float,
                                  cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kK>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::K>()));
-  /// The rows of a tile as their operand: of 16 features, a thread has pairs in two rows, and the same 8 further.
+  /// The rows of a tile as an operand: of 16 features, a thread has pairs in two rows, and the same 8 features further.
   using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kK / 16>>>;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
@@ -135,7 +135,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
   for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
        tile += int64_t{kPairComputing} * gridDim.x) {
     const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
-    // A thread has two positions of the tile. Behind the last of a row stand zeros, which add nothing to the products.
+    // A thread has two positions of the tile. After the last of a row there are zeros, which add nothing to products.
     float factors[2];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -197,7 +197,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
         pairs(i / 2) = to_element(values);
       }
       if (thread == 0) tma_store_wait<0>();
-      sync_warpgroup(warpgroup);  // all threads have read the tile, and TMA the last results
+      sync_warpgroup(warpgroup);  // until all threads have read the tile, and TMA the previous results
       if (step == 0 && thread == 0) shared.barriers.free[at.index()].arrive();
       copy(write, write_slice.retile_S(result), to_results);
       cutlass::arch::fence_view_async_shared();
@@ -210,7 +210,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
 }
 
 /// channels[s][h][i][k] = (z @ value[s].T + bias) * sigmoid(z @ gate[s].T + bias) * mask[i][k] * scale[s] for the h-th
-/// column, with z the layer norm of x[i][k]; 0 behind the n-th k, as far as padded_positions().
+/// column, where z is the layer norm of x[i][k]; 0 from the n-th k up to padded_positions().
 template <class Gate>
 struct PairIn {
   template <Element element, NarrowTiling tiling>

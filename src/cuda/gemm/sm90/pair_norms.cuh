@@ -6,19 +6,19 @@
 
 namespace torchops::cuda::gemm {
 
-/// threadIdx.x, so that nothing that depends on it is moved out of the loop over the tiles, where it would be
-/// spilled: local memory has the little of the first-level cache that shared memory leaves.
+/// threadIdx.x, opaque to the compiler so that nothing that depends on it is hoisted out of the loop over tiles: it
+/// would be spilled there, and local memory has only the little of the first-level cache that shared memory leaves.
 CUTLASS_DEVICE int thread_here() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Sums of squares need no origin here: where a mean is so large that they lose digits, x has lost more when it was
-// rounded to 16 bits.
+// Sums of squares need no origin here: if a mean is so large that they lose digits, x has lost more when it was rounded
+// to 16 bits.
 
-/// Normalises the rows of a tile in place, four threads a row, which read the pieces of row_moments(). The moments are
-/// given, or measured and returned.
+/// Normalises the rows of a tile in place, four threads per row, which read the pieces as in row_moments(). The moments
+/// are passed, or else measured and returned.
 template <bool measures, int kFeatures, class Element>
 CUTLASS_DEVICE void normalize_row(Element* tile, int thread, int features, float eps, Moments& moments) {
   using Piece = cutlass::Array<Element, 8>;
@@ -35,7 +35,7 @@ CUTLASS_DEVICE void normalize_row(Element* tile, int thread, int features, float
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < count; ++i) pieces[i] = at(i);
   if constexpr (measures) {
-    float sums[2] = {}, squares[2] = {};  // TMA puts zeros behind the features
+    float sums[2] = {}, squares[2] = {};  // TMA writes zeros past the features
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < count; ++i) {
       const auto values = widen(pieces[i]);
@@ -62,8 +62,8 @@ CUTLASS_DEVICE void normalize_row(Element* tile, int thread, int features, float
   }
 }
 
-/// Normalises the positions of a tile of channels in place, a warp for each 8: a lane has four of them in every 16th
-/// channel. Returns rstd of each.
+/// Normalises the positions of a tile of channels in place, 8 per warp: a lane has four of them in every 16th channel.
+/// Returns rstd of each position.
 template <int kFeatures, class Element>
 CUTLASS_DEVICE void normalize_channels(Element* tile, int thread, float (&rstd)[kPairRows], int channels, float eps) {
   using Quad = cutlass::AlignedArray<Element, 4>;
@@ -73,7 +73,7 @@ CUTLASS_DEVICE void normalize_channels(Element* tile, int thread, float (&rstd)[
   const int lane = thread % 32, position = thread / 32 * 8 + lane % 2 * 4;
   Element* const first = tile + swizzled_piece<kFeatures>(lane / 2, position) + position % 8;
   const auto at = [&](int i) -> Quad& { return *reinterpret_cast<Quad*>(first + i * (16 * kPairRows)); };
-  float sums[4] = {}, squares[4] = {};  // TMA puts zeros behind the channels
+  float sums[4] = {}, squares[4] = {};  // TMA writes zeros past the channels
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < count; ++i) {
     const auto values = widen(at(i));

@@ -1,9 +1,9 @@
 #pragma once
 
-// The last step of a triangle update: layer norm of the product o, projection, gate of the layer norm of x, and the
+// The output step of a triangle update: layer norm of the product o, projection, gate from the layer norm of x, and the
 // residual, from channels of positions to rows of features, in one pass over o and x.
 //
-// Built as pair_in.cuh; o is multiplied transposed. The results may go to where x came from: no other CTA reads these
+// Structured like pair_in.cuh; o is multiplied transposed. The results may overwrite x: no other CTA reads these
 // rows.
 
 #include "cuda/gemm/sm90/pair.cuh"
@@ -14,7 +14,7 @@ namespace torchops::cuda::gemm {
 template <class Element_, class Gate, NarrowTiling tiling>
 struct PairOutKernel {
   using Element = Element_;
-  // Of both products: c columns; d and c are the lengths of their sums.
+  // Both products have c columns; their sums have lengths d and c.
   static constexpr int kRows = kPairRows, kColumns = kPairColumns, kN = kSpec<tiling>.tile_n, kK = kSpec<tiling>.most_k;
   static constexpr int kParts = kN / kColumns, kWeights = 2 * kParts;
   static constexpr int kSize = static_cast<int>(sizeof(Element)), kRegisters = 160;
@@ -165,7 +165,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       }
       const bool is_wide = p.wide.from != nullptr;
       const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
-      WideRow<kColumns / 8> wide[2];  // of the two rows of which a thread has columns
+      WideRow<kColumns / 8> wide[2];  // the two rows in which a thread has columns
       if (is_wide) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
@@ -181,7 +181,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       warpgroup_fence_operand(y);
       warpgroup_fence_operand(t);
 
-      // Of pairs of neighbouring columns, alternating between two rows.
+      // Pairs of neighbouring columns, alternating between two rows.
       const auto update = [&](int i) {
         const int in_tile = get<1>(places(i)), of_thread = i / 2 % 2;
         const float4 terms = *reinterpret_cast<const float4*>(&shared.terms[0][part][in_tile]);
@@ -202,7 +202,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       if (is_wide) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < size(y); i += 2) wide[i / 2 % 2].add(i / 4, update(i));
-        sync();  // the products have read the tile
+        sync();  // until the products have read the tile
         if (part + 1 == parts && thread == 0) shared.barriers.free[at.index()].arrive();
         continue;
       }
@@ -219,7 +219,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
         pairs(i / 2) = to_element(values);
       }
       if (thread == 0) tma_store_wait<0>();
-      sync();  // the products have read the tile, and TMA the last results
+      sync();  // until the products have read the tile, and TMA the previous results
       if (part + 1 == parts && thread == 0) shared.barriers.free[at.index()].arrive();
       copy(write, write_slice.retile_S(result), to_results);
       cutlass::arch::fence_view_async_shared();
@@ -232,7 +232,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
 }
 
 /// out[i][k] = (layer norm of o[:, i, k] @ value.T + bias) * sigmoid(layer norm of x[i][k] @ gate.T + bias), plus
-/// x[i][k] or the residual where it adds; o is channels[0].
+/// x[i][k] or the residual, if `adds`; o is channels[0].
 template <class Gate>
 struct PairOut {
   template <Element element, NarrowTiling tiling>

@@ -2,7 +2,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// Up to where kernels that write rows of n positions put zeros behind them: products sum over rows of such a multiple
+/// Up to where kernels that write rows of n positions fill them with zeros: products sum over rows padded to a multiple
 /// of 32 bytes, which is detail::padded_size().
 template <class T>
 constexpr int padded_positions(int n) {

@@ -1,17 +1,17 @@
 #pragma once
 
-// What the two steps of a triangle update share where x or the channels have more than 128 features, so that their
-// products are wide.cuh's: sums of any length, of weights that stream through shared memory.
+// Shared by both steps of a triangle update if x or the channels have more than 128 features. Their products are then
+// those of wide.cuh: sums of any length, with weights that stream through shared memory.
 //
-// The layer norms are folded into the weights as in pair.cuh, once in a call, and the moments of all positions come
-// from a pass of its own: a tile is multiplied by many CTAs, and each would measure it again.
+// Layer norms are folded into the weights as in pair.cuh, once per call. The moments of all positions come from a pass
+// of their own: many CTAs multiply the same tile, and each would have to measure it.
 
 #include "cuda/gemm/sm90/pair.cuh"
 #include "cuda/gemm/sm90/wide.cuh"
 
 namespace torchops::cuda::gemm {
 
-/// Mean and rstd of a position as the products want them (see Moments).
+/// Mean and rstd of a position, in the form that products use (see Moments).
 struct ScaleAndShift {
   float scale, shift;
 
@@ -22,9 +22,9 @@ struct ScaleAndShift {
   }
 };
 
-constexpr int kMomentRows = 4, kMomentWarps = 8;  // of a warp at a time, and of a block
+constexpr int kMomentRows = 4, kMomentWarps = 8;  // rows of a warp at a time, warps of a block
 
-/// Of n x n rows of c features; c is a multiple of 8. Sums are those of differences to the first element.
+/// The moments of n x n rows of c features; c is a multiple of 8. Sums are of differences to the first element.
 template <class T>
 __global__ void __launch_bounds__(32 * kMomentWarps)
     row_moments_kernel(const T* x, int64_t plane_stride, int64_t row_stride, int n, int c, float eps,
@@ -77,8 +77,8 @@ void launch_row_moments(const PairProblem& p, ScaleAndShift* to, cudaStream_t st
           static_cast<const T*>(p.x.data), p.x.batch_stride, p.x.row_stride, p.n, p.c, p.norm_x.eps, to);
 }
 
-/// A weight (rows x k) with a layer norm inside, of which the rows from `rows` to `padded` are zeros, and their terms
-/// times `scale`.
+/// A weight (rows x k) with a layer norm folded in, its rows from `rows` to `padded` being zeros, and their terms times
+/// `scale`.
 template <class T>
 struct FoldedWeight {
   const T *weight, *bias, *norm_weight, *norm_bias;
@@ -96,7 +96,7 @@ struct FoldedWeights {
 
 constexpr int kWideFoldWarps = 4;
 
-/// A warp makes a row of one of the weights (blockIdx.y).
+/// A warp makes one row of one of the weights (blockIdx.y).
 template <class T, int count>
 __global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const FoldedWeights<T, count> all) {
   const FoldedWeight<T>& f = all.of[blockIdx.y];
@@ -133,7 +133,7 @@ void launch_fold_weights(const FoldedWeights<T, count>& all, cudaStream_t stream
   fold_weights_kernel<T, count><<<blocks, dim3(32, kWideFoldWarps), 0, stream>>>(all);
 }
 
-/// Tiles of positions, numbered row after row, of which `in_row` lie side by side; what TileMap is for a matrix.
+/// Tiles of positions, numbered row after row, with `in_row` of them in each row; what TileMap is for a matrix.
 template <class Copy, class Element, int rows, int columns>
 struct PositionMap : PlaneMap<Copy, Element, rows, columns> {
   using Planes = PlaneMap<Copy, Element, rows, columns>;
@@ -153,7 +153,7 @@ class Workspace {
  public:
   explicit Workspace(void* memory) : memory_(static_cast<unsigned char*>(memory)) {}
 
-  /// Room for so many T; null of a workspace that is only measured.
+  /// Room for `count` elements of T; null if the workspace is only being measured.
   template <class T>
   T* take(int64_t count) {
     const int64_t at = bytes_;

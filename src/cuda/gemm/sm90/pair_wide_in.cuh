@@ -1,7 +1,7 @@
 #pragma once
 
-// The first step of a triangle update of more than 128 features or channels: the gated linear units of wide.cuh on rows
-// of x as they are, whose epilogue puts the layer norm in and writes channels of positions.
+// The input step of a triangle update with more than 128 features or channels: the gated linear units of wide.cuh on
+// unchanged rows of x. Their epilogue applies the layer norm and writes channels of positions.
 
 #include "cuda/gemm/sm90/pair_padding.cuh"
 #include "cuda/gemm/sm90/pair_wide.cuh"
@@ -26,7 +26,7 @@ struct ChannelsEpilogue {
     const Element* mask;
     int64_t mask_row_stride, mask_stride;
     float scale[2];
-    int n, in_row, parts;  // tiles of rows in a row of positions, and of columns of a side
+    int n, in_row, parts;  // tiles of rows in a row of positions, tiles of columns in a side
   };
 
   CUTLASS_DEVICE static void init(Shared&) {}
@@ -43,7 +43,7 @@ struct ChannelsEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2 * kBlocks; ++i) {
       const int position = place_ * kRows + i / 2 * kPairRows + thread_ / 32 * 16 + thread_ % 32 / 4 + i % 2 * 8;
-      // Behind the last of a row stand zeros, which add nothing to the products that follow.
+      // Past the last position of a row there are zeros, which add nothing to the products that follow.
       moments_[i] = {0.f, 0.f};
       halves_[i] = 0.f;
       if (position >= p_.n) continue;
@@ -57,7 +57,7 @@ struct ChannelsEpilogue {
 
   CUTLASS_DEVICE void share() {
     shared_.terms[thread_ / kN][thread_ % kN] = terms_;
-    end();  // the store of the previous results
+    end();  // the stores of the previous results
   }
 
   template <class Sums, class Sync>
@@ -119,11 +119,11 @@ struct ChannelsEpilogue {
   Shared& shared_;
   ColumnTerms terms_;
   ScaleAndShift moments_[2 * kBlocks];
-  float halves_[2 * kBlocks];  // of the mask and the scale
+  float halves_[2 * kBlocks];  // half of the mask and the scale
   int thread_, plane_ = 0, place_ = 0, side_ = 0, part_ = 0;
 };
 
-/// What PairIn makes, for any c and d. Writes the moments of x too.
+/// The same as PairIn, for any c and d. Also writes the moments of x.
 template <class Gate>
 struct WidePairIn {
   template <Element element, Tiling tiling>
@@ -136,7 +136,7 @@ struct WidePairIn {
 
     static int padded_channels(const PairProblem& p) { return Launch::divided(p.d, Kernel::kN) * Kernel::kN; }
 
-    // The weights of values, and then of gates, each of both sides; and their terms.
+    // The weights of values, then of gates, both sides each; and their terms.
     struct Folded {
       T* weights;
       ColumnTerms* terms;

@@ -1,9 +1,9 @@
 #pragma once
 
-// The last step of a triangle update of more than 128 features or channels: what pair_out.cuh makes, of products like
-// those of wide.cuh. A tile has two sums, of o and of x, one after the other, with a weight each:
+// The output step of a triangle update with more than 128 features or channels: computes what pair_out.cuh does, with
+// products like those of wide.cuh. A tile has two sums, of o and then of x, each with its weight:
 //
-//   load warp     64 channels of o with 64 columns of the projection, and then 64 features of x with as many of the
+//   load warp     64 channels of o with 64 columns of the projection, then 64 features of x with as many of the
 //                 gate -> a stage of shared memory, by TMA, several ahead
 //   warpgroups    half of a tile's positions each
 //
@@ -51,12 +51,12 @@ struct WidePairOutKernel {
     PlaneMap<cute::SM90_TMA_LOAD, Element, kM, kK> a;
     PlaneMap<cute::SM90_TMA_LOAD, Element, kK, kM> o;
     PlaneMap<cute::SM90_TMA_STORE, Element, kRows, kN> out;
-    TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kRowsOfW, kK> w[kProducts];  // of the projection, of the gate
+    TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kRowsOfW, kK> w[kProducts];  // the projection, the gate
     const ColumnTerms* terms[kProducts];
     const ScaleAndShift *of_o, *of_x;
     int64_t of_x_row_stride, of_x_stride;
     int n, in_row, steps[kProducts];
-    int rows, columns;  // of the grid of the tiles of clusters
+    int rows, columns;  // of the grid of cluster tiles
   };
 
   using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kN>, cute::Int<kK>>;
@@ -69,8 +69,8 @@ struct WidePairOutKernel {
   CUTLASS_DEVICE static int first() { return static_cast<int>(blockIdx.x) / kCluster; }
   CUTLASS_DEVICE static int clusters() { return static_cast<int>(gridDim.x) / kCluster; }
 
-  /// Where this CTA's tile is. The columns of a row follow each other, so that x and o are read from memory once.
-  /// Behind the last row of tiles lies a plane that does not exist, which is read as zeros and not written.
+  /// Where this CTA's tile is. The columns of a row are consecutive, so that x and o are read from memory only once.
+  /// Past the last row of tiles there is a nonexistent plane, which is read as zeros and not written.
   struct Place {
     int plane, place, column;
 
@@ -127,7 +127,7 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate>::compute(const Parameters& 
   Tensor to_results = write_slice.partition_D(as_position_independent_swizzle_tensor(
       make_tensor(make_smem_ptr(epilogue.results.data()), SwizzledRows<Element, kRows, kN>{})));
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
-  // To all that load for this CTA, by a thread for each.
+  // Signals all CTAs that load for this one; one thread for each.
   const auto release = [&](int stage) {
     if (thread < kCluster) shared.free[stage].arrive(thread);
   };
@@ -217,9 +217,9 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate>::compute(const Parameters& 
   if (thread == 0) tma_store_wait<0>();
 }
 
-constexpr int kChannelGroups = 8;  // of a block, which share its positions
+constexpr int kChannelGroups = 8;  // per block; they share its positions
 
-/// Of n x n positions over d channels. A thread has 8 positions of a row, of the channels of its group.
+/// The moments of n x n positions over d channels. A thread has 8 positions of a row, for the channels of its group.
 template <class T>
 __global__ void __launch_bounds__(32 * kChannelGroups)
     channel_moments_kernel(const T* o, int64_t channel_stride, int64_t row_stride, int n, int d, float eps,
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(32 * kChannelGroups)
   const T* const row = o + int64_t{blockIdx.y} * row_stride;
   float sums[8] = {}, squares[8] = {};
   const int at = first + lane * 8;
-  if (at < n) {  // rows go on to a multiple of 8
+  if (at < n) {  // rows are padded to a multiple of 8
     const auto origin = widen(*reinterpret_cast<const Piece*>(row + at));
 #pragma unroll 8
     for (int channel = group; channel < d; channel += kChannelGroups) {
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(32 * kChannelGroups)
   to[int64_t{blockIdx.y} * n + position] = ScaleAndShift::of(origins[place], sum, square, d, eps);
 }
 
-/// What PairOut makes, for any c and d, into other memory than that of x. Reads the moments of x.
+/// The same as PairOut, for any c and d, but not in place of x. Reads the moments of x.
 template <class Gate>
 struct WidePairOut {
   template <Element element, Tiling tiling>

@@ -4,9 +4,9 @@
 
 #include "cuda/activation.cuh"
 
-// What narrow.cuh, wide.cuh and gated_gradients.cuh make of their products. A rule says how many products there are,
-// whether it reads c, and by what a product and its bias are scaled before they come to it as z (and t, where there are
-// two).
+// What narrow.cuh, wide.cuh and gated_gradients.cuh compute from their products. A rule says how many products there
+// are, whether it reads c, and the scale in which a product plus bias is passed to it as z (and as t, if there are two
+// products).
 namespace torchops::cuda::gemm {
 
 /// y = (a @ b.T + bias) * F(a @ b2.T + bias2)
@@ -21,7 +21,7 @@ struct GluRule {
     return z * F::template of_scaled<exactness>(t);
   }
 
-  /// The cotangents of both products for the cotangent g of y.
+  /// The cotangents of both products, given the cotangent g of y.
   template <Exactness exactness>
   CUTLASS_DEVICE static void backward(float g, float z, float t, float, float& dz, float& dt) {
     float slope;
@@ -42,7 +42,7 @@ struct GateRule {
     return c * F::template of_scaled<exactness>(t);
   }
 
-  /// The cotangents of the product and of c for the cotangent g of y.
+  /// The cotangents of the product and of c, given the cotangent g of y.
   template <Exactness exactness>
   CUTLASS_DEVICE static void backward(float g, float t, float, float c, float& dt, float& dc) {
     float slope;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Products of eight-bit operands, whose scales are in the epilogue.
+// Products of eight-bit operands, with the scales applied in the epilogue.
 
 #include <algorithm>
 
@@ -9,8 +9,8 @@
 
 namespace torchops::cuda::gemm {
 
-/// The tensor cores of compute capability 9.0 add eight-bit products with about 14 bits. After this many instructions
-/// (of 32 products each for an output) a sum is added to one in float32. A multiple of 4.
+/// The tensor cores of compute capability 9.0 accumulate eight-bit products with about 14 bits. After this many
+/// instructions (32 products per output each), a sum is added to one in float32. A multiple of 4.
 constexpr int kProductsToPromotion = 16;
 
 /// t = F::kScale * (scale_a * scale_b * sum + bias), as Argument in epilogue.cuh.
@@ -31,15 +31,15 @@ struct ScaledArgument {
   };
 };
 
-/// One float32 for each row, or one for all.
+/// One float32 per row, or one for all.
 template <class Tile>
 using RowScale = fusion::Sm90ColBroadcast<0, Tile, float, float, cute::Stride<bool, cute::_0, cute::_0>>;
 
-/// One float32 for each column, or one for all.
+/// One float32 per column, or one for all.
 template <class Tile>
 using ColumnScale = fusion::Sm90RowBroadcast<0, Tile, float, float, cute::Stride<cute::_0, bool, cute::_0>>;
 
-/// The sum of two biases in float32: ptr_row, of float32, and `rounded`. Each may be null.
+/// The sum of two biases in float32: ptr_row, a float32 bias, and `rounded`. Each may be null.
 template <class Tile, class Rounded>
 struct BiasOfEither : Bias<Tile, float> {
   using Base = Bias<Tile, float>;
@@ -63,11 +63,11 @@ struct BiasOfEither : Bias<Tile, float> {
 
   template <class Callbacks>
   struct Loads : Callbacks {
-    const Rounded* rounded;  // of the tile's columns
+    const Rounded* rounded;  // for the tile's columns
 
     CUTLASS_DEVICE Loads(const Callbacks& callbacks, const Rounded* rounded) : Callbacks(callbacks), rounded(rounded) {}
 
-    // To what the same thread has put into shared memory.
+    // Adds to what the same thread has written to shared memory.
     CUTLASS_DEVICE void begin() {
       using namespace cute;
       Callbacks::begin();
@@ -94,8 +94,8 @@ struct BiasOfEither : Bias<Tile, float> {
   const Rounded* rounded = nullptr;
 };
 
-/// d = F((a @ b.T) * scale_a * scale_b + bias + bias2) of eight-bit a and b; d and bias2 are of type Out, bias is
-/// float32. With `gated`, that is multiplied with c, which is of type Out too, and may be d.
+/// d = F((a @ b.T) * scale_a * scale_b + bias + bias2) for eight-bit a and b; d and bias2 are of type Out, bias is
+/// float32. With `gated`, d is this times c, which is also of type Out, and may be d.
 template <class F, class Out, bool gated = false>
 struct ScaledLinear {
   template <Element element, Tiling tiling>
@@ -119,12 +119,12 @@ struct ScaledLinear {
       return Product::grid_clusters(p.n, clusters);
     }
 
-    // The CTAs that run at once have tiles side by side, along the shorter side of d, so they read all of the operand
-    // there for few of the other's rows. Where the second-level cache does not hold that operand, a block of tiles that
-    // is four high reads less: (8192, 8192) to 8192 features takes 906 us instead of 1002. Where it does, the block
-    // costs more: (4096, 4096) to 4096 takes 120 us instead of 117, 16384 rows 478 instead of 464 (H100 80GB HBM3,
-    // 128 x 128 tiles). Between 16 and 64 MiB nothing was measured. Tiles are rounded up to whole blocks, and those
-    // outside of d cost as much as others.
+    // The CTAs that run at once have adjacent tiles along the shorter side of d, so they read all of the operand on
+    // that side for a few rows of the other. If that operand doesn't fit into the second-level cache, a block of tiles
+    // that is four high reads less: (8192, 8192) to 8192 features takes 906 us instead of 1002. If it fits, the block
+    // costs more: (4096, 4096) to 4096 takes 120 us instead of 117, and with 16384 rows 478 instead of 464 (H100 80GB
+    // HBM3, 128 x 128 tiles). Nothing was measured between 16 and 64 MiB. Tiles are rounded up to whole blocks, and
+    // those outside of d cost as much as others.
     static int height_of_block(const Problem& p) {
       constexpr int height = 4;
       constexpr int64_t least_bytes = int64_t{32} << 20;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Tiles of whole rows between device memory and shared memory by TMA, for the kernels that are written by hand.
+// Tiles of whole rows between device memory and shared memory by TMA, for kernels written by hand.
 
 #include <cutlass/arch/barrier.h>
 
@@ -14,8 +14,8 @@
 
 namespace torchops::cuda::gemm {
 
-/// Whether TMA can take these operands: what the driver would refuse, CUTLASS only asserts, which is compiled out here,
-/// and it would launch with whatever the driver has left in the descriptor.
+/// Whether TMA supports these operands. What the driver would refuse, CUTLASS only asserts; asserts are compiled out
+/// here, and it would launch with whatever the driver has left in the descriptor.
 template <class Element, class... Operands>
 bool are_encodable(const Operands&... operands) {
   const auto is_encodable = [](const Operand& operand) {
@@ -29,7 +29,7 @@ bool are_encodable(const Operands&... operands) {
   return (is_encodable(operands) && ...);
 }
 
-/// Whether the driver has made these descriptors for TMA. Where it cannot be asked at all, they are zeros.
+/// Whether the driver has made these descriptors for TMA. If the driver could not be called at all, they are zeros.
 template <class... Copy>
 bool are_encoded(const Copy&... copies) {
   const auto is_encoded = [](const cute::TmaDescriptor* descriptor) {
@@ -39,8 +39,8 @@ bool are_encoded(const Copy&... copies) {
   return (is_encoded(copies.get_tma_descriptor()) && ...);
 }
 
-/// A matrix in boxes of 64 columns of 16 bits, each with its rows of 128 bytes in the swizzle of that width, as TMA
-/// delivers them; and the same bytes as the transposed matrix.
+/// A matrix in boxes of 64 columns of 16 bits, whose rows of 128 bytes are swizzled at that width, as TMA delivers
+/// them; and the same bytes as the transposed matrix.
 template <class Element, int rows, int columns>
 using SwizzledRows = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
                                                   cute::Shape<cute::Int<rows>, cute::Int<columns>>{}));
@@ -60,7 +60,7 @@ struct TileMap {
   Map map;
   int height, width;
 
-  /// For a height x width matrix; what lies beyond it is read as zeros and not written.
+  /// For a height x width matrix; beyond it, TMA reads zeros and does not write.
   static TileMap of(const void* data, int64_t row_stride, int height, int width) {
     using namespace cute;
     auto* const elements = static_cast<Element*>(const_cast<void*>(data));  // a copy has one type for both directions
@@ -69,8 +69,8 @@ struct TileMap {
     return {make_tma_copy(Copy{}, matrix, Tile{}), height, width};
   }
 
-  /// The tile in this place of the grid of tiles, asked for by one thread. With SM90_TMA_LOAD_MULTICAST it goes to the
-  /// same addresses in all CTAs of the cluster whose bit `ctas` has, and to the barrier of each.
+  /// Loads the tile at this place of the grid of tiles; called by one thread. With SM90_TMA_LOAD_MULTICAST, it goes to
+  /// the same addresses in all CTAs of the cluster whose bit is set in `ctas`, and signals the barrier of each.
   CUTLASS_DEVICE void load(Element* shared, int row, int column, cutlass::arch::ClusterTransactionBarrier& barrier,
                            uint16_t ctas = 0) const {
     using namespace cute;
@@ -81,7 +81,7 @@ struct TileMap {
     copy(map.with(reinterpret_cast<uint64_t&>(barrier), ctas), slice.partition_S(from), slice.partition_D(to));
   }
 
-  /// Starts the store as a group of its own; `shared` may be written again after tma_store_wait().
+  /// Starts the store as its own group; `shared` may be overwritten after tma_store_wait().
   CUTLASS_DEVICE void store(Element* shared, int row, int column) const {
     using namespace cute;
     const Tensor from = make_tensor(make_smem_ptr(shared), Tile{});

@@ -1,18 +1,18 @@
 #pragma once
 
 // A transition: layer norm, two products with their activation, and a product back, with the residual, in one pass over
-// the rows. Of the hidden features none is ever in memory, not even in shared memory:
+// the rows. The hidden features are never in memory, not even in shared memory:
 //
 //   load warp     rows of x -> a stage of shared memory; then gate, up and down weights, 64 hidden features at a time,
-//                 through a ring of stages, for each tile anew
-//   warpgroups    64 rows each: x normalised in registers, where it stays as an operand; for each 64 hidden features
-//   the
-//                 products with gate and up in one matrix instruction, whose accumulators become, activated and
-//                 multiplied, the operand of the product with down, as probabilities do in attention kernels
+//                 through a ring of stages, again for each tile
+//   warpgroups    64 rows each: x normalised in registers, where it stays as an operand. For each 64 hidden features,
+//                 one matrix instruction computes the products with gate and up; its accumulators, once activated
+//                 and multiplied, are the operand of the product with down, as probabilities are in
+//                 attention kernels
 //
-// While a warpgroup activates, the matrix instructions of the other run, and its own of the 64 features before. Two
-// CTAs are a cluster, of which each loads one half of the weights for both: 384 KiB for 128 rows would ask the
-// second-level cache for more than it has.
+// While one warpgroup activates, the other's matrix instructions run, and its own for the previous 64 features. Two
+// CTAs form a cluster, and each loads one half of the weights for both: 384 KiB for 128 rows would be more than the
+// second-level cache can deliver.
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -42,7 +42,7 @@ struct FeedForwardKernel {
   struct Shared {
     cute::array_aligned<Element, 2 * kChunk * kC, 1024> factors[kStages];  // rows of gate, then of up
     cute::array_aligned<Element, kC * kChunk, 1024> down[kStages];
-    cute::array_aligned<Element, kRows * kC, 1024> x[kTiles][kWarpgroups];  // and the results, over x
+    cute::array_aligned<Element, kRows * kC, 1024> x[kTiles][kWarpgroups];  // later the results
     alignas(16) float gate_bias[kMostHidden], up_bias[kMostHidden], down_bias[kC];
     NormVectors<kC> norm;
     cutlass::arch::ClusterTransactionBarrier x_loaded[kTiles][kWarpgroups], factors_loaded[kStages],
@@ -57,20 +57,20 @@ struct FeedForwardKernel {
     TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kChunk, kChunk> gate, up, down;
     const Element *gate_bias, *up_bias, *down_bias, *norm[2];
     float eps;
-    int m, c, hidden, row_tiles;  // of the rows of a cluster
+    int m, c, hidden, row_tiles;  // row_tiles: of the rows of a cluster
     bool adds;
     WideRows wide;
 
     CUTLASS_DEVICE int chunks() const { return (hidden + kChunk - 1) / kChunk; }
     CUTLASS_DEVICE int first() const { return blockIdx.x / kCtas; }
     CUTLASS_DEVICE int step() const { return gridDim.x / kCtas; }
-    /// In units of kRows.
+    /// In units of kRows rows.
     CUTLASS_DEVICE int place(int tile, int warpgroup) const {
       return (tile * kCtas + static_cast<int>(cute::block_rank_in_cluster())) * kWarpgroups + warpgroup;
     }
   };
 
-  // Of all products: 64 rows in registers by 128 columns.
+  // For all products: 64 rows in registers by 128 columns.
   using Product = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::Int<kRows>, cute::Int<kC>, cute::Int<kC>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::K>()));
@@ -110,8 +110,8 @@ struct FeedForwardKernel {
     if (p.first() < p.row_tiles) load_x(p.first());
     for (int tile = p.first(); tile < p.row_tiles; tile += p.step()) {
       for (int chunk = 0; chunk < chunks; ++chunk, ++at) {
-        // Free in both CTAs. What the other one sends may come before the bytes are announced here, but not before the
-        // stage is free.
+        // Waits until the stage is free in both CTAs. The other CTA's data may arrive before the bytes are announced
+        // here, but not before the stage is free.
         Element* const factors = shared.factors[at.index()].data() + rank * 2 * kPiece;
         auto& factors_loaded = shared.factors_loaded[at.index()];
         shared.factors_free[at.index()].wait(at.phase() ^ 1);
@@ -122,7 +122,7 @@ struct FeedForwardKernel {
         shared.down_free[at.index()].wait(at.phase() ^ 1);
         down_loaded.arrive_and_expect_tx(kDownBytes);
         p.down.load(shared.down[at.index()].data() + rank * kPiece, rank, chunk, down_loaded, both);
-        // Late enough for the stage of x to be free by then, as a rule, and the ring not to run dry.
+        // Usually late enough for the stage of x to be free, and early enough for the ring not to run dry.
         if (chunk == min(kStages, chunks - 1) && tile + p.step() < p.row_tiles) load_x(tile + p.step());
       }
     }
@@ -143,7 +143,7 @@ struct FeedForwardKernel {
     cutlass::arch::NamedBarrier::sync(threads, kWarpgroups);
   }
 
-  // silu(u) * v. Of the hidden features only sums are left, so in bfloat16 one tanh will do (activation.cuh).
+  // silu(u) * v. Hidden features only contribute to sums, so in bfloat16 one tanh is enough (activation.cuh).
   static constexpr bool kCoarse = std::is_same_v<Element, cutlass::bfloat16_t>;
   static constexpr float kGateScale = kCoarse ? Sigmoid::kTanhScale : F::kScale;
   CUTLASS_DEVICE static float activated(float scaled_u, float v) {
@@ -169,7 +169,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   const auto slice = product.get_slice(thread);
   Tensor z = make_tensor<Element>(Operand<kC>{});
   Tensor h = make_tensor<Element>(Operand<kChunk>{});
-  Tensor hidden = partition_fragment_C(product, Shape<Int<kRows>, Int<kC>>{});  // gate's columns, then up's
+  Tensor hidden = partition_fragment_C(product, Shape<Int<kRows>, Int<kC>>{});  // columns of gate, then of up
   Tensor y = make_fragment_like(hidden);
   clear(h);
   clear(y);
@@ -187,11 +187,11 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   const auto z_slice = read_z.get_slice(thread);
   const auto x_slice = read_x.get_slice(thread);
   const auto write_slice = write.get_slice(thread);
-  // Both CTAs write both CTAs' stages.
+  // Each CTA writes to the stages of both, so both are signalled.
   const auto release = [&](const cutlass::arch::ClusterBarrier& free) { free.arrive(thread, thread < kCtas); };
 
-  // All registers of the products that follow have their values here: what is put into one while others run makes the
-  // compiler run them one after the other.
+  // The registers of all products that follow must have their values here: if one is written while others run, the
+  // compiler runs the products one after the other.
   const auto begin = [&] {
     warpgroup_fence_operand(hidden);
     warpgroup_fence_operand(y);
@@ -223,7 +223,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     }
     warpgroup_commit_batch();
   };
-  // The accumulators of a product lie in a thread as its next operand does.
+  // A product's accumulators have the same layout in a thread as its next operand.
   constexpr int count = decltype(size(h))::value;
   const auto activate_chunk = [&](int chunk) {
     CUTLASS_PRAGMA_UNROLL
@@ -235,7 +235,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
       hidden(i + 1) = activated(fmaf(kGateScale, hidden(i + 1), gate.y), hidden(count + i + 1) + up.y);
     }
   };
-  // Once no product reads h any more.
+  // Call this once no product reads h any more.
   const auto round_to_h = [&] {
     const cutlass::NumericArrayConverter<Element, float, 2> round;
     Tensor pairs = recast<cutlass::Array<Element, 2>>(h);
@@ -280,7 +280,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
       release(shared.down_free[down_at.index()]);
       round_to_h();
     }
-    // The two rows of which a thread has columns: half of them at a time, while registers of hidden features are free.
+    // The two rows in which a thread has columns: half of them at a time, while registers of hidden features are free.
     constexpr int kPairs = kC / 16;
     WideRow<kPairs> wide[2];
     const auto load_wide = [&](int column) {
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   cute::cluster_sync();  // the other CTA may still write to this CTA's shared memory
 }
 
-/// out = down(F(gate(z)) * up(z)) with z = layer norm of x; where it adds, plus x or the residual.
+/// out = down(F(gate(z)) * up(z)) with z = layer norm of x; plus x or the residual if `adds`.
 template <class F>
 struct FeedForward {
   template <Element element, NarrowTiling tiling>

@@ -1,24 +1,24 @@
 #pragma once
 
 // The gradients of a transition's weights in one pass over its rows: the second half of transition_dx.cuh, whose xhat
-// it reads. A CTA has 64 of the hidden features, and their weights in shared memory for all rows; gate, up and dh are
-// made again, and
+// it reads. A CTA has 64 of the hidden features, and keeps their weights in shared memory for all rows; gate, up and dh
+// are recomputed, and
 //
 //   dgate += da.T @ xhat;  dup += du.T @ xhat;  ddown.T += p.T @ g;  and the sums of da, du and g over the rows
 //
-//   load warp      64 rows of xhat and of g -> a stage of shared memory; where a cluster has more CTAs than one, they
-//                  have other features each, and load a share of the columns for all
-//   2 makers       take the stages in turn: a, u and dh in registers, and da, du and p to shared memory
+//   load warp      64 rows of xhat and of g -> a stage of shared memory; if a cluster has more than one CTA, each has
+//                  different features, and loads a share of the columns for all
+//   2 makers       take the stages in turn: a, u and dh in registers; da, du and p to shared memory
 //   1 adder        the products of all stages, whose sums stay in its registers
-//   another warp   the sums of g, of which CTAs with other features have other rows
+//   another warp   the sums of g; CTAs with different features sum different rows
 
 #include "cuda/gemm/sm90/transition_dx.cuh"
 #include "cuda/gemm/sm90/weight_sums.cuh"
 
 namespace torchops::cuda::gemm {
 
-/// What a CTA writes, and what all of them are added up to: for each slice of 64 hidden features, the gradients of
-/// gate, of up, and of down transposed; those of the biases of gate and up; and of down's, a share.
+/// What a CTA writes, and also the total over all CTAs: for each slice of 64 hidden features, the gradients of gate, of
+/// up, and of down transposed; those of the biases of gate and up; and a share of that of down's bias.
 template <int kC, int kSlice>
 struct FeedForwardSums {
   float weights[3][kSlice][kC], biases[2][kSlice], down_bias[kC];
@@ -29,8 +29,8 @@ struct FeedForwardDwKernel {
   using Element = Element_;
   using Slopes = FeedForwardSlopes<F, Element>;
   static constexpr int kRows = kSpec<tiling>.rows, kC = kSpec<tiling>.most_k, kMostHidden = 512, kSlice = 64;
-  // CTAs of a cluster share the loads of rows. With two of them all gradients of 1048576 rows of 128 features and 512
-  // hidden ones took as long, and those of 147456 rows 10 % longer (H100).
+  // CTAs of a cluster share the loads of rows. With two of them, all gradients of 1048576 rows of 128 features and 512
+  // hidden ones took equally long, and those of 147456 rows 10 % longer (H100).
   static constexpr int kCtas = 1, kMakers = 2, kStages = 4, kThreads = 128 * (kMakers + 2);
   static constexpr int kSize = static_cast<int>(sizeof(Element)), kPiece = 64 * 64;
   static constexpr int kWeightBytes = 3 * kSlice * kC * kSize, kStageBytes = 2 * kRows * kC * kSize;
@@ -49,7 +49,7 @@ struct FeedForwardDwKernel {
     cute::array_aligned<Element, 2 * kSlice * kC, 1024> factors;  // rows of gate, then of up
     cute::array_aligned<Element, kC * kSlice, 1024> down;
     Rows rows[kStages];
-    Made made[kMakers];  // in the end, sums of biases
+    Made made[kMakers];  // finally the sums of biases
     alignas(16) float bias[2][kSlice];
     cutlass::arch::ClusterTransactionBarrier weights_loaded, loaded[kStages];
     cutlass::arch::ClusterBarrier free[kStages], full[kMakers], taken[kMakers];
@@ -61,12 +61,12 @@ struct FeedForwardDwKernel {
   struct Parameters {
     LoadRows xhat, grad;
     LoadWeight gate, up, down;
-    const float* bias;  // as of transition_dx.cuh
-    Sums* sums;         // of each group of CTAs, for each slice
+    const float* bias;  // as in transition_dx.cuh
+    Sums* sums;         // for each group of CTAs, for each slice
     int slices, groups, row_tiles;
-    bool adds, adds_grad;  // whether to the sums that are there; whether the sum of g is wanted
+    bool adds, adds_grad;  // adds to the existing sums; also sums g
 
-    /// CTAs of a cluster have neighbouring slices of one group, which goes through tiles of its own.
+    /// CTAs of a cluster have neighbouring slices of one group, and each group goes through its own tiles.
     CUTLASS_DEVICE int slice() const { return static_cast<int>(blockIdx.x) % slices; }
     CUTLASS_DEVICE int group() const { return static_cast<int>(blockIdx.x) / slices; }
   };
@@ -160,7 +160,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
   float sums[2][kSlice / 32] = {};
   shared.weights_loaded.wait(0);
   Made& made = shared.made[maker];
-  int turn = maker;  // which tile of the group
+  int turn = maker;  // the next of the group's tiles
   for (int tile = p.group() + maker * p.groups; tile < p.row_tiles; tile += kMakers * p.groups, turn += kMakers) {
     const int stage = turn % kStages;
     Rows& rows = shared.rows[stage];
@@ -210,9 +210,9 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
     shared.full[maker].arrive();
   }
 
-  // The adder reads nothing of `made` any more.
+  // The adder no longer reads `made`.
   if (turn > maker) shared.taken[maker].wait((turn / kMakers - 1) % 2);
-  using Scratch = float[2][4][kSlice];  // of each warp
+  using Scratch = float[2][4][kSlice];  // for each warp
   static_assert(sizeof(Scratch) <= sizeof(Made));
   const auto scratch = [&](int of) -> Scratch& { return *reinterpret_cast<Scratch*>(&shared.made[of]); };
   const int lane = thread % 32;
@@ -322,7 +322,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add(const Parameter
     warpgroup_fence_operand(up);
     warpgroup_fence_operand(down);
     if (thread == 0) shared.taken[maker].arrive();
-    shared.free[stage].arrive(thread, thread < kCtas);  // all CTAs write all CTAs' stages
+    shared.free[stage].arrive(thread, thread < kCtas);  // each CTA writes to the stages of all, so all are signalled
   }
   each([](const auto& sums, int i, float2* result) { *result = make_float2(sums(i), sums(i + 1)); });
 }
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   cute::cluster_sync();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
   if (warpgroup < Kernel::kMakers) {
-    Kernel::make(p, shared, warpgroup);  // with the 128 registers of the launch
+    Kernel::make(p, shared, warpgroup);  // with the 128 registers per thread of the launch
   } else if (warpgroup == Kernel::kMakers) {
     cutlass::arch::warpgroup_reg_alloc<224>();
     Kernel::add(p, shared);

@@ -1,18 +1,18 @@
 #pragma once
 
-// The gradient of a transition's rows in one pass over them, of which nothing is saved: gate and up are made again.
-// With xhat the normalised rows of x, and the norm's weight and bias inside the matrices (transition_gradients.cuh),
+// The gradient of a transition's rows in one pass over them. Forward saves nothing: gate and up are recomputed. With
+// xhat the normalised rows of x, and the norm's weight and bias folded into the matrices (transition_gradients.cuh),
 // for the cotangent g of the layer
 //
 //   a = xhat @ gate.T + gate_bias;  u = xhat @ up.T + up_bias;  dh = g @ down
 //   da = dh * u * F'(a);  du = dh * F(a);  dxhat = da @ gate + du @ up;  dx = dxhat through the norm
 //
-// As in transition.cuh the weights stream through a ring of stages, 64 hidden features at a time, half of them loaded
-// by each CTA of a cluster; xhat, da and du stay in registers, where they are operands. While a warpgroup
-// differentiates, the matrix instructions of the other run.
+// As in transition.cuh, the weights stream through a ring of stages, 64 hidden features at a time, half of them loaded
+// by each CTA of a cluster; xhat, da and du stay in registers, where they are operands. While one warpgroup computes
+// derivatives, the other's matrix instructions run.
 //
 //   warps 0, 1, 2 of the last warpgroup   weights; rows of x and of g for each of the
-//   2 warpgroups                          64 rows each: xhat from x, and over it; then products; dx over xhat
+//   2 warpgroups                          64 rows each: xhat, over x; then the products; dx, over xhat
 //
 // xhat also goes to memory, for the gradients of the weights.
 
@@ -25,10 +25,10 @@
 
 namespace torchops::cuda::gemm {
 
-/// p = F(a) * u, and da and du for the cotangent g of p, of a scaled by kScale.
+/// p = F(a) * u, and da and du for the cotangent g of p, given a scaled by kScale.
 template <class F, class Element>
 struct FeedForwardSlopes {
-  // Only sums are left of them, so in bfloat16 one tanh will do (activation.cuh).
+  // They only contribute to sums, so in bfloat16 one tanh is enough (activation.cuh).
   static constexpr bool kCoarse = std::is_same_v<Element, cutlass::bfloat16_t>;
   static constexpr float kScale = kCoarse ? Sigmoid::kTanhScale : F::kScale;
 
@@ -82,13 +82,13 @@ struct FeedForwardDxKernel {
     TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kChunk, kChunk> gate, up, down;
     const float* bias;  // of gate, scaled, then of up: kMostHidden each
     float eps;
-    int c, hidden, row_tiles;  // of the rows of a cluster
-    bool keeps_xhat, adds;     // adds: g too
+    int c, hidden, row_tiles;  // row_tiles: of the rows of a cluster
+    bool keeps_xhat, adds;     // adds: also adds g
 
     CUTLASS_DEVICE int chunks() const { return (hidden + kChunk - 1) / kChunk; }
     CUTLASS_DEVICE int first() const { return blockIdx.x / kCtas; }
     CUTLASS_DEVICE int step() const { return gridDim.x / kCtas; }
-    /// In units of kRows.
+    /// In units of kRows rows.
     CUTLASS_DEVICE int place(int tile, int warpgroup) const {
       return (tile * kCtas + static_cast<int>(cute::block_rank_in_cluster())) * kWarpgroups + warpgroup;
     }
@@ -137,8 +137,8 @@ struct FeedForwardDxKernel {
     for (int tile = p.first(); tile < p.row_tiles; tile += p.step()) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int chunk = 0; chunk < chunks; ++chunk, ++at, ++down_at) {
-        // Free in both CTAs. What the other one sends may come before the bytes are announced here, but not before the
-        // stage is free.
+        // Waits until the stage is free in both CTAs. The other CTA's data may arrive before the bytes are announced
+        // here, but not before the stage is free.
         Element* const factors = shared.factors[at.index()].data() + rank * 2 * kPiece;
         auto& factors_loaded = shared.factors_loaded[at.index()];
         shared.factors_free[at.index()].wait(at.phase() ^ 1);
@@ -193,7 +193,7 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
   Tensor cotangents = make_tensor<Element>(Operand<2 * kChunk>{});  // da, then du
   clear(cotangents);
   Tensor xhat = make_tensor<Element>(Operand<kC>{});
-  Tensor rows = make_tensor(xhat.data(), dx.layout());  // the same, as in the sums
+  Tensor rows = make_tensor(xhat.data(), dx.layout());  // the same values, in the layout of sums
   clear(xhat);
   clear(dx);
   constexpr int count = decltype(size(dh))::value;
@@ -201,13 +201,13 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
   const auto write = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x);
   const auto read_slice = read.get_slice(thread);
   const auto write_slice = write.get_slice(thread);
-  // Both CTAs write both CTAs' stages.
+  // Each CTA writes to the stages of both, so both are signalled.
   const auto release = [&](const cutlass::arch::ClusterBarrier& free) { free.arrive(thread, thread < kCtas); };
   const cutlass::NumericArrayConverter<Element, float, 2> round;
   const cutlass::NumericArrayConverter<float, Element, 2> widen;
 
-  // All registers of the products that follow have their values here: what is put into one while others run makes the
-  // compiler run them one after the other.
+  // The registers of all products that follow must have their values here: if one is written while others run, the
+  // compiler runs the products one after the other.
   const auto begin = [&] {
     warpgroup_fence_operand(hidden);
     warpgroup_fence_operand(dh);
@@ -253,7 +253,7 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     }
     warpgroup_commit_batch();
   };
-  // The accumulators of a product lie in a thread as its next operand does.
+  // A product's accumulators have the same layout in a thread as its next operand.
   const auto differentiate = [&](int chunk) {
     Tensor pairs = recast<cutlass::Array<Element, 2>>(cotangents);
     CUTLASS_PRAGMA_UNROLL
@@ -327,8 +327,8 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(dx); i += 2) pairs(i / 2) = round(cutlass::Array<float, 2>{dx(i), dx(i + 1)});
-    if (thread == 0) tma_store_wait<0>();  // of xhat
-    sync();                                // all warps have read g
+    if (thread == 0) tma_store_wait<0>();  // the store of xhat
+    sync();                                // until all warps have read g
     if (p.adds && thread == 0) shared.grad_free[warpgroup].arrive();
     copy(write, write_slice.retile_S(result), write_slice.partition_D(in_rows(x)));
     cutlass::arch::fence_view_async_shared();

@@ -1,8 +1,8 @@
 #pragma once
 
-// The gradients of a transition: the norm's weight and bias go inside the matrices, transition_dx.cuh makes xhat and dx
-// of so many rows that xhat fits into a bounded workspace, transition_dw.cuh adds what these rows give to the gradients
-// of the weights, and so on; and in the end the norm comes out again. All sums are in a fixed order.
+// The gradients of a transition. The norm's weight and bias are folded into the matrices. Then, for as many rows at a
+// time as their xhat fits into a bounded workspace, transition_dx.cuh makes xhat and dx, and transition_dw.cuh adds
+// these rows to the gradients of the weights. At last the norm is unfolded again. The order of all sums is fixed.
 
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/cluster_launch.cuh"
@@ -21,8 +21,8 @@ struct FoldedFactors {
 
 constexpr int kFoldWarps = 8;
 
-/// Of one layer (blockIdx.y) the weight times that of the norm, of stride c, and its bias with that of the norm inside;
-/// for gate scaled. Biases behind `hidden` are zeros.
+/// For one layer (blockIdx.y): the weight times that of the norm, with stride c, and the bias with that of the norm
+/// folded in, scaled for gate. Biases from `hidden` on are zeros.
 template <class T>
 __global__ void __launch_bounds__(32 * kFoldWarps)
     fold_factors_kernel(const FoldedFactors<T> from, T* weights, float* biases, int most_hidden, float scale) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
   if (lane == 0 && row < most_hidden) biases[layer * most_hidden + row] = layer == 0 ? scale * shift : shift;
 }
 
-/// Where the gradients go, or null.
+/// Where the gradients go; null if not wanted.
 template <class T>
 struct FeedForwardResults {
   T *weights[3], *biases[3], *norm_weight, *norm_bias;  // of gate, up, down
@@ -54,9 +54,9 @@ struct FeedForwardResults {
 
 constexpr int kUnfoldThreads = 256;
 
-/// From M = da.T @ xhat and db of gate and of up, which have read z = gamma * xhat + beta: dw = M * gamma + db x beta,
-/// and to the norm's gradients they add sum_i w[i][j] M[i][j] and sum_i w[i][j] db[i]. The first c blocks make these,
-/// the others one element of a thread.
+/// From M = da.T @ xhat and db of gate and of up, which read z = gamma * xhat + beta: dw = M * gamma + db x beta, and
+/// the norm's gradients, to which they add sum_i w[i][j] M[i][j] and sum_i w[i][j] db[i]. The first c blocks compute
+/// the norm's; the others compute dw, one element per thread.
 template <class T, class Sums>
 __global__ void __launch_bounds__(kUnfoldThreads)
     unfold_factors_kernel(const FoldedFactors<T> from, const FeedForwardResults<T> to, const Sums* sums, int slices) {
@@ -137,7 +137,7 @@ struct FeedForwardGradients {
       plan.slices = (p.hidden + Dw::kSlice - 1) / Dw::kSlice;
       plan.slices += plan.slices % Dw::kCtas;
       plan.groups = plan.dw_clusters * Dw::kCtas / plan.slices;
-      // Whole waves.
+      // Steps are whole waves.
       const int64_t wave = int64_t{plan.dx_clusters} * kRowsOfCluster;
       const int64_t row_bytes = int64_t{p.c} * static_cast<int64_t>(sizeof(T));
       plan.step = wave == 0 ? 0 : std::max<int64_t>(kMostXhatBytes / row_bytes / wave, 1) * wave;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Turns of warpgroups that take tiles from one ring of stages.
+// Lets warpgroups take turns with the tiles of one ring of stages.
 
 #include <cutlass/arch/barrier.h>
 
@@ -11,21 +11,21 @@ namespace torchops::cuda::gemm {
 /// A barrier tells phases by their parity: who looks at a stage must know that the load before the awaited one is done.
 /// Where a stage goes from one warpgroup to another, the warpgroups look at their stages one after the other.
 ///
-/// Each warp passes the turn on for itself. If one thread did for its warpgroup, the turn could come round again while
-/// another warp still waits for it: two phases later that warp would see the parity of the one before, and wait
-/// forever.
+/// Each warp passes the turn on for itself. If one thread did so for its warpgroup, the turn could come round again
+/// while another warp still waits for it: two phases later, that warp would see the parity of the previous phase, and
+/// wait forever.
 template <int warpgroups>
 struct Turns {
   cutlass::arch::ClusterBarrier barriers[warpgroups];
 
   CUTLASS_DEVICE void init() {
-    for (auto& barrier : barriers) barrier.init(4);  // the warps of the warpgroup before
+    for (auto& barrier : barriers) barrier.init(4);  // the warps of the previous warpgroup
   }
   /// The first warpgroup waits for the last one's former round, the others for the one before them in this round.
   CUTLASS_DEVICE void wait(int warpgroup, uint32_t round) {
     if (warpgroup > 0 || round > 0) barriers[warpgroup].wait((warpgroup > 0 ? round : round - 1) & 1);
   }
-  /// By all threads, once they have seen what they wait for.
+  /// Called by all threads, once they have seen what they wait for.
   CUTLASS_DEVICE void pass_on(int warpgroup) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barriers[(warpgroup + 1) % warpgroups].arrive();

@@ -1,18 +1,18 @@
 #pragma once
 
-// Of a gated linear unit the cotangents of both products, and the gradients of weights and biases, in one pass over the
-// rows, where gated_gradients.cuh has no room for the weights. dx is left to a product of the cotangents.
+// The cotangents of both products of a gated linear unit, and the gradients of its weights and biases, in one pass over
+// the rows, for weights that don't fit gated_gradients.cuh. dx is left to a product of the cotangents.
 //
 // The sums of dw and dw2 are larger than the registers of a multiprocessor, so a cluster shares them: each of its CTAs
 // has 64 columns of both products, with their weights in shared memory and their sums of dw in registers for all rows.
-// All of them need the same rows of x, of which each loads a part, and TMA delivers it to all.
+// All CTAs need the same rows of x; each loads a part, and TMA delivers it to all.
 //
 //   load warp      x, grad -> a stage of shared memory, some ahead
 //   2 warpgroups   32 columns of both products each, transposed, in one matrix instruction: w @ x.T, of whose 64 rows
-//                  w and w2 have 8 by turns, so that a thread has a column of both products; the rule's dz.T, which is
-//                  in registers as dw += dz.T @ x reads it, and for device memory is transposed by the way
+//                  w and w2 alternately have 8, so that a thread has a column of both products; then the rule's dz.T,
+//                  in registers as dw += dz.T @ x reads it; for device memory it is transposed on the way
 //
-// The warpgroups wait for nothing of each other, so that the rule of one runs beside the products of the other.
+// The warpgroups don't wait for each other, so that the rule of one overlaps the products of the other.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -35,7 +35,7 @@ struct WeightGradientsKernel {
   static constexpr int kRows = 64, kBox = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
   static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
   static constexpr int kThreads = kConsumers + 128, kCluster = kN / kBox, kBoxes = kK / kBox;
-  static constexpr int kColumns = kBox / kWarpgroups;  // of each product, of a warpgroup
+  static constexpr int kColumns = kBox / kWarpgroups;  // of each product, per warpgroup
   static constexpr int kTurn = GradientProblem::kTurn;
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kRows * (kK + kBox) * kSize, kWeightBytes = 2 * kBox * kK * kSize;
@@ -51,9 +51,9 @@ struct WeightGradientsKernel {
       cute::array_aligned<Element, kRows * kK, 1024> x;
       cute::array_aligned<Element, kRows * kBox, 1024> grad;
     };
-    cute::array_aligned<Element, kBox * kK, 1024> w[kWarpgroups];  // kTurn rows of w and of w2 by turns
+    cute::array_aligned<Element, kBox * kK, 1024> w[kWarpgroups];  // alternately kTurn rows of w and of w2
     Stage stages[kStages];
-    cute::array_aligned<Element, kRows * kBox, 1024> dz[kWarpgroups];  // the same of columns
+    cute::array_aligned<Element, kRows * kBox, 1024> dz[kWarpgroups];  // columns alternate in the same way
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
     cutlass::arch::ClusterBarrier free[kStages];
   };
@@ -63,9 +63,9 @@ struct WeightGradientsKernel {
     TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kRows, kBox> x;
     TileMap<cute::SM90_TMA_LOAD, Element, kRows, kBox> grad;
     TileMap<cute::SM90_TMA_LOAD, Element, kTurn, kBox> w[2];
-    TileMap<cute::SM90_TMA_STORE, Element, kRows, kBox> dz;  // of both
+    TileMap<cute::SM90_TMA_STORE, Element, kRows, kBox> dz;  // both cotangents
     const Element* bias[2];
-    float* partial;  // of each cluster, for each product: dw (n x k), dbias (n)
+    float* partial;  // for each cluster and product: dw (n x k), dbias (n)
     int m, n, k;
     bool writes_dz;
 
@@ -103,7 +103,7 @@ struct WeightGradientsKernel {
     for (int tile = p.first(); tile < p.tiles(); tile += p.step(), ++at) {
       auto& stage = shared.stages[at.index()];
       auto& loaded = shared.loaded[at.index()];
-      // In all CTAs. What another one sends may come before the bytes are announced here.
+      // Free in all CTAs. Data of another CTA may arrive before the bytes are announced here.
       shared.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kStageBytes);
       for (int box = rank; box < kBoxes; box += kCluster) {
@@ -122,10 +122,10 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
   using namespace cute;
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
-  const auto release = [&](int stage) {  // to all that load for this CTA
+  const auto release = [&](int stage) {  // signals all CTAs that load for this one
     if (thread < kCluster) shared.free[stage].arrive(thread);
   };
-  // A warp has kTurn columns of both products, a thread one of them and pairs of rows.
+  // A warp has kTurn columns of both products; a thread has one of these, and pairs of rows.
   const int first = p.rank() * kBox + warpgroup * kColumns, column = first + warp * kTurn + lane / 4;
   float bias[2], sums_b[2] = {};
   CUTLASS_PRAGMA_UNROLL
@@ -156,7 +156,7 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
 
   shared.w_loaded.wait(0);
   PipelineState at;
-  int former = -1;  // the stage whose products of dw may still run
+  int former = -1;  // the stage that products of dw may still be reading
   for (int tile = p.first(); tile < p.tiles(); tile += p.step(), ++at) {
     auto& stage = shared.stages[at.index()];
     shared.loaded[at.index()].wait(at.phase());
@@ -171,7 +171,7 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
       product_z.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
-    uint32_t grad[kRows / 8];  // of the thread's column, pairs of rows
+    uint32_t grad[kRows / 8];  // pairs of rows of the thread's column
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows / 32; ++i) {
       SM75_U16x8_LDSM_T::copy(piece(stage.grad.data(), 32 * i + lane, warpgroup * (kColumns / kTurn) + warp),
@@ -211,7 +211,7 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
     warpgroup_commit_batch();
     former = at.index();
     if (!p.writes_dz) {
-      sync();  // all have read their part of grad before its stage is released
+      sync();  // until all have read their part of grad; then its stage is released
       continue;
     }
     if (thread == 0) tma_store_wait<0>();
@@ -234,7 +234,7 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
   const Tensor places = slice_w.partition_C(make_identity_tensor(Shape<_64, Int<kK>>{}));
   if (column >= p.n) return;
   CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < size(sums_w); i += 2) {  // two features for one product, then for the other
+  for (int i = 0; i < size(sums_w); i += 2) {  // alternately two features for each product
     const int feature = get<1>(places(i));
     if (feature < p.k) {
       *reinterpret_cast<float2*>(partial + i / 2 % 2 * of_product + int64_t{column} * p.k + feature) =
@@ -275,8 +275,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   cute::cluster_sync();  // the others may still write to this CTA's shared memory
 }
 
-/// From grad, x and both weights: dw, dw2, dbias and dbias2, each of which may be null; and dz, if it is not null,
-/// both cotangents by turns, an m x 2 n matrix.
+/// From grad, x and both weights: dw, dw2, dbias and dbias2, each of which may be null; and dz, if it is not null, with
+/// both cotangents alternating, an m x 2 n matrix.
 template <class Rule>
 struct WeightGradients {
   template <Element element, GradientTiling tiling>

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the gradients of weights and biases in one pass have in common: sums that stay in registers for all tiles of a
-// CTA and are written once, for launch_column_sum() to add.
+// Shared by the one-pass gradients of weights and biases: sums that stay in registers for all tiles of a CTA and are
+// written once, for launch_column_sum() to add.
 
 #include <cute/algorithm/gemm.hpp>
 #include <cute/tensor.hpp>
@@ -10,8 +10,8 @@
 
 namespace torchops::cuda::gemm {
 
-/// The sum over the eight lanes of a warp that have these columns of other rows: of the lane / 4-th column. Lanes
-/// exchange halves of what they have, so that nothing is added twice.
+/// Sums `columns` over the eight lanes of a warp that have the same columns of other rows; returns the sum of column
+/// lane / 4. Lanes exchange halves of what they have, so that nothing is added twice.
 CUTLASS_DEVICE float sum_of_warp(float (&columns)[8]) {
   const int lane = threadIdx.x % 32;
   int count = 8;
@@ -30,7 +30,7 @@ CUTLASS_DEVICE float sum_of_warp(float (&columns)[8]) {
   return columns[0];
 }
 
-/// Writes the accumulators of a product of rows x columns, or less, to a matrix without gaps.
+/// Writes the accumulators of a product, as far as they are within rows x columns, to a matrix without gaps.
 template <class Product, class Sums>
 CUTLASS_DEVICE void write_weight_sums(const Product& product, const Sums& sums, int thread, float* to, int rows,
                                       int columns) {

@@ -1,18 +1,18 @@
 #pragma once
 
-// One or two products of the same rows, with an epilogue in registers, for sums of any length (narrow.cuh: few
-// features). The epilogues are wide_value.cuh's and wide_cotangents.cuh's.
+// One or two products of the same rows, with an epilogue in registers, for sums of any length (narrow.cuh is for few
+// features). The epilogues are in wide_value.cuh and wide_cotangents.cuh.
 //
-// A tile of two weights lies in shared memory as one operand: tile_n rows of b, and behind them the same rows of b2.
-// One matrix instruction makes both products, and a thread has column j of the one and column j of the other, so
-// nothing of them leaves the CTA. A single weight has as many rows in a tile as two have together:
+// A tile of two weights is one operand in shared memory: tile_n rows of b, followed by the same rows of b2. One matrix
+// instruction computes both products, and a thread has column j of both, so the products never leave the CTA. A single
+// weight has as many rows in a tile as two have together:
 //
 //   load warp     tiles of a and of the weights, 64 columns of each -> a stage of shared memory, by TMA, several ahead
-//   warpgroups    kCooperative: half of a tile's rows each; kPingPong: a tile each, in turn, so that while one computes
-//                 its epilogue, the matrix instructions of the other run
+//   warpgroups    kCooperative: half of a tile's rows each; kPingPong: a tile each, in turn, so that the epilogue of
+//                 one overlaps the matrix instructions of the other
 //
-// The CTAs of a cluster lie side by side. Each loads a part of the rows that all of them need, and TMA delivers it to
-// all of them.
+// The CTAs of a cluster are side by side. Each loads a part of the rows that all of them need, and TMA delivers it to
+// all.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -28,7 +28,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// How a tile is divided, and what a thread has of it.
+/// How a tile is divided, and which part of it a thread has.
 template <class Element_, Tiling tiling, int products>
 struct WideTile {
   using Element = Element_;
@@ -37,7 +37,7 @@ struct WideTile {
   static constexpr int kProducts = products, kColumns = 2 * kTiling.tile_n, kN = kColumns / products;
   static constexpr int kM = kTiling.tile_m, kK = 64, kCluster = kTiling.cluster_n;
   static constexpr int kWarpgroups = 2;
-  static constexpr int kRows = kPingPong ? kM : kM / kWarpgroups;  // of a warpgroup
+  static constexpr int kRows = kPingPong ? kM : kM / kWarpgroups;  // per warpgroup
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
@@ -51,7 +51,7 @@ struct WideTile {
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<n>, cute::Int<kK>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::K>()));
   using Product = ProductOf<kColumns>;
-  using Result = ProductOf<kN>;  // has a result's place in the thread that has its sums
+  using Result = ProductOf<kN>;  // assigns a result to the thread that has its sums
   template <int rows>
   using ResultShape = cute::Shape<cute::Int<rows>, cute::Int<kN>>;
   using SharedRows = cute::array_aligned<Element, kRows * kN, 1024>;
@@ -62,7 +62,7 @@ struct WideTile {
   }
 };
 
-/// The biases of a tile's columns, scaled as the rule wants them; those of columns that do not exist are 0.
+/// The biases of a tile's columns, scaled as the rule needs them; 0 for columns that do not exist.
 template <class Rule, class Tile>
 struct WideBias {
   struct Shared {
@@ -86,15 +86,15 @@ struct WideBias {
   }
 };
 
-/// What the kernel needs at compile time. Epilogue_ has
-///   Tile, and Parameters, which Parameters of the kernel contains
-///   Shared                   what a warpgroup has of shared memory; init(Shared&), by one thread of the CTA, fills it
+/// Compile-time parameters of the kernel. Epilogue_ has
+///   Tile, and Parameters, which the Parameters of the kernel contain
+///   Shared                   shared memory of a warpgroup; init(Shared&) initialises it, on one thread of the CTA
 ///   (parameters, shared, n, thread)   its constructor, for each thread of a warpgroup
-///   begin(row, column)       before the products of a tile, in the grid of tiles of kRows x kN
-///   share()                  beside the last of them; all threads meet between it and
+///   begin(row, column)       before the products of a tile; its place in the grid of tiles of kRows x kN
+///   share()                  while the last of these products run; all threads synchronise between it and
 ///   finish(sums, sync)       when the products are complete
 ///   end()                    after the last tile
-/// MapOfA is TileMap, or what loads tiles of a by its interface.
+/// MapOfA is TileMap, or another class with its interface that loads tiles of a.
 template <class Epilogue_, template <class Copy, class Element, int rows, int columns> class MapOfA = TileMap>
 struct WideKernel {
   using Epilogue = Epilogue_;
@@ -105,7 +105,7 @@ struct WideKernel {
   static constexpr int kM = Tile::kM, kN = Tile::kN, kK = Tile::kK, kColumns = Tile::kColumns, kRows = Tile::kRows;
   static constexpr int kProducts = Tile::kProducts, kCluster = Tile::kCluster, kWarpgroups = Tile::kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // in the last warpgroup, only one thread works
-  static constexpr int kRowsOfA = kM / kCluster;            // that a CTA loads for its cluster
+  static constexpr int kRowsOfA = kM / kCluster;            // loaded by a CTA for its cluster
   static constexpr int kStageBytes = (kM + kColumns) * kK * Tile::kSize;
   static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::Shared));
   static constexpr int kStages = (226 * 1024 - kWarpgroups * kEpilogueBytes) / kStageBytes;
@@ -133,19 +133,19 @@ struct WideKernel {
     TileMap<cute::SM90_TMA_LOAD, Element, kN, kK> w[kProducts];
     typename Epilogue::Parameters epilogue;
     int n, steps;
-    int rows, columns;  // of the grid of the tiles of clusters
+    int rows, columns;  // of the grid of cluster tiles
   };
 
   CUTLASS_DEVICE static int rank() { return kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0; }
   CUTLASS_DEVICE static int first() { return static_cast<int>(blockIdx.x) / kCluster; }
   CUTLASS_DEVICE static int clusters() { return static_cast<int>(gridDim.x) / kCluster; }
 
-  /// In the grid of the tiles of CTAs.
+  /// In the grid of CTA tiles.
   struct Place {
     int row, column;
   };
 
-  /// Where this CTA's part of a cluster's tile is. Clusters take tiles in groups of rows, column after column, so that
+  /// Where this CTA's part of a cluster tile is. Clusters take tiles in groups of rows, column after column, so that
   /// those that run at once share rows and columns in L2. With kPingPong, groups of 4096 rows are up to 2% faster than
   /// groups of 2048 (H100, glu).
   CUTLASS_DEVICE static Place place(const Parameters& p, int tile) {
@@ -181,7 +181,7 @@ CUTLASS_DEVICE void WideKernel<Epilogue, MapOfA>::compute(const Parameters& p, S
   using namespace cute;
   const int thread = threadIdx.x % 128;
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
-  // To all that load for this CTA, by a thread for each.
+  // Signals all CTAs that load for this one; one thread for each.
   const auto release = [&](int stage) {
     if constexpr (kCluster == 1) {
       if (thread == 0) shared.free[stage].arrive();
@@ -201,7 +201,7 @@ CUTLASS_DEVICE void WideKernel<Epilogue, MapOfA>::compute(const Parameters& p, S
        tile += (kPingPong ? kWarpgroups : 1) * clusters(), ++round) {
     const Place place = WideKernel::place(p, tile);
     epilogue.begin(kPingPong ? place.row : place.row * kWarpgroups + warpgroup, place.column);
-    if constexpr (kPingPong) shared.turns.wait(warpgroup, round);  // the other one has seen all of its stages
+    if constexpr (kPingPong) shared.turns.wait(warpgroup, round);  // until the other one has seen all of its stages
     int former = 0;
     product.accumulate_ = GMMA::ScaleOut::Zero;
     warpgroup_fence_operand(sums);
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   if constexpr (clustered) cute::cluster_sync();  // the others may still write to this CTA's barriers
 }
 
-/// The launch of a WideKernel.
+/// Launches a WideKernel.
 template <class Kernel>
 struct WideLaunch {
   using Parameters = typename Kernel::Parameters;
@@ -283,7 +283,7 @@ struct WideLaunch {
     return clusters > 0 ? Status{} : Status::not_for_me();
   }
 
-  /// a is m x k, both weights are n x k.
+  /// a is m x k; both weights are n x k.
   static void describe(Parameters& parameters, int m, int n, int k, const Operand& a, const Operand& b,
                        const Operand& b2) {
     parameters.a = decltype(Parameters::a)::of(a.data, a.row_stride, m, k);

@@ -1,11 +1,11 @@
 #pragma once
 
-// The cotangents of a rule's products, made again from the rows: the first step of its gradients where one_pass.cuh and
-// gated_gradients.cuh have no room for the weights.
+// The cotangents of a rule's products, which are recomputed from the rows: the first step of its gradients if the
+// weights don't fit one_pass.cuh or gated_gradients.cuh.
 //
-// The cotangent of the result arrives by TMA beside the products, and what the rule makes of it leaves from the same
-// place. Of a tile's columns each warp adds up its own rows, in float32; a second kernel adds those sums, in an order
-// that only the shape determines.
+// TMA loads the cotangent of the result while the products run, and stores the rule's results from the same place. Each
+// warp sums the columns of a tile over its own rows, in float32; a second kernel adds those sums, in an order that
+// depends only on the shape.
 
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/wide.cuh"
@@ -19,7 +19,7 @@ struct CotangentEpilogue {
   using Bias = WideBias<Rule, Tile>;
   static constexpr int kRows = Tile::kRows, kN = Tile::kN, kProducts = Rule::kProducts;
   static constexpr int kLoadBytes = kRows * kN * Tile::kSize * (Rule::kReadsC ? 2 : 1);
-  static constexpr int kWarps = 4;  // of a warpgroup, each with rows of its own
+  static constexpr int kWarps = 4;  // of a warpgroup, each with its own rows
   static_assert((kProducts == 2) != Rule::kReadsC);
 
   struct Shared {
@@ -29,11 +29,11 @@ struct CotangentEpilogue {
     cutlass::arch::ClusterTransactionBarrier loaded;
   };
   struct Parameters {
-    TileMap<cute::SM90_TMA_LOAD, Element, kRows, kN> grad, c;  // c: of grad where the rule reads none
+    TileMap<cute::SM90_TMA_LOAD, Element, kRows, kN> grad, c;  // c: a copy of grad's if the rule reads none
     TileMap<cute::SM90_TMA_STORE, Element, kRows, kN> first, second;
     bool writes_second;
     typename Bias::Pointers bias;
-    float* sums;  // of each warp of each tile, for each product: n; or null
+    float* sums;  // for each warp of each tile, for each product: n; or null
   };
 
   CUTLASS_DEVICE static void init(Shared& shared) { shared.loaded.init(1); }
@@ -44,7 +44,7 @@ struct CotangentEpilogue {
     row_ = row;
     column_ = column;
     if (thread_ == 0) {
-      cute::tma_store_wait<0>();  // of the former tile
+      cute::tma_store_wait<0>();  // the store of the previous tile
       shared_.loaded.arrive_and_expect_tx(kLoadBytes);
       p_.grad.load(shared_.first.data(), row, column, shared_.loaded);
       if constexpr (Rule::kReadsC) p_.c.load(shared_.second.data(), row, column, shared_.loaded);
@@ -73,7 +73,7 @@ template <class Rule, class Tile>
 template <class Sums, class Sync>
 CUTLASS_DEVICE void CotangentEpilogue<Rule, Tile>::finish(const Sums& sums, const Sync& sync) {
   using namespace cute;
-  // In boxes of 64 columns and 64 rows, so that few registers are needed beside the sums.
+  // In boxes of 64 columns and 64 rows, so that few registers are needed besides the sums.
   using Box = Shape<_64, _64>;
   const typename Tile::template ProductOf<64> box_of;
   const auto read = make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, box_of);
@@ -89,14 +89,14 @@ CUTLASS_DEVICE void CotangentEpilogue<Rule, Tile>::finish(const Sums& sums, cons
 
   shared_.loaded.wait(phase_);
   phase_ ^= 1;
-  float columns[kProducts][kN / 4] = {};  // of this thread's pairs of columns, over its rows
+  float columns[kProducts][kN / 4] = {};  // for this thread's pairs of columns, over its rows
   CUTLASS_PRAGMA_UNROLL
   for (int box = 0; box < kN / 64; ++box) {
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < kRows / 64; ++m) {
       Tensor first = make_tensor_like<Element>(partition_fragment_C(box_of, Box{}));
       Tensor second = make_tensor_like<Element>(first);
-      // A warp reads and writes rows that are its own.
+      // A warp reads and writes only its own rows.
       copy(read, read_slice.partition_S(in_box(shared_.first, box))(_, m, _), read_slice.retile_D(first)(_, 0, _));
       if constexpr (Rule::kReadsC) {
         copy(read, read_slice.partition_S(in_box(shared_.second, box))(_, m, _), read_slice.retile_D(second)(_, 0, _));
@@ -144,7 +144,7 @@ CUTLASS_DEVICE void CotangentEpilogue<Rule, Tile>::finish(const Sums& sums, cons
     if (p_.writes_second) p_.second.store(shared_.second.data(), row_, column_);
   }
   if (p_.sums == nullptr) return;
-  // Lanes four apart have the same columns.
+  // Lanes that are four apart have the same columns.
   float* const to = p_.sums + (int64_t{row_} * kWarps + thread_ / 32) * (int64_t{kProducts} * n_);
   CUTLASS_PRAGMA_UNROLL
   for (int j = 0; j < kProducts; ++j) {
@@ -162,7 +162,7 @@ CUTLASS_DEVICE void CotangentEpilogue<Rule, Tile>::finish(const Sums& sums, cons
   }
 }
 
-/// From grad, x, the weights and, where the rule reads it, c: dz, and dz2 or dc, of which the second may be null; and
+/// From grad, x, the weights and, if the rule reads it, c: dz, and dz2 or dc, the second of which may be null; and
 /// dbias and dbias2, if they are not null.
 template <class Rule>
 struct WideCotangents {
@@ -172,7 +172,7 @@ struct WideCotangents {
     using Epilogue = CotangentEpilogue<Rule, WideTile<T, tiling, Rule::kProducts>>;
     using Kernel = WideKernel<Epilogue>;
     using Launch = WideLaunch<Kernel>;
-    static constexpr int kMostPieces = 64;  // of the rows of sums, in which they are added at first
+    static constexpr int kMostPieces = 64;  // of the rows of sums, each of which is added first
 
     static bool wants_sums(const GradientProblem& p) { return p.dbias != nullptr || p.dbias2 != nullptr; }
     static int64_t sum_rows(const GradientProblem& p) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// A residual in float32 beside products of 16 bits: what a thread has of an accumulator's rows is added to it in the
-// registers. Of 8 columns four neighbouring threads have a pair each, 32 bytes in all, which memory moves at once.
+// Adds a float32 residual to products of 16 bits: a thread adds to its part of an accumulator's rows in registers. Of
+// each 8 columns, four neighbouring threads have a pair each, together 32 bytes, which memory moves at once.
 
 #include <cutlass/array.h>
 #include <cutlass/cutlass.h>
@@ -10,7 +10,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// Rows of float32, or of a batch of them, in memory: what is added to, and where the sum goes, which may be the same.
+/// Rows of float32, or a batch of them, in memory: what is added to, and where the sum goes, which may be the same.
 struct WideRows {
   const float* from = nullptr;
   float* to = nullptr;
@@ -25,7 +25,7 @@ struct WideRows {
         to_row_stride(to.row_stride),
         to_stride(to.batch_stride) {}
 
-  /// Moves the first `columns` of a row to the second-level cache, by `threads` threads.
+  /// Prefetches the first `columns` of a row to the second-level cache; called by `threads` threads.
   CUTLASS_DEVICE void prefetch(int64_t row, int columns, int thread, int threads) const {
     constexpr int line = 128 / sizeof(float);
     for (int column = thread * line; column < columns; column += threads * line) {
@@ -34,14 +34,14 @@ struct WideRows {
   }
 };
 
-/// Of one row a thread's pairs, 8 columns apart.
+/// A thread's pairs of one row, 8 columns apart.
 template <int pairs>
 struct WideRow {
   float2 old[pairs];
   float* to;
-  int left;  // of the columns of the row, from the first pair on
+  int left;  // columns of the row, from the first pair on
 
-  /// The pairs from `column` on, of a row of so many columns.
+  /// Loads the pairs from `column` on, in a row of `columns` columns.
   CUTLASS_DEVICE void load(const WideRows& rows, int64_t of_batch, int64_t row, int column, int columns) {
     const float* const from = rows.from + of_batch * rows.from_stride + row * rows.from_row_stride + column;
     to = rows.to + of_batch * rows.to_stride + row * rows.to_row_stride + column;

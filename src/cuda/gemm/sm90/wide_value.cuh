@@ -1,7 +1,7 @@
 #pragma once
 
-// The rule's value of its products, of which two leave the registers only where they are wanted too: rounded, and with
-// their biases. What a rule reads besides arrives by TMA beside the products, where the result leaves from.
+// The rule's value of its products. The two products leave the registers only if they are wanted too: rounded, and with
+// their biases. Other inputs of a rule arrive by TMA, while the products run, at the place that the result leaves from.
 
 #include "cuda/gemm/sm90/wide.cuh"
 
@@ -17,13 +17,13 @@ struct ValueEpilogue {
   static_assert((Rule::kProducts == 2) != kReadsC);
 
   struct Shared {
-    typename Tile::SharedRows result;  // at first c, if the rule reads it
+    typename Tile::SharedRows result;  // c before that, if the rule reads it
     typename Bias::Shared bias;
     cutlass::arch::ClusterTransactionBarrier loaded;
   };
   struct Parameters {
-    TileMap<cute::SM90_TMA_LOAD, Element, kRows, kN> c;         // d where the rule reads none
-    TileMap<cute::SM90_TMA_STORE, Element, kRows, kN> d, z[2];  // z: d where it is not wanted
+    TileMap<cute::SM90_TMA_LOAD, Element, kRows, kN> c;         // a copy of d's if the rule reads none
+    TileMap<cute::SM90_TMA_STORE, Element, kRows, kN> d, z[2];  // z: copies of d's if not wanted
     bool writes_z;
     typename Bias::Pointers bias;
   };
@@ -47,7 +47,7 @@ struct ValueEpilogue {
 
   CUTLASS_DEVICE void share() {
     bias_.share(shared_.bias, thread_);
-    if constexpr (!kReadsC) end();  // of the former result
+    if constexpr (!kReadsC) end();  // the store of the previous result
   }
 
   template <class Sums, class Sync>
@@ -71,11 +71,11 @@ struct ValueEpilogue {
   }
 
  private:
-  // f(z, t, c) of all sums, with t of the second product, to `to`.
+  // Writes f(z, t, c) of all sums to `to`; t is from the second product.
   template <class Sums, class Sync, class Map, class F>
   CUTLASS_DEVICE void write(const Sums& sums, const Sync& sync, const Map& to, const F& f) {
     using namespace cute;
-    // In boxes of 64 columns, so that few registers are needed beside the sums.
+    // In boxes of 64 columns, so that few registers are needed besides the sums.
     using Box = Shape<Int<kRows>, _64>;
     const typename Tile::template ProductOf<64> box_of;
     const auto read = make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, box_of);
@@ -89,7 +89,7 @@ struct ValueEpilogue {
       const Tensor in_box = as_position_independent_swizzle_tensor(
           make_tensor(make_smem_ptr(shared_.result.data() + box * kRows * 64), SwizzledRows<Element, kRows, 64>{}));
       Tensor result = make_tensor_like<Element>(partition_fragment_C(box_of, Box{}));
-      // A warp reads and writes rows that are its own.
+      // A warp reads and writes only its own rows.
       if constexpr (kReadsC) copy(read, read_slice.partition_S(in_box), read_slice.retile_D(result));
       Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
       CUTLASS_PRAGMA_UNROLL
@@ -135,7 +135,7 @@ struct ValueEpilogue {
   uint32_t phase_ = 0;
 };
 
-/// d = the rule's value of a @ b.T and, if it has them, of a @ b2.T and c; and, where they are wanted, z and z2. d may
+/// d = the rule's value for a @ b.T and, if it has them, for a @ b2.T and c; also z and z2, if they are wanted. d may
 /// be c.
 template <class Rule>
 struct Wide {
@@ -173,7 +173,7 @@ struct Wide {
   };
 };
 
-/// The same for a rule of one product, in the tilings that leave a thread room for what it reads besides.
+/// The same for a rule of one product, in the tilings that leave threads room for the rule's other inputs.
 template <class Rule>
 using WideSingle = Wide<Rule>;
 
