@@ -39,8 +39,8 @@ class Chunks {
   int64_t rows_, panel_rows_, panels_, count_;
 };
 
-/// dw = dz.T @ x and db = dz summed over the rows, panel by panel, accumulated in at least float32. Computes only what
-/// is wanted.
+/// dw = dz.T @ x and db = dz summed over the rows, panel by panel, accumulated in at least
+/// float32. Computes only what is wanted.
 class WeightGradient {
  public:
   WeightGradient(const Tensor& w, bool dw, bool db, const Chunks& chunks);

@@ -10,9 +10,9 @@
 #include "cuda/rows.cuh"
 
 // Both passes are bound by memory. 16 threads share a row: each has 4 neighbouring features of every 64, so that the
-// accesses of both widths are whole and contiguous, and each has two rows in flight. Blocks begin with the last rows:
-// the previous kernel has left those in the second-level cache, and the first rows, which are written last, are what
-// the next kernel begins with.
+// accesses of both widths are whole and contiguous, and each has two rows in flight. Blocks begin with the last
+// rows: the previous kernel has left those in the second-level cache, and the first rows, which are written last,
+// are what the next kernel begins with.
 namespace torchops::cuda {
 namespace {
 
@@ -93,7 +93,7 @@ __device__ inline float factor_of(float variance, float least) {
   return __int_as_float((127 - exponent / 2) << 23);
 }
 
-// One access each: from assignments of structs, the compiler makes several single ones.
+// One access each: the compiler would split some assignments of structs into single elements.
 __device__ inline void store_vector(float* to, const float (&values)[kWide]) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(values[0]), "f"(values[1]), "f"(values[2]),
                "f"(values[3])

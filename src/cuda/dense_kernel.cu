@@ -22,8 +22,8 @@ namespace {
 
 using at::Tensor;
 
-// y = sigmoid(x @ w.T + b) by a fused kernel. Returns false, with nothing done, if none can run or none is wanted. All
-// tensors are matrices.
+// y = sigmoid(x @ w.T + b) by a fused kernel. Returns false, with nothing done, if none can run or none is
+// wanted. All tensors are matrices.
 bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   const detail::DensePath path = detail::dense_path();
   if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;

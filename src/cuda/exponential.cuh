@@ -1,7 +1,7 @@
 #pragma once
 
-// The exponential, reciprocal and hyperbolic tangent of the special-function unit. No torch headers: the GEMM kernels
-// use these too.
+// The exponential, reciprocal and hyperbolic tangent of the special-function unit. No torch headers:
+// the GEMM kernels use these too.
 namespace torchops::cuda {
 
 constexpr float kLog2E = 1.4426950408889634f;

@@ -109,8 +109,8 @@ class PairGradientSteps {
   /// Whether the kernels apply to this call: everything they compute is wanted, and TMA can read and write it.
   bool possible() const { return memory_.defined(); }
 
-  /// From the cotangent of the update (N, N, c): d(o), in channels like o, with zeros in padded columns, and the gate's
-  /// part of dz.
+  /// From the cotangent of the update (N, N, c): d(o), in channels like o, with zeros in padded
+  /// columns, and the gate's part of dz.
   void out(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& o, const at::Tensor& dz,
            const at::Tensor& d_o) {
     const detail::TriangleUpdate& t = layout_.update();
@@ -257,8 +257,8 @@ class PairGradientSteps {
   std::array<int64_t, kLayers.size()> offsets_;
   const gemm::Kernel<gemm::PairGradientProblem>*out_ = nullptr, *in_ = nullptr;
   int64_t bytes_out_ = 0, bytes_in_ = 0, sums_of_element_ = 0, element_ = 0;
-  // The kernels' workspace, which they use one after the other; the sums of each batch element; and two moments per
-  // position.
+  // The kernels' workspace, which they use one after the other; the sums of each batch
+  // element; and two moments per position.
   at::Tensor memory_;
   float *sums_ = nullptr, *moments_ = nullptr;
 };

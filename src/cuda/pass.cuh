@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(kPassBlock)
 /// The sums of summing passes over the panels of rows of one matrix.
 class PassSums {
  public:
-  /// The sums have the type and device of `like`. The largest panel has `most_rows` of the `rows`. Sums nothing unless
-  /// `wanted`.
+  /// The sums have the type and device of `like`. The largest panel has `most_rows` of the
+  /// `rows`. Sums nothing unless `wanted`.
   PassSums(bool wanted, const at::Tensor& like, int kinds, int64_t rows, int64_t most_rows, int64_t columns)
       : kinds_(kinds), columns_(columns) {
     // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread few rows.

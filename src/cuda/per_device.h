@@ -8,9 +8,9 @@
 // No torch headers.
 namespace torchops::cuda {
 
-/// Caches the answer, a number >= 0, to a question that is asked once per device. Failures are not cached:
-/// the caller gets the error, and the next call asks again. Thread-safe; two threads may ask at the same
-/// time.
+/// Caches the answer, a number >= 0, to a question that is asked once per device. Failures are
+/// not cached: the caller gets the error, and the next call asks again. Thread-safe; two
+/// threads may ask at the same time.
 class PerDevice {
  public:
   /// Gets the answer for the current device; ask(int& answer) returns cudaSuccess if it has set one.

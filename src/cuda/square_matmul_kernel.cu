@@ -38,8 +38,8 @@ Tensor square_matmul_cuda(const Tensor& a, const Tensor& b, bool transpose_b) {
   return out;
 }
 
-// a = a @ b by the kernel that needs no second buffer, for matrices or batches of them. Returns false, with nothing
-// done, if it cannot run.
+// a = a @ b by the kernel that needs no second buffer, for matrices or batches of them. Returns false, with
+// nothing done, if it cannot run.
 bool fused_(const Tensor& a, const Tensor& b) {
   if (a.scalar_type() == at::kFloat || a.size(-1) % 8 != 0) return false;  // there is no kernel for TF32
   const bool b_k_major = b.stride(-2) == 1;
@@ -63,8 +63,8 @@ bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1)
 
 constexpr int64_t kPanelBytes = int64_t{16} << 20;
 
-// Scratch for a panel of rows of `a`: its copy and, if cuBLAS cannot write to `a` directly, the product. At most 32
-// MiB, or two rows.
+// Scratch for a panel of rows of `a`: its copy and, if cuBLAS cannot write to `a` directly, the
+// product. At most 32 MiB, or two rows.
 Tensor panel_scratch(const Tensor& a) {
   const int64_t row_bytes = a.size(-1) * static_cast<int64_t>(a.element_size());
   const int64_t rows = std::clamp(kPanelBytes / row_bytes, int64_t{1}, a.size(-2));

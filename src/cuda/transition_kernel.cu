@@ -21,10 +21,10 @@
 #include "ops/overwriting.h"
 #include "ops/transition.h"
 
-// If the kernel of gemm/sm90/transition.cuh can run, one pass over the rows; the rows of a float32 x are
-// centred for it first (centered.h). Otherwise, panels of rows that fit the second-level cache go through
-// layer_norm, glu and the product with the down weights. Only the hidden features of a panel exist at a
-// time.
+// If the kernel of gemm/sm90/transition.cuh can run, one pass over the rows; the rows of a
+// float32 x are centred for it first (centered.h). Otherwise, panels of rows that fit the
+// second-level cache go through layer_norm, glu and the product with the down weights. Only the
+// hidden features of a panel exist at a time.
 namespace torchops::cuda {
 namespace {
 
@@ -152,9 +152,9 @@ void transition_of_float32(const Tensor& x_rows, const Tensor& y_rows, const Tra
   TORCH_INTERNAL_ASSERT(fused(y_rows, centered.rows(), t, /*residual=*/{}));
 }
 
-// sum = x + transition(x) for such rows, by panels of about the same size, which are centred in scratch; `sum` may be
-// x. The more panels, the more often the kernel waits for its last rows. Returns false, with nothing done, if the
-// kernel cannot run.
+// sum = x + transition(x) for such rows, by panels of about the same size, which are centred in scratch; `sum`
+// may be x. The more panels, the more often the kernel waits for its last rows. Returns false, with nothing
+// done, if the kernel cannot run.
 bool add_float32(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
   constexpr int64_t most_bytes = int64_t{64} << 20;
   if (!Centered::takes(x_rows, t.dtype())) return false;

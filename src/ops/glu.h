@@ -15,9 +15,9 @@ namespace torchops {
 ///
 /// x: (..., in); w, wg: (out, in); b, bg: (out,) or none; activation: "sigmoid" or "silu". All of one floating-point
 /// dtype and device, except that x may be float32 if the others are float16 or bfloat16: it is then rounded to their
-/// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype. Backward needs only the arguments, and
-/// also both products if detail::glu_keeps_products(). w and wg may be the halves of one tensor. Throws c10::Error,
-/// with nothing computed, when arguments do not fit.
+/// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype. Training saves the arguments and, if
+/// detail::glu_keeps_products(), both products. w and wg may be the halves of one tensor. Throws c10::Error, with
+/// nothing computed, when arguments do not fit.
 TORCHOPS_API at::Tensor glu(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                             const std::optional<at::Tensor>& b = {}, const std::optional<at::Tensor>& bg = {},
                             std::string_view activation = "sigmoid");

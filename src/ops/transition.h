@@ -14,19 +14,19 @@ namespace torchops {
 ///   z = layer_norm(x),  (silu(z @ gate.T + gate_bias) * (z @ up.T + up_bias)) @ down.T + down_bias
 ///
 /// x: (..., c); norms: (c,), or none; gate_weight, up_weight: (hidden, c); down_weight: (c, hidden); each bias: one
-/// element per row of its weight, or none. All parameters have one floating-point dtype, and so has x, except that it
-/// may be float32 if they are float16 or bfloat16. Returns a new contiguous tensor of x's shape and the parameters'
-/// dtype. Only the hidden features of a panel of rows exist at a time. Throws c10::Error, with nothing computed, when
-/// arguments do not fit.
+/// element per row of its weight, or none. All parameters have one floating-point dtype, and so has x, except that
+/// it may be float32 if they are float16 or bfloat16. Returns a new contiguous tensor of x's shape and the
+/// parameters' dtype. Only the hidden features of a panel of rows exist at a time. Throws c10::Error, with nothing
+/// computed, when arguments do not fit.
 TORCHOPS_API at::Tensor transition(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                                    const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                                    const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
                                    const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
                                    const std::optional<at::Tensor>& down_bias, double eps = 1e-5);
 
-/// x += transition(x, ...), in x's dtype; returns x. Parameters may overlap x; they are then read first. A call that
-/// the checks refuse leaves x untouched; if memory runs out halfway, x may be partly overwritten, and its version
-/// counter has moved.
+/// x += transition(x, ...), in x's dtype; returns x. Parameters may overlap x; they are then read first. A
+/// call that the checks refuse leaves x untouched; if memory runs out halfway, x may be partly overwritten,
+/// and its version counter has moved.
 TORCHOPS_API at::Tensor& transition_(at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                                      const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                                      const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
@@ -35,8 +35,8 @@ TORCHOPS_API at::Tensor& transition_(at::Tensor& x, const std::optional<at::Tens
 
 namespace detail {
 
-/// x + transition(x, ...) in x's dtype, as a new contiguous tensor: the residual connection in training, whose backward
-/// needs the old x.
+/// x + transition(x, ...) in x's dtype, as a new contiguous tensor: the residual connection in training,
+/// whose backward needs the old x.
 at::Tensor add_transition(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                           const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                           const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,

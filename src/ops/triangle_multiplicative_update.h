@@ -55,9 +55,9 @@ namespace detail {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-/// The parameters of a triangle update, with separate ones for a and b. The bias of a weight follows it. A list of them
-/// may instead have packed p and g, as the public operators do, with the rows of a first: these are in the places of a,
-/// and those of b are none.
+/// The parameters of a triangle update, with separate ones for a and b. The bias of a weight follows it. A list of
+/// them may instead have packed p and g, as the public operators do, with the rows of a first: these are in the places
+/// of a, and those of b are none.
 enum TriangleParameter : size_t {
   kNormIn = 0,
   kPA = 2,
@@ -76,8 +76,8 @@ using TriangleParameterList = c10::List<OptionalTensor>;
 constexpr size_t kTriangleGradients = 2 + kTriangleParameters;
 using TriangleMask = std::array<bool, kTriangleGradients>;
 
-/// Which intermediate gradients the wanted ones depend on: that of z, for x and its norm; those of a and b, for z, the
-/// mask and their own layers.
+/// Which intermediate gradients the wanted ones depend on: that of z, for x and its norm; those of a and b, for z,
+/// the mask and their own layers.
 inline bool wants_z(const TriangleMask& wanted) { return wanted[0] || wanted[2 + kNormIn] || wanted[3 + kNormIn]; }
 inline bool wants_a_and_b(const TriangleMask& wanted) {
   bool any = wants_z(wanted) || wanted[1];
@@ -127,10 +127,10 @@ TriangleUpdate taken_apart(const at::Tensor& x, const OptionalTensor& mask, cons
                            bool outgoing, double eps);
 TriangleUpdate taken_apart(const TriangleArguments& arguments);
 
-/// The private operators that the public ones call. They take packed weights or separate ones for a and b. Each also
-/// returns the product o, which backward needs, as a contiguous tensor of triangle_product_shape(), of which only the N
-/// rows and columns are read; without keep_product, an empty tensor. With `adds`, the first result is x plus the
-/// update, in x's dtype.
+/// The private operators that the public ones call. They take packed weights or separate ones for a and b. Each
+/// also returns the product o, which backward needs, as a contiguous tensor of triangle_product_shape(), of which
+/// only the N rows and columns are read; without keep_product, an empty tensor. With `adds`, the first result is x
+/// plus the update, in x's dtype.
 std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
                                                    bool keep_product, bool adds);

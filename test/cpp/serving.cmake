@@ -1,10 +1,10 @@
 # examples/serving: the models that its Python script exports, run by its C++ program.
 
-# One device: an AOTInductor package is compiled for one. Not always the CPU, because torch 2.11 for CUDA 13.0 has been
-# seen to crash as it loads a package for the CPU, even of ATen operators alone; `make gpu-build` therefore says cuda.
+# A single device, for which the AOTInductor packages are compiled. Not always the CPU: torch 2.11 for CUDA 13.0 has been
+# seen to crash when loading a package for the CPU, even one with only ATen operators, so `make gpu-build` passes cuda.
 set(TORCHOPS_SERVING_DEVICE cpu CACHE STRING "Device that the serving tests export for and run on: cpu or cuda")
 
-# The Python package around the library of this build, so that the tests need no installed one.
+# The Python package with this build's library, so that the tests need no installed package.
 set(staged ${CMAKE_CURRENT_BINARY_DIR}/python)
 configure_file(${PROJECT_SOURCE_DIR}/cmake/_build_info.py.in ${staged}/torchops/_build_info.py @ONLY)
 set(library ${CMAKE_SHARED_LIBRARY_PREFIX}torchops${CMAKE_SHARED_LIBRARY_SUFFIX})
@@ -22,7 +22,7 @@ add_test(NAME serving_export
     --device ${TORCHOPS_SERVING_DEVICE})
 set_tests_properties(serving_export PROPERTIES
   FIXTURES_SETUP models
-  # Cached code is found by the names of operators, so it may come from another build of them.
+  # The cache looks code up by operator names, so it could return code from another build of them.
   ENVIRONMENT TORCHINDUCTOR_FORCE_DISABLE_CACHES=1
   ENVIRONMENT_MODIFICATION PYTHONPATH=path_list_prepend:${staged})
 

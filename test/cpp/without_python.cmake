@@ -1,4 +1,4 @@
-# Fails if LIBRARY needs Python: by a symbol of its C API, or by a library that it asks for.
+# Fails if LIBRARY needs Python: if it uses a symbol of the C API, or needs a Python library.
 execute_process(COMMAND "${NM}" -D --undefined-only "${LIBRARY}" OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)
 execute_process(COMMAND "${READELF}" -d "${LIBRARY}" OUTPUT_VARIABLE needed COMMAND_ERROR_IS_FATAL ANY)
 if(NOT symbols MATCHES "Dispatcher" OR NOT needed MATCHES "libtorch_cpu")

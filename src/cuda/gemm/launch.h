@@ -13,16 +13,16 @@
 // From torch to the kernels: what a device can run, and launching the chosen kernel.
 namespace torchops::cuda::gemm {
 
-/// The element type of a dtype in GEMM kernels; for float32 only if torch allows TF32 in products, for float64
-/// none.
+/// The element type of a dtype in GEMM kernels; for float32 only if torch allows TF32
+/// in products, for float64 none.
 std::optional<Element> element_of(at::ScalarType dtype);
 
 /// The multiprocessors of the current device if the kernels of sm90/ are for it, else nullopt. Warns once if they are,
 /// but this build lacks them. Afterwards, the calling thread has a CUDA context.
 std::optional<int> sm90_multiprocessors();
 
-/// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nullopt if the kernels of
-/// sm90/ don't support it.
+/// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nullopt if the
+/// kernels of sm90/ don't support it.
 inline std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
   const auto sm_count = sm90_multiprocessors();
   const auto element = sm_count ? element_of(dtype) : std::nullopt;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The two passes over memory around cuBLAS products: their epilogue, and the first step of their gradient. Neither
-// depends on the architecture.
+// The two passes over memory around cuBLAS products: their epilogue, and the first step of their gradient.
+// Neither depends on the architecture.
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>

@@ -8,8 +8,8 @@
 
 namespace torchops::cuda::gemm {
 
-/// Launches `kernel`, which has the parameters, threads and shared memory of Kernel, in clusters of `ctas`
-/// CTAs.
+/// Launches `kernel` in clusters of `ctas` CTAs. Kernel has its parameters,
+/// number of threads and shared memory.
 template <class Kernel, void (*kernel)(typename Kernel::Parameters), int ctas>
 class ClusterLaunch {
  public:

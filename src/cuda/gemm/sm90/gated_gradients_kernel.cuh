@@ -31,9 +31,9 @@ struct GatedGradientsKernel {
   static constexpr int kProducts = Rule::kProducts, kSize = static_cast<int>(sizeof(Element));
   static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
   static constexpr int kThreads = kConsumers + 128;
-  // A tile is divided among as many warpgroups as have 64 rows of dw each. If there are more, groups of them
-  // take tiles in turn, each with its own sums, and the pointwise part of one group overlaps the products of
-  // another.
+  // A tile is divided among as many warpgroups as have 64 rows of dw each. If there are more,
+  // groups of them take tiles in turn, each with its own sums, and the pointwise part of one group
+  // overlaps the products of another.
   static constexpr int kDivision = std::min(kN / 64, kWarpgroups), kGroups = kWarpgroups / kDivision;
   static constexpr int kGroupThreads = 128 * kDivision;
   static constexpr int kLoadBytes = kRows * (kK + kN + (Rule::kReadsC ? kN : 0)) * kSize;

@@ -1,8 +1,8 @@
 #pragma once
 
-// What the operations of ops.cuh share: CUTLASS's TMA warp-specialised persistent kernel, built from a mainloop and an
-// epilogue, and its launch. Only for translation units compiled for sm_90a; no torch headers, so that each compiles in
-// seconds rather than minutes.
+// What the operations of ops.cuh share: CUTLASS's TMA warp-specialised persistent kernel, built from a mainloop and
+// an epilogue, and its launch. Only for translation units compiled for sm_90a; no torch headers, so that each
+// compiles in seconds rather than minutes.
 
 #include <cutlass/device_kernel.h>
 

@@ -161,8 +161,8 @@ CUTLASS_DEVICE void make_dz(typename Tiling::Element* grad, typename Tiling::Ele
   copy(typename Tiling::Pointwise{}, g, to);
 }
 
-/// Writes the sums of dbias of all consumers, added in the order of their rows, to `to`. scratch has room for kVector
-/// floats per consumer.
+/// Writes the sums of dbias of all consumers, added in the order of their rows, to `to`. scratch has room
+/// for kVector floats per consumer.
 template <class Tiling>
 CUTLASS_DEVICE void write_bias_sums(const float (&sums)[Tiling::kVector], float* scratch, float* to, int n,
                                     int thread) {
@@ -294,9 +294,9 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1)
   }
 }
 
-/// dx = dz @ w, dw = dz.T @ x, and dbias = dz summed over the rows before it is rounded, where dz = F::backward(grad,
-/// y), rounded to the type of the arguments. Sums are in float32; the same arguments give the same bits on the same
-/// kind of device.
+/// dx = dz @ w, dw = dz.T @ x, and dbias = dz summed over the rows before it is rounded, where dz =
+/// F::backward(grad, y), rounded to the type of the arguments. Sums are in float32; the same arguments give the same
+/// bits on the same kind of device.
 template <class F>
 struct OnePass {
   template <Element element, GradientTiling tiling>

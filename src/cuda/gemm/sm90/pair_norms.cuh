@@ -14,8 +14,8 @@ CUTLASS_DEVICE int thread_here() {
   return thread;
 }
 
-// Sums of squares need no origin here: if a mean is so large that they lose digits, x has lost more when it was rounded
-// to 16 bits.
+// Sums of squares need no origin here: if a mean is so large that they lose digits, x has lost more
+// when it was rounded to 16 bits.
 
 /// Normalises the rows of a tile in place, four threads per row, which read the pieces as in row_moments(). The moments
 /// are passed, or else measured and returned.

@@ -3,8 +3,8 @@
 // The output step of a triangle update: layer norm of the product o, projection, gate from the layer norm of x, and the
 // residual, from channels of positions to rows of features, in one pass over o and x.
 //
-// Structured like pair_in.cuh; o is multiplied transposed. The results may overwrite x: no other CTA reads these
-// rows.
+// Structured like pair_in.cuh; o is multiplied transposed. The results may overwrite x:
+// no other CTA reads these rows.
 
 #include "cuda/gemm/sm90/pair.cuh"
 #include "cuda/gemm/sm90/wide_rows.cuh"

@@ -77,8 +77,8 @@ void launch_row_moments(const PairProblem& p, ScaleAndShift* to, cudaStream_t st
           static_cast<const T*>(p.x.data), p.x.batch_stride, p.x.row_stride, p.n, p.c, p.norm_x.eps, to);
 }
 
-/// A weight (rows x k) with a layer norm folded in, its rows from `rows` to `padded` being zeros, and their terms times
-/// `scale`.
+/// A weight (rows x k) with a layer norm folded in, its rows from `rows` to `padded` being zeros,
+/// and their terms times `scale`.
 template <class T>
 struct FoldedWeight {
   const T *weight, *bias, *norm_weight, *norm_bias;

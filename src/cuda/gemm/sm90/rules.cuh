@@ -4,9 +4,9 @@
 
 #include "cuda/activation.cuh"
 
-// What narrow.cuh, wide.cuh and gated_gradients.cuh compute from their products. A rule says how many products there
-// are, whether it reads c, and the scale in which a product plus bias is passed to it as z (and as t, if there are two
-// products).
+// What narrow.cuh, wide.cuh and gated_gradients.cuh compute from their products. A rule says how many
+// products there are, whether it reads c, and the scale in which a product plus bias is passed to it as z
+// (and as t, if there are two products).
 namespace torchops::cuda::gemm {
 
 /// y = (a @ b.T + bias) * F(a @ b2.T + bias2)

@@ -1,8 +1,8 @@
 #pragma once
 
-// The gradients of a transition's weights in one pass over its rows: the second half of transition_dx.cuh, whose xhat
-// it reads. A CTA has 64 of the hidden features, and keeps their weights in shared memory for all rows; gate, up and dh
-// are recomputed, and
+// The gradients of a transition's weights in one pass over its rows: the second half of transition_dx.cuh, whose
+// xhat it reads. A CTA has 64 of the hidden features, and keeps their weights in shared memory for all rows;
+// gate, up and dh are recomputed, and
 //
 //   dgate += da.T @ xhat;  dup += du.T @ xhat;  ddown.T += p.T @ g;  and the sums of da, du and g over the rows
 //
@@ -160,7 +160,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
   float sums[2][kSlice / 32] = {};
   shared.weights_loaded.wait(0);
   Made& made = shared.made[maker];
-  int turn = maker;  // the next of the group's tiles
+  int turn = maker;  // index among the group's tiles
   for (int tile = p.group() + maker * p.groups; tile < p.row_tiles; tile += kMakers * p.groups, turn += kMakers) {
     const int stage = turn % kStages;
     Rows& rows = shared.rows[stage];
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     if (warp % 4 == 1) Kernel::add_grad(p, shared);
     __syncwarp();
   }
-  cute::cluster_sync();  // another CTA may still write to this one's shared memory
+  cute::cluster_sync();  // another CTA may still write to this CTA's shared memory
 }
 
 }  // namespace torchops::cuda::gemm

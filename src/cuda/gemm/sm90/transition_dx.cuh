@@ -11,8 +11,8 @@
 // by each CTA of a cluster; xhat, da and du stay in registers, where they are operands. While one warpgroup computes
 // derivatives, the other's matrix instructions run.
 //
-//   warps 0, 1, 2 of the last warpgroup   weights; rows of x and of g for each of the
-//   2 warpgroups                          64 rows each: xhat, over x; then the products; dx, over xhat
+//   load warps     0: weights; 1 and 2: rows of x and of g, for one warpgroup each (warps of the last warpgroup)
+//   2 warpgroups   64 rows each: xhat, over x; then the products; dx, over xhat
 //
 // xhat also goes to memory, for the gradients of the weights.
 

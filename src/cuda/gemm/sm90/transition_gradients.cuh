@@ -1,8 +1,8 @@
 #pragma once
 
-// The gradients of a transition. The norm's weight and bias are folded into the matrices. Then, for as many rows at a
-// time as their xhat fits into a bounded workspace, transition_dx.cuh makes xhat and dx, and transition_dw.cuh adds
-// these rows to the gradients of the weights. At last the norm is unfolded again. The order of all sums is fixed.
+// The gradients of a transition. The norm's weight and bias are folded into the matrices. Then transition_dx.cuh makes
+// xhat and dx for as many rows as a bounded workspace has room for, transition_dw.cuh adds these rows to the gradients
+// of the weights, and so on for the next rows. Finally the norm is unfolded again. All sums are in a fixed order.
 
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/cluster_launch.cuh"

@@ -8,12 +8,12 @@
 
 namespace torchops::cuda::gemm {
 
-/// A barrier tells phases by their parity: who looks at a stage must know that the load before the awaited one is done.
-/// Where a stage goes from one warpgroup to another, the warpgroups look at their stages one after the other.
+/// A barrier tells phases apart by parity: a thread that waits for a load must know that the previous load is done. So
+/// if stages pass from one warpgroup to another, the warpgroups wait for their stages one after another.
 ///
-/// Each warp passes the turn on for itself. If one thread did so for its warpgroup, the turn could come round again
-/// while another warp still waits for it: two phases later, that warp would see the parity of the previous phase, and
-/// wait forever.
+/// Each warp passes the turn on for itself. If one thread did so for its warpgroup, the turn could come round
+/// again while another warp still waits for it: two phases later, that warp would see the parity of the
+/// previous phase, and wait forever.
 template <int warpgroups>
 struct Turns {
   cutlass::arch::ClusterBarrier barriers[warpgroups];
@@ -21,7 +21,7 @@ struct Turns {
   CUTLASS_DEVICE void init() {
     for (auto& barrier : barriers) barrier.init(4);  // the warps of the previous warpgroup
   }
-  /// The first warpgroup waits for the last one's former round, the others for the one before them in this round.
+  /// The first warpgroup waits for the last one's previous round, the others for the one before them in this round.
   CUTLASS_DEVICE void wait(int warpgroup, uint32_t round) {
     if (warpgroup > 0 || round > 0) barriers[warpgroup].wait((warpgroup > 0 ? round : round - 1) & 1);
   }

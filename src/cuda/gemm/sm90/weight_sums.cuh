@@ -45,9 +45,9 @@ CUTLASS_DEVICE void write_weight_sums(const Product& product, const Sums& sums, 
   }
 }
 
-/// Writes the sums of `count` of kN columns, which kDivision warpgroups divide; a thread has those of sum_of_warp() for
-/// groups of 8 of its columns, which in the accumulators are pairs 8 columns apart. The four warps of a warpgroup have
-/// the same columns and other rows, and meet in `scratch`, of 4 x kN; sync() waits for all of these threads.
+/// Writes the sums of the first `count` of kN columns, which kDivision warpgroups divide. A thread has the results of
+/// sum_of_warp() for groups of 8 of its columns: pairs 8 columns apart, in the accumulators. The four warps of a
+/// warpgroup have the same columns of other rows, and combine them in `scratch`, 4 x kN. sync() is a barrier of all.
 template <int kN, int kDivision, int kSums, class Sync>
 CUTLASS_DEVICE void write_column_sums(const float (&sums)[kSums], int thread, float* scratch, float* to, int count,
                                       const Sync& sync) {

@@ -11,8 +11,8 @@
 //   warpgroups    kCooperative: half of a tile's rows each; kPingPong: a tile each, in turn, so that the epilogue of
 //                 one overlaps the matrix instructions of the other
 //
-// The CTAs of a cluster are side by side. Each loads a part of the rows that all of them need, and TMA delivers it to
-// all.
+// The CTAs of a cluster are side by side. Each loads a part of the rows that all of them
+// need, and TMA delivers it to all.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -146,8 +146,8 @@ struct WideKernel {
   };
 
   /// Where this CTA's part of a cluster tile is. Clusters take tiles in groups of rows, column after column, so that
-  /// those that run at once share rows and columns in L2. With kPingPong, groups of 4096 rows are up to 2% faster than
-  /// groups of 2048 (H100, glu).
+  /// those that run at once share rows and columns in L2. With kPingPong, groups of 4096 rows are up to 2% faster
+  /// than groups of 2048 (H100, glu).
   CUTLASS_DEVICE static Place place(const Parameters& p, int tile) {
     constexpr int group = (kPingPong ? 4096 : 2048) / kM;
     const int in_group = group * p.columns, first = tile / in_group * group, at = tile % in_group;

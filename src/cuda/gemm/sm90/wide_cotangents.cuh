@@ -3,9 +3,9 @@
 // The cotangents of a rule's products, which are recomputed from the rows: the first step of its gradients if the
 // weights don't fit one_pass.cuh or gated_gradients.cuh.
 //
-// TMA loads the cotangent of the result while the products run, and stores the rule's results from the same place. Each
-// warp sums the columns of a tile over its own rows, in float32; a second kernel adds those sums, in an order that
-// depends only on the shape.
+// TMA loads the cotangent of the result while the products run, and stores the rule's results from the same place.
+// Each warp sums the columns of a tile over its own rows, in float32; a second kernel adds those sums, in an order
+// that depends only on the shape.
 
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/wide.cuh"
