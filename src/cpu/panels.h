@@ -46,8 +46,8 @@ using detail::overwriting;
 /// How panels of rows are overwritten.
 struct RowPanels {
   int64_t trailing_dims = 1;
-  /// The least rows of a panel on one thread. If there are fewer per thread, the panels come one by one, and the
-  /// primitives inside f use the threads.
+  /// At least this many rows per panel, if each panel is one thread's work. If a thread would get fewer, the panels
+  /// come one by one, and the primitives inside f use the threads.
   int64_t min_rows = 1;
   /// The number of contiguous tensors of the panel's shape and dtype that f gets as scratch. They are allocated before
   /// f runs first, so that running out of memory can't stop it halfway.

@@ -49,8 +49,8 @@ struct GatePass {
   }
 };
 
-// With s = sigmoid(z + bias): dv = g * s, unless dv is null, and dz = g * v * s * (1 -
-// s), which overwrites z. Sums dz.
+// With s = sigmoid(z + bias): dv = g * s, unless dv is null, and dz = g * v * s * (1 - s), which overwrites z.
+// Sums dz.
 template <class T, class V, int N>
 struct GateBackwardPass {
   static constexpr int kSums = 1;

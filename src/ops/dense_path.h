@@ -8,8 +8,8 @@
 
 namespace torchops::detail {
 
-/// The kernels that dense() and its gradients use on CUDA: the fused ones where they are faster, the fused ones
-/// wherever they can run, or never the fused ones.
+/// When dense() and its gradients use the fused kernels on CUDA: where they are faster,
+/// wherever they can run, or never.
 enum class DensePath { kAuto, kFused, kCublas };
 
 /// The path of this thread: as set by the operator _dense_path or a DensePathGuard, else by the environment variable

@@ -4,8 +4,8 @@
 
 namespace torchops::detail {
 
-/// Runs f, which overwrites `self` bit by bit and allocates in between. If it throws, `self` is partly overwritten, and
-/// the version counter is moved so that autograd knows.
+/// Runs f, which overwrites `self` piece by piece and allocates in between. If f throws, `self` is partly overwritten,
+/// and the version counter is moved so that autograd knows.
 template <class F>
 void overwriting(const at::Tensor& self, const F& f) {
   try {

@@ -28,8 +28,8 @@ TORCHOPS_API at::Tensor gate_scaled(const at::Tensor& v, const at::Tensor& x, co
                                     const at::Tensor& scale_x, const at::Tensor& scale_w,
                                     const std::optional<at::Tensor>& b = {});
 
-/// glu() of eight-bit operands: y = ((x @ w.T) * scale_x * scale_w + b) * act((x @ wg.T) * scale_x * scale_wg
-/// + bg), the operator glu.scaled.
+/// glu() of eight-bit operands, the operator glu.scaled:
+///   y = ((x @ w.T) * scale_x * scale_w + b) * act((x @ wg.T) * scale_x * scale_wg + bg).
 ///
 /// wg: like w; scale_wg: like scale_w; activation: "sigmoid" or "silu"; the others as in dense_scaled().
 TORCHOPS_API at::Tensor glu_scaled(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,

@@ -124,8 +124,8 @@ class TriangleLayout {
     if (size > n_) matrices.narrow(dim, n_, size - n_).zero_();
   }
 
-  // As many channels as fit, or fewer if their tiles then leave fewer multiprocessors idle at the end of a group. For N
-  // = 768, each of the 128 products has 18 of the tiles that cuBLAS uses on an H100: 22 products at a time keep 132
+  // As many channels as fit, or fewer if their tiles then leave fewer multiprocessors idle at the end of a group. At
+  // N = 768, each of the 128 products has 18 of the tiles that cuBLAS uses on an H100: 22 products at a time keep 132
   // multiprocessors busy for three rounds; with 24, 36 tiles would be left for a fourth.
   int64_t group_of(int64_t bytes) const {
     const int64_t of_matrix = padded_ * row_stride_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
@@ -161,8 +161,8 @@ inline TriangleUpdate read_first(TriangleUpdate t) {
   return t;
 }
 
-/// A batch element in the direction of the update. For the incoming update x is read transposed: with a'[i, k] = a[k,
-/// i] it becomes the outgoing one.
+/// A batch element in the direction of the update. For the incoming update x is read transposed: with
+/// a'[i, k] = a[k, i] it becomes the outgoing one.
 struct TriangleElement {
   at::Tensor x, mask;  // (N, N, c) and, in the dtype of the products, (N, N)
 
@@ -204,8 +204,8 @@ class RotatingChannels {
   at::Tensor memory_;
 };
 
-/// Forward, one batch element after the other: make_a_and_b(element, a, b), with zeros in padded columns; then o = a @
-/// b.T for each channel, over a; then finish(index, o). Returns the products of all elements if they are kept.
+/// Forward, one batch element after the other: make_a_and_b(element, a, b), with zeros in padded columns; then
+/// o = a @ b.T for each channel, over a; then finish(index, o). Returns the products of all elements if they are kept.
 template <class Make, class Finish>
 at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, const Make& make_a_and_b,
                             const Finish& finish) {
