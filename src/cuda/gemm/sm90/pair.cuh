@@ -3,7 +3,7 @@
 // Shared by both steps of a triangle update: TMA tiles of a matrix of positions, and layer
 // norms of tiles in shared memory.
 
-// clang-format off: before what it changes
+// clang-format off: must come before the headers that it affects
 #include "cuda/gemm/sm90/driver.cuh"
 // clang-format on
 

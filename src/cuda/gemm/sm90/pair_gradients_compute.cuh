@@ -324,7 +324,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   const Tensor rows =
       product_sums.get_slice(thread).partition_C(make_identity_tensor(cute::Shape<Int<kFeatures>, _8>{}));
   CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < size(db0); ++i) {  // of eight equal columns
+  for (int i = 0; i < size(db0); ++i) {  // eight equal columns
     const auto [row, column] = rows(i);
     if (column == 0 && row < outputs) {
       of_u[int64_t{outputs} * p.features(0) + row] = db0(i);

@@ -9,8 +9,8 @@
 // and the output step is the same with ohat in the first product, and rows from channels. From the cotangent of y come
 // du and dt, those of both products; then
 //
-//   step in     dxhat += du @ w[0] + dt @ w[1];     dw[0] += du.T @ xhat;  dw[1] += dt.T @ xhat
-//   step out    dxhat = dt @ w[1];  dohat = du @ w[0];  dw[0] += du.T @ ohat;  dw[1] += dt.T @ xhat
+//   input step    dxhat += du @ w[0] + dt @ w[1];     dw[0] += du.T @ xhat;  dw[1] += dt.T @ xhat
+//   output step   dxhat = dt @ w[1];  dohat = du @ w[0];  dw[0] += du.T @ ohat;  dw[1] += dt.T @ xhat
 //
 // and, through the norms, do from dohat, and dx from the last dxhat.
 //
