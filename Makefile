@@ -138,7 +138,8 @@ ifeq ($(CONTAINER),)
 	$(MAKE) wheel-here
 else
 	$(CONTAINER) run --rm --volume "$(CURDIR)":/src --workdir /src $(WHEEL_IMAGE) make wheel-here \
-	  PYTHON=$(WHEEL_PYTHON) VENV=build/wheel/venv TORCH_VERSION=$(TORCH_VERSION) PIP_FLAGS="$(PIP_FLAGS)" CUDA=$(CUDA)
+	  PYTHON=$(WHEEL_PYTHON) VENV=build/wheel/venv TORCH_VERSION=$(TORCH_VERSION) PIP_FLAGS="$(PIP_FLAGS)" CUDA=$(CUDA) \
+	  KERNELS=$(KERNELS)
 endif
 
 wheel-here: $(TORCH) $(VENV)/.group-release
@@ -147,7 +148,7 @@ wheel-here: $(TORCH) $(VENV)/.group-release
 	fi
 	@rm -rf $(WHEEL_BUILD)/{raw,repaired}
 	@$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir $(WHEEL_BUILD)/raw -C build-dir=$(WHEEL_BUILD)/torch-$(TORCH_VERSION) \
-	  -C cmake.define.TORCHOPS_CUDA=$(CUDA)
+	  -C cmake.define.TORCHOPS_CUDA=$(CUDA) -C cmake.define.TORCHOPS_KERNELS=$(KERNELS)
 	@PATH="$(abspath $(BIN)):$$PATH" $(RUN) -m auditwheel repair $(WHEEL_BUILD)/raw/*.whl --wheel-dir $(WHEEL_BUILD)/repaired \
 	  $(TORCHS_OWN:%=--exclude '%')
 	TORCHOPS_WHEEL_DIR="$(abspath $(WHEEL_BUILD))/repaired" $(RUN) -m pytest --noconftest test/test_packaging.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -112,6 +113,31 @@ def test_an_index_can_show_the_readme(repository: str, tmp_path: Path) -> None:
     del environment["GITHUB_REPOSITORY"]
     done = subprocess.run(again, cwd=information.parent, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == prefix
+
+
+def test_a_wheel_from_a_container_is_the_one_asked_for() -> None:
+    asked = ["TORCH_VERSION=2.12.0", "CUDA=ON", "KERNELS=REDUCED"]
+
+    def recipe(target: str, *more: str) -> str:
+        command = ["make", "--dry-run", target, *asked, *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    inside = shlex.split(recipe("wheel", "CONTAINER=docker"))
+    assert set(asked) <= set(inside[inside.index("wheel-here") :])
+    here = recipe("wheel-here")
+    assert "torch==2.12.0" in here
+    for option in asked[1:]:
+        assert f"-C cmake.define.TORCHOPS_{option}" in here
+
+
+def test_the_workflow_builds_the_wheels_of_the_documentation() -> None:
+    documented = re.findall(r"`(torch\d+\.\w+)`", (ROOT / "docs" / "install.md").read_text())
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    versions, computes = (re.findall(rf"^ +{axis}: \[(.*)\]$", workflow, re.MULTILINE) for axis in ("torch", "compute"))
+    assert len(versions) == len(computes) == 2  # what is built is tried
+    assert len({*versions}) == len({*computes}) == 1
+    minors = ["".join(version.split(".")[:2]) for version in re.findall(r"[\d.]+", versions[0])]
+    assert documented == [f"torch{minor}.{compute}" for minor in minors for compute in computes[0].split(", ")]
 
 
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
