@@ -157,12 +157,13 @@ wheel-here: $(TORCH) $(VENV)/.group-release
 	@ls dist/*.whl
 
 # Builds of the CPU library with other compiler flags, beside the one that is installed. -S leaves out the .pth files of
-# the environment, by which the editable install would come first.
+# the environment, by which the editable install would come first, and `-m pytest` would put this folder first, whose
+# torchops/ has no library; PYTHONSAFEPATH keeps it from the processes that tests start, too.
 INSTRUMENTED = $(PIP) install . --no-build-isolation --no-deps --upgrade --target $(1)/site -C build-dir=$(1)/cmake \
   -C cmake.build-type=RelWithDebInfo -C cmake.define.CMAKE_CXX_FLAGS="$(2)" \
   -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=OFF
 SITE_PATH = $$($(RUN) -c "import sys; print(':'.join(p for p in sys.path if p.endswith('-packages')))")
-IN_SITE = PYTHONPATH="$(abspath $(1))/site:$(SITE_PATH)" $(RUN) -S
+PYTEST_IN_SITE = PYTHONSAFEPATH=1 PYTHONPATH="$(abspath $(1))/site:$(SITE_PATH):$(CURDIR)" $(RUN) -S $(abspath $(BIN))/pytest
 # Those that run in this process with nothing but the library.
 CPP_TESTS := ^(api|registration|autograd|errors)$$
 
@@ -178,7 +179,7 @@ test-sanitized: $(VENV)/.group-test
 	$(abspath $(BIN))/ctest --test-dir $(SANITIZED)/cmake --output-on-failure -R "$(CPP_TESTS)" || failed=yes; \
 	cxx=$$(sed -n 's/^CMAKE_CXX_COMPILER:[^=]*=//p' $(SANITIZED)/cmake/CMakeCache.txt); \
 	preload="$$($$cxx -print-file-name=libasan.so) $$($$cxx -print-file-name=libstdc++.so)"; \
-	LD_PRELOAD="$$preload" $(call IN_SITE,$(SANITIZED)) -m pytest $(SANITIZED_SUITE) $(PYTEST_FLAGS) || failed=yes; \
+	LD_PRELOAD="$$preload" $(call PYTEST_IN_SITE,$(SANITIZED)) $(SANITIZED_SUITE) $(PYTEST_FLAGS) || failed=yes; \
 	[ -z "$$failed" ]
 
 # Lines that the tests reach. In one process, since -S does not reach those that pytest-xdist starts.
@@ -189,10 +190,10 @@ coverage: $(VENV)/.group-test $(VENV)/.group-coverage
 	@find $(COVERAGE)/cmake -name "*.gcda" -delete
 	@failed=; \
 	$(abspath $(BIN))/ctest --test-dir $(COVERAGE)/cmake --output-on-failure -R "$(CPP_TESTS)" || failed=yes; \
-	COVERAGE_FILE=$(COVERAGE)/python $(call IN_SITE,$(COVERAGE)) -m pytest -m "not serial" $(COVERAGE_SUITE) $(PYTEST_FLAGS) \
+	COVERAGE_FILE=$(COVERAGE)/python $(call PYTEST_IN_SITE,$(COVERAGE)) -m "not serial" $(COVERAGE_SUITE) $(PYTEST_FLAGS) \
 	  --cov=$(COVERAGE)/site/torchops --cov-report=term --cov-report=html:$(COVERAGE)/html-python || failed=yes; \
 	mkdir -p $(COVERAGE)/html; \
-	$(RUN) -m gcovr --root . --filter src/ $(COVERAGE)/cmake --txt --html-details $(COVERAGE)/html/index.html || failed=yes; \
+	$(RUN) -m gcovr --root . --filter src/ --merge-lines $(COVERAGE)/cmake --txt --html-details $(COVERAGE)/html/index.html || failed=yes; \
 	[ -z "$$failed" ]
 
 demo: build $(VENV)/.group-demo

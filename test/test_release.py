@@ -130,6 +130,24 @@ def test_a_wheel_from_a_container_is_the_one_asked_for() -> None:
         assert f"-C cmake.define.TORCHOPS_{option}" in here
 
 
+def test_instrumented_builds_are_what_their_tests_import(tmp_path: Path) -> None:
+    """And not the sources in the folder where make runs, nor an editable install."""
+    package = tmp_path / "site" / "torchops"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    probe = tmp_path / "test_probe.py"
+    probe.write_text(f"""
+import benchmarks, torchops
+def test_probe():
+    assert torchops.__path__ == [{str(package)!r}]
+""")
+    environment = Path(sys.executable).parents[1]
+    rule = f"probe: ; @$(call PYTEST_IN_SITE,{tmp_path}) -q --config-file=/dev/null --rootdir={tmp_path} {probe}"
+    command = ["make", "--silent", f"VENV={environment}", "--eval", rule, "probe"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_workflow_builds_the_wheels_of_the_documentation() -> None:
     documented = re.findall(r"`(torch\d+\.\w+)`", (ROOT / "docs" / "install.md").read_text())
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
