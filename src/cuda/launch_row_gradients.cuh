@@ -13,8 +13,8 @@
 // The host side of row_gradients.cuh.
 namespace torchops::cuda {
 
-/// f(T()), which says whether it computed the gradients, for the element types that have kernels here. float64, which
-/// derivatives are checked in, is left to ATen's: it would be a quarter of what is compiled.
+/// Calls f(T()), which returns whether it computed the gradients, for the element types with kernels here. float64 is
+/// mostly used to check derivatives, so it is left to ATen: it would add a third to what is compiled.
 template <class F>
 bool with_element_type(at::ScalarType dtype, const F& f) {
   switch (dtype) {
@@ -29,14 +29,14 @@ bool with_element_type(at::ScalarType dtype, const F& f) {
   }
 }
 
-/// Who works on which rows.
+/// How rows are divided among threads and blocks.
 struct RowDivision {
   enum class By { kLanes, kBlock, kCluster } by;
   int lanes, threads, cluster;
-  int64_t parts;  // blocks, or clusters, of the grid: each has a row of partial sums
+  int64_t parts;  // blocks or clusters of the grid, each with its own partial sums
 };
 
-/// How many clusters of `cluster` full blocks of `kernel` run at the same time; 0 where there are none.
+/// The number of clusters of `cluster` full blocks of `kernel` that run at the same time; 0 if none fits.
 template <class Kernel>
 cudaError_t query_resident_clusters(Kernel kernel, int cluster, int& answer) {
   answer = 0;
@@ -48,22 +48,22 @@ cudaError_t query_resident_clusters(Kernel kernel, int cluster, int& answer) {
   return query_clusters(kernel, cluster, kGradientThreads, bytes, answer);
 }
 
-/// The division of `rows` rows of so many columns on the current device; nothing where rows are too long for it, or are
-/// no whole number of vectors: loads of single elements would be many more, and ATen's kernels have a better way. Who
-/// adds up a row, and in which order, depends on its length alone.
+/// The division of rows on the current device; nullopt if rows are too long, or not a whole number of vectors: loads of
+/// single elements would be many more, and ATen's kernels handle them better. Which threads add up a row, and in which
+/// order, only depends on its length.
 template <class T, class Operator>
 std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
   if (columns % kVectorSize<T> != 0) return std::nullopt;
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   const int64_t processors = device.multiProcessorCount, vectors = columns / kVectorSize<T>;
   const auto blocks_that_fit = [&](int threads) {
-    constexpr int64_t reserved = 2048;  // of each block, by the system and for its own sums
+    constexpr int64_t reserved = 2048;  // per block, by the system and for its own sums
     const int64_t bytes = int64_t{threads} * kGradientSharedBytes + reserved;
     if (bytes > static_cast<int64_t>(device.sharedMemPerBlockOptin)) return int64_t{0};
     return std::min<int64_t>(kGradientThreads / threads,
                              static_cast<int64_t>(device.sharedMemPerMultiprocessor) / bytes);
   };
-  // Partial sums are written and read again, so a part has eight rows at least, unless multiprocessors would be idle.
+  // Partial sums are written and read again, so a part has at least eight rows, unless multiprocessors would be idle.
   const auto parts = [&](int64_t resident, int64_t rows_at_once) {
     const int64_t most = ceil_div(rows, rows_at_once);
     if (Operator::kColumnSums == 0) return std::min(resident, most);
@@ -78,7 +78,7 @@ std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
     constexpr int threads = GradientLanes::kMaxThreads;
     const int64_t fit = blocks_that_fit(threads);
     if (fit == 0) return std::nullopt;
-    // Neighbouring lanes read 128 bytes together, where rows have that.
+    // Neighbouring lanes read 128 bytes together, if rows are that long.
     const int64_t lanes =
         std::max(power_of_two(ceil_div(vectors, kGradientVectors)), std::min<int64_t>(8, power_of_two(vectors) / 2));
     return RowDivision{RowDivision::By::kLanes, static_cast<int>(lanes), threads, 1,
@@ -90,7 +90,7 @@ std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
   if (const int threads = threads_of(1); threads <= kGradientThreads && blocks_that_fit(threads) > 0) {
     return RowDivision{RowDivision::By::kBlock, 1, threads, 1, parts(blocks_that_fit(threads) * processors, 1)};
   }
-  static std::array<PerDevice, 4> caches;  // of 2, 4, 8 and 16 blocks
+  static std::array<PerDevice, 4> caches;  // for 2, 4, 8 and 16 blocks
   size_t log_half = 0;
   while (threads_of(2 << log_half) > kGradientThreads && log_half < caches.size()) ++log_half;
   if (log_half == caches.size() || blocks_that_fit(kGradientThreads) == 0) return std::nullopt;
@@ -104,8 +104,8 @@ std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
   return RowDivision{RowDivision::By::kCluster, 1, threads_of(cluster), cluster, std::min<int64_t>(resident, rows)};
 }
 
-/// t (..., *trailing), not empty, as (rows, columns) whose rows can be read as vectors: a view, or a copy where its
-/// layout forbids that.
+/// t (..., *trailing), not empty, as (rows, columns) whose rows can be read as vectors: a view if possible, otherwise a
+/// copy.
 inline at::Tensor vector_rows(const at::Tensor& t, int64_t trailing_dims) {
   const auto multiple = [](int64_t bytes) { return bytes % kVectorBytes == 0; };
   if (const auto rows = as_unit_rows(t, trailing_dims)) {
@@ -145,7 +145,7 @@ void launch_row_gradients(GradientRows<T> rows, const Operator& op, const RowDiv
     case RowDivision::By::kLanes:
       return start(row_gradients_kernel<T, GradientLanes, Operator>, caches[0], GradientLanes::kMaxThreads);
     case RowDivision::By::kBlock: {
-      // As much as a block may have here: other lengths of rows have other numbers of threads.
+      // The most that a block may have on this device, since the number of threads varies with the length of rows.
       const auto most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;
       return start(row_gradients_kernel<T, GradientBlock, Operator>, caches[1],
                    std::min<int>(kGradientThreads, static_cast<int>(most / kGradientSharedBytes)));

@@ -9,7 +9,7 @@
 #include "cuda/per_device.h"
 #include "cuda/rows.cuh"
 
-// The host side of rows.cuh: which kernel takes rows of which length.
+// The host side of rows.cuh: chooses the kernel by the length of the rows.
 namespace torchops::cuda {
 
 template <class Kernel>
@@ -17,7 +17,7 @@ cudaError_t allow_shared(Kernel kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-/// How many clusters of so many blocks of `kernel` this GPU can hold at the same time.
+/// The number of clusters of `kernel`, of this many blocks each, that this GPU can hold at the same time.
 template <class Kernel>
 cudaError_t query_clusters(Kernel kernel, int blocks, int threads, int shared_bytes, int& clusters) {
   cudaLaunchAttribute attribute;
@@ -32,8 +32,8 @@ cudaError_t query_clusters(Kernel kernel, int blocks, int threads, int shared_by
   return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
 }
 
-/// The most blocks, a power of two, of `kernel` with `threads` threads that this GPU can hold as one cluster; 1 if the
-/// code that runs here was compiled for an older one (below 9.0), which has no clusters.
+/// The largest cluster, a power of two, of blocks of `kernel` with `threads` threads that this GPU can hold; 1 if the
+/// code that runs here was compiled for an architecture without clusters (below 9.0).
 template <class Kernel>
 cudaError_t query_largest_cluster(Kernel kernel, int threads, int shared_bytes, int& largest) {
   largest = 1;
@@ -49,7 +49,7 @@ cudaError_t query_largest_cluster(Kernel kernel, int threads, int shared_bytes, 
       largest = blocks;
       return cudaSuccess;
     }
-    // A cluster that is too large for this GPU is an answer; what remains after it is cleared is a failure of another.
+    // An error for a cluster that is too large is an answer. If an error remains after it is cleared, that one is real.
     cudaGetLastError();
     if (cudaPeekAtLastError() != cudaSuccess) return error;
   }
@@ -85,8 +85,8 @@ void launch_lanes(const Rows<T>& rows, const Operator& op) {
 template <class T, class Operator>
 void launch_rows(const Rows<T>& rows, const Operator& op) {
   constexpr int kSize = kVectorSize<T>;
-  // Registers for 8 vectors of a row leave a multiprocessor 1024 threads, and 128 KiB on their way. Longer rows take
-  // shared memory too, if the operator allows, before they take another block, which costs a barrier.
+  // With registers for 8 vectors of a row, a multiprocessor runs 1024 threads and has 128 KiB in flight. Longer rows
+  // first use shared memory too, if the operator allows it, and then more blocks, which cost a barrier.
   constexpr int kVectors = 8, kStaged = Operator::kStaged, kMaxThreads = Block::kMaxThreads;
   const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   const bool same_alignment = (address(rows.x) - address(rows.y)) % kVectorBytes == 0 &&

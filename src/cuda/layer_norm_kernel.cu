@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// N neighbouring elements of a parameter that all rows read, from wherever they begin; `otherwise` without parameter.
+// Reads N neighbouring elements of a parameter, at any alignment; `otherwise` if there is no parameter.
 template <class T, int N>
 __device__ inline void read_parameter(const T* parameter, int64_t column, Accumulate<T> otherwise,
                                       Accumulate<T> (&out)[N]) {
@@ -40,7 +40,7 @@ __device__ inline void read_parameter(const T* parameter, int64_t column, Accumu
   for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(from[i]);
 }
 
-// How many elements, their mean, and the sum of their squared distances from it.
+// The number of elements, their mean, and the sum of their squared distances from it.
 template <class A>
 struct Spread {
   A count, mean, squares;
@@ -55,15 +55,15 @@ struct Together {
   }
 };
 
-// The variance is the mean of the squared distances from the mean, not of the squares: no digits cancel.
+// The variance is computed from the squared distances from the mean, not from the squares, so no digits cancel.
 template <class T>
 struct LayerNorm {
   using A = Accumulate<T>;
-  // Shared memory for x would be taken from L1, and weight and bias of long rows would come from L2 for each row.
+  // Shared memory for x would shrink L1, and each long row would read weight and bias from L2.
   static constexpr int kStaged = 0;
 
   const T *weight, *bias;  // or null
-  A* mean;                 // null, or one number a row with this stride, as rstd
+  A* mean;                 // null, or one number per row, with moment_stride; like rstd
   A* rstd;
   int64_t moment_stride, rows;
   A columns, eps;
@@ -77,7 +77,7 @@ struct LayerNorm {
     });
     count = Group::kOneBlock ? columns : group.template reduce<0>(count, Sum());
     Spread<A> total{count, group.template reduce<1>(sum, Sum()) / count, 0};
-    // What rounding has left out of the mean: the distances from it do not add up to 0.
+    // The rounding error of the mean: without it, the distances would add up to 0.
     A rest = 0;
     row.for_each([&](A x, int) {
       const A distance = x - total.mean;
@@ -111,7 +111,7 @@ struct LayerNorm {
 struct Affine {
   Tensor weight, bias;  // contiguous, or undefined
 
-  // What is overwritten meanwhile is read first.
+  // Parameters in memory that will be overwritten are copied.
   Affine(const Tensor& x, const OptionalTensor& w, const OptionalTensor& b, bool in_place) {
     const auto prepare = [&](const OptionalTensor& parameter) {
       if (!parameter) return Tensor();
@@ -123,7 +123,7 @@ struct Affine {
   }
 };
 
-// x and y are (rows, columns) with unit column stride; mean and rstd have one number for each row, or are undefined.
+// x and y are (rows, columns) with unit column stride; mean and rstd have one number per row, or are undefined.
 void layer_norm_rows(const Tensor& x, const Tensor& y, const Affine& affine, double eps, const Tensor& mean,
                      const Tensor& rstd) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
@@ -143,7 +143,7 @@ struct Moments {
 
   Moments(const Tensor& x, at::IntArrayRef normalized_shape) {
     std::tie(mean, rstd) = detail::empty_moments(x, normalized_shape.size());
-    // Of no elements, mean and variance are 0 / 0.
+    // Without elements, mean and variance are 0 / 0.
     if (x.numel() == 0) {
       mean.fill_(std::numeric_limits<double>::quiet_NaN());
       rstd.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -260,8 +260,8 @@ struct LayerNormGradient {
   }
 };
 
-// (rows, columns) of unit column stride and aligned rows, for the gradients that are defined: dx (rows, columns),
-// dweight and dbias (columns).
+// grad and x are (rows, columns) with unit column stride and aligned rows. Computes the gradients that are defined in
+// `out`: dx (rows, columns), dweight and dbias (columns).
 template <class T, int kSumsOfColumn>
 void layer_norm_row_gradients(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                               const Tensor& weight, const std::array<Tensor, 3>& out, const RowDivision& division) {
@@ -286,7 +286,7 @@ void layer_norm_row_gradients(const Tensor& grad, const Tensor& x, const Tensor&
   }
 }
 
-// Whether they were computed: false for rows that the kernel does not take.
+// Returns false, and computes nothing, if the kernel does not support these rows.
 bool layer_norm_gradients(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                           const OptionalTensor& weight, int64_t dims, const std::array<Tensor, 3>& out) {
   const int64_t rows = mean.numel(), columns = x.numel() / rows;
@@ -318,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, 
       return {wanted(mask[0], out[0]), wanted(mask[1], out[1]), wanted(mask[2], out[2])};
     }
   }
-  // ATen takes shape and dtype of the parameters' gradients from the parameters.
+  // ATen takes the shape and dtype of the parameters' gradients from the parameters, so there have to be some.
   OptionalTensor w = weight;
   if (!w && (mask[1] || mask[2])) w = at::ones(normalized_shape, x.options());
   const auto [dx, dweight, dbias] = at::cuda::native_layer_norm_backward(

@@ -2,38 +2,38 @@
 
 #include "cuda/rows.cuh"
 
-// The device side of operators whose gradient reads two matrices, x (or the output) and the cotangent, once, and writes
-// a third: dx of a row is made of its elements and of sums over it. What is summed over rows, the gradients of
-// parameters, comes from the same pass.
+// The device side of gradients that read two matrices once, x (or the output) and the cotangent, and write a third: a
+// row of dx depends on its elements and on sums over the row. The same pass computes the sums over rows, which are the
+// gradients of parameters.
 //
-// Blocks stay and take one row after the other, each thread the same columns of all of them, so a parameter is read
-// once, and sums over rows stay in registers. Rows on their way are in shared memory: copies of two more go out before
-// a row is worked on. A thread reads nothing but what it copied, so that needs no barrier. Of one multiprocessor's
-// kGradientThreads threads each has kGradientVectors vectors of both inputs on their way for each of two rows: 128 KiB
-// where the rows fill all of them, and a quarter of that at the least (rows of one vector, or of nine). 512 threads
-// have 128 registers each, and two column sums of the vectors of a thread take half of those.
+// Blocks are persistent. Each thread has the same columns of all its rows, so it reads a parameter once and keeps sums
+// over rows in registers. Before the block works on a row, copies of the next two rows to shared memory are started. A
+// thread only reads what it copied itself, so this needs no barrier. Each of the kGradientThreads threads of a
+// multiprocessor has kGradientVectors vectors of both inputs in flight for each of two rows: 128 KiB if rows fill them,
+// and at least a quarter of that (rows of one vector, or of nine). 512 threads have 128 registers each. Two column sums
+// of a thread's vectors take half of those.
 //
-// Every sum has one order, which the shape and the number of multiprocessors determine.
+// Every sum has a fixed order, which depends on the shape and the number of multiprocessors.
 namespace torchops::cuda {
 
-constexpr int kGradientThreads = 512;  // of a multiprocessor
-constexpr int kGradientVectors = 4;    // of a row and a thread, at most
+constexpr int kGradientThreads = 512;  // per multiprocessor
+constexpr int kGradientVectors = 4;    // at most, per thread and row
 constexpr int kGradientStages = 3;
-constexpr int kGradientSharedBytes = kGradientStages * 2 * kGradientVectors * kVectorBytes;  // a thread
+constexpr int kGradientSharedBytes = kGradientStages * 2 * kGradientVectors * kVectorBytes;  // per thread
 
-/// Rows of unit column stride that all begin at 16-byte boundaries; columns are a multiple of a vector.
+/// Rows with unit column stride that begin at 16-byte boundaries and are whole vectors.
 template <class T>
 struct GradientRows {
-  const T *x, *grad;  // x may be null where only sums that do not read it are wanted
-  T* dx;              // without gaps, or null
-  // Sums over the rows of each block (or cluster), Operator::kColumnSums times `columns` of them.
+  const T *x, *grad;  // x may be null if only sums that don't read it are computed
+  T* dx;              // contiguous, or null
+  // For each block (or cluster), Operator::kColumnSums * columns sums over its rows.
   Accumulate<T>* partial;
   int64_t rows, columns, x_stride, grad_stride;
-  int lanes;  // of a warp that share a row, where several do; a power of two
+  int lanes;  // of a warp that share a row, for GradientLanes; a power of two
 };
 
-// The groups of threads that share a row, as in rows.cuh, which take a row for each of `groups` in turn: `first` + rank
-// `among` these, then `step` further. `first` is the same for all that meet at a barrier.
+// The groups of threads that share a row, as in rows.cuh. A block has `groups` of them. Group number `among` starts at
+// row `first` + `among` and goes on in steps of `step`. All threads that meet at a barrier have the same `first`.
 
 class GradientLanes {
  public:
@@ -48,7 +48,7 @@ class GradientLanes {
   __device__ unsigned step() const { return gridDim.x * groups(); }
   __device__ int part() const { return blockIdx.x; }
 
-  /// Makes of each sum over a thread that over the row. `turn` alternates between 0 and 1.
+  /// Turns each thread's sums into the sums over the row. `turn` alternates between 0 and 1.
   template <class A, int n>
   __device__ void reduce(A (&sums)[n], int) {
     for (int distance = size / 2; distance > 0; distance /= 2) {
@@ -61,7 +61,7 @@ class GradientLanes {
   const int size, rank, among;
 };
 
-// Two arrays take turns: who writes one again has passed the barrier after which all had read it.
+// With two arrays in turn, a thread that writes one again has passed the barrier after which all had read it.
 template <class A, int n>
 __device__ inline void sum_block(A (&sums)[n], int turn) {
   __shared__ A of_warp[2][n][kWarp];
@@ -122,7 +122,7 @@ class GradientCluster : public Cluster {
     Sums own;
 #pragma unroll
     for (int i = 0; i < n; ++i) own.at[i] = sums[i];
-    wait();  // all run, and have read what they were sent last
+    wait();  // until all blocks run, and have read what was sent to them before
     if (threadIdx.x < blocks_) put(&of_block[block_], threadIdx.x, own);
     arrive();
     wait();
@@ -134,7 +134,7 @@ class GradientCluster : public Cluster {
     }
     arrive();
   }
-  /// Every arrival is waited for, the last one here.
+  /// Waits for the last arrival: none may be left without a wait.
   __device__ void leave() {
     __syncwarp();
     wait();
@@ -154,10 +154,10 @@ class GradientCluster : public Cluster {
 #endif
 };
 
-/// An operator has, for vectors of elements of x and grad, of N in Accumulate<T>:
-///   kSums, kColumnSums               how many sums over a row and over a column it wants
-///   Columns columns(int64_t column)  what it reads of a vector of parameters
-///   OfRow of_row(int64_t row)        what it reads of a row
+/// An operator works on vectors of x and grad, arrays of Accumulate<T>, and has
+///   kSums, kColumnSums               the number of sums over a row, and over a column
+///   Columns columns(int64_t column)  the parameters of a vector of columns
+///   OfRow of_row(int64_t row)        the numbers that belong to a row
 ///   void add(OfRow, Columns, x, grad, sums, column_sums)
 ///   void gradient(OfRow, Columns, x, grad, sums)  grad becomes dx
 template <class T, class Group, class Operator>
@@ -192,7 +192,7 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
     end_copies();
   };
 
-  // The same number for all that meet at a barrier: the last rows of some may not exist.
+  // The same number for all threads that meet at a barrier, so the last rows of some groups may not exist.
   const unsigned step = group.step();
   const int64_t first = group.first();
   int left = first < rows.rows ? static_cast<int>((rows.rows - first - 1) / step) + 1 : 0;
@@ -217,7 +217,7 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
         A x[kSize], grad[kSize];
         read(stage, k, x, grad);
         op.add(of_row, parameters[k], x, grad, sums, column_sums[k]);
-        asm volatile("" ::: "memory");  // not all vectors at once: registers are short
+        asm volatile("" ::: "memory");  // one vector after the other, to save registers
       }
     }
     if (rows.dx != nullptr) {
@@ -250,7 +250,7 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
       }
       return;
     }
-    // The groups of a block become one. Their rows have left shared memory.
+    // Adds up the groups of the block, in the shared memory that its rows no longer need.
     constexpr int kOfThread = kVectors * kColumnSums * kSize;
     static_assert(kOfThread * sizeof(A) <= kGradientSharedBytes);
     A* const shared = reinterpret_cast<A*>(memory);

@@ -4,14 +4,14 @@
 
 #include "cuda/vector.cuh"
 
-// The device side of operators that reduce rows of a matrix and write a row of the same length. An operator is written
-// once, against two things that the launch chooses by the length of the rows:
+// The device side of operators that reduce the rows of a matrix and write rows of the same length. An operator is
+// written once, for two types that the launch chooses by the length of the rows:
 //   Group  the threads that share a row: some lanes of a warp, a block, or the blocks of a cluster
-//   Row    their view of it: for_each() reads it, again if need be, and write() makes the output
-// Every reduction has one fixed order, so equal inputs give equal bits.
+//   Row    their view of it: for_each() reads it, possibly again, and write() writes the output
+// Every reduction has a fixed order, so equal inputs give equal bits.
 namespace torchops::cuda {
 
-/// Rows of unit column stride. y may be x.
+/// Rows with unit column stride. y may be x.
 template <class T>
 struct Rows {
   const T* x;
@@ -28,7 +28,7 @@ struct Sum {
   }
 };
 
-/// NaN loses against a number.
+/// Ignores NaN unless all values are NaN.
 struct Max {
   template <class A>
   static constexpr A identity = -std::numeric_limits<A>::infinity();
@@ -49,10 +49,10 @@ __device__ inline A reduce_lanes(A value, Op op) {
 
 constexpr int kWarp = 32;
 
-/// The number of this block where a grid of more blocks than its x dimension allows goes on along y.
+/// The number of this block. A grid with more blocks than its x dimension allows continues along y.
 __device__ inline int64_t block_number() { return int64_t{blockIdx.y} * gridDim.x + blockIdx.x; }
 
-/// kLanes neighbouring threads of a warp; a block takes kMaxThreads / kLanes rows.
+/// kLanes neighbouring threads of a warp; a block has kMaxThreads / kLanes rows.
 template <int kLanes>
 class Lanes {
  public:
@@ -62,13 +62,13 @@ class Lanes {
   __device__ Lanes()
       : row(block_number() * (kMaxThreads / kLanes) + threadIdx.x / kLanes), rank(threadIdx.x % kLanes) {}
 
-  /// The result of `op` over one value of each thread of one block, in every thread. Each use has a kUse of its own.
+  /// Reduces one value per thread of this block with `op`; all threads get the result. Each use needs its own kUse.
   template <int kUse, class A, class Op>
   __device__ A reduce(A value, Op op) {
     return reduce_lanes<kLanes>(value, op);
   }
 
-  /// What reduce() left in each of several blocks becomes one: op(total, part) for all but the first. Once a kernel.
+  /// Combines what reduce() returned in each block of the group by op(total, part). At most once in a kernel.
   template <class State, class Op>
   __device__ State merge(State state, Op) {
     return state;
@@ -79,7 +79,7 @@ class Lanes {
   const int rank;
 };
 
-// Two uses of one `op` have two arrays, so that no barrier is needed between them.
+// Each kUse has its own array, so two reductions need no barrier between them.
 template <int kUse, class A, class Op>
 __device__ inline A reduce_block(A value, Op op) {
   __shared__ A partial[kWarp];
@@ -91,7 +91,7 @@ __device__ inline A reduce_block(A value, Op op) {
   return reduce_lanes<kWarp>(value, op);
 }
 
-/// A block of up to 512 threads, a multiple of 32, to each row. Two blocks to a multiprocessor at the least: one moves
+/// A block of up to 512 threads, a multiple of 32, per row. At least two blocks run on a multiprocessor: one moves
 /// memory while the other reduces.
 class Block {
  public:
@@ -114,10 +114,10 @@ class Block {
   const int size, rank;
 };
 
-/// The blocks of a cluster (compute capability 9.0): each block's state goes to the shared memory of all the others.
+/// The blocks of a cluster (compute capability 9.0). Each block sends its state to the shared memory of all others.
 class Cluster {
  public:
-  // A grid of clusters is never that long: rows of at least 64 KiB do not fill it.
+  // A grid of clusters is never too long for x: its rows have at least 64 KiB.
   static constexpr bool kOneBlock = false, kWholeBlocks = false;
   static constexpr int kMinSize = kWarp, kMaxThreads = 512, kMinBlocks = 2;
   static constexpr int kMaxBlocks = 16;
@@ -129,7 +129,7 @@ class Cluster {
         row(block_number() / blocks_),
         size(blocks_ * blockDim.x),
         rank(block_ * blockDim.x + threadIdx.x) {
-    // No block may be written to before it runs. The wait for this is in merge(), behind the loads.
+    // A block must run before others write to it. merge() waits for this, after the loads.
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
 
@@ -181,7 +181,7 @@ class Cluster {
 
  public:
 #else
-  // Never launched: the host looks at what the code was compiled for.
+  // Never launched: the host checks which architecture the code was compiled for.
   __device__ Cluster() : row(0), size(1), rank(0) { __trap(); }
   template <int kUse, class A, class Op>
   __device__ A reduce(A value, Op) {
@@ -196,14 +196,14 @@ class Cluster {
   const int size, rank;
 };
 
-/// A row that is read once: up to kVectors vectors a thread stay in registers, as they lie in memory, and up to kStaged
-/// more in shared memory, where no other thread looks. The row may begin and end anywhere; its elements before the
-/// first and after the last 16-byte boundary go one by one. x and y are equally far from such a boundary.
+/// A row that is read once. Per thread, up to kVectors vectors stay in registers, as in memory, and up to kStaged more
+/// in shared memory that no other thread reads. The row may begin and end anywhere: elements before the first and after
+/// the last 16-byte boundary are read one by one. x and y must have the same distance to such a boundary.
 template <class T, class Group, int kVectors, int kStaged = 0>
 class RowInRegisters {
  public:
-  static constexpr int kCapacity = kVectors + kStaged;         // vectors a thread
-  static constexpr int kSharedBytes = kStaged * kVectorBytes;  // a thread
+  static constexpr int kCapacity = kVectors + kStaged;         // vectors per thread
+  static constexpr int kSharedBytes = kStaged * kVectorBytes;  // per thread
 
   __device__ RowInRegisters(const Rows<T>& rows, const Group& group)
       : rank_(group.rank), size_(group.size), y_(rows.y + group.row * rows.y_stride) {
@@ -227,7 +227,7 @@ class RowInRegisters {
     }
   }
 
-  /// f(value, its place in a vector) for every element of this thread.
+  /// Calls f(value, index in its vector) for every element of this thread.
   template <class F>
   __device__ void for_each(F f) const {
 #pragma unroll
@@ -255,7 +255,7 @@ class RowInRegisters {
     }
   }
 
-  /// f(values, column) turns an array of neighbouring elements, the first of them in `column`, into what is written.
+  /// Calls f(values, column) with arrays of neighbouring elements, which start at `column`; f makes them the output.
   template <class F>
   __device__ void write(F f) const {
 #pragma unroll
@@ -360,8 +360,8 @@ __global__ __launch_bounds__(Group::kMaxThreads,
                              sizeof(T) == 8 ? 1 : Group::kMinBlocks) void rows_kernel(const Rows<T> rows,
                                                                                       const Operator op) {
   Group group;
-  // The last blocks of a grid that goes on along y may have no row. Neighbours of a warp share its reductions, so there
-  // the row is empty instead.
+  // The last blocks of a grid that continues along y may have no row. Groups that share a warp also share its shuffles,
+  // so they stay, with an empty row.
   if constexpr (Group::kWholeBlocks) {
     if (group.row >= rows.rows) return;
   }

@@ -16,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-// The maximum, and the sum of exp(x - maximum). Of -inf alone (or with NaN) the sum is that of exp(x) = 0 (NaN).
+// The maximum, and the sum of exp(x - maximum). If all x are -inf, the sum is 0; with NaN, it is NaN.
 template <class A>
 struct Denominator {
   A max, sum;
@@ -35,10 +35,10 @@ struct Together {
   }
 };
 
-// The exponentials are computed a second time for the output: that is cheaper than registers for them.
+// The output computes the exponentials a second time, which is cheaper than keeping them in registers.
 template <class T>
 struct Softmax {
-  static constexpr int kStaged = 8;  // vectors a thread
+  static constexpr int kStaged = 8;  // vectors per thread
 
   template <class Row, class Group>
   __device__ void operator()(const Row& row, Group& group) const {
@@ -47,7 +47,7 @@ struct Softmax {
     row.for_each([&](A x, int) { total.max = Max()(total.max, x); });
     total.max = group.template reduce<0>(total.max, Max());
     A shift = total.shift();
-    // Four sums make shorter chains of roundings, where those show.
+    // In float32, roundings show: four sums have shorter chains of them.
     constexpr int kSums = std::is_same_v<T, float> ? 4 : 1;
     A sums[kSums] = {};
     row.for_each([&](A x, int i) { sums[i % kSums] += exp_nonpositive<T>(x - shift); });
@@ -56,7 +56,7 @@ struct Softmax {
     total.sum = group.template reduce<1>(total.sum, Sum());
     total = group.merge(total, Together<T>());
     shift = total.shift();
-    // A row of -inf alone is 0 / 0, as in ATen.
+    // If all of a row is -inf, this is 0 / 0, as in ATen.
     row.write([&](auto& values, int64_t) {
       for (A& value : values) value = divide<T>(exp_nonpositive<T>(value - shift), total.sum);
     });
@@ -121,7 +121,7 @@ struct SoftmaxGradient {
   }
 };
 
-// Whether it was computed: false for what the kernel does not take.
+// Returns false, and computes nothing, if the kernel does not support these rows.
 bool softmax_row_gradients(const Tensor& grad, const Tensor& y, const Tensor& dx) {
   return with_element_type(y.scalar_type(), [&](auto element) {
     using scalar_t = decltype(element);

@@ -10,14 +10,14 @@
 
 #include "cuda/exponential.cuh"
 
-// 16-byte accesses and the exponential: what the row and elementwise kernels compute with.
+// 16-byte accesses and the exponential, for the row and elementwise kernels.
 namespace torchops::cuda {
 
 /// The type that sums and functions are computed in.
 template <class T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-/// Elements in one 16-byte access, the widest that there is.
+/// Elements in one 16-byte access, the widest one.
 constexpr int kVectorBytes = 16;
 template <class T>
 constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
@@ -30,8 +30,8 @@ struct alignas(sizeof(T) * N) Packed {
   T at[N];
 };
 
-// Every element is read once, so it need not displace in L1 what is read again (weights). Plain loads, not those of
-// read-only memory: in place, the same kernel writes there.
+// Every element is read once, so it should not displace from L1 what is read again (weights). Plain loads, not loads of
+// read-only memory, because in-place kernels write there.
 template <class T, int N>
 __device__ inline Packed<T, N> load(const T* from) {
   Packed<T, N> out;
@@ -56,7 +56,7 @@ __device__ inline void store(T* to, const Packed<T, N>& packed) {
   }
 }
 
-/// Starts to copy a vector from global to shared memory; for this thread it is there after wait_for_copies().
+/// Starts to copy a vector from global to shared memory. This thread can read it after wait_for_copies().
 template <class T, int N>
 __device__ inline void copy_vector(Packed<T, N>* shared, const T* from) {
   static_assert(sizeof(*shared) == kVectorBytes);
@@ -67,7 +67,7 @@ __device__ inline void copy_vector(Packed<T, N>* shared, const T* from) {
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-/// Ends a group of copies: those started since the last one. The second waits for all groups but the last kLater.
+/// end_copies() makes the copies since the last call a group; wait_for_copies_before() waits for all but kLater groups.
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLater>
 __device__ inline void wait_for_copies_before() {
@@ -116,9 +116,9 @@ __device__ inline Packed<T, N> pack(const Accumulate<T> (&values)[N]) {
   return out;
 }
 
-/// exp(x) for x <= 0, to be rounded to T. 16-bit T: the rounding of x * log2(e) makes a relative error of |x| * 2^-23,
-/// at most 2^-16 where the result is not 0; T's own rounding is 2^-11 (float16) or 2^-8 (bfloat16). That error would
-/// show in float32, which takes CUDA's expf(), as ATen does.
+/// exp(x) for x <= 0, to be rounded to T. For 16-bit T, rounding x * log2(e) gives a relative error of |x| * 2^-23, at
+/// most 2^-16 if the result is not 0; T's own rounding is 2^-11 (float16) or 2^-8 (bfloat16). In float32 the error
+/// would be visible, so CUDA's expf() is used, as in ATen.
 template <class T>
 __device__ inline Accumulate<T> exp_nonpositive(Accumulate<T> x) {
   if constexpr (sizeof(T) == 2) {
