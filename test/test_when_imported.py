@@ -203,6 +203,7 @@ print(torch.compile(torchops.softmax, backend="eager", fullgraph=True)(torch.zer
 def test_modules_are_attributes(tmp_path: Path) -> None:
     program = """
 import sys, torchops
+from torchops import *
 print([name in sys.modules for name in ("torchops.distributed", "torchops.inductor", "torchops.onnx")])
 print({"distributed", "inductor", "onnx"} <= set(dir(torchops)))
 print(torchops.onnx.__name__, torchops.inductor.__name__, torchops.distributed.__name__)

@@ -18,7 +18,7 @@ from torchops.scaled import *  # noqa: E402, F403
 
 if TYPE_CHECKING:
     from torchops import distributed as distributed
-    from torchops import inductor
+    from torchops import inductor as inductor
     from torchops import onnx as onnx
 
 # Imported on first use: torchops.distributed takes far longer to import than everything else.
@@ -43,5 +43,5 @@ __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)
 """The directory for ``cmake -DCMAKE_PREFIX_PATH=...``, where ``find_package(torchops)`` finds the C++ library."""
 
-__all__ = ["cmake_prefix_path", "cuda", "flops", "inductor", "info", "nn", "ops", "quantization"]
+__all__ = ["cmake_prefix_path", "cuda", "flops", "info", "nn", "ops", "quantization"]
 __all__ += [*ops.__all__, *scaled.__all__, *pair.__all__, *attention.__all__]
