@@ -57,7 +57,10 @@ def cases_over_columns(op: str, device_type: str) -> list[Case]:
     sizes = CUDA_COLUMNS if op.endswith("_") else CUDA_COLUMNS_COMPILED
     cases = [_case(op, device_type, dtype, size) for dtype, columns in sizes.items() for size in columns]
     # The other operators are trained out of place.
-    return cases if op.endswith("_") else [*cases, Case(op, (65536, 4096), torch.bfloat16, BACKWARD)]
+    if op.endswith("_"):
+        return cases
+    trained = ((1048576, 256), (65536, 4096), (2048, 131072))
+    return [*cases, *(Case(op, shape, torch.bfloat16, BACKWARD) for shape in trained)]
 
 
 def _case(op: str, device_type: str, dtype: torch.dtype, columns: int) -> Case:
