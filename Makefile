@@ -156,14 +156,13 @@ wheel-here: $(TORCH) $(VENV)/.group-release
 	@cp $(WHEEL_BUILD)/repaired/*.whl dist/
 	@ls dist/*.whl
 
-# Builds of the CPU library with other compiler flags, beside the one that is installed. -S leaves out the .pth files of
-# the environment, by which the editable install would come first, and `-m pytest` would put this folder first, whose
-# torchops/ has no library; PYTHONSAFEPATH keeps it from the processes that tests start, too.
+# Builds of the CPU library with other compiler flags, beside the one that is installed. `-m pytest` would put this folder
+# first, whose torchops/ has no library; PYTHONSAFEPATH keeps it from the processes that tests start, too.
 INSTRUMENTED = $(PIP) install . --no-build-isolation --no-deps --upgrade --target $(1)/site -C build-dir=$(1)/cmake \
   -C cmake.build-type=RelWithDebInfo -C cmake.define.CMAKE_CXX_FLAGS="$(2)" \
   -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=OFF
-SITE_PATH = $$($(RUN) -c "import sys; print(':'.join(p for p in sys.path if p.endswith('-packages')))")
-PYTEST_IN_SITE = PYTHONSAFEPATH=1 PYTHONPATH="$(abspath $(1))/site:$(SITE_PATH):$(CURDIR)" $(RUN) -S $(abspath $(BIN))/pytest
+PYTEST_IN_SITE = PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/test/instrumented:$(abspath $(1))/site:$(CURDIR)" \
+  $(RUN) $(abspath $(BIN))/pytest
 # Those that run in this process with nothing but the library.
 CPP_TESTS := ^(api|registration|autograd|errors)$$
 

@@ -140,9 +140,9 @@ def test_a_failing_import_says_why(tmp_path: Path) -> None:
     for source in package.glob("*.py"):
         (copy / source.name).write_text(source.read_text())
     (copy / "_build_info.py").write_text(Path(_build_info.__file__).read_text().replace(_build_info.library, "gone.so"))
-    # An editable install finds its package before the working folder is looked into.
+    # An editable install finds its package before the path is looked into.
     program = (
-        "import runpy, sys; "
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
         "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]; "
         "runpy.run_module('torchops', run_name='__main__')"
     )

@@ -131,15 +131,18 @@ def test_a_wheel_from_a_container_is_the_one_asked_for() -> None:
 
 
 def test_instrumented_builds_are_what_their_tests_import(tmp_path: Path) -> None:
-    """And not the sources in the folder where make runs, nor an editable install."""
+    """And not the sources in the folder where make runs, nor an editable install; what tests start, too."""
     package = tmp_path / "site" / "torchops"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     probe = tmp_path / "test_probe.py"
     probe.write_text(f"""
+import subprocess, sys
 import benchmarks, torchops
 def test_probe():
     assert torchops.__path__ == [{str(package)!r}]
+    program = "import torchops; print(*torchops.__path__)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == {str(package)!r}
 """)
     environment = Path(sys.executable).parents[1]
     rule = f"probe: ; @$(call PYTEST_IN_SITE,{tmp_path}) -q --config-file=/dev/null --rootdir={tmp_path} {probe}"
