@@ -156,13 +156,12 @@ wheel-here: $(TORCH) $(VENV)/.group-release
 	@cp $(WHEEL_BUILD)/repaired/*.whl dist/
 	@ls dist/*.whl
 
-# Builds of the CPU library with other compiler flags, beside the one that is installed. `-m pytest` would put this folder
-# first, whose torchops/ has no library; PYTHONSAFEPATH keeps it from the processes that tests start, too.
+# Builds of the CPU library with other compiler flags, beside the one that is installed. The processes that tests start
+# import them, too.
 INSTRUMENTED = $(PIP) install . --no-build-isolation --no-deps --upgrade --target $(1)/site -C build-dir=$(1)/cmake \
   -C cmake.build-type=RelWithDebInfo -C cmake.define.CMAKE_CXX_FLAGS="$(2)" \
   -C cmake.define.TORCHOPS_BUILD_TESTS=ON -C cmake.define.TORCHOPS_CUDA=OFF
-PYTEST_IN_SITE = PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/test/instrumented:$(abspath $(1))/site:$(CURDIR)" \
-  $(RUN) $(abspath $(BIN))/pytest
+PYTEST_IN_SITE = TORCHOPS_SITE="$(abspath $(1))/site" PYTHONPATH="$(CURDIR)/test/instrumented:$(CURDIR)" $(RUN) -m pytest
 # Those that run in this process with nothing but the library.
 CPP_TESTS := ^(api|registration|autograd|errors)$$
 

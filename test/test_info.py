@@ -140,10 +140,10 @@ def test_a_failing_import_says_why(tmp_path: Path) -> None:
     for source in package.glob("*.py"):
         (copy / source.name).write_text(source.read_text())
     (copy / "_build_info.py").write_text(Path(_build_info.__file__).read_text().replace(_build_info.library, "gone.so"))
-    # An editable install finds its package before the path is looked into.
+    # Other finders, such as that of an editable install, come before the path.
     program = (
         f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
-        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]; "
+        "sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, '__module__', '').startswith('_frozen_importlib')]; "
         "runpy.run_module('torchops', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)

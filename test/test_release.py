@@ -134,15 +134,17 @@ def test_instrumented_builds_are_what_their_tests_import(tmp_path: Path) -> None
     """And not the sources in the folder where make runs, nor an editable install; what tests start, too."""
     package = tmp_path / "site" / "torchops"
     package.mkdir(parents=True)
-    (package / "__init__.py").touch()
+    for module in ("__init__.py", "nn.py"):
+        (package / module).touch()
     probe = tmp_path / "test_probe.py"
     probe.write_text(f"""
 import subprocess, sys
 import benchmarks, torchops
 def test_probe():
     assert torchops.__path__ == [{str(package)!r}]
-    program = "import torchops; print(*torchops.__path__)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == {str(package)!r}
+    program = "import torchops, torchops.nn; print(*torchops.__path__, torchops.nn.__file__)"
+    printed = subprocess.check_output([sys.executable, "-c", program], cwd={str(ROOT)!r}, text=True)
+    assert printed.split() == [{str(package)!r}, {str(package / "nn.py")!r}]
 """)
     environment = Path(sys.executable).parents[1]
     rule = f"probe: ; @$(call PYTEST_IN_SITE,{tmp_path}) -q --config-file=/dev/null --rootdir={tmp_path} {probe}"

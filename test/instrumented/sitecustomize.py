@@ -1,7 +1,19 @@
-"""First on the path in the tests of an instrumented build: the finder of an editable install would come before that path."""
+"""Has every process import the torchops of the folder TORCHOPS_SITE: ahead of the path, and of an editable install."""
 
+from __future__ import annotations
+
+import os
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 
-sys.meta_path[:] = [
-    finder for finder in sys.meta_path if not {"editable", "torchops"} <= {*type(finder).__module__.split("_")}
-]
+
+class InstrumentedFinder:
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if name.partition(".")[0] != "torchops":
+            return None
+        return PathFinder.find_spec(name, path or [os.environ["TORCHOPS_SITE"]])
+
+
+sys.meta_path.insert(0, InstrumentedFinder)
