@@ -143,7 +143,8 @@ def test_a_failing_import_says_why(tmp_path: Path) -> None:
     # Other finders, such as that of an editable install, come before the path.
     program = (
         f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
-        "sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, '__module__', '').startswith('_frozen_importlib')]; "
+        "own = [f for f in sys.meta_path if getattr(f, '__module__', '').startswith('_frozen_importlib')]; "
+        "sys.meta_path[:] = own; "
         "runpy.run_module('torchops', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
