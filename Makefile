@@ -180,7 +180,7 @@ test-sanitized: $(VENV)/.group-test
 	LD_PRELOAD="$$preload" $(call PYTEST_IN_SITE,$(SANITIZED)) $(SANITIZED_SUITE) $(PYTEST_FLAGS) || failed=yes; \
 	[ -z "$$failed" ]
 
-# Lines that the tests reach. In one process, since -S does not reach those that pytest-xdist starts.
+# Lines that the tests reach. test_packaging.py examines the wheel of another build.
 COVERAGE := build/coverage
 COVERAGE_SUITE ?= test
 coverage: $(VENV)/.group-test $(VENV)/.group-coverage
@@ -188,7 +188,8 @@ coverage: $(VENV)/.group-test $(VENV)/.group-coverage
 	@find $(COVERAGE)/cmake -name "*.gcda" -delete
 	@failed=; \
 	$(abspath $(BIN))/ctest --test-dir $(COVERAGE)/cmake --output-on-failure -R "$(CPP_TESTS)" || failed=yes; \
-	COVERAGE_FILE=$(COVERAGE)/python $(call PYTEST_IN_SITE,$(COVERAGE)) -m "not serial" $(COVERAGE_SUITE) $(PYTEST_FLAGS) \
+	COVERAGE_FILE=$(COVERAGE)/python $(call PYTEST_IN_SITE,$(COVERAGE)) -n 2 --dist loadgroup -m "not serial" \
+	  $(COVERAGE_SUITE) --ignore=test/test_packaging.py $(PYTEST_FLAGS) \
 	  --cov=$(COVERAGE)/site/torchops --cov-report=term --cov-report=html:$(COVERAGE)/html-python || failed=yes; \
 	mkdir -p $(COVERAGE)/html; \
 	$(RUN) -m gcovr --root . --filter src/ --merge-lines $(COVERAGE)/cmake --txt --html-details $(COVERAGE)/html/index.html || failed=yes; \
