@@ -83,18 +83,14 @@ class BoltzPairLayer(layer.Layer):
         # Dropout masks are float32, so their products and the sums with these are at least that. They are also drawn if
         # nothing is dropped, so that later random numbers stay the same.
         dtype = torch.promote_types(z.dtype, torch.float32)
-        if not (self.training or torch.is_grad_enabled()):
-            z = z.to(dtype, memory_format=torch.contiguous_format, copy=True)  # the caller may read the old one
-            for part in parts:
-                torch.rand(z.shape[:2], device=z.device)
-                z = part.update_(z, mask) if layer.is_bare(part) else z + part(z, mask)
-            return last.update_(z) if layer.is_bare(last) else z + last(z)
+        inplace = not (self.training or torch.is_grad_enabled())
         if not (self.training and self.dropout):
-            z = z.to(dtype)
+            # In place means in a copy, because the caller may read the old one.
+            z = z.to(dtype, memory_format=torch.contiguous_format, copy=True) if inplace else z.to(dtype)
             for part in parts:
                 torch.rand(z.shape[:2], device=z.device)
-                z = part.updated(z, mask) if layer.is_bare(part) else z + part(z, mask)
-            return last.updated(z) if layer.is_bare(last) else z + last(z)
+                z = layer.added(part, z, mask, inplace=inplace)
+            return layer.added(last, z, inplace=inplace)
         from boltz.model.layers.dropout import get_dropout_mask
 
         for name, part in zip(self.parts, parts, strict=False):
@@ -102,7 +98,7 @@ class BoltzPairLayer(layer.Layer):
             update = part(z, mask)
             with torch.autocast(z.device.type, enabled=False):
                 z = torch.addcmul(z, dropout, update)
-        return last.updated(z) if layer.is_bare(last) else z + last(z)
+        return layer.added(last, z)
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
         z, mask = self._pair_example(generator)

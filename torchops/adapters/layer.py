@@ -4,9 +4,9 @@ tensor that the layer owns, so their results never exist as tensors."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchops.adapters.module import Adapter, Replacement
 
@@ -19,11 +19,14 @@ class Layer(Replacement):
     others: ClassVar[frozenset[str]] = frozenset()  # children called as in the original
 
 
-def is_bare(part: nn.Module) -> bool:
-    """Whether a call of `part` only runs its forward: no hook, such as one of ``fully_shard``, and no wrapper was
-    added."""
+def added(part: Any, z: Tensor, *mask: Tensor, inplace: bool = False) -> Tensor:
+    """`z` plus the update of a part. Its operator adds it, unless a call of the part would run more than its forward:
+    a hook, such as one of ``fully_shard``, or a wrapper that was added."""
     hooks = part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
-    return isinstance(part, Replacement) and not hooks and part._compiled_call_impl is None
+    if not isinstance(part, Replacement) or hooks or part._compiled_call_impl is not None:
+        return z + part(z, *mask)
+    operated: Any = part
+    return operated.update_(z, *mask) if inplace else operated.updated(z, *mask)
 
 
 class LayerAdapter(Adapter):
