@@ -4,11 +4,14 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 
+#include <algorithm>
+#include <optional>
+
 #include "cuda/pass.cuh"
 #include "cuda/vector.cuh"
 
 // Moves rows of channels, the layout of linear layers, to channels of positions, the layout of a triangle update's
-// products, and back: a transposition by tiles in shared memory, each row times a factor.
+// products, and back: a transposition by tiles in shared memory, which also does the step before or after it.
 namespace torchops::cuda {
 
 /// Where row r is within a channel: rows of n positions that begin `padded` apart.
@@ -29,28 +32,57 @@ struct RowFactors {
 };
 
 constexpr int kTileThreads = 8;
+// Rows, or channels, that a thread has in flight.
+constexpr int kTileBatch = 4;
 
 /// The side of a tile whose rows a warp moves V elements at a time. Its rows in shared memory are padded by V, so that
 /// the columns that a warp reads are in different banks.
 template <int V>
 constexpr int kTile = 32 * V;
 
-/// channels[c][positions.of(r)] = rows[r][c] * factors.of(r).
+/// Rows as they are.
 template <class T, int V>
+struct PlainRows {
+  MatrixRows<const T> rows;
+
+  struct Columns {};
+  using Loaded = Packed<T, V>;
+
+  __device__ Columns columns(int64_t) const { return {}; }
+  __device__ Loaded load(int64_t row, int64_t column) const { return rows.template load<V>(row, column); }
+  __device__ void values(const Loaded& loaded, const Columns&, Accumulate<T> (&values)[V]) const {
+    unpack(loaded, values);
+  }
+};
+
+/// channels[c][positions.of(r)] = rows[r][c] * factors.of(r), where Rows is PlainRows or GluRows (pass.cuh).
+template <class T, int V, class Rows>
 __global__ void __launch_bounds__(32 * kTileThreads)
-    to_channels_kernel(MatrixRows<const T> rows, MatrixRows<T> channels, Positions positions, RowFactors<T> factors,
-                       int64_t row_count, int64_t channel_count) {
+    to_channels_kernel(Rows rows, MatrixRows<T> channels, Positions positions, RowFactors<T> factors, int64_t row_count,
+                       int64_t channel_count) {
   __shared__ T tile[kTile<V>][kTile<V> + V];
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>, first_channel = int64_t{blockIdx.y} * kTile<V>;
   const int lane = static_cast<int>(threadIdx.x) * V;
-  for (int i = static_cast<int>(threadIdx.y); i < kTile<V>; i += kTileThreads) {
-    const int64_t row = first_row + i, channel = first_channel + lane;
-    if (row >= row_count || channel >= channel_count) continue;
-    Accumulate<T> values[V];
-    unpack(rows.template load<V>(row, channel), values);
-    const Accumulate<T> factor = factors.of(row);
+  if (first_channel + lane < channel_count) {
+    const auto columns = rows.columns(first_channel + lane);
+    for (int begin = static_cast<int>(threadIdx.y); begin < kTile<V>; begin += kTileBatch * kTileThreads) {
+      typename Rows::Loaded loaded[kTileBatch];
 #pragma unroll
-    for (int j = 0; j < V; ++j) tile[i][lane + j] = static_cast<T>(values[j] * factor);
+      for (int b = 0; b < kTileBatch; ++b) {
+        const int64_t row = first_row + begin + b * kTileThreads;
+        if (row < row_count) loaded[b] = rows.load(row, first_channel + lane);
+      }
+#pragma unroll
+      for (int b = 0; b < kTileBatch; ++b) {
+        const int i = begin + b * kTileThreads;
+        if (first_row + i >= row_count) break;
+        Accumulate<T> values[V];
+        rows.values(loaded[b], columns, values);
+        const Accumulate<T> factor = factors.of(first_row + i);
+#pragma unroll
+        for (int j = 0; j < V; ++j) tile[i][lane + j] = static_cast<T>(values[j] * factor);
+      }
+    }
   }
   __syncthreads();
   const int64_t row = first_row + lane;
@@ -66,6 +98,33 @@ __global__ void __launch_bounds__(32 * kTileThreads)
   }
 }
 
+/// tile[r][c] = channels[first_channel + c][positions.of(first_row + r)] for the rows of a tile and `count` channels;
+/// `stride` is the distance of its rows.
+template <class T, int V>
+__device__ inline void load_tile(T* tile, int stride, const MatrixRows<const T>& channels, const Positions& positions,
+                                 int64_t first_row, int64_t row_count, int64_t first_channel, int count) {
+  const int lane = static_cast<int>(threadIdx.x) * V;
+  if (first_row + lane < row_count) {
+    const int64_t position = positions.of(first_row + lane);
+    for (int begin = static_cast<int>(threadIdx.y); begin < count; begin += kTileBatch * kTileThreads) {
+      Packed<T, V> packed[kTileBatch];
+#pragma unroll
+      for (int b = 0; b < kTileBatch; ++b) {
+        const int channel = begin + b * kTileThreads;
+        if (channel < count) packed[b] = channels.template load<V>(first_channel + channel, position);
+      }
+#pragma unroll
+      for (int b = 0; b < kTileBatch; ++b) {
+        const int channel = begin + b * kTileThreads;
+        if (channel >= count) break;
+#pragma unroll
+        for (int j = 0; j < V; ++j) tile[(lane + j) * stride + channel] = packed[b].at[j];
+      }
+    }
+  }
+  __syncthreads();
+}
+
 /// rows[r][c] = channels[c][positions.of(r)] * factors.of(r).
 template <class T, int V>
 __global__ void __launch_bounds__(32 * kTileThreads)
@@ -74,17 +133,8 @@ __global__ void __launch_bounds__(32 * kTileThreads)
   __shared__ T tile[kTile<V>][kTile<V> + V];
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>, first_channel = int64_t{blockIdx.y} * kTile<V>;
   const int lane = static_cast<int>(threadIdx.x) * V;
-  if (first_row + lane < row_count) {
-    const int64_t position = positions.of(first_row + lane);
-    for (int i = static_cast<int>(threadIdx.y); i < kTile<V>; i += kTileThreads) {
-      const int64_t channel = first_channel + i;
-      if (channel >= channel_count) break;
-      const Packed<T, V> packed = channels.template load<V>(channel, position);
-#pragma unroll
-      for (int j = 0; j < V; ++j) tile[lane + j][i] = packed.at[j];
-    }
-  }
-  __syncthreads();
+  load_tile<T, V>(tile[0], kTile<V> + V, channels, positions, first_row, row_count, first_channel,
+                  static_cast<int>(min(int64_t{kTile<V>}, channel_count - first_channel)));
   for (int i = static_cast<int>(threadIdx.y); i < kTile<V>; i += kTileThreads) {
     const int64_t row = first_row + i, channel = first_channel + lane;
     if (row >= row_count || channel >= channel_count) continue;
@@ -96,19 +146,125 @@ __global__ void __launch_bounds__(32 * kTileThreads)
   }
 }
 
+template <class A>
+__device__ inline A warp_sum(A value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  return value;
+}
+
+/// The row of tile in shared memory that holds all channels of a position, in bytes for a whole tile.
+template <class T, int V>
+constexpr int64_t tile_bytes(int64_t channel_count) {
+  return kTile<V> * (channel_count + V) * static_cast<int64_t>(sizeof(T));
+}
+
+/// rows[r] = the layer norm of channels[:][positions.of(r)]. A tile has all channels of its positions; a warp takes a
+/// position at a time, whose variance it sums around the mean. weight and bias may be null.
+template <class T, int V>
+__global__ void __launch_bounds__(32 * kTileThreads)
+    to_normalized_rows_kernel(MatrixRows<const T> channels, MatrixRows<T> rows, Positions positions, const T* weight,
+                              const T* bias, Accumulate<T> eps, int64_t row_count, int channel_count) {
+  using Wide = Accumulate<T>;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  T* const tile = reinterpret_cast<T*>(memory);
+  const int stride = channel_count + V;
+  const int64_t first_row = int64_t{blockIdx.x} * kTile<V>;
+  const int lane = static_cast<int>(threadIdx.x) * V;
+  load_tile<T, V>(tile, stride, channels, positions, first_row, row_count, 0, channel_count);
+  for (int i = static_cast<int>(threadIdx.y); i < kTile<V> && first_row + i < row_count; i += kTileThreads) {
+    const T* const row = tile + i * stride;
+    const auto for_each = [&](const auto& f) {
+      for (int channel = lane; channel < channel_count; channel += kTile<V>) {
+        Wide values[V];
+        unpack(*reinterpret_cast<const Packed<T, V>*>(row + channel), values);
+        f(channel, values);
+      }
+    };
+    Wide sum = 0, squares = 0;
+    for_each([&](int, const Wide(&values)[V]) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) sum += values[j];
+    });
+    const Wide mean = warp_sum(sum) / static_cast<Wide>(channel_count);
+    for_each([&](int, const Wide(&values)[V]) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) squares += (values[j] - mean) * (values[j] - mean);
+    });
+    const Wide rstd = rsqrt(warp_sum(squares) / static_cast<Wide>(channel_count) + eps);
+    for_each([&](int channel, Wide(&values)[V]) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        values[j] = (values[j] - mean) * rstd;
+        if (weight != nullptr) values[j] *= static_cast<Wide>(weight[channel + j]);
+        if (bias != nullptr) values[j] += static_cast<Wide>(bias[channel + j]);
+      }
+      rows.template store<V>(first_row + i, channel, pack<T, V>(values));
+    });
+  }
+}
+
+/// Some positions of channels: (channel count, positions), with unit column stride, and the factors of the positions.
 template <class T>
-struct Transposition {
-  at::Tensor rows, channels;  // (rows, channel count) and (channel count, ...), both with unit column stride
+struct ChannelPanel {
+  at::Tensor channels;
   Positions positions;
   RowFactors<T> factors;
 
+  void from_rows(const at::Tensor& rows) const {
+    launch(rows, rows, [&](auto width, dim3 grid, dim3 block, cudaStream_t stream) {
+      const PlainRows<T, width()> source{read_rows<T>(rows)};
+      to_channels_kernel<T, width()>
+          <<<grid, block, 0, stream>>>(source, write_rows<T>(channels), positions, factors, rows.size(0), rows.size(1));
+    });
+  }
+  /// The rows (value + bias) * sigmoid(gate + gate_bias), without storing them; a bias may be null.
+  void from_gated_rows(const at::Tensor& value, const at::Tensor& gate, const T* bias, const T* gate_bias) const {
+    launch(value, gate, [&](auto width, dim3 grid, dim3 block, cudaStream_t stream) {
+      const GluRows<Sigmoid, T, width()> source{read_rows<T>(value), read_rows<T>(gate), bias, gate_bias};
+      to_channels_kernel<T, width()><<<grid, block, 0, stream>>>(source, write_rows<T>(channels), positions, factors,
+                                                                 value.size(0), value.size(1));
+    });
+  }
+  void to_rows(const at::Tensor& rows) const {
+    launch(rows, rows, [&](auto width, dim3 grid, dim3 block, cudaStream_t stream) {
+      to_rows_kernel<T, width()><<<grid, block, 0, stream>>>(read_rows<T>(channels), write_rows<T>(rows), positions,
+                                                             factors, rows.size(0), rows.size(1));
+    });
+  }
+  /// The layer norm of the rows. Returns false, with nothing done, if a tile of them does not fit in shared memory.
+  bool to_normalized_rows(const at::Tensor& rows, const std::optional<at::Tensor>& weight,
+                          const std::optional<at::Tensor>& bias, double eps) const {
+    constexpr int64_t most_bytes = 48 << 10;
+    const int64_t channel_count = rows.size(1);
+    const auto run = [&](auto width, cudaStream_t stream) {
+      const auto pointer = [](const std::optional<at::Tensor>& t) { return t ? t->const_data_ptr<T>() : nullptr; };
+      const auto grid = static_cast<unsigned>(ceil_div(rows.size(0), int64_t{kTile<width()>}));
+      to_normalized_rows_kernel<T, width()>
+          <<<grid, dim3(32, kTileThreads), static_cast<size_t>(tile_bytes<T, width()>(channel_count)), stream>>>(
+              read_rows<T>(channels), write_rows<T>(rows), positions, pointer(weight), pointer(bias),
+              static_cast<Accumulate<T>>(eps), rows.size(0), static_cast<int>(channel_count));
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    };
+    if (tile_bytes<T, 1>(channel_count) > most_bytes) return false;
+    if (rows.numel() == 0) return true;
+    const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+    if (in_pairs(rows, rows) && tile_bytes<T, 2>(channel_count) <= most_bytes) {
+      run(std::integral_constant<int, 2>{}, stream);
+    } else {
+      run(std::integral_constant<int, 1>{}, stream);
+    }
+    return true;
+  }
+
+ private:
   // With V = 2, pairs of rows are neighbours in a channel too.
-  bool in_pairs() const {
+  bool in_pairs(const at::Tensor& rows, const at::Tensor& others) const {
     return rows.size(1) % 2 == 0 && positions.n % 2 == 0 && positions.padded % 2 == 0 && read_rows<T>(rows).fits(2) &&
-           read_rows<T>(channels).fits(2);
+           read_rows<T>(others).fits(2) && read_rows<T>(channels).fits(2);
   }
   template <class Launch>
-  void launch(const Launch& kernel) const {
+  void launch(const at::Tensor& rows, const at::Tensor& others, const Launch& kernel) const {
     if (rows.numel() == 0) return;
     const auto with = [&](auto width) {
       constexpr int tile = kTile<width()>;
@@ -117,19 +273,7 @@ struct Transposition {
       kernel(width, grid, dim3(32, kTileThreads), at::cuda::getCurrentCUDAStream());
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     };
-    in_pairs() ? with(std::integral_constant<int, 2>{}) : with(std::integral_constant<int, 1>{});
-  }
-  void to_channels() const {
-    launch([&](auto width, dim3 grid, dim3 block, cudaStream_t stream) {
-      to_channels_kernel<T, width()><<<grid, block, 0, stream>>>(read_rows<T>(rows), write_rows<T>(channels), positions,
-                                                                 factors, rows.size(0), rows.size(1));
-    });
-  }
-  void to_rows() const {
-    launch([&](auto width, dim3 grid, dim3 block, cudaStream_t stream) {
-      to_rows_kernel<T, width()><<<grid, block, 0, stream>>>(read_rows<T>(channels), write_rows<T>(rows), positions,
-                                                             factors, rows.size(0), rows.size(1));
-    });
+    in_pairs(rows, others) ? with(std::integral_constant<int, 2>{}) : with(std::integral_constant<int, 1>{});
   }
 };
 

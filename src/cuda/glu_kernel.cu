@@ -21,30 +21,13 @@ using detail::GluActivation;
 
 // y = (z + bias) * F(u + gate_bias). y may be z.
 template <class F, class T, int N>
-struct GluPass {
-  MatrixRows<const T> z, u;
+struct GluPass : GluRows<F, T, N> {
+  using typename GluRows<F, T, N>::Columns, typename GluRows<F, T, N>::Loaded;
   MatrixRows<T> y;
-  const T *bias, *gate_bias;
 
-  struct Columns {
-    Biases<T, N> value, gate;
-  };
-  struct Loaded {
-    Packed<T, N> z, u;
-  };
-
-  __device__ Columns columns(int64_t column) const { return {{bias, column}, {gate_bias, column}}; }
-  __device__ Loaded load(int64_t row, int64_t column) const {
-    return {z.template load<N>(row, column), u.template load<N>(row, column)};
-  }
   __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
-    Accumulate<T> values[N], gates[N];
-    biases.value.add_to(loaded.z, values);
-    biases.gate.add_to(loaded.u, gates);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      values[i] *= activate<F, T>(gates[i]);
-    }
+    Accumulate<T> values[N];
+    this->values(loaded, biases, values);
     y.template store<N>(row, column, pack<T, N>(values));
   }
 };
@@ -113,8 +96,8 @@ void glu_rows(const Tensor& y, const Tensor& z, const Tensor& u, const OptionalT
   dispatch(z, activation, in_vectors, [&](auto act, auto type, auto width) {
     using F = decltype(act);
     using T = decltype(type);
-    const GluPass<F, T, width()> pass{read_rows<T>(z), read_rows<T>(u), write_rows<T>(y), remaining_bias<T>(b),
-                                      remaining_bias<T>(bg)};
+    const GluPass<F, T, width()> pass{{read_rows<T>(z), read_rows<T>(u), remaining_bias<T>(b), remaining_bias<T>(bg)},
+                                      write_rows<T>(y)};
     launch_pass<width()>(pass, rows, columns);
   });
 }

@@ -214,4 +214,30 @@ __device__ inline A activate(A z, A& slope) {
   }
 }
 
+/// The rows (z + bias) * F(u + gate_bias). As in a pass, a thread stays in its N columns.
+template <class F, class T, int N>
+struct GluRows {
+  MatrixRows<const T> z, u;
+  const T *bias, *gate_bias;
+
+  struct Columns {
+    Biases<T, N> value, gate;
+  };
+  struct Loaded {
+    Packed<T, N> z, u;
+  };
+
+  __device__ Columns columns(int64_t column) const { return {{bias, column}, {gate_bias, column}}; }
+  __device__ Loaded load(int64_t row, int64_t column) const {
+    return {z.template load<N>(row, column), u.template load<N>(row, column)};
+  }
+  __device__ void values(const Loaded& loaded, const Columns& biases, Accumulate<T> (&values)[N]) const {
+    Accumulate<T> gates[N];
+    biases.value.add_to(loaded.z, values);
+    biases.gate.add_to(loaded.u, gates);
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] *= activate<F, T>(gates[i]);
+  }
+};
+
 }  // namespace torchops::cuda

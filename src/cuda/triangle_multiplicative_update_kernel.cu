@@ -1,29 +1,23 @@
-#include <ATen/Dispatch.h>
-#include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add_cuda_dispatch.h>
-#include <ATen/ops/addmm_cuda_dispatch.h>
-#include <ATen/ops/bmm_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "cuda/channels.cuh"
-#include "cuda/linear.h"
 #include "cuda/pair_gradient_steps.cuh"
-#include "cuda/pair_steps.h"
+#include "cuda/triangle_layers.cuh"
 #include "ops/gate.h"
 #include "ops/glu.h"
 #include "ops/layer_norm.h"
 #include "ops/overwriting.h"
-#include "ops/triangle_layout.h"
 
 // For each batch element: a and b from x, channels first; batched products, which overwrite a with o; the update from o
 // and x. Besides x, the panels and a spare group of channels, two pair tensors are alive: a and b, then o and the
 // update. If the kernels of pair_steps.h can run, the first and the last step are one pass over memory each. Otherwise
 // panels that fit the second-level cache go through layer_norm, glu and a transposition in the first step, and through
-// a transposition, layer_norm, projection and gate in the last. A float32 x with 16-bit weights is centred for those
-// kernels first (centered.h), which takes half its size in addition. TriangleGradients::make() has the order of a
-// backward pass, which takes three pair tensors besides x, the cotangent and dx, or four if o is held.
+// a transposition with its layer norm, projection and gate in the last (triangle_layers.cuh). A float32 x with 16-bit
+// weights is centred for those kernels first (centered.h), which takes half its size in addition.
+// TriangleGradients::make() has the order of a backward pass, which takes three pair tensors besides x, the cotangent
+// and dx, or four if o is held.
 namespace torchops::cuda {
 namespace {
 
@@ -38,135 +32,28 @@ using detail::TriangleParameterList;
 using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
-constexpr detail::TriangleBackend kBackend{
-    [](at::IntArrayRef sizes, const at::TensorOptions& options) -> Tensor {
-      return at::detail::empty_cuda(sizes, options);
-    },
-    at::cuda::bmm_out, /*multiplies_padding=*/true,
-    [] { return static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount); }};
-
-// Shared by all panels of a call.
-class Layers : public detail::TriangleLayout {
- public:
-  enum class Pass { kForward, kBackward };
-  Layers(const TriangleUpdate& t, Pass pass) : Layers(t, pass, PairSteps(t)) {}
-
-  const PairSteps& steps() const { return steps_; }
-  const OptionalTensor& norm_weight() const { return norm_weight_; }
-  const OptionalTensor& norm_bias() const { return norm_bias_; }
-
-  /// Calls f on panels of whole rows of the pair matrix. f uses `tensors` tensors of max(c, d) features for the
-  /// positions of a panel, which may take as much memory as `pairs` pair tensors, or some tens of MiB. Fewer, larger
-  /// panels are faster: an H100 needs 16 MiB of a tensor to be busy. Small pair tensors, for which launches take most
-  /// of the time, get a few panels at most.
-  template <class F>
-  void for_each_panel(int64_t tensors, int64_t pairs, const F& f) const {
-    constexpr int64_t small_pair = int64_t{128} << 20, for_small_pairs = int64_t{256} << 20;
-    const int64_t features = std::max({update().x.size(-1), channels(), int64_t{1}});
-    const int64_t row_bytes = n() * features * static_cast<int64_t>(update().x.element_size());
-    const int64_t pair_bytes = n() * row_bytes;
-    const int64_t least = pairs > 0 && pair_bytes <= small_pair ? for_small_pairs : kMaxScratchBytes;
-    cuda::for_each_panel(
-        n(), row_bytes * tensors, [&](int64_t begin, int64_t end) { f(TrianglePanel{begin, end}); },
-        std::max(least, pairs * pair_bytes));
-  }
-
-  /// z for rows of x, in the dtype of the products.
-  Tensor z(const Tensor& rows) const {
-    return layer_norm(rows, at::IntArrayRef(rows.size(1)), norm_weight_, norm_bias_, update().eps).to(update().dtype());
-  }
-  Tensor gated(const Tensor& z, TriangleParameter p, TriangleParameter g) const {
-    return glu(z, update().weight(p), update().weight(g), update().bias(p), update().bias(g));
-  }
-  /// The projection for rows of the normalised o.
-  void project(Tensor out, const Tensor& rows) const {
-    const Tensor w_t = update().weight(detail::kPOut).t();
-    const OptionalTensor& b = update().bias(detail::kPOut);
-    b ? at::cuda::addmm_out(out, *b, rows, w_t) : at::cuda::mm_out(out, rows, w_t);
-  }
-
-  enum class To { kChannels, kRows };
-  /// Moves a panel of (rows, d) to its positions in padded channels or back, times the mask (N, N) and a factor.
-  void transpose(To to, const TrianglePanel& panel, const Tensor& rows, const Tensor& channels, const Tensor& mask,
-                 double factor) const {
-    AT_DISPATCH_FLOATING_TYPES_AND2(
-        at::kHalf, at::kBFloat16, rows.scalar_type(), "triangle_multiplicative_update", [&] {
-          const Tensor factors = mask.defined() ? panel.of(mask).contiguous() : mask;
-          const int64_t row_stride = channels.stride(1);
-          const Transposition<scalar_t> transposition{
-              rows,
-              detail::strided_view(channels, {channels.size(0), (panel.end - panel.begin) * row_stride},
-                                   {channels.stride(0), 1}, panel.begin * row_stride),
-              {n(), row_stride},
-              {mask.defined() ? factors.const_data_ptr<scalar_t>() : nullptr,
-               static_cast<Accumulate<scalar_t>>(factor)}};
-          to == To::kChannels ? transposition.to_channels() : transposition.to_rows();
-        });
-  }
-  /// A panel of o as rows.
-  Tensor rows_of(const Tensor& channels, const TrianglePanel& panel, const Tensor& mask = {}, double factor = 1) const {
-    const Tensor rows = empty({(panel.end - panel.begin) * n(), this->channels()});
-    transpose(To::kRows, panel, rows, channels, mask, factor);
-    return rows;
-  }
-
- private:
-  // Limits a spare group of channels. Forward may take 2.1 pair tensors, backward 3.2 besides dx, each plus 64 MiB,
-  // less two or three tensors of padded channels and the panels, or the workspace and moments of the gradients. Forward
-  // gets at most half of the 64 MiB, which is most of what a layer in place takes besides its pair tensor.
-  static int64_t group_bytes(const TriangleUpdate& t, Pass pass, const PairSteps& steps) {
-    constexpr int64_t mib = int64_t{1} << 20;
-    const bool backward = pass == Pass::kBackward;
-    const int64_t n = t.x.size(-2), d = t.weight(detail::kPA).size(0);
-    const auto size = static_cast<int64_t>(c10::elementSize(t.dtype()));
-    const int64_t pair = n * n * std::max(t.x.size(-1), d) * size;
-    const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
-    const int64_t limit = (backward ? 32 : 21) * (pair / 10) + 64 * mib;
-    // Panels consist of whole rows, and the allocator rounds them up.
-    const int64_t others = !steps.have_kernels() ? kMaxScratchBytes + 4 * mib : backward ? 20 * mib + 8 * n * n : 0;
-    return std::clamp(limit - (backward ? 3 : 2) * padded - others, 8 * mib, (backward ? 52 : 32) * mib);
-  }
-  Layers(const TriangleUpdate& t, Pass pass, PairSteps steps)
-      : TriangleLayout(t, kBackend, group_bytes(t, pass, steps)), steps_(std::move(steps)) {
-    const auto in_dtype_of_x = [&](const OptionalTensor& parameter) {
-      const bool cast = parameter && parameter->scalar_type() != t.x.scalar_type();
-      return cast ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;
-    };
-    norm_weight_ = in_dtype_of_x(t.parameters[detail::kNormIn]);
-    norm_bias_ = in_dtype_of_x(t.parameters[detail::kNormIn + 1]);
-  }
-
-  PairSteps steps_;
-  OptionalTensor norm_weight_, norm_bias_;
-};
-
-void make_a_and_b(const Layers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
+void make_a_and_b(const TriangleLayers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
   if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
   for (const Tensor& made : {a, b}) layers.zero_columns(made);
   layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
-    const auto make = [&](const Tensor& to, TriangleParameter p, TriangleParameter g, double factor) {
-      layers.transpose(Layers::To::kChannels, panel, layers.gated(z, p, g), to, e.mask, factor);
-    };
-    make(a, detail::kPA, detail::kGA, layers.scale());
-    make(b, detail::kPB, detail::kGB, 1);
+    layers.gated_to_channels(panel, z, detail::kPA, detail::kGA, a, e.mask, layers.scale());
+    layers.gated_to_channels(panel, z, detail::kPB, detail::kGB, b, e.mask, 1);
   });
 }
 
 // The update of a panel, written to `out`, which may be x_rows.
-void update_panel(const Layers& layers, const TrianglePanel& panel, const Tensor& o, const Tensor& x_rows, Tensor out) {
+void update_panel(const TriangleLayers& layers, const TrianglePanel& panel, const Tensor& o, const Tensor& x_rows,
+                  Tensor out) {
   const TriangleUpdate& t = layers.update();
   const Tensor z = layers.z(x_rows);
-  Tensor n = layers.rows_of(o, panel);
-  layer_norm_(n, at::IntArrayRef(n.size(1)), t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1],
-              layers.eps_out());
-  layers.project(out, n);
+  layers.project(out, layers.normalized_rows_of(o, panel));
   gate_(out, z, t.weight(detail::kGOut), t.bias(detail::kGOut));
 }
 
 // Computes the product of each batch element and calls finish(index, o) on it.
 template <class Finish>
-Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& finish) {
+Tensor for_each_product(const TriangleLayers& layers, bool keep_product, const Finish& finish) {
   return detail::for_each_product(
       layers, keep_product,
       [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); }, finish);
@@ -174,7 +61,7 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
 
 // Writes to `out`, which may be t.x; if undefined, it is allocated.
 std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool keep_product) {
-  const Layers layers(t, Layers::Pass::kForward);
+  const TriangleLayers layers(t, TriangleLayers::Pass::kForward);
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     // Allocated only now, so that it can reuse the memory of b.
     if (!out.defined()) out = layers.empty(t.x.sizes());
@@ -192,7 +79,7 @@ Tensor add_to(Tensor& sum, TriangleUpdate t, bool keep_product) {
   const Tensor x = t.x;
   const auto centered = pair_steps::centered(t);
   if (centered) t.x = centered->rows();
-  const Layers layers(t, Layers::Pass::kForward);
+  const TriangleLayers layers(t, TriangleLayers::Pass::kForward);
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     if (!sum.defined()) sum = layers.empty(x.sizes(), x.options());
     const Tensor pair = detail::batch_element(t.x, 3, index), residual = detail::batch_element(x, 3, index);
@@ -264,7 +151,7 @@ struct NormalizedRows {
 };
 
 // From the cotangent of the result: d(o), in channels, and the gate's part of dz, which goes where dx will be.
-void output_backward(const Layers& layers, const TriangleGradients& gradients, const TrianglePanel& panel,
+void output_backward(const TriangleLayers& layers, const TriangleGradients& gradients, const TrianglePanel& panel,
                      const Tensor& x_pair, const Tensor& grad_pair, const Tensor& o, const Tensor& dz_pair,
                      const Tensor& d_o) {
   const TriangleUpdate& t = layers.update();
@@ -286,11 +173,11 @@ void output_backward(const Layers& layers, const TriangleGradients& gradients, c
     return;
   const Tensor dn = at::cuda::mm(dy, t.weight(detail::kPOut));
   const Tensor d_rows = n.backward(dn, norm_weight, detail::kNormOut, gradients);
-  if (gradients.wants_a_and_b()) layers.transpose(Layers::To::kChannels, panel, d_rows, d_o, {}, 1);
+  if (gradients.wants_a_and_b()) layers.transpose(TriangleLayers::To::kChannels, panel, d_rows, d_o, {}, 1);
 }
 
 // From da, db and dz so far: dx, which overwrites dz and includes the residual's gradient, and the mask's gradient.
-void input_backward(const Layers& layers, const TriangleGradients& gradients, const TrianglePanel& panel,
+void input_backward(const TriangleLayers& layers, const TriangleGradients& gradients, const TrianglePanel& panel,
                     const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz_pair,
                     const Tensor& dmask, const Tensor& residual) {
   const TriangleUpdate& t = layers.update();
@@ -328,7 +215,7 @@ void input_backward(const Layers& layers, const TriangleGradients& gradients, co
 
 std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, const TriangleProduct& product,
                                  const TriangleMask& wanted, bool adds) {
-  const Layers layers(t, Layers::Pass::kBackward);
+  const TriangleLayers layers(t, TriangleLayers::Pass::kBackward);
   const TriangleGradients gradients(layers, wanted);
   const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); };
   if (PairGradientSteps steps(layers, gradients, grad, *product.get(0)); grad.numel() > 0 && steps.possible()) {

@@ -1,0 +1,170 @@
+#pragma once
+
+#include <ATen/Dispatch.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/addmm_cuda_dispatch.h>
+#include <ATen/ops/bmm_cuda_dispatch.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm_cuda_dispatch.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "cuda/channels.cuh"
+#include "cuda/gemm/launch.h"
+#include "cuda/linear.h"
+#include "cuda/pair_steps.h"
+#include "ops/dense_path.h"
+#include "ops/glu.h"
+#include "ops/layer_norm.h"
+#include "ops/triangle_layout.h"
+
+// The layers of a triangle update on panels of positions, where no kernel of pair_steps.h can run: cuBLAS products, and
+// passes over a panel that is still in the second-level cache.
+namespace torchops::cuda {
+
+inline constexpr detail::TriangleBackend kTriangleBackend{
+    [](at::IntArrayRef sizes, const at::TensorOptions& options) -> at::Tensor {
+      return at::detail::empty_cuda(sizes, options);
+    },
+    at::cuda::bmm_out, /*multiplies_padding=*/true,
+    [] { return static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount); }};
+
+/// What all panels of a call share. A panel consists of whole rows of the pair matrix; its rows are positions.
+class TriangleLayers : public detail::TriangleLayout {
+ public:
+  enum class Pass { kForward, kBackward };
+  TriangleLayers(const detail::TriangleUpdate& t, Pass pass) : TriangleLayers(t, pass, PairSteps(t)) {}
+
+  const PairSteps& steps() const { return steps_; }
+  const std::optional<at::Tensor>& norm_weight() const { return norm_weight_; }
+  const std::optional<at::Tensor>& norm_bias() const { return norm_bias_; }
+
+  /// Calls f on all panels. f uses `tensors` tensors of max(c, d) features for the positions of a panel, which may take
+  /// as much memory as `pairs` pair tensors, or some tens of MiB. Fewer, larger panels are faster: an H100 needs 16 MiB
+  /// of a tensor to be busy. Small pair tensors, for which launches take most of the time, get a few panels at most.
+  template <class F>
+  void for_each_panel(int64_t tensors, int64_t pairs, const F& f) const {
+    constexpr int64_t small_pair = int64_t{128} << 20, for_small_pairs = int64_t{256} << 20;
+    const int64_t features = std::max({update().x.size(-1), channels(), int64_t{1}});
+    const int64_t row_bytes = n() * features * static_cast<int64_t>(update().x.element_size());
+    const int64_t pair_bytes = n() * row_bytes;
+    const int64_t least = pairs > 0 && pair_bytes <= small_pair ? for_small_pairs : kPanelBytes;
+    cuda::for_each_panel(
+        n(), row_bytes * tensors, [&](int64_t begin, int64_t end) { f(detail::TrianglePanel{begin, end}); },
+        std::max(least, pairs * pair_bytes));
+  }
+
+  /// z for rows of x, in the dtype of the products.
+  at::Tensor z(const at::Tensor& rows) const {
+    return layer_norm(rows, at::IntArrayRef(rows.size(1)), norm_weight_, norm_bias_, update().eps).to(update().dtype());
+  }
+  at::Tensor gated(const at::Tensor& z, detail::TriangleParameter p, detail::TriangleParameter g) const {
+    return glu(z, update().weight(p), update().weight(g), update().bias(p), update().bias(g));
+  }
+  /// The projection for rows of the normalised o.
+  void project(at::Tensor out, const at::Tensor& rows) const {
+    const at::Tensor w_t = update().weight(detail::kPOut).t();
+    const std::optional<at::Tensor>& b = update().bias(detail::kPOut);
+    b ? at::cuda::addmm_out(out, *b, rows, w_t) : at::cuda::mm_out(out, rows, w_t);
+  }
+
+  enum class To { kChannels, kRows };
+  /// Moves a panel of (rows, d) to its positions in padded channels or back, times the mask (N, N) and a factor.
+  void transpose(To to, const detail::TrianglePanel& panel, const at::Tensor& rows, const at::Tensor& channels,
+                 const at::Tensor& mask, double factor) const {
+    with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& of) {
+      to == To::kChannels ? of.from_rows(rows) : of.to_rows(rows);
+    });
+  }
+  /// A panel of o as rows.
+  at::Tensor rows_of(const at::Tensor& channels, const detail::TrianglePanel& panel, const at::Tensor& mask = {},
+                     double factor = 1) const {
+    const at::Tensor rows = empty({(panel.end - panel.begin) * n(), this->channels()});
+    transpose(To::kRows, panel, rows, channels, mask, factor);
+    return rows;
+  }
+  /// The layer norm of a panel of o, as rows.
+  at::Tensor normalized_rows_of(const at::Tensor& channels, const detail::TrianglePanel& panel) const {
+    at::Tensor rows = empty({(panel.end - panel.begin) * n(), this->channels()});
+    const std::optional<at::Tensor>&weight = update().parameters[detail::kNormOut],
+          &bias = update().parameters[detail::kNormOut + 1];
+    const auto of_weight = contiguous(weight), of_bias = contiguous(bias);
+    with_channels(panel, channels, {}, 1, [&]<class T>(const ChannelPanel<T>& of) {
+      if (of.to_normalized_rows(rows, of_weight, of_bias, eps_out())) return;
+      of.to_rows(rows);
+      layer_norm_(rows, at::IntArrayRef(rows.size(1)), weight, bias, eps_out());
+    });
+    return rows;
+  }
+  /// The channels (z @ p.T + b) * sigmoid(z @ g.T + bg) of a panel, times the mask and a factor.
+  void gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, detail::TriangleParameter p,
+                         detail::TriangleParameter g, const at::Tensor& channels, const at::Tensor& mask,
+                         double factor) const {
+    const at::Tensor &w = update().weight(p), &wg = update().weight(g);
+    const std::optional<at::Tensor>&b = update().bias(p), &bg = update().bias(g);
+    const auto c = gemm::sm90_case(z.size(0), w.size(0), w.size(1), w.scalar_type());
+    if (c && detail::dense_path() != detail::DensePath::kCublas && gemm::has_kernel<gemm::GluSigmoid>(*c)) {
+      return transpose(To::kChannels, panel, gated(z, p, g), channels, mask, factor);
+    }
+    const at::Tensor value = empty({z.size(0), this->channels()}), gate = at::empty_like(value);
+    const auto bias = contiguous(b), gate_bias = contiguous(bg);
+    linear_out(value, z, w, bias);
+    linear_out(gate, z, wg, gate_bias);
+    with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& of) {
+      of.from_gated_rows(value, gate, remaining_bias<T>(bias), remaining_bias<T>(gate_bias));
+    });
+  }
+
+ private:
+  /// Calls f with a panel of padded channels, whose positions have the factors `mask` (N, N) times `factor`.
+  template <class F>
+  void with_channels(const detail::TrianglePanel& panel, const at::Tensor& channels, const at::Tensor& mask,
+                     double factor, const F& f) const {
+    AT_DISPATCH_FLOATING_TYPES_AND2(
+        at::kHalf, at::kBFloat16, channels.scalar_type(), "triangle_multiplicative_update", [&] {
+          const at::Tensor factors = mask.defined() ? panel.of(mask).contiguous() : mask;
+          const int64_t row_stride = channels.stride(1);
+          f(ChannelPanel<scalar_t>{
+              detail::strided_view(channels, {channels.size(0), (panel.end - panel.begin) * row_stride},
+                                   {channels.stride(0), 1}, panel.begin * row_stride),
+              {n(), row_stride},
+              {mask.defined() ? factors.const_data_ptr<scalar_t>() : nullptr,
+               static_cast<Accumulate<scalar_t>>(factor)}});
+        });
+  }
+
+  static constexpr int64_t kPanelBytes = int64_t{48} << 20;
+
+  // Limits a spare group of channels. Forward may take 2.1 pair tensors, backward 3.2 besides dx, each plus 64 MiB,
+  // less two or three tensors of padded channels and the panels, or the workspace and moments of the gradients. Forward
+  // gets at most half of the 64 MiB, which is most of what a layer in place takes besides its pair tensor.
+  static int64_t group_bytes(const detail::TriangleUpdate& t, Pass pass, const PairSteps& steps) {
+    constexpr int64_t mib = int64_t{1} << 20;
+    const bool backward = pass == Pass::kBackward;
+    const int64_t n = t.x.size(-2), d = t.weight(detail::kPA).size(0);
+    const auto size = static_cast<int64_t>(c10::elementSize(t.dtype()));
+    const int64_t pair = n * n * std::max(t.x.size(-1), d) * size;
+    const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
+    const int64_t limit = (backward ? 32 : 21) * (pair / 10) + 64 * mib;
+    // Panels consist of whole rows, and the allocator rounds them up.
+    const int64_t others = !steps.have_kernels() ? kPanelBytes + 4 * mib : backward ? 20 * mib + 8 * n * n : 0;
+    return std::clamp(limit - (backward ? 3 : 2) * padded - others, 8 * mib, (backward ? 52 : 32) * mib);
+  }
+  TriangleLayers(const detail::TriangleUpdate& t, Pass pass, PairSteps steps)
+      : TriangleLayout(t, kTriangleBackend, group_bytes(t, pass, steps)), steps_(std::move(steps)) {
+    const auto in_dtype_of_x = [&](const std::optional<at::Tensor>& parameter) {
+      const bool cast = parameter && parameter->scalar_type() != t.x.scalar_type();
+      return cast ? std::optional<at::Tensor>(parameter->to(t.x.scalar_type())) : parameter;
+    };
+    norm_weight_ = in_dtype_of_x(t.parameters[detail::kNormIn]);
+    norm_bias_ = in_dtype_of_x(t.parameters[detail::kNormIn + 1]);
+  }
+
+  PairSteps steps_;
+  std::optional<at::Tensor> norm_weight_, norm_bias_;
+};
+
+}  // namespace torchops::cuda
