@@ -1,5 +1,7 @@
 #include "cuda/gemm/choose.h"
 
+#include <algorithm>
+
 namespace torchops::cuda::gemm {
 namespace {
 
@@ -162,6 +164,25 @@ TORCHOPS_RULES(GluSiluWeightGradients, kWeightGradients)
 
 // cuBLAS splits a long sum among multiprocessors that would otherwise have no tile.
 bool prefers_cublas(const Case& c) { return c.m < 16 || (c.k >= 512 && c.tiles(64, 128) * 2 <= c.sm_count); }
+
+// Large tiles read the operands less often, small ones occupy more multiprocessors.
+constexpr Rule<Sm80Tiling> kSm80[] = {
+    {[](const Case& c) { return c.n <= 64 && c.tiles(128, 64) >= c.sm_count; }, Sm80Tiling::k128x64},
+    {[](const Case& c) { return c.n > 64 && c.tiles(128, 128) >= c.sm_count; }, Sm80Tiling::k128x128},
+    {[](const Case& c) { return c.m > 32 && c.tiles(64, 64) * 2 >= c.sm_count; }, Sm80Tiling::k64x64},
+    {[](const Case& c) { return c.m > 32 && c.tiles(64, 32) * 2 >= c.sm_count; }, Sm80Tiling::k64x32},
+    {always, Sm80Tiling::k32x32},
+};
+
+Sm80Tiling sm80_tiling(const Case& c) {
+  return std::ranges::find_if(kSm80, [&](const auto& rule) { return rule.suits(c); })->tiling;
+}
+
+// The warps of a CTA share a long sum, so few outputs occupy more multiprocessors.
+bool prefers_sm80(const Case& c) { return c.tiles(64, 128) * 2 <= c.sm_count; }
+
+// A long sum of many outputs takes so much longer than the pass that the faster product wins.
+bool prefers_cublas_to_sm80(const Case& c) { return c.k > 512 && c.tiles(128, 128) > c.sm_count; }
 
 // Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
 // kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40

@@ -30,8 +30,19 @@ struct Rule {
 template <class Operation>
 std::span<const Rule<typename Operation::Tiling>> rules();
 
-/// Whether cuBLAS is faster for dense than all of these kernels.
+/// Whether cuBLAS is faster for dense than the kernels of sm90/.
 bool prefers_cublas(const Case& c);
+
+/// The tilings of sm80.cuh, by the outputs of a CTA.
+enum class Sm80Tiling { k128x128, k128x64, k64x64, k64x32, k32x32 };
+
+Sm80Tiling sm80_tiling(const Case& c);
+
+/// Whether sm80.cuh is faster than the kernels of sm90/, too.
+bool prefers_sm80(const Case& c);
+
+/// Whether cuBLAS and a pass over its result are faster than sm80.cuh.
+bool prefers_cublas_to_sm80(const Case& c);
 
 /// Whether two cuBLAS products and a pass over both are faster than WideGluSigmoid and WideGluSilu.
 bool prefers_cublas_for_glu(const Case& c);

@@ -8,9 +8,9 @@
 #include <c10/cuda/CUDAException.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/activation.cuh"
+#include "cuda/gemm/mma.cuh"
 #include "cuda/gemm/problem.h"
 #include "cuda/vector.cuh"
 
@@ -18,23 +18,6 @@ namespace torchops::cuda::gemm {
 
 /// A block computes kFewRowsColumns columns of y; its warps split k.
 constexpr int kFewRowsColumns = 16, kFewRowsWarps = 8;
-
-/// sums += w (16 x 16) @ x.T (16 x 8). In registers (PTX, mma.m16n8k16), lane 4g + q has rows g and g + 8 of w and row
-/// g of x, each at two pairs of k. Which pairs doesn't matter as long as w and x agree: here, two neighbouring ones.
-template <class T>
-__device__ inline void multiply_16x8(float (&sums)[4], const uint32_t (&w)[4], const uint32_t (&x)[2]) {
-  if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
-  }
-}
 
 /// y = F(x @ w.T + bias) for at most 8 * row_groups rows of 16-bit elements; bias may be null. x, w and their rows are
 /// 16-byte aligned; k is a multiple of 8. A warp takes every kFewRowsWarps-th chunk of 32 along k, of which a lane has
@@ -76,6 +59,7 @@ __global__ void __launch_bounds__(32 * kFewRowsWarps)
 #pragma unroll
       for (int r = 0; r < row_groups; ++r) {
         const uint4& row = from_x[b][r];
+        // Which columns these are doesn't matter as long as both operands agree: here, two neighbouring pairs.
         multiply_16x8<T>(sums[r], {low.x, high.x, low.y, high.y}, {row.x, row.y});
         multiply_16x8<T>(sums[r], {low.z, high.z, low.w, high.w}, {row.z, row.w});
       }

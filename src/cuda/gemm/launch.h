@@ -29,6 +29,13 @@ inline std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::Scalar
   return element ? std::optional(Case{m, n, k, 1, *element, *sm_count}) : std::nullopt;
 }
 
+/// The same for sm80.cuh.
+inline std::optional<Case> sm80_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  if (device.major < 8 || (dtype != at::kBFloat16 && dtype != at::kHalf)) return std::nullopt;
+  return Case{m, n, k, 1, *element_of(dtype), device.multiProcessorCount};
+}
+
 /// Whether this build has a kernel that the operation's rules choose for such a case.
 template <class Operation>
 bool has_kernel(const Case& c) {

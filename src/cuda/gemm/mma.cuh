@@ -1,0 +1,38 @@
+#pragma once
+
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+// The matrix instruction for 16-bit elements from compute capability 8.0 on, and how its operands get into registers.
+namespace torchops::cuda::gemm {
+
+/// sums += a (16 x 16) @ b.T (8 x 16). In registers (PTX, mma.m16n8k16), lane 4g + q has of a the rows g and g + 8, and
+/// of b the row g, each at columns 2q, 2q + 1 (a[0], a[1], b[0]) and 2q + 8, 2q + 9 (a[2], a[3], b[1]). Of the sums, it
+/// has (g, 2q), (g, 2q + 1), (g + 8, 2q) and (g + 8, 2q + 1). Permuting the columns of both a and b changes nothing.
+template <class T>
+__device__ inline void multiply_16x8(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+/// Four 8 x 8 matrices from shared memory: lane 8i + r passes the address of row r of matrix i, and lane 4g + q gets in
+/// matrices[i] the columns 2q and 2q + 1 of its row g.
+__device__ inline void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(row)
+               : "memory");
+}
+
+}  // namespace torchops::cuda::gemm
