@@ -1,0 +1,174 @@
+"""The kernel for 16-bit elements and rows of any alignment, on every GPU from compute capability 8.0 on: sizes,
+alignments and strides, and when dense takes it."""
+
+from __future__ import annotations
+
+import random as pseudorandom
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cuda_checks import assert_accurate, poison, random
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import torchops
+from torchops import _build_info
+
+if not torch.cuda.is_available() or not _build_info.cuda_version:
+    pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
+
+DTYPES = [torch.bfloat16, torch.float16]
+PATHS: list[Any] = ["auto", "fused"]
+
+
+def rows_in(offset: int, stride: int, values: Tensor) -> Tensor:
+    """The same rows, `stride` elements apart, in a buffer of NaN from element `offset` on."""
+    rows, columns = values.shape
+    buffer = torch.full((offset + rows * stride + 8,), float("nan"), device="cuda", dtype=values.dtype)
+    view = buffer[offset : offset + rows * stride].view(rows, stride)[:, :columns]
+    return view.copy_(values)
+
+
+def assert_dense(x: Tensor, w: Tensor, b: Tensor | None, path: Any) -> Tensor:
+    """Each element within one rounding of the result, and the error of a sum in float32."""
+    exact = torch.sigmoid(F.linear(x.double(), w.double(), None if b is None else b.double()))
+    poison(x.shape[0], w.shape[0], dtype=x.dtype)
+    with torchops.cuda.dense_path(path):
+        y = torchops.dense(x, w, b)
+        assert torch.equal(y, torchops.dense(x, w, b))
+    assert y.is_contiguous()
+    unit = torch.finfo(x.dtype).eps / 2
+    products = F.linear(x.double().abs(), w.double().abs(), None if b is None else b.double().abs())
+    approximation = 3.2e-4 if x.dtype == torch.bfloat16 else 4e-6  # of the sigmoid
+    allowed = (unit + approximation) * exact + 4 * torch.finfo(torch.float32).eps * products + 2.0**-25
+    wrong = ~((y.double() - exact).abs() <= allowed)
+    assert not bool(wrong.any()), f"{int(wrong.sum())} of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"
+    return y
+
+
+def drawn(case: int) -> tuple[tuple[int, int, int], list[tuple[int, int]], bool]:
+    """A shape (rows, in, out), the offsets and paddings of the rows of x and w, and whether there is a bias."""
+    draw = pseudorandom.Random(case)
+    # Alignments to 16, 8, 4 and 2 bytes occur equally often.
+    unit = (8, 4, 2, 1)[case % 4]
+    rows, k, n = (draw.randint(1, 300) for _ in range(3))
+    if draw.random() < 0.5:
+        n = -(-n // unit) * unit
+    layouts = [(unit * draw.randint(0, 3), -k % unit + unit * draw.randint(0, 3)) for _ in range(2)]
+    return (max(rows, 17) if draw.random() < 0.8 else rows, k, n), layouts, draw.random() < 0.5
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", range(48))
+def test_dense_of_odd_sizes(case: int, dtype: torch.dtype, path: Any) -> None:
+    (rows, k, n), (of_x, of_w), biased = drawn(case)
+    x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
+    w = rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5))
+    assert_dense(x, w, random(n + 1, dtype=dtype)[1:] if biased else None, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # Few outputs, whose sums the warps of a CTA share.
+        (17, 4096, 1000),
+        (32, 1032, 4096),
+        (64, 4096, 520),
+        (128, 1024, 1024),
+        (256, 520, 264),
+        (1024, 256, 256),
+        # Many, to less and to more than a tile has; and rows of the result of any alignment.
+        (20000, 100, 100),
+        (33000, 64, 64),
+        (33001, 72, 33),
+        (40000, 128, 128),
+        (17003, 256, 130),
+        (9001, 264, 301),
+        # A single row, and a single feature.
+        (1, 300, 200),
+        (300, 1, 77),
+        (20000, 77, 1),
+    ],
+    ids=str,
+)
+def test_dense_of_tiles(shape: tuple[int, int, int], dtype: torch.dtype, offset: int, path: Any) -> None:
+    rows, k, n = shape
+    padding = 8 if offset == 0 else offset
+    x = rows_in(offset, -(-k // padding) * padding, random(rows, k, dtype=dtype))
+    w = rows_in(0, k, random(n, k, dtype=dtype, scale=k**-0.5))
+    assert_dense(x, w, random(n, dtype=dtype), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dense_of_other_strides(path: Any) -> None:
+    x, w = random(200, 300, dtype=torch.bfloat16), random(100, 300, dtype=torch.bfloat16, scale=0.06)
+    assert_dense(x[:1, :75].expand(200, 75), w[:, :75], None, path)
+    assert_dense(x[:, ::4], w[:, ::4], None, path)
+    assert_dense(x.T[:200, :100], w[:, :100], None, path)
+    assert_dense(x[:, :99], w.T[:60, :99], None, path)
+    assert_dense(x[3:4, 5:104], w[::2, 1:100], None, path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values(dtype: torch.dtype) -> None:
+    x, w = random(100, 50, dtype=dtype), random(60, 50, dtype=dtype)
+    x[7, 3], w[5, 49] = float("nan"), float("inf")
+    with torchops.cuda.dense_path("fused"):
+        y = torchops.dense(x, w)
+    assert bool(y[7].isnan().all())
+    expected = torch.sigmoid(F.linear(x, w))
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y[:, 5].nan_to_num(), expected[:, 5].nan_to_num())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1001, 101, 99), (64, 2048, 512), (5000, 100, 104)], ids=str)
+def test_gradients(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -> None:
+    rows, k, n = shape
+    leaves = [random(rows, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)]
+    leaves = [t.requires_grad_() for t in leaves]
+    grad = random(rows, n, dtype=dtype)
+    with torchops.cuda.dense_path(path):
+        got = torch.autograd.grad(torchops.dense(*leaves), leaves, grad)
+    eager = torch.autograd.grad(torch.sigmoid(F.linear(*leaves)), leaves, grad)
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    exact = torch.autograd.grad(torch.sigmoid(F.linear(*doubles)), doubles, grad.double())
+    for ours, theirs, value in zip(got, eager, exact, strict=True):
+        assert_accurate(ours, theirs, value)
+
+
+def kernels(x: Tensor, w: Tensor, path: Any) -> list[str]:
+    with torchops.cuda.dense_path(path):
+        torchops.dense(x, w)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            torchops.dense(x, w)
+            torch.cuda.synchronize()
+    events = profiler.events() or []
+    return [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def test_which_kernel_runs() -> None:
+    """One kernel, except where cuBLAS is asked for."""
+    for rows, k, n in [(20000, 100, 100), (128, 1024, 1001), (300, 99, 101)]:
+        x, w = random(rows, k, dtype=torch.bfloat16)[:, 1:], random(n, k, dtype=torch.bfloat16)[:, 1:]
+        for path in PATHS:
+            names = kernels(x, w, path)
+            assert len(names) == 1
+            assert "sm80_kernel" in names[0]
+        assert not any("sm80_kernel" in name for name in kernels(x, w, "cublas"))
+    # On compute capability 9.0, other kernels can compute this, but have few tiles.
+    assert (
+        "sm80_kernel"
+        in kernels(random(128, 1024, dtype=torch.bfloat16), random(1024, 1024, dtype=torch.bfloat16), "auto")[0]
+    )
+    # So long a sum of so many outputs is left to cuBLAS.
+    x, w = random(3000, 4001, dtype=torch.bfloat16), random(4000, 4001, dtype=torch.bfloat16)
+    assert not any("sm80_kernel" in name for name in kernels(x, w, "auto"))
+    assert any("sm80_kernel" in name for name in kernels(x, w, "fused"))
