@@ -241,6 +241,19 @@ def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[di
     return gates.to_markdown(document, contenders, keep)
 
 
+def trimul(machine: str) -> str:
+    """Results of `python -m benchmarks.trimul`."""
+    document = json.loads((RESULTS / machine / "trimul.json").read_text())
+    lines = ["| N | batch | c | mask | inputs | time | largest error, of the tolerance |", "|---|---|---|---|---|---|---|"]
+    for r in document["results"]:
+        kinds = "random" if r["masked"] else "ones", "Cauchy" if r["cauchy"] else "normal"
+        cells = [*(str(r[key]) for key in ("n", "batch", "dim")), *kinds]
+        lines.append(_row([*cells, report.format_seconds(r["microseconds"] / 1e6), f"{r['of the tolerance']:.2f}"]))
+    mean, tests = report.format_seconds(document["geometric mean"] / 1e6), document["tests"]
+    score = f"Geometric mean {mean}; in the task's {len(tests)} tests of values, the error is at most {max(tests):.2f}."
+    return "\n".join([*lines, "", f"{score} {_where(document['machine'])}", ""])
+
+
 def staged(machine: str) -> str:
     """Results of `python -m benchmarks.stages`."""
     return stages.to_markdown(json.loads((RESULTS / machine / "stages.json").read_text()))
@@ -331,6 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "released-h100": partial(released, H100),
     "swapped-cpu": partial(swapped, EPYC),
     "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),
+    "trimul-h100": partial(trimul, H100),
     "stages-h100": partial(staged, H100),
     "gates-by-cublas-h100": partial(
         gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
