@@ -249,10 +249,8 @@ FUNCTIONS = [
     getattr(module, function)
     for module in (torchops.ops, torchops.scaled, torchops.pair, torchops.attention)
     for function in module.__all__
-]
-
-
-MODULES = [torchops.nn.Dense, torchops.nn.TriangleMultiplicativeUpdate, torchops.nn.replace]
+] + [torchops.attention_update.triangle_attention_update]
+MODULES = [getattr(torchops.nn, module) for module in torchops.nn.__all__ if module != "Replacements"]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

@@ -38,7 +38,7 @@ def triangle_attention(
 
     .. code-block:: text
 
-        s[i, h, j, k] = scale * (q[i, h, j] . k[i, h, k]) + bias[h, j, k] - 1e9 * (1 - mask[i, k])
+        s[i, h, j, k] = scale * (q[i, h, j] . k[i, h, k]) + bias[h, j, k] - 1e9 * (not mask[i, k])
         result[i, h, j] = sum over k of softmax(s[i, h, j])[k] * v[i, h, k]
 
     The scores ``s`` never exist for all rows.

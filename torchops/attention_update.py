@@ -39,10 +39,13 @@ def triangle_attention_update(
         x: pair tensor of shape ``(*batch, N, N, c)``, with any number of batch dimensions.
         mask: of shape ``(*batch, N, N)``, bool or floating-point, or ``None``. A key whose mask is 0 (``False``) has no
             weight; any other number keeps it. The mask gets no gradient.
-        weights: the parameters, of one dtype. If that has 16 bits, ``x`` may be float32.
+        weights: the parameters.
         node: with ``"starting"``, the edges of a row attend to one another; with ``"ending"``, those of a column.
         inplace: overwrite ``x``. This is for inference; training copies ``x`` first.
         residual: add ``x``. This is for training: the last pass over the gradient of ``x`` adds that of the sum.
+
+    Dtypes: float32, float64, float16 or bfloat16, one for all parameters. If that is float16 or bfloat16, ``x`` may be
+    float32.
 
     Memory: without gradients, the result and, on CUDA, at most a tensor of the size of ``x`` in the dtype of the
     weights, or 128 MiB if that is more; on the CPU, 32 MiB and the bias; or one row, if rows are longer. Training keeps
@@ -53,6 +56,12 @@ def triangle_attention_update(
         TypeError: an argument has a wrong type, such as a number instead of a tensor.
         RuntimeError: the shapes do not match; devices differ; dtypes are not supported together; or ``x`` is to be
             overwritten, and has several elements in one place or is a leaf that requires grad.
+
+    Example:
+
+        >>> weights = torchops.nn.TriangleAttention(8, heads=2, head_dim=4).weights()
+        >>> torchops.attention_update.triangle_attention_update(torch.randn(5, 5, 8), None, weights).shape
+        torch.Size([5, 5, 8])
     """
     if node not in ("starting", "ending"):
         raise ValueError(f"triangle_attention_update: expected node starting or ending, got {node}")

@@ -182,8 +182,9 @@ def triangle_multiplicative_update(
     Returns:
         The update, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the parameters.
 
-    Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), the result included, and at most 64 MiB. For
-    backward, ``o`` and the arguments are kept; everything else is computed again.
+    Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), the result included, plus at most 64 MiB and a
+    tenth of such a tensor, since rows of ``a`` and ``b`` are padded. For backward, ``o`` and the arguments are kept;
+    everything else is computed again.
 
     Raises:
         TypeError: there is no such keyword, or a weight is missing.
@@ -247,8 +248,8 @@ def triangle_multiplicative_update_(
     Shapes and dtypes are those of :func:`triangle_multiplicative_update`; the sum has the dtype of ``x``. ``mask``
     and parameters may overlap ``x``; they are then copied first.
 
-    Memory: two tensors of the size of ``x`` (of ``o``, if ``d > c``), and at most 64 MiB. Training keeps ``o`` and a
-    copy of the old ``x``. If memory runs out halfway, a part of ``x`` may be overwritten.
+    Memory: as :func:`triangle_multiplicative_update`. Training keeps ``o`` and a copy of the old ``x``. If memory runs
+    out halfway, a part of ``x`` may be overwritten.
 
     Raises:
         TypeError: as :func:`triangle_multiplicative_update`.

@@ -49,6 +49,10 @@ class PairLayer(nn.Module):
         is bool or floating-point. The result has the shape and dtype of ``x``. With 16-bit parameters, ``x`` may be
         float32.
 
+    Raises:
+        ValueError: ``dropout`` is not at least 0 and below 1.
+        RuntimeError: as the modules inside, when called.
+
     Example:
 
         >>> layer = torchops.nn.PairLayer(8, heads=2, head_dim=4)
