@@ -244,7 +244,7 @@ def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[di
 def trimul(machine: str) -> str:
     """Results of `python -m benchmarks.trimul`."""
     document = json.loads((RESULTS / machine / "trimul.json").read_text())
-    lines = ["| N | batch | c | mask | inputs | time | largest error, of the tolerance |", "|---|---|---|---|---|---|---|"]
+    lines = [_row(("N", "batch", "c", "mask", "inputs", "time", "largest error, of the tolerance")), "|---" * 7 + "|"]
     for r in document["results"]:
         kinds = "random" if r["masked"] else "ones", "Cauchy" if r["cauchy"] else "normal"
         cells = [*(str(r[key]) for key in ("n", "batch", "dim")), *kinds]
