@@ -1,4 +1,4 @@
-"""Attention among the edges of triangles, as in models of the AlphaFold kind.
+"""Attention among the edges of triangles, as in AlphaFold-style models.
 
 The operator ``myops::triangle_attention`` is registered from here, because its kernels for CUDA are written in Triton
 (`_attention_kernels.py`). Elsewhere it runs in panels of ATen operators (`_attention_panels.py`). It needs Python, so

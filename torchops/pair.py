@@ -1,4 +1,4 @@
-"""Operators of the pair layer of AlphaFold-like models: triangle updates of pair tensors ``(*batch, N, N, c)``, and the
+"""Operators of the pair layer of AlphaFold-style models: triangle updates of pair tensors ``(*batch, N, N, c)``, and the
 transition. For dtypes, errors and autocast see :mod:`torchops.ops`."""
 
 from __future__ import annotations
