@@ -1,0 +1,280 @@
+"""The figures in the prose of pages are those of benchmarks/results. (Tables are rendered: test_docs.py.)
+
+Each quotation is a sentence with `{}` for its figures, and how they follow from the results. If a figure was measured
+anew, the failure shows the sentence that the page should have.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import render
+from benchmarks.render import EPYC, H100, RESULTS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def document(machine: str, file: str) -> Any:
+    return json.loads((RESULTS / machine / f"{file}.json").read_text())
+
+
+def case(machine: str, op: str, name: str) -> dict[str, Any]:
+    """The times in seconds and the ratios of one case of `python -m benchmarks run`, by contender."""
+    (result,) = (r for r in render.reports(machine)[op].results if r.case.name == name)
+    return {"ours": result.timings[result.first], **result.timings}
+
+
+def times(scale: float, op: str, name: str, *ways: str) -> list[float]:
+    found = case(H100, op, name)
+    return [found[way].seconds * scale for way in ways]
+
+
+def ratios(machine: str, op: str, task: str, way: str) -> list[float]:
+    results = (r for r in render.reports(machine)[op].results if r.case.task == task)
+    return [r.timings[way].ratio for r in results if way in r.timings]
+
+
+def gates(file: str, op: str, shape: list[int], task: str) -> dict[str, Any]:
+    found = (r for r in document(H100, file)["results"] if r["line"]["op"] == op and r["line"]["shape"] == shape)
+    (result,) = (r for r in found if (r["line"]["task"], r["line"]["dtype"]) == (task, "bfloat16"))
+    return {**result["microseconds"], "MiB": {way: size / 2**20 for way, size in result["peak_bytes"].items()}}
+
+
+def triangle(*ways: str) -> list[float]:
+    (result,) = (r for r in document(H100, "triangle")["results"] if (r["n"], r["task"]) == (1024, FORWARD))
+    return [result["microseconds"][way] / 1e3 for way in ways]
+
+
+def stage(kernel: str) -> float:
+    found = document(H100, "stages")["microseconds"]["kernels, forward"]
+    return sum(time for name, time in found.items() if kernel in name) / 1e3
+
+
+def released(task: str, scale: float, what: str) -> list[float]:
+    (result,) = (
+        r
+        for r in document(H100, "boltz")["results"]
+        if (r["n"], r["task"], r["precision"]) == (768, task, "bf16-mixed")
+    )
+    return [result[when][what] / scale for when in ("before", "after")]
+
+
+def model(name: str, task: str, way: str, what: str = "seconds") -> float:
+    (result,) = (
+        r for r in document(H100, "models")["results"] if (r["case"], r["what"], r["contender"]) == (name, task, way)
+    )
+    return float(result[what])
+
+
+def gain(name: str, task: str, what: str = "seconds") -> float:
+    """Of the pass, compared with the compiled model without it."""
+    return model(name, task, "torch.compile", what) / model(name, task, "torch.compile + torchops.inductor", what)
+
+
+def on_two(file: str, key: str, n: int, task: str) -> dict[str, Any]:
+    found = document("nvidia-h200", file)[key]
+    return next(r for r in found if (r["n"], r["task"], r.get("direction", "outgoing")) == (n, task, "outgoing"))
+
+
+def sharded(task: str) -> list[float]:
+    result = on_two("triangle_sharded", "results", 2048, task)
+    return [result["microseconds"][way] / 1e3 for way in ("rows", "one")]
+
+
+def with_memory(n: int, task: str) -> list[float]:
+    result = on_two("pair_layer_sharded", "rows", n, task)
+    return [x for way in ("rows", "one") for x in (result["microseconds"][way] / 1e3, result["MiB"][way] / 1024)]
+
+
+def scaled_errors() -> list[float]:
+    (result,) = (r for r in document(H100, "eight_bits")["results"] if r["shape"] == [8192, 8192, 8192])
+    return list(result["relative errors"]["per tensor"].values())
+
+
+FORWARD, BACKWARD = "forward", "forward and backward"
+GATE, DEEP = [1048576, 128, 128], [8192, 4096, 11008]
+ROWS = "forward and backward (65536, 4096) bfloat16"
+
+
+def kept() -> list[float]:
+    memory = gates("gates", "swiglu", DEEP, BACKWARD)["MiB"]
+    return [memory[way] for way in ("torchops", "torch.compile", "eager")]
+
+
+def by_cublas() -> list[float]:
+    fused, path = (gates(file, "gate", GATE, FORWARD) for file in ("gates", "gates-by-cublas"))
+    training = gates("gates-by-cublas", "gate", GATE, BACKWARD)
+    slower = [path["torchops"], fused["torchops"], path["torch.compile"]]
+    return [*slower, training["torchops"], training["torch.compile"]]
+
+
+def more(op: str, features: int, rows: int, task: str, against: str = "torch.compile") -> float:
+    """By how many percent more time the path of cuBLAS takes."""
+    found = gates("gates-by-cublas", op, [rows, features, features], task)
+    return (found["torchops"] / found[against] - 1) * 100
+
+
+def swiglu_gain() -> float:
+    found = gates("gates", "swiglu", DEEP, BACKWARD)
+    return (found["torch.compile"] / found["torchops"] - 1) * 100
+
+
+def without(op: str, name: str) -> float:
+    """By how many percent less time the linear layer alone takes."""
+    return (1 - case(H100, op, name)["linear"].ratio) * 100
+
+
+Figures = Callable[[], list[float]]
+QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
+    (
+        "README.md",
+        "it takes {:.2f} ms; `torch.compile` takes {:.2f} ms at best, and eager mode as papers write it {:.0f} ms",
+        lambda: triangle("torchops", "channels first, torch.compile", "as written"),
+    ),
+    (
+        "README.md",
+        "took inference from {:.0f} to {:.0f} ms, and training from {:.0f} to {:.0f} ms and from {:.1f} to {:.1f} GiB",
+        lambda: [*released(FORWARD, 1, "ms"), *released("training", 1, "ms"), *released("training", 1024, "MiB")],
+    ),
+    (
+        "README.md",
+        "`dense` takes {:.0f} µs. Eager mode and `torch.compile` take {:.0f} µs, and"
+        ' `mode="max-autotune-no-cudagraphs"` takes {:.0f} µs',
+        lambda: times(1e6, "dense", "forward (1048576, 128, 128) bfloat16", "ours", "compile", "compile-max"),
+    ),
+    (
+        "README.md",
+        "take {:.2f} and {:.2f} ms, in eager mode {:.2f} and {:.2f} ms",
+        lambda: [
+            case(H100, op, ROWS)[way].seconds * 1e3 for way in ("ours", "eager") for op in ("softmax", "layer_norm")
+        ],
+    ),
+    (
+        "README.md",
+        "takes {:.0f} µs for a `gate` for which the fused kernel takes {:.0f} and `torch.compile` {:.0f}; in training"
+        " it takes {:.0f} µs, and `torch.compile` {:.0f}",
+        by_cublas,
+    ),
+    (
+        "README.md",
+        "with 8192 rows and features, `dense` gains {:.0f}%",
+        lambda: [(case(H100, "dense", "forward (8192, 8192, 8192) bfloat16")["eager"].ratio - 1) * 100],
+    ),
+    (
+        "README.md",
+        "gains {:.0f}%, and takes {:.0f} MiB beside its inputs, where `torch.compile` takes {:.0f}",
+        lambda: [swiglu_gain(), *kept()[:2]],
+    ),
+    (
+        "README.md",
+        "`torch.compile`'s take {:.2f} to {:.2f} times as long",
+        lambda: [
+            pick(r for op in ("sigmoid", "layer_norm") for r in ratios(H100, op, FORWARD, "compile"))
+            for pick in (min, max)
+        ],
+    ),
+    (
+        "README.md",
+        "in the median `dense` gains {:.0f}% over eager mode",
+        lambda: [(statistics.median(ratios(EPYC, "dense", FORWARD, "eager")) - 1) * 100],
+    ),
+    (
+        "CHANGELOG.md",
+        "takes {:.2f} ms in bfloat16, and with `torch.compile` {:.1f} ms",
+        lambda: times(1e3, "transition_", "forward (1048576, 128, 512) bfloat16", "ours", "compile"),
+    ),
+    (
+        "CHANGELOG.md",
+        "Forward and backward of 589824 such rows take {:.1f} ms in bfloat16, in eager mode {:.1f} ms",
+        lambda: times(1e3, "transition", "forward and backward (589824, 128, 512) bfloat16", "ours", "eager"),
+    ),
+    (
+        "docs/gates.md",
+        "{:.0f} MiB beside the inputs, where `torch.compile` takes {:.0f} and eager mode {:.0f}",
+        kept,
+    ),
+    (
+        "docs/gates.md",
+        "`glu` of 1048576 rows, forward: {:.0f}% more with 256 features, {:.0f}% more with 64; - `dense` of 64"
+        " features, forward: up to {:.0f}% more; - `gate` in training: up to {:.0f}% more",
+        lambda: [
+            more("glu", 256, 1048576, FORWARD),
+            more("glu", 64, 1048576, FORWARD),
+            more("dense", 64, 65536, FORWARD),
+            more("gate", 64, 65536, BACKWARD),
+        ],
+    ),
+    (
+        "docs/gates.md",
+        "packed in one weight: up to {:.0f}% more",
+        lambda: [more("glu", 256, 1048576, FORWARD, "torch.compile, packed")],
+    ),
+    (
+        "docs/existing_models.md",
+        "gains {:.2f} times forward and {:.2f} times in training, with {:.2f} and {:.2f} of the memory",
+        lambda: [
+            *(gain("GLU stack", task) for task in (FORWARD, BACKWARD)),
+            *(1 / gain("GLU stack", task, "peak_bytes") for task in (FORWARD, BACKWARD)),
+        ],
+    ),
+    (
+        "docs/fused_epilogue.md",
+        "`F.linear` alone takes at most {:.0f}% less time",
+        lambda: [without("dense", "forward (100003, 384, 264) bfloat16")],
+    ),
+    (
+        "docs/fused_epilogue.md",
+        "`F.linear` alone takes {:.0f}% less time in bfloat16 for rows of 100 elements, and up to {:.0f}% less"
+        " in float32",
+        lambda: [
+            without("dense", f"forward {name}") for name in ("(20000, 100, 100) bfloat16", "(262144, 128, 128) float32")
+        ],
+    ),
+    (
+        "docs/triangle_update.md",
+        "stage 1 takes {:.2f} ms, the products {:.2f} ms, and stage 3 {:.2f} ms",
+        lambda: [stage(kernel) for kernel in ("PairInKernel", "nvjet", "PairOutKernel")],
+    ),
+    (
+        "docs/eight_bits.md",
+        "off from float64 by {:.5f} of its norm; that of `_scaled_mm` was off by {:.5f}, and by {:.5f} with",
+        scaled_errors,
+    ),
+    (
+        "docs/distributed.md",
+        "At 2048, the outgoing one took {:.1f} ms forward, where one GPU took {:.1f}, and {:.0f} ms forward and"
+        " backward, where one GPU took {:.0f}",
+        lambda: [time for task in (FORWARD, BACKWARD) for time in sharded(task)],
+    ),
+    (
+        "docs/distributed.md",
+        "| 2048 | in place | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
+        lambda: with_memory(2048, FORWARD),
+    ),
+    (
+        "docs/distributed.md",
+        "| 1024 | forward and backward | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
+        lambda: with_memory(1024, BACKWARD),
+    ),
+    (
+        "docs/distributed.md",
+        "| 768 | forward and backward | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
+        lambda: with_memory(768, BACKWARD),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "figures"), QUOTATIONS, ids=[f"{page}-{i}" for i, (page, *_) in enumerate(QUOTATIONS)]
+)
+def test_figures_of(page: str, sentence: str, figures: Figures) -> None:
+    expected = sentence.format(*figures())
+    assert expected in " ".join((ROOT / page).read_text().split()), f"{page} does not say: {expected}"
