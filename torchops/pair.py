@@ -1,5 +1,5 @@
-"""Operators of the pair layer of AlphaFold-style models: triangle updates of pair tensors ``(*batch, N, N, c)``, and the
-transition. For dtypes, errors and autocast see :mod:`torchops.ops`."""
+"""Operators of the pair layer of AlphaFold-style models: triangle updates of pair tensors ``(*batch, N, N, c)``, and
+the transition. For dtypes, errors and autocast see :mod:`torchops.ops`."""
 
 from __future__ import annotations
 
