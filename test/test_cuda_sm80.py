@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from cuda_checks import assert_accurate, poison, random
 from torch import Tensor
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import torchops
@@ -151,7 +152,7 @@ def kernels(x: Tensor, w: Tensor, path: Any) -> list[str]:
             torchops.dense(x, w)
             torch.cuda.synchronize()
     events = profiler.events() or []
-    return [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in events if event.device_type == DeviceType.CUDA]
 
 
 def test_which_kernel_runs() -> None:
