@@ -1,5 +1,5 @@
 """The kernel for 16-bit elements and rows of any alignment, on every GPU from compute capability 8.0 on: sizes,
-alignments and strides, and when dense takes it."""
+alignments and strides, and when operators take it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cuda_checks import assert_accurate, poison, random
+from product_samples import gate_reference, glu_reference
 from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -108,12 +109,65 @@ def test_dense_of_tiles(shape: tuple[int, int, int], dtype: torch.dtype, offset:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_dense_of_other_strides(path: Any) -> None:
+    """Rows that overlap, or are far apart; columns that are not contiguous are left to cuBLAS."""
     x, w = random(200, 300, dtype=torch.bfloat16), random(100, 300, dtype=torch.bfloat16, scale=0.06)
     assert_dense(x[:1, :75].expand(200, 75), w[:, :75], None, path)
-    assert_dense(x[:, ::4], w[:, ::4], None, path)
-    assert_dense(x.T[:200, :100], w[:, :100], None, path)
-    assert_dense(x[:, :99], w.T[:60, :99], None, path)
     assert_dense(x[3:4, 5:104], w[::2, 1:100], None, path)
+    assert_dense(x.as_strided((150, 99), (2, 1)), w[:, 1:100], None, path)
+    for a, b in [(x[:, ::4], w[:, ::4]), (x.T[:200, :100], w[:, :100]), (x[:, :99], w.T[:60, :99])]:
+        with torchops.cuda.dense_path(path):
+            y = torchops.dense(a, b)
+        assert_accurate(y, torch.sigmoid(F.linear(a, b)), torch.sigmoid(F.linear(a.double(), b.double())))
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", range(24))
+def test_glu_of_odd_sizes(case: int, dtype: torch.dtype, path: Any, activation: Any) -> None:
+    (rows, k, n), (of_x, of_w), biased = drawn(case)
+    x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
+    w, wg = (rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5)) for _ in range(2))
+    biases = (random(n + 1, dtype=dtype)[1:], random(2 * n, dtype=dtype)[::2]) if biased else (None, None)
+    exact = glu_reference(*(None if t is None else t.double() for t in (x, w, wg, *biases)), activation=activation)
+    eager = glu_reference(x, w, wg, *biases, activation=activation)
+    poison(rows, n, dtype=dtype)
+    with torchops.cuda.dense_path(path):
+        y = torchops.glu(x, w, wg, *biases, activation=activation)
+        assert torch.equal(y, torchops.glu(x, w, wg, *biases, activation=activation))
+    assert_accurate(y, eager, exact)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", range(24))
+def test_gate_of_odd_sizes(case: int, dtype: torch.dtype, path: Any) -> None:
+    (rows, k, n), (of_x, of_w), biased = drawn(case)
+    x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
+    w = rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5))
+    v = rows_in(case % 3, n + case % 5, random(rows, n, dtype=dtype))
+    b = random(n + 1, dtype=dtype)[1:] if biased else None
+    exact = gate_reference(*(None if t is None else t.double() for t in (v, x, w, b)))
+    eager = gate_reference(v, x, w, b)
+    poison(rows, n, dtype=dtype)
+    with torchops.cuda.dense_path(path):
+        y = torchops.gate(v, x, w, b)
+        torchops.gate_(v, x, w, b)
+    assert_accurate(y, eager, exact)
+    assert torch.equal(v, y)
+    assert v._base is not None
+    assert int(v._base.isnan().sum()) == v._base.numel() - v.numel()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("n", [30, 100, 301])
+def test_gate_of_its_own_rows(n: int, path: Any) -> None:
+    x, w = random(5000, n, dtype=torch.bfloat16), random(n, n, dtype=torch.bfloat16, scale=n**-0.5)
+    eager, exact = gate_reference(x, x, w), gate_reference(x.double(), x.double(), w.double())
+    with torchops.cuda.dense_path(path):
+        assert_accurate(torchops.gate(x, x, w), eager, exact)
+        torchops.gate_(x, x, w)
+    assert_accurate(x, eager, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
