@@ -17,9 +17,9 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
     """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu``, transitions and triangle updates take on
     CUDA, either from the call on or within a ``with`` statement.
 
-    - ``"fused"``: a kernel with bias and sigmoid in its epilogue, wherever one can run. For ``dense`` that is any rows
-      of float16 or bfloat16 with contiguous features. For the other operators, and in TF32, it takes compute capability
-      9.0 and rows aligned to 16 bytes.
+    - ``"fused"``: a kernel with bias and sigmoid in its epilogue, wherever one can run. For ``dense``, ``gate``,
+      ``gate_`` and ``glu``, that is any rows of float16 or bfloat16 with contiguous features. For the other operators,
+      and in TF32, it takes compute capability 9.0 and rows aligned to 16 bytes.
     - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid.
     - ``"auto"``: the faster of these.
 

@@ -23,39 +23,34 @@ namespace {
 
 using at::Tensor;
 
-// y = sigmoid(x @ w.T + b) by a fused kernel. Returns false, with nothing done, if none can run or none is
-// wanted. All tensors are matrices.
-bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  const detail::DensePath path = detail::dense_path();
-  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
-  const bool automatic = path == detail::DensePath::kAuto;
-  const auto a = gemm::unaligned_operand(x), factor = gemm::unaligned_operand(w), to = gemm::unaligned_operand(y);
-  if (!a || !factor || !to) return false;
+// y = sigmoid(x @ w.T + b) by the kernel for few rows or one of gemm/sm90, which want rows aligned to 16 bytes. Returns
+// false, with nothing done, if none can run or, if `automatic`, others are faster. All tensors are matrices.
+bool fused_aligned(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, bool automatic) {
+  const auto a = gemm::operand(x), factor = gemm::operand(w);
+  if (!a || !factor) return false;
   gemm::Problem problem;
   problem.m = static_cast<int>(y.size(0));
   problem.n = static_cast<int>(y.size(1));
   problem.k = static_cast<int>(x.size(1));
   problem.a = *a;
   problem.b = *factor;
-  problem.d = *to;
+  problem.d.data = y.mutable_data_ptr();
   problem.bias = b ? b->const_data_ptr() : nullptr;
-  const auto generic = gemm::sm80_case(problem.m, problem.n, problem.k, x.scalar_type());
-  const auto aligned_a = gemm::operand(x), aligned_factor = gemm::operand(w);
-  if (aligned_a && aligned_factor) {
-    gemm::Problem aligned = problem;
-    aligned.a = *aligned_a;
-    aligned.b = *aligned_factor;
-    if (gemm::run_few_rows<Sigmoid>(aligned, x.scalar_type())) return true;
-    const auto d = gemm::operand(y);
-    const auto c = gemm::sm90_case(problem.m, problem.n, problem.k, x.scalar_type());
-    const bool others = automatic && c && (gemm::prefers_cublas(*c) || (generic && gemm::prefers_sm80(*c)));
-    if (d && c && !others) {
-      aligned.d = *d;
-      if (gemm::run_chosen<gemm::Dense>(aligned, *c, y)) return true;
-    }
-  }
-  if (!generic || (automatic && gemm::prefers_cublas_to_sm80(*generic))) return false;
-  return gemm::run_sm80<gemm::LinearRule<Sigmoid>>(problem, *generic);
+  if (gemm::run_few_rows<Sigmoid>(problem, x.scalar_type())) return true;
+  const auto d = gemm::operand(y);
+  const auto c = gemm::sm90_case(problem.m, problem.n, problem.k, x.scalar_type());
+  if (!d || !c || (automatic && (gemm::prefers_cublas(*c) || gemm::prefers_sm80(*c)))) return false;
+  problem.d = *d;
+  return gemm::run_chosen<gemm::Dense>(problem, *c, y);
+}
+
+// The same by any fused kernel, if that is wanted.
+bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  const detail::DensePath path = detail::dense_path();
+  const bool automatic = path == detail::DensePath::kAuto;
+  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
+  return fused_aligned(y, x, w, b, automatic) ||
+         gemm::run_sm80<gemm::LinearRule<Sigmoid>>({.d = y, .a = x, .b = w, .bias = b}, automatic);
 }
 
 Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {

@@ -6,6 +6,7 @@
 
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
+#include "cuda/gemm/sm80.cuh"
 #include "cuda/linear.h"
 #include "cuda/pass.cuh"
 #include "ops/common.h"
@@ -119,14 +120,13 @@ void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z, const Optional
   });
 }
 
-// y = v * sigmoid(x @ w.T + b) by the kernel for few features, which reads and writes each row once, or by that for
-// longer sums. False, with nothing done, if none can run or cuBLAS is faster. All are matrices; y may be v.
-bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+// y = v * sigmoid(x @ w.T + b) by the kernel of gemm/sm90 for few features, which reads and writes each row once, or by
+// that for longer sums. False, with nothing done, if none can run or if cuBLAS is faster and `automatic`. All are
+// matrices of one dtype; y may be v.
+bool fused_aligned(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
+                   bool automatic) {
   const at::ScalarType dtype = w.scalar_type();
-  if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || x.scalar_type() != dtype ||
-      x.size(1) == 0 || w.size(0) % 8 != 0) {  // TMA writes whole pieces of 16 bytes
-    return false;
-  }
+  if (w.size(0) % 8 != 0) return false;  // TMA writes whole pieces of 16 bytes
   const auto from_x = gemm::operand(x), from_w = gemm::operand(w), from_v = gemm::operand(v), to_y = gemm::operand(y);
   const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), dtype);
   if (!from_x || !from_w || !from_v || !to_y || !c) return false;
@@ -142,8 +142,21 @@ bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, c
   // Several tiles of a row of the result read the whole row of x.
   if (x.const_data_ptr() == y.const_data_ptr() && c->n > 128) return false;
   if (gemm::run_chosen<gemm::Gate>(problem, *c, y)) return true;
-  const bool prefers_cublas = detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(*c);
-  return !prefers_cublas && gemm::run_chosen<gemm::WideGate>(problem, *c, y);
+  return !(automatic && gemm::prefers_cublas_for_glu(*c)) && gemm::run_chosen<gemm::WideGate>(problem, *c, y);
+}
+
+// The same by any fused kernel, if that is wanted.
+bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  const detail::DensePath path = detail::dense_path();
+  const bool automatic = path == detail::DensePath::kAuto;
+  if (path == detail::DensePath::kCublas || v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type() ||
+      x.size(1) == 0) {
+    return false;
+  }
+  if (fused_aligned(y, v, x, w, b, automatic)) return true;
+  // Several tiles of a row of the result read the whole row of x.
+  if (x.const_data_ptr() == y.const_data_ptr()) return false;
+  return gemm::run_sm80<gemm::GateRule<Sigmoid>>({.d = y, .a = x, .b = w, .bias = b, .c = &v}, automatic);
 }
 
 Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {

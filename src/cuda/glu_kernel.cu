@@ -6,6 +6,7 @@
 
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
+#include "cuda/gemm/sm80.cuh"
 #include "cuda/linear.h"
 #include "cuda/pass.cuh"
 #include "ops/common.h"
@@ -119,20 +120,16 @@ using Products = std::optional<Pair>;
 
 // Calls the kernel for few features, which reads each row once and doesn't store the products, or that for longer sums.
 template <class Narrow, class Wide>
-bool run_fused(const gemm::Problem& problem, const gemm::Case& c, const Tensor& y) {
+bool run_aligned(const gemm::Problem& problem, const gemm::Case& c, const Tensor& y, bool automatic) {
   if (problem.z.data == nullptr && gemm::run_chosen<Narrow>(problem, c, y)) return true;
-  const bool prefers_cublas = detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(c);
-  return !prefers_cublas && gemm::run_chosen<Wide>(problem, c, y);
+  return !(automatic && gemm::prefers_cublas_for_glu(c)) && gemm::run_chosen<Wide>(problem, c, y);
 }
 
-// glu of the rows of x by a kernel that writes only the result and, if they are wanted, the products. Returns false,
-// with nothing done, if none can run or cuBLAS is faster. All tensors are matrices.
-bool fused(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
-           const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
-  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0 ||
-      w.size(0) % 8 != 0) {  // TMA writes whole pieces of 16 bytes
-    return false;
-  }
+// glu of the rows of x by a kernel of gemm/sm90 that writes only the result and, if they are wanted, the products.
+// Returns false, with nothing done, if none can run or if cuBLAS is faster and `automatic`. All tensors are matrices.
+bool fused_aligned(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
+                   const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation, bool automatic) {
+  if (w.size(0) % 8 != 0) return false;  // TMA writes whole pieces of 16 bytes
   const auto from_x = gemm::operand(x), from_w = gemm::operand(w), from_wg = gemm::operand(wg), to_y = gemm::operand(y);
   const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
   if (!from_x || !from_w || !from_wg || !to_y || !c) return false;
@@ -152,8 +149,22 @@ bool fused(const Tensor& y, const Products& products, const Tensor& x, const Ten
     problem.z = *to_z;
     problem.z2 = *to_u;
   }
-  return activation == GluActivation::kSilu ? run_fused<gemm::GluSilu, gemm::WideGluSilu>(problem, *c, y)
-                                            : run_fused<gemm::GluSigmoid, gemm::WideGluSigmoid>(problem, *c, y);
+  return activation == GluActivation::kSilu
+             ? run_aligned<gemm::GluSilu, gemm::WideGluSilu>(problem, *c, y, automatic)
+             : run_aligned<gemm::GluSigmoid, gemm::WideGluSigmoid>(problem, *c, y, automatic);
+}
+
+// The same by any fused kernel, if that is wanted.
+bool fused(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
+           const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
+  const detail::DensePath path = detail::dense_path();
+  const bool automatic = path == detail::DensePath::kAuto;
+  if (path == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0) return false;
+  if (fused_aligned(y, products, x, w, wg, b, bg, activation, automatic)) return true;
+  if (products) return false;
+  const gemm::Sm80Tensors tensors{.d = y, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg};
+  return activation == GluActivation::kSilu ? gemm::run_sm80<gemm::GluRule<Silu>>(tensors, automatic)
+                                            : gemm::run_sm80<gemm::GluRule<Sigmoid>>(tensors, automatic);
 }
 
 // y for all rows of x, as matrices; and the products if they are wanted.

@@ -179,7 +179,7 @@ Sm80Tiling sm80_tiling(const Case& c) {
 }
 
 // The warps of a CTA share a long sum, so few outputs occupy more multiprocessors.
-bool prefers_sm80(const Case& c) { return c.tiles(64, 128) * 2 <= c.sm_count; }
+bool prefers_sm80(const Case& c) { return c.element != Element::kTF32 && c.tiles(64, 128) * 2 <= c.sm_count; }
 
 // A long sum of many outputs takes so much longer than the pass that the faster product wins.
 bool prefers_cublas_to_sm80(const Case& c) { return c.k > 512 && c.tiles(128, 128) > c.sm_count; }

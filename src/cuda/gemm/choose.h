@@ -44,7 +44,8 @@ bool prefers_sm80(const Case& c);
 /// Whether cuBLAS and a pass over its result are faster than sm80.cuh.
 bool prefers_cublas_to_sm80(const Case& c);
 
-/// Whether two cuBLAS products and a pass over both are faster than WideGluSigmoid and WideGluSilu.
+/// Whether two cuBLAS products and a pass over both are faster than WideGluSigmoid and WideGluSilu. Where they are, the
+/// other kernels of glu and gate were not measured.
 bool prefers_cublas_for_glu(const Case& c);
 
 }  // namespace torchops::cuda::gemm

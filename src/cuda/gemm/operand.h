@@ -31,13 +31,4 @@ inline std::optional<Operand> operand(const at::Tensor& t) {
   return Operand{t.const_data_ptr(), row_stride, batch_stride};
 }
 
-/// A matrix of unit column stride, of any alignment; rows may overlap. nullopt if the tensor isn't one, or if an int
-/// has no room for its extents and a tile.
-inline std::optional<Operand> unaligned_operand(const at::Tensor& t) {
-  constexpr int64_t most_extent = std::numeric_limits<int>::max() - 1024;
-  const int64_t rows = t.size(0), columns = t.size(1);
-  if (rows > most_extent || columns > most_extent || (t.stride(1) != 1 && columns > 1)) return std::nullopt;
-  return Operand{t.const_data_ptr(), t.stride(0), 0};
-}
-
 }  // namespace torchops::cuda::gemm

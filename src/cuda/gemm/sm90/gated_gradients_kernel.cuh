@@ -17,7 +17,7 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
-#include "cuda/gemm/sm90/rules.cuh"
+#include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
 #include "cuda/gemm/sm90/weight_sums.cuh"
 

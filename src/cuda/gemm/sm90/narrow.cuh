@@ -20,7 +20,7 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
-#include "cuda/gemm/sm90/rules.cuh"
+#include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
 #include "cuda/gemm/sm90/turns.cuh"
 #include "cuda/per_device.h"

@@ -22,8 +22,8 @@
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "cuda/gemm/column_sum.cuh"
+#include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/cluster_launch.cuh"
-#include "cuda/gemm/sm90/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
 
 namespace torchops::cuda::gemm {

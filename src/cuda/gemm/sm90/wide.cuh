@@ -21,8 +21,8 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
+#include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/cluster_launch.cuh"
-#include "cuda/gemm/sm90/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
 #include "cuda/gemm/sm90/turns.cuh"
 

@@ -1,0 +1,65 @@
+#pragma once
+
+#include "cuda/activation.cuh"
+
+// What sm80.cuh and, of sm90/, narrow.cuh, wide.cuh and gated_gradients.cuh compute from their products. A rule says
+// how many products there are, whether it reads c, and the scale in which a product plus bias is passed to it as z (and
+// as t, if there are two products). No torch, no CUTLASS.
+namespace torchops::cuda::gemm {
+
+/// y = F(a @ b.T + bias)
+template <class F>
+struct LinearRule {
+  static constexpr int kProducts = 1;
+  static constexpr bool kReadsC = false;
+  __device__ __forceinline__ static constexpr float scale(int) { return F::kScale; }
+
+  template <Exactness exactness>
+  __device__ __forceinline__ static float value(float t, float, float) {
+    return F::template of_scaled<exactness>(t);
+  }
+};
+
+/// y = (a @ b.T + bias) * F(a @ b2.T + bias2)
+template <class F>
+struct GluRule {
+  static constexpr int kProducts = 2;
+  static constexpr bool kReadsC = false;
+  __device__ __forceinline__ static constexpr float scale(int product) { return product == 0 ? 1.f : F::kScale; }
+
+  template <Exactness exactness>
+  __device__ __forceinline__ static float value(float z, float t, float) {
+    return z * F::template of_scaled<exactness>(t);
+  }
+
+  /// The cotangents of both products, given the cotangent g of y.
+  template <Exactness exactness>
+  __device__ __forceinline__ static void backward(float g, float z, float t, float, float& dz, float& dt) {
+    float slope;
+    dz = g * F::template with_slope<exactness>(t, slope);
+    dt = g * z * slope;
+  }
+};
+
+/// y = c * F(a @ b.T + bias)
+template <class F>
+struct GateRule {
+  static constexpr int kProducts = 1;
+  static constexpr bool kReadsC = true;
+  __device__ __forceinline__ static constexpr float scale(int) { return F::kScale; }
+
+  template <Exactness exactness>
+  __device__ __forceinline__ static float value(float t, float, float c) {
+    return c * F::template of_scaled<exactness>(t);
+  }
+
+  /// The cotangents of the product and of c, given the cotangent g of y.
+  template <Exactness exactness>
+  __device__ __forceinline__ static void backward(float g, float t, float, float c, float& dt, float& dc) {
+    float slope;
+    dc = g * F::template with_slope<exactness>(t, slope);
+    dt = g * c * slope;
+  }
+};
+
+}  // namespace torchops::cuda::gemm
