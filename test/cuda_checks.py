@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype) * scale
+
+
+def double(*tensors: Tensor | None) -> list[Any]:
+    return [None if t is None else t.double() for t in tensors]
 
 
 def poison(*shape: int, dtype: torch.dtype) -> None:

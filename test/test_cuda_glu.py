@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, error, poison, random
+from cuda_checks import assert_accurate, double, error, poison, random
 from product_samples import gate_reference, glu_reference
 from torch import Tensor
 
@@ -32,10 +32,6 @@ def biases(n: int, dtype: torch.dtype) -> dict[str, tuple[Tensor | None, Tensor 
     """Of no alignment, and of a step."""
     b, bg = random(n + 1, dtype=dtype)[1:], random(2 * n, dtype=dtype)[::2]
     return {"none": (None, None), "value": (b, None), "gate": (None, bg), "both": (b, bg)}
-
-
-def double(*tensors: Tensor | None) -> list[Any]:
-    return [None if t is None else t.double() for t in tensors]
 
 
 @pytest.mark.parametrize("path", ["auto", "fused", "cublas"])

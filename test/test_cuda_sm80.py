@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_checks import assert_accurate, poison, random
+from cuda_checks import assert_accurate, double, poison, random
 from product_samples import gate_reference, glu_reference
 from torch import Tensor
 from torch._C._autograd import DeviceType
@@ -129,7 +129,7 @@ def test_glu_of_odd_sizes(case: int, dtype: torch.dtype, path: Any, activation: 
     x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
     w, wg = (rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5)) for _ in range(2))
     biases = (random(n + 1, dtype=dtype)[1:], random(2 * n, dtype=dtype)[::2]) if biased else (None, None)
-    exact = glu_reference(*(None if t is None else t.double() for t in (x, w, wg, *biases)), activation=activation)
+    exact = glu_reference(*double(x, w, wg, *biases), activation=activation)
     eager = glu_reference(x, w, wg, *biases, activation=activation)
     poison(rows, n, dtype=dtype)
     with torchops.cuda.dense_path(path):
@@ -147,7 +147,7 @@ def test_gate_of_odd_sizes(case: int, dtype: torch.dtype, path: Any) -> None:
     w = rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5))
     v = rows_in(case % 3, n + case % 5, random(rows, n, dtype=dtype))
     b = random(n + 1, dtype=dtype)[1:] if biased else None
-    exact = gate_reference(*(None if t is None else t.double() for t in (v, x, w, b)))
+    exact = gate_reference(*double(v, x, w, b))
     eager = gate_reference(v, x, w, b)
     poison(rows, n, dtype=dtype)
     with torchops.cuda.dense_path(path):

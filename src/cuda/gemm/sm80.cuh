@@ -24,8 +24,8 @@ inline bool has_unit_columns(const at::Tensor& t) {
 }
 
 /// How many elements of 16 bits, up to 8, may be accessed at once at any multiple of that number in a row.
-inline int row_vector(const void* data, int64_t stride, int rows) {
-  const auto steps = reinterpret_cast<uintptr_t>(data) / 2 | static_cast<uintptr_t>(rows > 1 ? stride : 0) | 8;
+inline int row_vector(const void* data, int64_t stride) {
+  const auto steps = reinterpret_cast<uintptr_t>(data) / 2 | static_cast<uintptr_t>(stride) | 8;
   return static_cast<int>(steps & ~(steps - 1));
 }
 
@@ -75,29 +75,31 @@ struct Sm80Tensors {
 template <class Rule, class T>
 void launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
   const auto read = [](const at::Tensor& from) { return static_cast<const T*>(from.const_data_ptr()); };
+  // A single row may have any stride. The kernel computes aligned addresses with it, even of rows that it doesn't read.
+  const auto stride = [](const at::Tensor& of) { return of.size(0) > 1 ? of.stride(0) : 0; };
   Sm80Arguments<T, Rule::kProducts> p{};
   p.m = static_cast<int>(t.d.size(0));
   p.n = static_cast<int>(t.d.size(1));
   p.k = static_cast<int>(t.a.size(1));
   p.a = read(t.a);
-  p.a_stride = t.a.stride(0);
+  p.a_stride = stride(t.a);
   p.d = static_cast<T*>(t.d.mutable_data_ptr());
-  p.d_stride = t.d.stride(0);
-  int vector = row_vector(p.a, p.a_stride, p.m);
-  p.store_vector = std::min(row_vector(p.d, p.d_stride, p.m), row_vector(nullptr, p.n, 2));
+  p.d_stride = stride(t.d);
+  int vector = row_vector(p.a, p.a_stride);
+  p.store_vector = std::min(row_vector(p.d, p.d_stride), row_vector(nullptr, p.n));
   if constexpr (Rule::kReadsC) {
     p.c = read(*t.c);
-    p.c_stride = t.c->stride(0);
-    p.store_vector = std::min(p.store_vector, row_vector(p.c, p.c_stride, p.m));
+    p.c_stride = stride(*t.c);
+    p.store_vector = std::min(p.store_vector, row_vector(p.c, p.c_stride));
   }
   if (p.store_vector == 4) p.store_vector = 2;
   for (int of = 0; of < Rule::kProducts; ++of) {
     const at::Tensor& b = of == 0 ? t.b : *t.b2;
     const std::optional<at::Tensor>& bias = of == 0 ? t.bias : *t.bias2;
     p.b[of] = read(b);
-    p.b_stride[of] = b.stride(0);
+    p.b_stride[of] = stride(b);
     p.bias[of] = bias ? read(*bias) : nullptr;
-    vector = std::min(vector, row_vector(p.b[of], p.b_stride[of], p.n));
+    vector = std::min(vector, row_vector(p.b[of], p.b_stride[of]));
   }
   if (vector == 8) return launch_sm80_tiling<Rule, T, 8>(p, tiling);
   if (vector == 4) return launch_sm80_tiling<Rule, T, 4>(p, tiling);
