@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "cuda/channels.cuh"
-#include "cuda/gemm/launch.h"
 #include "cuda/linear.h"
 #include "cuda/pair_steps.h"
 #include "ops/dense_path.h"
@@ -51,7 +50,7 @@ class TriangleLayers : public detail::TriangleLayout {
     const int64_t features = std::max({update().x.size(-1), channels(), int64_t{1}});
     const int64_t row_bytes = n() * features * static_cast<int64_t>(update().x.element_size());
     const int64_t pair_bytes = n() * row_bytes;
-    const int64_t least = pairs > 0 && pair_bytes <= small_pair ? for_small_pairs : kPanelBytes;
+    const int64_t least = pairs > 0 && pair_bytes <= small_pair ? for_small_pairs : panel_bytes_;
     cuda::for_each_panel(
         n(), row_bytes * tensors, [&](int64_t begin, int64_t end) { f(detail::TrianglePanel{begin, end}); },
         std::max(least, pairs * pair_bytes));
@@ -105,9 +104,8 @@ class TriangleLayers : public detail::TriangleLayout {
                          double factor) const {
     const at::Tensor &w = update().weight(p), &wg = update().weight(g);
     const std::optional<at::Tensor>&b = update().bias(p), &bg = update().bias(g);
-    const auto c = gemm::sm90_case(z.size(0), w.size(0), w.size(1), w.scalar_type());
-    if (c && detail::dense_path() != detail::DensePath::kCublas && gemm::has_kernel<gemm::GluSigmoid>(*c)) {
-      return transpose(To::kChannels, panel, gated(z, p, g), channels, mask, factor);
+    if (w.element_size() == 2 && detail::dense_path() != detail::DensePath::kCublas) {
+      return transpose(To::kChannels, panel, gated(z, p, g), channels, mask, factor);  // a kernel, not two products
     }
     const at::Tensor value = empty({z.size(0), this->channels()}), gate = at::empty_like(value);
     const auto bias = contiguous(b), gate_bias = contiguous(bg);
@@ -136,25 +134,30 @@ class TriangleLayers : public detail::TriangleLayout {
         });
   }
 
-  static constexpr int64_t kPanelBytes = int64_t{48} << 20;
-
-  // Limits a spare group of channels. Forward may take 2.1 pair tensors, backward 3.2 besides dx, each plus 64 MiB,
-  // less two or three tensors of padded channels and the panels, or the workspace and moments of the gradients. Forward
-  // gets at most half of the 64 MiB, which is most of what a layer in place takes besides its pair tensor.
-  static int64_t group_bytes(const detail::TriangleUpdate& t, Pass pass, const PairSteps& steps) {
-    constexpr int64_t mib = int64_t{1} << 20;
+  struct Scratch {
+    int64_t panels, group;
+  };
+  // The limits of panels and of a spare group of channels. Forward may take 2.1 pair tensors, backward 3.2 besides dx,
+  // each plus 64 MiB, less two or three tensors of padded channels, and the workspace and moments of gradients. Forward
+  // gives a group at most half of the 64 MiB, which is most of what a layer in place takes besides its pair tensor.
+  static Scratch scratch_of(const detail::TriangleUpdate& t, Pass pass, const PairSteps& steps) {
+    constexpr int64_t mib = int64_t{1} << 20, least_group = 8 * mib;
     const bool backward = pass == Pass::kBackward;
     const int64_t n = t.x.size(-2), d = t.weight(detail::kPA).size(0);
     const auto size = static_cast<int64_t>(c10::elementSize(t.dtype()));
     const int64_t pair = n * n * std::max(t.x.size(-1), d) * size;
     const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
-    const int64_t limit = (backward ? 32 : 21) * (pair / 10) + 64 * mib;
+    const int64_t left = (backward ? 32 : 21) * (pair / 10) + 64 * mib - (backward ? 3 : 2) * padded;
     // Panels consist of whole rows, and the allocator rounds them up.
-    const int64_t others = !steps.have_kernels() ? kPanelBytes + 4 * mib : backward ? 20 * mib + 8 * n * n : 0;
-    return std::clamp(limit - (backward ? 3 : 2) * padded - others, 8 * mib, (backward ? 52 : 32) * mib);
+    constexpr int64_t rounding = 4 * mib;
+    const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, 48 * mib);
+    const int64_t others = !steps.have_kernels() ? panels + rounding : backward ? 20 * mib + 8 * n * n : 0;
+    return {panels, std::clamp(left - others, least_group, (backward ? 52 : 32) * mib)};
   }
   TriangleLayers(const detail::TriangleUpdate& t, Pass pass, PairSteps steps)
-      : TriangleLayout(t, kTriangleBackend, group_bytes(t, pass, steps)), steps_(std::move(steps)) {
+      : TriangleLayers(t, scratch_of(t, pass, steps), std::move(steps)) {}
+  TriangleLayers(const detail::TriangleUpdate& t, const Scratch& scratch, PairSteps steps)
+      : TriangleLayout(t, kTriangleBackend, scratch.group), steps_(std::move(steps)), panel_bytes_(scratch.panels) {
     const auto in_dtype_of_x = [&](const std::optional<at::Tensor>& parameter) {
       const bool cast = parameter && parameter->scalar_type() != t.x.scalar_type();
       return cast ? std::optional<at::Tensor>(parameter->to(t.x.scalar_type())) : parameter;
@@ -164,6 +167,7 @@ class TriangleLayers : public detail::TriangleLayout {
   }
 
   PairSteps steps_;
+  int64_t panel_bytes_;
   std::optional<at::Tensor> norm_weight_, norm_bias_;
 };
 

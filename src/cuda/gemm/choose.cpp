@@ -181,8 +181,14 @@ Sm80Tiling sm80_tiling(const Case& c) {
 // The warps of a CTA share a long sum, so few outputs occupy more multiprocessors.
 bool prefers_sm80(const Case& c) { return c.element != Element::kTF32 && c.tiles(64, 128) * 2 <= c.sm_count; }
 
-// A long sum of many outputs takes so much longer than the pass that the faster product wins.
-bool prefers_cublas_to_sm80(const Case& c) { return c.k > 512 && c.tiles(128, 128) > c.sm_count; }
+// cuBLAS and the pass win with long sums of many outputs, which take much longer than the pass; with longer ones from
+// 65 rows on, (128, 4096) to 4096 features in 18 us instead of 26; and if the elements of a must be loaded one by one,
+// (1000, 1001) to 1003 in 32 instead of 49. But their rows of odd length are slow: (4096, 1000) to 1001 takes 97 us,
+// and 34 by the kernel (H100, bfloat16).
+bool prefers_cublas_to_sm80(const Case& c) {
+  if (c.k % 2 != 0) return c.k > 512;
+  return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
+}
 
 // Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
 // kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40
