@@ -50,11 +50,11 @@ def assert_dense(x: Tensor, w: Tensor, b: Tensor | None, path: Any) -> Tensor:
     return y
 
 
-def drawn(case: int) -> tuple[tuple[int, int, int], list[tuple[int, int]], bool]:
+def drawn(seed: int) -> tuple[tuple[int, int, int], list[tuple[int, int]], bool]:
     """A shape (rows, in, out), the offsets and paddings of the rows of x and w, and whether there is a bias."""
-    draw = pseudorandom.Random(case)
+    draw = pseudorandom.Random(seed)
     # Alignments to 16, 8, 4 and 2 bytes occur equally often.
-    unit = (8, 4, 2, 1)[case % 4]
+    unit = (8, 4, 2, 1)[seed % 4]
     rows, k, n = (draw.randint(1, 300) for _ in range(3))
     if draw.random() < 0.5:
         n = -(-n // unit) * unit
@@ -64,9 +64,9 @@ def drawn(case: int) -> tuple[tuple[int, int, int], list[tuple[int, int]], bool]
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", range(48))
-def test_dense_of_odd_sizes(case: int, dtype: torch.dtype, path: Any) -> None:
-    (rows, k, n), (of_x, of_w), biased = drawn(case)
+@pytest.mark.parametrize("seed", range(48))
+def test_dense_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any) -> None:
+    (rows, k, n), (of_x, of_w), biased = drawn(seed)
     x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
     w = rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5))
     assert_dense(x, w, random(n + 1, dtype=dtype)[1:] if biased else None, path)
@@ -123,9 +123,9 @@ def test_dense_of_other_strides(path: Any) -> None:
 @pytest.mark.parametrize("activation", ["sigmoid", "silu"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", range(24))
-def test_glu_of_odd_sizes(case: int, dtype: torch.dtype, path: Any, activation: Any) -> None:
-    (rows, k, n), (of_x, of_w), biased = drawn(case)
+@pytest.mark.parametrize("seed", range(24))
+def test_glu_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any, activation: Any) -> None:
+    (rows, k, n), (of_x, of_w), biased = drawn(seed)
     x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
     w, wg = (rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5)) for _ in range(2))
     biases = (random(n + 1, dtype=dtype)[1:], random(2 * n, dtype=dtype)[::2]) if biased else (None, None)
@@ -140,12 +140,12 @@ def test_glu_of_odd_sizes(case: int, dtype: torch.dtype, path: Any, activation: 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", range(24))
-def test_gate_of_odd_sizes(case: int, dtype: torch.dtype, path: Any) -> None:
-    (rows, k, n), (of_x, of_w), biased = drawn(case)
+@pytest.mark.parametrize("seed", range(24))
+def test_gate_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any) -> None:
+    (rows, k, n), (of_x, of_w), biased = drawn(seed)
     x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
     w = rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5))
-    v = rows_in(case % 3, n + case % 5, random(rows, n, dtype=dtype))
+    v = rows_in(seed % 3, n + seed % 5, random(rows, n, dtype=dtype))
     b = random(n + 1, dtype=dtype)[1:] if biased else None
     exact = gate_reference(*double(v, x, w, b))
     eager = gate_reference(v, x, w, b)

@@ -154,8 +154,7 @@ bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, c
     return false;
   }
   if (fused_aligned(y, v, x, w, b, automatic)) return true;
-  // Several tiles of a row of the result read the whole row of x.
-  if (x.const_data_ptr() == y.const_data_ptr()) return false;
+  if (x.const_data_ptr() == y.const_data_ptr() && y.size(1) > gemm::kSm80LeastColumns) return false;
   return gemm::run_sm80<gemm::GateRule<Sigmoid>>({.d = y, .a = x, .b = w, .bias = b, .c = &v}, automatic);
 }
 

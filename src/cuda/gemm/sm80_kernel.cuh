@@ -46,6 +46,8 @@ template <>
 inline constexpr Sm80Spec kSm80Spec<Sm80Tiling::k64x32>{64, 32, 128, 2, 1, 4, 4, 2};
 template <>
 inline constexpr Sm80Spec kSm80Spec<Sm80Tiling::k32x32>{32, 32, 128, 1, 1, 8, 6, 2};
+/// Every tiling has tiles of so many columns, or more.
+constexpr int kSm80LeastColumns = kSm80Spec<Sm80Tiling::k32x32>.tile_n;
 
 /// The tensors of a kernel, of m x k, n x k (b) and m x n elements; strides are those of rows. Up to store_vector
 /// neighbouring elements of c and d may be accessed at once.
