@@ -132,6 +132,17 @@ def test_automatic_dynamic() -> None:
     assert counter.frame_count == 2
 
 
+def test_functions_share_no_limit_of_graphs() -> None:
+    """torch.compile counts the graphs of a code object, and with `fullgraph` refuses one more than the limit."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for case in OPS:
+            args, kwargs = case.samples[0](torch.float64, "cpu")
+            compiled = torch.compile(case.wrapper, backend="eager", fullgraph=True)
+            expected = case.reference(*args, **kwargs)
+            assert_all_close([case.call(compiled, *args, **kwargs)], [expected])
+
+
 class Gated(nn.Module):
     """A module that overwrites a buffer at each call."""
 

@@ -75,7 +75,6 @@ def with_type_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A function that raises a ``TypeError`` for an argument of a wrong type, as PyTorch's functions do; its operators
     raise a ``RuntimeError``. (TorchScript looks the names that `function` uses up where this stands.)"""
 
-    @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
@@ -88,7 +87,9 @@ def with_type_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
             expected = _TYPES.get(expected, expected)
             raise TypeError(f"{function.__name__}: expected {argument} of type {expected}, got {got}") from None
 
-    return call
+    # torch.compile limits the graphs of a code object: functions that share one would share the limit.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
+    return functools.wraps(function)(call)
 
 
 @with_type_errors
