@@ -23,7 +23,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scikit_build_core import build as _backend
+try:
+    from scikit_build_core import build as _backend
+except ModuleNotFoundError as error:
+    _tools = f"{sys.executable} -m pip install scikit-build-core cmake ninja"
+    raise SystemExit(f"torchops: {error}; install the build tools with: {_tools}") from None
 from scikit_build_core._compat import tomllib
 from scikit_build_core.cmake import CMake
 from scikit_build_core.errors import CMakeNotFoundError

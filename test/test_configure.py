@@ -266,6 +266,15 @@ def test_without_a_compiler_says_what_to_do(tmp_path: Path) -> None:
     assert "torchops needs a C++20 compiler, and CMake found none that works: install g++" in words(done.stderr)
 
 
+def test_without_scikit_build_core_a_frontend_says_what_to_do(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    done = run(python, "-c", "import build_backend", environment={"PYTHONPATH": str(ROOT / "cmake")})
+    assert done.returncode == 1
+    tools = f"install the build tools with: {python} -m pip install scikit-build-core cmake ninja"
+    assert done.stderr.strip() == f"torchops: No module named 'scikit_build_core'; {tools}"
+
+
 def test_without_torch_or_cmake_a_frontend_says_what_to_do(tmp_path: Path) -> None:
     """The metadata come first, so nothing has been compiled by then."""
     machine = Machine(tmp_path)
