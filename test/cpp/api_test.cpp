@@ -12,10 +12,12 @@
 #include "ops/gate.h"
 #include "ops/glu.h"
 #include "ops/layer_norm.h"
+#include "ops/scaled.h"
 #include "ops/sigmoid.h"
 #include "ops/softmax.h"
 #include "ops/square_matmul.h"
 #include "ops/transition.h"
+#include "ops/triangle_multiplicative_update.h"
 
 using at::Tensor;
 
@@ -72,6 +74,41 @@ void test_transition(at::ScalarType dtype) {
   expect_in_place(x, wide(x) + reference, [&](Tensor& t) -> Tensor& {
     return torchops::transition_(t, weight, {}, gate, bias, up, {}, down, {});
   });
+}
+
+void test_triangle_multiplicative_update(at::ScalarType dtype) {
+  const Tensor x = random({5, 5, 6}, dtype), mask = at::rand({5, 5}) < 0.8, weight = random({6}, dtype);
+  const Tensor p_in = random({8, 6}, dtype) * 0.3, g_in = random({8, 6}, dtype) * 0.3;
+  const Tensor p_out = random({6, 4}, dtype) * 0.3, bias = random({6}, dtype), g_out = random({6, 6}, dtype) * 0.3;
+  const Tensor z = at::layer_norm(wide(x), {6}, wide(weight));
+  const Tensor ab = at::linear(z, wide(p_in)) * at::sigmoid(at::linear(z, wide(g_in))) * mask.unsqueeze(-1);
+  for (const char* direction : {"outgoing", "incoming"}) {
+    const char* sum = *direction == 'o' ? "ikd,jkd->ijd" : "kid,kjd->ijd";
+    const Tensor o = at::layer_norm(at::einsum(sum, {ab.narrow(-1, 0, 4), ab.narrow(-1, 4, 4)}), {4});
+    const Tensor reference = at::linear(o, wide(p_out), wide(bias)) * at::sigmoid(at::linear(z, wide(g_out)));
+    EXPECT_CLOSE(torchops::triangle_multiplicative_update(x, direction, mask, weight, {}, p_in, {}, g_in, {}, {}, {},
+                                                          p_out, bias, g_out, {}),
+                 reference);
+    expect_in_place(x, wide(x) + reference, [&](Tensor& t) -> Tensor& {
+      return torchops::triangle_multiplicative_update_(t, direction, mask, weight, {}, p_in, {}, g_in, {}, {}, {},
+                                                       p_out, bias, g_out, {});
+    });
+  }
+}
+
+void test_scaled() {
+  const Tensor x = random({3, 5, 16}, at::kFloat8_e4m3fn), w = random({11, 16}, at::kFloat8_e4m3fn);
+  const Tensor wg = random({11, 16}, at::kFloat8_e4m3fn), v = random({3, 5, 11}, at::kFloat);
+  const Tensor scale_x = at::rand({3, 5, 1}), scale_w = at::rand({1, 11}), scale_wg = at::full({}, 0.5, at::kFloat);
+  const Tensor b = random({11}, at::kFloat), bg = random({11}, at::kFloat);
+  const Tensor value = at::linear(wide(x), wide(w)) * wide(scale_x) * wide(scale_w) + b;
+  const Tensor gate = at::linear(wide(x), wide(wg)) * wide(scale_x) * wide(scale_wg) + bg;
+  EXPECT_CLOSE(torchops::dense_scaled(x, w, scale_x, scale_w, b, at::kFloat), at::sigmoid(value));
+  EXPECT_CLOSE(torchops::dense_scaled(x, w, scale_x, scale_w), at::sigmoid(value - b));
+  EXPECT(torchops::dense_scaled(x, w, scale_x, scale_w).scalar_type() == at::kBFloat16);
+  EXPECT_CLOSE(torchops::gate_scaled(v, x, w, scale_x, scale_w, b), wide(v) * at::sigmoid(value));
+  EXPECT_CLOSE(torchops::glu_scaled(x, w, wg, scale_x, scale_w, scale_wg, b, bg, "silu", at::kFloat),
+               value * at::silu(gate));
 }
 
 void test_sigmoid(at::ScalarType dtype) {
@@ -139,11 +176,13 @@ int main() {
     test_gate(dtype);
     test_glu(dtype);
     test_transition(dtype);
+    test_triangle_multiplicative_update(dtype);
     test_sigmoid(dtype);
     test_square_matmul(dtype);
     test_softmax(dtype);
     test_layer_norm(dtype);
   }
+  test_scaled();
   test_threads();
   test_no_python();
   return expect::result();
