@@ -157,8 +157,11 @@ def behind(machine: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _where(about: dict[str, Any]) -> str:
-    return f"{about['machine']}, torch {about['torch']}, revision {about[REVISION]} of `src`."
+def _where(about: dict[str, Any], results: Sequence[dict[str, Any]] = (), name: Callable[[Any], str] = str) -> str:
+    """The machine and revision, and those of results of earlier revisions."""
+    earlier = "; ".join(f"{name(result)}: {result[REVISION]}" for result in results if REVISION in result)
+    others = f" From earlier revisions: {earlier}." if earlier else ""
+    return f"{about['machine']}, torch {about['torch']}, revision {about[REVISION]} of `src`.{others}"
 
 
 def triangle(machine: str) -> str:
@@ -174,7 +177,8 @@ def triangle(machine: str) -> str:
         times, memory = result["microseconds"], result["pair tensors"]
         cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in memory}
         lines.append(_row([str(result["n"]), result["task"], *(cells.get(name, "") for name in names)]))
-    return "\n".join([*lines, "", _where(document["machine"]), ""])
+    where = _where(document["machine"], results, lambda r: f"{r['n']} {r['task']}")
+    return "\n".join([*lines, "", where, ""])
 
 
 def pair_layer(machine: str) -> str:
@@ -194,9 +198,8 @@ def pair_layer(machine: str) -> str:
         cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in times}
         call = f"{result['task']}, {result['precision']}"
         lines.append(_row([str(result["n"]), call, *(cells.get(name, "") for name in titles)]))
-    earlier = [f"{r['n']} {r['task']} {r['precision']}: {r[REVISION]}" for r in document["results"] if REVISION in r]
-    others = f" From earlier revisions: {'; '.join(earlier)}." if earlier else ""
-    return "\n".join([*lines, "", _where(document["machine"]) + others, ""])
+    where = _where(document["machine"], document["results"], lambda r: f"{r['n']} {r['task']} {r['precision']}")
+    return "\n".join([*lines, "", where, ""])
 
 
 def released(machine: str) -> str:
@@ -349,6 +352,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gates-by-cublas-h100": partial(
         gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
     ),
+    "gates-sm80-h100": partial(gated, H100, "gates-sm80.json", (gates.OURS, "eager", gates.PACKED), lambda line: True),
     "eight-bits-h100": partial(scaled, H100),
     "models-h100": partial(models, H100),
     "ptx-instructions-h100": partial(ptx, H100, 0),
