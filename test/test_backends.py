@@ -108,10 +108,11 @@ def test_private_backend() -> None:
 def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
     """On the CPU, where there are kernels to compare with."""
 
-    def both(name: str, *args: Any) -> None:
+    def both(name: str, *args: Any, **kwargs: Any) -> None:
         op = getattr(torch.ops.myops, name).default
-        got = op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *tree_map_only(Tensor, Tensor.clone, args))
-        expected = op(*args)
+        copies, kept = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        results = op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *copies, **kept), op(*args, **kwargs)
+        got, expected = ([r] if isinstance(r, Tensor) else r for r in results)
         tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
         assert_all_close(got, expected, **tolerance)
         assert all(g.is_contiguous() for g in got)
@@ -139,6 +140,15 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
         both("_layer_norm_backward", grad, x, [4, 5], mean, rstd, weight, mask)
     for dim in (0, -1):
         both("_softmax_backward", v, torch.softmax(v, dim), dim)
+    gate, up, down = (random_like(x.new_empty(s), i) / 4 for i, s in enumerate([(6, 5), (6, 5), (5, 6)]))
+    norm = {"norm_weight": w[0], "norm_bias": w[1]} if affine else {}
+    biases = {"gate_bias": b, "up_bias": b + 1, "down_bias": w[2]} if affine else {}
+    both("_add_transition", x, gate_weight=gate, up_weight=up, down_weight=down, **norm, **biases)
+    given = (norm.get("norm_weight"), norm.get("norm_bias"), gate, gate_bias, up, gate_bias, down, 1e-5)
+    everything, only_x = (True, *[affine] * 2, *[True, affine] * 3), (True, *[False] * 8)
+    for transition_mask in [everything, only_x, (False, False, affine, True, *[False] * 5)]:
+        for adds in (False, True):
+            both("_transition_backward", grad, x, *given, transition_mask, adds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
