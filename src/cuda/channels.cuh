@@ -4,10 +4,10 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "cuda/pass.cuh"
+#include "cuda/rows.cuh"
 #include "cuda/vector.cuh"
 
 // Moves rows of channels, the layout of linear layers, to channels of positions, the layout of a triangle update's
@@ -146,14 +146,7 @@ __global__ void __launch_bounds__(32 * kTileThreads)
   }
 }
 
-template <class A>
-__device__ inline A warp_sum(A value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
-  return value;
-}
-
-/// The row of tile in shared memory that holds all channels of a position, in bytes for a whole tile.
+/// The shared memory of a tile that has all channels of its positions.
 template <class T, int V>
 constexpr int64_t tile_bytes(int64_t channel_count) {
   return kTile<V> * (channel_count + V) * static_cast<int64_t>(sizeof(T));
@@ -166,8 +159,8 @@ __global__ void __launch_bounds__(32 * kTileThreads)
     to_normalized_rows_kernel(MatrixRows<const T> channels, MatrixRows<T> rows, Positions positions, const T* weight,
                               const T* bias, Accumulate<T> eps, int64_t row_count, int channel_count) {
   using Wide = Accumulate<T>;
-  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  T* const tile = reinterpret_cast<T*>(memory);
+  extern __shared__ __align__(kVectorBytes) unsigned char whole_tile[];
+  T* const tile = reinterpret_cast<T*>(whole_tile);
   const int stride = channel_count + V;
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>;
   const int lane = static_cast<int>(threadIdx.x) * V;
@@ -186,12 +179,12 @@ __global__ void __launch_bounds__(32 * kTileThreads)
 #pragma unroll
       for (int j = 0; j < V; ++j) sum += values[j];
     });
-    const Wide mean = warp_sum(sum) / static_cast<Wide>(channel_count);
+    const Wide mean = reduce_lanes<kWarp>(sum, Sum()) / static_cast<Wide>(channel_count);
     for_each([&](int, const Wide(&values)[V]) {
 #pragma unroll
       for (int j = 0; j < V; ++j) squares += (values[j] - mean) * (values[j] - mean);
     });
-    const Wide rstd = rsqrt(warp_sum(squares) / static_cast<Wide>(channel_count) + eps);
+    const Wide rstd = rsqrt(reduce_lanes<kWarp>(squares, Sum()) / static_cast<Wide>(channel_count) + eps);
     for_each([&](int channel, Wide(&values)[V]) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {

@@ -3,10 +3,8 @@
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/bmm_cuda_dispatch.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mm_cuda_dispatch.h>
 
 #include <algorithm>
 #include <optional>
@@ -64,10 +62,8 @@ class TriangleLayers : public detail::TriangleLayout {
     return glu(z, update().weight(p), update().weight(g), update().bias(p), update().bias(g));
   }
   /// The projection for rows of the normalised o.
-  void project(at::Tensor out, const at::Tensor& rows) const {
-    const at::Tensor w_t = update().weight(detail::kPOut).t();
-    const std::optional<at::Tensor>& b = update().bias(detail::kPOut);
-    b ? at::cuda::addmm_out(out, *b, rows, w_t) : at::cuda::mm_out(out, rows, w_t);
+  void project(const at::Tensor& out, const at::Tensor& rows) const {
+    linear_with_bias_out(out, rows, update().weight(detail::kPOut), update().bias(detail::kPOut));
   }
 
   enum class To { kChannels, kRows };
