@@ -50,26 +50,29 @@ def assert_dense(x: Tensor, w: Tensor, b: Tensor | None, path: Any) -> Tensor:
     return y
 
 
-def drawn(seed: int) -> tuple[tuple[int, int, int], list[tuple[int, int]], bool]:
-    """A shape (rows, in, out), the offsets and paddings of the rows of x and w, and whether there is a bias."""
+def drawn(seed: int, dtype: torch.dtype, weights: int = 1) -> tuple[Tensor, list[Tensor], bool]:
+    """x, the weights, and whether there is a bias."""
     draw = pseudorandom.Random(seed)
     # Alignments to 16, 8, 4 and 2 bytes occur equally often.
     unit = (8, 4, 2, 1)[seed % 4]
     rows, k, n = (draw.randint(1, 300) for _ in range(3))
     if draw.random() < 0.5:
         n = -(-n // unit) * unit
-    layouts = [(unit * draw.randint(0, 3), -k % unit + unit * draw.randint(0, 3)) for _ in range(2)]
-    return (max(rows, 17) if draw.random() < 0.8 else rows, k, n), layouts, draw.random() < 0.5
+    (of_x, stride_x), (of_w, stride_w) = (
+        (unit * draw.randint(0, 3), k + -k % unit + unit * draw.randint(0, 3)) for _ in range(2)
+    )
+    rows = max(rows, 17) if draw.random() < 0.8 else rows
+    x = rows_in(of_x, stride_x, random(rows, k, dtype=dtype))
+    ws = [rows_in(of_w, stride_w, random(n, k, dtype=dtype, scale=k**-0.5)) for _ in range(weights)]
+    return x, ws, draw.random() < 0.5
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(48))
 def test_dense_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any) -> None:
-    (rows, k, n), (of_x, of_w), biased = drawn(seed)
-    x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
-    w = rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5))
-    assert_dense(x, w, random(n + 1, dtype=dtype)[1:] if biased else None, path)
+    x, (w,), biased = drawn(seed, dtype)
+    assert_dense(x, w, random(w.shape[0] + 1, dtype=dtype)[1:] if biased else None, path)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -125,9 +128,8 @@ def test_dense_of_other_strides(path: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(24))
 def test_glu_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any, activation: Any) -> None:
-    (rows, k, n), (of_x, of_w), biased = drawn(seed)
-    x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
-    w, wg = (rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5)) for _ in range(2))
+    x, (w, wg), biased = drawn(seed, dtype, weights=2)
+    rows, n = x.shape[0], w.shape[0]
     biases = (random(n + 1, dtype=dtype)[1:], random(2 * n, dtype=dtype)[::2]) if biased else (None, None)
     exact = glu_reference(*double(x, w, wg, *biases), activation=activation)
     eager = glu_reference(x, w, wg, *biases, activation=activation)
@@ -142,9 +144,8 @@ def test_glu_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any, activation: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(24))
 def test_gate_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any) -> None:
-    (rows, k, n), (of_x, of_w), biased = drawn(seed)
-    x = rows_in(of_x[0], k + of_x[1], random(rows, k, dtype=dtype))
-    w = rows_in(of_w[0], k + of_w[1], random(n, k, dtype=dtype, scale=k**-0.5))
+    x, (w,), biased = drawn(seed, dtype)
+    rows, n = x.shape[0], w.shape[0]
     v = rows_in(seed % 3, n + seed % 5, random(rows, n, dtype=dtype))
     b = random(n + 1, dtype=dtype)[1:] if biased else None
     exact = gate_reference(*double(v, x, w, b))
@@ -211,7 +212,7 @@ def kernels(x: Tensor, w: Tensor, path: Any) -> list[str]:
 
 def test_which_kernel_runs() -> None:
     """One kernel, except where cuBLAS is asked for."""
-    for rows, k, n in [(20000, 100, 100), (128, 1024, 1001), (300, 99, 101)]:
+    for rows, k, n in [(20000, 100, 100), (128, 512, 1001), (300, 99, 101)]:
         x, w = random(rows, k, dtype=torch.bfloat16)[:, 1:], random(n, k, dtype=torch.bfloat16)[:, 1:]
         for path in PATHS:
             names = kernels(x, w, path)
@@ -223,7 +224,8 @@ def test_which_kernel_runs() -> None:
         "sm80_kernel"
         in kernels(random(128, 1024, dtype=torch.bfloat16), random(1024, 1024, dtype=torch.bfloat16), "auto")[0]
     )
-    # So long a sum of so many outputs is left to cuBLAS.
-    x, w = random(3000, 4001, dtype=torch.bfloat16), random(4000, 4001, dtype=torch.bfloat16)
-    assert not any("sm80_kernel" in name for name in kernels(x, w, "auto"))
-    assert any("sm80_kernel" in name for name in kernels(x, w, "fused"))
+    # Long sums are left to cuBLAS if there are many outputs, or if their elements must be loaded one by one.
+    for rows, k, n in [(3000, 4001, 4000), (3000, 4002, 4000), (128, 1023, 1001)]:
+        x, w = random(rows, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)
+        assert not any("sm80_kernel" in name for name in kernels(x, w, "auto"))
+        assert any("sm80_kernel" in name for name in kernels(x, w, "fused"))
