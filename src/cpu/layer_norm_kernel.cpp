@@ -39,51 +39,55 @@ Tensor layer_norm_cpu(const Tensor& x, at::IntArrayRef normalized_shape, const O
   return std::get<0>(layer_norm_with_moments_cpu(x, normalized_shape, weight, bias, eps));
 }
 
-// Calls f(slice, weight, bias) on slices of a row, along the first dimension in which a slice is short enough.
-void for_each_slice(const Tensor& row, const OptionalTensor& weight, const OptionalTensor& bias,
+// Calls f(slice, weight, bias) on slices of at most `most` elements of a row, along the first dimension in which there are
+// some.
+void for_each_slice(const Tensor& row, int64_t most, const OptionalTensor& weight, const OptionalTensor& bias,
                     c10::function_ref<void(const Tensor&, const OptionalTensor&, const OptionalTensor&)> f) {
   const auto of = [](const OptionalTensor& t, const auto& part) { return t ? OptionalTensor(part(*t)) : t; };
   const int64_t length = row.size(0), width = row.numel() / length;
-  const int64_t width_bytes = width * static_cast<int64_t>(c10::elementSize(detail::moments_dtype(row.scalar_type())));
-  if (row.dim() > 1 && width_bytes > kSliceBytes) {
+  if (row.dim() > 1 && width > most) {
     for (int64_t i = 0; i < length; ++i) {
       const auto part = [&](const Tensor& t) { return t.select(0, i); };
-      for_each_slice(part(row), of(weight, part), of(bias, part), f);
+      for_each_slice(part(row), most, of(weight, part), of(bias, part), f);
     }
     return;
   }
-  const int64_t step = std::max(kSliceBytes / width_bytes, int64_t{1});
+  const int64_t step = std::max(most / width, int64_t{1});
   for (int64_t begin = 0; begin < length; begin += step) {
     const auto part = [&](const Tensor& t) { return t.narrow(0, begin, std::min(step, length - begin)); };
     f(part(row), of(weight, part), of(bias, part));
   }
 }
 
-// A row longer than scratch. The moments are merged slice by slice (Chan, Golub and LeVeque 1983): with the
+// A row longer than a thread's scratch. The moments are merged slice by slice (Chan, Golub and LeVeque 1983): with the
 // difference d of the means of n and m elements,
 //   mean += d * m / (n + m),  M2 += M2' + d^2 * n * m / (n + m).
+// Slices are computed in `scratch`, in float64: what a primitive would return in a new tensor stays in the heap.
 void overwrite_long_row(const Tensor& row, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                        const Tensor& row_mean, const Tensor& row_rstd) {
-  const at::ScalarType accumulate = detail::moments_dtype(row.scalar_type());
+                        const Tensor& row_mean, const Tensor& row_rstd, const Tensor& scratch) {
+  const auto widened = [&](const Tensor& slice) {
+    return scratch.narrow(0, 0, slice.numel()).view(slice.sizes()).copy_(slice);
+  };
   double mean = 0, squares = 0, count = 0;
-  for_each_slice(row, std::nullopt, std::nullopt,
-                 [&](const Tensor& part, const OptionalTensor&, const OptionalTensor&) {
-                   const Tensor slice = part.to(accumulate);
+  for_each_slice(row, scratch.numel(), std::nullopt, std::nullopt,
+                 [&](const Tensor& slice, const OptionalTensor&, const OptionalTensor&) {
                    const auto more = static_cast<double>(slice.numel());
-                   const double slice_mean = slice.mean(at::kDouble).item<double>();
+                   Tensor x = widened(slice);
+                   const double slice_mean = x.mean().item<double>();
                    const double difference = slice_mean - mean;
                    mean += difference * more / (count + more);
-                   squares += (slice - slice_mean).square_().sum(at::kDouble).item<double>() +
+                   squares += x.sub_(slice_mean).square_().sum().item<double>() +
                               difference * difference * count * more / (count + more);
                    count += more;
                  });
   const double rstd = 1 / std::sqrt(squares / count + eps);
-  for_each_slice(row, weight, bias, [&](const Tensor& slice, const OptionalTensor& w, const OptionalTensor& b) {
-    Tensor y = (slice.to(accumulate) - mean).mul_(rstd);
-    if (w) y.mul_(*w);
-    if (b) y.add_(*b);
-    slice.copy_(y);
-  });
+  for_each_slice(row, scratch.numel(), weight, bias,
+                 [&](const Tensor& slice, const OptionalTensor& w, const OptionalTensor& b) {
+                   Tensor y = widened(slice).sub_(mean).mul_(rstd);
+                   if (w) y.mul_(*w);
+                   if (b) y.add_(*b);
+                   slice.copy_(y);
+                 });
   row_mean.fill_(mean);
   row_rstd.fill_(rstd);
 }
@@ -101,10 +105,11 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayR
   const auto [mean, rstd] = detail::empty_moments(x, normalized_shape.size());
   // Unlike the other operators, this one allocates while it writes: ATen returns the result of a panel in new tensors.
   if (c10::multiply_integers(normalized_shape) * static_cast<int64_t>(x.element_size()) > kMaxScratchBytes) {
+    const Tensor scratch = at::empty({kSliceBytes / int64_t{sizeof(double)}}, x.options().dtype(at::kDouble));
     overwriting(x, [&] {
       for_each_matrix({x, mean, rstd}, dims, [&](const Operands& rows) {
         for (int64_t i = 0; i < rows[0].size(0); ++i) {
-          overwrite_long_row(rows[0].select(0, i), w, b, eps, rows[1].select(0, i), rows[2].select(0, i));
+          overwrite_long_row(rows[0].select(0, i), w, b, eps, rows[1].select(0, i), rows[2].select(0, i), scratch);
         }
       });
     });

@@ -22,7 +22,7 @@ using at::Tensor;
 constexpr int64_t kMaxScratchBytes = int64_t{4} << 20;
 /// The size of a panel that fits one core's second-level cache, together with what a primitive reads beside it.
 constexpr int64_t kPanelBytes = int64_t{512} << 10;
-/// The size of a slice of a row that is too long for a panel. A few temporaries of this size are alive at a time.
+/// The size of the scratch for a slice of a row that is too long for a panel.
 constexpr int64_t kSliceBytes = int64_t{1} << 20;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
