@@ -39,8 +39,8 @@ Tensor layer_norm_cpu(const Tensor& x, at::IntArrayRef normalized_shape, const O
   return std::get<0>(layer_norm_with_moments_cpu(x, normalized_shape, weight, bias, eps));
 }
 
-// Calls f(slice, weight, bias) on slices of at most `most` elements of a row, along the first dimension in which there are
-// some.
+// Calls f(slice, weight, bias) on slices of at most `most` elements of a row, along the first dimension in which there
+// are some.
 void for_each_slice(const Tensor& row, int64_t most, const OptionalTensor& weight, const OptionalTensor& bias,
                     c10::function_ref<void(const Tensor&, const OptionalTensor&, const OptionalTensor&)> f) {
   const auto of = [](const OptionalTensor& t, const auto& part) { return t ? OptionalTensor(part(*t)) : t; };

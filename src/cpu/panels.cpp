@@ -17,6 +17,7 @@ std::vector<Operands> allocate(int64_t shares, const Tensor& matrix, int64_t row
 }
 
 Operands rows_of(const Operands& operands, int64_t begin, int64_t end) {
+  if (operands.empty() || operands[0].size(0) == end - begin) return operands;
   Operands out;
   for (const Tensor& operand : operands) out.push_back(operand.narrow(0, begin, end - begin));
   return out;

@@ -43,6 +43,7 @@ void split(const Operands& operands, int64_t trailing_dims, c10::function_ref<vo
 void for_each_matrix(Operands operands, int64_t trailing_dims, c10::function_ref<void(const Operands&)> f) {
   const Tensor x = operands[0];
   if (x.numel() == 0) return;
+  if (x.dim() == trailing_dims + 1) return f(operands);
   at::DimVector order(x.dim());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end() - trailing_dims,
