@@ -98,6 +98,25 @@ def test_other_instruction_sets(capability: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_gate_of_16_bits(dtype: torch.dtype) -> None:
+    """The exponential of 16 bits is rounded as if it were exact, within a hundredth of the distance of two numbers."""
+    u = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).unsqueeze(1)
+    one = torch.ones(1, 1, dtype=dtype)
+    exact = torch.sigmoid(u.double())
+    normal = exact >= torch.finfo(dtype).smallest_normal
+    for got in (
+        torchops.gate(torch.ones_like(u), u, one),
+        torch.ops.myops._gate_backward(torch.ones_like(u), u, u, one, None, [True, False, False, False])[0],
+    ):
+        torch.testing.assert_close(
+            got[normal].double(), exact[normal], rtol=0.51 * torch.finfo(dtype).eps, atol=0, equal_nan=True
+        )
+        torch.testing.assert_close(
+            got[~normal].double(), exact[~normal], rtol=0, atol=torch.finfo(dtype).tiny / 4, equal_nan=True
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_infinite_and_undefined_gates(dtype: torch.dtype) -> None:
     """As eager mode has them: the shorter exponential of 16 bits has no NaN of its own."""
