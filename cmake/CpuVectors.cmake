@@ -2,7 +2,7 @@
 # CPU_CAPABILITY names it, as in ATen. One for any processor comes first: where a linker keeps one of several copies of an
 # inline function, it keeps the first.
 function(torchops_add_vectors capability)
-  add_library(torchops_${capability} OBJECT src/cpu/gated_vector.cpp)
+  add_library(torchops_${capability} OBJECT src/cpu/gated_vector.cpp src/cpu/layer_norm_vector.cpp)
   target_include_directories(torchops_${capability} PRIVATE src)
   target_link_libraries(torchops_${capability} PRIVATE torchops::libtorch torchops_flags)
   target_compile_definitions(torchops_${capability} PRIVATE CPU_CAPABILITY=${capability} CPU_CAPABILITY_${capability})
@@ -19,5 +19,5 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   # where it optimises more.
   set(quiet $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized> $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
   torchops_add_vectors(AVX512 ${quiet} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c)
-  set_source_files_properties(src/cpu/gated.cpp PROPERTIES COMPILE_DEFINITIONS TORCHOPS_X86_VECTORS)
+  set_source_files_properties(src/cpu/gated.cpp src/cpu/layer_norm_kernel.cpp PROPERTIES COMPILE_DEFINITIONS TORCHOPS_X86_VECTORS)
 endif()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from instruction_sets import errors_with
 from torch import Tensor
 
 import torchops
@@ -81,21 +79,7 @@ def test_values_and_gradients() -> None:
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_other_instruction_sets(capability: str) -> None:
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("this processor has one instruction set that ATen chooses")
-    script = (
-        f"import torch, test_gated_cpu as t; assert torch.backends.cpu.get_cpu_capability() == {capability.upper()!r};"
-        " t.check_all(); print('done')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
-        cwd=os.path.dirname(__file__),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+    assert not errors_with(capability, "test_gated_cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -222,7 +222,8 @@ def assert_like_aten(case: OpCase, got: Tensor, aten: Tensor, exact: Tensor) -> 
     """At most a few roundings farther from the value in float64 than ATen; not finite in the same places."""
     assert (got.shape, got.dtype, got.device) == (aten.shape, aten.dtype, aten.device)
     finite = aten.isfinite() & exact.isfinite()
-    assert torch.equal(got.isnan(), aten.isnan())
+    # A rounding error that is left of 0 makes infinity of 0 * inf.
+    assert bool(((got.isnan() == aten.isnan()) | (got.isnan() == exact.isnan())).all())
     assert torch.equal(got.isfinite() & exact.isfinite(), finite)
     got, aten, exact = got[finite], aten[finite], exact[finite]
     scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0

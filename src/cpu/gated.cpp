@@ -2,12 +2,12 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/Version.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <initializer_list>
 
+#include "cpu/capability.h"
 #include "cpu/gated_vector.h"
 
 namespace torchops::cpu {
@@ -15,21 +15,6 @@ namespace {
 
 using at::Tensor;
 using detail::GluActivation;
-
-// The instruction set of ATen's kernels, which the environment (ATEN_CPU_CAPABILITY) can lower.
-FindGatedRoutine find_routine() {
-#ifdef TORCHOPS_X86_VECTORS
-  static const FindGatedRoutine find = [] {
-    const std::string capability = at::get_cpu_capability();
-    return capability == "AVX512" ? &AVX512::find_gated_routine
-           : capability == "AVX2" ? &AVX2::find_gated_routine
-                                  : &DEFAULT::find_gated_routine;
-  }();
-  return find;
-#else
-  return &DEFAULT::find_gated_routine;
-#endif
-}
 
 // The elements of each row must be contiguous; the rows may be anywhere.
 Tensor readable(const Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
@@ -82,8 +67,8 @@ void run(const Operands& o, GatedRoutine routine) {
 }  // namespace
 
 void gated_out(const Tensor& out, const Tensor& value, const Tensor& u, GluActivation activation) {
-  const GatedRoutine routine =
-      find_routine()(out.scalar_type(), u.scalar_type(), activation == GluActivation::kSilu, /*backward=*/false);
+  const GatedRoutine routine = TORCHOPS_FOR_THIS_PROCESSOR(find_gated_routine)(
+      out.scalar_type(), u.scalar_type(), activation == GluActivation::kSilu, /*backward=*/false);
   TORCH_INTERNAL_ASSERT(routine && value.scalar_type() == out.scalar_type());
   const Written to(out);
   run({.value = readable(value), .u = readable(u), .out = to.rows}, routine);
@@ -92,8 +77,8 @@ void gated_out(const Tensor& out, const Tensor& value, const Tensor& u, GluActiv
 
 void gated_backward_out(const Tensor& dvalue, const Tensor& du, const Tensor& grad, const Tensor& value,
                         const Tensor& u, GluActivation activation) {
-  const GatedRoutine routine =
-      find_routine()(grad.scalar_type(), u.scalar_type(), activation == GluActivation::kSilu, /*backward=*/true);
+  const GatedRoutine routine = TORCHOPS_FOR_THIS_PROCESSOR(find_gated_routine)(
+      grad.scalar_type(), u.scalar_type(), activation == GluActivation::kSilu, /*backward=*/true);
   TORCH_INTERNAL_ASSERT(
       routine && (!dvalue.defined() || dvalue.scalar_type() == grad.scalar_type()) &&
       (!du.defined() || (du.scalar_type() == u.scalar_type() && value.scalar_type() == grad.scalar_type())));

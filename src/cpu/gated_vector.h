@@ -19,9 +19,7 @@ struct GatedSpan {
 
 using GatedRoutine = void (*)(const GatedSpan& span);
 
-/// Returns the routine for these dtypes, or null if there is none.
-using FindGatedRoutine = GatedRoutine (*)(c10::ScalarType value_type, c10::ScalarType u_type, bool silu, bool backward);
-
+// The routine for these dtypes, or null if there is none.
 namespace DEFAULT {
 GatedRoutine find_gated_routine(c10::ScalarType value_type, c10::ScalarType u_type, bool silu, bool backward);
 }

@@ -23,8 +23,8 @@ struct Affine {
   Affine(const at::Tensor& x, at::IntArrayRef normalized_shape, const std::optional<at::Tensor>& w,
          const std::optional<at::Tensor>& b) {
     const at::ScalarType dtype = detail::moments_dtype(x.scalar_type());
-    if (w) weight = w->to(dtype);
-    if (b) bias = b->to(dtype);
+    if (w) weight = w->to(dtype).contiguous();
+    if (b) bias = b->to(dtype).contiguous();
     if (!w && x.scalar_type() != dtype) weight = at::ones(normalized_shape, x.options().dtype(dtype));
   }
 };

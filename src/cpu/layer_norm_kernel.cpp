@@ -1,11 +1,18 @@
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorGeometry.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
+#include "cpu/capability.h"
 #include "cpu/layer_norm.h"
+#include "cpu/layer_norm_vector.h"
 #include "cpu/panels.h"
 #include "ops/common.h"
 #include "ops/layer_norm.h"
@@ -22,6 +29,40 @@ std::tuple<Tensor, Tensor> moments_of_nothing(const Tensor& x, size_t trailing_d
   return {mean.fill_(nan), rstd.fill_(nan)};
 }
 
+// y = the layer norm of rows, which may be x; both are matrices (rows, *normalized_shape) whose rows are contiguous.
+void normalize(const Tensor& y, const Tensor& x, const Affine& affine, double eps, const Tensor& mean,
+               const Tensor& rstd) {
+  const int64_t count = x.size(0), columns = x.numel() / count;
+  const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; };
+  const LayerNormRows rows{x.const_data_ptr(),
+                           y.mutable_data_ptr(),
+                           pointer(affine.weight),
+                           pointer(affine.bias),
+                           mean.mutable_data_ptr(),
+                           rstd.mutable_data_ptr(),
+                           columns,
+                           x.stride(0),
+                           y.stride(0),
+                           mean.stride(0),
+                           rstd.stride(0),
+                           eps};
+  const LayerNormRoutine routine = TORCHOPS_FOR_THIS_PROCESSOR(find_layer_norm_routine)(x.scalar_type());
+  constexpr int64_t grain = 32768;  // elements, as for ATen's pointwise kernels
+  at::parallel_for(0, count, std::max(grain / columns, int64_t{1}),
+                   [&](int64_t begin, int64_t end) { routine(rows, begin, end); });
+}
+
+// Whether each row of a matrix (rows, *normalized_shape) is contiguous.
+bool has_contiguous_rows(const Tensor& x, int64_t trailing_dims) {
+  return at::geometry_is_contiguous(x.sizes().slice(x.dim() - trailing_dims),
+                                    x.strides().slice(x.dim() - trailing_dims));
+}
+
+// A row that is longer than a thread's scratch is the work of all threads, and ATen's where it is not overwritten.
+bool has_long_rows(const Tensor& x, at::IntArrayRef normalized_shape) {
+  return c10::multiply_integers(normalized_shape) * static_cast<int64_t>(x.element_size()) > kMaxScratchBytes;
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_cpu(const Tensor& x, at::IntArrayRef normalized_shape,
                                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                                double eps) {
@@ -31,7 +72,16 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_cpu(const Tensor& x, 
                           moments_of_nothing(x, normalized_shape.size()));
   }
   const Affine affine(x, normalized_shape, weight, bias);
-  return at::cpu::native_layer_norm(x.contiguous(), normalized_shape, affine.weight, affine.bias, eps);
+  if (has_long_rows(x, normalized_shape)) {
+    return at::cpu::native_layer_norm(x.contiguous(), normalized_shape, affine.weight, affine.bias, eps);
+  }
+  const auto dims = static_cast<int64_t>(normalized_shape.size());
+  const auto [mean, rstd] = detail::empty_moments(x, normalized_shape.size());
+  const Tensor y = at::detail::empty_cpu(x.sizes(), x.options());
+  const Tensor source = has_contiguous_rows(x, dims) ? x : x.contiguous();
+  for_each_matrix({source, y, mean, rstd}, dims,
+                  [&](const Operands& of) { normalize(of[1], of[0], affine, eps, of[2], of[3]); });
+  return {y, mean, rstd};
 }
 
 Tensor layer_norm_cpu(const Tensor& x, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
@@ -103,8 +153,8 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayR
   const OptionalTensor w = read_first(weight), b = read_first(bias);
   const auto dims = static_cast<int64_t>(normalized_shape.size());
   const auto [mean, rstd] = detail::empty_moments(x, normalized_shape.size());
-  // Unlike the other operators, this one allocates while it writes: ATen returns the result of a panel in new tensors.
-  if (c10::multiply_integers(normalized_shape) * static_cast<int64_t>(x.element_size()) > kMaxScratchBytes) {
+  if (has_long_rows(x, normalized_shape)) {
+    // Unlike the other operators, this one allocates while it writes: the sums of a slice.
     const Tensor scratch = at::empty({kSliceBytes / int64_t{sizeof(double)}}, x.options().dtype(at::kDouble));
     overwriting(x, [&] {
       for_each_matrix({x, mean, rstd}, dims, [&](const Operands& rows) {
@@ -113,15 +163,19 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayR
         }
       });
     });
+    return {mean, rstd};
+  }
+  const Affine affine(x, normalized_shape, w, b);
+  if (has_contiguous_rows(x, dims)) {
+    for_each_matrix({x, mean, rstd}, dims,
+                    [&](const Operands& of) { normalize(of[0], of[0], affine, eps, of[1], of[2]); });
   } else {
-    const Affine affine(x, normalized_shape, w, b);
-    for_each_row_panel(x, {x, mean, rstd}, {.trailing_dims = dims}, [&](const Operands& panel, const Operands&) {
-      const auto [y, panel_mean, panel_rstd] =
-          at::cpu::native_layer_norm(panel[0].contiguous(), normalized_shape, affine.weight, affine.bias, eps);
-      panel[0].copy_(y);
-      panel[1].copy_(panel_mean);
-      panel[2].copy_(panel_rstd);
-    });
+    for_each_row_panel(x, {x, mean, rstd}, {.trailing_dims = dims, .scratch = 1},
+                       [&](const Operands& panel, const Operands& scratch) {
+                         scratch[0].copy_(panel[0]);
+                         normalize(scratch[0], scratch[0], affine, eps, panel[1], panel[2]);
+                         panel[0].copy_(scratch[0]);
+                       });
   }
   return {mean, rstd};
 }

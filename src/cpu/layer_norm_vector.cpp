@@ -1,0 +1,89 @@
+#include "cpu/layer_norm_vector.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/lanes.h"
+
+namespace torchops::cpu::CPU_CAPABILITY {
+namespace {
+
+// The sum of term(i, count), lanes of which the first `count` belong to the elements from i on and the others are
+// undefined. Vectors are added for a block at a time, and the sums of blocks in float64, so that the error does not
+// grow with the row.
+template <class C, class Term>
+double sum(int64_t elements, const Term& term) {
+  constexpr int64_t whole = Lanes<C>::count, half = Vectorized<C>::size(), block = 64 * whole;
+  const Vectorized<C> zero(C(0));
+  double total = 0;
+  for (int64_t first = 0; first < elements; first += block) {
+    const int64_t end = std::min(elements, first + block);
+    Lanes<C> sums{zero, zero};
+    int64_t i = first;
+    for (; i + whole <= end; i += whole) {
+      const Lanes<C> terms = term(i, whole);
+      sums = {sums.low + terms.low, sums.high + terms.high};
+    }
+    if (i < end) {
+      const Lanes<C> terms = term(i, end - i);
+      const int64_t low = std::min(end - i, half), high = end - i - low;
+      sums = {sums.low + Vectorized<C>::set(zero, terms.low, low),
+              sums.high + Vectorized<C>::set(zero, terms.high, high)};
+    }
+    C lanes[half];
+    (sums.low + sums.high).store(lanes);
+    for (const C lane : lanes) total += static_cast<double>(lane);
+  }
+  return total;
+}
+
+// The mean is summed around the first element, and the variance around the mean: a row is in the cache when it is read
+// again. Nothing cancels then, and the norm of equal elements is 0.
+template <class T>
+void normalize(const LayerNormRows& rows, int64_t begin, int64_t end) {
+  using C = Computed<T>;
+  using V = Vectorized<C>;
+  const auto size = static_cast<double>(rows.columns);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* const x = static_cast<const T*>(rows.x) + row * rows.x_stride;
+    T* const y = static_cast<T*>(rows.y) + row * rows.y_stride;
+    const auto around = [&](C center) {
+      return [x, center](int64_t i, int64_t count) {
+        return map<C>([&](const V& x) { return x - V(center); }, load<T>(x, i, count));
+      };
+    };
+    const C first = static_cast<C>(x[0]);
+    const C mean = static_cast<C>(static_cast<double>(first) + sum<C>(rows.columns, around(first)) / size);
+    const auto centered = around(mean);
+    const double squares = sum<C>(rows.columns, [&](int64_t i, int64_t count) {
+      return map<C>([](const V& x) { return x * x; }, centered(i, count));
+    });
+    const C rstd = C(1) / std::sqrt(static_cast<C>(squares / size) + static_cast<C>(rows.eps));
+    for (int64_t i = 0; i < rows.columns; i += Lanes<C>::count) {
+      const int64_t count = std::min(Lanes<C>::count, rows.columns - i);
+      Lanes<C> out = map<C>([&](const V& x) { return x * V(rstd); }, centered(i, count));
+      if (rows.weight) out = map<C>([](const V& x, const V& w) { return x * w; }, out, load<C>(rows.weight, i, count));
+      if (rows.bias) out = map<C>([](const V& x, const V& b) { return x + b; }, out, load<C>(rows.bias, i, count));
+      store<T>(y, i, count, out);
+    }
+    static_cast<C*>(rows.mean)[row * rows.mean_stride] = mean;
+    static_cast<C*>(rows.rstd)[row * rows.rstd_stride] = rstd;
+  }
+}
+
+}  // namespace
+
+LayerNormRoutine find_layer_norm_routine(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Double:
+      return &normalize<double>;
+    case c10::ScalarType::Half:
+      return &normalize<c10::Half>;
+    case c10::ScalarType::BFloat16:
+      return &normalize<c10::BFloat16>;
+    default:
+      return &normalize<float>;
+  }
+}
+
+}  // namespace torchops::cpu::CPU_CAPABILITY
