@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -124,10 +125,10 @@ void overwrite_long_row(const Tensor& row, const OptionalTensor& weight, const O
                    const auto more = static_cast<double>(slice.numel());
                    Tensor x = widened(slice);
                    const double slice_mean = x.mean().item<double>();
-                   const double difference = slice_mean - mean;
-                   mean += difference * more / (count + more);
-                   squares += x.sub_(slice_mean).square_().sum().item<double>() +
-                              difference * difference * count * more / (count + more);
+                   const double difference = slice_mean - mean, step = difference * (more / (count + more));
+                   mean += step;
+                   // Not difference^2 * count: if the first mean is huge, that is infinity times 0.
+                   squares += x.sub_(slice_mean).square_().sum().item<double>() + difference * count * step;
                    count += more;
                  });
   const double rstd = 1 / std::sqrt(squares / count + eps);
@@ -138,8 +139,9 @@ void overwrite_long_row(const Tensor& row, const OptionalTensor& weight, const O
                    if (b) y.add_(*b);
                    slice.copy_(y);
                  });
-  row_mean.fill_(mean);
-  row_rstd.fill_(rstd);
+  // fill_() would raise if rstd overflows the dtype of the moments, and x is overwritten already.
+  row_mean.copy_(at::scalar_tensor(mean, at::kDouble));
+  row_rstd.copy_(at::scalar_tensor(rstd, at::kDouble));
 }
 
 std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayRef normalized_shape,
