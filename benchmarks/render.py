@@ -35,6 +35,7 @@ PAGES = tuple(
         "ptx",
         "triangle_attention",
         "triangle_update",
+        "triangle_update_stages",
     )
 )
 BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)

@@ -172,7 +172,7 @@ def contenders(line: Line, with_compiled: bool) -> dict[str, Way]:
 
 def bound(line: Line) -> float | None:
     """Seconds: for each stage that cannot be merged with the next one, the larger of the time of a copy of its bytes
-    and that of its operations. See docs/triangle_update.md for the passes of each. None if other units decide."""
+    and that of its operations. docs/triangle_update_stages.md has the passes of each. None if other units decide."""
     if line.dtype not in (torch.bfloat16, torch.float16):
         return None
     pair = line.n * line.n * line.c * line.dtype.itemsize * line.batch

@@ -238,7 +238,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         lambda: [without("dense", "forward (262144, 128, 128) float32")],
     ),
     (
-        "docs/triangle_update.md",
+        "docs/triangle_update_stages.md",
         "stage 1 takes {:.2f} ms, the products {:.2f} ms, and stage 3 {:.2f} ms",
         lambda: [stage(kernel) for kernel in ("PairInKernel", "nvjet", "PairOutKernel")],
     ),
