@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,17 @@ def test_text() -> None:
     assert marked >= {"CPU", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"}
     assert "ADInplaceOrView" not in marked
     assert max(map(len, lines[3:])) <= 120
+
+
+def test_into_a_pipe_that_is_closed() -> None:
+    """As by `| head -1`, which may leave before all is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as stdout:
+        program = [sys.executable, "-m", "torchops"]
+        done = subprocess.run(program, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 1
+    assert "Error" not in done.stderr
 
 
 def test_width_with_all_keys_of_the_library() -> None:

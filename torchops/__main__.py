@@ -1,7 +1,14 @@
 """``python -m torchops``: what to paste into a bug report."""
 
+import os
 import sys
 
 from torchops._info import main
 
-print(main(sys.argv[1:]))
+output = main(sys.argv[1:])
+try:
+    print(output, flush=True)
+except BrokenPipeError:
+    # The reader, such as `head`, has seen enough. Python flushes again when it exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
