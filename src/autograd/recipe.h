@@ -110,7 +110,7 @@ Tensor overwrite(const Tensor& target, InPlace in_place) {
 
 /// Calls `in_place()`, which overwrites `self`, below ADInplaceOrView, and bumps the version counter, from which
 /// autograd sees that a saved tensor was overwritten: kernels that write raw memory don't bump it. A call that raises
-/// has written nothing and bumps nothing (for the exception, see for_each_row_panel()).
+/// has written nothing and bumps nothing (for the exception, see detail::overwriting()).
 template <class InPlace>
 auto bump_version_after(Tensor& self, InPlace in_place) {
   TORCH_CHECK(!self.is_inference() || c10::InferenceMode::is_enabled(),

@@ -46,20 +46,21 @@ void overwrite_long_lines(const Tensor& x, int64_t dim) {
 
 // ATen's kernels read what they overwrite before they write it, so input and output may be the same tensor. One kernel
 // is for lines of adjacent elements. The other is for lines side by side, and is fast if they fill at least a cache
-// line. Both need a contiguous tensor. For half precision, they hold a line, or a cache line's worth of lines, twice in
-// float32.
+// line. Both need a contiguous tensor. For half precision, each thread allocates a line, or a cache line's worth of
+// lines, twice in float32.
 bool overwrite_contiguous(const Tensor& x, const Tensor& lines, int64_t dim) {
   const int64_t length = lines.size(-1), in_cache_line = 64 / x.element_size();
   const int64_t float_bytes = at::isReducedFloatingType(x.scalar_type()) ? 2 * sizeof(float) : 0;
+  const auto overwrite = [&](Tensor view) {
+    overwriting(x, [&] { at::cpu::_softmax_out(view, view, 1, /*half_to_float=*/false); });
+  };
   if (lines.is_contiguous() && length * float_bytes <= kMaxScratchBytes) {
-    Tensor rows = lines.view({-1, length});
-    at::cpu::_softmax_out(rows, rows, 1, /*half_to_float=*/false);
+    overwrite(lines.view({-1, length}));
     return true;
   }
   const int64_t side_by_side = x.stride(dim);
   if (x.is_contiguous() && side_by_side >= in_cache_line && length * in_cache_line * float_bytes <= kMaxScratchBytes) {
-    Tensor columns = x.view({-1, length, side_by_side});
-    at::cpu::_softmax_out(columns, columns, 1, /*half_to_float=*/false);
+    overwrite(x.view({-1, length, side_by_side}));
     return true;
   }
   return false;
