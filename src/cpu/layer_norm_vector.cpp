@@ -53,7 +53,13 @@ void normalize(const LayerNormRows& rows, int64_t begin, int64_t end) {
       };
     };
     const C first = static_cast<C>(x[0]);
-    const C mean = static_cast<C>(static_cast<double>(first) + sum<C>(rows.columns, around(first)) / size);
+    C mean = static_cast<C>(static_cast<double>(first) + sum<C>(rows.columns, around(first)) / size);
+    if (!std::isfinite(mean)) {
+      // The sum has overflowed, unless a value is infinite or NaN. The variance will too, and the norm is 0.
+      mean = static_cast<C>(sum<C>(rows.columns, [&](int64_t i, int64_t count) {
+        return map<C>([&](const V& x) { return x / V(static_cast<C>(size)); }, load<T>(x, i, count));
+      }));
+    }
     const auto centered = around(mean);
     const double squares = sum<C>(rows.columns, [&](int64_t i, int64_t count) {
       return map<C>([](const V& x) { return x * x; }, centered(i, count));
