@@ -65,9 +65,11 @@ void normalize(const LayerNormRows& rows, int64_t begin, int64_t end) {
       return map<C>([](const V& x) { return x * x; }, centered(i, count));
     });
     const C rstd = C(1) / std::sqrt(static_cast<C>(squares / size) + static_cast<C>(rows.eps));
+    // If the variance has overflowed, so may differences from the mean, and infinity times 0 is NaN.
+    const auto scaled = rstd == C(0) ? around(C(0)) : centered;
     for (int64_t i = 0; i < rows.columns; i += Lanes<C>::count) {
       const int64_t count = std::min(Lanes<C>::count, rows.columns - i);
-      Lanes<C> out = map<C>([&](const V& x) { return x * V(rstd); }, centered(i, count));
+      Lanes<C> out = map<C>([&](const V& x) { return x * V(rstd); }, scaled(i, count));
       if (rows.weight) out = map<C>([](const V& x, const V& w) { return x * w; }, out, load<C>(rows.weight, i, count));
       if (rows.bias) out = map<C>([](const V& x, const V& b) { return x + b; }, out, load<C>(rows.bias, i, count));
       store<T>(y, i, count, out);
