@@ -11,13 +11,13 @@ import re
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from source_distribution import unpack
 
 from torchops import _build_info
 
@@ -336,8 +336,7 @@ def test_sdist_leaves_the_torch_open(tmp_path: Path) -> None:
     done = run(sys.executable, "-c", code, cwd=ROOT, environment={"PYTHONPATH": str(ROOT / "cmake")})
     assert done.returncode == 0, done.stderr
     assert (tmp_path / f"torchops-{VERSION}.tar.gz").exists()
-    with tarfile.open(tmp_path / f"torchops-{VERSION}.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(tmp_path / f"torchops-{VERSION}.tar.gz", tmp_path)
     source = tmp_path / f"torchops-{VERSION}"
     listed = Parser().parsestr((source / "PKG-INFO").read_text())
     assert listed["Version"] == VERSION

@@ -8,12 +8,12 @@ import re
 import shlex
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 from simple_index import links, write
+from source_distribution import unpack
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,8 +90,7 @@ def test_an_index_can_show_the_readme(repository: str, tmp_path: Path) -> None:
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        opened.extractall(tmp_path, filter="data")
+    unpack(archive, tmp_path)
     information = tmp_path / archive.name.removesuffix(".tar.gz") / "PKG-INFO"
     header, _, readme = information.read_text().partition("\n\n")
     lead = re.findall(r"\]\((?!#)([^)\s]+)\)", readme)
