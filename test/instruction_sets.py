@@ -11,7 +11,7 @@ import torch
 
 
 def errors_with(capability: str, module: str) -> str:
-    """What it raised, in a process of its own: ATen chooses when it is loaded."""
+    """How it failed, in a process of its own: ATen chooses when it is loaded."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("this processor has one instruction set that ATen chooses")
     script = (
@@ -26,4 +26,4 @@ def errors_with(capability: str, module: str) -> str:
         text=True,
         check=False,
     )
-    return done.stderr if done.returncode else ""
+    return f"status {done.returncode}: {done.stderr}" if done.returncode else ""  # a crash writes nothing
