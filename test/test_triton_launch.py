@@ -32,7 +32,7 @@ class Kernel:
             if self.fails:
                 raise RuntimeError("does not compile")
             self.compiled += 1
-            assert options == {"BLOCK": 16, "num_warps": 4}
+            assert options == {"BLOCK": 16, "num_warps": 4, "enable_fp_fusion": True}
             return Compiled(self)
 
         return call

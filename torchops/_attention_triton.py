@@ -47,7 +47,6 @@ class _Launch(NamedTuple):
             "STAGES": None if dtype == torch.float32 else self.stages,
             "num_warps": self.warps,
             "num_stages": self.stages,
-            "enable_fp_fusion": True,  # newer versions of Triton default to False
         }
         return made if self.registers is None else made | {"maxnreg": self.registers}
 

@@ -97,7 +97,7 @@ class _Kernel:
         kernel = getattr(kernels, name)
         constants |= {"STAGES": tile.stages}
         taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
-        how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+        how = {"num_warps": tile.warps, "num_stages": tile.stages}
         self.launch = Launch(kernel, **taken, BLOCK=tile.block, **how)
 
     def blocks(self, count: int, device: torch.device) -> int:

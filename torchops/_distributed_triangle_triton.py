@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchops._triton_launch import FP_FUSION
+
 __all__ = ["Gather", "fits", "transposed", "update"]
 
 _PADDING = 16
@@ -157,7 +159,9 @@ def transposed(t: Tensor) -> Tensor:
     batch, rows, columns = t.shape
     made = t.new_empty((batch, columns, rows))
     if t.numel():
-        _transpose[(triton.cdiv(rows, 64) * triton.cdiv(columns, 64), batch)](t, made, rows, columns, BLOCK=64)
+        _transpose[(triton.cdiv(rows, 64) * triton.cdiv(columns, 64), batch)](
+            t, made, rows, columns, BLOCK=64, **FP_FUSION
+        )
     return made
 
 
@@ -179,7 +183,7 @@ def update(
     group = d // groups
     w = w._replace(**{name: t.contiguous() for name, t in w._asdict().items() if t is not None})
     has: Any = {"C": c, "D": d, "HAS_NORM": w.norm_in is not None, "HAS_NORM_BIAS": w.norm_in_bias is not None}
-    blocks = {"BLOCK": 64, "num_warps": 8, "maxnreg": 128}  # two programs per multiprocessor
+    blocks = FP_FUSION | {"BLOCK": 64, "num_warps": 8, "maxnreg": 128}  # two programs per multiprocessor
     grid = triton.cdiv(width, 64), own, batch
     a = w.p_out.new_empty((batch, d, own, width))
     b = w.p_out.new_empty((groups, own, batch, group, width))

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchops._triton_launch import FP_FUSION
+
 if TYPE_CHECKING:
     from ._gated_triangle import Weights
 
@@ -199,7 +201,7 @@ class _Launch:
         if self.runner is not None:
             self.runner(*arguments, *self.constants, stream=stream)
             return
-        compiled = self.kernel[self.grid](*arguments, *self.constants, num_warps=self.warps)
+        compiled = self.kernel[self.grid](*arguments, *self.constants, num_warps=self.warps, **FP_FUSION)
         if compiled is not None:  # the interpreter returns None
             self.runner = compiled[self.grid]
 

@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Launch", "is_watched", "noting", "stream_of"]
+__all__ = ["FP_FUSION", "Launch", "is_watched", "noting", "stream_of"]
 
 _MOST_KEPT = 4096  # keys; each new N adds one
+
+FP_FUSION: dict[str, Any] = {"enable_fp_fusion": True}
+"""An option of every kernel: a product and a sum are one instruction. It is Triton's default up to version 3.9, which
+warns, where the option is not given, that the default will change."""
 
 
 class _Noting(threading.local):
@@ -36,7 +40,7 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
-        self._kernel, self.options = kernel, options
+        self._kernel, self.options = kernel, options | FP_FUSION
         self.constants = [options[name] for name in kernel.arg_names if name in options]
         # An argument is not part of the key if Triton looks only at its type, and the annotation fixes that.
         params = getattr(kernel, "params", ())  # absent from interpreted kernels
