@@ -16,8 +16,13 @@ CUDA ?= AUTO
 KERNELS ?= FULL
 # The CUDA build of torch that test-cuda-build compiles against. It needs no GPU.
 CUDA_TORCH_VERSION ?= 2.14.1
-# Where CUDA is demanded and there is no compiler for it, PyPI has one.
-NVCC_GROUP = $(if $(filter ON,$(CUDA)),$(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc >/dev/null || echo --group nvcc))
+# The headers of CUTLASS and, where CUDA is demanded and there is no compiler for it, PyPI's, of the CUDA of torch.
+NVCC = $(if $(filter ON,$(CUDA)),$(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc >/dev/null || \
+  echo nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl))
+CUDA_TOOLS = cuda=$$($(RUN) -c "import torch; print(torch.version.cuda or '')"); \
+  if [ $(CUDA) != OFF ] && [ -n "$$cuda" ]; then \
+    $(PIP) install $(PIP_FLAGS) --group cuda $(NVCC:%="%==$$cuda.*") "torch==$(TORCH_VERSION)"; \
+  fi
 # What test-cuda-build builds (all that has CUDA in it) and runs: that the build loads and registers what it should.
 # `make test` with that torch tests the rest.
 CUDA_TARGETS := torchops;gemm_test
@@ -94,9 +99,7 @@ $(VENV)/.adapters: $(VENV)/.group-adapters
 $(VENV)/.built: $(SOURCES) $(TORCH) $(VENV)/.group-test
 	@echo "building"
 	@rm -rf $(TORCHINDUCTOR_CACHE_DIR)
-	@if [ $(CUDA) != OFF ] && $(RUN) -c "import sys, torch; sys.exit(not torch.version.cuda)"; then \
-	  $(PIP) install $(PIP_FLAGS) --group cuda $(NVCC_GROUP) "torch==$(TORCH_VERSION)"; \
-	fi
+	@$(CUDA_TOOLS)
 	@$(PIP) install --editable . $(BUILD_FLAGS)
 	@touch $@
 
@@ -143,9 +146,7 @@ else
 endif
 
 wheel-here: $(TORCH) $(VENV)/.group-release
-	@if [ $(CUDA) != OFF ] && $(RUN) -c "import sys, torch; sys.exit(not torch.version.cuda)"; then \
-	  $(PIP) install $(PIP_FLAGS) --group cuda $(NVCC_GROUP) "torch==$(TORCH_VERSION)"; \
-	fi
+	@$(CUDA_TOOLS)
 	@rm -rf $(WHEEL_BUILD)/{raw,repaired}
 	@$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir $(WHEEL_BUILD)/raw -C build-dir=$(WHEEL_BUILD)/torch-$(TORCH_VERSION) \
 	  -C cmake.define.TORCHOPS_CUDA=$(CUDA) -C cmake.define.TORCHOPS_KERNELS=$(KERNELS)

@@ -1,4 +1,4 @@
-# Supported ranges of other packages are written once, in pyproject.toml: "torch>=2.11,<2.15".
+# Supported ranges of other packages are written once, in pyproject.toml: "torch>=2.11,<2.16".
 get_filename_component(_torchops_pyproject "${CMAKE_CURRENT_LIST_DIR}/../pyproject.toml" ABSOLUTE)
 
 # Sets `least` and `end` to the two versions of the range of `package`: least <= version < end.

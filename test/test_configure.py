@@ -255,7 +255,7 @@ def test_without_torch_says_what_to_do(tmp_path: Path) -> None:
     done = run(CMAKE, "-S", ROOT, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={python}")
     assert done.returncode != 0
     assert "No module named 'torch'" in done.stderr
-    assert f'{python} -m pip install "torch>=2.11,<2.15" scikit-build-core cmake ninja' in done.stderr
+    assert f'{python} -m pip install "torch>=2.11,<2.16" scikit-build-core cmake ninja' in done.stderr
     assert f"{python} -m pip install --no-build-isolation ." in done.stderr
 
 
@@ -291,7 +291,7 @@ def test_without_torch_or_cmake_a_frontend_says_what_to_do(tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.15.0"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0"])
 def test_torch_outside_the_supported_range(tmp_path: Path, version: str) -> None:
     done, _ = Machine(tmp_path, torch=version).name()
     assert done.returncode != 0
@@ -308,7 +308,7 @@ def test_what_it_was_built_with_is_in_its_name(tmp_path: Path) -> None:
     for number, (torch, nvcc, options, local) in enumerate(
         [
             ("2.13.0+cpu", "13.0", {}, "torch213.cpu"),
-            ("2.14.1+cpu", "13.0", {}, "torch214.cpu"),
+            ("2.15.0+cpu", "13.0", {}, "torch215.cpu"),
             ("2.13.0+cu130", "13.0", {}, "torch213.cu130"),
             ("2.13.0+cu128", "12.9", {}, "torch213.cu128"),
             ("2.13.0+cu130", "12.9", {}, "torch213.cpu"),
@@ -340,7 +340,7 @@ def test_sdist_leaves_the_torch_open(tmp_path: Path) -> None:
     source = tmp_path / f"torchops-{VERSION}"
     listed = Parser().parsestr((source / "PKG-INFO").read_text())
     assert listed["Version"] == VERSION
-    assert requirements(listed) == ["torch<2.15,>=2.11"]
+    assert requirements(listed) == ["torch<2.16,>=2.11"]
     assert listed.get_all("Dynamic") == ["Requires-Dist"]
     assert listed.get_all("Provides-Extra") == ["onnx", "bench"]
     assert listed["License-Expression"] == "BSD-3-Clause"

@@ -21,7 +21,7 @@ try:
     from torch.distributed.tensor.experimental import register_sharding
 except ImportError as error:
     raise ImportError(
-        f"torchops.distributed: expected torch 2.11 to 2.14 with its distributed package, got {torch.__version__}"
+        f"torchops.distributed: expected a torch with DTensor and register_sharding, got {torch.__version__} ({error})"
     ) from error
 
 __all__: list[str] = []
