@@ -6,8 +6,8 @@ namespace torchops::detail {
 
 /// A copy of `x` with identity gradient that no compiler pass can see through.
 ///
-/// Saved by a traced in-place operator whose gradient needs the old value. Inductor drops a plain clone of a graph
-/// input that is mutated later, and the gradient would then read the new value.
+/// Saved by a traced in-place operator whose gradient needs the old value. Before torch 2.15, Inductor drops a plain
+/// clone of a graph input that is mutated later, and the gradient would then read the new value.
 at::Tensor keep(const at::Tensor& x);
 
 }  // namespace torchops::detail
