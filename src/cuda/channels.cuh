@@ -35,8 +35,7 @@ constexpr int kTileThreads = 8;
 // Rows, or channels, that a thread has in flight.
 constexpr int kTileBatch = 4;
 
-/// The side of a tile whose rows a warp moves V elements at a time. Its rows in shared memory are padded by V, so that
-/// the columns that a warp reads are in different banks.
+/// The side of a tile whose rows a warp moves V elements at a time.
 template <int V>
 constexpr int kTile = 32 * V;
 
@@ -60,7 +59,7 @@ template <class T, int V, class Rows>
 __global__ void __launch_bounds__(32 * kTileThreads)
     to_channels_kernel(Rows rows, MatrixRows<T> channels, Positions positions, RowFactors<T> factors, int64_t row_count,
                        int64_t channel_count) {
-  __shared__ T tile[kTile<V>][kTile<V> + V];
+  __shared__ T tile[kTile<V>][kTile<V> + V];  // padded, so that the columns that a warp reads are in different banks
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>, first_channel = int64_t{blockIdx.y} * kTile<V>;
   const int lane = static_cast<int>(threadIdx.x) * V;
   if (first_channel + lane < channel_count) {
@@ -98,31 +97,50 @@ __global__ void __launch_bounds__(32 * kTileThreads)
   }
 }
 
-/// tile[r][c] = channels[first_channel + c][positions.of(first_row + r)] for the rows of a tile and `count` channels;
-/// `stride` is the distance of its rows.
-template <class T, int V>
-__device__ inline void load_tile(T* tile, int stride, const MatrixRows<const T>& channels, const Positions& positions,
-                                 int64_t first_row, int64_t row_count, int64_t first_channel, int count) {
+/// Where a row begins in a tile of kTile<V> * (columns + 1) elements, for a warp that writes V columns of V rows per
+/// lane. A gap of V elements after V rows puts these in different banks if V rows are a multiple of 128 bytes.
+template <int V>
+__device__ inline int tile_row(int row, int columns) {
+  return row * columns + row / V * V;
+}
+
+/// tile[r][c] = channels[first_channel + c][positions.of(first_row + r)] for the rows of a tile and `count` channels, a
+/// multiple of V; `columns` are those of the tile. A thread has V rows. It calls each(values, n) with n <= kBatch
+/// groups of V of its channels: values[i][k].at[j] is channel k of group i in row j. Ends without a barrier.
+template <int kBatch, class T, int V, class Each>
+__device__ inline void load_tile(T* tile, int columns, const MatrixRows<const T>& channels, const Positions& positions,
+                                 int64_t first_row, int64_t row_count, int64_t first_channel, int count,
+                                 const Each& each) {
+  constexpr int step = kTileThreads * V;
   const int lane = static_cast<int>(threadIdx.x) * V;
-  if (first_row + lane < row_count) {
-    const int64_t position = positions.of(first_row + lane);
-    for (int begin = static_cast<int>(threadIdx.y); begin < count; begin += kTileBatch * kTileThreads) {
-      Packed<T, V> packed[kTileBatch];
+  if (first_row + lane >= row_count) return;
+  int channel = static_cast<int>(threadIdx.y) * V;
+  const T* from = channels.data + (first_channel + channel) * channels.stride + positions.of(first_row + lane);
+  const auto load_batch = [&](int n) {
+    Packed<T, V> values[kBatch][V];
 #pragma unroll
-      for (int b = 0; b < kTileBatch; ++b) {
-        const int channel = begin + b * kTileThreads;
-        if (channel < count) packed[b] = channels.template load<V>(first_channel + channel, position);
-      }
+    for (int i = 0; i < kBatch; ++i, from += step * channels.stride) {
+      if (i >= n) continue;
 #pragma unroll
-      for (int b = 0; b < kTileBatch; ++b) {
-        const int channel = begin + b * kTileThreads;
-        if (channel >= count) break;
+      for (int k = 0; k < V; ++k) values[i][k] = load<T, V>(from + k * channels.stride);
+    }
 #pragma unroll
-        for (int j = 0; j < V; ++j) tile[(lane + j) * stride + channel] = packed[b].at[j];
+    for (int i = 0; i < kBatch; ++i) {
+      if (i >= n) continue;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        Packed<T, V> of_row;
+#pragma unroll
+        for (int k = 0; k < V; ++k) of_row.at[k] = values[i][k].at[j];
+        *reinterpret_cast<Packed<T, V>*>(tile + tile_row<V>(lane + j, columns) + channel + i * step) = of_row;
       }
     }
+    each(values, n);
+  };
+  for (; channel + (kBatch - 1) * step < count; channel += kBatch * step) {
+    load_batch(kBatch);
   }
-  __syncthreads();
+  if (channel < count) load_batch((count - channel + step - 1) / step);
 }
 
 /// rows[r][c] = channels[c][positions.of(r)] * factors.of(r).
@@ -130,18 +148,21 @@ template <class T, int V>
 __global__ void __launch_bounds__(32 * kTileThreads)
     to_rows_kernel(MatrixRows<const T> channels, MatrixRows<T> rows, Positions positions, RowFactors<T> factors,
                    int64_t row_count, int64_t channel_count) {
-  __shared__ T tile[kTile<V>][kTile<V> + V];
+  __shared__ __align__(kVectorBytes) T tile[kTile<V> * (kTile<V> + 1)];
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>, first_channel = int64_t{blockIdx.y} * kTile<V>;
   const int lane = static_cast<int>(threadIdx.x) * V;
-  load_tile<T, V>(tile[0], kTile<V> + V, channels, positions, first_row, row_count, first_channel,
-                  static_cast<int>(min(int64_t{kTile<V>}, channel_count - first_channel)));
+  load_tile<kTileBatch, T, V>(tile, kTile<V>, channels, positions, first_row, row_count, first_channel,
+                              static_cast<int>(min(int64_t{kTile<V>}, channel_count - first_channel)),
+                              [](const auto&, int) {});
+  __syncthreads();
   for (int i = static_cast<int>(threadIdx.y); i < kTile<V>; i += kTileThreads) {
     const int64_t row = first_row + i, channel = first_channel + lane;
     if (row >= row_count || channel >= channel_count) continue;
     const Accumulate<T> factor = factors.of(row);
     Accumulate<T> values[V];
+    unpack(*reinterpret_cast<const Packed<T, V>*>(tile + tile_row<V>(i, kTile<V>) + lane), values);
 #pragma unroll
-    for (int j = 0; j < V; ++j) values[j] = static_cast<Accumulate<T>>(tile[i][lane + j]) * factor;
+    for (int j = 0; j < V; ++j) values[j] *= factor;
     rows.template store<V>(row, channel, pack<T, V>(values));
   }
 }
@@ -149,51 +170,105 @@ __global__ void __launch_bounds__(32 * kTileThreads)
 /// The shared memory of a tile that has all channels of its positions.
 template <class T, int V>
 constexpr int64_t tile_bytes(int64_t channel_count) {
-  return kTile<V> * (channel_count + V) * static_cast<int64_t>(sizeof(T));
+  return kTile<V> * (channel_count + 1) * static_cast<int64_t>(sizeof(T));
 }
-
-/// rows[r] = the layer norm of channels[:][positions.of(r)]. A tile has all channels of its positions; a warp takes a
-/// position at a time, whose variance it sums around the mean. weight and bias may be null.
+/// The shared memory of the moments of a tile's rows, which each warp has of its own channels.
 template <class T, int V>
-__global__ void __launch_bounds__(32 * kTileThreads)
+constexpr int64_t moment_bytes = 2 * kTileThreads * kTile<V> * static_cast<int64_t>(sizeof(Accumulate<T>));
+
+/// rows[r] = the layer norm of channels[:][positions.of(r)]. A tile has all channels of its positions. Each thread
+/// measures its channels of V positions while it holds them, around their own mean. Then a warp puts together what all
+/// warps found for its rows, and writes these. weight and bias may be null.
+template <class T, int V>
+__global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
     to_normalized_rows_kernel(MatrixRows<const T> channels, MatrixRows<T> rows, Positions positions, const T* weight,
                               const T* bias, Accumulate<T> eps, int64_t row_count, int channel_count) {
   using Wide = Accumulate<T>;
+  constexpr int kBatch = 16 / V, kRows = kTile<V> / kTileThreads;
   extern __shared__ __align__(kVectorBytes) unsigned char whole_tile[];
+  __shared__ Wide means[kTileThreads][kTile<V>], squares[kTileThreads][kTile<V>];
   T* const tile = reinterpret_cast<T*>(whole_tile);
-  const int stride = channel_count + V;
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>;
-  const int lane = static_cast<int>(threadIdx.x) * V;
-  load_tile<T, V>(tile, stride, channels, positions, first_row, row_count, 0, channel_count);
-  for (int i = static_cast<int>(threadIdx.y); i < kTile<V> && first_row + i < row_count; i += kTileThreads) {
-    const T* const row = tile + i * stride;
-    const auto for_each = [&](const auto& f) {
-      for (int channel = lane; channel < channel_count; channel += kTile<V>) {
-        Wide values[V];
-        unpack(*reinterpret_cast<const Packed<T, V>*>(row + channel), values);
-        f(channel, values);
-      }
-    };
-    Wide sum = 0, squares = 0;
-    for_each([&](int, const Wide(&values)[V]) {
+  const int lane = static_cast<int>(threadIdx.x) * V, warp = static_cast<int>(threadIdx.y);
+  Spread<Wide> own[V] = {};
+  load_tile<kBatch, T, V>(
+      tile, channel_count, channels, positions, first_row, row_count, 0, channel_count,
+      [&](const Packed<T, V>(&values)[kBatch][V], int n) {
+        const auto for_each = [&](const auto& f) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) sum += values[j];
-    });
-    const Wide mean = reduce_lanes<kWarp>(sum, Sum()) / static_cast<Wide>(channel_count);
-    for_each([&](int, const Wide(&values)[V]) {
+          for (int i = 0; i < kBatch; ++i) {
+            if (i >= n) continue;
 #pragma unroll
-      for (int j = 0; j < V; ++j) squares += (values[j] - mean) * (values[j] - mean);
-    });
-    const Wide rstd = rsqrt(reduce_lanes<kWarp>(squares, Sum()) / static_cast<Wide>(channel_count) + eps);
-    for_each([&](int channel, Wide(&values)[V]) {
+            for (int k = 0; k < V; ++k) {
+              Wide of_rows[V];
+              unpack(values[i][k], of_rows);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        values[j] = (values[j] - mean) * rstd;
-        if (weight != nullptr) values[j] *= static_cast<Wide>(weight[channel + j]);
-        if (bias != nullptr) values[j] += static_cast<Wide>(bias[channel + j]);
-      }
-      rows.template store<V>(first_row + i, channel, pack<T, V>(values));
-    });
+              for (int j = 0; j < V; ++j) f(j, of_rows[j]);
+            }
+          }
+        };
+        Spread<Wide> batch[V] = {};
+        for_each([&](int j, Wide value) { batch[j].mean += value; });
+#pragma unroll
+        for (auto& of_row : batch) {
+          of_row.count = static_cast<Wide>(n * V);
+          of_row.mean /= of_row.count;
+        }
+        for_each([&](int j, Wide value) { batch[j].squares += (value - batch[j].mean) * (value - batch[j].mean); });
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          own[j] = own[j].count == 0 ? batch[j] : Pooled<Wide>()(own[j], batch[j]);
+        }
+      });
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    means[warp][lane + j] = own[j].mean;
+    squares[warp][lane + j] = own[j].squares;
+  }
+  __syncthreads();
+
+  // Lane r, and others, have the moments of the warp's row r.
+  const int first = warp * kRows, of_lane = first + static_cast<int>(threadIdx.x) % kRows;
+  const auto for_each_warp = [&](const auto& f) {
+#pragma unroll
+    for (int other = 0; other < kTileThreads; ++other) {
+      const int left = channel_count - other * V;
+      if (left > 0) f(other, static_cast<Wide>((left + kTileThreads * V - 1) / (kTileThreads * V) * V));
+    }
+  };
+  // Around the mean of one warp, so that the sum rounds less.
+  const Wide near = means[0][of_lane];
+  Wide rest = 0, sum = 0;
+  for_each_warp([&](int other, Wide count) { rest += count * (means[other][of_lane] - near); });
+  const Wide mean = near + rest / static_cast<Wide>(channel_count);
+  for_each_warp([&](int other, Wide count) {
+    const Wide distance = means[other][of_lane] - mean;
+    sum += squares[other][of_lane] + count * distance * distance;
+  });
+  const Wide rstd = rsqrt(sum / static_cast<Wide>(channel_count) + eps);
+  Wide mean_of[kRows], rstd_of[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    mean_of[r] = __shfl_sync(0xffffffffu, mean, r);
+    rstd_of[r] = __shfl_sync(0xffffffffu, rstd, r);
+  }
+  const int64_t left = row_count - first_row - first;
+  for (int channel = lane; channel < channel_count; channel += kTile<V>) {
+    Wide w[V], b[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      w[j] = weight == nullptr ? Wide{1} : static_cast<Wide>(weight[channel + j]);
+      b[j] = bias == nullptr ? Wide{0} : static_cast<Wide>(bias[channel + j]);
+    }
+    T* to = rows.data + (first_row + first) * rows.stride + channel;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, to += rows.stride) {
+      Wide values[V];
+      unpack(*reinterpret_cast<const Packed<T, V>*>(tile + tile_row<V>(first + r, channel_count) + channel), values);
+#pragma unroll
+      for (int j = 0; j < V; ++j) values[j] = (values[j] - mean_of[r]) * rstd_of[r] * w[j] + b[j];
+      if (r < left) store(to, pack<T, V>(values));
+    }
   }
 }
 
@@ -239,10 +314,10 @@ struct ChannelPanel {
               static_cast<Accumulate<T>>(eps), rows.size(0), static_cast<int>(channel_count));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     };
-    if (tile_bytes<T, 1>(channel_count) > most_bytes) return false;
+    if (tile_bytes<T, 1>(channel_count) + moment_bytes<T, 1> > most_bytes) return false;
     if (rows.numel() == 0) return true;
     const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-    if (in_pairs(rows, rows) && tile_bytes<T, 2>(channel_count) <= most_bytes) {
+    if (in_pairs(rows, rows) && tile_bytes<T, 2>(channel_count) + moment_bytes<T, 2> <= most_bytes) {
       run(std::integral_constant<int, 2>{}, stream);
     } else {
       run(std::integral_constant<int, 1>{}, stream);

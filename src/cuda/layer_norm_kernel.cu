@@ -40,21 +40,6 @@ __device__ inline void read_parameter(const T* parameter, int64_t column, Accumu
   for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(from[i]);
 }
 
-// The number of elements, their mean, and the sum of their squared distances from it.
-template <class A>
-struct Spread {
-  A count, mean, squares;
-};
-
-// Chan, Golub and LeVeque 1983.
-template <class A>
-struct Together {
-  __device__ Spread<A> operator()(const Spread<A>& a, const Spread<A>& b) const {
-    const A count = a.count + b.count, part = b.count / count, difference = b.mean - a.mean;
-    return {count, a.mean + difference * part, a.squares + b.squares + difference * difference * a.count * part};
-  }
-};
-
 // The variance is computed from the squared distances from the mean, not from the squares, so no digits cancel.
 template <class T>
 struct LayerNorm {
@@ -90,7 +75,7 @@ struct LayerNorm {
     if (!Group::kOneBlock) {
       total.mean += rest;
       rest = 0;
-      total = group.merge(total, Together<A>());
+      total = group.merge(total, Pooled<A>());
     }
     const A center = total.mean, scale = rsqrt(total.squares / columns + eps);
     row.write([&](auto& values, int64_t column) {

@@ -47,6 +47,21 @@ __device__ inline A reduce_lanes(A value, Op op) {
   return value;
 }
 
+/// The number of elements, their mean, and the sum of their squared distances from it.
+template <class A>
+struct Spread {
+  A count, mean, squares;
+};
+
+/// Chan, Golub and LeVeque 1983.
+template <class A>
+struct Pooled {
+  __device__ Spread<A> operator()(const Spread<A>& a, const Spread<A>& b) const {
+    const A count = a.count + b.count, part = b.count / count, difference = b.mean - a.mean;
+    return {count, a.mean + difference * part, a.squares + b.squares + difference * difference * a.count * part};
+  }
+};
+
 constexpr int kWarp = 32;
 
 /// The number of this block. A grid with more blocks than its x dimension allows continues along y.
