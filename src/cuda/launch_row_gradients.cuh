@@ -13,13 +13,14 @@
 // The host side of row_gradients.cuh.
 namespace torchops::cuda {
 
-/// Calls f(T()), which returns whether it computed the gradients, for the element types with kernels here. float64 is
-/// mostly used to check derivatives, so it is left to ATen: it would add a third to what is compiled.
+/// Calls f(T()), which returns whether it computed the gradients, for the element types with kernels here.
 template <class F>
 bool with_element_type(at::ScalarType dtype, const F& f) {
   switch (dtype) {
     case at::kFloat:
       return f(float());
+    case at::kDouble:
+      return f(double());
     case at::kHalf:
       return f(c10::Half());
     case at::kBFloat16:
@@ -28,6 +29,11 @@ bool with_element_type(at::ScalarType dtype, const F& f) {
       return false;
   }
 }
+
+/// Whether only rows that fit a warp have a kernel. Long rows of float64 are rare, and left to ATen: kernels for them
+/// would take long to compile.
+template <class T>
+constexpr bool kShortRowsOnly = std::is_same_v<T, double>;
 
 /// How rows are divided among threads and blocks.
 struct RowDivision {
@@ -84,24 +90,27 @@ std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
     return RowDivision{RowDivision::By::kLanes, static_cast<int>(lanes), threads, 1,
                        parts(fit * processors, threads / lanes)};
   }
-  const auto threads_of = [&](int blocks) {
-    return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{kGradientVectors} * blocks), kWarp) * kWarp);
-  };
-  if (const int threads = threads_of(1); threads <= kGradientThreads && blocks_that_fit(threads) > 0) {
-    return RowDivision{RowDivision::By::kBlock, 1, threads, 1, parts(blocks_that_fit(threads) * processors, 1)};
+  if constexpr (!kShortRowsOnly<T>) {
+    const auto threads_of = [&](int blocks) {
+      return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{kGradientVectors} * blocks), kWarp) * kWarp);
+    };
+    if (const int threads = threads_of(1); threads <= kGradientThreads && blocks_that_fit(threads) > 0) {
+      return RowDivision{RowDivision::By::kBlock, 1, threads, 1, parts(blocks_that_fit(threads) * processors, 1)};
+    }
+    static std::array<PerDevice, 4> caches;  // for 2, 4, 8 and 16 blocks
+    size_t log_half = 0;
+    while (threads_of(2 << log_half) > kGradientThreads && log_half < caches.size()) ++log_half;
+    if (log_half == caches.size() || blocks_that_fit(kGradientThreads) == 0) return std::nullopt;
+    const int cluster = 2 << log_half;
+    static_assert(Cluster::kMaxBlocks == 16);
+    int resident = 0;
+    C10_CUDA_CHECK(caches[log_half].get(resident, [&](int& answer) {
+      return query_resident_clusters(row_gradients_kernel<T, GradientCluster, Operator>, cluster, answer);
+    }));
+    if (resident == 0) return std::nullopt;
+    return RowDivision{RowDivision::By::kCluster, 1, threads_of(cluster), cluster, std::min<int64_t>(resident, rows)};
   }
-  static std::array<PerDevice, 4> caches;  // for 2, 4, 8 and 16 blocks
-  size_t log_half = 0;
-  while (threads_of(2 << log_half) > kGradientThreads && log_half < caches.size()) ++log_half;
-  if (log_half == caches.size() || blocks_that_fit(kGradientThreads) == 0) return std::nullopt;
-  const int cluster = 2 << log_half;
-  static_assert(Cluster::kMaxBlocks == 16);
-  int resident = 0;
-  C10_CUDA_CHECK(caches[log_half].get(resident, [&](int& answer) {
-    return query_resident_clusters(row_gradients_kernel<T, GradientCluster, Operator>, cluster, answer);
-  }));
-  if (resident == 0) return std::nullopt;
-  return RowDivision{RowDivision::By::kCluster, 1, threads_of(cluster), cluster, std::min<int64_t>(resident, rows)};
+  return std::nullopt;
 }
 
 /// t (..., *trailing), not empty, as (rows, columns) whose rows can be read as vectors: a view if possible, otherwise a
@@ -141,17 +150,17 @@ void launch_row_gradients(GradientRows<T> rows, const Operator& op, const RowDiv
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   };
   static std::array<PerDevice, 3> caches;
-  switch (division.by) {
-    case RowDivision::By::kLanes:
-      return start(row_gradients_kernel<T, GradientLanes, Operator>, caches[0], GradientLanes::kMaxThreads);
-    case RowDivision::By::kBlock: {
-      // The most that a block may have on this device, since the number of threads varies with the length of rows.
-      const auto most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;
-      return start(row_gradients_kernel<T, GradientBlock, Operator>, caches[1],
-                   std::min<int>(kGradientThreads, static_cast<int>(most / kGradientSharedBytes)));
-    }
-    case RowDivision::By::kCluster:
+  if (division.by == RowDivision::By::kLanes) {
+    return start(row_gradients_kernel<T, GradientLanes, Operator>, caches[0], GradientLanes::kMaxThreads);
+  }
+  if constexpr (!kShortRowsOnly<T>) {
+    if (division.by == RowDivision::By::kCluster) {
       return start(row_gradients_kernel<T, GradientCluster, Operator>, caches[2], kGradientThreads);
+    }
+    // The most that a block may have on this device, since the number of threads varies with the length of rows.
+    const auto most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;
+    start(row_gradients_kernel<T, GradientBlock, Operator>, caches[1],
+          std::min<int>(kGradientThreads, static_cast<int>(most / kGradientSharedBytes)));
   }
 }
 

@@ -264,9 +264,9 @@ void layer_norm_row_gradients(const Tensor& grad, const Tensor& x, const Tensor&
                                                            A{1} / static_cast<A>(columns)},
                        division);
   if constexpr (kSumsOfColumn > 0) {
-    launch_column_sum<T, A, 4, 32, 32>(partial.const_data_ptr<A>(), to(out[1]), to(out[2]), division.parts, columns,
-                                       kSumsOfColumn * columns, kSumsOfColumn * columns,
-                                       c10::cuda::getCurrentCUDAStream());
+    launch_column_sum<T, A, std::min(4, kVectorSize<T>), 32, 32>(
+        partial.const_data_ptr<A>(), to(out[1]), to(out[2]), division.parts, columns, kSumsOfColumn * columns,
+        kSumsOfColumn * columns, c10::cuda::getCurrentCUDAStream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }
