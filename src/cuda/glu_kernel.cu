@@ -315,15 +315,8 @@ bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& db
                                             : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
 }
 
-// [w; wg], as a view if they are the halves of one matrix.
-Tensor stacked(const Tensor& w, const Tensor& wg) {
-  const bool adjacent = w.is_contiguous() && wg.is_contiguous() && w.storage().is_alias_of(wg.storage()) &&
-                        wg.storage_offset() == w.storage_offset() + w.numel();
-  return adjacent ? w.as_strided({2 * w.size(0), w.size(1)}, {w.size(1), 1}) : at::cuda::cat(at::TensorList({w, wg}));
-}
-
-// The formulas are in src/cpu/glu_kernel.cpp. dz and du are side by side, so that the products that read them are one
-// call of cuBLAS for dx and one for both weights, unless there are so few rows that stacking the weights costs more.
+// The formulas are in src/cpu/glu_kernel.cpp. dz and du are side by side, so that the products that make or read them
+// are one call of cuBLAS each, unless there are so few rows that stacking the weights costs more.
 detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                        const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
                                        std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
@@ -351,8 +344,11 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
   const bool rounded = x.scalar_type() != w.scalar_type(), stacks = rows > 4 * n;
   const bool in_sums = problem && fused_cotangents(cotangents, db, dbg, problem->first, problem->second, act, mask);
   const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
+  const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
+  const bool recomputes = !in_sums && !kept;
+  const Tensor stack = stacks && (mask[0] || recomputes) ? stacked(w, wg) : Tensor();
   if (!in_sums) {
-    const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
+    const OptionalTensor stacked_bias = stacks && recomputes ? stacked(bias, gate_bias) : std::nullopt;
     const int64_t step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
     PassSums sums(mask[3] || mask[4], w, 2, rows, step, n);
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
@@ -362,8 +358,12 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
       if (kept) {
         glu_backward_rows(sums, to, panel(g_rows), kept->narrow(begin, end), std::nullopt, std::nullopt, act);
       } else {
-        linear_out(to.z, x_panel, w, bias);
-        linear_out(to.u, x_panel, wg, gate_bias);
+        if (stacks) {
+          linear_out(panel(both), x_panel, stack, stacked_bias);
+        } else {
+          linear_out(to.z, x_panel, w, bias);
+          linear_out(to.u, x_panel, wg, gate_bias);
+        }
         glu_backward_rows(sums, to, panel(g_rows), to, bias, gate_bias, act);
       }
       value.add(to.z, x_panel);
@@ -372,7 +372,7 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
     sums.finish(mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor());
   }
   if (mask[0] && stacks) {
-    input_gradient(detail::as_rows(dx), both, stacked(w, wg));
+    input_gradient(detail::as_rows(dx), both, stack);
   } else if (mask[0]) {
     const Tensor dx_rows = detail::as_rows(dx);
     input_gradient(dx_rows, dz, w);
@@ -382,9 +382,9 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
     value.finish(dw);
     gate.finish(dwg);
   } else if (mask[1] && mask[2] && stacks) {
-    const Tensor stack = at::cuda::mm(both.t(), x_rows);
-    dw.copy_(stack.narrow(0, 0, n));
-    dwg.copy_(stack.narrow(0, n, n));
+    const Tensor both_weights = at::cuda::mm(both.t(), x_rows);
+    dw.copy_(both_weights.narrow(0, 0, n));
+    dwg.copy_(both_weights.narrow(0, n, n));
   } else {
     if (mask[1]) at::cuda::mm_out(dw, dz.t(), x_rows);
     if (mask[2]) at::cuda::mm_out(dwg, du.t(), x_rows);

@@ -4,8 +4,10 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
+#include <ATen/ops/cat_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>
@@ -64,6 +66,21 @@ inline void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Ten
 template <class T>
 const T* remaining_bias(const std::optional<at::Tensor>& b) {
   return b && sizeof(T) == 2 ? b->const_data_ptr<T>() : nullptr;
+}
+
+/// [a; b], for one product instead of two: a view if they are the halves of one tensor.
+inline at::Tensor stacked(const at::Tensor& a, const at::Tensor& b) {
+  const bool adjacent = a.is_contiguous() && b.is_contiguous() && a.storage().is_alias_of(b.storage()) &&
+                        b.storage_offset() == a.storage_offset() + a.numel();
+  if (!adjacent) return at::cuda::cat(at::TensorList({a, b}));
+  at::DimVector sizes(a.sizes());
+  sizes[0] *= 2;
+  return a.as_strided(sizes, a.strides());
+}
+/// The same for biases; one that is missing is 0.
+inline std::optional<at::Tensor> stacked(const std::optional<at::Tensor>& a, const std::optional<at::Tensor>& b) {
+  if (!a && !b) return std::nullopt;
+  return stacked(a ? *a : at::zeros_like(*b), b ? *b : at::zeros_like(*a));
 }
 
 /// dx = dz @ w, or with `accumulate` dx += dz @ w. A float32 dx of 16-bit factors is not rounded in between.

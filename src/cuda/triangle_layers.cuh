@@ -4,7 +4,6 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/bmm_cuda_dispatch.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <optional>
@@ -94,21 +93,26 @@ class TriangleLayers : public detail::TriangleLayout {
     });
     return rows;
   }
-  /// The channels (z @ p.T + b) * sigmoid(z @ g.T + bg) of a panel, times the mask and a factor.
-  void gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, detail::TriangleParameter p,
-                         detail::TriangleParameter g, const at::Tensor& channels, const at::Tensor& mask,
-                         double factor) const {
-    const at::Tensor &w = update().weight(p), &wg = update().weight(g);
-    const std::optional<at::Tensor>&b = update().bias(p), &bg = update().bias(g);
-    if (w.element_size() == 2 && detail::dense_path() != detail::DensePath::kCublas) {
-      return transpose(To::kChannels, panel, gated(z, p, g), channels, mask, factor);  // a kernel, not two products
-    }
-    const at::Tensor value = empty({z.size(0), this->channels()}), gate = at::empty_like(value);
-    const auto bias = contiguous(b), gate_bias = contiguous(bg);
-    linear_out(value, z, w, bias);
-    linear_out(gate, z, wg, gate_bias);
+  /// A gated linear unit z -> (z @ p.T + b) * sigmoid(z @ g.T + bg) of one call.
+  struct Glu {
+    detail::TriangleParameter p, g;
+    std::optional<at::Tensor> weight, bias;  // stacked, for one product; no weight if a kernel computes the unit
+  };
+  Glu glu_of(detail::TriangleParameter p, detail::TriangleParameter g) const {
+    const at::Tensor& w = update().weight(p);
+    if (w.element_size() == 2 && detail::dense_path() != detail::DensePath::kCublas) return {p, g, {}, {}};
+    return {p, g, stacked(w, update().weight(g)), stacked(update().bias(p), update().bias(g))};
+  }
+  /// Its channels for a panel of z, times the mask and a factor.
+  void gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
+                         const at::Tensor& channels, const at::Tensor& mask, double factor) const {
+    if (!unit.weight) return transpose(To::kChannels, panel, gated(z, unit.p, unit.g), channels, mask, factor);
+    const int64_t d = this->channels();
+    const at::Tensor both = empty({z.size(0), 2 * d});
+    linear_out(both, z, *unit.weight, unit.bias);
     with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& of) {
-      of.from_gated_rows(value, gate, remaining_bias<T>(bias), remaining_bias<T>(gate_bias));
+      const T* const bias = remaining_bias<T>(unit.bias);
+      of.from_gated_rows(both.narrow(1, 0, d), both.narrow(1, d, d), bias, bias == nullptr ? nullptr : bias + d);
     });
   }
 
@@ -143,7 +147,8 @@ class TriangleLayers : public detail::TriangleLayout {
     const auto size = static_cast<int64_t>(c10::elementSize(t.dtype()));
     const int64_t pair = n * n * std::max(t.x.size(-1), d) * size;
     const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
-    const int64_t left = (backward ? 32 : 21) * (pair / 10) + 64 * mib - (backward ? 3 : 2) * padded;
+    const int64_t stacked_weights = 4 * d * t.x.size(-1) * size;
+    const int64_t left = (backward ? 32 : 21) * (pair / 10) + 64 * mib - (backward ? 3 : 2) * padded - stacked_weights;
     // Panels consist of whole rows, and the allocator rounds them up.
     constexpr int64_t rounding = 4 * mib;
     const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, 48 * mib);

@@ -35,10 +35,11 @@ using detail::TriangleUpdate;
 void make_a_and_b(const TriangleLayers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
   if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
   for (const Tensor& made : {a, b}) layers.zero_columns(made);
+  const auto of_a = layers.glu_of(detail::kPA, detail::kGA), of_b = layers.glu_of(detail::kPB, detail::kGB);
   layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
-    layers.gated_to_channels(panel, z, detail::kPA, detail::kGA, a, e.mask, layers.scale());
-    layers.gated_to_channels(panel, z, detail::kPB, detail::kGB, b, e.mask, 1);
+    layers.gated_to_channels(panel, z, of_a, a, e.mask, layers.scale());
+    layers.gated_to_channels(panel, z, of_b, b, e.mask, 1);
   });
 }
 
