@@ -7,6 +7,7 @@
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "cuda/gemm/sm80.cuh"
+#include "cuda/layer_gradients.h"
 #include "cuda/linear.h"
 #include "cuda/pass.cuh"
 #include "ops/common.h"
@@ -281,23 +282,22 @@ bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm
   return gemm::run_chosen<gemm::GateCotangents>(problem, c, dz);
 }
 
+}  // namespace
+
 // The formulas are in src/cpu/gate_kernel.cpp. dz is the only scratch of the result's size: if cuBLAS computes the
 // product, that is written there too. Each product that reads dz is one call of cuBLAS.
-detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                         const OptionalTensor& b, std::array<bool, 4> mask) {
-  detail::check_gate_backward(grad, v, x, w, b, mask);
-  const c10::cuda::CUDAGuard guard(v.device());
-  detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
+void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const Tensor& v, const Tensor& x,
+                    const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask) {
   auto& [dv, dx, dw, db] = gradients;
   if (v.numel() == 0) {
     for (const Tensor& t : {dx, dw, db}) t.zero_();
-    return gradients;
+    return;
   }
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), v_rows = unit_columns(detail::as_rows(v));
   const Tensor x_rows = detail::as_rows(x), dv_rows = mask[0] ? detail::as_rows(dv) : dv;
   const OptionalTensor bias = contiguous(b);
   const auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias);
-  if (problem && in_one_pass(gradients, problem->first, problem->second, mask)) return gradients;
+  if (problem && in_one_pass(gradients, problem->first, problem->second, mask)) return;
   const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
   const bool rounded = x.scalar_type() != w.scalar_type();
   const WeightGradient weight(w, mask[2] && rounded);
@@ -316,6 +316,16 @@ detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, co
   if (mask[1]) input_gradient(detail::as_rows(dx), dz, w);
   if (mask[2] && !rounded) at::cuda::mm_out(dw, dz.t(), x_rows);
   weight.finish(dw);
+}
+
+namespace {
+
+detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
+                                         const OptionalTensor& b, std::array<bool, 4> mask) {
+  detail::check_gate_backward(grad, v, x, w, b, mask);
+  const c10::cuda::CUDAGuard guard(v.device());
+  detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
+  gate_gradients(gradients, grad, v, x, w, b, mask);
   return gradients;
 }
 

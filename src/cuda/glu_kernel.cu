@@ -1,14 +1,16 @@
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "cuda/gemm/sm80.cuh"
+#include "cuda/glu_pass.cuh"
+#include "cuda/layer_gradients.h"
 #include "cuda/linear.h"
-#include "cuda/pass.cuh"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/glu.h"
@@ -19,59 +21,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
-
-// y = (z + bias) * F(u + gate_bias). y may be z.
-template <class F, class T, int N>
-struct GluPass : GluRows<F, T, N> {
-  using typename GluRows<F, T, N>::Columns, typename GluRows<F, T, N>::Loaded;
-  MatrixRows<T> y;
-
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
-    Accumulate<T> values[N];
-    this->values(loaded, biases, values);
-    y.template store<N>(row, column, pack<T, N>(values));
-  }
-};
-
-// dz = g * F(u + gate_bias) and du = g * (z + bias) * F'(u + gate_bias). dz may be z, and du may be u. Sums both.
-template <class F, class T, int N>
-struct GluBackwardPass {
-  static constexpr int kSums = 2;
-  using Sum = Accumulate<T>;
-  MatrixRows<const T> g, z, u;
-  MatrixRows<T> dz, du;
-  const T *bias, *gate_bias;
-
-  struct Columns {
-    Biases<T, N> value, gate;
-  };
-  struct Loaded {
-    Packed<T, N> g, z, u;
-  };
-
-  __device__ Columns columns(int64_t column) const { return {{bias, column}, {gate_bias, column}}; }
-  __device__ Loaded load(int64_t row, int64_t column) const {
-    return {g.template load<N>(row, column), z.template load<N>(row, column), u.template load<N>(row, column)};
-  }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases,
-                         Sum (&sums)[kSums][N]) const {
-    Accumulate<T> grads[N], values[N], gates[N];
-    unpack(loaded.g, grads);
-    biases.value.add_to(loaded.z, values);
-    biases.gate.add_to(loaded.u, gates);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      Accumulate<T> slope;
-      const Accumulate<T> gate = activate<F, T>(gates[i], slope);
-      gates[i] = grads[i] * values[i] * slope;
-      values[i] = grads[i] * gate;
-      sums[0][i] += values[i];
-      sums[1][i] += gates[i];
-    }
-    dz.template store<N>(row, column, pack<T, N>(values));
-    du.template store<N>(row, column, pack<T, N>(gates));
-  }
-};
 
 // Calls f with the activation, the type of w and the width of vectors: 16 bytes if `in_vectors` allows it. in_vectors
 // is called with the type and that width.
@@ -315,29 +264,35 @@ bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& db
                                             : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
 }
 
+}  // namespace
+
 // The formulas are in src/cpu/glu_kernel.cpp. dz and du are side by side, so that the products that make or read them
 // are one call of cuBLAS each, unless there are so few rows that stacking the weights costs more.
-detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
-                                       const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                       std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
-  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
-  const c10::cuda::CUDAGuard guard(x.device());
-  detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
+void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Tensor& x, const Tensor& w,
+                   const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
+                   std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u, bool adds) {
   auto& [dx, dw, dwg, db, dbg] = gradients;
   if (grad.numel() == 0) {
-    for (const Tensor& t : {dx, dw, dwg, db, dbg}) t.zero_();
-    return gradients;
+    for (const Tensor& t : {dw, dwg, db, dbg}) t.zero_();
+    if (!adds) dx.zero_();
+    return;
   }
   const GluActivation act = detail::glu_activation(activation);
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), x_rows = detail::as_rows(x);
   const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
   const auto problem = z ? std::nullopt : gradient_problem(g_rows, x_rows, w, wg, bias, gate_bias);
-  if (problem && in_one_pass(gradients, problem->first, problem->second, act, mask)) return gradients;
+  if (problem) {
+    const Tensor own = adds && mask[0] ? at::empty_like(x_rows, at::MemoryFormat::Contiguous) : dx;
+    if (in_one_pass({own, dw, dwg, db, dbg}, problem->first, problem->second, act, mask)) {
+      if (adds) dx.add_(own);
+      return;
+    }
+  }
   const int64_t rows = g_rows.size(0), n = w.size(0);
   const Tensor both = at::detail::empty_cuda({rows, 2 * n}, w.options());
   if (problem && weights_in_one_pass(gradients, both, problem->first, problem->second, act, mask)) {
-    if (mask[0]) input_gradient(detail::as_rows(dx), both, by_turns(w, wg));
-    return gradients;
+    if (mask[0]) input_gradient(detail::as_rows(dx), both, by_turns(w, wg), adds);
+    return;
   }
   const Pair cotangents = Pair::halves(both);
   const auto& [dz, du] = cotangents;
@@ -372,10 +327,10 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
     sums.finish(mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor());
   }
   if (mask[0] && stacks) {
-    input_gradient(detail::as_rows(dx), both, stack);
+    input_gradient(detail::as_rows(dx), both, stack, adds);
   } else if (mask[0]) {
     const Tensor dx_rows = detail::as_rows(dx);
-    input_gradient(dx_rows, dz, w);
+    input_gradient(dx_rows, dz, w, adds);
     input_gradient(dx_rows, du, wg, /*accumulate=*/true);
   }
   if (rounded) {
@@ -389,6 +344,17 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
     if (mask[1]) at::cuda::mm_out(dw, dz.t(), x_rows);
     if (mask[2]) at::cuda::mm_out(dwg, du.t(), x_rows);
   }
+}
+
+namespace {
+
+detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
+                                       const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
+                                       std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
+  const c10::cuda::CUDAGuard guard(x.device());
+  detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
+  glu_gradients(gradients, grad, x, w, wg, b, bg, activation, mask, z, u);
   return gradients;
 }
 

@@ -10,6 +10,7 @@
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/launch_row_gradients.cuh"
 #include "cuda/launch_rows.cuh"
+#include "cuda/layer_gradients.h"
 #include "cuda/overwrite_rows.h"
 #include "ops/common.h"
 #include "ops/layer_norm.h"
@@ -271,9 +272,10 @@ void layer_norm_row_gradients(const Tensor& grad, const Tensor& x, const Tensor&
   }
 }
 
-// Returns false, and computes nothing, if the kernel does not support these rows.
-bool layer_norm_gradients(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
-                          const OptionalTensor& weight, int64_t dims, const std::array<Tensor, 3>& out) {
+// Computes the gradients that are defined in `out`. Returns false, and computes nothing, if the kernel does not support
+// these rows. dx may be `grad`: a thread only writes the elements of a row that it has read before.
+bool gradients_by_rows(const std::array<Tensor, 3>& out, const Tensor& grad, const Tensor& x, const Tensor& mean,
+                       const Tensor& rstd, const OptionalTensor& weight, int64_t dims) {
   const int64_t rows = mean.numel(), columns = x.numel() / rows;
   return with_element_type(x.scalar_type(), [&](auto element) {
     using scalar_t = decltype(element);
@@ -288,6 +290,17 @@ bool layer_norm_gradients(const Tensor& grad, const Tensor& x, const Tensor& mea
   });
 }
 
+std::tuple<Tensor, Tensor, Tensor> gradients_by_aten(const Tensor& grad, const Tensor& x,
+                                                     at::IntArrayRef normalized_shape, const Tensor& mean,
+                                                     const Tensor& rstd, const OptionalTensor& weight,
+                                                     std::array<bool, 3> mask) {
+  // ATen takes the shape and dtype of the parameters' gradients from the parameters, so there have to be some.
+  OptionalTensor w = weight;
+  if (!w && (mask[1] || mask[2])) w = at::ones(normalized_shape, x.options());
+  return at::cuda::native_layer_norm_backward(grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(),
+                                              rstd.contiguous(), w, /*bias=*/w, mask);
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, const Tensor& x,
                                                             at::IntArrayRef normalized_shape, const Tensor& mean,
                                                             const Tensor& rstd, const OptionalTensor& weight,
@@ -299,15 +312,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, 
     const auto made = [&](bool mask, at::IntArrayRef sizes) { return mask ? at::empty(sizes, x.options()) : Tensor(); };
     const std::array<Tensor, 3> out{made(mask[0], x.sizes()), made(mask[1], normalized_shape),
                                     made(mask[2], normalized_shape)};
-    if (layer_norm_gradients(grad, x, mean, rstd, weight, static_cast<int64_t>(normalized_shape.size()), out)) {
+    if (gradients_by_rows(out, grad, x, mean, rstd, weight, static_cast<int64_t>(normalized_shape.size()))) {
       return {wanted(mask[0], out[0]), wanted(mask[1], out[1]), wanted(mask[2], out[2])};
     }
   }
-  // ATen takes the shape and dtype of the parameters' gradients from the parameters, so there have to be some.
-  OptionalTensor w = weight;
-  if (!w && (mask[1] || mask[2])) w = at::ones(normalized_shape, x.options());
-  const auto [dx, dweight, dbias] = at::cuda::native_layer_norm_backward(
-      grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(), rstd.contiguous(), w, /*bias=*/w, mask);
+  const auto [dx, dweight, dbias] = gradients_by_aten(grad, x, normalized_shape, mean, rstd, weight, mask);
   return {wanted(mask[0], dx), wanted(mask[1], dweight), wanted(mask[2], dbias)};
 }
 
@@ -320,4 +329,15 @@ TORCH_LIBRARY_IMPL(myops, CUDA, m) {
 }
 
 }  // namespace
+
+void layer_norm_gradients(const std::array<Tensor, 3>& out, const Tensor& grad, const Tensor& x, const Tensor& mean,
+                          const Tensor& rstd, const OptionalTensor& weight) {
+  if (x.numel() == 0 || gradients_by_rows(out, grad, x, mean, rstd, weight, 1)) return;
+  const auto [dx, dweight, dbias] = gradients_by_aten(grad, x, {x.size(1)}, mean, rstd, weight,
+                                                      {out[0].defined(), out[1].defined(), out[2].defined()});
+  if (out[0].defined()) out[0].copy_(dx);
+  if (out[1].defined()) out[1].copy_(dweight);
+  if (out[2].defined()) out[2].copy_(dbias);
+}
+
 }  // namespace torchops::cuda

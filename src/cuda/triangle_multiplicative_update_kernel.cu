@@ -3,10 +3,10 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include "cuda/layer_gradients.h"
 #include "cuda/pair_gradient_steps.cuh"
 #include "cuda/triangle_layers.cuh"
 #include "ops/gate.h"
-#include "ops/glu.h"
 #include "ops/layer_norm.h"
 #include "ops/overwriting.h"
 
@@ -140,14 +140,16 @@ struct NormalizedRows {
     const c10::SymInt features = rows.size(1);
     std::tie(y, mean, rstd) = detail::layer_norm_with_moments(rows, features, weight, bias, eps);
   }
-  Tensor backward(const Tensor& grad, const OptionalTensor& weight, TriangleParameter layer,
-                  const TriangleGradients& gradients) const {
-    const c10::SymInt features = rows.size(1);
-    const auto [dx, dweight, dbias] = detail::layer_norm_backward(
-        grad, rows, features, mean, rstd, weight, {true, gradients.wants(layer), gradients.wants(layer + 1)});
+  // Overwrites the cotangent of y with that of the rows.
+  void backward(const Tensor& grad, const OptionalTensor& weight, TriangleParameter layer,
+                const TriangleGradients& gradients) const {
+    const auto sum = [&](size_t parameter) {
+      return gradients.wants(parameter) ? at::detail::empty_cuda({rows.size(1)}, rows.options()) : Tensor();
+    };
+    const Tensor dweight = sum(layer), dbias = sum(layer + 1);
+    layer_norm_gradients({grad, dweight, dbias}, grad, rows, mean, rstd, weight);
     gradients.add(layer, dweight);
     gradients.add(layer + 1, dbias);
-    return dx;
   }
 };
 
@@ -162,18 +164,23 @@ void output_backward(const TriangleLayers& layers, const TriangleGradients& grad
   const Tensor y = layers.empty({z.size(0), t.x.size(-1)});
   layers.project(y, n.y);
   const OptionalTensor& b = t.bias(detail::kGOut);
-  const auto [dy, dz, dw, db] = detail::gate_backward(
-      panel.rows_of(grad_pair), y, z, t.weight(detail::kGOut), b,
-      {true, gradients.wants_z(), gradients.wants(detail::kGOut), b && gradients.wants(detail::kGOut + 1)});
+  // dz is made where it goes, unless x has another dtype than the products.
+  const bool wants_z = gradients.wants_z(), in_place = wants_z && dz_pair.scalar_type() == z.scalar_type();
+  const bool wants_w = gradients.wants(detail::kGOut), wants_b = b && gradients.wants(detail::kGOut + 1);
+  detail::GateGradients made =
+      detail::empty_gate_gradients(y, z, t.weight(detail::kGOut), {true, wants_z && !in_place, wants_w, wants_b});
+  auto& [dy, dz, dw, db] = made;
+  if (in_place) dz = panel.rows_of(dz_pair);
+  gate_gradients(made, panel.rows_of(grad_pair), y, z, t.weight(detail::kGOut), b, {true, wants_z, wants_w, wants_b});
   gradients.add(detail::kGOut, dw);
   gradients.add(detail::kGOut + 1, db);
   if (gradients.wants(detail::kPOut)) gradients.add(detail::kPOut, at::cuda::mm(dy.t(), n.y));
   if (gradients.wants(detail::kPOut + 1)) gradients.add(detail::kPOut + 1, dy.sum(0));
-  if (gradients.wants_z()) panel.of(dz_pair).copy_(dz.view(panel.of(dz_pair).sizes()));
+  if (wants_z && !in_place) panel.of(dz_pair).copy_(dz.view(panel.of(dz_pair).sizes()));
   if (!gradients.wants_a_and_b() && !gradients.wants(detail::kNormOut) && !gradients.wants(detail::kNormOut + 1))
     return;
-  const Tensor dn = at::cuda::mm(dy, t.weight(detail::kPOut));
-  const Tensor d_rows = n.backward(dn, norm_weight, detail::kNormOut, gradients);
+  const Tensor d_rows = at::cuda::mm(dy, t.weight(detail::kPOut));
+  n.backward(d_rows, norm_weight, detail::kNormOut, gradients);
   if (gradients.wants_a_and_b()) layers.transpose(TriangleLayers::To::kChannels, panel, d_rows, d_o, {}, 1);
 }
 
@@ -184,7 +191,8 @@ void input_backward(const TriangleLayers& layers, const TriangleGradients& gradi
   const TriangleUpdate& t = layers.update();
   const NormalizedRows normalized(panel.rows_of(e.x), layers.norm_weight(), layers.norm_bias(), t.eps);
   const Tensor z = normalized.y.to(t.dtype());
-  Tensor dz = gradients.wants_z() ? panel.rows_of(dz_pair).clone() : Tensor();
+  // In the direction of an incoming update, a copy.
+  const Tensor dz = gradients.wants_z() ? panel.rows_of(dz_pair).contiguous() : Tensor();
   const auto gate = [&](const Tensor& channels, TriangleParameter p, TriangleParameter g, double factor) {
     if (dmask.defined()) {
       const Tensor unmasked = layers.rows_of(channels, panel, {}, factor).mul_(layers.gated(z, p, g));
@@ -192,25 +200,27 @@ void input_backward(const TriangleLayers& layers, const TriangleGradients& gradi
       target.add_(unmasked.sum(1, false, dmask.scalar_type()).view(target.sizes()));
     }
     const OptionalTensor &b = t.bias(p), &bg = t.bias(g);
-    const auto [dx, dw, dwg, dbias, dbias_g] = detail::glu_backward(
-        layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg, "sigmoid",
-        {gradients.wants_z(), gradients.wants(p), gradients.wants(g), b && gradients.wants(p + 1),
-         bg && gradients.wants(g + 1)});
+    std::array<bool, 5> mask{/*dx=*/false, gradients.wants(p), gradients.wants(g), b && gradients.wants(p + 1),
+                             bg && gradients.wants(g + 1)};
+    detail::GluGradients made = detail::empty_glu_gradients(z, t.weight(p), mask);
+    auto& [dx, dw, dwg, dbias, dbias_g] = made;
+    if ((mask[0] = gradients.wants_z())) dx = dz;
+    glu_gradients(made, layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg, "sigmoid",
+                  mask, /*z=*/{}, /*u=*/{}, /*adds=*/true);
     gradients.add(p, dw);
     gradients.add(g, dwg);
     gradients.add(p + 1, dbias);
     gradients.add(g + 1, dbias_g);
-    if (gradients.wants_z()) dz.add_(dx);
   };
   gate(da, detail::kPA, detail::kGA, layers.scale());
   gate(db, detail::kPB, detail::kGB, 1);
   if (!gradients.wants_z()) return;
-  const Tensor dx = normalized.backward(dz, layers.norm_weight(), detail::kNormIn, gradients);
+  normalized.backward(dz, layers.norm_weight(), detail::kNormIn, gradients);
   Tensor target = panel.of(dz_pair);
   if (residual.defined()) {
-    at::cuda::add_out(target, dx.view(target.sizes()), panel.of(residual));
-  } else {
-    target.copy_(dx.view(target.sizes()));
+    at::cuda::add_out(target, dz.view(target.sizes()), panel.of(residual));
+  } else if (!dz.is_alias_of(target)) {
+    target.copy_(dz.view(target.sizes()));
   }
 }
 
@@ -231,13 +241,14 @@ std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, co
       grad, product, adds, make,
       [&](const Tensor& x, const Tensor& grad_of_pair, const Tensor& o, const Tensor& dz, const Tensor& d_o) {
         if (d_o.defined()) layers.zero_columns(d_o);
-        layers.for_each_panel(9, 2, [&](const TrianglePanel& panel) {
+        layers.for_each_panel(7, 2, [&](const TrianglePanel& panel) {
           output_backward(layers, gradients, panel, x, grad_of_pair, o, dz, d_o);
         });
       },
       [&](const auto&... tensors) {
-        layers.for_each_panel(
-            6, 1, [&](const TrianglePanel& panel) { input_backward(layers, gradients, panel, tensors...); });
+        layers.for_each_panel(t.outgoing ? 4 : 6, 1, [&](const TrianglePanel& panel) {
+          input_backward(layers, gradients, panel, tensors...);
+        });
       });
 }
 

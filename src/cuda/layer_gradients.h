@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+
+#include "ops/gate.h"
+#include "ops/glu.h"
+
+// The gradients of layers, written where the caller wants them: for operators that go through the layers panel by
+// panel. Arguments are those of the private operators, which have been checked. All tensors are matrices of rows.
+namespace torchops::cuda {
+
+/// detail::gate_backward(). Gradients that `mask` asks for are written to `out`, contiguous tensors.
+void gate_gradients(detail::GateGradients out, const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x,
+                    const at::Tensor& w, const std::optional<at::Tensor>& b, std::array<bool, 4> mask);
+
+/// The same for detail::glu_backward(). With `adds`, dx is added to that of `out`, which may then be float32 even if
+/// the other tensors have 16 bits.
+void glu_gradients(detail::GluGradients out, const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w,
+                   const at::Tensor& wg, const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
+                   std::string_view activation, std::array<bool, 5> mask, const std::optional<at::Tensor>& z = {},
+                   const std::optional<at::Tensor>& u = {}, bool adds = false);
+
+/// The gradients (dx, dweight, dbias) of layer_norm() that are defined in `out`. dx may be `grad`.
+void layer_norm_gradients(const std::array<at::Tensor, 3>& out, const at::Tensor& grad, const at::Tensor& x,
+                          const at::Tensor& mean, const at::Tensor& rstd, const std::optional<at::Tensor>& weight);
+
+}  // namespace torchops::cuda
