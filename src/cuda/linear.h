@@ -31,6 +31,13 @@ inline void for_each_panel(int64_t rows, int64_t row_bytes, c10::function_ref<vo
   for_each_panel_of(rows, row_bytes == 0 ? rows : std::max(most_bytes / row_bytes, int64_t{1}), f);
 }
 
+/// At most `step` rows for panels of about the same size: a short one at the end would cost nearly as much as the
+/// others.
+inline int64_t even_step(int64_t rows, int64_t step) {
+  const int64_t panels = std::max((rows + step - 1) / step, int64_t{1});
+  return std::max((rows + panels - 1) / panels, int64_t{1});
+}
+
 /// Bytes per row of x @ w.T.
 inline int64_t product_row_bytes(const at::Tensor& w) { return w.size(0) * static_cast<int64_t>(w.element_size()); }
 
@@ -43,10 +50,7 @@ inline int64_t rows_of_panel(int64_t rows, int64_t product_bytes, int64_t scratc
   const int64_t cache = at::cuda::getCurrentDeviceProperties()->l2CacheSize;
   const int64_t within = cache / (3 * product_bytes);
   const int64_t most = scratch_bytes > 0 ? std::max(kMaxScratchBytes / scratch_bytes, int64_t{1}) : rows;
-  const int64_t step = cache >= least_cache && within >= least_rows ? std::min(within, most) : most;
-  // Panels of about the same size: a short one at the end would cost nearly as much as the others.
-  const int64_t panels = (rows + step - 1) / step;
-  return (rows + panels - 1) / panels;
+  return even_step(rows, cache >= least_cache && within >= least_rows ? std::min(within, most) : most);
 }
 
 /// out = x @ w.T + b, rounded once.

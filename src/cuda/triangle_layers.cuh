@@ -48,9 +48,9 @@ class TriangleLayers : public detail::TriangleLayout {
     const int64_t row_bytes = n() * features * static_cast<int64_t>(update().x.element_size());
     const int64_t pair_bytes = n() * row_bytes;
     const int64_t least = pairs > 0 && pair_bytes <= small_pair ? for_small_pairs : panel_bytes_;
-    cuda::for_each_panel(
-        n(), row_bytes * tensors, [&](int64_t begin, int64_t end) { f(detail::TrianglePanel{begin, end}); },
-        std::max(least, pairs * pair_bytes));
+    const int64_t rows = std::max(least, pairs * pair_bytes) / std::max(row_bytes * tensors, int64_t{1});
+    for_each_panel_of(n(), even_step(n(), std::max(rows, int64_t{1})),
+                      [&](int64_t begin, int64_t end) { f(detail::TrianglePanel{begin, end}); });
   }
 
   /// z for rows of x, in the dtype of the products.
