@@ -1,8 +1,8 @@
 """`python -m benchmarks.gates`: gates, gated linear units and batched products in place, beside what bounds them.
 
 `benchmarks run` compares the ways to write an operator. This goes through sizes, dtypes and gradients of a few of them:
-torchops, `torch.compile` with the weights apart and packed into one, eager mode, a Triton kernel. `--path cublas`
-measures the kernels for GPUs of other architectures, which make their products with cuBLAS.
+torchops, `torch.compile` with the weights apart and packed into one, eager mode, a Triton kernel. `--path portable`
+measures the kernels that GPUs of other architectures get, and `--path cublas` those of dtypes that have no kernel.
 
 The bound is the sum over forward and backward of max(bytes / bandwidth, operations / rate), each tensor moved once, at
 the rates that a copy and the best product reach on one H100; backward makes the products of the gates again.
@@ -338,10 +338,17 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "benchmarks.gates", *kept])
 
 
+TITLES = {
+    "auto": "Gates",
+    "portable": "Gates by the kernels for every GPU from compute capability 8.0 on",
+    "cublas": "Gates by cuBLAS",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--path", choices=["auto", "cublas"], default="auto", help="torchops.cuda.dense_path")
+    parser.add_argument("--path", choices=[*TITLES], default="auto", help="torchops.cuda.dense_path")
     parser.add_argument("--case", nargs="+", default=[""], help="only lines whose name contains one of these")
     parser.add_argument("--without", nargs="+", default=[], help="contenders to leave out: torch.compile Triton")
     parser.add_argument("--seconds", type=float, help="to measure a contender for")
@@ -355,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(page(json.loads(options.table.read_text())), end="")
         return 0
     device = torch.device(options.device)
-    chosen = cublas_lines() if options.path != "auto" else lines(device.type)
+    chosen = cublas_lines() if options.path == "cublas" else lines(device.type)
     chosen = [line for line in chosen if any(text in line.name for text in options.case)]
     seconds = options.seconds or (0.03 if device.type == "cuda" else 1.0)
     prepare = partial(prepared, device=device, path=options.path, seconds=seconds, without=options.without)
@@ -371,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             **machine.describe(device),
             "command": _command(arguments),
             "path": options.path,
-            "title": "Gates by cuBLAS, as on other architectures" if options.path == "cublas" else "Gates",
+            "title": TITLES[options.path],
             "contenders": [*names],
             "results": [*map(asdict, results)],
         }

@@ -353,7 +353,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "gates-by-cublas-h100": partial(
         gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
     ),
-    "gates-sm80-h100": partial(gated, H100, "gates-sm80.json", (gates.OURS, "eager", gates.PACKED), lambda line: True),
+    "gates-portable-h100": partial(
+        gated, H100, "gates-portable.json", (gates.OURS, "eager", gates.PACKED), lambda line: True
+    ),
     "eight-bits-h100": partial(scaled, H100),
     "models-h100": partial(models, H100),
     "ptx-instructions-h100": partial(ptx, H100, 0),

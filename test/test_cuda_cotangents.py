@@ -21,7 +21,7 @@ if not torch.cuda.is_available() or not _build_info.cuda_version:
 
 OPS = torch.ops.myops
 DTYPES = [torch.bfloat16, torch.float16]
-PATHS = ["fused", "cublas"]
+PATHS = ["fused", "portable", "cublas"]
 # An operator with a private one for its gradients: inputs of (rows, k) to n features, and their number.
 OPERATORS = ["sigmoid", "silu", "gate"]
 

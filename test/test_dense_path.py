@@ -74,11 +74,11 @@ def test_call() -> None:
 
 
 def test_wrong_name() -> None:
-    with pytest.raises(ValueError, match=r"^dense_path: expected path auto, fused or cublas, got triton$"):
+    with pytest.raises(ValueError, match=r"^dense_path: expected path auto, fused, portable or cublas, got triton$"):
         dense_path("triton")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^_dense_path: expected path auto, fused or cublas, got triton"):
+    with pytest.raises(ValueError, match=r"^_dense_path: expected path auto, fused, portable or cublas, got triton"):
         torch.ops.myops._dense_path("triton")
-    with pytest.raises(ValueError, match=r"^_dense_on_path: expected path auto, fused or cublas, got triton"):
+    with pytest.raises(ValueError, match=r"^_dense_on_path: expected path auto, fused, portable or cublas, got triton"):
         torch.ops.myops._dense_on_path(torch.ones(2, 3), torch.ones(4, 3), None, "triton")
     assert current() == "auto"
 
@@ -291,5 +291,5 @@ def test_environment(name: str, path: str) -> None:
         cwd=os.path.dirname(__file__),
     )
     assert done.stdout.split() == [path] * 3, done.stderr
-    warning = "TORCHOPS_DENSE_PATH: expected auto, fused or cublas, got quick; taking auto"
+    warning = "TORCHOPS_DENSE_PATH: expected auto, fused, portable or cublas, got quick; taking auto"
     assert done.stderr.count(warning) == (name == "quick")

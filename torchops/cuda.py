@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["dense_path"]
 
-_PATHS = ("auto", "fused", "cublas")
+_PATHS = ("auto", "fused", "portable", "cublas")
 
 
 class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
@@ -18,13 +18,17 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
     CUDA, either from the call on or within a ``with`` statement.
 
     - ``"fused"``: a kernel with bias and sigmoid in its epilogue, wherever one can run. For ``dense``, ``gate``,
-      ``gate_`` and ``glu``, that is any rows of float16 or bfloat16 with contiguous features. For the other operators,
-      and in TF32, it takes compute capability 9.0 and rows aligned to 16 bytes.
+      ``gate_`` and ``glu``, that is any rows of float16 or bfloat16 with contiguous features. For triangle updates, it
+      is up to 128 features and channels, multiples of 8, in rows aligned to 16 bytes, in 16 bits or TF32. For more, for
+      transitions, and for the others in TF32, it takes compute capability 9.0 and such rows.
     - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid.
     - ``"auto"``: the faster of these.
+    - ``"portable"``: the same, without kernels for a single architecture: what other GPUs get, on a Hopper GPU. It
+      applies to ``square_matmul_`` and products of eight bits too.
 
-    Except on ``"cublas"``, gradients come from one pass over the rows if there is a kernel for that (compute capability
-    9.0; float16 or bfloat16; multiples of 8 features, at most 192 in and out, or 256 of one and 128 of the other).
+    On ``"auto"`` and ``"fused"``, gradients come from one pass over the rows if there is a kernel for that (compute
+    capability 9.0; float16 or bfloat16; multiples of 8 features, at most 192 in and out, or 256 of one and 128 of the
+    other).
 
     The path applies to the current thread, and backward takes the path of its forward pass. A thread starts with the
     path in the environment variable ``TORCHOPS_DENSE_PATH``, or with ``"auto"``.
@@ -45,9 +49,9 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
         ...     y = torchops.dense(torch.zeros(2, 3), torch.ones(4, 3))
     """
 
-    def __init__(self, path: Literal["auto", "fused", "cublas"]) -> None:
+    def __init__(self, path: Literal["auto", "fused", "portable", "cublas"]) -> None:
         if path not in _PATHS:
-            raise ValueError(f"dense_path: expected path auto, fused or cublas, got {path}")
+            raise ValueError(f"dense_path: expected path auto, fused, portable or cublas, got {path}")
         self._traced = _OnPath(path) if torch.compiler.is_compiling() else None
         self._former = "" if self._traced else torch.ops.myops._dense_path(path)
 

@@ -47,7 +47,7 @@ bool fused_aligned(const Tensor& y, const Tensor& x, const Tensor& w, const std:
 // The same by any fused kernel, if that is wanted.
 bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   const detail::DensePath path = detail::dense_path();
-  const bool automatic = path == detail::DensePath::kAuto;
+  const bool automatic = detail::is_automatic(path);
   if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
   return fused_aligned(y, x, w, b, automatic) ||
          gemm::run_sm80<gemm::LinearRule<Sigmoid>>({.d = y, .a = x, .b = w, .bias = b}, automatic);

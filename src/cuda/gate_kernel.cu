@@ -149,7 +149,7 @@ bool fused_aligned(const Tensor& y, const Tensor& v, const Tensor& x, const Tens
 // The same by any fused kernel, if that is wanted.
 bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   const detail::DensePath path = detail::dense_path();
-  const bool automatic = path == detail::DensePath::kAuto;
+  const bool automatic = detail::is_automatic(path);
   if (path == detail::DensePath::kCublas || v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type() ||
       x.size(1) == 0) {
     return false;
@@ -274,12 +274,25 @@ bool in_one_pass(const detail::GateGradients& gradients, gemm::GradientProblem p
 bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm::GradientProblem problem,
                       const gemm::Case& c, std::array<bool, 4> mask) {
   const auto to_dz = gemm::operand(dz);
-  const bool prefers_cublas = detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(c);
+  const bool prefers_cublas = detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(c);
   if (prefers_cublas || !to_dz) return false;
   problem.dz = *to_dz;
   problem.dc = mask[0] ? dv.mutable_data_ptr() : nullptr;
   problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
   return gemm::run_chosen<gemm::GateCotangents>(problem, c, dz);
+}
+
+// The same without sums, on every GPU from compute capability 8.0 on.
+bool cotangents_without_sums(const Tensor& dz, const Tensor& dv, const Tensor& g, const Tensor& v, const Tensor& x,
+                             const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask) {
+  const detail::DensePath path = detail::dense_path();
+  if (mask[3] || path == detail::DensePath::kCublas || v.scalar_type() != w.scalar_type() ||
+      x.scalar_type() != w.scalar_type()) {
+    return false;
+  }
+  return gemm::run_sm80<gemm::CotangentsOf<gemm::GateRule<Sigmoid>>>(
+      {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr},
+      detail::is_automatic(path));
 }
 
 }  // namespace
@@ -301,7 +314,8 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
   const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
   const bool rounded = x.scalar_type() != w.scalar_type();
   const WeightGradient weight(w, mask[2] && rounded);
-  if (!problem || !fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) {
+  if (!(problem && fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) &&
+      !cotangents_without_sums(dz, dv_rows, g_rows, v_rows, x_rows, w, bias, mask)) {
     const int64_t rows = dz.size(0), step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
     PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {

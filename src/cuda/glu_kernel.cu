@@ -107,7 +107,7 @@ bool fused_aligned(const Tensor& y, const Products& products, const Tensor& x, c
 bool fused(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
            const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
   const detail::DensePath path = detail::dense_path();
-  const bool automatic = path == detail::DensePath::kAuto;
+  const bool automatic = detail::is_automatic(path);
   if (path == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0) return false;
   if (fused_aligned(y, products, x, w, wg, b, bg, activation, automatic)) return true;
   if (products) return false;
@@ -253,7 +253,7 @@ Tensor by_turns(const Tensor& w, const Tensor& wg) {
 bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& dbg, gemm::GradientProblem problem,
                       const gemm::Case& c, GluActivation activation, std::array<bool, 5> mask) {
   const auto& [dz, du] = cotangents;
-  if (detail::dense_path() == detail::DensePath::kAuto && gemm::prefers_cublas_for_glu(c)) return false;
+  if (detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(c)) return false;
   const auto to_dz = gemm::operand(dz), to_du = gemm::operand(du);
   if (!to_dz || !to_du) return false;
   problem.dz = *to_dz;
@@ -262,6 +262,20 @@ bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& db
   problem.dbias2 = mask[4] ? dbg.mutable_data_ptr() : nullptr;
   return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluCotangents>(problem, c, dz)
                                             : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
+}
+
+// The same without sums, on every GPU from compute capability 8.0 on.
+bool cotangents_without_sums(const Pair& cotangents, const Tensor& g, const Tensor& x, const Tensor& w,
+                             const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
+                             GluActivation activation, std::array<bool, 5> mask) {
+  const detail::DensePath path = detail::dense_path();
+  if (mask[3] || mask[4] || path == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type()) return false;
+  const bool automatic = detail::is_automatic(path);
+  const gemm::Sm80Tensors tensors{
+      .d = cotangents.z, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg, .g = &g, .d2 = &cotangents.u};
+  return activation == GluActivation::kSilu
+             ? gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors, automatic)
+             : gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, automatic);
 }
 
 }  // namespace
@@ -297,12 +311,14 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
   const Pair cotangents = Pair::halves(both);
   const auto& [dz, du] = cotangents;
   const bool rounded = x.scalar_type() != w.scalar_type(), stacks = rows > 4 * n;
-  const bool in_sums = problem && fused_cotangents(cotangents, db, dbg, problem->first, problem->second, act, mask);
+  const bool are_made =
+      (problem && fused_cotangents(cotangents, db, dbg, problem->first, problem->second, act, mask)) ||
+      (!z && cotangents_without_sums(cotangents, g_rows, x_rows, w, wg, bias, gate_bias, act, mask));
   const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
   const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
-  const bool recomputes = !in_sums && !kept;
+  const bool recomputes = !are_made && !kept;
   const Tensor stack = stacks && (mask[0] || recomputes) ? stacked(w, wg) : Tensor();
-  if (!in_sums) {
+  if (!are_made) {
     const OptionalTensor stacked_bias = stacks && recomputes ? stacked(bias, gate_bias) : std::nullopt;
     const int64_t step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
     PassSums sums(mask[3] || mask[4], w, 2, rows, step, n);

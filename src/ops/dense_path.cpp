@@ -16,8 +16,11 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr std::pair<const char*, DensePath> kPaths[] = {
-    {"auto", DensePath::kAuto}, {"fused", DensePath::kFused}, {"cublas", DensePath::kCublas}};
+constexpr std::pair<const char*, DensePath> kPaths[] = {{"auto", DensePath::kAuto},
+                                                        {"fused", DensePath::kFused},
+                                                        {"portable", DensePath::kPortable},
+                                                        {"cublas", DensePath::kCublas}};
+constexpr const char* kNames = "auto, fused, portable or cublas";
 
 // The default for the process. The environment variable is read once, so that an invalid value is reported once.
 DensePath initial_path() {
@@ -27,7 +30,7 @@ DensePath initial_path() {
     for (const auto& [known, path] : kPaths) {
       if (std::string_view(known) == name) return path;
     }
-    TORCH_WARN("TORCHOPS_DENSE_PATH: expected auto, fused or cublas, got ", name, "; taking auto");
+    TORCH_WARN("TORCHOPS_DENSE_PATH: expected ", kNames, ", got ", name, "; taking auto");
     return DensePath::kAuto;
   }();
   return path;
@@ -52,7 +55,7 @@ DensePath parse_dense_path(const char* op, const std::string& name) {
   for (const auto& [known, path] : kPaths) {
     if (name == known) return path;
   }
-  TORCH_CHECK_VALUE(false, op, ": expected path auto, fused or cublas, got ", name);
+  TORCH_CHECK_VALUE(false, op, ": expected path ", kNames, ", got ", name);
 }
 
 DensePathGuard::DensePathGuard(std::optional<DensePath> path) : former_(std::exchange(current_path, path)) {}

@@ -8,12 +8,15 @@
 
 namespace torchops::detail {
 
-/// When dense() and its gradients use the fused kernels on CUDA: where they are faster,
-/// wherever they can run, or never.
-enum class DensePath { kAuto, kFused, kCublas };
+/// When dense() and its gradients use the fused kernels on CUDA: where they are faster, wherever they can run, or
+/// never; kPortable is kAuto without kernels for a single architecture.
+enum class DensePath { kAuto, kFused, kPortable, kCublas };
+
+/// Whether measurements choose between a fused kernel and cuBLAS.
+inline bool is_automatic(DensePath path) { return path == DensePath::kAuto || path == DensePath::kPortable; }
 
 /// The path of this thread: as set by the operator _dense_path or a DensePathGuard, else by the environment variable
-/// TORCHOPS_DENSE_PATH (auto, fused or cublas), else auto. The kernels of dense() call this.
+/// TORCHOPS_DENSE_PATH, else auto. The kernels of dense() call this.
 DensePath dense_path();
 
 /// The path set for this thread, if any.

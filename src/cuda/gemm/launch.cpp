@@ -4,6 +4,7 @@
 #include <cudaTypedefs.h>
 
 #include "cuda/gemm/driver.h"
+#include "ops/dense_path.h"
 
 namespace torchops::cuda::gemm {
 namespace {
@@ -36,7 +37,9 @@ std::optional<Element> element_of(at::ScalarType dtype) {
 
 std::optional<int> sm90_multiprocessors() {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-  if (device.major != 9 || device.minor != 0) return std::nullopt;
+  if (device.major != 9 || device.minor != 0 || detail::dense_path() == detail::DensePath::kPortable) {
+    return std::nullopt;
+  }
   if (!has_sm90_kernels()) {
     TORCH_WARN_ONCE(
         "torchops was built without its kernels for this GPU (compute capability 9.0), so its products take slower "

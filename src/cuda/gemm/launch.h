@@ -17,8 +17,9 @@ namespace torchops::cuda::gemm {
 /// in products, for float64 none.
 std::optional<Element> element_of(at::ScalarType dtype);
 
-/// The multiprocessors of the current device if the kernels of sm90/ are for it, else nullopt. Warns once if they are,
-/// but this build lacks them. Afterwards, the calling thread has a CUDA context.
+/// The multiprocessors of the current device if the kernels of sm90/ are for it, and the thread's DensePath allows
+/// them, else nullopt. Warns once if they are, but this build lacks them. Afterwards, the calling thread has a CUDA
+/// context.
 std::optional<int> sm90_multiprocessors();
 
 /// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nullopt if the

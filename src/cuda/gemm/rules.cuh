@@ -62,4 +62,12 @@ struct GateRule {
   }
 };
 
+/// Instead of the rule's value, what Rule::backward() makes of the cotangent of that value: two results.
+template <class Rule>
+struct CotangentsOf : Rule {};
+template <class Rule>
+inline constexpr bool kMakesCotangents = false;
+template <class Rule>
+inline constexpr bool kMakesCotangents<CotangentsOf<Rule>> = true;
+
 }  // namespace torchops::cuda::gemm

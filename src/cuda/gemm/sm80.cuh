@@ -45,35 +45,38 @@ void launch_sm80_kernel(Sm80Arguments<T, Rule::kProducts> p) {
 }
 
 /// Where there is no kernel for a tiling, a smaller one takes its place: two products don't fit the registers of the
-/// largest, and few of the others are compiled for rows that are not aligned to 16 bytes.
+/// largest, few of the others are compiled for rows that are not aligned to 16 bytes, and cotangents are for many rows.
 template <class Rule, class T, int vector>
 void launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling tiling) {
   using enum Sm80Tiling;
   constexpr bool aligned = vector == 8, single = Rule::kProducts == 1, gated = !single || Rule::kReadsC;
+  constexpr bool few_outputs = !kMakesCotangents<Rule>;
   if constexpr (single && (aligned || !gated)) {
     if (tiling == k128x128) return launch_sm80_kernel<Rule, T, k128x128, vector>(p);
   }
   if constexpr (aligned) {
     if (tiling <= k128x64) return launch_sm80_kernel<Rule, T, k128x64, vector>(p);
-    if (tiling == k64x32 && single) return launch_sm80_kernel<Rule, T, single ? k64x32 : k32x32, vector>(p);
+    if (few_outputs && tiling == k64x32 && single)
+      return launch_sm80_kernel<Rule, T, single ? k64x32 : k32x32, vector>(p);
   }
-  if constexpr (aligned || !gated) {
+  if constexpr ((aligned && few_outputs) || !gated) {
     if (tiling > k64x64) return launch_sm80_kernel<Rule, T, k32x32, vector>(p);
   }
   launch_sm80_kernel<Rule, T, k64x64, vector>(p);
 }
 
-/// What a rule reads and writes, as matrices; b2, bias2 and c may be null. A bias is contiguous.
+/// What a rule reads and writes, as matrices; b2, bias2, c, g and d2 may be null. A bias is contiguous.
 struct Sm80Tensors {
   const at::Tensor &d, &a, &b;
   const std::optional<at::Tensor>& bias;
   const at::Tensor* b2 = nullptr;
   const std::optional<at::Tensor>* bias2 = nullptr;
-  const at::Tensor* c = nullptr;
+  const at::Tensor *c = nullptr, *g = nullptr, *d2 = nullptr;
 };
 
+// Returns false, with nothing done, if there is no kernel for rows of this alignment.
 template <class Rule, class T>
-void launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
+bool launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
   const auto read = [](const at::Tensor& from) { return static_cast<const T*>(from.const_data_ptr()); };
   // A single row may have any stride. The kernel computes aligned addresses with it, even of rows that it doesn't read.
   const auto stride = [](const at::Tensor& of) { return of.size(0) > 1 ? of.stride(0) : 0; };
@@ -92,6 +95,16 @@ void launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
     p.c_stride = stride(*t.c);
     p.store_vector = std::min(p.store_vector, row_vector(p.c, p.c_stride));
   }
+  if constexpr (kMakesCotangents<Rule>) {
+    p.g = read(*t.g);
+    p.g_stride = stride(*t.g);
+    p.store_vector = std::min(p.store_vector, row_vector(p.g, p.g_stride));
+    if (t.d2 != nullptr) {
+      p.d2 = static_cast<T*>(t.d2->mutable_data_ptr());
+      p.d2_stride = stride(*t.d2);
+      p.store_vector = std::min(p.store_vector, row_vector(p.d2, p.d2_stride));
+    }
+  }
   if (p.store_vector == 4) p.store_vector = 2;
   for (int of = 0; of < Rule::kProducts; ++of) {
     const at::Tensor& b = of == 0 ? t.b : *t.b2;
@@ -101,30 +114,38 @@ void launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
     p.bias[of] = bias ? read(*bias) : nullptr;
     vector = std::min(vector, row_vector(p.b[of], p.b_stride[of]));
   }
-  if (vector == 8) return launch_sm80_tiling<Rule, T, 8>(p, tiling);
-  if (vector == 4) return launch_sm80_tiling<Rule, T, 4>(p, tiling);
-  if (vector == 2) return launch_sm80_tiling<Rule, T, 2>(p, tiling);
-  launch_sm80_tiling<Rule, T, 1>(p, tiling);
+  if constexpr (kMakesCotangents<Rule>) {
+    if (vector < 8 || p.store_vector < 8) return false;
+    launch_sm80_tiling<Rule, T, 8>(p, tiling);
+  } else if (vector == 8) {
+    launch_sm80_tiling<Rule, T, 8>(p, tiling);
+  } else if (vector == 4) {
+    launch_sm80_tiling<Rule, T, 4>(p, tiling);
+  } else if (vector == 2) {
+    launch_sm80_tiling<Rule, T, 2>(p, tiling);
+  } else {
+    launch_sm80_tiling<Rule, T, 1>(p, tiling);
+  }
+  return true;
 }
 
-/// d = rule(a @ b.T + bias, a @ b2.T + bias2, c) for rows of any alignment; d may be c. Returns false, with nothing
-/// done, if the elements don't have 16 bits, if a tensor has no unit column stride, or if `automatic` and cuBLAS is
-/// faster.
+/// d = rule(a @ b.T + bias, a @ b2.T + bias2, c) for rows of any alignment; d may be c. With CotangentsOf<rule>, d and
+/// d2 are what its backward() makes of g, for rows aligned to 16 bytes. Returns false, with nothing done, if the
+/// elements don't have 16 bits, if a tensor has no unit column stride or, for cotangents, no such rows, or if
+/// `automatic` and cuBLAS is faster.
 template <class Rule>
 bool run_sm80(const Sm80Tensors& t, bool automatic) {
   constexpr bool gated = Rule::kProducts > 1 || Rule::kReadsC;
   const auto c = sm80_case(t.d.size(0), t.d.size(1), t.a.size(1), t.a.scalar_type());
   if (!c || c->k == 0 || !has_unit_columns(t.a) || !has_unit_columns(t.b) || !has_unit_columns(t.d) ||
-      (t.b2 && !has_unit_columns(*t.b2)) || (t.c && !has_unit_columns(*t.c))) {
+      (t.b2 && !has_unit_columns(*t.b2)) || (t.c && !has_unit_columns(*t.c)) || (t.g && !has_unit_columns(*t.g)) ||
+      (t.d2 && !has_unit_columns(*t.d2))) {
     return false;
   }
   if (automatic && (prefers_cublas_to_sm80(*c) || (gated && prefers_cublas_for_glu(*c)))) return false;
-  if (c->element == Element::kBFloat16) {
-    launch_sm80<Rule, c10::BFloat16>(t, sm80_tiling(*c));
-  } else {
-    launch_sm80<Rule, c10::Half>(t, sm80_tiling(*c));
-  }
-  return true;
+  const Sm80Tiling tiling = sm80_tiling(*c);
+  return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, tiling)
+                                          : launch_sm80<Rule, c10::Half>(t, tiling);
 }
 
 }  // namespace torchops::cuda::gemm

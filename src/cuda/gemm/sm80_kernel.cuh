@@ -50,12 +50,13 @@ inline constexpr Sm80Spec kSm80Spec<Sm80Tiling::k32x32>{32, 32, 128, 1, 1, 8, 6,
 constexpr int kSm80LeastColumns = kSm80Spec<Sm80Tiling::k32x32>.tile_n;
 
 /// The tensors of a kernel, of m x k, n x k (b) and m x n elements; strides are those of rows. Up to store_vector
-/// neighbouring elements of c and d may be accessed at once.
+/// neighbouring elements of the last kind may be accessed at once. Cotangents are made from that of the value, g, and
+/// written to d and, unless it is null, d2.
 template <class T, int products>
 struct Sm80Arguments {
-  const T *a, *b[products], *bias[products], *c;
-  T* d;
-  int64_t a_stride, b_stride[products], c_stride, d_stride;
+  const T *a, *b[products], *bias[products], *c, *g;
+  T *d, *d2;
+  int64_t a_stride, b_stride[products], c_stride, g_stride, d_stride, d2_stride;
   int m, n, k, tiles_n, store_vector;
 };
 
@@ -174,13 +175,23 @@ __device__ void write_tile(const Sm80Arguments<T, Rule::kProducts>& p, const flo
         }
       }
     }
+    float g[vector] = {};
+    if constexpr (kMakesCotangents<Rule>) unpack(load<T, vector>(p.g + (first_row + row) * p.g_stride + column), g);
 #pragma unroll
     for (int i = 0; i < vector; ++i) {
       const float t = fmaf(z[0][i], Rule::scale(0), bias[0][i]);
       const float t2 = fmaf(z[products - 1][i], Rule::scale(products - 1), bias[products - 1][i]);
-      c[i] = Rule::template value<exactness>(t, t2, c[i]);
+      if constexpr (kMakesCotangents<Rule>) {
+        const float of_value = g[i];
+        Rule::template backward<exactness>(of_value, t, t2, c[i], z[0][i], g[i]);
+      } else {
+        z[0][i] = Rule::template value<exactness>(t, t2, c[i]);
+      }
     }
-    store<T, vector>(p.d + (first_row + row) * p.d_stride + column, pack<T, vector>(c));
+    store<T, vector>(p.d + (first_row + row) * p.d_stride + column, pack<T, vector>(z[0]));
+    if constexpr (kMakesCotangents<Rule>) {
+      if (p.d2 != nullptr) store<T, vector>(p.d2 + (first_row + row) * p.d2_stride + column, pack<T, vector>(g));
+    }
   }
 }
 
@@ -277,7 +288,7 @@ __global__ void __launch_bounds__(kSm80Threads, kSm80Spec<tiling>.resident(Rule:
     }
   }
   __syncthreads();
-  if (p.store_vector == 8) {
+  if (kMakesCotangents<Rule> || p.store_vector == 8) {
     write_tile<Rule, T, tiling, 8>(p, all, first_row, first_column);
   } else if (p.store_vector == 2) {
     write_tile<Rule, T, tiling, 2>(p, all, first_row, first_column);
