@@ -46,7 +46,7 @@ class Line(NamedTuple):
     masked: bool = False
     stream: bool = False  # float32 x beside 16-bit weights
     tf32: bool = False
-    path: Literal["auto", "cublas"] = "auto"
+    path: Literal["auto", "portable", "cublas"] = "auto"
     against: tuple[str, ...] = ()
 
 
@@ -79,7 +79,8 @@ def lines(section: str) -> Iterator[Line]:
                 yield Line(section, 512, task=task, dtype=dtype, tf32=tf32, against=(COMPILED,))
     elif section == "generic":
         for n, task in itertools.product((512, 1024), (FORWARD, BACKWARD)):
-            yield Line(section, n, task=task, path="cublas", against=(COMPILED,))
+            yield Line(section, n, task=task, path="portable", against=(COMPILED,))
+            yield Line(section, n, task=task, path="cublas")
     elif section == "cpu":
         for n, task, dtype in itertools.product((128, 256), (FORWARD, BACKWARD), (torch.float32, torch.bfloat16)):
             yield Line(section, n, task=task, dtype=dtype)

@@ -49,8 +49,8 @@ def poison_all(size: int) -> None:
     [(63, 128), (64, 128), (65, 128), (127, 64), (129, 128), (193, 64), (511, 64), (513, 128), (769, 64), (520, 160)],
 )
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-@pytest.mark.parametrize("path", ["auto", "cublas"])
-def test_values(n: int, d: int, direction: str, path: Literal["auto", "cublas"]) -> None:
+@pytest.mark.parametrize("path", ["auto", "portable", "cublas"])
+def test_values(n: int, d: int, direction: str, path: Literal["auto", "portable", "cublas"]) -> None:
     c = min(d, 128)
     low: Any = {name: w.to(torch.bfloat16) for name, w in parameters(c, d, biases=False).items()}
     x, grad = (torch.randn(n, n, c, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -93,8 +93,8 @@ def test_layer_norms_without_eps(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [768, 769, 833, 1025])
-@pytest.mark.parametrize("path", ["auto", "cublas"])
-def test_memory(n: int, path: Literal["auto", "cublas"]) -> None:
+@pytest.mark.parametrize("path", ["auto", "portable", "cublas"])
+def test_memory(n: int, path: Literal["auto", "portable", "cublas"]) -> None:
     """Two pair tensors and a little, of which a new result is one."""
     low = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
     x = torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16)

@@ -319,7 +319,7 @@ def test_pair_layer_adds_in_its_operators() -> None:
 
 @CUDA
 @EVERY
-@pytest.mark.parametrize("path", ["auto", "cublas"])
+@pytest.mark.parametrize("path", ["auto", "portable", "cublas"])
 @pytest.mark.parametrize(
     ("dtype", "of_x"),
     [
@@ -331,7 +331,7 @@ def test_pair_layer_adds_in_its_operators() -> None:
     ids=["bfloat16", "float16", "mixed", "float32"],
 )
 def test_values_and_gradients_cuda(
-    name: str, path: Literal["auto", "cublas"], dtype: torch.dtype, of_x: torch.dtype
+    name: str, path: Literal["auto", "portable", "cublas"], dtype: torch.dtype, of_x: torch.dtype
 ) -> None:
     """Of the features that kernels are for, fewer, and more; N that is no multiple of a tile."""
     for c, n in ((128, 70), (40, 65), (192, 37)):

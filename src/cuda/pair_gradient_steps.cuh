@@ -7,7 +7,7 @@
 #include <array>
 #include <vector>
 
-#include "cuda/pair_steps.h"
+#include "cuda/pair_steps.cuh"
 #include "ops/triangle_layout.h"
 
 // The gradients of a triangle update, except those of its products, by the kernels for compute capability 9.0: one pass

@@ -11,14 +11,14 @@
 
 #include "cuda/channels.cuh"
 #include "cuda/linear.h"
-#include "cuda/pair_steps.h"
+#include "cuda/pair_steps.cuh"
 #include "ops/dense_path.h"
 #include "ops/glu.h"
 #include "ops/layer_norm.h"
 #include "ops/triangle_layout.h"
 
-// The layers of a triangle update on panels of positions, where no kernel of pair_steps.h can run: cuBLAS products, and
-// passes over a panel that is still in the second-level cache.
+// The layers of a triangle update on panels of positions, where no kernel of pair_steps.cuh can run: cuBLAS products,
+// and passes over a panel that is still in the second-level cache.
 namespace torchops::cuda {
 
 inline constexpr detail::TriangleBackend kTriangleBackend{
@@ -152,7 +152,8 @@ class TriangleLayers : public detail::TriangleLayout {
     // Panels consist of whole rows, and the allocator rounds them up.
     constexpr int64_t rounding = 4 * mib;
     const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, 48 * mib);
-    const int64_t others = !steps.have_kernels() ? panels + rounding : backward ? 20 * mib + 8 * n * n : 0;
+    const bool in_panels = backward ? !steps.have_gradient_kernels() : !steps.have_kernels();
+    const int64_t others = in_panels ? panels + rounding : backward ? 20 * mib + 8 * n * n : 0;
     return {panels, std::clamp(left - others, least_group, (backward ? 52 : 32) * mib)};
   }
   TriangleLayers(const detail::TriangleUpdate& t, Pass pass, PairSteps steps)

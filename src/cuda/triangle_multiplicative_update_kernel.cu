@@ -12,10 +12,10 @@
 
 // For each batch element: a and b from x, channels first; batched products, which overwrite a with o; the update from o
 // and x. Besides x, the panels and a spare group of channels, two pair tensors are alive: a and b, then o and the
-// update. If the kernels of pair_steps.h can run, the first and the last step are one pass over memory each. Otherwise
-// panels that fit the second-level cache go through layer_norm, glu and a transposition in the first step, and through
-// a transposition with its layer norm, projection and gate in the last (triangle_layers.cuh). A float32 x with 16-bit
-// weights is centred for those kernels first (centered.h), which takes half its size in addition.
+// update. If the kernels of pair_steps.cuh can run, the first and the last step are one pass over memory each.
+// Otherwise panels that fit the second-level cache go through layer_norm, glu and a transposition in the first step,
+// and through a transposition with its layer norm, projection and gate in the last (triangle_layers.cuh). A float32 x
+// with 16-bit weights is centred for those kernels first (centered.h), which takes half its size in addition.
 // TriangleGradients::make() has the order of a backward pass, which takes three pair tensors besides x, the cotangent
 // and dx, or four if o is held.
 namespace torchops::cuda {

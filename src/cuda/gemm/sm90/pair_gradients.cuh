@@ -5,8 +5,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "cuda/gemm/column_sum.cuh"
+#include "cuda/gemm/pair_padding.cuh"
 #include "cuda/gemm/sm90/pair_gradients_compute.cuh"
-#include "cuda/gemm/sm90/pair_padding.cuh"
 
 namespace torchops::cuda::gemm {
 

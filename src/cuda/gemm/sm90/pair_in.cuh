@@ -8,9 +8,9 @@
 // memory, which would otherwise deliver it to each product again, is as busy here as the matrix instructions. It
 // multiplies the tile for a, then for b, and stores the results transposed; TMA writes them to the channels.
 
+#include "cuda/gemm/pair_padding.cuh"
 #include "cuda/gemm/sm90/operand_norm.cuh"
 #include "cuda/gemm/sm90/pair.cuh"
-#include "cuda/gemm/sm90/pair_padding.cuh"
 
 namespace torchops::cuda::gemm {
 

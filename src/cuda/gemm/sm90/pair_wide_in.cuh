@@ -3,7 +3,7 @@
 // The input step of a triangle update with more than 128 features or channels: the gated linear units of wide.cuh on
 // unchanged rows of x. Their epilogue applies the layer norm and writes channels of positions.
 
-#include "cuda/gemm/sm90/pair_padding.cuh"
+#include "cuda/gemm/pair_padding.cuh"
 #include "cuda/gemm/sm90/pair_wide.cuh"
 
 namespace torchops::cuda::gemm {

@@ -9,12 +9,16 @@
 #include "cuda/centered.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
+#include "cuda/gemm/sm80_pair_in.cuh"
+#include "cuda/gemm/sm80_pair_out.cuh"
 #include "cuda/linear.h"
+#include "cuda/per_device.h"
 #include "ops/dense_path.h"
 #include "ops/triangle_multiplicative_update.h"
 
-// The input and output steps of a triangle update by the kernels for compute capability 9.0. Up to 128 features and
-// channels, each is one pass over memory; beyond that, another pass first measures the moments of its layer norm.
+// The input and output steps of a triangle update by kernels. Up to 128 features and channels, each is one pass over
+// memory: by the kernels for compute capability 9.0, or by those for all from 8.0 on. Beyond that, there are only
+// kernels for 9.0, and another pass first measures the moments of their layer norms.
 namespace torchops::cuda {
 
 namespace pair_steps {
@@ -88,19 +92,31 @@ inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
   return t.x.scalar_type() == t.dtype() ? case_of(t) : std::nullopt;
 }
 
-/// A float32 x, centred so that both steps can read it; nullopt for another x, and if there are no such kernels.
-inline std::optional<Centered> centered(const TriangleUpdate& t) {
-  if (!Centered::takes(t.x, t.dtype())) return std::nullopt;
-  const auto c = case_of(t);
-  gemm::PairProblem problem;
-  problem.n = static_cast<int>(t.x.size(-2));
-  problem.c = static_cast<int>(t.x.size(-1));
-  problem.d = static_cast<int>(t.weight(detail::kPA).size(0));
-  int64_t bytes = 0;
-  if (!c || problem.d % 8 != 0 || gemm::chosen<gemm::TriangleIn>(problem, *c, bytes) == nullptr ||
-      gemm::chosen<gemm::TriangleOut>(problem, *c, bytes) == nullptr) {
+/// The elements for which the kernels of sm80_pair.cuh compute such products, with x in their dtype; nullopt if they
+/// don't.
+inline std::optional<gemm::Element> sm80_element(const TriangleUpdate& t) {
+  const int64_t n = t.x.size(-2), c = t.x.size(-1), d = t.weight(detail::kPA).size(0);
+  if (detail::dense_path() == detail::DensePath::kCublas || n == 0 || c > gemm::kMostFeatures ||
+      d > gemm::kMostFeatures || d % 8 != 0 || at::cuda::getCurrentDeviceProperties()->major < 8) {
     return std::nullopt;
   }
+  return gemm::element_of(t.dtype());
+}
+
+/// Runs one of those kernels.
+template <class Spec, auto kernel>
+void launch_sm80(const gemm::PairProblem& p) {
+  static PerDevice granted;
+  int multiprocessors = 0;
+  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, Spec::kSharedBytes, multiprocessors));
+  kernel<<<static_cast<unsigned>(Spec::Tile::count(p.n)), gemm::kSm80Threads, Spec::kSharedBytes,
+           at::cuda::getCurrentCUDAStream()>>>(p);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+/// A float32 x, centred so that both steps can read it; nullopt for another x, and if there are no such kernels.
+inline std::optional<Centered> centered(const TriangleUpdate& t) {
+  if (!Centered::takes(t.x, t.dtype()) || !sm80_element(t)) return std::nullopt;
   return Centered(t.x, t.dtype(), t.eps);
 }
 
@@ -113,10 +129,14 @@ inline bool is_wide(const gemm::PairProblem& p) { return p.c > 128 || p.d > 128;
 /// counts. Both steps return false, with nothing done, if the kernels cannot run.
 class PairSteps {
  public:
-  explicit PairSteps(const detail::TriangleUpdate& t) : t_(t), case_(pair_steps::chosen_case(t)) {}
+  explicit PairSteps(const detail::TriangleUpdate& t)
+      : t_(t),
+        case_(pair_steps::chosen_case(t)),
+        sm80_(t.x.scalar_type() == t.dtype() ? pair_steps::sm80_element(t) : std::nullopt) {}
 
-  /// Whether there are kernels for these sizes and dtypes.
-  bool have_kernels() const { return case_.has_value(); }
+  /// Whether there are kernels for these sizes and dtypes, and whether they include those for gradients.
+  bool have_kernels() const { return case_ || sm80_; }
+  bool have_gradient_kernels() const { return case_ && case_->element != gemm::Element::kTF32; }
   /// From x (N, N, c) and the mask (N, N), or none, both in the direction of the update: a and b, with
   /// zeros in their padded columns.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
@@ -129,9 +149,19 @@ class PairSteps {
  private:
   bool wide_in(gemm::PairProblem& problem, const at::Tensor& a) const;
   bool wide_out(gemm::PairProblem& problem, const at::Tensor& x, const at::Tensor& out) const;
+  /// Calls f(T()) for the type of the elements, if a kernel of sm80_pair.cuh can compute this call.
+  template <class F>
+  bool run_sm80(const F& f) const {
+    if (!sm80_) return false;
+    *sm80_ == gemm::Element::kTF32       ? f(float{})
+    : *sm80_ == gemm::Element::kBFloat16 ? f(at::BFloat16{})
+                                         : f(at::Half{});
+    return true;
+  }
 
   const detail::TriangleUpdate& t_;
-  std::optional<gemm::Case> case_;
+  std::optional<gemm::Case> case_;  // on compute capability 9.0
+  std::optional<gemm::Element> sm80_;
   // (N, N, 2): the layer norm's moments of the element last passed to in(), in the direction of the update.
   mutable at::Tensor moments_;
 };
@@ -165,7 +195,7 @@ inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& x, const
 
 inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b,
                           double scale) const {
-  if (!case_) return false;
+  if (!have_kernels()) return false;
   pair_steps::Step step(t_, x);
   gemm::PairProblem& p = step.problem;
   p.value[0] = step.layer(t_, detail::kPA);
@@ -183,12 +213,14 @@ inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at:
     p.mask_row_stride = mask.stride(0);
     p.mask_stride = mask.stride(1);
   }
-  return pair_steps::is_wide(p) ? wide_in(p, a) : gemm::run_chosen<gemm::TriangleIn>(p, *case_, a);
+  if (pair_steps::is_wide(p)) return wide_in(p, a);
+  if (case_ && gemm::run_chosen<gemm::TriangleIn>(p, *case_, a)) return true;
+  return run_sm80([&]<class T>(T) { pair_steps::launch_sm80<gemm::PairIn80<T>, gemm::sm80_pair_in_kernel<T>>(p); });
 }
 
 inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& out,
                            double eps_out) const {
-  const auto to = case_ ? pair_steps::positions(out) : std::nullopt;
+  const auto to = have_kernels() ? pair_steps::positions(out) : std::nullopt;
   if (!to) return false;
   pair_steps::Step step(t_, x);
   gemm::PairProblem& p = step.problem;
@@ -207,7 +239,9 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
     if (!from || pair_steps::is_wide(p)) return false;
     p.residual = *from;
   }
-  return pair_steps::is_wide(p) ? wide_out(p, x, out) : gemm::run_chosen<gemm::TriangleOut>(p, *case_, out);
+  if (pair_steps::is_wide(p)) return wide_out(p, x, out);
+  if (case_ && gemm::run_chosen<gemm::TriangleOut>(p, *case_, out)) return true;
+  return run_sm80([&]<class T>(T) { pair_steps::launch_sm80<gemm::PairOut80<T>, gemm::sm80_pair_out_kernel<T>>(p); });
 }
 
 }  // namespace torchops::cuda

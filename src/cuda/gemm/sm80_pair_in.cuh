@@ -1,0 +1,141 @@
+#pragma once
+
+// The input step of a triangle update (see sm80_pair.cuh): layer norm, two gated linear units and the mask, from rows
+// of features to channels of positions, in one pass over x.
+//
+// The positions of x are the second operand of the products, and the weights the first, so sums are channels of
+// positions already. A warp has the positions of a whole piece in each lane, and 16 outputs of a chunk.
+
+#include "cuda/gemm/pair_padding.cuh"
+#include "cuda/gemm/sm80_pair.cuh"
+
+namespace torchops::cuda::gemm {
+
+/// x takes the place of all chunks but the first, until it is in registers. In 16 bits, two CTAs fit in 100 KiB.
+template <class T>
+struct PairIn80 {
+  static constexpr int kPositions = 128, kWarpsOfRow = kPositions / Pieces<T>::kColumns;
+  static constexpr int kOutputs = kSm80Warps / kWarpsOfRow * 16;
+  static constexpr uint32_t kChunkBytes = 2 * kHalfChunkBytes<T, kOutputs>;
+  static constexpr uint32_t kTileBytes = kPositions * kMostFeatures * sizeof(T);
+  static constexpr int kChunks = 1 + static_cast<int>(kTileBytes / kChunkBytes);
+  static constexpr size_t kSharedBytes = kChunks * kChunkBytes + kPositions * sizeof(float);
+  static_assert(kTileBytes % kChunkBytes == 0);
+  using Tile = PairTile<kPositions>;
+};
+
+/// channels[s][h][i][k] = (z @ value[s].T + bias) * sigmoid(z @ gate[s].T + bias) * mask[i][k] * scale[s] for the h-th
+/// column, where z is the layer norm of x[i][k]; 0 from the n-th k up to padded_positions().
+template <class T>
+__global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const PairProblem p) {
+  using In = PairIn80<T>;
+  using P = Pieces<T>;
+  constexpr int vector = P::kElements;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const uint32_t chunks = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  float* const factors = reinterpret_cast<float*>(shared + In::kChunks * In::kChunkBytes);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int first_position = warp % In::kWarpsOfRow * P::kColumns, first_output = warp / In::kWarpsOfRow * 16;
+  const typename In::Tile tile(p.n);
+  const int parts = (p.d + In::kOutputs - 1) / In::kOutputs, steps = 2 * parts;
+  const auto chunk_of = [&](int step) { return chunks + static_cast<uint32_t>(step % In::kChunks) * In::kChunkBytes; };
+  const auto start = [&](int step) {
+    if (step < steps) {
+      const int side = step / parts;
+      start_chunk<T, In::kOutputs, InOrder>(chunk_of(step), p.value[side], p.gate[side], step % parts * In::kOutputs,
+                                            p.d, p.c, p.c);
+    }
+    end_copies();
+  };
+
+  const T* const x = static_cast<const T*>(p.x.data) + tile.row * p.x.batch_stride + tile.first * p.x.row_stride;
+  const uint32_t x_tile = chunks + In::kChunkBytes;
+  start_tile<In::kPositions, kMostFeatures, InBlocks>(x_tile, x, p.x.row_stride, p.n - tile.first, p.c);
+  start(0);
+  if (thread < In::kPositions) {
+    const int position = tile.first + thread;
+    const auto* const mask = static_cast<const T*>(p.mask);
+    float factor = position < p.n ? 1.f : 0.f;
+    if (mask != nullptr && position < p.n) {
+      factor = static_cast<float>(mask[tile.row * p.mask_row_stride + position * p.mask_stride]);
+    }
+    factors[thread] = factor;
+  }
+  wait_for_copies_before<0>();
+  __syncthreads();
+  uint32_t z[P::kSteps][2 * P::kBlocks];
+#pragma unroll
+  for (int j = 0; j < P::kBlocks; ++j) {
+#pragma unroll
+    for (int k = 0; k < P::kSteps; k += 2) {
+      uint32_t pieces[4];
+      const int row = first_position + P::row_of_block(j, lane % 8);
+      load_matrices(pieces, x_tile + InBlocks::place<T>(row, k * 2 + lane / 8));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) z[k + i / 2][j + i % 2 * P::kBlocks] = pieces[i];
+    }
+  }
+  __syncthreads();  // everyone has read x
+#pragma unroll 1
+  for (int step = 1; step < In::kChunks; ++step) start(step);
+  normalize<T, P::kBlocks>(z, p.c, p.norm_x);
+
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    if (step > 0) {
+      wait_for_copies_before<In::kChunks - 2>();
+      __syncthreads();  // everyone's copies are there, and everyone has read the chunk before
+      start(step + In::kChunks - 1);
+    }
+    const int side = step / parts, output = step % parts * In::kOutputs + first_output;
+    if (output >= p.d) continue;
+    // Lane 4g + q has the channels g and g + 8, and of the positions of its piece a pair in each block.
+    float sums[2][P::kBlocks][4];
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+      const auto* const bias = static_cast<const T*>(of == 0 ? p.value[side].bias : p.gate[side].bias);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int channel = output + lane / 4 + 8 * h;
+        const float of_channel = bias != nullptr && channel < p.d ? static_cast<float>(bias[channel]) : 0.f;
+#pragma unroll
+        for (int j = 0; j < P::kBlocks; ++j) sums[of][j][2 * h] = sums[of][j][2 * h + 1] = of_channel;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < P::kSteps; ++k) {
+      if (2 * k * vector >= p.c) continue;
+#pragma unroll
+      for (int of = 0; of < 2; ++of) {
+        uint32_t w[4];
+        load_weights<T>(w, chunk_of(step) + static_cast<uint32_t>(of) * kHalfChunkBytes<T, In::kOutputs> +
+                               InOrder::place<T>(first_output + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+        for (int j = 0; j < P::kBlocks; ++j) multiply_16x8<T>(sums[of][j], w, {z[k][j], z[k][j + P::kBlocks]});
+      }
+    }
+    const int in_tile = first_position + lane % 4 * vector, position = tile.first + in_tile;
+    if (position >= padded_positions<T>(p.n)) continue;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int channel = output + lane / 4 + 8 * h;
+      if (channel >= p.d) continue;
+      float values[vector];
+#pragma unroll
+      for (int i = 0; i < vector; ++i) {
+        const float value = p.scale[side] * factors[in_tile + i] * sums[0][i / 2][2 * h + i % 2];
+        const float gate = sums[1][i / 2][2 * h + i % 2];
+        if constexpr (sizeof(T) == 2) {
+          // What a nearly closed gate lets through is lost in the sum that follows.
+          values[i] = Sigmoid::from_tanh(0.5f * value, tanh_approximate(Sigmoid::kTanhScale * gate));
+        } else {
+          values[i] = value * Sigmoid::of_scaled<Exactness::kFast>(Sigmoid::kScale * gate);
+        }
+      }
+      T* const to = static_cast<T*>(p.channels[side]) + channel * p.channel_stride + tile.row * p.row_stride + position;
+      store<T, vector>(to, pack<T, vector>(values));
+    }
+  }
+}
+
+}  // namespace torchops::cuda::gemm
