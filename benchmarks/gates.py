@@ -135,7 +135,7 @@ def lines(device_type: str) -> list[Line]:
 
 
 def cublas_lines() -> list[Line]:
-    """What the kernels for GPUs of other architectures compute, and what has no other kernel on an H100 either."""
+    """What has no kernel of its own: other dtypes, unaligned rows, and gates for comparison."""
     tasks, eager = (FORWARD, BACKWARD), partial(Line, compiled=False)
     return [
         *(
@@ -363,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     device = torch.device(options.device)
     chosen = cublas_lines() if options.path == "cublas" else lines(device.type)
+    if options.path == "portable":
+        chosen = [line for line in chosen if line.most]
     chosen = [line for line in chosen if any(text in line.name for text in options.case)]
     seconds = options.seconds or (0.03 if device.type == "cuda" else 1.0)
     prepare = partial(prepared, device=device, path=options.path, seconds=seconds, without=options.without)

@@ -61,12 +61,15 @@ def assert_accurate(
     poison(x)
     got = update(x, direction, mask=mask, **weights)
     assert torch.equal(got, update(x, direction, mask=mask, **weights))
-    eps = 2**-10 if weights["p_in_weight"].dtype == torch.float32 else torch.finfo(weights["p_in_weight"].dtype).eps
-    assert error(got, exact) <= max(1.1 * error(eager, exact), eps / 2)
+    # cuBLAS doesn't take TF32 for all sizes, and the error of a few numbers is left to chance.
+    dtype = weights["p_in_weight"].dtype
+    floor = 2**-10 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    floor *= 4 if x.numel() < 1000 else 1
+    assert error(got, exact) <= max(1.1 * error(eager, exact), floor)
     poison(x)
     in_place = like(x)
     update_(in_place, direction, mask=mask, **weights)
-    assert error(in_place, x + exact) <= max(1.1 * error(x + eager, x + exact), eps / 2)
+    assert error(in_place, x + exact) <= max(1.1 * error(x + eager, x + exact), floor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,11 +102,7 @@ def test_strides(direction: str) -> None:
     # Rows that the kernels cannot load go by panels.
     assert_accurate(wide[..., 1 : c + 1], weights, direction)
     # A norm's parameters may have any alignment.
-    odd = {
-        name: torch.cat([w[:1], w])[1:] if w.dim() == 1 else w
-        for name, w in weights.items()
-        if w.dim() == 1 or w.numel()
-    }
+    odd = {name: torch.cat([w[:1], w])[1:] if w.dim() == 1 else w for name, w in weights.items()}
     assert_accurate(wide[..., :c], odd, direction)
 
 
@@ -115,10 +114,11 @@ def test_float32_stream(dtype: torch.dtype) -> None:
         assert_accurate(x, weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n", [65, 144])
-def test_gradients(n: int) -> None:
-    weights: Any = {name: w.to(torch.bfloat16) for name, w in parameters(128, 64).items()}
-    x, grad = (torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+def test_gradients(n: int, dtype: torch.dtype) -> None:
+    weights: Any = {name: w.to(dtype) for name, w in parameters(128, 64).items()}
+    x, grad = (torch.randn(n, n, 128, device="cuda", dtype=dtype) for _ in range(2))
     exact: Any = {name: w.double() for name, w in weights.items()}
     want = gradients(reference, x.double(), grad.double(), "incoming", None, exact)
     eager = gradients(reference, x, grad, "incoming", None, weights)
@@ -137,7 +137,7 @@ def kernels(call: Callable[[], object]) -> list[str]:
 
 
 def test_which_kernels_run() -> None:
-    """One for each step of a triangle update; one for the cotangents of a gate, unless a bias wants its gradient."""
+    """One for each step of a triangle update; one for the cotangents of a gate."""
     for dtype in DTYPES:
         weights = {name: w.to(dtype) for name, w in parameters(128, 128).items()}
         x = torch.randn(256, 256, 128, device="cuda", dtype=dtype)
@@ -148,9 +148,8 @@ def test_which_kernels_run() -> None:
     x, weights = x.bfloat16(), {name: w.bfloat16() for name, w in weights.items()}
     rows, w, b = x.view(-1, 128), weights["p_out_weight"], x[0, 0].clone()
     backward = torch.ops.myops._gate_backward
-    for wants_bias in (False, True):
-        names = kernels(functools.partial(backward, rows, rows, rows, w, b, (True, True, True, wants_bias)))
-        assert any("Cotangents" in name for name in names) != wants_bias
+    names = kernels(functools.partial(backward, rows, rows, rows, w, b, (True, True, True, True)))
+    assert any("Cotangents" in name for name in names)
     glu_backward = torch.ops.myops._glu_backward
     names = kernels(lambda: glu_backward(rows, rows, w, w, None, None, "silu", (True, True, True, False, False)))
     assert any("Cotangents" in name for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ update_: Callable[..., Tensor] = torchops.triangle_multiplicative_update_
 C, MIB = 128, 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def _free_memory() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["auto", "portable"])
+def _on_path(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
-    yield
+    path: Literal["auto", "portable"] = request.param
+    with torchops.cuda.dense_path(path):
+        yield
     torch.cuda.empty_cache()
 
 

@@ -79,25 +79,27 @@ def test_values(n: int, d: int, direction: str, path: Literal["auto", "portable"
 
 
 @pytest.mark.parametrize("n", [65, 72])
-def test_layer_norms_without_eps(n: int) -> None:
+@pytest.mark.parametrize("path", ["auto", "portable"])
+def test_layer_norms_without_eps(n: int, path: Literal["auto", "portable"]) -> None:
     """Padding has no variance."""
     low: Any = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
     x, grad = (torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     exact: Any = {name: w.double() for name, w in low.items()}
-    got = gradients(functools.partial(update, eps=0.0), x, grad, "outgoing", None, low)
     want = gradients(functools.partial(reference, eps=0.0), x.double(), grad.double(), "outgoing", None, exact)
-    with torch.no_grad():
-        got["y"], want["y"] = update(x, eps=0.0, **low), reference(x.double(), eps=0.0, **exact)
+    with torchops.cuda.dense_path(path):
+        got = gradients(functools.partial(update, eps=0.0), x, grad, "outgoing", None, low)
+        with torch.no_grad():
+            got["y"], want["y"] = update(x, eps=0.0, **low), reference(x.double(), eps=0.0, **exact)
     for name, value in got.items():
         assert error(value, want[name]) <= 0.03, name
 
 
-@pytest.mark.parametrize("n", [768, 769, 833, 1025])
+@pytest.mark.parametrize(("n", "c"), [(768, 128), (769, 128), (833, 128), (1025, 128), (769, 100), (833, 124)])
 @pytest.mark.parametrize("path", ["auto", "portable", "cublas"])
-def test_memory(n: int, path: Literal["auto", "portable", "cublas"]) -> None:
-    """Two pair tensors and a little, of which a new result is one."""
-    low = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
-    x = torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16)
+def test_memory(n: int, c: int, path: Literal["auto", "portable", "cublas"]) -> None:
+    """Two pair tensors and a little, of which a new result is one. Rows of 100 features are not aligned for kernels."""
+    low = {name: w.to(torch.bfloat16) for name, w in parameters(c, 128).items()}
+    x = torch.randn(n, n, c, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad(), torchops.cuda.dense_path(path):
         for call in (update, update_):
-            assert memory_of(functools.partial(call, x, **low)) <= 2.1 * x.nbytes + 64 * MIB
+            assert memory_of(functools.partial(call, x, **low)) <= 2.1 * x.nbytes * 128 / c + 64 * MIB

@@ -1,6 +1,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/sum_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -282,17 +283,18 @@ bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm
   return gemm::run_chosen<gemm::GateCotangents>(problem, c, dz);
 }
 
-// The same without sums, on every GPU from compute capability 8.0 on.
-bool cotangents_without_sums(const Tensor& dz, const Tensor& dv, const Tensor& g, const Tensor& v, const Tensor& x,
-                             const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask) {
+// The same on every GPU from compute capability 8.0 on. ATen sums dz, as it is rounded.
+bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const Tensor& g, const Tensor& v,
+                         const Tensor& x, const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask) {
   const detail::DensePath path = detail::dense_path();
-  if (mask[3] || path == detail::DensePath::kCublas || v.scalar_type() != w.scalar_type() ||
-      x.scalar_type() != w.scalar_type()) {
+  if (path == detail::DensePath::kCublas || v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type() ||
+      !gemm::run_sm80<gemm::CotangentsOf<gemm::GateRule<Sigmoid>>>(
+          {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr},
+          detail::is_automatic(path))) {
     return false;
   }
-  return gemm::run_sm80<gemm::CotangentsOf<gemm::GateRule<Sigmoid>>>(
-      {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr},
-      detail::is_automatic(path));
+  if (mask[3]) db.copy_(at::cuda::sum(dz, 0));
+  return true;
 }
 
 }  // namespace
@@ -315,7 +317,7 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
   const bool rounded = x.scalar_type() != w.scalar_type();
   const WeightGradient weight(w, mask[2] && rounded);
   if (!(problem && fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) &&
-      !cotangents_without_sums(dz, dv_rows, g_rows, v_rows, x_rows, w, bias, mask)) {
+      !portable_cotangents(dz, dv_rows, db, g_rows, v_rows, x_rows, w, bias, mask)) {
     const int64_t rows = dz.size(0), step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
     PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {

@@ -2,6 +2,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -264,18 +265,22 @@ bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& db
                                             : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
 }
 
-// The same without sums, on every GPU from compute capability 8.0 on.
-bool cotangents_without_sums(const Pair& cotangents, const Tensor& g, const Tensor& x, const Tensor& w,
-                             const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
-                             GluActivation activation, std::array<bool, 5> mask) {
+// The same on every GPU from compute capability 8.0 on. ATen sums dz and du, as they are rounded; `both` has them side
+// by side.
+bool portable_cotangents(const Tensor& both, const Tensor& db, const Tensor& dbg, const Tensor& g, const Tensor& x,
+                         const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
+                         GluActivation activation, std::array<bool, 5> mask) {
   const detail::DensePath path = detail::dense_path();
-  if (mask[3] || mask[4] || path == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type()) return false;
+  if (path == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type()) return false;
+  const auto [dz, du] = Pair::halves(both);
+  const gemm::Sm80Tensors tensors{.d = dz, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg, .g = &g, .d2 = &du};
   const bool automatic = detail::is_automatic(path);
-  const gemm::Sm80Tensors tensors{
-      .d = cotangents.z, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg, .g = &g, .d2 = &cotangents.u};
-  return activation == GluActivation::kSilu
-             ? gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors, automatic)
-             : gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, automatic);
+  const bool done = activation == GluActivation::kSilu
+                        ? gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors, automatic)
+                        : gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, automatic);
+  if (done && mask[3]) db.copy_(at::cuda::sum(dz, 0));
+  if (done && mask[4]) dbg.copy_(at::cuda::sum(du, 0));
+  return done;
 }
 
 }  // namespace
@@ -313,7 +318,7 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
   const bool rounded = x.scalar_type() != w.scalar_type(), stacks = rows > 4 * n;
   const bool are_made =
       (problem && fused_cotangents(cotangents, db, dbg, problem->first, problem->second, act, mask)) ||
-      (!z && cotangents_without_sums(cotangents, g_rows, x_rows, w, wg, bias, gate_bias, act, mask));
+      (!z && portable_cotangents(both, db, dbg, g_rows, x_rows, w, wg, bias, gate_bias, act, mask));
   const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
   const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
   const bool recomputes = !are_made && !kept;

@@ -332,7 +332,13 @@ TORCH_LIBRARY_IMPL(myops, CUDA, m) {
 
 void layer_norm_gradients(const std::array<Tensor, 3>& out, const Tensor& grad, const Tensor& x, const Tensor& mean,
                           const Tensor& rstd, const OptionalTensor& weight) {
-  if (x.numel() == 0 || gradients_by_rows(out, grad, x, mean, rstd, weight, 1)) return;
+  if (x.numel() == 0) {
+    for (const Tensor& t : out) {
+      if (t.defined()) t.zero_();
+    }
+    return;
+  }
+  if (gradients_by_rows(out, grad, x, mean, rstd, weight, 1)) return;
   const auto [dx, dweight, dbias] = gradients_by_aten(grad, x, {x.size(1)}, mean, rstd, weight,
                                                       {out[0].defined(), out[1].defined(), out[2].defined()});
   if (out[0].defined()) out[0].copy_(dx);

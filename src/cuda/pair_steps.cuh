@@ -28,7 +28,8 @@ using detail::OptionalTensor;
 using detail::TriangleParameter;
 using detail::TriangleUpdate;
 
-/// A tensor of positions (N, N, features) as TMA can read and write it; its second dimension has row_stride.
+/// A tensor of positions (N, N, features) whose rows are whole pieces of 16 bytes, as TMA and cp.async read them; its
+/// second dimension has row_stride.
 inline std::optional<gemm::Operand> positions(const Tensor& t) {
   const int64_t vector = 16 / static_cast<int64_t>(t.element_size());
   const auto fits = [&](int64_t stride) { return stride > 0 && stride % vector == 0; };
@@ -81,23 +82,25 @@ struct Step {
   }
 };
 
-/// The case for all batch elements, with x in the dtype of the products; nullopt if the kernels don't apply.
-inline std::optional<gemm::Case> case_of(const TriangleUpdate& t) {
-  if (detail::dense_path() == detail::DensePath::kCublas || t.x.size(-2) == 0) return std::nullopt;
-  return gemm::sm90_case(t.x.size(-2), t.weight(detail::kPA).size(0), t.x.size(-1), t.dtype());
+/// Whether kernels may compute a call with x in the dtype of the products: rows are whole pieces of 16 bytes.
+inline bool may_run(const TriangleUpdate& t) {
+  const int64_t row_bytes = t.x.size(-1) * static_cast<int64_t>(c10::elementSize(t.dtype()));
+  return detail::dense_path() != detail::DensePath::kCublas && t.x.size(-2) > 0 && row_bytes % 16 == 0 &&
+         t.weight(detail::kPA).size(0) % 8 == 0;
 }
 
-/// The same; nullopt if x has another dtype.
+/// The case of the kernels of sm90/ for all batch elements, which are for 16 bits; nullopt if they don't apply.
 inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
-  return t.x.scalar_type() == t.dtype() ? case_of(t) : std::nullopt;
+  if (t.x.scalar_type() != t.dtype() || t.dtype() == at::kFloat || !may_run(t)) return std::nullopt;
+  return gemm::sm90_case(t.x.size(-2), t.weight(detail::kPA).size(0), t.x.size(-1), t.dtype());
 }
 
 /// The elements for which the kernels of sm80_pair.cuh compute such products, with x in their dtype; nullopt if they
 /// don't.
 inline std::optional<gemm::Element> sm80_element(const TriangleUpdate& t) {
-  const int64_t n = t.x.size(-2), c = t.x.size(-1), d = t.weight(detail::kPA).size(0);
-  if (detail::dense_path() == detail::DensePath::kCublas || n == 0 || c > gemm::kMostFeatures ||
-      d > gemm::kMostFeatures || d % 8 != 0 || at::cuda::getCurrentDeviceProperties()->major < 8) {
+  const int64_t c = t.x.size(-1), d = t.weight(detail::kPA).size(0);
+  if (!may_run(t) || c > gemm::kMostFeatures || d > gemm::kMostFeatures ||
+      at::cuda::getCurrentDeviceProperties()->major < 8) {
     return std::nullopt;
   }
   return gemm::element_of(t.dtype());
@@ -105,7 +108,7 @@ inline std::optional<gemm::Element> sm80_element(const TriangleUpdate& t) {
 
 /// Runs one of those kernels.
 template <class Spec, auto kernel>
-void launch_sm80(const gemm::PairProblem& p) {
+void launch_portable(const gemm::PairProblem& p) {
   static PerDevice granted;
   int multiprocessors = 0;
   C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, Spec::kSharedBytes, multiprocessors));
@@ -121,7 +124,7 @@ inline std::optional<Centered> centered(const TriangleUpdate& t) {
 }
 
 /// Whether there are too many features or channels for the one-pass kernels.
-inline bool is_wide(const gemm::PairProblem& p) { return p.c > 128 || p.d > 128; }
+inline bool is_wide(const gemm::PairProblem& p) { return p.c > gemm::kMostFeatures || p.d > gemm::kMostFeatures; }
 
 }  // namespace pair_steps
 
@@ -136,7 +139,7 @@ class PairSteps {
 
   /// Whether there are kernels for these sizes and dtypes, and whether they include those for gradients.
   bool have_kernels() const { return case_ || sm80_; }
-  bool have_gradient_kernels() const { return case_ && case_->element != gemm::Element::kTF32; }
+  bool have_gradient_kernels() const { return case_.has_value(); }
   /// From x (N, N, c) and the mask (N, N), or none, both in the direction of the update: a and b, with
   /// zeros in their padded columns.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
@@ -151,7 +154,7 @@ class PairSteps {
   bool wide_out(gemm::PairProblem& problem, const at::Tensor& x, const at::Tensor& out) const;
   /// Calls f(T()) for the type of the elements, if a kernel of sm80_pair.cuh can compute this call.
   template <class F>
-  bool run_sm80(const F& f) const {
+  bool run_portable(const F& f) const {
     if (!sm80_) return false;
     *sm80_ == gemm::Element::kTF32       ? f(float{})
     : *sm80_ == gemm::Element::kBFloat16 ? f(at::BFloat16{})
@@ -215,7 +218,8 @@ inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at:
   }
   if (pair_steps::is_wide(p)) return wide_in(p, a);
   if (case_ && gemm::run_chosen<gemm::TriangleIn>(p, *case_, a)) return true;
-  return run_sm80([&]<class T>(T) { pair_steps::launch_sm80<gemm::PairIn80<T>, gemm::sm80_pair_in_kernel<T>>(p); });
+  return run_portable(
+      [&]<class T>(T) { pair_steps::launch_portable<gemm::PairIn80<T>, gemm::sm80_pair_in_kernel<T>>(p); });
 }
 
 inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& out,
@@ -241,7 +245,8 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
   }
   if (pair_steps::is_wide(p)) return wide_out(p, x, out);
   if (case_ && gemm::run_chosen<gemm::TriangleOut>(p, *case_, out)) return true;
-  return run_sm80([&]<class T>(T) { pair_steps::launch_sm80<gemm::PairOut80<T>, gemm::sm80_pair_out_kernel<T>>(p); });
+  return run_portable(
+      [&]<class T>(T) { pair_steps::launch_portable<gemm::PairOut80<T>, gemm::sm80_pair_out_kernel<T>>(p); });
 }
 
 }  // namespace torchops::cuda

@@ -56,8 +56,9 @@ void launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling t
   }
   if constexpr (aligned) {
     if (tiling <= k128x64) return launch_sm80_kernel<Rule, T, k128x64, vector>(p);
-    if (few_outputs && tiling == k64x32 && single)
-      return launch_sm80_kernel<Rule, T, single ? k64x32 : k32x32, vector>(p);
+  }
+  if constexpr (aligned && few_outputs && single) {
+    if (tiling == k64x32) return launch_sm80_kernel<Rule, T, k64x32, vector>(p);
   }
   if constexpr ((aligned && few_outputs) || !gated) {
     if (tiling > k64x64) return launch_sm80_kernel<Rule, T, k32x32, vector>(p);

@@ -175,22 +175,22 @@ __device__ void write_tile(const Sm80Arguments<T, Rule::kProducts>& p, const flo
         }
       }
     }
-    float g[vector] = {};
+    float result[vector];
+    [[maybe_unused]] float g[vector] = {}, second[vector];
     if constexpr (kMakesCotangents<Rule>) unpack(load<T, vector>(p.g + (first_row + row) * p.g_stride + column), g);
 #pragma unroll
     for (int i = 0; i < vector; ++i) {
       const float t = fmaf(z[0][i], Rule::scale(0), bias[0][i]);
       const float t2 = fmaf(z[products - 1][i], Rule::scale(products - 1), bias[products - 1][i]);
       if constexpr (kMakesCotangents<Rule>) {
-        const float of_value = g[i];
-        Rule::template backward<exactness>(of_value, t, t2, c[i], z[0][i], g[i]);
+        Rule::template backward<exactness>(g[i], t, t2, c[i], result[i], second[i]);
       } else {
-        z[0][i] = Rule::template value<exactness>(t, t2, c[i]);
+        result[i] = Rule::template value<exactness>(t, t2, c[i]);
       }
     }
-    store<T, vector>(p.d + (first_row + row) * p.d_stride + column, pack<T, vector>(z[0]));
+    store<T, vector>(p.d + (first_row + row) * p.d_stride + column, pack<T, vector>(result));
     if constexpr (kMakesCotangents<Rule>) {
-      if (p.d2 != nullptr) store<T, vector>(p.d2 + (first_row + row) * p.d2_stride + column, pack<T, vector>(g));
+      if (p.d2 != nullptr) store<T, vector>(p.d2 + (first_row + row) * p.d2_stride + column, pack<T, vector>(second));
     }
   }
 }
@@ -288,7 +288,9 @@ __global__ void __launch_bounds__(kSm80Threads, kSm80Spec<tiling>.resident(Rule:
     }
   }
   __syncthreads();
-  if (kMakesCotangents<Rule> || p.store_vector == 8) {
+  if constexpr (kMakesCotangents<Rule>) {
+    write_tile<Rule, T, tiling, 8>(p, all, first_row, first_column);
+  } else if (p.store_vector == 8) {
     write_tile<Rule, T, tiling, 8>(p, all, first_row, first_column);
   } else if (p.store_vector == 2) {
     write_tile<Rule, T, tiling, 2>(p, all, first_row, first_column);

@@ -30,7 +30,7 @@ struct Pieces {
 };
 
 /// Where a piece lies in a tile in shared memory, in bytes; a row has `pieces`. They are permuted, so that the eight
-/// rows that an instruction reads at once are in different banks: successive rows, or those of a block.
+/// rows that a matrix load reads at once are in different banks: successive rows, or those of a block.
 struct InOrder {
   template <class T, int pieces = Pieces<T>::kOfRow>
   __device__ static uint32_t place(int row, int piece) {
@@ -113,7 +113,7 @@ __device__ void normalize(uint32_t (&words)[Pieces<T>::kSteps][2 * positions], i
     }
   };
   const float by = 1.f / static_cast<float>(features);
-  float mean[positions] = {}, rstd[positions] = {}, values[packed];
+  float mean[positions] = {}, rest[positions] = {}, rstd[positions] = {}, values[packed];
   for_each([&](int k, int h) {
 #pragma unroll
     for (int i = 0; i < positions; ++i) {
@@ -129,11 +129,21 @@ __device__ void normalize(uint32_t (&words)[Pieces<T>::kSteps][2 * positions], i
     for (int i = 0; i < positions; ++i) {
       read(words[k][i + h * positions], values);
 #pragma unroll
-      for (const float value : values) rstd[i] = fmaf(value - mean[i], value - mean[i], rstd[i]);
+      for (const float value : values) {
+        const float difference = value - mean[i];
+        rest[i] += difference;
+        rstd[i] = fmaf(difference, difference, rstd[i]);
+      }
     }
   });
 #pragma unroll
-  for (int i = 0; i < positions; ++i) rstd[i] = rsqrtf(fmaf(sum_of_quad(rstd[i]), by, norm.eps));
+  for (int i = 0; i < positions; ++i) {
+    // What rounding has left in the differences, so that a constant row becomes 0.
+    rest[i] = sum_of_quad(rest[i]) * by;
+    mean[i] += rest[i];
+    const float variance = fmaf(-rest[i], rest[i], sum_of_quad(rstd[i]) * by);
+    rstd[i] = rsqrtf(fmaxf(variance, 0.f) + norm.eps);
+  }
   const auto *const weight = static_cast<const T*>(norm.weight), *const bias = static_cast<const T*>(norm.bias);
   for_each([&](int k, int h) {
     const int feature = (2 * k + h) * elements + static_cast<int>(threadIdx.x) % 4 * packed;
