@@ -31,13 +31,14 @@ def _cublas() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def assert_close(got: Tensor, eager: Tensor, exact: Tensor, name: str) -> None:
-    """Gradients add rounded terms in another order than eager mode."""
+def assert_close(got: Tensor, eager: Tensor, exact: Tensor, name: str, scale: float = 1.5) -> None:
+    """Gradients add rounded terms, in float32 or wider, in another order than eager mode."""
     assert got.dtype == eager.dtype
     if got.dtype == torch.float64:
         assert error(got, exact) <= 1e-11, name  # the reference has rounding errors too
     else:
-        assert error(got, exact) <= 1.5 * error(eager, exact) + 2 * torch.finfo(got.dtype).eps, name
+        rounding = 2 * torch.finfo(got.dtype).eps + 4 * torch.finfo(torch.float32).eps
+        assert error(got, exact) <= scale * error(eager, exact) + rounding, name
 
 
 def results(
@@ -96,7 +97,8 @@ def test_layer_norm_of_any_number_of_channels(affine: bool, d: int, dtype: torch
         if d == 1:  # its layer norm is 0, or the bias, but for a rounding error that 1 / sqrt(eps) enlarges
             assert (update(x, **given).double() - exact).abs().max() <= 1e-2 * exact.abs().max().clamp(min=1)
         else:
-            assert_close(update(x, **given), eager, exact, f"{n} positions")
+            # Where two channels are nearly the same, their layer norm enlarges all rounding errors.
+            assert_close(update(x, **given), eager, exact, f"{n} positions", scale=4 if d == 2 else 1.5)
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])

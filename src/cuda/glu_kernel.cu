@@ -2,7 +2,6 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/sum_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -265,8 +264,8 @@ bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& db
                                             : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
 }
 
-// The same on every GPU from compute capability 8.0 on. ATen sums dz and du, as they are rounded; `both` has them side
-// by side.
+// The same on every GPU from compute capability 8.0 on. Other passes sum dz and du, as they are rounded; `both` has
+// them side by side.
 bool portable_cotangents(const Tensor& both, const Tensor& db, const Tensor& dbg, const Tensor& g, const Tensor& x,
                          const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
                          GluActivation activation, std::array<bool, 5> mask) {
@@ -278,8 +277,8 @@ bool portable_cotangents(const Tensor& both, const Tensor& db, const Tensor& dbg
   const bool done = activation == GluActivation::kSilu
                         ? gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors, automatic)
                         : gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, automatic);
-  if (done && mask[3]) db.copy_(at::cuda::sum(dz, 0));
-  if (done && mask[4]) dbg.copy_(at::cuda::sum(du, 0));
+  if (done && mask[3]) sum_columns(db, dz);
+  if (done && mask[4]) sum_columns(dbg, du);
   return done;
 }
 

@@ -185,6 +185,38 @@ MatrixRows<T> write_rows(const at::Tensor& t) {
   return {t.mutable_data_ptr<T>(), t.stride(0)};
 }
 
+/// Sums the columns of a matrix.
+template <class T, int N>
+struct SumPass {
+  static constexpr int kSums = 1;
+  using Sum = Accumulate<T>;
+  using Loaded = Packed<T, N>;
+  struct Columns {};
+  MatrixRows<const T> from;
+
+  __device__ Columns columns(int64_t) const { return {}; }
+  __device__ Loaded load(int64_t row, int64_t column) const { return from.template load<N>(row, column); }
+  __device__ void finish(int64_t, int64_t, const Loaded& loaded, const Columns&, Sum (&sums)[kSums][N]) const {
+    Accumulate<T> values[N];
+    unpack(loaded, values);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[0][i] += values[i];
+  }
+};
+
+/// sums = the sums of the columns of a matrix of 16-bit elements, in one pass; both have its dtype.
+inline void sum_columns(const at::Tensor& sums, const at::Tensor& matrix) {
+  const int64_t rows = matrix.size(0), columns = matrix.size(1);
+  PassSums pass(true, matrix, 1, rows, rows, columns);
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(matrix.scalar_type(), "sum_columns", [&] {
+    const auto from = read_rows<scalar_t>(matrix);
+    constexpr int n = kVectorSize<scalar_t>;
+    columns % n == 0 && from.fits(n) ? pass.launch<n>(SumPass<scalar_t, n>{from}, rows)
+                                     : pass.launch<1>(SumPass<scalar_t, 1>{from}, rows);
+  });
+  pass.finish(sums);
+}
+
 /// The sum of a product and the bias of its columns (null: none), in float32 or float64.
 template <class T, int N>
 struct Biases {

@@ -25,12 +25,15 @@ struct Pieces {
   // so the sums of all blocks leave the columns kElements q and following, a whole piece, in lane 4g + q.
   static constexpr int kBlocks = kElements / 2, kColumns = 8 * kBlocks;
 
-  /// The row, of kColumns, that is the r-th of block j.
+  /// The row, of kColumns, that is the r-th of block j; and how far the next block is in shared memory, in bytes.
   __device__ static int row_of_block(int j, int r) { return r / 2 * kElements + j * 2 + r % 2; }
+  static constexpr uint32_t kBlockBytes = 2 * kMostFeatures * sizeof(T);
 };
 
 /// Where a piece lies in a tile in shared memory, in bytes; a row has `pieces`. They are permuted, so that the eight
-/// rows that a matrix load reads at once are in different banks: successive rows, or those of a block.
+/// rows that a matrix load reads at once are in different banks: successive rows, or those of a block. In tiles that
+/// are aligned to kTileAlignment, what is `pieces_on(n)` further on lies at the place ^ pieces_on(n), if n is a
+/// multiple of a power of two above the piece.
 struct InOrder {
   template <class T, int pieces = Pieces<T>::kOfRow>
   __device__ static uint32_t place(int row, int piece) {
@@ -44,44 +47,95 @@ struct InBlocks {
   }
 };
 
-/// Starts to copy a tile of `rows` rows of `columns` elements, of which rows_left rows and columns_left columns are
-/// there; the others become 0.
-template <int rows, int columns, class Order, class T>
-__device__ void start_tile(uint32_t to, const T* from, int64_t stride, int rows_left, int columns_left) {
-  constexpr int elements = Pieces<T>::kElements, pieces = columns / elements, step = kSm80Threads / pieces;
-  static_assert(rows % step == 0 && pieces % 8 == 0);
-  const int piece = static_cast<int>(threadIdx.x) % pieces, first = static_cast<int>(threadIdx.x) / pieces;
-  const int bytes = min(max(columns_left - piece * elements, 0), elements) * static_cast<int>(sizeof(T));
+constexpr uint32_t kTileAlignment = kMostFeatures * sizeof(float);
+__device__ constexpr uint32_t pieces_on(int pieces) { return static_cast<uint32_t>(pieces) * 16; }
+
+__device__ inline uint32_t address_of(const unsigned char* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+/// Starts to copy a piece, or makes it 0. (The form with a number of bytes takes five more instructions.)
+__device__ inline void copy_or_clear_piece(uint32_t to, const void* from, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred clear;\n"
+      "setp.eq.u32 clear, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, clear;\n"
+      "}" ::"r"(to),
+      "l"(from), "r"(static_cast<uint32_t>(valid))
+      : "memory");
+}
+
+/// What a thread copies of tiles of `rows` rows of `columns` elements. Instructions that address memory count here: a
+/// warp has few products of each chunk.
+template <class T, int rows, int columns, class Order>
+class TileCopies {
+ public:
+  static constexpr uint32_t kBytes = rows * columns * sizeof(T);
+
+  /// Starts to copy a tile, of which rows_left rows and columns_left columns are there, rounded up to whole pieces; the
+  /// others become 0.
+  __device__ static void start(unsigned char* to, const T* from, int64_t stride, int rows_left, int columns_left) {
+    if (piece() * kElements >= columns_left) rows_left = 0;
+    from += row() * stride + piece() * kElements;
+    const uint32_t tile = address_of(to);
 #pragma unroll
-  for (int row = first; row < rows; row += step) {
-    copy_or_clear<16>(to + Order::template place<T, pieces>(row, piece), from + (row * stride + piece * elements),
-                      row < rows_left ? bytes : 0);
+    for (int i = 0; i < kCopies; ++i) {
+      copy_or_clear_piece(tile + place(i), from, row() + i * kStep < rows_left);
+      from += kStep * stride;
+    }
   }
-}
 
-/// A chunk has `outputs` rows of a value's weight, and then as many of a gate's.
-template <class T, int outputs>
-constexpr uint32_t kHalfChunkBytes = outputs * kMostFeatures * sizeof(T);
-
-/// Starts to copy the chunk of both weights that begins with the output `first`, of `count`.
-template <class T, int outputs, class Order>
-__device__ void start_chunk(uint32_t to, const Layer& value, const Layer& gate, int first, int count,
-                            int value_features, int gate_features) {
-  const auto start = [&](uint32_t half, const Operand& weight, int features) {
-    start_tile<outputs, kMostFeatures, Order>(half, static_cast<const T*>(weight.data) + first * weight.row_stride,
-                                              weight.row_stride, count - first, features);
-  };
-  start(to, value.weight, value_features);
-  start(to + kHalfChunkBytes<T, outputs>, gate.weight, gate_features);
-}
-
-/// Four matrices of a weight.
-template <class T>
-__device__ inline void load_weights(uint32_t (&matrices)[4], uint32_t row) {
-  load_matrices(matrices, row);
-  if constexpr (std::is_same_v<T, float>) {
+  /// Rounds what this thread has copied to TF32, in place, so that not every reader has to.
+  __device__ static void round(unsigned char* tile) {
+    if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
-    for (uint32_t& matrix : matrices) matrix = to_tf32(__uint_as_float(matrix));
+      for (int i = 0; i < kCopies; ++i) {
+        auto* const at = reinterpret_cast<Packed<float, 4>*>(tile + place(i));
+        Packed<float, 4> words = *at;
+#pragma unroll
+        for (float& word : words.at) word = __uint_as_float(to_tf32(word));
+        *at = words;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kElements = Pieces<T>::kElements, kPieces = columns / kElements;
+  static constexpr int kStep = kSm80Threads / kPieces, kCopies = rows / kStep;
+  static_assert(rows % kStep == 0 && kPieces % 8 == 0);
+
+  __device__ static int row() { return static_cast<int>(threadIdx.x) / kPieces; }
+  __device__ static int piece() { return static_cast<int>(threadIdx.x) % kPieces; }
+  __device__ static uint32_t place(int i) { return Order::template place<T, kPieces>(row() + i * kStep, piece()); }
+};
+
+/// A chunk of the weight of one of several layers, which has parts, and its place among slots. Layers follow each
+/// other, or take turns.
+struct Chunk {
+  int layer = 0, part = 0, slot = 0;
+
+  template <bool takes_turns = false>
+  __device__ void advance(int layers, int parts, int slots) {
+    int &inner = takes_turns ? layer : part, &outer = takes_turns ? part : layer;
+    if (++inner == (takes_turns ? layers : parts)) {
+      inner = 0;
+      ++outer;
+    }
+    if (++slot == slots) slot = 0;
+  }
+};
+
+/// Calls f(k) for the steps of an inner product, of which only the first `features` terms are not 0. Branches for each
+/// step would keep loads from overtaking products.
+template <class T, class F>
+__device__ void for_each_step(int features, const F& f) {
+  constexpr int half = Pieces<T>::kSteps / 2;
+#pragma unroll
+  for (int first = 0; first < 2 * half; first += half) {
+    if (first * 2 * Pieces<T>::kElements >= features) continue;
+#pragma unroll
+    for (int k = first; k < first + half; ++k) f(k);
   }
 }
 

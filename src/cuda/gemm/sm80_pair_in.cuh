@@ -16,11 +16,13 @@ template <class T>
 struct PairIn80 {
   static constexpr int kPositions = 128, kWarpsOfRow = kPositions / Pieces<T>::kColumns;
   static constexpr int kOutputs = kSm80Warps / kWarpsOfRow * 16;
-  static constexpr uint32_t kChunkBytes = 2 * kHalfChunkBytes<T, kOutputs>;
-  static constexpr uint32_t kTileBytes = kPositions * kMostFeatures * sizeof(T);
-  static constexpr int kChunks = 1 + static_cast<int>(kTileBytes / kChunkBytes);
+  using Positions = TileCopies<T, kPositions, kMostFeatures, InBlocks>;
+  /// A chunk has as many rows of a value's weight, and then of its gate's.
+  using Weights = TileCopies<T, kOutputs, kMostFeatures, InOrder>;
+  static constexpr uint32_t kChunkBytes = 2 * Weights::kBytes;
+  static constexpr int kChunks = 1 + static_cast<int>(Positions::kBytes / kChunkBytes);
   static constexpr size_t kSharedBytes = kChunks * kChunkBytes + kPositions * sizeof(float);
-  static_assert(kTileBytes % kChunkBytes == 0);
+  static_assert(Positions::kBytes % kChunkBytes == 0);
   using Tile = PairTile<kPositions>;
 };
 
@@ -31,27 +33,32 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const Pai
   using In = PairIn80<T>;
   using P = Pieces<T>;
   constexpr int vector = P::kElements;
-  extern __shared__ __align__(128) unsigned char shared[];
-  const uint32_t chunks = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  float* const factors = reinterpret_cast<float*>(shared + In::kChunks * In::kChunkBytes);
+  extern __shared__ __align__(kTileAlignment) unsigned char tiles[];
+  float* const factors = reinterpret_cast<float*>(tiles + In::kChunks * In::kChunkBytes);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int first_position = warp % In::kWarpsOfRow * P::kColumns, first_output = warp / In::kWarpsOfRow * 16;
   const typename In::Tile tile(p.n);
-  const int parts = (p.d + In::kOutputs - 1) / In::kOutputs, steps = 2 * parts;
-  const auto chunk_of = [&](int step) { return chunks + static_cast<uint32_t>(step % In::kChunks) * In::kChunkBytes; };
-  const auto start = [&](int step) {
-    if (step < steps) {
-      const int side = step / parts;
-      start_chunk<T, In::kOutputs, InOrder>(chunk_of(step), p.value[side], p.gate[side], step % parts * In::kOutputs,
-                                            p.d, p.c, p.c);
+  const int parts = (p.d + In::kOutputs - 1) / In::kOutputs;
+  const auto chunk_of = [&](const Chunk& chunk) { return tiles + chunk.slot * In::kChunkBytes; };
+  Chunk ahead;
+  const auto start = [&] {
+    if (ahead.layer < 2) {
+      const int first = ahead.part * In::kOutputs;
+      const auto start_half = [&](unsigned char* to, const Operand& weight) {
+        const T* const from = static_cast<const T*>(weight.data) + first * weight.row_stride;
+        In::Weights::start(to, from, weight.row_stride, p.d - first, p.c);
+      };
+      start_half(chunk_of(ahead), p.value[ahead.layer].weight);
+      start_half(chunk_of(ahead) + In::Weights::kBytes, p.gate[ahead.layer].weight);
+      ahead.advance(2, parts, In::kChunks);
     }
     end_copies();
   };
 
   const T* const x = static_cast<const T*>(p.x.data) + tile.row * p.x.batch_stride + tile.first * p.x.row_stride;
-  const uint32_t x_tile = chunks + In::kChunkBytes;
-  start_tile<In::kPositions, kMostFeatures, InBlocks>(x_tile, x, p.x.row_stride, p.n - tile.first, p.c);
-  start(0);
+  unsigned char* const x_tile = tiles + In::kChunkBytes;
+  In::Positions::start(x_tile, x, p.x.row_stride, p.n - tile.first, p.c);
+  start();
   if (thread < In::kPositions) {
     const int position = tile.first + thread;
     const auto* const mask = static_cast<const T*>(p.mask);
@@ -70,24 +77,24 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const Pai
     for (int k = 0; k < P::kSteps; k += 2) {
       uint32_t pieces[4];
       const int row = first_position + P::row_of_block(j, lane % 8);
-      load_matrices(pieces, x_tile + InBlocks::place<T>(row, k * 2 + lane / 8));
+      load_matrices(pieces, (address_of(x_tile) + InBlocks::place<T>(row, lane / 8)) ^ pieces_on(2 * k));
 #pragma unroll
       for (int i = 0; i < 4; ++i) z[k + i / 2][j + i % 2 * P::kBlocks] = pieces[i];
     }
   }
   __syncthreads();  // everyone has read x
 #pragma unroll 1
-  for (int step = 1; step < In::kChunks; ++step) start(step);
+  for (int i = 1; i < In::kChunks - 1; ++i) start();
   normalize<T, P::kBlocks>(z, p.c, p.norm_x);
 
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    if (step > 0) {
-      wait_for_copies_before<In::kChunks - 2>();
-      __syncthreads();  // everyone's copies are there, and everyone has read the chunk before
-      start(step + In::kChunks - 1);
-    }
-    const int side = step / parts, output = step % parts * In::kOutputs + first_output;
+  for (Chunk chunk; chunk.layer < 2; chunk.advance(2, parts, In::kChunks)) {
+    wait_for_copies_before<In::kChunks - 2>();
+    In::Weights::round(chunk_of(chunk));
+    In::Weights::round(chunk_of(chunk) + In::Weights::kBytes);
+    __syncthreads();  // everyone's copies are there, and everyone has read the chunk before
+    start();
+    const int side = chunk.layer, output = chunk.part * In::kOutputs + first_output;
     if (output >= p.d) continue;
     // Lane 4g + q has the channels g and g + 8, and of the positions of its piece a pair in each block.
     float sums[2][P::kBlocks][4];
@@ -102,18 +109,16 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const Pai
         for (int j = 0; j < P::kBlocks; ++j) sums[of][j][2 * h] = sums[of][j][2 * h + 1] = of_channel;
       }
     }
-#pragma unroll
-    for (int k = 0; k < P::kSteps; ++k) {
-      if (2 * k * vector >= p.c) continue;
+    const uint32_t weights = address_of(chunk_of(chunk)) + InOrder::place<T>(first_output + lane % 16, lane / 16);
+    for_each_step<T>(p.c, [&](int k) {
 #pragma unroll
       for (int of = 0; of < 2; ++of) {
         uint32_t w[4];
-        load_weights<T>(w, chunk_of(step) + static_cast<uint32_t>(of) * kHalfChunkBytes<T, In::kOutputs> +
-                               InOrder::place<T>(first_output + lane % 16, 2 * k + lane / 16));
+        load_matrices(w, (weights ^ pieces_on(2 * k)) + static_cast<uint32_t>(of) * In::Weights::kBytes);
 #pragma unroll
         for (int j = 0; j < P::kBlocks; ++j) multiply_16x8<T>(sums[of][j], w, {z[k][j], z[k][j + P::kBlocks]});
       }
-    }
+    });
     const int in_tile = first_position + lane % 4 * vector, position = tile.first + in_tile;
     if (position >= padded_positions<T>(p.n)) continue;
 #pragma unroll
