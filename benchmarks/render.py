@@ -354,7 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
         gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
     ),
     "gates-portable-h100": partial(
-        gated, H100, "gates-portable.json", (gates.OURS, "eager", gates.PACKED), lambda line: True
+        gated, H100, "gates-portable.json", _CONTENDERS[:3], lambda line: line["op"] != "square_matmul_"
     ),
     "eight-bits-h100": partial(scaled, H100),
     "models-h100": partial(models, H100),

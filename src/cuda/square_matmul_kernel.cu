@@ -63,28 +63,35 @@ bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1)
 
 constexpr int64_t kPanelBytes = int64_t{16} << 20;
 
-// Scratch for a panel of rows of `a`: its copy and, if cuBLAS cannot write to `a` directly, the
-// product. At most 32 MiB, or two rows.
+// Scratch for a panel of `a`: its copy and, if cuBLAS cannot write to `a` directly, the product. A panel has rows of a
+// matrix or, if several matrices of a batch fit, those. At most 32 MiB, or two rows.
 Tensor panel_scratch(const Tensor& a) {
   const int64_t row_bytes = a.size(-1) * static_cast<int64_t>(a.element_size());
   const int64_t rows = std::clamp(kPanelBytes / row_bytes, int64_t{1}, a.size(-2));
-  return at::detail::empty_cuda({has_unit_stride(a) ? 1 : 2, rows, a.size(-1)}, a.options());
+  const int64_t matrices = a.dim() == 3 ? std::min(kPanelBytes / (row_bytes * a.size(-2)), a.size(0)) : 1;
+  at::DimVector sizes{has_unit_stride(a) ? 1 : 2, rows, a.size(-1)};
+  if (matrices > 1) sizes.insert(sizes.begin() + 1, matrices);
+  return at::detail::empty_cuda(sizes, a.options());
 }
 
-// A panel of rows is copied, and the product of the copy overwrites it.
+// A panel is copied, and the product of the copy overwrites it.
 void multiply_panels_(const Tensor& a, const Tensor& b, const Tensor& scratch) {
-  if (a.dim() == 3) {
+  const bool direct = scratch.size(0) == 1, whole_matrices = scratch.dim() == 4;
+  if (a.dim() == 3 && !whole_matrices) {
     for (int64_t i = 0; i < a.size(0); ++i) multiply_panels_(a.select(0, i), b.select(0, i), scratch);
     return;
   }
-  const bool direct = scratch.size(0) == 1;
   const int64_t step = scratch.size(1);
   for (int64_t begin = 0; begin < a.size(0); begin += step) {
-    const int64_t rows = std::min(step, a.size(0) - begin);
-    const Tensor panel = a.narrow(0, begin, rows), copy = scratch.select(0, 0).narrow(0, 0, rows);
+    const int64_t count = std::min(step, a.size(0) - begin);
+    const Tensor panel = a.narrow(0, begin, count), copy = scratch.select(0, 0).narrow(0, 0, count);
     copy.copy_(panel);
-    Tensor product = direct ? panel : scratch.select(0, 1).narrow(0, 0, rows);
-    at::cuda::mm_out(product, copy, b);
+    Tensor product = direct ? panel : scratch.select(0, 1).narrow(0, 0, count);
+    if (whole_matrices) {
+      at::cuda::bmm_out(product, copy, b.narrow(0, begin, count));
+    } else {
+      at::cuda::mm_out(product, copy, b);
+    }
     if (!direct) panel.copy_(product);
   }
 }
