@@ -101,6 +101,17 @@ def test_layer_norm_of_any_number_of_channels(affine: bool, d: int, dtype: torch
             assert_close(update(x, **given), eager, exact, f"{n} positions", scale=4 if d == 2 else 1.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("d", [15, 64, 128, 350])
+def test_equal_channels_become_0(d: int, dtype: torch.dtype) -> None:
+    """However far from 0 they are."""
+    given = {name: w.to(dtype) for name, w in parameters(24, d, norms=False, biases=False).items()}
+    for name in ("p_in_weight", "g_in_weight"):
+        given[name] = given[name][:1].expand(2 * d, -1) * 8
+    x = torch.randn(50, 50, 24, device="cuda", dtype=dtype)
+    assert update(x, **given).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @pytest.mark.parametrize(("n", "dtype"), [(500, torch.float32), (769, torch.float32), (513, torch.float64)], ids=str)
 def test_memory(n: int, dtype: torch.dtype, direction: str) -> None:

@@ -24,6 +24,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"mask": (2, 4, 4, 1)}, r"expected mask of shape \(2, 4, 4\) to match x, got \(2, 4, 4, 1\)"),
     ({"p_in_weight": (3, 3)}, r"expected p_in_weight of shape \(2d, c\) to match x, got \(3, 3\)"),
     ({"p_in_weight": (4, 4)}, r"expected p_in_weight of shape \(2d, c\) to match x, got \(4, 4\)"),
+    ({"p_in_weight": (0, 3)}, r"expected p_in_weight of shape \(2d, c\) with d > 0, got \(0, 3\)"),
     ({"p_in_weight": (4,)}, r"expected p_in_weight of shape \(2d, c\) to match x, got \(4,\)"),
     ({"g_in_weight": (2, 3)}, r"expected g_in_weight of shape \(4, 3\) to match p_in_weight, got \(2, 3\)"),
     ({"p_in_bias": (2,)}, r"expected p_in_bias of shape \(4,\) to match p_in_weight, got \(2,\)"),
@@ -170,6 +171,7 @@ def test_packed_parameters_are_checked() -> None:
     forward = OPS._triangle_multiplicative_update
     for place, value, text in (
         (2, layers[2][:-1], r"expected p_in_weight of shape \(2d, c\)"),  # type: ignore[index]
+        (2, layers[2][:0], r"expected p_in_weight of shape \(2d, c\) with d > 0"),  # type: ignore[index]
         (6, layers[6][:-1], r"expected g_in_weight of shape \(\d+, \d+\) to match p_in_weight"),  # type: ignore[index]
         (12, layers[12].float(), "expected p_out_weight of dtype float64 to match p_in_weight"),  # type: ignore[union-attr]
         (5, torch.zeros(2, dtype=x.dtype), "expected no bias of b beside packed weights"),

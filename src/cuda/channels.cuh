@@ -214,9 +214,17 @@ __global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
           of_row.count = static_cast<Wide>(n * V);
           of_row.mean /= of_row.count;
         }
-        for_each([&](int j, Wide value) { batch[j].squares += (value - batch[j].mean) * (value - batch[j].mean); });
+        Wide rest[V] = {};  // what rounding has left in the differences, so that a constant row becomes 0
+        for_each([&](int j, Wide value) {
+          const Wide difference = value - batch[j].mean;
+          rest[j] += difference;
+          batch[j].squares += difference * difference;
+        });
 #pragma unroll
         for (int j = 0; j < V; ++j) {
+          const Wide by = rest[j] / batch[j].count;
+          batch[j].mean += by;
+          batch[j].squares -= rest[j] * by;
           own[j] = own[j].count == 0 ? batch[j] : Pooled<Wide>()(own[j], batch[j]);
         }
       });
@@ -245,7 +253,7 @@ __global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
     const Wide distance = means[other][of_lane] - mean;
     sum += squares[other][of_lane] + count * distance * distance;
   });
-  const Wide rstd = rsqrt(sum / static_cast<Wide>(channel_count) + eps);
+  const Wide rstd = rsqrt((sum > 0 ? sum : 0) / static_cast<Wide>(channel_count) + eps);
   Wide mean_of[kRows], rstd_of[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

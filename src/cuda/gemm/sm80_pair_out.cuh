@@ -109,7 +109,6 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_out_kernel(const Pa
   unsigned char *const o_tile = tiles + Out::Weights::kBytes, *const x_tile = o_tile + Out::Channels::kBytes;
   Out::Channels::start(o_tile, o, p.channel_stride, p.d, p.n - tile.first);
   start();
-  if constexpr (!Out::kTakesTurns) end_copies();
   Out::Positions::start(x_tile, x, p.x.row_stride, p.n - tile.first, p.c);
   end_copies();
   wait_for_copies_before<Out::kTakesTurns ? 0 : 1>();
