@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, random
+from cuda_checks import assert_accurate, error, random
 
 import torchops
 from torchops import _build_info
@@ -71,6 +71,7 @@ def test_square_matmul_packs_a_part_of_a_batch(dtype: torch.dtype, transpose_b: 
 def test_batches_by_panels(shape: tuple[int, int, int], dtype: torch.dtype, layout: str, transpose_b: bool) -> None:
     """Panels hold several matrices, one, or a part of one; the last panel is smaller."""
     batch, rows, n = shape
+    rounds_alike = layout != "columns first"  # eager mode's result has rows first, and another kernel
     a = {
         "contiguous": lambda: random(batch, rows, n, dtype=dtype),
         "rows apart": lambda: random(batch, rows, n + 8, dtype=dtype)[..., :n],
@@ -86,7 +87,10 @@ def test_batches_by_panels(shape: tuple[int, int, int], dtype: torch.dtype, layo
     with torchops.cuda.dense_path("portable"):
         torchops.square_matmul_(a, b, transpose_b=transpose_b)
     assert torch.cuda.max_memory_allocated() - before <= 33 * MIB
-    assert_accurate(a, expected, exact)
+    if rounds_alike:
+        assert_accurate(a, expected, exact)
+    else:
+        assert error(a, exact) <= 1.6 * error(expected, exact) + torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("n", [512, 2048, 8192, 16384])

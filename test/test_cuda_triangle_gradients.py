@@ -101,7 +101,7 @@ def test_gradients_by_the_cuda_kernels(
 
 @pytest.mark.parametrize("n", [48, 100])
 def test_a_step_of_the_cuda_kernels_reads_what_it_is_given(n: int) -> None:
-    """Strided x and cotangents, and cotangents that are expanded, have the gradients of their copies."""
+    """What is strided, expanded, or not aligned has the gradients of its copy."""
     torch.manual_seed(1)
     weights = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
     wide = torch.randn(n, n, 160, device="cuda", dtype=torch.bfloat16)
@@ -110,11 +110,17 @@ def test_a_step_of_the_cuda_kernels_reads_what_it_is_given(n: int) -> None:
         torch.randn(n, n, 256, device="cuda", dtype=torch.bfloat16)[..., ::2],
         torch.randn(n, n, 136, device="cuda", dtype=torch.bfloat16)[..., 8:].transpose(0, 1),
         torch.ones((), device="cuda", dtype=torch.bfloat16).expand(n, n, 128),
+        torch.randn(n * n * 128 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(n, n, 128),
     ):
-        strided = gradients(update, x, grad, "outgoing", None, weights)
-        packed = gradients(update, x.contiguous(), grad.contiguous(), "outgoing", None, weights)
-        for name, value in strided.items():
-            assert torch.equal(value, packed[name]), name
+        copy = grad.clone(memory_format=torch.contiguous_format)
+        for operator in (
+            update,
+            lambda x, *given, **w: torchops.triangle_multiplicative_update_(x.clone(), *given, **w),
+        ):
+            strided = gradients(operator, x, grad, "outgoing", None, weights)
+            packed = gradients(operator, x.contiguous(), copy, "outgoing", None, weights)
+            for name, value in strided.items():
+                assert torch.equal(value, packed[name]), name
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])

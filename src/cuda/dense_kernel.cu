@@ -103,8 +103,7 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tenso
   const int64_t n = w.size(0), k = w.size(1);
   if (!detail::has_one_pass_gradients(w) || y.numel() == 0) return std::nullopt;
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
-  Tensor g = detail::as_rows(grad);
-  if (!gemm::operand(g)) g = g.contiguous();  // the cotangent of a sum has strides of 0
+  const Tensor g = gemm::readable(detail::as_rows(grad));  // the cotangent of a sum has strides of 0
   const auto from_g = gemm::operand(g), from_y = gemm::operand(y_rows), from_x = gemm::operand(x_rows),
              from_w = gemm::operand(w);
   const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());

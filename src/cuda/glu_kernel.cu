@@ -357,12 +357,12 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
     value.finish(dw);
     gate.finish(dwg);
   } else if (mask[1] && mask[2] && stacks) {
-    const Tensor both_weights = at::cuda::mm(both.t(), x_rows);
+    const Tensor both_weights = weight_gradient(both, x_rows);
     dw.copy_(both_weights.narrow(0, 0, n));
     dwg.copy_(both_weights.narrow(0, n, n));
   } else {
-    if (mask[1]) at::cuda::mm_out(dw, dz.t(), x_rows);
-    if (mask[2]) at::cuda::mm_out(dwg, du.t(), x_rows);
+    if (mask[1]) dw.copy_(weight_gradient(dz, x_rows));
+    if (mask[2]) dwg.copy_(weight_gradient(du, x_rows));
   }
 }
 

@@ -116,7 +116,7 @@ class PairGradientSteps {
     const detail::TriangleUpdate& t = layout_.update();
     pair_steps::Step step(t, x);
     gemm::PairGradientProblem p = problem(step, 0, detail::kPOut, detail::kGOut, dz, /*in_direction=*/false);
-    const at::Tensor readable = pair_steps::positions(grad) ? grad : grad.contiguous();
+    const at::Tensor readable = pair_steps::readable(grad);
     p.norm_o = step.norm(t, detail::kNormOut, layout_.eps_out());
     p.row_stride = o.stride(1);
     p.channel_stride = o.stride(0);
@@ -202,8 +202,7 @@ class PairGradientSteps {
     p.channels[0] = const_cast<void*>(grad.const_data_ptr());  // only read
     p.scale[0] = static_cast<float>(scale);
     p.last = last;
-    const at::Tensor readable =
-        !residual.defined() || pair_steps::positions(residual) ? residual : residual.contiguous();
+    const at::Tensor readable = residual.defined() ? pair_steps::readable(residual) : residual;
     if (readable.defined()) {
       p.grad = *pair_steps::positions(readable);
       p.adds = true;

@@ -40,6 +40,9 @@ inline std::optional<gemm::Operand> positions(const Tensor& t) {
   return gemm::Operand{t.const_data_ptr(), t.stride(1), t.stride(0)};
 }
 
+/// Such a tensor, or else a copy that is one.
+inline Tensor readable(const Tensor& t) { return positions(t) ? t : t.clone(at::MemoryFormat::Contiguous); }
+
 /// The part of the problem of one batch element that both steps share, and what keeps its memory alive.
 struct Step {
   gemm::PairProblem problem;

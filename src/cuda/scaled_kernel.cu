@@ -112,16 +112,13 @@ class Product {
   Tensor x_, w_, one_;
 };
 
-// As the kernels read it, or else contiguous.
-Tensor operand_of(const Tensor& t) { return gemm::operand(t) ? t : t.contiguous(); }
-
 // A linear layer of eight-bit operands; all tensors are matrices.
 struct ScaledLinear {
   Tensor x, w;
   Factors factors;
 
   ScaledLinear(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w, const OptionalTensor& b)
-      : x(operand_of(detail::as_rows(x))), w(operand_of(w)), factors(scale_x, scale_w, b) {}
+      : x(gemm::readable(detail::as_rows(x))), w(gemm::readable(w)), factors(scale_x, scale_w, b) {}
 };
 
 // By a kernel with everything in its epilogue. Returns false, with nothing done, if none can run or none is wanted.
@@ -210,7 +207,7 @@ Tensor gate_scaled_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const
   const Tensor y = empty_result(x, w, v.scalar_type());
   if (y.numel() == 0) return y;
   linear_out<gemm::ScaledGateSigmoid, Sigmoid>(detail::as_rows(y), ScaledLinear(x, w, scale_x, scale_w, b),
-                                               operand_of(detail::as_rows(v)));
+                                               gemm::readable(detail::as_rows(v)));
   return y;
 }
 

@@ -265,7 +265,7 @@ bool fused_backward(const Tensor& grad, const Tensor& x, const Tensor& dx, const
   const bool weights = wanted[3] && wanted[5] && wanted[7];
   if (!wanted[0] || (!weights && std::find(wanted.begin() + 1, wanted.end(), true) != wanted.end())) return false;
   Fused<gemm::TransitionGradientProblem> call(x, t);
-  const Tensor readable = gemm::operand(grad) ? grad : grad.contiguous();
+  const Tensor readable = gemm::readable(grad);
   const auto to = gemm::operand(dx), from = gemm::operand(readable);
   if (!call.possible() || !to || !from) return false;
   gemm::TransitionGradientProblem& problem = call.problem;
@@ -314,7 +314,7 @@ TransitionGradients gradients_of(const Tensor& grad, const Transition& t, const 
     if (!needs.gate && !needs.value && !wanted[7]) return;
     const auto [y, mean, rstd] = layers.normalized(rows);
     const Tensor z = y.to(t.dtype());
-    if (wanted[7]) down.add(at::cuda::mm(g.t(), layers.hidden(z)));
+    if (wanted[7]) down.add(weight_gradient(g, layers.hidden(z)));
     if (!needs.gate && !needs.value) return;
     const auto [dz, dv_w, du_w, dv_b, du_b] =
         detail::glu_backward(at::cuda::mm(g, t.down_weight), z, t.up_weight, t.gate_weight, t.up_bias, t.gate_bias,

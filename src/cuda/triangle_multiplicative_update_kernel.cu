@@ -174,7 +174,7 @@ void output_backward(const TriangleLayers& layers, const TriangleGradients& grad
   gate_gradients(made, panel.rows_of(grad_pair), y, z, t.weight(detail::kGOut), b, {true, wants_z, wants_w, wants_b});
   gradients.add(detail::kGOut, dw);
   gradients.add(detail::kGOut + 1, db);
-  if (gradients.wants(detail::kPOut)) gradients.add(detail::kPOut, at::cuda::mm(dy.t(), n.y));
+  if (gradients.wants(detail::kPOut)) gradients.add(detail::kPOut, weight_gradient(dy, n.y));
   if (gradients.wants(detail::kPOut + 1)) gradients.add(detail::kPOut + 1, dy.sum(0));
   if (wants_z && !in_place) panel.of(dz_pair).copy_(dz.view(panel.of(dz_pair).sizes()));
   if (!gradients.wants_a_and_b() && !gradients.wants(detail::kNormOut) && !gradients.wants(detail::kNormOut + 1))
