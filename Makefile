@@ -303,6 +303,7 @@ results-gpu: committed gpu-build ptx
 	here=$(RESULTS)/$(call MACHINE,$(PYTHON),cuda); mkdir -p $$here; \
 	$(GPU_BENCH); \
 	for name in triangle triangle_attention gates stages trimul eight_bits boltz; do measure $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
+	measure $(PYTHON) -m benchmarks.triangle --sections generic,dtypes --json $$here/triangle-paths.json; \
 	measure $(PYTHON) -m benchmarks.gates --path cublas --json $$here/gates-by-cublas.json; \
 	measure $(PYTHON) -m benchmarks.gates --path portable --json $$here/gates-portable.json; \
 	measure $(PYTHON) -m benchmarks.pair_layer --eager 384,768,1024 --compile 384,768,1024 --expert 384,768,1024 --json $$here/pair_layer.json; \

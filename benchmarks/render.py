@@ -165,21 +165,39 @@ def _where(about: dict[str, Any], results: Sequence[dict[str, Any]] = (), name: 
     return f"{about['machine']}, torch {about['torch']}, revision {about[REVISION]} of `src`.{others}"
 
 
+def _triangle_row(result: dict[str, Any], call: str) -> str:
+    times, memory = result["microseconds"], result["pair tensors"]
+    names = ("torchops", "channels first, torch.compile", "as written")
+    cells = {n: f"{report.format_seconds(times[n] / 1e6)} ({memory[n]:.1f})" for n in names if times.get(n) is not None}
+    return _row([str(result["n"]), call, *(cells.get(name, "") for name in names)])
+
+
+_TRIANGLE_HEAD = [
+    "| N | call | torchops | channels first, `torch.compile` | as papers write it, eager |",
+    "|---|---|---|---|---|",
+]
+
+
 def triangle(machine: str) -> str:
     """Results of `python -m benchmarks.triangle`: times, and memory in pair tensors."""
     document = json.loads((RESULTS / machine / "triangle.json").read_text())
-    names = ("torchops", "channels first, torch.compile", "as written")
-    lines = [
-        "| N | call | torchops | channels first, `torch.compile` | as papers write it, eager |",
-        "|---|---|---|---|---|",
-    ]
     results = [r for r in document["results"] if r.get("section", "forward") in ("forward", "backward")]
-    for result in sorted(results, key=lambda r: (r["n"], r["task"] == "forward and backward")):
-        times, memory = result["microseconds"], result["pair tensors"]
-        cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in memory}
-        lines.append(_row([str(result["n"]), result["task"], *(cells.get(name, "") for name in names)]))
+    results.sort(key=lambda r: (r["n"], r["task"] == "forward and backward"))
+    lines = [*_TRIANGLE_HEAD, *(_triangle_row(result, result["task"]) for result in results)]
     where = _where(document["machine"], results, lambda r: f"{r['n']} {r['task']}")
     return "\n".join([*lines, "", where, ""])
+
+
+def triangle_paths(machine: str) -> str:
+    """Its results by the kernels that other GPUs have, and in other dtypes."""
+    document = json.loads((RESULTS / machine / "triangle-paths.json").read_text())
+    lines = [*_TRIANGLE_HEAD]
+    for result in document["results"]:
+        if result["path"] != "cublas":
+            dtype = "TF32" if result["tf32"] else result["dtype"]
+            where = ", other GPUs" if result["path"] == "portable" else ""
+            lines.append(_triangle_row(result, f"{dtype}{where}, {result['task']}"))
+    return "\n".join([*lines, "", _where(document["machine"]), ""])
 
 
 def pair_layer(machine: str) -> str:
@@ -342,6 +360,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios-cpu": partial(ratios, EPYC),
     "behind-cpu": partial(behind, EPYC),
     "triangle-h100": partial(triangle, H100),
+    "triangle-paths-h100": partial(triangle_paths, H100),
     "pair-layer-h100": partial(pair_layer, H100),
     "transition-h100": partial(chosen, H100, "(rows, c, hidden)", ("eager", "compile"), _TRANSITION),
     "triangle-attention-h100": partial(attended, H100),

@@ -86,7 +86,8 @@ def lines(section: str) -> Iterator[Line]:
             yield Line(section, n, task=task, dtype=dtype)
 
 
-ON_CUDA = ("forward", "backward", "options", "features", "dtypes", "generic", "memory", "host")
+ON_CUDA = ("forward", "backward", "options", "features", "memory", "host")
+OTHER_PATHS = ("generic", "dtypes")  # on CUDA, with results of their own
 ON_CPU = ("cpu",)
 
 
@@ -372,14 +373,14 @@ def summary(result: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sections", help=f"by comma, of {', '.join((*ON_CUDA, *ON_CPU))}")
+    parser.add_argument("--sections", help=f"by comma, of {', '.join((*ON_CUDA, *OTHER_PATHS, *ON_CPU))}")
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="only these N, by comma")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     sections = options.sections.split(",") if options.sections else ON_CUDA if device.type == "cuda" else ON_CPU
-    if unknown := set(sections) - {*ON_CUDA, *ON_CPU}:
+    if unknown := set(sections) - {*ON_CUDA, *OTHER_PATHS, *ON_CPU}:
         parser.error(f"no such section: {', '.join(sorted(unknown))}")
     torch._dynamo.config.recompile_limit = 64  # one graph per line
     about = machine.describe(device)
