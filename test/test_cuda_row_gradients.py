@@ -152,6 +152,32 @@ def layouts(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Tensor]:
     yield random(1, 1, dtype=dtype).expand(shape)
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normalized_shape", [(7,), (3, 7), (2, 3, 5), (4, 8), (3, 96)], ids=str)
+def test_many_rows_of_any_shape(normalized_shape: tuple[int, ...], dtype: torch.dtype, mask: tuple[bool, ...]) -> None:
+    """Beyond 65536 rows, ATen's kernel writes out of bounds for several dimensions, and makes no gradient of a bias
+    alone. Rows of these lengths take that kernel where they are no whole vectors."""
+    rows = 70001
+    x, grad = (random(rows, *normalized_shape, dtype=dtype) for _ in range(2))
+    weight = random(*normalized_shape, dtype=dtype)
+    dims = tuple(range(-len(normalized_shape), 0))
+    mean = x.double().mean(dims, keepdim=True)
+    rstd = (x.double().var(dims, keepdim=True, correction=0) + 1e-5).rsqrt()
+    moments = torch.float64 if dtype == torch.float64 else torch.float32
+    got = OPS._layer_norm_backward(grad, x, normalized_shape, mean.to(moments), rstd.to(moments), weight, mask)
+    exact_x, exact_weight = x.double().cpu().requires_grad_(), weight.double().cpu().requires_grad_()
+    bias = torch.zeros_like(exact_weight, requires_grad=True)
+    y = F.layer_norm(exact_x, normalized_shape, exact_weight, bias)
+    exact = torch.autograd.grad(y, (exact_x, exact_weight, bias), grad.double().cpu())
+    for wanted, g, value in zip(mask, got, exact, strict=True):
+        if wanted:
+            assert g.shape == value.shape
+            assert (g.double().cpu() - value).norm() <= max(4 * torch.finfo(dtype).eps, 1e-5) * value.norm()
+        else:
+            assert g.numel() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(9, 8), (33, 264), (9, 4096), (5, 40_000), (7, 129)], ids=str)
 def test_layouts(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -290,15 +290,26 @@ bool gradients_by_rows(const std::array<Tensor, 3>& out, const Tensor& grad, con
   });
 }
 
+// ATen takes the shape and dtype of the parameters' gradients from the parameters, so there have to be some. For more
+// than 65536 rows, it writes beyond its memory unless the normalised shape has one dimension
+// (https://github.com/pytorch/pytorch/pull/192016), and the gradient of the bias is empty if that of the weight is not
+// wanted.
 std::tuple<Tensor, Tensor, Tensor> gradients_by_aten(const Tensor& grad, const Tensor& x,
                                                      at::IntArrayRef normalized_shape, const Tensor& mean,
                                                      const Tensor& rstd, const OptionalTensor& weight,
                                                      std::array<bool, 3> mask) {
-  // ATen takes the shape and dtype of the parameters' gradients from the parameters, so there have to be some.
-  OptionalTensor w = weight;
-  if (!w && (mask[1] || mask[2])) w = at::ones(normalized_shape, x.options());
-  return at::cuda::native_layer_norm_backward(grad.contiguous(), x.contiguous(), normalized_shape, mean.contiguous(),
-                                              rstd.contiguous(), w, /*bias=*/w, mask);
+  const int64_t rows = mean.numel(), columns = c10::multiply_integers(normalized_shape);
+  const auto matrix = [&](const Tensor& t, int64_t width) { return t.contiguous().view({rows, width}); };
+  const bool parameters = mask[1] || mask[2];
+  const OptionalTensor w = weight       ? OptionalTensor(weight->contiguous().view({columns}))
+                           : parameters ? OptionalTensor(at::ones({columns}, x.options()))
+                                        : std::nullopt;
+  auto [dx, dweight, dbias] = at::cuda::native_layer_norm_backward(
+      matrix(grad, columns), matrix(x, columns), at::IntArrayRef(columns), matrix(mean, 1), matrix(rstd, 1), w,
+      /*bias=*/w, {mask[0], parameters, parameters});
+  const auto shaped = [](bool wanted, const Tensor& t, at::IntArrayRef sizes) { return wanted ? t.view(sizes) : t; };
+  return {shaped(mask[0], dx, x.sizes()), shaped(parameters, dweight, normalized_shape),
+          shaped(parameters, dbias, normalized_shape)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, const Tensor& x,
