@@ -88,7 +88,7 @@ struct Step {
 /// Whether kernels may compute a call with x in the dtype of the products: rows are whole pieces of 16 bytes.
 inline bool may_run(const TriangleUpdate& t) {
   const int64_t row_bytes = t.x.size(-1) * static_cast<int64_t>(c10::elementSize(t.dtype()));
-  return detail::dense_path() != detail::DensePath::kCublas && t.x.size(-2) > 0 && row_bytes % 16 == 0 &&
+  return detail::dense_path() != detail::DensePath::kCublas && t.x.numel() > 0 && row_bytes % 16 == 0 &&
          t.weight(detail::kPA).size(0) % 8 == 0;
 }
 

@@ -80,7 +80,8 @@ void detail::check_triangle(const char* op, const TriangleArguments& t, bool wri
                   packed_shape());
   const c10::SymInt rows = t.p_in_weight.sym_size(0), d = rows / 2;
   TORCH_SYM_CHECK((d * 2).sym_eq(rows), op, ": expected p_in_weight of shape (2d, c) to match x, got ", packed_shape());
-  TORCH_SYM_CHECK(d.sym_gt(0), op, ": expected p_in_weight of shape (2d, c) with d > 0, got ", packed_shape());
+  TORCH_SYM_CHECK(d.sym_gt(0).sym_or(c.sym_eq(0)), op, ": expected p_in_weight of shape (2d, c) with d > 0, got ",
+                  packed_shape());
   const auto check = [&](const char* name, const OptionalTensor& parameter, const char* reason,
                          c10::SymIntArrayRef shape) {
     check_parameter(op, name, parameter, reason, shape, "p_in_weight", t.p_in_weight);
@@ -210,7 +211,7 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
     TORCH_CHECK(!t.parameters[detail::kPB + 1] && !t.parameters[detail::kGB + 1], op,
                 ": expected no bias of b beside packed weights, got one");
   }
-  TORCH_SYM_CHECK(d.sym_gt(0), op, ": expected ", w_name, " of shape ", shape, " with d > 0, got ",
+  TORCH_SYM_CHECK(d.sym_gt(0).sym_or(c.sym_eq(0)), op, ": expected ", w_name, " of shape ", shape, " with d > 0, got ",
                   detail::to_string(w.sym_sizes()));
   const auto check = [&](const std::string& name, size_t index, const char* reason, c10::SymIntArrayRef shape) {
     check_parameter(op, name, t.parameters[index], reason, shape, w_name, w);
