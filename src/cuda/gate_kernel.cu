@@ -329,7 +329,7 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
     if (mask[3]) sums.finish(db);
   }
   if (mask[1]) input_gradient(detail::as_rows(dx), dz, w);
-  if (mask[2] && !rounded) dw.copy_(weight_gradient(dz, x_rows));
+  if (mask[2] && !rounded) weight_gradient_out(dw, dz, x_rows);
   weight.finish(dw);
 }
 

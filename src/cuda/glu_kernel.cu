@@ -361,8 +361,8 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
     dw.copy_(both_weights.narrow(0, 0, n));
     dwg.copy_(both_weights.narrow(0, n, n));
   } else {
-    if (mask[1]) dw.copy_(weight_gradient(dz, x_rows));
-    if (mask[2]) dwg.copy_(weight_gradient(du, x_rows));
+    if (mask[1]) weight_gradient_out(dw, dz, x_rows);
+    if (mask[2]) weight_gradient_out(dwg, du, x_rows);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
@@ -97,19 +98,29 @@ inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor
   }
 }
 
-/// dz.T @ x, rounded once to `dtype`: that of dz, or float32. cuBLAS may sum over the rows in parallel parts, and for
-/// some sizes these leave out the rows beyond the last multiple of their tile
+/// dw = dz.T @ x, rounded once; dw has the dtype of dz, or float32. cuBLAS may sum over the rows in parallel parts, and
+/// for some sizes these leave out the rows beyond the last multiple of their tile
 /// (https://github.com/facebookexperimental/triton/pull/2767). With 82965 rows of 256 features in float16, to float32,
 /// the result was off by 1.6% (CUDA 13.0, H100). So the last rows are a product of their own.
-inline at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x, at::ScalarType dtype) {
+inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, const at::Tensor& x) {
   constexpr int64_t tile = 128;
   const int64_t rows = x.size(0), rest = dz.element_size() == 2 ? rows % tile : 0;
-  const auto product = [&](int64_t begin, int64_t end, at::ScalarType to) {
+  const auto product = [&](at::Tensor out, int64_t begin, int64_t end) {
     const at::Tensor left = dz.narrow(0, begin, end - begin).t(), right = x.narrow(0, begin, end - begin);
-    return to == dz.scalar_type() ? at::cuda::mm(left, right) : at::cuda::mm(left, right, to);
+    const bool wide = out.scalar_type() != dz.scalar_type();
+    wide ? at::cuda::mm_out(out, left, right, out.scalar_type()) : at::cuda::mm_out(out, left, right);
   };
-  if (rest == 0 || rest == rows) return product(0, rows, dtype);
-  return product(0, rows - rest, at::kFloat).add_(product(rows - rest, rows, at::kFloat)).to(dtype);
+  if (rest == 0 || rest == rows) return product(dw, 0, rows);
+  const at::Tensor parts = at::detail::empty_cuda({2, dw.size(0), dw.size(1)}, dw.options().dtype(at::kFloat));
+  const at::Tensor first = parts.select(0, 0), last = parts.select(0, 1);
+  product(first, 0, rows - rest);
+  product(last, rows - rest, rows);
+  dw.copy_(first.add_(last));
+}
+inline at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x, at::ScalarType dtype) {
+  const at::Tensor dw = at::detail::empty_cuda({dz.size(1), x.size(1)}, dz.options().dtype(dtype));
+  weight_gradient_out(dw, dz, x);
+  return dw;
 }
 inline at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x) {
   return weight_gradient(dz, x, dz.scalar_type());

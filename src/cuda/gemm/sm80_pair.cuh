@@ -110,15 +110,16 @@ class TileCopies {
   __device__ static uint32_t place(int i) { return Order::template place<T, kPieces>(row() + i * kStep, piece()); }
 };
 
-/// A chunk of the weight of one of several layers, which has parts, and its place among slots. Layers follow each
-/// other, or take turns.
+/// A chunk of the weight of one of two layers, which has parts, and its place among slots. Layers follow each other, or
+/// take turns.
 struct Chunk {
+  static constexpr int kLayers = 2;
   int layer = 0, part = 0, slot = 0;
 
   template <bool takes_turns = false>
-  __device__ void advance(int layers, int parts, int slots) {
+  __device__ void advance(int parts, int slots) {
     int &inner = takes_turns ? layer : part, &outer = takes_turns ? part : layer;
-    if (++inner == (takes_turns ? layers : parts)) {
+    if (++inner == (takes_turns ? kLayers : parts)) {
       inner = 0;
       ++outer;
     }

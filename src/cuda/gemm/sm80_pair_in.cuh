@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const Pai
   const auto chunk_of = [&](const Chunk& chunk) { return tiles + chunk.slot * In::kChunkBytes; };
   Chunk ahead;
   const auto start = [&] {
-    if (ahead.layer < 2) {
+    if (ahead.layer < Chunk::kLayers) {
       const int first = ahead.part * In::kOutputs;
       const auto start_half = [&](unsigned char* to, const Operand& weight) {
         const T* const from = static_cast<const T*>(weight.data) + first * weight.row_stride;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const Pai
       };
       start_half(chunk_of(ahead), p.value[ahead.layer].weight);
       start_half(chunk_of(ahead) + In::Weights::kBytes, p.gate[ahead.layer].weight);
-      ahead.advance(2, parts, In::kChunks);
+      ahead.advance(parts, In::kChunks);
     }
     end_copies();
   };
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const Pai
   normalize<T, P::kBlocks>(z, p.c, p.norm_x);
 
 #pragma unroll 1
-  for (Chunk chunk; chunk.layer < 2; chunk.advance(2, parts, In::kChunks)) {
+  for (Chunk chunk; chunk.layer < Chunk::kLayers; chunk.advance(parts, In::kChunks)) {
     wait_for_copies_before<In::kChunks - 2>();
     In::Weights::round(chunk_of(chunk));
     In::Weights::round(chunk_of(chunk) + In::Weights::kBytes);

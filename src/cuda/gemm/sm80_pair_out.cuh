@@ -94,12 +94,12 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_out_kernel(const Pa
   const auto chunk_of = [&](const Chunk& chunk) { return tiles + chunk.slot * Out::Weights::kBytes; };
   Chunk chunk, ahead;
   const auto start = [&] {
-    if (ahead.layer < 2 && ahead.part < parts) {
+    if (ahead.layer < Chunk::kLayers && ahead.part < parts) {
       const Operand& weight = ahead.layer == 0 ? p.value[0].weight : p.gate[0].weight;
       const int first = ahead.part * Out::kOutputs;
       const T* const from = static_cast<const T*>(weight.data) + first * weight.row_stride;
       Out::Weights::start(chunk_of(ahead), from, weight.row_stride, p.c - first, ahead.layer == 0 ? p.d : p.c);
-      ahead.advance<Out::kTakesTurns>(2, parts, Out::kChunks);
+      ahead.advance<Out::kTakesTurns>(parts, Out::kChunks);
     }
     end_copies();
   };
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_out_kernel(const Pa
         multiply_16x8<T>(sums[j + 1], rows[k], {w[2], w[3]});
       }
     });
-    chunk.advance<Out::kTakesTurns>(2, parts, Out::kChunks);
+    chunk.advance<Out::kTakesTurns>(parts, Out::kChunks);
   };
   const auto make_values = [&](Sums& sums, int part) {
     receive();
