@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from . import compare, gradcheck, implementations, inductor, memory, render, run
+from . import compare, gradcheck, implementations, inductor, machine, memory, render, run
 from .case import Task
 from .operators import OPERATORS
 
@@ -92,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses the command line and runs the chosen command."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-    options.command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    options.command = machine.command("benchmarks", arguments)
     return int(options.function(options))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -331,13 +330,6 @@ def page(document: dict[str, Any]) -> str:
     )
 
 
-def _command(arguments: Sequence[str]) -> str:
-    """The command line, without where the results went."""
-    skipped = {i + j for i, argument in enumerate(arguments) if argument == "--json" for j in (0, 1)}
-    kept = [argument for i, argument in enumerate(arguments) if i not in skipped]
-    return shlex.join(["python", "-m", "benchmarks.gates", *kept])
-
-
 TITLES = {
     "auto": "Gates",
     "portable": "Gates by the kernels for every GPU from compute capability 8.0 on",
@@ -378,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = dict.fromkeys(name for r in results for name in r.microseconds)
         document = {
             **machine.describe(device),
-            "command": _command(arguments),
+            "command": machine.command("benchmarks.gates", arguments),
             "path": options.path,
             "title": TITLES[options.path],
             "contenders": [*names],

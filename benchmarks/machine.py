@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -30,6 +32,16 @@ def describe(device: torch.device) -> dict[str, str]:
 def slug(description: dict[str, str]) -> str:
     """The folder name for results of this machine."""
     return re.sub(r"[^a-z0-9]+", "-", description["machine"].lower()).strip("-")
+
+
+def command(module: str, arguments: Sequence[str]) -> str:
+    """The command line that measures the same again: without the place where results go."""
+    kept = list(arguments)
+    for option in ("--json", "--output"):
+        while option in kept:
+            del kept[kept.index(option) : kept.index(option) + 2]
+        kept = [argument for argument in kept if not argument.startswith(f"{option}=")]
+    return shlex.join(["python", "-m", module, *kept])
 
 
 class OtherLoad:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -279,13 +280,14 @@ def _rounds(
         trials.append(pending() * sampler.calls)
     rounds = max(effort.min_rounds, min(effort.max_rounds, round(effort.contender_seconds / max(trials, default=1.0))))
     pendings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    order = random.Random(0)
     # A garbage collection during a sample would count as the contender's time.
     gc.collect()
     gc.disable()
     try:
         for done in range(rounds if names else 0):
-            shift = done % len(names)
-            for name in names[shift:] + names[:shift]:
+            # Who comes before matters: it leaves caches and the allocator's free memory behind.
+            for name in order.sample(names, len(names)):
                 pendings[name].append(_timed(samplers[name], by_events, device))
             on_round(f"round {done + 1}/{rounds}")
     finally:

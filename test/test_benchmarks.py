@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +193,15 @@ def test_times_and_ratios_are_of_the_calls() -> None:
     assert measured.timings["one"].ratio == 1.0
 
 
+def test_each_contender_is_measured_after_each_other_one() -> None:
+    called: list[str] = []
+    contenders = {name: (lambda x, name=name: called.append(name)) for name in ("a", "b", "c")}
+    effort = replace(timing.effort("cpu", quick=True), min_rounds=12)
+    timing.measure(contenders, [(torch.zeros(4),)], FORWARD, CPU, effort)
+    samples = [name for name, _ in itertools.groupby(called)]
+    assert {*itertools.pairwise(samples)} == {*itertools.permutations(contenders, 2)}
+
+
 def test_inputs_rotate_past_the_cache() -> None:
     sets = timing.rotate(lambda: (torch.empty(2**24),))
     assert sum(x.nbytes for (x,) in sets) >= timing.ROTATED_BYTES
@@ -286,7 +298,7 @@ def test_run_then_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     document = json.loads(file.read_text())
     (case,) = document["cases"]
     assert list(case["timings"]) == ["cpp", "eager", "py", "preallocated", "linear"]
-    assert document["command"].startswith("python -m benchmarks run -o dense")
+    assert document["command"] == shlex.join(["python", "-m", "benchmarks", *run])
     assert case["relative_errors"]["cpp"] < 1e-6
 
     assert main(["compare", str(file), str(file)]) == 0
