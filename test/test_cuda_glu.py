@@ -109,6 +109,16 @@ def test_gate_of_what_it_overwrites(n: int) -> None:
         assert error(y, expected.double()) <= torch.finfo(y.dtype).eps / 2
 
 
+@pytest.mark.parametrize("rows", [98305, 99000, 99536, 99840])
+def test_gate_of_columns_in_parts(rows: int) -> None:
+    """A copy of v has 65536 rows, in two panels as long as the cache allows; the rest would fit a longer one."""
+    v, x, w = (random(*size, dtype=torch.float32) for size in ((128, rows), (rows, 64), (128, 64)))
+    v, w = v.T, w / 8
+    expected = gate_reference(*double(v, x, w))
+    torchops.gate_(v, x, w)
+    assert error(v, expected) < 1e-6
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": lambda t: t[:, 8:528],
     "unaligned": lambda t: t[:, 1:521],

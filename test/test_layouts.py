@@ -36,7 +36,17 @@ def arguments_of(op: OpCase, x: Tensor) -> list[Any]:
     return [x, *rest.get(op.name.rstrip("_"), [])]
 
 
-# --- lazy bits -------------------------------------------------------------------------------------------------------
+# --- lazy bits and lazy clones ---------------------------------------------------------------------------------------
+
+
+@every
+def test_lazy_clones(op: OpCase) -> None:
+    """A clone that shares memory until one of both is written may not be copied inside a parallel region."""
+    args = arguments_of(op, random_like(torch.empty(4096, 64)))
+    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    got = op.call(op.wrapper, *(torch._lazy_clone(a) if isinstance(a, Tensor) else a for a in args))
+    assert_all_close([got], [op.call(op.reference, *before)], atol=1e-4, rtol=1e-4)
+    assert_all_close(tensors(args), tensors(before), atol=0, rtol=0)
 
 
 def negative(base: Tensor) -> Tensor:

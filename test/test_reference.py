@@ -8,6 +8,8 @@ from checks import assert_as_good_as_aten, tensors, to_float64
 from op_db import OpCase
 from samples import Sample
 
+import torchops
+
 
 def test_values(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     exact_args, exact_kwargs = to_float64(sample(dtype, device))
@@ -120,3 +122,11 @@ def test_wrapper(case: OpCase, device: str, sample: Sample) -> None:
     torch.testing.assert_close(out, expected, equal_nan=True, atol=2e-5, rtol=1e-5)
     if case.mutates is not None:
         assert out is case.mutated(args)
+
+
+def test_dense_of_no_features_and_long_rows() -> None:
+    """Rows of more than 1 MiB, 32 for each thread."""
+    rows = 32 * torch.get_num_threads()
+    y = torchops.dense(torch.empty(rows, 0), torch.empty(2**18 + 1, 0))
+    assert y.shape == (rows, 2**18 + 1)
+    assert (y == 0.5).all()

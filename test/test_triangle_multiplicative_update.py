@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import triangle_reference
 from checks import assert_all_close
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -323,6 +325,21 @@ def test_products_beyond_float16() -> None:
     got = OPS.triangle_multiplicative_update(x, **given)
     assert got.isfinite().all()
     assert distance(got, exact) < 0.05
+
+
+def test_products_beyond_float16_where_sizes_are_symbols() -> None:
+    """There the update is taken apart, into operators of ATen that scale nothing."""
+    x, given = torch.randn(2, 64, 64, 4).half(), parameters(4, 4, norm=False, dtype=torch.float16)
+    given["p_in_bias"] = 64 + torch.randn(8).half()
+    given["g_in_bias"] = torch.full((8,), 10.0, dtype=torch.float16)
+
+    def batched(x: Tensor, *values: Tensor) -> Tensor:
+        update = partial(OPS.triangle_multiplicative_update, **dict(zip(given, values, strict=True)))
+        return torch.func.vmap(update)(x)
+
+    graph = make_fx(batched, tracing_mode="symbolic")(x, *given.values())
+    exact = reference(x.double(), **{name: t.double() for name, t in given.items()})
+    assert distance(graph(x, *given.values()), exact) < 0.1
 
 
 def test_strided() -> None:

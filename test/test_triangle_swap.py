@@ -175,6 +175,28 @@ def test_replaces_what_is_the_same(release: Release, dim: int) -> None:
     assert {p.dtype for p in model["bits16"].parameters()} == {torch.half}
 
 
+@pytest.mark.parametrize("of_all", ["none", "tf32"])
+@pytest.mark.parametrize("of_products", ["none", "ieee", "bf16"])
+def test_leaves_the_precision_of_products(release: Release, of_all: Any, of_products: Any) -> None:
+    """Set by torch's new interface, which the old one raises after. What is inherited still is."""
+    backends: Any = torch.backends
+    precisions = [backends, backends.cuda.matmul, backends.mkldnn.matmul]
+    formers = [each.fp32_precision for each in precisions]
+    try:
+        for each, value in zip(precisions, (of_all, "none", of_products), strict=True):
+            each.fp32_precision = value
+        before = [each.fp32_precision for each in precisions]
+        assert replace(nn.Sequential(release(with_method("output", Update.output))())).left == {}
+        assert [each.fp32_precision for each in precisions] == before
+        backends.fp32_precision = "none" if of_all == "tf32" else "tf32"
+        now = backends.fp32_precision
+        assert precisions[1].fp32_precision == now
+        assert precisions[2].fp32_precision == (now if of_products == "none" else of_products)
+    finally:
+        for each, value in zip(precisions, formers, strict=True):
+            each.fp32_precision = value
+
+
 def test_refuses_what_only_looks_alike(release: Release) -> None:
     """Where the package is imported and where it is not; a class by the same name of another file; our own never."""
 

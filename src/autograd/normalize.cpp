@@ -23,7 +23,7 @@ std::vector<int64_t> trailing_dims(size_t count) {
 
 }  // namespace
 
-Normalized normalize(const Tensor& x, size_t dims, double eps) {
+Normalized normalize(const Tensor& x, size_t dims, const at::Scalar& eps) {
   const Tensor wide = x.to(detail::moments_dtype(x.scalar_type()));
   const auto moments = at::var_mean(wide, trailing_dims(dims), /*correction=*/0, /*keepdim=*/true);
   const Tensor rstd = at::rsqrt(std::get<0>(moments) + eps);

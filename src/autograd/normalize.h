@@ -15,7 +15,7 @@ struct Normalized {
 /// xhat = (x - mean) * rstd over the last `dims` dimensions, with the moments as functions of x, in at least float32.
 /// at::layer_norm can't replace it where this is differentiated twice: the gradient of its weight treats the moments as
 /// constants.
-Normalized normalize(const at::Tensor& x, size_t dims, double eps);
+Normalized normalize(const at::Tensor& x, size_t dims, const at::Scalar& eps);
 
 /// xhat * weight + bias, rounded to `dtype`.
 at::Tensor scale_and_shift(at::Tensor xhat, const std::optional<at::Tensor>& weight,

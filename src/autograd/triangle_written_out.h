@@ -19,17 +19,14 @@ class TriangleWrittenOut {
   explicit TriangleWrittenOut(const detail::TriangleUpdate& t)
       : t_(t),
         mask_(t.mask ? detail::OptionalTensor(t.mask->to(t.dtype()).unsqueeze(-1)) : t.mask),
-        // A symbolic size has no logarithm; such a product is scaled when it runs.
-        scale_(t.x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()
-                   ? 1
-                   : detail::triangle_scale(t.x.size(-2), t.dtype())),
+        scale_(scale(t)),
         norm_in_(normalize(t.x, 1, t.eps)),
         z_(scale_and_shift(norm_in_.xhat, t.parameters[detail::kNormIn], t.parameters[detail::kNormIn + 1], t.dtype())),
         a_(gated(detail::kPA, detail::kGA)),
         b_(gated(detail::kPB, detail::kGB)) {
     const Tensor a = (a_.product * scale_).movedim(-1, -3), b = b_.product.movedim(-1, -3);
     const Tensor o = t.outgoing ? matmul(a, b.mT()) : matmul(a.mT(), b);
-    norm_out_ = normalize(o.movedim(-3, -1), 1, t.eps * scale_ * scale_);
+    norm_out_ = normalize(o.movedim(-3, -1), 1, c10::SymFloat(t.eps) * scale_ * scale_);
     n_ = scale_and_shift(norm_out_.xhat, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.dtype());
     y_ = linear(n_, t.weight(detail::kPOut), t.bias(detail::kPOut));
     s_ = at::sigmoid(linear(z_, t.weight(detail::kGOut), t.bias(detail::kGOut)));
@@ -100,6 +97,14 @@ class TriangleWrittenOut {
   }
 
  private:
+  // A symbolic size has no ceil(log2(N)): the power of 2 becomes 1 / sqrt(N) itself.
+  static c10::SymFloat scale(const detail::TriangleUpdate& t) {
+    const c10::SymInt n = t.x.sym_size(-2);
+    if (const auto known = n.maybe_as_int()) return detail::triangle_scale(*known, t.dtype());
+    if (t.dtype() != at::kHalf) return 1.;
+    return c10::SymFloat(1.) / c10::SymFloat(n.max(1)).sqrt();
+  }
+
   struct Gated {
     Tensor p, s, product;
   };
@@ -112,7 +117,7 @@ class TriangleWrittenOut {
 
   const detail::TriangleUpdate& t_;
   detail::OptionalTensor mask_;
-  double scale_;
+  c10::SymFloat scale_;
   Normalized norm_in_;
   Tensor z_;
   Gated a_, b_;

@@ -43,7 +43,7 @@ Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
   }
   constexpr int64_t panel_bytes = int64_t{1} << 20;
   const int64_t panel_rows = std::max(panel_bytes / (out_features * static_cast<int64_t>(x.element_size())),
-                                      std::min(in_features, int64_t{512}));
+                                      std::clamp(in_features, int64_t{1}, int64_t{512}));
   for_each_panel(rows, std::min(panel_rows, rows_per_thread), [&](int64_t begin, int64_t end) {
     dense_rows(y_rows.narrow(0, begin, end - begin), x_rows.narrow(0, begin, end - begin), w_t, b);
   });

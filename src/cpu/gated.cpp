@@ -47,12 +47,16 @@ void run(const Operands& o, GatedRoutine routine) {
   const bool contiguous = std::all_of(together.begin(), together.end(),
                                       [](const Tensor* t) { return !t->defined() || t->is_contiguous(); });
   const auto span = [&](int64_t row, int64_t column, int64_t count) {
-    const auto at = [&](const Tensor& t) {
-      return t.defined() ? static_cast<char*>(t.data_ptr()) +
-                               (row * t.stride(0) + column) * static_cast<int64_t>(t.element_size())
-                         : nullptr;
+    const auto bytes = [&](const Tensor& t) {
+      return (row * t.stride(0) + column) * static_cast<int64_t>(t.element_size());
     };
-    routine({at(o.grad), at(o.value), at(o.u), at(o.out), at(o.dvalue), at(o.du), count});
+    const auto from = [&](const Tensor& t) {
+      return t.defined() ? static_cast<const char*>(t.const_data_ptr()) + bytes(t) : nullptr;
+    };
+    const auto to = [&](const Tensor& t) {
+      return t.defined() ? static_cast<char*>(t.mutable_data_ptr()) + bytes(t) : nullptr;
+    };
+    routine({from(o.grad), from(o.value), from(o.u), to(o.out), to(o.dvalue), to(o.du), count});
   };
   if (contiguous) {
     at::parallel_for(0, rows * columns, kGrain, [&](int64_t begin, int64_t end) { span(0, begin, end - begin); });

@@ -13,6 +13,7 @@
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/gate.h"
+#include "ops/overwriting.h"
 
 namespace torchops::cuda {
 namespace {
@@ -189,15 +190,17 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = b ? contiguous(detail::read_first(v, *b)) : b;
-  // Scratch for a panel of rows: the product, and x if it is rounded. All matrices have one shape, so the scratch is
-  // allocated before anything is written.
+  // Scratch for a panel of rows: the product, and x if it is rounded. It is allocated once, for the first matrix,
+  // and gives the panels of all: by itself, a last matrix of fewer rows could have longer ones.
   const bool rounded = x.scalar_type() != w.scalar_type();
   Tensor products, rounded_rows;
-  overwrite_rows({v, input}, 1, [&](const detail::Operands& matrices) {
+  const auto overwrite = [&](const detail::Operands& matrices) {
     const Tensor &target = matrices[0], &x_rows = matrices[1];
     if (fused(target, target, x_rows, weight, bias)) return;
     const int64_t product_bytes = product_row_bytes(w);
-    const int64_t step = rows_of_panel(target.size(0), product_bytes, product_bytes + rounded_row_bytes(x, w));
+    const int64_t step = products.defined()
+                             ? products.size(0)
+                             : rows_of_panel(target.size(0), product_bytes, product_bytes + rounded_row_bytes(x, w));
     for_each_panel_of(target.size(0), step, [&](int64_t begin, int64_t end) {
       const int64_t rows = end - begin;
       if (!products.defined()) {
@@ -209,7 +212,8 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
       linear_out(z, rounded ? rounded_rows.narrow(0, 0, rows).copy_(x_panel) : x_panel, weight, bias);
       gate_rows(out, out, z, bias);
     });
-  });
+  };
+  detail::overwriting(v, [&] { overwrite_rows({v, input}, 1, overwrite); });
 }
 
 // Makes dv, if it is wanted, and dz, which overwrites z and is added to the sums.

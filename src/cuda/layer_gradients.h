@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
 #include <optional>
@@ -27,5 +28,10 @@ void glu_gradients(detail::GluGradients out, const at::Tensor& grad, const at::T
 /// The gradients (dx, dweight, dbias) of layer_norm() that are defined in `out`. dx may be `grad`.
 void layer_norm_gradients(const std::array<at::Tensor, 3>& out, const at::Tensor& grad, const at::Tensor& x,
                           const at::Tensor& mean, const at::Tensor& rstd, const std::optional<at::Tensor>& weight);
+
+/// For kernels of gradients that call public operators: backward may run under an autocast in which forward did not.
+struct NoAutocast {
+  c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
+};
 
 }  // namespace torchops::cuda

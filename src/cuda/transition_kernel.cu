@@ -12,6 +12,7 @@
 #include "cuda/centered.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
+#include "cuda/layer_gradients.h"
 #include "cuda/linear.h"
 #include "cuda/vector.cuh"
 #include "ops/common.h"
@@ -341,6 +342,7 @@ TransitionGradients transition_backward_cuda(const Tensor& grad, const Transitio
   detail::check_transition_backward(grad, arguments, wanted);
   const c10::cuda::CUDAGuard guard(arguments.x.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const NoAutocast no_autocast;
   Transition t = arguments;
   if (!Centered::takes(t.x, t.dtype())) return gradients_of(grad, t, wanted, adds);
   const Tensor rows = at::detail::empty_cuda(t.x.sizes(), t.gate_weight.options());

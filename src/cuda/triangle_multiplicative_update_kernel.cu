@@ -256,6 +256,7 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
                                          bool outgoing, double eps, TriangleMask wanted, bool adds) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const NoAutocast no_autocast;
   TriangleUpdate t =
       detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
   const c10::cuda::CUDAGuard guard(x.device());

@@ -20,7 +20,8 @@ TORCHOPS_API at::Tensor gate(const at::Tensor& v, const at::Tensor& x, const at:
                              const std::optional<at::Tensor>& b = {});
 
 /// Overwrites v with gate(v, x, w, b) and returns v. x, w and b may overlap v; they are then read first. Training
-/// copies the old v only if x, w or b needs a gradient. A failed call (also for an expanded v) leaves v untouched.
+/// copies the old v only if x, w or b needs a gradient. A call with wrong arguments (also an expanded v) leaves v
+/// untouched; one that runs out of memory may have overwritten a part, and then moves the version counter.
 TORCHOPS_API at::Tensor& gate_(at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                                const std::optional<at::Tensor>& b = {});
 

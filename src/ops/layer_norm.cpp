@@ -161,10 +161,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, 
                                                             const Tensor& rstd, const OptionalTensor& weight,
                                                             std::array<bool, 3> mask) {
   detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
-  const auto empty = [&](bool wanted, c10::SymIntArrayRef sizes) {
-    return wanted ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
-  };
-  return {empty(mask[0], x.sym_sizes()), empty(mask[1], normalized_shape), empty(mask[2], normalized_shape)};
+  return {detail::empty_if(mask[0], x.sym_sizes(), x), detail::empty_if(mask[1], normalized_shape, x),
+          detail::empty_if(mask[2], normalized_shape, x)};
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {

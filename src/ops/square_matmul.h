@@ -13,8 +13,9 @@ TORCHOPS_API at::Tensor square_matmul(const at::Tensor& a, const at::Tensor& b, 
 
 /// Overwrites a with square_matmul(a, b, transpose_b) and returns a. There is no second buffer of a's size: a panel of
 /// rows at a time is multiplied into bounded scratch and written back. b may overlap a; it is then read first.
-/// Training copies the old a only if b needs a gradient. A failed call leaves a untouched: all scratch is allocated
-/// before the first panel is written.
+/// Training copies the old a only if b needs a gradient. A call with wrong arguments leaves a untouched, and so does
+/// one without memory: all scratch is allocated before the first panel is written, and for a batch of b, before each
+/// matrix.
 TORCHOPS_API at::Tensor& square_matmul_(at::Tensor& a, const at::Tensor& b, bool transpose_b = false);
 
 /// The argument checks of square_matmul() and square_matmul_(), for kernels of other backends.
