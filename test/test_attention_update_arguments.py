@@ -12,6 +12,7 @@ from checks import assert_all_close, random_like
 from torch import Tensor
 
 from torchops import _attention_update_panels as panels
+from torchops._attention_update_arguments import check_writable
 from torchops.attention_update import AttentionWeights, triangle_attention_update
 
 OPS = torch.ops.myops
@@ -129,6 +130,31 @@ def test_in_place_training_and_overlap() -> None:
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
             triangle_attention_update(made, None, w, inplace=True)
         assert torch.equal(made, before)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "overlaps"),
+    [
+        ((2, 2, 3), (3, 20, 2), False),  # interleaved: 0 2 4, 3 5 7
+        ((2, 2, 3), (2, 20, 2), True),
+        ((3, 3, 2), (4, 30, 6), False),  # 0 4 8, 6 10 14
+        ((4, 3, 3), (4, 30, 6), True),
+        ((2, 3, 3, 2), (5, 100, 20, 3), False),
+        ((2, 3, 3, 2), (3, 100, 20, 3), True),
+    ],
+)
+def test_overlap_is_found_where_there_is_one(sizes: tuple[int, ...], strides: tuple[int, ...], overlaps: bool) -> None:
+    """As in the operators in C++, here sigmoid_: with strides that are not nested too."""
+    places = torch.arange(300).as_strided(sizes, strides)
+    assert (len(places.unique()) < places.numel()) == overlaps
+    for device in ("cpu", "meta"):
+        x = torch.zeros(300, device=device).as_strided(sizes, strides)
+        for called in (lambda x: check_writable("update_", x), lambda x: OPS.sigmoid_(x)):
+            if overlaps:
+                with pytest.raises(RuntimeError, match="_: expected x with"):
+                    called(x)
+            else:
+                called(x)
 
 
 X = torch.zeros(4, 4, 12)

@@ -163,17 +163,17 @@ def test_layouts_cuda() -> None:
 
 
 def test_kernels_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the size of a head, whatever c is."""
+    """By the sizes of the attention, whatever c is."""
     seen = []
 
-    def body(q: Tensor) -> Any:
-        seen.append(q.shape[-1])
+    def body_for(like: Tensor, *sizes: int) -> Any:
+        seen.append(sizes)
         return _attention_panels
 
-    monkeypatch.setattr(attention, "_body", body)
+    monkeypatch.setattr(attention, "body_for", body_for)
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    assert operators.steps_for(torch.zeros(3, 3, 128), torch.zeros(6 * 32, 128), 6) is panels
-    assert seen == [32]
+    assert operators.steps_for(torch.zeros(2, 5, 3, 7, 128), torch.zeros(6 * 32, 128), 6) is panels
+    assert seen == [(10, 3, 6, 32)]
 
 
 INTERPRETED = """

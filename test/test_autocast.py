@@ -326,6 +326,20 @@ def test_under_vmap(name: str) -> None:
     assert_all_close([got], [expected], **inner)
 
 
+@pytest.mark.ops(samples=["matrix"], mutating=False, leaves=True, dtypes=[torch.float32])
+def test_backward_inside(case: OpCase, device: str, sample: Sample, dtype: torch.dtype) -> None:
+    """Of a forward pass that ran outside: ATen's gradients may be rounded there, but there are gradients."""
+    arguments = sample(dtype, device, requires_grad=True)
+    args, kwargs = arguments
+    result = case.op(*args, **kwargs)
+    cotangent = random_like(result)
+    expected, expected_grads = gradients(case.op, arguments, cotangent)
+    with torch.autocast(device, LOW):
+        got_grads = torch.autograd.grad(result, tensors(arguments), cotangent)
+    assert_all_close([result], [expected])
+    assert_all_close([*got_grads], [*expected_grads], atol=0.1, rtol=0.05)
+
+
 def test_of_grad_transform() -> None:
     x, w = torch.randn(3, 5), torch.randn(4, 5)
     with torch.autocast("cpu", LOW):

@@ -232,6 +232,23 @@ def test_transforms(device: str) -> None:
             torch.testing.assert_close(g, e)
 
 
+def test_vmap_over_nothing() -> None:
+    q, k, v, bias, mask = arguments(5, 4, batch=3, masked=True)
+    empty: Any = [t.new_empty(0, *t.shape) for t in (q, k, v, bias)]
+    assert torch.vmap(torchops.triangle_attention)(*empty).shape == (0, *q.shape)
+    some = torch.vmap(torchops.triangle_attention, (1, None, None, None, None))(
+        empty[0].movedim(0, 1), k, v, bias, mask
+    )
+    assert some.shape == (0, *q.shape)
+    kept = OPS._triangle_attention(q, k, v, bias, mask, 0.5)
+
+    def backward(grad: Tensor) -> Any:
+        return OPS._triangle_attention_backward(grad, q, k, v, bias, mask, *kept, 0.5, [True] * 4)
+
+    grads = torch.vmap(backward)(empty[0])
+    assert [g.shape for g in grads] == [(0, *t.shape) for t in (q, k, v, bias)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast(device: str) -> None:
     """In the lower precision, gradients in that of the arguments; float64 is left alone."""
@@ -243,6 +260,20 @@ def test_autocast(device: str) -> None:
     assert got[0].dtype == torch.bfloat16
     assert {g.dtype for g in got[1:]} == {torch.float32}
     assert_close(got, with_gradients(reference, exact(args), cotangent), TOLERANCE[torch.bfloat16])
+
+
+def test_backward_under_autocast() -> None:
+    """Of a forward pass outside of it: the same gradients, and those that can be differentiated."""
+    args = arguments(5, 8, dtype=torch.float32, requires_grad=True)
+    out = torchops.triangle_attention(*args)
+    inputs = [t for t in args if t is not None and t.requires_grad]
+    for create_graph in (False, True):
+        results = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                given = out, inputs, torch.ones_like(out)
+                results.append(torch.autograd.grad(*given, retain_graph=True, create_graph=create_graph))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_flops() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
 from attention_samples import CUDA, DTYPES, arguments, check, with_gradients
@@ -37,6 +41,60 @@ def test_kernels_interpreted() -> None:
     assert done.returncode == 0, done.stderr
 
 
+ONE_NUMBER = """
+import torch
+from torchops import _attention_triton as kernels
+
+dbias = torch.randn(3, 1, 1, 1, 1)
+expected = dbias.sum(0)
+torch.testing.assert_close(kernels.sum_of_dbias(dbias), expected)
+"""
+
+
+@needs_triton
+def test_sum_of_one_number() -> None:
+    """Interpreted, and compiled for a size that Triton makes a constant, as it does any 1."""
+    done = interpreted(ONE_NUMBER)
+    assert done.returncode == 0, done.stderr
+    program = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from torchops import _attention_kernels as kernels
+
+for size, constants in (("constexpr", {"size": 1}), ("i32", {})):
+    types = {"dbias": "*fp32", "parts": "i32", "size": size, "BLOCK": "constexpr"}
+    source = ASTSource(kernels.sum_parts, signature=types, constexprs={"BLOCK": 1024, **constants})
+    assert "ttg.target" in str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttgir"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+PRECISIONS = """
+import torch
+from torchops import _attention_triton as kernels
+
+passed, launcher = [], kernels._launcher
+kernels._launcher = lambda kernel, d, dtype, masked, tf32, **rest: (
+    passed.append(tf32) or launcher(kernel, d, dtype, masked, tf32, **rest)
+)
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+for dtype in (torch.float32, torch.float16):
+    q, bias = torch.randn(1, 2, 2, 5, 16).to(dtype), torch.randn(1, 1, 2, 5, 5).to(dtype)
+    out, lse = kernels.forward(q, q, q, bias, None, 0.25)
+    kernels.backward(q, q, q, q, bias, None, out, lse, 0.25, (True,) * 4)
+assert passed == [True] * 4 + [False] * 4, passed
+"""
+
+
+@needs_triton
+def test_precision_set_by_the_new_interface() -> None:
+    """Reading it through the old one raises."""
+    done = interpreted(PRECISIONS)
+    assert done.returncode == 0, done.stderr
+
+
 needs_cuda = pytest.mark.skipif(not CUDA, reason="no CUDA device")
 
 
@@ -59,6 +117,16 @@ def test_repeatable_cuda(dtype: torch.dtype, masked: bool, n: int) -> None:
 def test_many_rows_cuda(n: int) -> None:
     """All rows, so that the gradient of the bias is a sum of many, in parts."""
     check(arguments(n, 32, heads=4, dtype=torch.bfloat16, device="cuda", masked=True, requires_grad=True))
+
+
+@needs_cuda
+def test_more_heads_than_a_grid_has_blocks_cuda() -> None:
+    sizes: dict[str, Any] = {"heads": 40, "batch": 1700, "dtype": torch.float32, "device": "cuda"}
+    check(arguments(3, 8, requires_grad=True, **sizes))
+    x = torch.randn(1700, 3, 3, 16, device="cuda", dtype=torch.float64)
+    layer = torchops.nn.TriangleAttention(16, 40, 8, device="cuda", dtype=torch.float64)
+    expected = layer(x)
+    torch.testing.assert_close(layer.float()(x.float()), expected.float(), atol=1e-3, rtol=1e-3)
 
 
 @needs_cuda

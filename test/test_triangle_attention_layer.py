@@ -244,6 +244,23 @@ def test_autocast() -> None:
     assert_near([y], [(x + exact[0]).double()], TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_backward_under_autocast(dtype: torch.dtype) -> None:
+    """Of a forward pass outside of it: the same gradients, and those of gradients."""
+    layer, x = TriangleAttention(12, 3, 5, bias=True, dtype=dtype), torch.randn(2, 6, 6, 12, dtype=dtype)
+    leaves = [x.requires_grad_(), *layer.parameters()]
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    results = []
+    for enabled in (False, True):
+        y = layer(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+            results.append([dx.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(got, expected)
+
+
 # --- the module ------------------------------------------------------------------------------------------------------
 
 SHAPES = {

@@ -405,6 +405,7 @@ def sum_parts(dbias, parts: tl.int32, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     sums = tl.load(dbias + at, mask=there, other=0.0)
+    distance = tl.cast(size, tl.int64)  # a size of 1 is a constant, which has no .to()
     for part in range(1, parts):
-        sums += tl.load(dbias + part * size.to(tl.int64) + at, mask=there, other=0.0)
+        sums += tl.load(dbias + part * distance + at, mask=there, other=0.0)
     tl.store(dbias + at, sums, mask=there)

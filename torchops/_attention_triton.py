@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchops import _attention_kernels as kernels
+from torchops._info import allows_tf32
 from torchops._triton_launch import Launch, noting
 
 __all__ = [
@@ -197,7 +198,7 @@ def attend(
     and the tensors' device as the current one. `scaled`: q is multiplied by ``scale * LOG2E`` and the bias by LOG2E, as
     in `_attention_kernels.py`."""
     batch, rows, heads, n, d = q.shape
-    launch = _launcher("forward", d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32, SCALED=scaled)
+    launch = _launcher("forward", d, q.dtype, added is not None, allows_tf32(q.dtype), SCALED=scaled)
     launch(
         (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads),
         q, k, v, bias, lse if added is None else added, out, lse,
@@ -274,7 +275,7 @@ def attend_backward(
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
     sizes = rows, n, heads, scale, width
     gap = len(numbers[0])
-    how = d, q.dtype, added is not None, torch.backends.cuda.matmul.allow_tf32
+    how = d, q.dtype, added is not None, allows_tf32(q.dtype)
     inputs = grad, q, k, v, bias, lse if added is None else added, numbers
     if dbias is not None:
         grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchops import _attention_panels, attention
 from torchops._attention_arguments import DTYPES, check_layout, expect, name_of
@@ -156,19 +157,31 @@ def _check_shape(op: str, name: str, t: Tensor, x: Tensor, shape: tuple[Any, ...
 
 
 def check_writable(op: str, x: Tensor) -> None:
-    """Checks that no two elements of x share memory, as far as strides show it without a search."""
+    """Checks that no two elements of x share memory."""
     sizes = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True)]
     shared = any(stride == 0 and size > 1 for stride, size in sizes)
-    if all(isinstance(number, int) for pair in sizes for number in pair):
+    if not shared and all(isinstance(number, int) for pair in sizes for number in pair):
+        nested = True
         reach = 0  # of the dimensions with smaller strides
         for stride, size in sorted(pair for pair in sizes if pair[1] > 1):
-            shared = shared or stride <= reach
+            nested = nested and stride > reach
             reach += stride * (size - 1)
+        shared = not nested and _overlaps(x)
     if shared and x.numel():
         expect(
             False,
             lambda: f"{op}: expected x without elements in one place, got strides {x.stride()} of {tuple(x.shape)}",
         )
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Searches, as an operator in C++ does that overwrites its argument."""
+    with _disable_current_modes():
+        try:
+            torch.ops.myops.sigmoid_(torch.empty_strided(x.shape, x.stride(), device="meta", dtype=torch.float32))
+        except RuntimeError:
+            return True
+    return False
 
 
 def without_alias(written: Tensor, read: Tensor | None) -> Tensor | None:

@@ -287,15 +287,13 @@ def _materialized(op: Any) -> Callable[..., Any]:
 
 def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
     """Casts the parameters, and x unless it is float32 or overwritten."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
     def cast(t: Tensor | None) -> Tensor | None:
         floating = t is not None and t.device.type == device_type and t.is_floating_point() and t.dtype != torch.float64
         return t.to(torch.get_autocast_dtype(device_type)) if t is not None and floating else t
 
     def kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with torch._C._ExcludeDispatchKeyGuard(attention._AUTOCAST):
             given = x if op is update_ or x.dtype == torch.float32 else cast(x)
             return op(given, mask, [cast(t) for t in parameters], *how)
 
@@ -310,7 +308,12 @@ def _register() -> None:
         ("", update, _autograd, _composite),
         ("_", update_, _autograd_, _batched_),
         ("_kept", update_kept, _kept_autograd, None),
-        ("_backward", update_backward, _backward_autograd, _composite_gradients),
+        (
+            "_backward",
+            update_backward,
+            attention._without_autocast(_backward_autograd),
+            attention._without_autocast(_composite_gradients),
+        ),
     ):
         library.impl(NAME + suffix, autograd, "Autograd")
         for key in ("Negative", "Conjugate", "ZeroTensor"):

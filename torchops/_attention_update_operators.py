@@ -68,8 +68,9 @@ update_backward = torch.ops.myops._triangle_attention_update_backward.default
 
 def steps_for(x: Tensor, q: Tensor, heads: int) -> Any:
     """The module with the steps for this x. `q` is the weight."""
-    of_heads = q.unflatten(0, (heads, q.shape[0] // heads)).mT  # the last dimension is that of a head
-    if x.is_cuda and x.stride(-1) == 1 and attention._body(of_heads) is not _attention_panels:
+    *batch, rows, _, _ = x.shape
+    body = attention.body_for(q, math.prod(batch), rows, heads, q.shape[0] // heads)
+    if x.is_cuda and x.stride(-1) == 1 and body is not _attention_panels:
         return importlib.import_module("torchops._attention_update_triton")
     return panels
 
@@ -425,7 +426,7 @@ if is_first:
         ("", _kernel, _fake),
         ("_", _kernel_, _fake_),
         ("_kept", _kept_kernel, _kept_fake),
-        ("_backward", _backward_kernel, _backward_fake),
+        ("_backward", attention._without_autocast(_backward_kernel), _backward_fake),
     ):
         for _key in ("CPU", "CUDA"):
             library.impl(NAME + _suffix, _of_backends, _key)

@@ -8,13 +8,14 @@ With z = layer_norm(x), a and b as in ``triangle_multiplicative_update`` and o[i
 from __future__ import annotations
 
 import importlib
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Weights", "update", "written_out"]
+__all__ = ["Weights", "scale_of_product", "update", "written_out"]
 
 
 class Weights(NamedTuple):
@@ -30,6 +31,11 @@ class Weights(NamedTuple):
     norm_out: Tensor
     norm_out_bias: Tensor
     p_out: Tensor
+
+
+def scale_of_product(n: int, dtype: torch.dtype) -> float:
+    """The power of 2 that scales a, so that o fits float16; as ``triangle_scale()`` in C++."""
+    return 1.0 if dtype != torch.float16 or n <= 1 else 2.0 ** -math.ceil(math.log2(n) / 2)
 
 
 def written_out(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1e-5) -> Tensor:

@@ -10,12 +10,11 @@ The gate is as wide as o, so it is computed together with a and b, and x is read
 3. one batched product gives o;
 4. ``_out_kernel`` reads o and the gate.
 
-a is scaled by a power of 2, and eps by its square, so that o fits float16 (see ``triangle_scale()`` in C++).
+a is scaled by a power of 2, and eps by its square, so that o fits float16 (see ``scale_of_product()``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchops._gated_triangle import scale_of_product
 from torchops._triton_launch import FP_FUSION
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Ti
         known = step_out.runner is not None
         w_in, w_out, a, b, gate = [first + 2 * i for i in begins] if known else [memory[i:] for i in begins]
         pack(stream, *weights[2:7], weights.p_out, w_in)
-        scale = 2.0 ** -math.ceil(math.log2(n) / 2)
+        scale = scale_of_product(n, torch.float16)
         step_in(stream, x, weights.norm, weights.norm_bias, factors, w_in, a, b, gate, positions, scale, eps)
         shape, strides = (batch * d, n, n), (positions, n, 1)
         of_b = memory.as_strided(shape, (positions, 1, n), begins[3])

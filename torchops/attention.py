@@ -51,7 +51,7 @@ def triangle_attention(
         mask: bool, of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, ``True`` for keys to keep; or ``None``. Other
             keys have no weight. A row without any key is computed as if all keys were kept, which is what the formula
             above says as long as its sums are exact.
-        scale: Default: ``d ** -0.5``.
+        scale: factor of the products of ``q`` and ``k``. Default: ``d ** -0.5``.
 
     Dtypes: float32, float64, float16 and bfloat16. Scores and their exponentials are float32 even if ``q`` has 16 bits.
     Under ``torch.autocast``, the operator runs in the lower precision, as PyTorch's attention does.
@@ -95,16 +95,26 @@ _backward = torch.ops.myops._triangle_attention_backward.default
 # --- backends --------------------------------------------------------------------------------------------------------
 
 
+_MOST_BLOCKS = 65535  # of a grid in its second and third dimension
+
+
 def _body(q: Tensor) -> Any:
     """The module whose forward and backward run for such a q."""
-    if q.is_cuda and q.dtype != torch.float64 and _has_bfloat16(q.device):
+    batch, rows, heads, _, d = q.shape
+    return body_for(q, batch, rows, heads, d)
+
+
+def body_for(like: Tensor, batch: int, rows: int, heads: int, d: int) -> Any:
+    """The same for these sizes, on the device and in the dtype of `like`."""
+    fits = max(batch * heads, rows) <= _MOST_BLOCKS
+    if fits and like.is_cuda and like.dtype != torch.float64 and _has_bfloat16(like.device):
         try:
             kernels = importlib.import_module("torchops._attention_triton")
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
         else:
-            if q.shape[-1] <= kernels.MAX_HEAD_DIM:
+            if d <= kernels.MAX_HEAD_DIM:
                 return kernels
     return panels
 
@@ -295,13 +305,15 @@ def _folded(op: Any) -> Callable[..., Any]:
     """The rule of vmap: its dimension joins that of the batch, the first of every tensor."""
 
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+        batch = args[0].shape[1 if in_dims[0] == 0 else 0]
+
         def fold(t: Any, dim: int | None) -> Any:
             if not isinstance(t, Tensor):
                 return t
             return (t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
 
         def unfold(t: Tensor) -> Tensor:
-            return t.unflatten(0, (info.batch_size, t.shape[0] // info.batch_size)) if t.dim() > 1 else t
+            return t.unflatten(0, (info.batch_size, batch)) if t.dim() > 1 else t
 
         out = op(*map(fold, args, in_dims))
         if isinstance(out, Tensor):
@@ -311,16 +323,28 @@ def _folded(op: Any) -> Callable[..., Any]:
     return rule
 
 
-def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST = _AUTOCAST | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
+
+def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel of gradients, which has the dtypes of the forward pass also where backward() is called under
+    autocast."""
+
+    def call(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return kernel(*args)
+
+    return call
+
+
+def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
     def cast(t: Any) -> Any:
         floating = isinstance(t, Tensor) and t.device.type == device_type and t.is_floating_point()
         return t.to(torch.get_autocast_dtype(device_type)) if floating and t.dtype != torch.float64 else t
 
     def kernel(*args: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return op(*map(cast, args))
 
     return kernel
@@ -335,6 +359,8 @@ def _register() -> None:
         ("_triangle_attention", _forward_kernel, _forward_fake, _forward_autograd),
         ("_triangle_attention_backward", _backward_kernel, _backward_fake, _backward_autograd),
     ):
+        if name.endswith("_backward"):
+            kernel, autograd = _without_autocast(kernel), _without_autocast(autograd)
         for key in ("CPU", "CUDA"):
             _library.impl(name, kernel, key)
         torch.library.register_fake(f"myops::{name}", fake, lib=_library)

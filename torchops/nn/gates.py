@@ -92,6 +92,7 @@ class GLU(nn.Module):
 
     Raises:
         ValueError: there is no such activation.
+        RuntimeError: as :func:`torchops.glu`, when called.
 
     Example:
 

@@ -203,8 +203,8 @@ class TriangleMultiplicativeUpdate(nn.Module):
         kernels run, the addition takes no extra pass over memory. Nor does that of its gradients, if ``x`` has the
         dtype of the parameters.
 
-        With ``inplace``, it returns ``x`` itself after ``x += update(x)``. That needs no tensor for the update, and is
-        meant for inference."""
+        With ``inplace``, it returns ``x`` itself after ``x += update(x)``. The update itself is not a
+        further tensor; its scratch remains. It is meant for inference."""
         if residual and not inplace:
             outgoing = self.direction == "outgoing"
             return _add_triangle_update(x, mask, self._parameters_beneath(), outgoing, self.eps, False, True)[0]
@@ -247,6 +247,9 @@ class TriangleMultiplicativeUpdate(nn.Module):
         The module stays as it is. The values are copies, packed if the module has separate layers for ``a`` and ``b``.
         A bias that only some of its layers have is 0 for the others. To keep parameters and their names, use
         :func:`replace`.
+
+        Args:
+            module: one of the classes in ``docs/triangle_update.md``.
 
         Raises:
             TypeError: it is not such a module, or does not compute what this layer computes. The error says why.

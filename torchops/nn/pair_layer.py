@@ -97,8 +97,8 @@ class PairLayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False) -> Tensor:
         """Returns ``x`` after the five updates, as a new tensor.
 
-        With ``inplace``, it overwrites ``x`` and returns it. That needs no tensor for an update, and is meant for
-        inference."""
+        With ``inplace``, it overwrites ``x`` and returns it. The updates are not further tensors; their
+        scratch remains. It is meant for inference."""
         if x.dim() < 3:
             raise RuntimeError(f"PairLayer: expected x of shape (..., N, N, c), got {tuple(x.shape)}")
         for module, shared_along in (

@@ -128,8 +128,8 @@ class TriangleAttention(nn.Module):
         kernels run, the addition takes no extra pass over memory. Nor does that of its gradients, if ``x`` has the
         dtype of the parameters.
 
-        With ``inplace``, it returns ``x`` itself after ``x += update(x)``. That needs no tensor for the update, and is
-        meant for inference."""
+        With ``inplace``, it returns ``x`` itself after ``x += update(x)``. The update itself is not a
+        further tensor. It is meant for inference."""
         return triangle_attention_update(x, mask, self.weights(), self.node, inplace=inplace, residual=residual)
 
     def extra_repr(self) -> str:
