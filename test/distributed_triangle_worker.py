@@ -225,6 +225,24 @@ def check_mixed(mesh: DeviceMesh) -> None:
             assert grad.isfinite().all()
 
 
+def check_range_of_float16(mesh: DeviceMesh) -> None:
+    """Products that just fit, as they do in one process; 65 is above a power of 4."""
+    torch.manual_seed(0)
+    ones = torch.ones(2 * D)
+    values: Any = {name: torch.randn(*shape) for name, shape in SHAPES.items()}
+    values |= {"p_in_weight": torch.zeros(2 * D, C), "p_in_bias": 100 + torch.randn(2 * D) / 4}
+    values |= {"g_in_weight": torch.randn(2 * D, C) / 9, "g_in_bias": 9 * ones}
+    values = {name: t.half().to(mesh.device_type) for name, t in values.items()}
+    x = torch.randn(65, 65, C).half().to(mesh.device_type)
+    ours: Any = {name: distribute(t, mesh, Replicate()) for name, t in values.items()}
+    for direction in ("outgoing", "incoming"):
+        expected = torchops.triangle_multiplicative_update(x, direction, **values)
+        assert expected.isfinite().all()
+        out: Any = torchops.triangle_multiplicative_update(distribute(x, mesh, placement("S0")), direction, **ours)
+        error = (full(out).double() - expected.double()).norm() / expected.double().norm()
+        assert error < 0.02, error
+
+
 def check_plain_tensors_among_them(mesh: DeviceMesh) -> None:
     values: Any = arguments(5, device=mesh.device_type)
     x = distribute(values.pop("x"), mesh, placement("S1"))
@@ -296,6 +314,7 @@ def checks() -> dict[str, Callable[[DeviceMesh], None]]:
         "gradients that are asked for": check_asked,
         "in place": check_in_place,
         "mixed precision": check_mixed,
+        "range of float16": check_range_of_float16,
         "plain tensors": check_plain_tensors_among_them,
         "DistributedDataParallel": partial(check_training, DistributedDataParallel),
         "fully_shard": partial(check_training, _fully_shard),

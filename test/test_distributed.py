@@ -227,6 +227,87 @@ def test_checks_see_global_shapes(mesh: DeviceMesh) -> None:
         torchops.dense(x, w)
 
 
+def triangle(x: Any, direction: Any = "outgoing", mask: Any = None, g_out: Any = None, op: str = "") -> Any:
+    weights = {"p_in_weight": (4, 3), "g_in_weight": (4, 3), "p_out_weight": (3, 2), "g_out_weight": (3, 3)}
+    made: dict[str, Any] = {name: torch.ones(shape) for name, shape in weights.items()}
+    made["g_out_weight"] = made["g_out_weight"] if g_out is None else g_out
+    if isinstance(x, DTensor):
+        made = {n: t if isinstance(t, DTensor) else distribute(t, x.device_mesh, Replicate()) for n, t in made.items()}
+    return getattr(torchops, f"triangle_multiplicative_update{op}")(x, direction, mask=mask, **made)
+
+
+def transition(x: Any, gate: Any, up: Any, down: Any, op: str = "transition") -> Any:
+    return getattr(torchops, op)(x, gate_weight=gate, up_weight=up, down_weight=down)
+
+
+def attention(x: Any, mask: Any, inplace: bool = False) -> Any:
+    weights: Any = torchops.nn.TriangleAttention(8, 2, 4).weights()
+    tensors: Any = {name: t.detach() for name, t in weights._asdict().items() if isinstance(t, Tensor)}
+    if isinstance(x, DTensor):
+        tensors = {name: distribute(t, x.device_mesh, Replicate()) for name, t in tensors.items()}
+    update = torchops.attention_update.triangle_attention_update
+    return update(x, mask, weights._replace(**tensors), inplace=inplace)
+
+
+def t(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+EXPANDED = torch.ones(1, 6, 8).expand(6, 6, 8)
+# Functions, and arguments with placements, all wrong in one way.
+WRONG: dict[str, tuple[Any, list[tuple[Any, str]]]] = {
+    "dense b": (torchops.dense, [(t(3, 4), "R"), (t(6, 4), "S1"), (t(3, 6), "R")]),
+    "dense short b": (torchops.dense, [(t(3, 4), "R"), (t(6, 4), "S1"), (t(1), "R")]),
+    "square_matmul b": (torchops.square_matmul, [(t(3, 4), "S1"), (t(4, 6), "S0")]),
+    "transition up": (transition, [(t(5, 4), "R"), (t(8, 4), "S0"), (t(7, 4), "S0"), (t(4, 8), "S1")]),
+    "transition_ up": (
+        lambda x, gate, up, down: transition(x, gate, up, down, op="transition_"),
+        [(t(5, 4), "R"), (t(8, 4), "S0"), (t(7, 4), "S0"), (t(4, 8), "S1")],
+    ),
+    "triangle direction": (lambda x: triangle(x, "sideways"), [(t(6, 6, 3), "S0")]),
+    "triangle mask": (lambda x, mask: triangle(x, mask=mask), [(t(6, 6, 3), "S0"), (t(6, 1), "R")]),
+    "triangle x": (triangle, [(t(6, 4, 3), "S0")]),
+    "triangle x dtype": (triangle, [(t(6, 6, 3).half(), "S0")]),
+    "triangle weight": (lambda x, w: triangle(x, g_out=w), [(t(6, 6, 3), "S0"), (t(3, 1), "R")]),
+    "triangle_ overlap": (lambda x: triangle(x, op="_"), [(EXPANDED[..., :3], "R")]),
+    "triangle_ mask": (lambda x, m: triangle(x, mask=m, op="_"), [(t(6, 6, 3), "S0"), (t(6, 1), "R")]),
+    "attention mask": (attention, [(t(6, 6, 8), "S0"), (t(6, 1), "R")]),
+    "attention mask dtype": (attention, [(t(6, 6, 8), "S0"), (t(6, 6).long(), "R")]),
+    "attention x": (attention, [(t(6, 4, 8), "S0"), (None, "R")]),
+    "attention x dtype": (attention, [(t(6, 6, 8).half(), "S0"), (None, "R")]),
+    "attention_ overlap": (lambda x: attention(x, None, inplace=True), [(EXPANDED, "R")]),
+    "attention_ mask": (lambda x, m: attention(x, m, inplace=True), [(t(6, 6, 8), "S0"), (t(6, 1), "R")]),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", WRONG)
+def test_checks_without_gradients(mesh: DeviceMesh, name: str, mode: Any) -> None:
+    """The same errors as of whole tensors, though the parts would fit, also where no kernel for autograd runs."""
+    function, given = WRONG[name]
+    with mode():
+        with pytest.raises((RuntimeError, ValueError)) as whole:
+            function(*(x for x, _ in given))
+        sharded = [None if x is None else distribute(x, mesh, placement(on)) for x, on in given]
+        with pytest.raises((RuntimeError, ValueError)) as parts, Communication() as moved:
+            function(*sharded)
+    assert parts.type is whole.type
+    assert str(parts.value) == str(whole.value)
+    assert str(moved) == "none"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compiled_with_dynamic_sizes(mesh: DeviceMesh, mode: Any) -> None:
+    w = distribute(t(6, 8), mesh, Shard(1))
+    compiled = torch.compile(torchops.dense, backend="aot_eager", fullgraph=True, dynamic=True)
+    with mode():
+        for n in (4, 5):
+            x: Any = distribute(t(n, 8), mesh, Replicate())
+            expected: Any = torchops.dense(x, w)
+            got: Any = compiled(x, w)
+            torch.testing.assert_close(got.to_local(), expected.to_local())
+
+
 @pytest.mark.parametrize(("x_on", "w_on", "out_on"), [("R", "S0", "S1"), ("S1", "S1", "R"), ("S0", "R", "S0")])
 def test_compiled(mesh: DeviceMesh, x_on: str, w_on: str, out_on: str) -> None:
     def gate(x: Tensor, w: Tensor) -> Tensor:

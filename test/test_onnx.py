@@ -128,6 +128,18 @@ def test_triangles() -> None:
     assert_all_close(run(program, *inputs), list(model(*inputs)), atol=1e-4, rtol=1e-5)
 
 
+def test_triangle_products_beyond_float16() -> None:
+    model = torchops.nn.TriangleMultiplicativeUpdate(4, bias=True).half().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model.p_in.bias.fill_(64)
+    model.g_in.bias.fill_(10)
+    x = torch.randn(64, 64, 4).half()
+    (got,) = run(torchops.onnx.export(model, (x,), verbose=False), x)
+    exact = model.double()(x.double())
+    assert (got.double() - exact).norm() < 0.1 * exact.norm()
+
+
 class PairModules(nn.Module):
     """The operators beneath the modules of a pair layer: sums with x and in place, parameters apart as in OpenFold."""
 

@@ -69,6 +69,25 @@ def test_weights(config: str) -> None:
     torch.testing.assert_close(y, exact, rtol=0.1, atol=0.1)
 
 
+def test_errors() -> None:
+    """Those of the operators."""
+    layer = nn.Linear(8, 4)
+    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
+    x = torch.randn(3, 8)
+    calls: list[tuple[Any, Any]] = [
+        (ValueError, lambda w: torchops.glu(x, w, w, activation="relu")),  # type: ignore[arg-type]
+        (RuntimeError, lambda w: torchops.gate(torch.randn(4), x, w)),
+        (RuntimeError, lambda w: torch.ops.myops.gate.default(torch.randn(1, 4), x, w)),
+    ]
+    for kind, call in calls:
+        texts = []
+        for w in (torch.randn(4, 8), layer.weight):
+            with torch.no_grad(), pytest.raises(kind) as error:
+                call(w)
+            texts.append(str(error.value).splitlines()[0])
+        assert texts[0] == texts[1]
+
+
 def test_gradient_of_the_input() -> None:
     model, written, x = models(torch.bfloat16)
     gradients: list[Tensor] = []

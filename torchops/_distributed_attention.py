@@ -26,7 +26,7 @@ from torchops import _attention_update_operators as operators
 from torchops import _attention_update_panels as panels
 from torchops._attention_update_arguments import TENSORS
 from torchops._distributed_pair import PairCall, Placements, local, wrap
-from torchops.distributed import _asked, _if_given, _sharded, _Way
+from torchops.distributed import _asked, _checked, _if_given, _sharded, _Way
 
 _myops = torch.ops.myops
 
@@ -189,7 +189,7 @@ def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kw
 
 
 for _suffix, _rule in {"": _update, "_": _update_, "_kept": _update_kept, "_backward": _update_backward}.items():
-    torch.library.register_torch_dispatch(f"myops::{operators.NAME}{_suffix}", DTensor, _rule)
+    torch.library.register_torch_dispatch(f"myops::{operators.NAME}{_suffix}", DTensor, _checked(_rule))
 
 
 # --- the attention alone ---------------------------------------------------------------------------------------------

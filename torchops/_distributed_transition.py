@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
-from torchops.distributed import _asked, _check_stays, _if_given, _local, _sharded, _Way, _wrap
+from torchops.distributed import _asked, _check_stays, _checked, _if_given, _local, _sharded, _Way, _wrap
 
 _myops = torch.ops.myops
 
@@ -135,4 +135,4 @@ for _name, _rule in {
     "_add_transition": _add_transition,
     "_transition_backward": _backward_in_parts,
 }.items():
-    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
+    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _checked(_rule))

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchops import _attention_update_operators as operators
 from torchops._distributed_pair import local, moved, wrap
 from torchops._distributed_triangle_rows import GROUPS, P_OUT, Rows, TriangleCall, apart, arrived, kernels_for
+from torchops.distributed import _checked
 
 _myops = torch.ops.myops
 
@@ -178,4 +179,4 @@ for _name, _rule in {
     "_triangle_multiplicative_update_": _beneath_,
     "_triangle_multiplicative_update_backward": _backward,
 }.items():
-    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
+    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _checked(_rule))

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from torchops import attention
 from torchops._distributed_pair import PairCall, local, wrap
+from torchops._gated_triangle import scale_of_product
 
 _myops = torch.ops.myops
 
@@ -53,8 +54,7 @@ class TriangleCall(PairCall):
 
     def scale(self) -> float:
         """As in the operator: a, and with it eps, is scaled so that o stays in the range of float16."""
-        n, dtype = self.whole.shape[-2], self.parameters[P_OUT].dtype
-        return 2.0 ** -round(math.log2(max(n, 1)) / 2) if dtype == torch.float16 else 1.0
+        return scale_of_product(self.whole.shape[-2], self.parameters[P_OUT].dtype)
 
     def moved_rows(self, t: Tensor, here: Any, there: Any, batch: Sequence[int]) -> Tensor:
         """(rows, *batch, channels, N) with rows placed `there` instead of `here`. The transfer may still be running."""

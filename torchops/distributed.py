@@ -1,4 +1,4 @@
-"""Makes ``DTensor`` a valid argument of every operator, for tensor and sequence parallelism.
+"""Makes ``DTensor`` a valid argument of the operators, except those of eight bits, for tensor and sequence parallelism.
 
 You don't have to call anything. After ``import torchops``, this module is imported as soon as anything imports
 ``torch.distributed.tensor``. It isn't imported earlier, because that takes far more time than torchops itself.
@@ -9,11 +9,12 @@ You don't have to call anything. After ``import torchops``, this module is impor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -319,6 +320,59 @@ def _square_matmul_sharded_b(_cls: type, op: Any, _types: Any, args: Sequence[An
     return _product(a, b, contracted=1 if kwargs.get("transpose_b", False) else 0)
 
 
+# --- checks of whole tensors ------------------------------------------------------------------------------------------
+
+_accepted: set[Any] = set()
+
+
+def _checked(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule`, after the operator's own checks of the whole tensors: the parts may fit where these don't. With gradients
+    on, the kernels for autograd, which are above the rules, have checked them."""
+
+    def call(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            _check_whole(op, args, kwargs or {})
+        return rule(cls, op, types, args, kwargs)
+
+    return call
+
+
+def _check_whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Calls `op` on tensors without data. Arguments that it accepted once pass again without a call."""
+    try:
+        key = op, _look(args), *((name, _look(value)) for name, value in kwargs.items())
+        if key in _accepted:
+            return
+    except _PlainTensorError:
+        return  # the rule refuses it
+    except TypeError:  # symbolic sizes
+        key = None
+    with _disable_current_modes():
+        op(*_without_data(args), **{name: _without_data(value) for name, value in kwargs.items()})
+    if key is not None:
+        if len(_accepted) >= 4096:
+            _accepted.clear()
+        _accepted.add(key)
+
+
+class _PlainTensorError(Exception):
+    pass
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, Tensor):
+        raise _PlainTensorError
+    return tuple(map(_look, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return [_without_data(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 # --- registration ----------------------------------------------------------------------------------------------------
 
 for _name, _ways in {
@@ -369,7 +423,7 @@ for _name, _rule in {
     "_layer_norm_": _layer_norm_moments_,
     "square_matmul": _square_matmul_sharded_b,
 }.items():
-    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _rule)
+    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _checked(_rule))
 
 import torchops._distributed_attention  # noqa: E402
 import torchops._distributed_transition  # noqa: E402

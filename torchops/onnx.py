@@ -32,7 +32,7 @@ _FUNCTIONAL = {
     for called in (packet, packet.default)
 }
 
-_BOOL = 9  # onnx.TensorProto.BOOL
+_FLOAT, _FLOAT16, _BOOL = 1, 10, 9  # of onnx.TensorProto
 
 _ADDING = {
     called
@@ -215,10 +215,15 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         last = op.Constant(value_ints=[-1])
         a = factor(pa, pa_b, ga, ga_b)
         a, b = op.Split(a, axis=-1, num_outputs=2) if pb is None else (a, factor(pb, pb_b, gb, gb_b))
+        half = p_out.dtype == _FLOAT16
+        if half:  # in which the product may overflow
+            norms = (norm_out_weight, norm_out_bias)
+            a, b, norm_out_weight, norm_out_bias = (t if t is None else op.Cast(t, to=_FLOAT) for t in (a, b, *norms))
         kept, summed = (first, second) if outgoing else (second, first)
         o = op.MatMul(op.Transpose(a, perm=[*batch, c, kept, summed]), op.Transpose(b, perm=[*batch, c, summed, kept]))
         o = op.Transpose(o, perm=[*batch, second, c, first])
         o = layer_norm(o, p_out.shape[1:], norm_out_weight, norm_out_bias, eps)
+        o = op.Cast(o, to=_FLOAT16) if half else o
         update = gate(linear(o, p_out, p_out_bias), z, g_out, g_out_bias)
         return added(x, update, adds), op.Constant(value_floats=[])  # o is kept for gradients alone
 

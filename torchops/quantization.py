@@ -60,6 +60,12 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
     Use it for quantizers of graphs, before ``prepare_pt2e``. They find a ``linear`` by its metadata, which this
     function adds. Arguments must be of one dtype, as for ``linear``. All other operators stay.
 
+    Args:
+        program: what ``torch.export.export`` returned.
+
+    Returns:
+        A new program.
+
     Raises:
         RuntimeError: dtypes are mixed.
 
@@ -85,7 +91,7 @@ def register_with_torchao() -> None:
 
     for cls in _with_subclasses(TorchAOBaseTensor):
         for packet, function in _WRITTEN_OUT:
-            cls.implements_torch_function([packet, packet.default])(_handler(function))
+            cls.implements_torch_function([packet, packet.default])(_handler(function, _CHECKS.get(packet)))
 
 
 def _with_subclasses(cls: Any) -> Iterator[Any]:
@@ -94,8 +100,25 @@ def _with_subclasses(cls: Any) -> Iterator[Any]:
         yield from _with_subclasses(subclass)
 
 
-def _handler(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _check_gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> None:
+    shape = (*x.shape[:-1], w.shape[0])
+    if tuple(v.shape) != shape:
+        raise RuntimeError(f"gate: expected v of shape {shape} to match x and w, got {tuple(v.shape)}")
+
+
+def _check_glu(*args: Any, activation: str = "sigmoid") -> None:
+    if activation not in ("sigmoid", "silu"):
+        raise ValueError(f"glu: expected activation sigmoid or silu, got {activation}")
+
+
+# What `linear` and the rest after it would let pass: the operators are not called, so neither are their checks.
+_CHECKS: dict[Any, Callable[..., None]] = {torch.ops.myops.gate: _check_gate, torch.ops.myops.glu: _check_glu}
+
+
+def _handler(function: Callable[..., Tensor], check: Callable[..., None] | None) -> Callable[..., Tensor]:
     def call(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+        if check is not None:
+            check(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
     return call
