@@ -66,6 +66,24 @@ def test_with_statement() -> None:
     assert current() == "auto"
 
 
+def test_with_statements_of_one_object() -> None:
+    """One after another, within one another, and after a call that set another path."""
+    path = dense_path("cublas")
+    for _ in range(2):
+        with path:
+            assert current() == "cublas"
+            with path:
+                assert current() == "cublas"
+            assert current() == "cublas"
+        assert current() == "auto"
+    dense_path("fused")
+    with pytest.raises(ZeroDivisionError), path:
+        raise ZeroDivisionError
+    with path:
+        assert current() == "cublas"
+    assert current() == "fused"
+
+
 def test_call() -> None:
     dense_path("cublas")
     assert current() == "cublas"
@@ -209,6 +227,20 @@ def test_triangle_updates_are_refused_in_graphs() -> None:
     compiled = torch.compile(on_path, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled("auto"), on_path("cublas"))
     with pytest.raises(Exception, match=r"expected dense within a traced function, got myops\.triangle"):
+        compiled("cublas")
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_transitions_are_refused_in_graphs(residual: bool) -> None:
+    layer, x = torchops.nn.Transition(4), torch.ones(3, 4)
+
+    def on_path(path: Any) -> Tensor:
+        with torchops.cuda.dense_path(path):
+            return layer(x, residual=residual)
+
+    compiled = torch.compile(on_path, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled("auto"), on_path("cublas"))
+    with pytest.raises(Exception, match=r"expected dense within a traced function, got myops\._?\w*transition"):
         compiled("cublas")
 
 

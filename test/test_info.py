@@ -17,6 +17,31 @@ import torchops
 from torchops import _build_info
 from torchops._info import code_for, dense_on, gemm_on, report, square_matmul_on
 
+SETTINGS = """
+import torch
+from torchops._info import allows_tf32
+
+matmul = torch.backends.cuda.matmul
+found = [allows_tf32(torch.float32)]
+for value in (True, False):
+    matmul.allow_tf32 = value
+    found.append(allows_tf32(torch.float32))
+for value in ("medium", "highest"):
+    torch.set_float32_matmul_precision(value)
+    found.append(allows_tf32(torch.float32))
+for value in ("tf32", "ieee"):
+    matmul.fp32_precision = value
+    found.append(allows_tf32(torch.float32))
+assert found == [False, True, False, True, False, True, False], found
+matmul.fp32_precision = "tf32"
+assert not any(map(allows_tf32, (torch.float64, torch.float16, torch.bfloat16)))
+"""
+
+
+def test_tf32_by_either_interface_of_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+
 
 def command(*arguments: str) -> str:
     done = subprocess.run(

@@ -43,6 +43,12 @@ def code_for(capability: tuple[int, int], architectures: list[str]) -> str | Non
     return max(runs or compiles)[-1] if runs or compiles else None
 
 
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype may be computed in TF32 on a GPU. Both of torch's interfaces set what is read
+    here; `allow_tf32`, the old one, raises when the new one has been used."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def gemm_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
     """The GEMM kernels of torchops that a GPU uses; they fuse what surrounds a product."""
     number = ".".join(map(str, capability))

@@ -20,15 +20,15 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
     - ``"fused"``: a kernel with bias and sigmoid in its epilogue, wherever one can run. For ``dense``, ``gate``,
       ``gate_`` and ``glu``, that is any rows of float16 or bfloat16 with contiguous features. For triangle updates, it
       is up to 128 features and channels, multiples of 8, in rows aligned to 16 bytes, in 16 bits or TF32. For more, for
-      transitions, and for the others in TF32, it takes compute capability 9.0 and such rows.
+      transitions (in 16 bits), and for ``dense`` in TF32, it takes compute capability 9.0 and such rows.
     - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid.
     - ``"auto"``: the faster of these.
     - ``"portable"``: the same, without kernels for a single architecture: what other GPUs get, on a Hopper GPU. It
       applies to ``square_matmul_`` and products of eight bits too, but not in a traced function.
 
     On ``"auto"`` and ``"fused"``, gradients come from one pass over the rows if there is a kernel for that (compute
-    capability 9.0; float16 or bfloat16; multiples of 8 features, at most 192 in and out, or 256 of one and 128 of the
-    other).
+    capability 9.0; float16 or bfloat16; multiples of 8 features, at most 128 in and out; for ``dense`` also 192, or
+    256 of one and 128 of the other).
 
     The path applies to the current thread, and backward takes the path of its forward pass. A thread starts with the
     path in the environment variable ``TORCHOPS_DENSE_PATH``, or with ``"auto"``.
@@ -53,11 +53,18 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
         if path not in _PATHS:
             raise ValueError(f"dense_path: expected path auto, fused, portable or cublas, got {path}")
         self._traced = _OnPath(path) if torch.compiler.is_compiling() else None
-        self._former = "" if self._traced else torch.ops.myops._dense_path(path)
+        self._path = path
+        self._formers: list[str] = []
+        # The first `with` returns to the path from before the call.
+        self._before: str | None = None if self._traced else torch.ops.myops._dense_path(path)
 
     def __enter__(self) -> None:
         if self._traced:
             self._traced.__enter__()
+            return
+        former = torch.ops.myops._dense_path(self._path)
+        self._formers.append(former if self._before is None else self._before)
+        self._before = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -65,12 +72,12 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
         if self._traced:
             self._traced.__exit__(kind, error, trace)
         else:
-            torch.ops.myops._dense_path(self._former)
+            torch.ops.myops._dense_path(self._formers.pop())
 
 
 _myops = torch.ops.myops
 _OTHERS = (
-    *(_myops.gate, _myops.gate_, _myops.glu, _myops.transition, _myops.transition_),
+    *(_myops.gate, _myops.gate_, _myops.glu, _myops.transition, _myops.transition_, _myops._add_transition),
     *(_myops.triangle_multiplicative_update, _myops.triangle_multiplicative_update_),
     *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_),
 )

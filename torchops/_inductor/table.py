@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._info import code_for
+from .._info import allows_tf32, code_for
 from .graph import holds
 
 PATH = Path(__file__).with_name("table.json")
@@ -141,8 +141,8 @@ def runs_on(device: torch.device) -> tuple[str, str]:
 
 def dtype_of(tensor: torch.Tensor) -> str:
     """The dtype as it appears in the rows, where float32 products in TF32 differ from those in float32."""
-    tf32 = tensor.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return str(tensor.dtype).removeprefix("torch.") + " (TF32)" * (tf32 and tensor.dtype == torch.float32)
+    tf32 = tensor.device.type == "cuda" and allows_tf32(tensor.dtype)
+    return str(tensor.dtype).removeprefix("torch.") + " (TF32)" * tf32
 
 
 def has_kernels(device: torch.device) -> bool:

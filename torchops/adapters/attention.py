@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchops.adapters.module import Call, Replacement, Shape, needs_grad, random
+from torchops.adapters.module import Call, Replacement, Shape, random
 from torchops.attention import triangle_attention
 from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
 from torchops.ops import gate, layer_norm
@@ -90,10 +90,9 @@ class TriangleAttention(Replacement):
 
     def update_(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """``x += update(x)``; returns ``x``."""
-        weights = self.weights()
-        if x.dtype == torch.bfloat16 or needs_grad(x, *weights[:10]):
+        if x.dtype == torch.bfloat16:
             return x.add_(self.update(x, mask))
-        return triangle_attention_update(x, self._keys(x, mask), weights, self.node, inplace=True)
+        return triangle_attention_update(x, self._keys(x, mask), self.weights(), self.node, inplace=True)
 
     def _keys(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if mask is None:

@@ -47,7 +47,9 @@ def _random_parameter(name: str, like: Tensor, generator: torch.Generator) -> Te
 def _plain_float32() -> Iterator[None]:
     """Isolates the comparison from the global state around the call of `replace`, and that state from the
     comparison."""
-    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    mkldnn: Any = torch.backends.mkldnn
+    dtype, products = torch.get_default_dtype(), mkldnn.matmul
+    precision = products.fp32_precision
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -56,11 +58,15 @@ def _plain_float32() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         try:
-            torch.set_float32_matmul_precision("highest")
+            if precision not in ("none", "ieee"):
+                products.fp32_precision = "ieee"
             torch.set_default_dtype(torch.float32)
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            # "none" has the value of the backend, or of all backends, also after these change.
+            if products.fp32_precision != precision:
+                inherited = precision == mkldnn.fp32_precision
+                products.fp32_precision = "none" if inherited else precision
             torch.set_default_dtype(dtype)
 
 
