@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,10 @@ needs_proc = pytest.mark.skipif(
 
 # Stacks and heaps of threads, and pages of code that run for the first time.
 A_FEW_MIB = 16
+
+# The allocator gives back what is freed. By default, glibc raises this limit to the largest block freed so far, and how
+# much it keeps below it differs from run to run, by 16 MiB now and then.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 
 PREAMBLE = """
 import sys, torch, torchops
@@ -52,7 +57,9 @@ def growths(*programs: str) -> list[float]:
     code = PREAMBLE + program
     # Not in the root folder, where the package's source would stand in for the installed one.
     folder = Path(__file__).parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=os.environ | MALLOC, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("growth ")]
     assert len(lines) == len(programs), done.stdout
