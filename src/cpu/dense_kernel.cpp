@@ -26,9 +26,7 @@ void dense_rows(Tensor y, const Tensor& x, const Tensor& w_t, const std::optiona
 Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   const int64_t in_features = w.size(1), out_features = w.size(0);
-  at::DimVector sizes(x.sizes());
-  sizes.back() = out_features;
-  Tensor y = at::detail::empty_cpu(sizes, x.options());
+  Tensor y = at::detail::empty_cpu(detail::with_last(x.sizes(), out_features), x.options());
   if (y.numel() == 0) return y;
   const int64_t rows = y.numel() / out_features, threads = at::get_num_threads();
   const Tensor x_rows = detail::as_rows(x), y_rows = detail::as_rows(y);

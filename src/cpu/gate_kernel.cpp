@@ -55,7 +55,7 @@ Tensor gate_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const Optiona
 void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   check_gate_(v, x, w, b);
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
-  const OptionalTensor bias = b ? OptionalTensor(detail::read_first(v, *b)) : b;
+  const OptionalTensor bias = detail::read_first(v, b);
   const Tensor w_t = transposed(weight);
   // If v has the dtype of w, the products go to preallocated scratch.
   const bool mixed = v.scalar_type() != w.scalar_type();

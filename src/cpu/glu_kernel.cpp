@@ -19,9 +19,7 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
                std::string_view activation) {
   check_glu(x, w, wg, b, bg, activation);
   const GluActivation act = detail::glu_activation(activation);
-  at::DimVector sizes(x.sizes());
-  sizes.back() = w.size(0);
-  Tensor y = at::detail::empty_cpu(sizes, w.options());
+  Tensor y = at::detail::empty_cpu(detail::with_last(x.sizes(), w.size(0)), w.options());
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
   constexpr int64_t fewest_rows = 128;  // with fewer, packing the weights dominates
   const RowPanels panels{.min_rows = fewest_rows, .scratch = 1, .row_temporaries = rounded_row_bytes(x, w)};

@@ -149,8 +149,7 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayR
                                                         double eps) {
   check_layer_norm_(x, c10::fromIntArrayRefSlow(normalized_shape), weight, bias);
   if (x.numel() == 0) return moments_of_nothing(x, normalized_shape.size());
-  const auto read_first = [&](const OptionalTensor& t) { return t ? OptionalTensor(detail::read_first(x, *t)) : t; };
-  const OptionalTensor w = read_first(weight), b = read_first(bias);
+  const OptionalTensor w = detail::read_first(x, weight), b = detail::read_first(x, bias);
   const auto dims = static_cast<int64_t>(normalized_shape.size());
   const auto [mean, rstd] = detail::empty_moments(x, normalized_shape.size());
   if (has_long_rows(x, normalized_shape)) {

@@ -77,9 +77,7 @@ void for_each_block(const Tensor& y, const Tensor& x, c10::ArrayRef<ScaledLinear
 }
 
 Tensor empty_result(const Tensor& x, const Tensor& w, at::ScalarType dtype) {
-  at::DimVector sizes(x.sizes());
-  sizes.back() = w.size(0);
-  return at::detail::empty_cpu(sizes, x.options().dtype(dtype));
+  return at::detail::empty_cpu(detail::with_last(x.sizes(), w.size(0)), x.options().dtype(dtype));
 }
 
 Tensor dense_scaled_cpu(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,

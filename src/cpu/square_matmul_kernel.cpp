@@ -5,6 +5,7 @@
 
 #include "cpu/panels.h"
 #include "ops/common.h"
+#include "ops/matrices.h"
 #include "ops/square_matmul.h"
 
 namespace torchops::cpu {
@@ -24,8 +25,6 @@ Tensor square_matmul_cpu(const Tensor& a, const Tensor& b, bool transpose_b) {
   }
   return out;
 }
-
-bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
 
 // A row of the result depends only on the same row of a. So a panel of rows is copied to scratch, and the product of
 // that copy, which is in the cache, overwrites the panel. This costs about 1/min(n, rows per panel) more traffic than a
@@ -56,7 +55,7 @@ void multiply_matrices_(const Tensor& a, const Tensor& factors) {
 void multiply_each_matrix_(const Tensor& a, const Tensor& factors) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t n = factors.size(-1);
-  const Tensor packed = has_unit_stride(factors) ? Tensor() : at::empty({n, n}, factors.options());
+  const Tensor packed = detail::has_unit_stride(factors) ? Tensor() : at::empty({n, n}, factors.options());
   bool written = false;
   for_each_matrix({a, factors}, 2, [&](const Operands& part) {
     for (int64_t i = 0; i < part[0].size(0); ++i) {
@@ -74,7 +73,7 @@ void multiply_each_matrix_(const Tensor& a, const Tensor& factors) {
 void square_matmul_cpu_(Tensor& a, const Tensor& b, bool transpose_b) {
   check_square_matmul_(a, b);
   const bool one_factor = b.dim() == 2;
-  const bool copied = detail::may_alias(a, b) || (one_factor && !has_unit_stride(b));
+  const bool copied = detail::may_alias(a, b) || (one_factor && !detail::has_unit_stride(b));
   const Tensor right = copied ? b.clone(at::MemoryFormat::Contiguous) : b;
   const Tensor factor = transpose_b ? right.mT() : right;
   if (one_factor) return multiply_rows_(a, a, factor);

@@ -57,9 +57,7 @@ Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   check_dense(x, w, b);
   const c10::cuda::CUDAGuard guard(x.device());
   const int64_t in_features = w.size(1), out_features = w.size(0);
-  at::DimVector sizes(x.sizes());
-  sizes.back() = out_features;
-  Tensor y = at::detail::empty_cuda(sizes, x.options());
+  Tensor y = at::detail::empty_cuda(detail::with_last(x.sizes(), out_features), x.options());
   if (y.numel() == 0) return y;
   const Tensor x_rows = x.dim() == 2 ? x : detail::as_rows(x);
   Tensor y_rows = y.dim() == 2 ? y : y.view({y.numel() / out_features, out_features});

@@ -189,7 +189,7 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   const c10::cuda::CUDAGuard guard(v.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
-  const OptionalTensor bias = b ? contiguous(detail::read_first(v, *b)) : b;
+  const OptionalTensor bias = contiguous(detail::read_first(v, b));
   // Scratch for a panel of rows: the product, and x if it is rounded. It is allocated once, for the first matrix,
   // and gives the panels of all: by itself, a last matrix of fewer rows could have longer ones.
   const bool rounded = x.scalar_type() != w.scalar_type();

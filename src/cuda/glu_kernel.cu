@@ -145,9 +145,7 @@ Tensor glu_cuda(const Tensor& x, const Tensor& w, const Tensor& wg, const Option
                 std::string_view activation) {
   check_glu(x, w, wg, b, bg, activation);
   const c10::cuda::CUDAGuard guard(x.device());
-  at::DimVector sizes(x.sizes());
-  sizes.back() = w.size(0);
-  Tensor y = at::detail::empty_cuda(sizes, w.options());
+  Tensor y = at::detail::empty_cuda(detail::with_last(x.sizes(), w.size(0)), w.options());
   if (y.numel() > 0) glu_out(detail::as_rows(y), std::nullopt, detail::as_rows(x), w, wg, b, bg, activation);
   return y;
 }
@@ -157,9 +155,7 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_cuda(const Tensor& x, const
                                                           std::string_view activation) {
   detail::check_glu_with_products(x, w, wg, b, bg, activation);
   const c10::cuda::CUDAGuard guard(x.device());
-  at::DimVector sizes(x.sizes());
-  sizes.back() = w.size(0);
-  const auto empty = [&] { return at::detail::empty_cuda(sizes, w.options()); };
+  const auto empty = [&] { return at::detail::empty_cuda(detail::with_last(x.sizes(), w.size(0)), w.options()); };
   Tensor y = empty(), z = empty(), u = empty();
   if (y.numel() > 0) glu_out(detail::as_rows(y), Pair::rows(z, u), detail::as_rows(x), w, wg, b, bg, activation);
   return {y, z, u};

@@ -123,7 +123,6 @@ class PairGradientSteps {
     p.channels[0] = const_cast<void*>(o.const_data_ptr());  // only read
     p.d_o = d_o.mutable_data_ptr();
     p.grad = *pair_steps::positions(readable);
-    p.first = true;
     TORCH_INTERNAL_ASSERT(d_o.strides() == o.strides());
     run(*out_, p);
   }

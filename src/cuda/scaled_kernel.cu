@@ -183,9 +183,7 @@ void linear_out(const Tensor& y, const ScaledLinear& linear, const OptionalTenso
 }
 
 Tensor empty_result(const Tensor& x, const Tensor& w, at::ScalarType dtype) {
-  at::DimVector sizes(x.sizes());
-  sizes.back() = w.size(0);
-  return at::detail::empty_cuda(sizes, x.options().dtype(dtype));
+  return at::detail::empty_cuda(detail::with_last(x.sizes(), w.size(0)), x.options().dtype(dtype));
 }
 
 Tensor dense_scaled_cuda(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,

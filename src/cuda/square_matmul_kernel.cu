@@ -58,9 +58,6 @@ bool fused_(const Tensor& a, const Tensor& b) {
                    : gemm::run_chosen<gemm::SquareMatmul>(problem, *c, a);
 }
 
-// Whether BLAS can read it: a matrix with contiguous rows or contiguous columns.
-bool has_unit_stride(const Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
-
 constexpr int64_t kPanelBytes = int64_t{16} << 20;
 
 // Scratch for a panel of `a`: its copy and, if cuBLAS cannot write to `a` directly, the product. A panel has rows of a
@@ -69,7 +66,7 @@ Tensor panel_scratch(const Tensor& a) {
   const int64_t row_bytes = a.size(-1) * static_cast<int64_t>(a.element_size());
   const int64_t rows = std::clamp(kPanelBytes / row_bytes, int64_t{1}, a.size(-2));
   const int64_t matrices = a.dim() == 3 ? std::min(kPanelBytes / (row_bytes * a.size(-2)), a.size(0)) : 1;
-  at::DimVector sizes{has_unit_stride(a) ? 1 : 2, rows, a.size(-1)};
+  at::DimVector sizes{detail::has_unit_stride(a) ? 1 : 2, rows, a.size(-1)};
   if (matrices > 1) sizes.insert(sizes.begin() + 1, matrices);
   return at::detail::empty_cuda(sizes, a.options());
 }
@@ -102,7 +99,7 @@ void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
   if (a.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(a.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool one_factor = b.dim() == 2, copied = detail::may_alias(a, b) || (one_factor && !has_unit_stride(b));
+  const bool one_factor = b.dim() == 2, copied = detail::may_alias(a, b) || (one_factor && !detail::has_unit_stride(b));
   const Tensor right = copied ? b.clone(at::MemoryFormat::Contiguous) : b;
   const Tensor factor = transpose_b ? right.mT() : right;
   std::vector<std::pair<Tensor, Tensor>> products;
@@ -111,7 +108,7 @@ void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
     detail::for_each_matrix({a}, 1, [&](const detail::Operands& part) { products.emplace_back(part[0], factor); });
   } else {
     // Matrices with gaps are packed, as many at a time as fit into a panel.
-    const bool gaps = !has_unit_stride(factor);
+    const bool gaps = !detail::has_unit_stride(factor);
     const int64_t matrix_bytes = b.size(-2) * b.size(-1) * static_cast<int64_t>(b.element_size());
     const int64_t most = std::max(kPanelBytes / matrix_bytes, int64_t{1});
     detail::for_each_matrix({a, factor}, 2, [&](const detail::Operands& part) {

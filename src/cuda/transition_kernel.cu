@@ -38,13 +38,10 @@ using detail::TransitionMask;
 // Shared by all panels of a call.
 class Layers {
  public:
-  explicit Layers(const Transition& t) : t_(t) {
-    const auto in_dtype_of_x = [&](const OptionalTensor& parameter) {
-      return parameter ? OptionalTensor(parameter->to(t.x.scalar_type())) : parameter;
-    };
-    norm_weight_ = in_dtype_of_x(t.norm_weight);
-    norm_bias_ = in_dtype_of_x(t.norm_bias);
-  }
+  explicit Layers(const Transition& t)
+      : t_(t),
+        norm_weight_(detail::to_dtype(t.norm_weight, t.x.scalar_type())),
+        norm_bias_(detail::to_dtype(t.norm_bias, t.x.scalar_type())) {}
 
   const OptionalTensor& norm_weight() const { return norm_weight_; }
 

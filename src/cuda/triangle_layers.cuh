@@ -159,14 +159,11 @@ class TriangleLayers : public detail::TriangleLayout {
   TriangleLayers(const detail::TriangleUpdate& t, Pass pass, PairSteps steps)
       : TriangleLayers(t, scratch_of(t, pass, steps), std::move(steps)) {}
   TriangleLayers(const detail::TriangleUpdate& t, const Scratch& scratch, PairSteps steps)
-      : TriangleLayout(t, kTriangleBackend, scratch.group), steps_(std::move(steps)), panel_bytes_(scratch.panels) {
-    const auto in_dtype_of_x = [&](const std::optional<at::Tensor>& parameter) {
-      const bool cast = parameter && parameter->scalar_type() != t.x.scalar_type();
-      return cast ? std::optional<at::Tensor>(parameter->to(t.x.scalar_type())) : parameter;
-    };
-    norm_weight_ = in_dtype_of_x(t.parameters[detail::kNormIn]);
-    norm_bias_ = in_dtype_of_x(t.parameters[detail::kNormIn + 1]);
-  }
+      : TriangleLayout(t, kTriangleBackend, scratch.group),
+        steps_(std::move(steps)),
+        panel_bytes_(scratch.panels),
+        norm_weight_(detail::to_dtype(t.parameters[detail::kNormIn], t.x.scalar_type())),
+        norm_bias_(detail::to_dtype(t.parameters[detail::kNormIn + 1], t.x.scalar_type())) {}
 
   PairSteps steps_;
   int64_t panel_bytes_;

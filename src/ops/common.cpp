@@ -125,6 +125,14 @@ at::Tensor read_first(const at::Tensor& written, const at::Tensor& read) {
   return may_alias(written, read) ? read.clone() : read;
 }
 
+std::optional<at::Tensor> read_first(const at::Tensor& written, const std::optional<at::Tensor>& read) {
+  return read ? std::optional(read_first(written, *read)) : read;
+}
+
+std::optional<at::Tensor> to_dtype(const std::optional<at::Tensor>& parameter, at::ScalarType dtype) {
+  return parameter && parameter->scalar_type() != dtype ? std::optional(parameter->to(dtype)) : parameter;
+}
+
 bool coincide(const at::Tensor& written, const at::Tensor& read) {
   return written.const_data_ptr() == read.const_data_ptr() && written.scalar_type() == read.scalar_type() &&
          written.sizes() == read.sizes() && written.strides() == read.strides();

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "ops/memory.h"
 
@@ -56,8 +58,21 @@ void check_writable(const char* op, const char* name, const at::Tensor& tensor);
 /// gradient that it is for is not wanted.
 at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::Tensor& like);
 
+/// `sizes` with another last one: those of x @ w.T from x's.
+template <class Size>
+c10::SmallVector<Size, c10::kDimVectorStaticSize> with_last(c10::ArrayRef<Size> sizes,
+                                                            const std::type_identity_t<Size>& last) {
+  c10::SmallVector<Size, c10::kDimVectorStaticSize> result(sizes);
+  result.back() = last;
+  return result;
+}
+
 /// `read`, or a copy of it if writing `written` could change it.
 at::Tensor read_first(const at::Tensor& written, const at::Tensor& read);
+std::optional<at::Tensor> read_first(const at::Tensor& written, const std::optional<at::Tensor>& read);
+
+/// `parameter`, if there is one, in `dtype`.
+std::optional<at::Tensor> to_dtype(const std::optional<at::Tensor>& parameter, at::ScalarType dtype);
 
 /// Whether both are the same elements in the same places: overwriting a row of `written` after that row of `read` has
 /// been read then changes no other row of `read`.

@@ -55,9 +55,7 @@ void check_cotangent(const char* op, const Tensor& grad, const Tensor& y) {
 
 Tensor dense_meta(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
-  c10::SymDimVector sizes(x.sym_sizes());
-  sizes.back() = w.sym_size(0);
-  return at::empty_symint(sizes, x.options());
+  return at::empty_symint(detail::with_last(x.sym_sizes(), w.sym_size(0)), x.options());
 }
 
 std::tuple<Tensor, Tensor> dense_backward_meta(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
@@ -99,10 +97,8 @@ void detail::check_dense_gradients(const Tensor& grad, const Tensor& y, const Te
               to_string(w.sym_sizes()));
   TORCH_SYM_CHECK(w.sym_size(0).sym_eq(out_features), op, ": expected w of shape (out, in) with out = ", out_features,
                   " to match y, got ", to_string(w.sym_sizes()));
-  c10::SymDimVector x_sizes(y.sym_sizes());
-  x_sizes.back() = w.sym_size(1);
   check_matches(op, "x", x, "y", y);
-  check_shape(op, "x", x, "y and w", x_sizes);
+  check_shape(op, "x", x, "y and w", with_last(y.sym_sizes(), w.sym_size(1)));
 }
 
 bool detail::has_one_pass_gradients(const Tensor& w) {

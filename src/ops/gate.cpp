@@ -43,9 +43,7 @@ void check(const char* op, const Tensor& v, const Tensor& x, const Tensor& w, co
   } else {
     detail::check_matches(op, "v", v, "w", w);
   }
-  c10::SymDimVector sizes(x.sym_sizes());
-  sizes.back() = w.sym_size(0);
-  detail::check_shape(op, "v", v, "x and w", sizes);
+  detail::check_shape(op, "v", v, "x and w", detail::with_last(x.sym_sizes(), w.sym_size(0)));
 }
 
 }  // namespace

@@ -98,8 +98,7 @@ void detail::check_glu_backward(const Tensor& grad, const Tensor& x, const Tenso
                                 std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
   check("_glu_backward", x, w, wg, b, bg, activation);
   check_matches("_glu_backward", "grad", grad, "w", w);
-  c10::SymDimVector sizes(x.sym_sizes());
-  sizes.back() = w.sym_size(0);
+  const c10::SymDimVector sizes = with_last(x.sym_sizes(), w.sym_size(0));
   check_shape("_glu_backward", "grad", grad, "x and w", sizes);
   TORCH_CHECK((b || !mask[3]) && (bg || !mask[4]),
               "_glu_backward: expected a mask without gradients of b and bg where there is none, got one with them");
@@ -122,18 +121,14 @@ namespace {
 Tensor glu_meta(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
                 std::string_view activation) {
   check_glu(x, w, wg, b, bg, activation);
-  c10::SymDimVector sizes(x.sym_sizes());
-  sizes.back() = w.sym_size(0);
-  return at::empty_symint(sizes, w.options());
+  return at::empty_symint(detail::with_last(x.sym_sizes(), w.sym_size(0)), w.options());
 }
 
 std::tuple<Tensor, Tensor, Tensor> glu_with_products_meta(const Tensor& x, const Tensor& w, const Tensor& wg,
                                                           const OptionalTensor& b, const OptionalTensor& bg,
                                                           std::string_view activation) {
   detail::check_glu_with_products(x, w, wg, b, bg, activation);
-  c10::SymDimVector sizes(x.sym_sizes());
-  sizes.back() = w.sym_size(0);
-  const auto empty = [&] { return at::empty_symint(sizes, w.options()); };
+  const auto empty = [&] { return at::empty_symint(detail::with_last(x.sym_sizes(), w.sym_size(0)), w.options()); };
   return {empty(), empty(), empty()};
 }
 

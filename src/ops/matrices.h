@@ -14,6 +14,9 @@ using Operands = c10::SmallVector<at::Tensor, 3>;
 /// transposed or sliced tensor gives few, large matrices, and nothing is copied. f must treat all rows alike.
 void for_each_matrix(Operands operands, int64_t trailing_dims, c10::function_ref<void(const Operands&)> f);
 
+/// Whether BLAS can read it: matrices with contiguous rows or contiguous columns.
+inline bool has_unit_stride(const at::Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
+
 /// Bytes per row of the rounded copy of x, which is needed if w has another dtype; else 0.
 inline int64_t rounded_row_bytes(const at::Tensor& x, const at::Tensor& w) {
   return x.scalar_type() == w.scalar_type() ? 0 : x.size(-1) * static_cast<int64_t>(w.element_size());

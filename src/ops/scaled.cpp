@@ -61,9 +61,7 @@ void check_scale(const char* op, const char* name, const Tensor& scale, const ch
 }
 
 void check_scale_of_rows(const char* op, const char* name, const Tensor& scale, const Tensor& x) {
-  c10::SymDimVector each(x.sym_sizes());
-  each.back() = 1;
-  check_scale(op, name, scale, "x", x, each);
+  check_scale(op, name, scale, "x", x, detail::with_last(x.sym_sizes(), 1));
 }
 
 void check_scale_of_columns(const char* op, const char* name, const Tensor& scale, const char* w_name,
@@ -99,16 +97,10 @@ void check_operands(const char* op, const Tensor& x, const Tensor& w) {
   detail::check_device(op, "w", w, "x", x);
 }
 
-c10::SymDimVector sizes_of_result(const Tensor& x, const Tensor& w) {
-  c10::SymDimVector sizes(x.sym_sizes());
-  sizes.back() = w.sym_size(0);
-  return sizes;
-}
-
 Tensor dense_scaled_meta(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
                          const OptionalTensor& b, std::optional<ScalarType> out_dtype) {
   const ScalarType dtype = check_dense_scaled(x, w, scale_x, scale_w, b, out_dtype);
-  return at::empty_symint(sizes_of_result(x, w), x.options().dtype(dtype));
+  return at::empty_symint(detail::with_last(x.sym_sizes(), w.sym_size(0)), x.options().dtype(dtype));
 }
 
 Tensor gate_scaled_meta(const Tensor& v, const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w,
@@ -121,7 +113,7 @@ Tensor glu_scaled_meta(const Tensor& x, const Tensor& w, const Tensor& wg, const
                        const Tensor& scale_wg, const OptionalTensor& b, const OptionalTensor& bg,
                        std::string_view activation, std::optional<ScalarType> out_dtype) {
   const ScalarType dtype = check_glu_scaled(x, w, wg, scale_x, scale_w, scale_wg, b, bg, activation, out_dtype);
-  return at::empty_symint(sizes_of_result(x, w), x.options().dtype(dtype));
+  return at::empty_symint(detail::with_last(x.sym_sizes(), w.sym_size(0)), x.options().dtype(dtype));
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
@@ -163,7 +155,7 @@ void check_gate_scaled(const Tensor& v, const Tensor& x, const Tensor& w, const 
   check_out_dtype(op, "v of dtype", v.scalar_type());
   detail::check_device(op, "v", v, "x", x);
   check_linear_scaled(op, x, w, scale_x, scale_w, b, v.scalar_type());
-  detail::check_shape(op, "v", v, "x and w", sizes_of_result(x, w));
+  detail::check_shape(op, "v", v, "x and w", detail::with_last(x.sym_sizes(), w.sym_size(0)));
 }
 
 ScalarType check_glu_scaled(const Tensor& x, const Tensor& w, const Tensor& wg, const Tensor& scale_x,

@@ -112,7 +112,7 @@ void detail::check_transition_backward(const Tensor& grad, const Transition& t, 
 Transition detail::read_first(Transition t) {
   for (Tensor* parameter : {&t.gate_weight, &t.up_weight, &t.down_weight}) *parameter = read_first(t.x, *parameter);
   for (OptionalTensor* parameter : {&t.norm_weight, &t.norm_bias, &t.gate_bias, &t.up_bias, &t.down_bias}) {
-    if (*parameter) *parameter = read_first(t.x, **parameter);
+    *parameter = read_first(t.x, *parameter);
   }
   return t;
 }

@@ -154,10 +154,8 @@ class TriangleLayout {
 
 /// The arguments, with copies of those that could change as x is written.
 inline TriangleUpdate read_first(TriangleUpdate t) {
-  if (t.mask) t.mask = read_first(t.x, *t.mask);
-  for (OptionalTensor& parameter : t.parameters) {
-    if (parameter) parameter = read_first(t.x, *parameter);
-  }
+  t.mask = read_first(t.x, t.mask);
+  for (OptionalTensor& parameter : t.parameters) parameter = read_first(t.x, parameter);
   return t;
 }
 

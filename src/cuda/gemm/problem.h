@@ -96,7 +96,7 @@ struct PairGradientProblem : PairProblem {
   /// (n x n x c): the cotangent, so far, of the layer norm of x without its weight. The first step only writes it, and
   /// the last one turns it into the gradient of x.
   Operand dz;
-  bool first = false, last = false;
+  bool last = false;    // of the input steps
   void* d_o = nullptr;  // of the output step; strides of o
   /// For the value and then for the gate: weight (rows x columns), bias (rows).
   float* sums = nullptr;

@@ -68,7 +68,6 @@ struct PairGradients {
     }
 
     static Status run(const PairGradientProblem& p, cudaStream_t stream) {
-      if (p.first != out) return Status::of(cudaErrorInvalidValue);
       if constexpr (out) {
         return launch<DxHat::kBegins>(p, stream);
       } else if (p.last) {
