@@ -23,10 +23,8 @@ from torchops.nn import TriangleAttention
 NODES: tuple[Node, Node] = ("starting", "ending")
 
 
-def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of x, 36 MiB, q, k, v and o are four times as much: in place, the bias and panels of 8 MiB exist. The allocator
-    gives back what is freed, since how much it keeps differs from run to run."""
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+def test_memory() -> None:
+    """Of x, 36 MiB, q, k, v and o are four times as much: in place, the bias and panels of 8 MiB exist."""
     program = """
     module = torchops.nn.TriangleAttention(64, 4, 16, "ending")
 
@@ -226,6 +224,58 @@ for way, ending, x_dtype, few, width, budget in (
         for name, exact in expected.items():
             assert (made[name].double() - exact).norm() <= 1e-2 * exact.norm(), (way, ending, adds, name)
 """
+
+
+WITHOUT_EPS = """
+import torch
+from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
+from torchops import _attention_update_panels as panels
+from torchops._attention_update_operators import _weights
+
+torch.manual_seed(0)
+shapes = (16,), (16,), (2, 16), *[(16, 16)] * 4, (16,), (16, 16), (16,)
+w = _weights([torch.randn(shape).half() for shape in shapes], 2, 0.0)
+x = torch.randn(1, 5, 5, 16).half()
+target, kept = torch.empty_like(x), (torch.empty(1, 5, 5, 16).half(), torch.empty(1, 5, 2, 5))
+fused.forward(x, None, w, False, target, False, kept)
+made = gradients.backward(torch.randn_like(x), x, None, w, False, *kept, {name: True for name in panels.WANTED}, False)
+assert target.isfinite().all() and all(t.isfinite().all() for t in made.values()), made
+"""
+
+
+@needs_triton
+def test_positions_beyond_the_last_without_eps() -> None:
+    """Their rows have no variance, and must not reach sums as NaN."""
+    done = interpreted(WITHOUT_EPS)
+    assert done.returncode == 0, done.stderr
+
+
+GRIDS = """
+import torch
+from torchops import _attention_update_panels as panels, _attention_update_triton as kernels
+from torchops._attention_update_operators import _weights
+from torchops._triton_launch import noting
+
+n, noting.calls, noting.device = 4104, [], torch.device("cpu")
+for c, width, dtype in ((128, 64, torch.float32), (256, 256, torch.bfloat16), (512, 128, torch.bfloat16)):
+    shapes = (c,), (c,), (4, c), *[(width, c)] * 4, (width,), (c, width), (c,)
+    w = _weights([torch.empty(shape, dtype=dtype, device="meta") for shape in shapes], 4, 1e-5)
+    x = torch.empty(1, n, n, c, dtype=dtype, device="meta")
+    kept = torch.empty(1, n, n, width, dtype=dtype, device="meta"), torch.empty(1, n, 4, n, device="meta")
+    for ending in (False, True):
+        panels.forward(x, None, w, ending, torch.empty_like(x), False, kept, kernels)
+        panels.backward(x, x, None, w, ending, *kept, {name: True for name in panels.WANTED}, False, kernels)
+assert len(noting.calls) > 50
+for launch, grid, _ in noting.calls:
+    assert max(grid[1:]) <= 65535, (launch, grid)
+"""
+
+
+@needs_triton
+def test_grids_of_large_pair_tensors() -> None:
+    """Only the first size of a grid may exceed 65535."""
+    done = interpreted(GRIDS)
+    assert done.returncode == 0, done.stderr
 
 
 @needs_triton

@@ -41,6 +41,21 @@ def test_kernels_interpreted() -> None:
     assert done.returncode == 0, done.stderr
 
 
+LITTLE_SHARED_MEMORY = """
+kernels._properties = lambda device: (4, 99 << 10)
+programs = [kernels._launcher(name, 100, torch.float32, False, False, True) for name in ("q", "kv")]
+assert [launch.options["BLOCK_K"] for launch in programs] == [16, 16]
+"""
+
+
+@needs_triton
+def test_kernels_of_little_shared_memory() -> None:
+    """Gradients of large heads in float32 have smaller tiles there."""
+    program = INTERPRETED.replace("((70, 16, True), (40, 24, False))", "((40, 100, True),)")
+    done = interpreted(program.replace("\ntorch.manual_seed", f"\n{LITTLE_SHARED_MEMORY}\ntorch.manual_seed"))
+    assert done.returncode == 0, done.stderr
+
+
 ONE_NUMBER = """
 import torch
 from torchops import _attention_triton as kernels
@@ -76,8 +91,8 @@ import torch
 from torchops import _attention_triton as kernels
 
 passed, launcher = [], kernels._launcher
-kernels._launcher = lambda kernel, d, dtype, masked, tf32, **rest: (
-    passed.append(tf32) or launcher(kernel, d, dtype, masked, tf32, **rest)
+kernels._launcher = lambda kernel, d, dtype, masked, tf32, *small, **rest: (
+    passed.append(tf32) or launcher(kernel, d, dtype, masked, tf32, *small, **rest)
 )
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 for dtype in (torch.float32, torch.float16):

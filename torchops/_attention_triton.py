@@ -74,9 +74,11 @@ _FLOAT32_LAUNCHES = {
 
 
 @cache
-def _launch(kernel: str, d: int, dtype: torch.dtype) -> _Launch:
+def _launch(kernel: str, d: int, dtype: torch.dtype, small: bool = False) -> _Launch:
     if dtype == torch.float32:
-        return _FLOAT32_LAUNCHES[kernel] if _padded(d) <= 32 else _Launch(32, 32, 4, 2)
+        if _padded(d) <= 32:
+            return _FLOAT32_LAUNCHES[kernel]
+        return _Launch(32, 16 if small and _padded(d) > 64 and kernel in ("q", "kv") else 32, 4, 2)
     return next(launch for up_to, launch in _LAUNCHES[kernel].items() if _padded(d) <= up_to)
 
 
@@ -88,12 +90,20 @@ _KERNELS = {
 }
 
 
+def _is_small(device: torch.device) -> bool:
+    """Whether programs have 99 KiB of shared memory, as on compute capability 8.6, 8.9 and 12.0, or less. For float32
+    and heads of 128, tiles of 32 keys take 101."""
+    return shared_memory(device) < 101 << 10
+
+
 @cache
-def _launcher(kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool, **constants: bool) -> Launch:
+def _launcher(
+    kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool, small: bool = False, **constants: bool
+) -> Launch:
     """A kernel with its constants, which don't depend on N."""
     precision = "tf32" if tf32 or dtype != torch.float32 else "tf32x3"  # three products have the accuracy of float32
     options = {"D": d, "PADDED_D": _padded(d), "MASKED": masked, "PRECISION": precision}
-    return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype).arguments(dtype))
+    return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype, small).arguments(dtype))
 
 
 @cache
@@ -275,7 +285,7 @@ def attend_backward(
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
     sizes = rows, n, heads, scale, width
     gap = len(numbers[0])
-    how = d, q.dtype, added is not None, allows_tf32(q.dtype)
+    how = d, q.dtype, added is not None, allows_tf32(q.dtype), _is_small(q.device)
     inputs = grad, q, k, v, bias, lse if added is None else added, numbers
     if dbias is not None:
         grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads

@@ -86,7 +86,8 @@ def _normalised(values, eps, C: tl.constexpr, PADDED: tl.constexpr):
     if PADDED != C:
         distances = tl.where((tl.arange(0, PADDED) < C)[None, :], distances, 0.0)
     # From the distances, not from the squares of the values, so that no digits cancel.
-    factor = 1 / tl.sqrt(tl.sum(distances * distances, 1) / C + eps)
+    # Never infinite: with an eps of 0, rows beyond the last would be NaN, and so would sums with them.
+    factor = 1 / tl.sqrt(tl.maximum(tl.sum(distances * distances, 1) / C + eps, 1e-30))
     return distances * factor[:, None], factor
 
 

@@ -33,12 +33,13 @@ _jit = triton.jit(do_not_specialize=["inner"])  # one compilation for all N
 # --- kernels ---------------------------------------------------------------------------------------------------------
 #
 # Positions are (batch, outer, inner), and tensors have a stride for each of these. Features are contiguous. The grid is
-# (outer, blocks of inner, batch). Offsets within a block may not fit 32 bits, because inner positions may be rows.
+# (blocks of inner, outer, batch), since only the first of its sizes may exceed 65535, and inner may be N * N. Offsets
+# within a block may not fit 32 bits, because inner positions may be rows.
 
 
 @triton.jit
 def _first(pointer, strides, BLOCK: tl.constexpr):
-    b, i, j = tl.program_id(2).to(tl.int64), tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * BLOCK
+    b, i, j = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BLOCK
     return pointer + b * strides[0] + i * strides[1] + j * strides[2]
 
 
@@ -90,7 +91,7 @@ def _norm(
     x, weight, bias, z, x_strides, z_strides, inner: tl.int32, eps,
     C: tl.constexpr, PADDED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    left = inner - tl.program_id(1) * BLOCK
+    left = inner - tl.program_id(0) * BLOCK
     values = _normalised(x, weight, bias, x_strides, left, eps, C, PADDED, HAS_WEIGHT, HAS_BIAS, BLOCK)
     at = _tile(_first(z, z_strides, BLOCK), z_strides, BLOCK, PADDED)
     tl.store(at, values.to(z.dtype.element_ty), mask=_inside(left, C, BLOCK, PADDED))
@@ -103,7 +104,7 @@ def _bias(
     C: tl.constexpr, PADDED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """made[h, j, k] = sum over features of z[j, k] * to_heads[h], with -inf for k up to width. Positions are (j, k)."""
-    left = inner - tl.program_id(1) * BLOCK
+    left = inner - tl.program_id(0) * BLOCK
     z = _normalised(x, weight, bias, x_strides, left, eps, C, PADDED, HAS_WEIGHT, HAS_BIAS, BLOCK)
     z = z.to(made.dtype.element_ty).to(tl.float32)  # rounded as for the products that give q, k and v
     r = tl.arange(0, BLOCK)
@@ -146,7 +147,7 @@ def _launcher(kernel: Any, c: int, has_weight: bool, has_bias: bool, **constants
 
 def _grid(shape: _Shape, launch: Launch) -> tuple[int, int, int]:
     batch, outer, inner = shape
-    return outer, -(-inner // launch.options["BLOCK"]), batch
+    return -(-inner // launch.options["BLOCK"]), outer, batch
 
 
 def norm(x: Tensor, w: Weights) -> Tensor:

@@ -109,8 +109,9 @@ class _Rows:
         return self.steps.whole_bias(self._moved_bias(made, Shard(0), Replicate()))
 
     def _forward(self, target: Tensor, adds: bool, kept: tuple[Tensor, Tensor] | None) -> None:
-        bias = self.bias()
-        panels.forward(self.x, self.keys, self.w, self.ending, target, adds, kept, self.steps, bias)
+        with operators._on(self.x.device):
+            bias = self.bias()
+            panels.forward(self.x, self.keys, self.w, self.ending, target, adds, kept, self.steps, bias)
 
     def update(self, keep: bool) -> tuple[Tensor, ...]:
         adds = self.call.adds
@@ -140,10 +141,11 @@ class _Rows:
         inputs = dict(zip(panels.WANTED, (self.call.whole, *self.call.parameters), strict=True))
         asked = {n: want and inputs[n] is not None for n, want in zip(panels.WANTED, wanted, strict=True)}
         shared = panels.Shared(self.bias, lambda t: self._moved_bias(t, Partial(), Shard(0)))
-        made = panels.backward(
-            operators._flat(local(grad, self.places), 3), self.x, self.keys, self.w, self.ending, product, logsumexp,
-            asked, self.call.adds, self.steps, shared,
-        )  # fmt: skip
+        with operators._on(self.x.device):
+            made = panels.backward(
+                operators._flat(local(grad, self.places), 3), self.x, self.keys, self.w, self.ending, product,
+                logsumexp, asked, self.call.adds, self.steps, shared,
+            )  # fmt: skip
         if "x" in made:
             made["x"] = self._returned(made["x"])
         # A rank without rows contributes zeros to the sums.

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchops._attention_triton import on
 from torchops._triton_launch import FP_FUSION
 
 __all__ = ["Gather", "fits", "transposed", "update"]
@@ -53,7 +54,9 @@ def _sigmoid(x):
 def _normalised(values, weight, bias, eps, SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Normalised rows, in float32."""
     distances = values - (tl.sum(values, 1) / SIZE)[:, None]
-    z = distances * (1 / tl.sqrt(tl.sum(distances * distances, 1) / SIZE + eps))[:, None]
+    # Never infinite: with an eps of 0, positions beyond N would be NaN, and so would products with them.
+    factor = 1 / tl.sqrt(tl.maximum(tl.sum(distances * distances, 1) / SIZE + eps, 1e-30))
+    z = distances * factor[:, None]
     return z * _vector(weight, SIZE, HAS_WEIGHT, 1.0)[None, :] + _vector(bias, SIZE, HAS_BIAS, 0.0)[None, :]
 
 
@@ -159,9 +162,10 @@ def transposed(t: Tensor) -> Tensor:
     batch, rows, columns = t.shape
     made = t.new_empty((batch, columns, rows))
     if t.numel():
-        _transpose[(triton.cdiv(rows, 64) * triton.cdiv(columns, 64), batch)](
-            t, made, rows, columns, BLOCK=64, **FP_FUSION
-        )
+        with on(t.device):
+            _transpose[(triton.cdiv(rows, 64) * triton.cdiv(columns, 64), batch)](
+                t, made, rows, columns, BLOCK=64, **FP_FUSION
+            )
     return made
 
 

@@ -246,7 +246,9 @@ def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Ti
         step_in(stream, x, weights.norm, weights.norm_bias, factors, w_in, a, b, gate, positions, scale, eps)
         shape, strides = (batch * d, n, n), (positions, n, 1)
         of_b = memory.as_strided(shape, (positions, 1, n), begins[3])
-        o, out = torch.bmm(memory.as_strided(shape, strides, begins[2]), of_b), torch.empty_like(x)
+        # Autocast would choose the dtype of a result that is not given.
+        o, out = memory.new_empty(shape), torch.empty_like(x)
+        torch.bmm(memory.as_strided(shape, strides, begins[2]), of_b, out=o)
         of_norm = (positions, eps * scale * scale)
         step_out(stream, weights.norm_out, weights.norm_out_bias, o, gate, w_out, out, *of_norm)
     if aligned:
