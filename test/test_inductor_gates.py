@@ -248,6 +248,19 @@ def rows_split(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return first * torch.sigmoid(second)
 
 
+def halves_transposed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    first, second = F.linear(x, w, b).transpose(0, 1).contiguous().chunk(2, -1)
+    return F.silu(first) * second
+
+
+def two_additions(x: Tensor, w: Tensor, wg: Tensor, b: Tensor) -> Tensor:
+    """Almost SiLU: what is multiplied by the sigmoid is its argument and a bias."""
+    z = F.linear(x, wg)
+    return F.linear(x, w) * ((z + b) * torch.sigmoid(z))
+
+
+SQUARE = ((4, 4, 6), (4, 4, 8), (6, 8), (6,))  # v, x, w, b of gates whose first dimensions can be exchanged
+
 REFUSED: list[tuple[str, str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = [
     ("gate_returned", "left as it is", lambda v, x, w, b: (lambda s: (v * s, s))(sigmoid(x, w, b)), GATED),
     ("gate_reused", "", lambda v, x, w, b: (lambda s: v * s + (1 - s))(sigmoid(x, w, b)), GATED),
@@ -273,6 +286,24 @@ REFUSED: list[tuple[str, str, Callable[..., Any], tuple[tuple[int, ...], ...]]] 
     ("other_silu", "", lambda x, wg: F.silu(F.linear(x, wg)) * x[..., :6], TWO[:2]),
     ("tanh", "", lambda x, w, wg: torch.tanh(F.linear(x, wg)) * F.linear(x, w), TWO),
     ("nearly_silu", "", nearly_silu, TWO),
+    ("gate_transposed", "", lambda v, x, w, b: v * sigmoid(x, w, b).transpose(0, 1), SQUARE),
+    ("layer_transposed", "", lambda v, x, w, b: v * F.linear(x, w, b).transpose(0, 1).sigmoid(), SQUARE),
+    (
+        "glu_transposed",
+        "",
+        lambda x, w, b: F.glu(F.linear(x, w, b).transpose(0, 1).contiguous()),
+        ((4, 4, 8), *PACKED[1:]),
+    ),
+    ("halves_transposed", "", halves_transposed, ((4, 4, 8), *PACKED[1:])),
+    ("columns_transposed", "", lambda x, w, b: F.glu(F.linear(x, w, b).mT.contiguous()), ((2, 12, 8), *PACKED[1:])),
+    ("two_additions", "", two_additions, (*TWO, (6,))),
+    (
+        "batch",
+        "x is a batch of matrices",
+        lambda v, x, w: v * torch.sigmoid(F.linear(x.transpose(0, 1), w)),
+        ((4, 4, 6), (4, 4, 8), (6, 8)),
+    ),
+    ("two_sigmoids", "", lambda x, w, wg: torch.sigmoid(F.linear(x, w)) * torch.sigmoid(F.linear(x, wg)), TWO),
 ]
 
 
@@ -284,7 +315,10 @@ class OnlyGates(table.Everywhere):
 
 
 # Where it is the gradients that must not be taken for others.
-TRAINED = ("gate_returned", "gate_reused", "value_used", "wider", "nearly_silu", "thirds")
+TRAINED = (
+    *("gate_returned", "gate_reused", "value_used", "wider", "nearly_silu", "thirds"),
+    *("layer_transposed", "halves_transposed", "two_additions", "two_sigmoids"),
+)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +346,26 @@ def test_frozen() -> None:
         compiled = torch.compile(form.function, backend=backend, fullgraph=True)
         assert_all_close(values(compiled, tensors, True), values(form.function, tensors, True))
         assert backend.count(GATE) == count
+
+
+@pytest.mark.parametrize("index", [2, 3], ids=["layer", "gate"])
+def test_overwritten_biases(index: int) -> None:
+    """Autograd does not read a bias again, so that it may be overwritten after use; the gradients of a gate do."""
+
+    def function(x: Tensor, w: Tensor, wg: Tensor, *biases: Tensor) -> Tensor:
+        y = F.silu(F.linear(x, wg, biases[0][:6])) * F.linear(x, w, biases[1])
+        with torch.no_grad():
+            biases[index - 2].add_(1)
+        return y
+
+    shapes = (*TWO, (9,), (6,))
+    for train, count in ((True, 0), (False, 1)):
+        results, backend = [], Backend()
+        for fn in (torch.compile(function, backend=backend, fullgraph=True), function):
+            with torch.set_grad_enabled(train):
+                results.append(values(fn, [t(*shape).requires_grad_(train) for shape in shapes], train))
+        assert_all_close(*results)
+        assert backend.count(GLU) == count
 
 
 def test_graphs_without_shapes() -> None:

@@ -55,21 +55,20 @@ class Term:
     nodes: set[fx.Node] = field(default_factory=set)  # from the product to `node`
 
     def same(self, other: Term | None) -> bool:
-        return other is not None and (self.linear.product, self.begin, self.end) == (
-            other.linear.product,
-            other.begin,
-            other.end,
-        )
+        if other is None:
+            return False
+        ours, theirs = ((t.linear.product, t.linear.add, t.begin, t.end) for t in (self, other))
+        return ours == theirs
 
 
 def term_of(node: fx.Node) -> Term | None:
-    """`node` as the result of a linear layer, arranged or not; None if it isn't one."""
+    """`node` as the result of a linear layer, whose elements are in the order of the product; None if it isn't one."""
     if is_call(node, PARTS):
         return _part_of(node)
     if is_arrangement(node):
         return None
     linear = Linear(node)
-    return Term(node, linear, nodes=set(linear.nodes)) if linear.found else None
+    return Term(node, linear, nodes=set(linear.nodes)) if linear.found and linear.in_order else None
 
 
 def _part_of(node: fx.Node) -> Term | None:
@@ -89,6 +88,7 @@ def _part_of(node: fx.Node) -> Term | None:
     value, part = val(base), val(node)
     if (
         not linear.found
+        or not linear.in_order
         or value is None
         or part is None
         or value.dim() < 1
@@ -148,7 +148,7 @@ class Gated:
         whole: Any = self.result.args[0]
         linear, value = Linear(whole), val(whole)
         dim = self.result.args[1] if len(self.result.args) > 1 else -1
-        if not linear.found or value is None or dim not in (-1, value.dim() - 1):
+        if not linear.found or not linear.in_order or value is None or dim not in (-1, value.dim() - 1):
             return
         n = value.shape[-1]
         if not isinstance(n, int) or not holds(n == known(linear.product).shape[-1]):
@@ -206,6 +206,8 @@ class Gated:
         y = known(self.result)
         for term in filter(None, (self.gate, self.value)):
             term.linear.check()
+            if term.linear.batched and not holds(known(term.linear.product).shape[0] == 1):
+                raise Refusal("x is a batch of matrices, which would have to be copied to rows")
         linear = self.gate.linear
         z = known(linear.product)
         n_in, n_out = linear.features()

@@ -29,7 +29,7 @@ from .expressions import (
     root,
     slope,
 )
-from .graph import PARTS, Refusal, as_rows, aten, cast, emit, holds, is_call, key, known, same_sizes
+from .graph import PARTS, Refusal, as_rows, aten, cast, emit, holds, is_call, is_overwritten, key, known, same_sizes
 
 if TYPE_CHECKING:
     from .gates import Gated, Term
@@ -136,6 +136,7 @@ class Gradients:
         self.dv: list[fx.Node] = []
         self.du: list[fx.Node] = []
         self._search()
+        self._check_biases()
         self._collect()
 
     @property
@@ -215,6 +216,17 @@ class Gradients:
             raise Refusal("the pre-activation or the gate has another user")
         if not self.dv or not self.du:
             raise Refusal(_NOT_ALL)
+        # A product of the backward pass is a gate, too: that of a cotangent, where a sigmoid is gated.
+        first = min(self.order[node] for node in (*self.dv, *self.du))
+        if first < self.order[place.result] or first < self.order[self.cotangent]:
+            raise Refusal(ELSEWHERE)
+
+    def _check_biases(self) -> None:
+        """Autograd keeps no bias, so that a program may overwrite it before the backward pass; the operator's own reads
+        it."""
+        for term in (self.place.gate, self.place.value):
+            if term is not None and term.linear.bias is not None and is_overwritten(term.linear.bias):
+                raise Refusal("its bias is overwritten, and its gradient needs the former one")
 
     def _collect(self) -> None:
         place = self.place

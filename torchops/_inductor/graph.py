@@ -84,6 +84,18 @@ def source(node: fx.Node, targets: set[Any]) -> tuple[fx.Node, list[fx.Node]]:
     return node, chain
 
 
+def is_overwritten(node: fx.Node) -> bool:
+    """Whether the node is an argument of a joint graph, or a view of one, that the program overwrites.
+
+    AOTAutograd differentiates with respect to a copy of such an argument, which Inductor does not make.
+    """
+    argument, chain = source(node, RESHAPES | PERMUTATIONS | PARTS | {aten.expand.default, aten.select.int})
+    if argument.op != "placeholder":
+        return False
+    is_written = any(is_call(user, {aten.copy_.default}) and user.args[0] is argument for user in argument.users)
+    return is_written or any(is_call(n, {aten.clone.default}) for n in chain)
+
+
 def keeps_order(node: fx.Node) -> bool:
     """Whether the operator keeps the order of the elements, read row by row."""
     before, after = val(node.args[0]), val(node)

@@ -72,6 +72,11 @@ class Linear:
         return [self.product, *self.below, *([self.add] if self.add else []), *self.above]
 
     @property
+    def in_order(self) -> bool:
+        """Whether the elements of the result, read row by row, are those of the product."""
+        return all(map(keeps_order, (*self.below, *self.above)))
+
+    @property
     def batched(self) -> bool:
         return known(self.product).dim() == 3
 
