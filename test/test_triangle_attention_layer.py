@@ -227,6 +227,22 @@ def test_compiled(inplace: bool) -> None:
     assert {len(found) for found in names} == {1}
 
 
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.5], ids=["layer", "pair_layer", "pair_layer_dropout"])
+def test_compiled_in_place_in_training(dropout: float | None) -> None:
+    """Inductor would drop a plain clone of an argument of the graph that the layer overwrites."""
+    layer = TriangleAttention(8, 2, 4) if dropout is None else torchops.nn.PairLayer(8, 2, 4, dropout=dropout)
+    for number, parameter in enumerate(layer.parameters()):
+        parameter.data = random_like(parameter, number) / 3
+    results = []
+    options: dict[str, Any] = {"fallback_random": True}  # the same numbers as in eager
+    for function in (torch.compile(layer, options=options), layer):
+        torch.manual_seed(0)
+        x = random_like(torch.empty(2, 5, 5, 8), 1).requires_grad_()
+        out = function(x * 1, inplace=True)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    assert_all_close(*results, rtol=1e-3, atol=1e-3)
+
+
 def test_autocast() -> None:
     """Parameters are cast; a float32 x is not, and gets a float32 gradient."""
     w = weights(dtype=torch.float32)

@@ -146,11 +146,11 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
     check_constant(op, mask)
     given = _given(x, parameters)
     if attention._needs_decomposition(*given):
-        x.add_(_composite(x.clone(), mask, parameters, *how))
+        x.add_(_composite(torch.ops.myops._keep(x), mask, parameters, *how))
     elif attention._needs_grad(*given):
         _check_in_place(x)  # before x is overwritten, since requires_grad is set last
         mask, *parameters = (without_alias(x, t) for t in (mask, *parameters))
-        x.add_(update(x.clone(), mask, parameters, *how))
+        x.add_(update(torch.ops.myops._keep(x), mask, parameters, *how))
     else:
         with torch._C._AutoDispatchBelowAutograd():
             update_(x, mask, parameters, *how)
