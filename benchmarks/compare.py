@@ -105,6 +105,10 @@ def _measure(old: list[Document], options: argparse.Namespace, contenders: list[
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table. The status is 1 if something is slower than the tolerance allows, or was not measured."""
+    paths = [options.baseline, *([] if options.new == "run" else [Path(options.new)])]
+    if absent := [str(path) for path in paths if not path.exists()]:
+        print(f"python -m benchmarks compare: there is no {' and no '.join(absent)}", file=sys.stderr)
+        return 2
     old = load(options.baseline)
     if options.case or options.op:
         old = [

@@ -310,6 +310,9 @@ def test_run_then_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["compare", str(file), str(other)]) == 1
     assert "| 1.500 | **slower** |" in capsys.readouterr().out
     assert main(["compare", str(file), str(other), "--tolerance", "0.6"]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(file), str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"python -m benchmarks compare: there is no {tmp_path / 'none'}\n"
     # Measured now, whatever the time: the ratio to itself is 1.
     assert main(["compare", str(file), "run", "--quick", "--against", "cpp", "--device", "cpu"]) == 0
 
