@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,11 +22,17 @@ __all__ = ["Finder", "Tracer", "gated", "gated_linear", "packed_linear"]
 
 def gated(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """``v * sigmoid(linear(x))``, also if `v` is broadcast, which no graph shows."""
-    fits = v.shape[:-1] == x.shape[:-1] and v.shape[-1:] == w.shape[:1]
-    stream = v.dtype == torch.float32 and w.dtype != torch.float64
-    if fits and not x.is_nested and (v.dtype == w.dtype or stream):
-        return gate(v, x, w, b)
+    if isinstance(v, Tensor) and not x.is_nested and v.shape[:-1] == x.shape[:-1] and v.shape[-1:] == w.shape[:1]:
+        stream = v.dtype == torch.float32 and w.dtype != torch.float64
+        if stream or v.dtype == _dtype_of_product(w):
+            return gate(v, x, w, b)
     return v * torch.sigmoid(F.linear(x, w, b))
+
+
+def _dtype_of_product(w: Tensor) -> torch.dtype:
+    device = w.device.type
+    is_cast = w.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast else w.dtype
 
 
 def gated_linear(x: Tensor, w: Tensor, wg: Tensor, b: Tensor | None, bg: Tensor | None, activation: Any) -> Tensor:
@@ -44,6 +50,24 @@ def packed_linear(x: Tensor, w: Tensor, b: Tensor | None, activation: Any, gate_
     return gated_linear(x, weights[i], weights[j], biases[i], biases[j], activation)
 
 
+Part = tuple[tuple[str, ...], type[nn.Module]]
+
+
+def unchanged(module: nn.Module, parts: tuple[Part, ...]) -> bool:
+    """Whether these parts of `module`, by their paths, still do what their classes say."""
+    for path, kind in parts:
+        part: Any = module
+        for name in path:
+            part = part._modules.get(name)
+            if part is None:
+                return False
+        if type(part) is not kind or "forward" in part.__dict__:
+            return False
+        if part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks:
+            return False
+    return True
+
+
 # --- how they are written ---------------------------------------------------------------------------------------------
 
 _MULTIPLICATIONS: set[Any] = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
@@ -52,12 +76,21 @@ _SILUS: set[Any] = {F.silu}
 _SLICES: set[Any] = {torch.chunk, "chunk"}
 
 
-class _Argument(fx.Proxy):
+class _Value(fx.Proxy):
+    tracer: Tracer
+
+    def __len__(self) -> int:
+        self.tracer.refused = True
+        return super().__len__()
+
+
+class _Argument(_Value):
     """An argument of a forward. Its type is unknown, so only torch may ask for it, not the forward."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            self.tracer.refused = True
             raise RuntimeError(f"it asks for the type of its argument {self.node.target}")
         return _Argument
 
@@ -65,8 +98,19 @@ class _Argument(fx.Proxy):
 class Tracer(fx.Tracer):
     """Keeps calls of modules as calls, except those of nn.Sequential, whose parts are traced."""
 
+    proxy_buffer_attributes = True
+    refused = False  # whether an exception was raised for something that no graph shows, which the forward may catch
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Argument(node, self) if node.op == "placeholder" else super().proxy(node)
+        return (_Argument if node.op == "placeholder" else _Value)(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        self.refused = True
+        return super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        self.refused = True
+        return super().iter(obj)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return type(module) is not nn.Sequential

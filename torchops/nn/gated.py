@@ -8,13 +8,10 @@ GLU.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import operator
-import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .gate_forms import Finder, Tracer, gated_linear, packed_linear
+from .gate_forms import Finder, Part, Tracer, gated_linear, packed_linear, unchanged
 from .gates import Dense
 from .replace import (
     Replacements,
@@ -34,6 +31,7 @@ from .replace import (
     sequential_reason,
     swapper,
 )
+from .tracing import copied, random_numbers_stay, traces
 
 __all__ = ["PackedGLU"]
 
@@ -78,6 +76,7 @@ def _class(base: type[nn.Module], code: str, names: dict[str, Any]) -> type[nn.M
         name: importlib.import_module(value.name) if isinstance(value, _Imported) else value
         for name, value in names.items()
     }
+    namespace |= {"_former": base.forward, "_unchanged": unchanged}
     exec(compile(code, f"<torchops.nn.replace: {base.__name__}>", "exec"), namespace)
     body = {"forward": namespace["forward"], "__module__": base.__module__, "_parts": (base, code, names)}
     return type(base.__name__, (_Rewritten, base), body)
@@ -92,8 +91,9 @@ def replace_forwards(model: nn.Module, known: Collection[str]) -> Replacements:
     replaced, left = [], {}
     for name, module in model.named_modules():
         try:
-            if name not in known and _may_have_gates(module) and _replace(module):
-                replaced.append(name)
+            with random_numbers_stay():
+                if name not in known and _may_have_gates(module) and _replace(module):
+                    replaced.append(name)
         except _LeaveError as reason:
             left[name] = str(reason)
     return Replacements(tuple(replaced), left)
@@ -116,14 +116,15 @@ def _replace(module: nn.Module) -> bool:
         raise
     except Exception as error:  # a forward may do anything with a proxy instead of a tensor
         if _speaks_of_gates(module):
-            raise _LeaveError(f"its forward cannot be traced: {str(error).splitlines()[0][:100]}") from error
+            raise _LeaveError(f"its forward cannot be traced: {_first_line(error)}") from error
         return False
     if not finder.count:
         return False
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise _LeaveError(f"{type(module).__name__} has a forward of its own")
     _check_layers(module, finder)
-    made = _class(type(module), code, names)
+    names["_layers"] = _layers(module, finder)
+    made = _class(type(module), _guarded(code, type(module), finder.graph), names)
     _try(module, made)
     module.__class__ = made
     return True
@@ -131,84 +132,55 @@ def _replace(module: nn.Module) -> bool:
 
 def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
     """The graph of its forward with operators, as code, which is the same for training and evaluation."""
-    results = []
-    for training in (True, False):
-        traced = like(module, type(module))  # a copy, since it may store proxies from this call
-        traced.training = training
-        with _no_contexts():
-            finder = Finder(module, Tracer().trace(traced))
-        unread = [node.target for node in finder.graph.find_nodes(op="placeholder") if not node.users]
-        finder.rewrite()
-        if finder.count:
-            _check_pure(module, finder.graph)
-            if changed := _changed(module, traced):
-                raise _LeaveError(f"its forward changes its attribute {changed}")
-            if unread:
-                raise _LeaveError(f"its graph does not read its argument {unread[0]}")
-        code = finder.graph.python_code("self")
-        names = {
-            name: _Imported(value.__name__) if isinstance(value, ModuleType) else value
-            for name, value in code.globals.items()
-            if name in code.src
-        }
-        results.append((finder, code.src, names))
-    if results[0][1] != results[1][1]:
-        if max(finder.count for finder, _, _ in results):
-            raise _LeaveError("its forward differs between training and evaluation")
-        return results[0]
-    finder = results[0][0]
-    for node in finder.graph.nodes:
-        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
-            raise _LeaveError("its forward makes a tensor")
-    return results[0]
+    finders, problems = [], []
+    for graph, problem in traces(module):
+        unread = [node.target for node in graph.find_nodes(op="placeholder") if not node.users]
+        finders.append(Finder(module, graph))
+        finders[-1].rewrite()
+        problems += [problem, _impurity(module, graph)]
+        problems += [f"its graph does not read its argument {target}" for target in unread]
+    if not any(finder.count for finder in finders):
+        return finders[0], "", {}
+    if problem := next(filter(None, problems), None):
+        raise _LeaveError(problem)
+    codes = [finder.graph.python_code("self") for finder in finders]
+    if len({code.src for code in codes}) > 1:
+        raise _LeaveError("its forward differs between training and evaluation, or between calls")
+    names = {
+        name: _Imported(value.__name__) if isinstance(value, ModuleType) else value
+        for name, value in codes[0].globals.items()
+        if name in codes[0].src
+    }
+    return finders[0], codes[0].src, names
 
 
-def _changed(module: nn.Module, traced: nn.Module) -> str | None:
-    """An attribute that the forward of `traced`, a copy of `module`, has set or added to."""
-    before, after = vars(module), vars(traced)
-    for name in sorted((before.keys() | after.keys()) - {"training"}):
-        if name.startswith("_tensor_constant"):  # made by the tracer
-            continue
-        old, new = (_parts(held[name]) if name in held else () for held in (before, after))
-        if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
-            return name
-    return None
+def _layers(module: nn.Module, finder: Finder) -> tuple[Part, ...]:
+    """The parts that the new forward no longer calls, and those that hold them."""
+    kinds: dict[str, type[nn.Module]] = {}
+    for name in (*finder.layers, *finder.others):
+        while name:
+            kinds[name] = type(module.get_submodule(name))
+            name = name.rpartition(".")[0]
+    return tuple((tuple(name.split(".")), kind) for name, kind in kinds.items())
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
-        return (*value, *value.values())
-    return tuple(value) if isinstance(value, list | set) else (value,)
+def _guarded(code: str, base: type[nn.Module], graph: fx.Graph) -> str:
+    """`code` that begins with a call of the former forward, for the case that a layer is no longer what it was."""
+    parameters = inspect.signature(base.forward).parameters
+    names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
+    only = {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    arguments = sorted(
+        (f"{name}={name}" if name in only else name for name in names),
+        key=lambda text: (text.startswith("**"), "=" in text, text.startswith("*")),
+    )
+    lines = code.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
+    lines.insert(first + 1, f"    if not _unchanged(self, _layers): return _former({', '.join(['self', *arguments])})")
+    return "\n".join(lines)
 
 
-_CONTEXTS = threading.Lock()  # otherwise a second thread could save the first one's replacements as originals
-
-
-@contextmanager
-def _no_contexts() -> Iterator[None]:
-    """Raises if this thread enters a context that decides how operators compute, or what they keep, as a checkpoint
-    does: the graph would not contain it."""
-    grad_modes = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
-    kinds = (torch.autocast, *grad_modes, torch.autograd.graph.saved_tensors_hooks)
-    tracing = threading.get_ident()
-
-    def refusing(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def entered(context: Any) -> Any:
-            if threading.get_ident() == tracing:
-                raise RuntimeError(f"it enters {type(context).__name__}, which no graph shows")
-            return enter(context)
-
-        return entered
-
-    with _CONTEXTS:
-        methods = [(kind, kind.__enter__) for kind in kinds]
-        try:
-            for kind, method in methods:
-                kind.__enter__ = refusing(method)  # type: ignore[method-assign]
-            yield
-        finally:
-            for kind, method in methods:
-                kind.__enter__ = method  # type: ignore[method-assign]
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
 def _speaks_of_gates(module: nn.Module) -> bool:
@@ -219,9 +191,12 @@ def _speaks_of_gates(module: nn.Module) -> bool:
     return any(word in source for word in ("sigmoid", "silu", "glu"))
 
 
-def _check_pure(module: nn.Module, graph: fx.Graph) -> None:
+def _impurity(module: nn.Module, graph: fx.Graph) -> str | None:
+    """What the forward does besides computing its result, as its graph shows it."""
     for node in graph.nodes:
         target = node.target
+        if node.op == "get_attr" and str(target).startswith("_tensor_constant"):
+            return "its forward makes a tensor"
         called = module.get_submodule(str(target)) if node.op == "call_module" else None
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
@@ -231,7 +206,8 @@ def _check_pure(module: nn.Module, graph: fx.Graph) -> None:
             or (getattr(operator, name, None) is target and name in _IN_PLACE)
         )
         if in_place or "out" in node.kwargs or node.kwargs.get("inplace") or getattr(called, "inplace", False):
-            raise _LeaveError("its forward overwrites tensors")
+            return "its forward overwrites tensors"
+    return None
 
 
 _IN_PLACE = {name for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)}
@@ -271,24 +247,22 @@ def _try(module: nn.Module, made: type[nn.Module]) -> None:
         values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         return values / max(1, shape[-1] if shape else 1) ** 0.5
 
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        values = random(tensor.shape) if tensor.is_floating_point() else zeros
-        memo[id(tensor)] = nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values
+    def random_like(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        # A buffer may be a variance.
+        return random(tensor.shape) if isinstance(tensor, nn.Parameter) else random(tensor.shape).abs()
+
     try:
         with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            trial = copy.deepcopy(module, memo).eval()
-            for part in trial.modules():  # hooks must see the model's calls, not trials
-                for registry in (value for key, value in vars(part).items() if key.endswith("_hooks")):
-                    registry.clear()
+            trial = copied(module, random_like).eval()
             inputs, expected = _tried(
-                trial, [[random(torch.Size((*s, n))) for n in _features(module)] for s in _LEADING]
+                trial, [[random(torch.Size((*s, n))) for n in _features(trial)] for s in _LEADING]
             )
             trial.__class__ = made
             got = trial(*inputs)
     except Exception as error:
-        raise _LeaveError(f"it could not be tried: {(str(error).splitlines() or [''])[0][:100]}") from error
+        raise _LeaveError(f"it could not be tried: {_first_line(error)}") from error
     pairs = list(zip(_tensors(got), _tensors(expected), strict=False))
     if not pairs or len(_tensors(got)) != len(_tensors(expected)):
         raise _LeaveError("a trial gave other results")

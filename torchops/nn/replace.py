@@ -74,7 +74,8 @@ def replace(model: nn.Module) -> Replacements:
       ``F.glu(packed(x))`` or ``v * sigmoid(gate(x))``. The new forward calls :func:`torchops.glu` or
       :func:`torchops.gate` with the parameters of these layers, and no longer the layers. The class becomes a subclass
       of the old one, so that attributes, other methods and hooks stay. ``torch.fx`` traces the forward once, so
-      attributes that steer it keep the values that they have now;
+      attributes that steer it keep the values that they have now. While one of these layers has a hook, or another
+      layer is in its place, the old forward runs;
     - triangle multiplicative updates, triangle attention and transitions of the public packages that
       :mod:`torchops.adapters` knows, by modules with the same signature that call the operators; and layers made of
       them, which then add their updates in place in inference.
@@ -91,7 +92,8 @@ def replace(model: nn.Module) -> Replacements:
       ``Dense`` replaces it in all places;
     - the ``nn.Sequential`` is of a subclass with its own forward or iteration;
     - a forward that gates cannot be traced (autocast inside it cannot), differs between training and evaluation,
-      overwrites tensors, or computes something else than its replacement on a copy with random parameters;
+      overwrites tensors, changes attributes, draws random numbers, or computes something else than its replacement on
+      a copy with random parameters;
     - a module of a package is of no known class, has other layers, or computes something else. For each class and size,
       one module is compared with its replacement first, on a small problem with random parameters on the CPU.
 

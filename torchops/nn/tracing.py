@@ -1,0 +1,181 @@
+"""Graphs of forwards by ``torch.fx``, and whether they are all that a forward does.
+
+A trace runs the forward once, with proxies instead of tensors. Whatever Python decides, remembers or draws on the way
+happens in that run and never again, so that a graph may only replace a forward that does nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from .gate_forms import Tracer
+
+__all__ = ["Trace", "copied", "random_numbers_stay", "traces"]
+
+
+class Trace(NamedTuple):
+    graph: fx.Graph
+    problem: str | None  # what the forward did besides
+
+
+def traces(module: nn.Module) -> list[Trace]:
+    """The graphs of the forward of `module` for training and for evaluation.
+
+    `module` stays as it is: what runs is a copy whose parameters and buffers have no values. Raises whatever the
+    forward raises, given proxies.
+    """
+    with torch.inference_mode(False):
+        copy = copied(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        found = []
+        for training in (True, False):
+            copy.training = training
+            before, numbers = _state(copy), _random_states()
+            tracer = Tracer()
+            with _no_contexts(tracer):
+                graph = tracer.trace(copy)
+            if tracer.refused:
+                raise RuntimeError("it catches an exception, and goes on in another way")
+            after = _state(copy)
+            changed = [path for path in {**before, **after} if not _same(before.get(path), after.get(path))]
+            problem = f"its forward changes its attribute {min(changed)}" if changed else None
+            if _random_states() != numbers:
+                problem = "its forward draws random numbers"
+            found.append(Trace(graph, problem))
+    return found
+
+
+def copied(module: nn.Module, tensor_for: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of `module` with other parameters and buffers, and without hooks."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        new = tensor_for(tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+    for part in module.modules():
+        memo |= {id(value): OrderedDict() for name, value in vars(part).items() if name.endswith("_hooks")}
+    return copy.deepcopy(module, memo)
+
+
+# --- what changes ----------------------------------------------------------------------------------------------------
+
+_REGISTRIES = ("_modules", "_parameters", "_buffers")  # whose names are those of attributes
+_OPAQUE = (str, bytes, int, float, complex, type(None), type, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """All that `module` holds, itself or in what it holds, by its path."""
+    state: dict[str, Any] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", module)]
+    while waiting:
+        path, value = waiting.pop()
+        state[path] = value
+        if id(value) in seen or isinstance(value, _OPAQUE):
+            continue
+        seen.add(id(value))
+        inside: dict[Any, Any] = {}
+        if isinstance(value, Tensor):
+            state[f"{path} "] = value._version
+        elif isinstance(value, dict):
+            inside = value
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            inside = dict(enumerate(value))
+        elif hasattr(value, "__dict__"):
+            inside = dict(vars(value))
+            for registry in _REGISTRIES if isinstance(value, nn.Module) else ():
+                inside |= inside.pop(registry, {})
+        for name, part in inside.items():
+            if not str(name).startswith("_tensor_constant"):  # made by the tracer
+                waiting.append((f"{path}.{name}" if path else str(name), part))
+    return state
+
+
+def _same(before: Any, after: Any) -> bool:
+    return before is after or (type(before) is type(after) is int and before == after)
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _random_sources() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    yield torch.get_rng_state, torch.set_rng_state
+    yield random.getstate, random.setstate
+    if numpy := sys.modules.get("numpy"):
+        yield numpy.random.get_state, numpy.random.set_state
+    if torch.cuda.is_initialized():
+        yield torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
+
+
+def _random_states() -> list[str]:
+    """In a form that can be compared."""
+    leaves = [torch.utils._pytree.tree_leaves(get()) for get, _ in _random_sources()]
+    return [repr([leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in found]) for found in leaves]
+
+
+@contextmanager
+def random_numbers_stay() -> Iterator[None]:
+    """Leaves the default generators as they were."""
+    states = [(put, get()) for get, put in _random_sources()]
+    try:
+        yield
+    finally:
+        for put, state in states:
+            put(state)
+
+
+# --- contexts --------------------------------------------------------------------------------------------------------
+
+_GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
+_CONTEXTS = (torch.autocast, *_GRAD_MODES, torch.autograd.graph.saved_tensors_hooks)
+_QUERIES = (
+    *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled"),
+    *("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
+)
+_PATCHING = threading.Lock()  # otherwise a second thread could save the first one's replacements as originals
+
+
+@contextmanager
+def _no_contexts(tracer: Tracer) -> Iterator[None]:
+    """Raises if this thread enters, or asks for, a context that decides how operators compute, or what they keep, as a
+    checkpoint does: the graph would not contain it."""
+    tracing = threading.get_ident()
+
+    def refusing(function: Callable[..., Any], does: Callable[[Any], str]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == tracing:
+                tracer.refused = True
+                raise RuntimeError(f"it {does(args)}, which no graph shows")
+            return function(*args, **kwargs)
+
+        return called
+
+    def enters(args: Any) -> str:
+        return f"enters {type(args[0]).__name__}"
+
+    def asks(name: str) -> Callable[[Any], str]:
+        return lambda _: f"asks torch.{name}"
+
+    with _PATCHING:
+        patches: list[tuple[Any, str, Callable[..., Any], Any]] = [
+            (torch.autocast, "__init__", torch.autocast.__init__, enters),  # which asks what is on
+            *((kind, "__enter__", kind.__enter__, enters) for kind in _CONTEXTS),
+            *((torch, name, getattr(torch, name), asks(name)) for name in _QUERIES),
+        ]
+        try:
+            for owner, name, function, does in patches:
+                setattr(owner, name, refusing(function, does))
+            yield
+        finally:
+            for owner, name, function, _ in patches:
+                setattr(owner, name, function)
