@@ -207,6 +207,14 @@ def test_values_under_autocast(dtype: torch.dtype) -> None:
     assert ("myops::gate" in {event.key for event in profile.key_averages()}) == (dtype != torch.float16)
 
 
+def test_values_without_data() -> None:
+    """Autocast knows no meta tensors."""
+    model = Multiplied().to("meta", torch.bfloat16)
+    assert replace(model).replaced == ("",)
+    x, v = (torch.empty(3, n, dtype=torch.bfloat16, device="meta") for n in (6, 8))
+    assert model(x, v).shape == (3, 8)
+
+
 def test_a_number_as_value() -> None:
     model = Multiplied()
     x = torch.randn(3, 6)
@@ -225,9 +233,9 @@ def test_beside_a_batch_norm() -> None:
 class LowRank(nn.Module):
     """A layer beside another one, as libraries for fine-tuning make it."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, features: int = 6, out: int = 8) -> None:
         super().__init__()
-        self.base, self.extra = base, nn.Linear(6, 8)
+        self.base, self.extra = base, nn.Linear(features, out)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.extra(x)
@@ -261,6 +269,63 @@ def test_layers_that_change_later(name: str) -> None:
     if name == "another_layer":  # PyTorch does not guard hooks, either
         torch.testing.assert_close(compiled(x), plain(x))
     assert model(x).grad_fn is not None
+
+
+class Stacked(SwiGLU):
+    """With containers whose parts are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Linear(8, 6), nn.Tanh())  # type: ignore[assignment]
+        self.last = nn.ModuleList([nn.Tanh()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for layer in self.last:
+            x = layer(x)
+        return x
+
+
+CONTAINERS_LATER: dict[str, Callable[[Any], object]] = {
+    "hook": lambda m: m.down.register_forward_hook(lambda module, args, out: 0 * out),
+    "another_container": lambda m: setattr(m, "down", LowRank(m.down, 8, 6)),
+    "longer_sequential": lambda m: m.down.append(nn.Linear(6, 6)),
+    "longer_list": lambda m: m.last.append(nn.Linear(6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS_LATER)
+@pytest.mark.parametrize("later", [False, True])
+def test_containers(name: str, later: bool) -> None:
+    """Hooks and other parts count, whether they are there before or not."""
+    model, x = Stacked(), torch.randn(3, 6)
+    if not later:
+        CONTAINERS_LATER[name](model)
+    assert replace(model).replaced == ("",)
+    if later:
+        CONTAINERS_LATER[name](model)
+    plain = Stacked()
+    plain.__dict__.update(model.__dict__)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_other_traces() -> None:
+    """Those of torch.fx and torch.jit, which keep the operators."""
+    gate, glu = Multiplied(), SwiGLU()
+    layers = nn.Sequential(nn.Linear(6, 8), nn.GLU(), nn.Linear(4, 6), nn.Sigmoid())
+    x, v = torch.randn(3, 6), torch.randn(3, 8)
+    for module, args, operator in (
+        (gate, (x, v), "myops::gate"),
+        (glu, (x,), "myops::glu"),
+        (layers[:2], (x,), "myops::glu"),
+        (layers[2:], (x[:, :4],), "myops::dense"),
+    ):
+        assert replace(module).replaced
+        for traced in (torch.fx.symbolic_trace(module), torch.jit.trace(module, args)):
+            with torch.profiler.profile() as profile:
+                torch.testing.assert_close(traced(*args), module(*args))
+            assert [e.key for e in profile.events()].count(operator) == 2
+    assert type(copy.deepcopy(glu)) is type(glu)  # torch.fx keeps what belongs to a class
 
 
 def test_arguments_of_the_former_forward() -> None:

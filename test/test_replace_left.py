@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from test_replace_gates import Functional, SwiGLU
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from torchops.nn import Replacements, replace
@@ -58,6 +59,13 @@ def of_this_call(value: Callable[[Any], float]) -> Callable[[], nn.Module]:
     return lambda: Functional(function)
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Buffered(SwiGLU):
     child: Any
 
@@ -65,7 +73,7 @@ class Buffered(SwiGLU):
         super().__init__()
         self.child, self.change = nn.Module(), change
         self.child.register_buffer("steps", torch.zeros(()))
-        self.child.calls, self.child.log = 0, {"calls": [0]}
+        self.child.calls, self.child.log, self.child.slotted = 0, {"calls": [0]}, Slotted()
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self.child)
@@ -80,12 +88,17 @@ def logged(child: Any) -> None:
     child.log["calls"][0] += 1
 
 
-def catches(m: Any, x: Tensor) -> Tensor:
-    y = m.a(x) * m.b(x).sigmoid()
-    try:
-        return y * 2 if x.shape[0] > 1 else y
-    except Exception:
-        return y * 3
+def catches(of_size: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    """A forward that does something else for sizes that no trial has."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x) * m.b(x).sigmoid()
+        try:
+            return y * 2 if of_size(x.shape[0]) else y
+        except Exception:
+            return y
+
+    return lambda: Functional(function)
 
 
 class Drops(SwiGLU):
@@ -112,6 +125,15 @@ class InFloat32(SwiGLU):
         gate = self.gate(x)
         with torch.autocast("cpu", enabled=False):
             return F.silu(gate.float()) * self.up(x).float()
+
+
+class InAttention(SwiGLU):
+    """In a context that a generator makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            x = F.scaled_dot_product_attention(x, x, x)
+        return super().forward(x)
 
 
 class Checkpointed(SwiGLU):
@@ -156,6 +178,7 @@ class Remembers(SwiGLU):
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "autocast": (InFloat32, "its forward cannot be traced: it enters autocast, which no graph shows"),
+    "attention": (InAttention, ""),
     "checkpoint": (Checkpointed, "its forward cannot be traced: it asks torch.is_autocast_enabled"),
     "tensor": (lambda: Functional(makes_a_tensor), "its forward makes a tensor"),
     "hooked": (changed(lambda m: m.up.register_forward_hook(lambda *a: None)), "up: Linear has hooks"),
@@ -181,9 +204,14 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "its forward differs between training and evaluation, or between",
     ),
     "asks": (Asks, "its forward cannot be traced: it asks torch.is_autocast_enabled"),
-    "catches": (lambda: Functional(catches), ""),
+    "catches": (catches(lambda size: size > 100), ""),
+    "catches_index": (catches(lambda size: ([0] * 100 + [1] * 100)[size]), ""),
     "child_counts": (lambda: Buffered(counted), "its forward changes its attribute child.calls"),
     "child_logs": (lambda: Buffered(logged), "its forward changes its attribute child.log.calls.0"),
+    "child_slots": (
+        lambda: Buffered(lambda child: counted(child.slotted)),
+        "its forward changes its attribute child.slotted.calls",
+    ),
     "buffer": (lambda: Buffered(lambda child: child.steps.add_(1)), "its forward overwrites tensors"),
     "buffer_data": (
         lambda: Buffered(lambda c: c._buffers["steps"].add_(1)),

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torchops.ops import gate, glu
 
 from .gates import Dense
+from .replace import module_reason
 
 __all__ = ["Finder", "Tracer", "gated", "gated_linear", "packed_linear"]
 
@@ -31,7 +32,7 @@ def gated(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 def _dtype_of_product(w: Tensor) -> torch.dtype:
     device = w.device.type
-    is_cast = w.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    is_cast = w.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_cast else w.dtype
 
 
@@ -50,18 +51,18 @@ def packed_linear(x: Tensor, w: Tensor, b: Tensor | None, activation: Any, gate_
     return gated_linear(x, weights[i], weights[j], biases[i], biases[j], activation)
 
 
-Part = tuple[tuple[str, ...], type[nn.Module]]
+Part = tuple[tuple[str, ...], type[nn.Module], int]
 
 
 def unchanged(module: nn.Module, parts: tuple[Part, ...]) -> bool:
-    """Whether these parts of `module`, by their paths, still do what their classes say."""
-    for path, kind in parts:
+    """Whether these parts of `module`, by their paths, classes and numbers of parts, still do what they did."""
+    for path, kind, size in parts:
         part: Any = module
         for name in path:
             part = part._modules.get(name)
             if part is None:
                 return False
-        if type(part) is not kind or "forward" in part.__dict__:
+        if type(part) is not kind or len(part._modules) != size or "forward" in part.__dict__:
             return False
         if part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks:
             return False
@@ -83,6 +84,10 @@ class _Value(fx.Proxy):
         self.tracer.refused = True
         return super().__len__()
 
+    def __index__(self) -> int:
+        self.tracer.refused = True
+        raise TypeError("it takes a value for an integer")
+
 
 class _Argument(_Value):
     """An argument of a forward. Its type is unknown, so only torch may ask for it, not the forward."""
@@ -96,10 +101,14 @@ class _Argument(_Value):
 
 
 class Tracer(fx.Tracer):
-    """Keeps calls of modules as calls, except those of nn.Sequential, whose parts are traced."""
+    """Keeps calls of modules as calls, except those of a plain nn.Sequential of `module`, whose parts are traced."""
 
     proxy_buffer_attributes = True
     refused = False  # whether an exception was raised for something that no graph shows, which the forward may catch
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return (_Argument if node.op == "placeholder" else _Value)(node, self)
@@ -113,7 +122,7 @@ class Tracer(fx.Tracer):
         return super().iter(obj)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return type(module) is not nn.Sequential
+        return module_reason(self.module.get_submodule(name), nn.Sequential) is not None
 
 
 class Finder:
@@ -182,6 +191,7 @@ class Finder:
     def _emit(self, node: fx.Node, function: Callable[..., Tensor], *args: Any) -> None:
         with self.graph.inserting_before(node):
             new = self.graph.call_function(function, args)
+            new.meta["is_wrapped"] = True  # other traces keep the call, as after torch.fx.wrap
         node.replace_all_uses_with(new)
 
     def _drop(self, node: fx.Node) -> None:

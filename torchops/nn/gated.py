@@ -8,6 +8,7 @@ GLU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import operator
@@ -35,6 +36,8 @@ from .tracing import copied, random_numbers_stay, traces
 
 __all__ = ["PackedGLU"]
 
+fx.wrap("packed_linear")
+
 
 class _LeaveError(Exception):
     """Why a module with a gate is left as it is."""
@@ -56,25 +59,28 @@ class _Imported(NamedTuple):
     name: str
 
 
+_Names = tuple[tuple[str, Any], ...]  # the globals of a forward
+
+
 class _Rewritten:
     """What classes with a rewritten forward add, so that they can be pickled."""
 
-    _parts: tuple[type[nn.Module], str, dict[str, Any]]
+    _parts: tuple[type[nn.Module], str, _Names]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _empty, self._parts, self.__dict__
 
 
-def _empty(base: type[nn.Module], code: str, names: dict[str, Any]) -> nn.Module:
+def _empty(base: Any, code: str, names: _Names) -> nn.Module:
     made = _class(base, code, names)
     return made.__new__(made)
 
 
-def _class(base: type[nn.Module], code: str, names: dict[str, Any]) -> type[nn.Module]:
+@functools.cache  # copies share a class, since torch.fx keeps the globals of each forward
+def _class(base: type[nn.Module], code: str, names: _Names) -> type[nn.Module]:
     """A subclass of `base` with the method that `code` defines."""
     namespace = {
-        name: importlib.import_module(value.name) if isinstance(value, _Imported) else value
-        for name, value in names.items()
+        name: importlib.import_module(value.name) if isinstance(value, _Imported) else value for name, value in names
     }
     namespace |= {"_former": base.forward, "_unchanged": unchanged}
     exec(compile(code, f"<torchops.nn.replace: {base.__name__}>", "exec"), namespace)
@@ -124,9 +130,7 @@ def _replace(module: nn.Module) -> bool:
         raise _LeaveError(f"{type(module).__name__} has a forward of its own")
     _check_layers(module, finder)
     names["_layers"] = _layers(module, finder)
-    made = _class(type(module), _guarded(code, type(module), finder.graph), names)
-    _try(module, made)
-    module.__class__ = made
+    module.__class__ = _tried_class(module, _guarded(code, type(module), finder.graph), tuple(names.items()))
     return True
 
 
@@ -155,13 +159,14 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
 
 
 def _layers(module: nn.Module, finder: Finder) -> tuple[Part, ...]:
-    """The parts that the new forward no longer calls, and those that hold them."""
-    kinds: dict[str, type[nn.Module]] = {}
-    for name in (*finder.layers, *finder.others):
-        while name:
-            kinds[name] = type(module.get_submodule(name))
-            name = name.rpartition(".")[0]
-    return tuple((tuple(name.split(".")), kind) for name, kind in kinds.items())
+    """The parts that the new forward no longer calls, and the containers whose parts it calls."""
+    names = dict.fromkeys((*finder.layers, *finder.others))
+    for name in (*names, *(str(node.target) for node in finder.graph.find_nodes(op="call_module"))):
+        while name := name.rpartition(".")[0]:
+            if type(module.get_submodule(name)) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
+                names[name] = None
+    parts = {name: module.get_submodule(name) for name in names}
+    return tuple((tuple(name.split(".")), type(part), len(part._modules)) for name, part in parts.items())
 
 
 def _guarded(code: str, base: type[nn.Module], graph: fx.Graph) -> str:
@@ -239,8 +244,9 @@ def _check_layers(module: nn.Module, finder: Finder) -> None:
 # --- the trial -------------------------------------------------------------------------------------------------------
 
 
-def _try(module: nn.Module, made: type[nn.Module]) -> None:
-    """Compares both forwards on a copy with random parameters, in float32 on the CPU."""
+def _tried_class(module: nn.Module, code: str, names: _Names) -> type[nn.Module]:
+    """`_class`, after comparing both forwards on a copy with random parameters, in float32 on the CPU."""
+    base: Any = type(module)
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(shape: torch.Size) -> Tensor:
@@ -254,6 +260,7 @@ def _try(module: nn.Module, made: type[nn.Module]) -> None:
         return random(tensor.shape) if isinstance(tensor, nn.Parameter) else random(tensor.shape).abs()
 
     try:
+        made = _class(base, code, names)
         with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
             trial = copied(module, random_like).eval()
             inputs, expected = _tried(
@@ -269,6 +276,7 @@ def _try(module: nn.Module, made: type[nn.Module]) -> None:
     for a, b in pairs:
         if a.shape != b.shape or a.dtype != b.dtype or not torch.allclose(a, b, rtol=1e-4, atol=1e-4):
             raise _LeaveError("a trial gave other results")
+    return made
 
 
 # The sizes before the features. A forward may need a particular number of dimensions.
@@ -291,7 +299,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _features(module: nn.Module) -> list[int]:
     """The number of features of each argument without a default, from the first layer that reads it."""
-    graph = Tracer().trace(module)
+    graph = Tracer(module).trace(module)
     found = []
     for node in graph.find_nodes(op="placeholder"):
         if node.args:

@@ -11,6 +11,12 @@ from torchops.ops import dense, gate, glu
 
 __all__ = ["GLU", "Dense", "Gate"]
 
+torch.fx.wrap("_dense")
+
+
+def _dense(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return torch.sigmoid(nn.functional.linear(x, w, b)) if x.is_nested else dense(x, w, b)
+
 
 class Dense(nn.Linear):
     """A fully connected layer with a sigmoid: ``y = sigmoid(x @ weight.T + bias)``.
@@ -39,9 +45,7 @@ class Dense(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.is_nested:
-            return torch.sigmoid(nn.functional.linear(input, self.weight, self.bias))
-        return dense(input, self.weight, self.bias)
+        return _dense(input, self.weight, self.bias)
 
 
 class Gate(nn.Linear):

@@ -6,13 +6,13 @@ happens in that run and never again, so that a graph may only replace a forward 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ def traces(module: nn.Module) -> list[Trace]:
         for training in (True, False):
             copy.training = training
             before, numbers = _state(copy), _random_states()
-            tracer = Tracer()
+            tracer = Tracer(module)
             with _no_contexts(tracer):
                 graph = tracer.trace(copy)
             if tracer.refused:
@@ -91,8 +91,10 @@ def _state(module: nn.Module) -> dict[str, Any]:
             inside = value
         elif isinstance(value, list | tuple | set | frozenset | deque):
             inside = dict(enumerate(value))
-        elif hasattr(value, "__dict__"):
-            inside = dict(vars(value))
+        else:
+            slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+            inside = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+            inside |= getattr(value, "__dict__", {})
             for registry in _REGISTRIES if isinstance(value, nn.Module) else ():
                 inside |= inside.pop(registry, {})
         for name, part in inside.items():
@@ -123,7 +125,7 @@ def _random_states() -> list[str]:
     return [repr([leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in found]) for found in leaves]
 
 
-@contextmanager
+@contextlib.contextmanager
 def random_numbers_stay() -> Iterator[None]:
     """Leaves the default generators as they were."""
     states = [(put, get()) for get, put in _random_sources()]
@@ -137,7 +139,9 @@ def random_numbers_stay() -> Iterator[None]:
 # --- contexts --------------------------------------------------------------------------------------------------------
 
 _GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
-_CONTEXTS = (torch.autocast, *_GRAD_MODES, torch.autograd.graph.saved_tensors_hooks)
+_GENERATORS = contextlib._GeneratorContextManager  # sdpa_kernel, fork_rng and others
+_CONTEXTS = (torch.autocast, *_GRAD_MODES, torch.autograd.graph.saved_tensors_hooks, _GENERATORS)
+_OWN_CALLERS = ("torch.fx.", "torch.overrides")  # which enter contexts to trace, and around torch functions
 _QUERIES = (
     *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled"),
     *("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
@@ -145,7 +149,7 @@ _QUERIES = (
 _PATCHING = threading.Lock()  # otherwise a second thread could save the first one's replacements as originals
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_contexts(tracer: Tracer) -> Iterator[None]:
     """Raises if this thread enters, or asks for, a context that decides how operators compute, or what they keep, as a
     checkpoint does: the graph would not contain it."""
@@ -153,7 +157,8 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
 
     def refusing(function: Callable[..., Any], does: Callable[[Any], str]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == tracing:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if threading.get_ident() == tracing and not caller.startswith(_OWN_CALLERS):
                 tracer.refused = True
                 raise RuntimeError(f"it {does(args)}, which no graph shows")
             return function(*args, **kwargs)
@@ -161,7 +166,7 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
         return called
 
     def enters(args: Any) -> str:
-        return f"enters {type(args[0]).__name__}"
+        return f"enters {getattr(args[0], 'func', type(args[0])).__name__}"
 
     def asks(name: str) -> Callable[[Any], str]:
         return lambda _: f"asks torch.{name}"
