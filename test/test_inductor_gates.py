@@ -348,6 +348,60 @@ def test_frozen() -> None:
         assert backend.count(GATE) == count
 
 
+BIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "diagonal": lambda t: t.diagonal()[:6],
+    "unbind": lambda t: t.unbind(0)[1][:6],
+    "as_strided": lambda t: t.as_strided((6,), (1,), 3),
+    "unfold": lambda t: t[0].unfold(0, 6, 1)[1],
+    "complex": lambda t: torch.view_as_complex(t.view(-1, 2)).real[:6],
+    "detached": lambda t: t[1, :6],
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_overwritten_views(name: str) -> None:
+    """Whatever view of what is overwritten the bias is; two arguments may be views of one tensor."""
+
+    def function(v: Tensor, x: Tensor, w: Tensor, b: Tensor, *whole: Tensor) -> Tensor:
+        y = v * torch.sigmoid(F.linear(x, w, b if whole else BIASES[name](b)))
+        with torch.no_grad():
+            (*whole, b)[0].mul_(2)
+        return y
+
+    for aliased in (False, True):
+        results, backend = [], Backend()
+        for fn in (torch.compile(function, backend=backend, fullgraph=True), function):
+            tensors = [t(*shape).requires_grad_() for shape in (*GATED[:3], (8, 8))]
+            b = tensors[3] * 1
+            y = fn(*tensors[:3], *((BIASES[name](b), b) if aliased else (b,)))
+            results.append([y, *torch.autograd.grad(y.sum(), tensors)])
+        assert_all_close(*results)
+        assert backend.count(GATE) == 0
+
+
+@pytest.mark.parametrize(
+    "part", [slice(-100, 6), slice(-14, -6), slice(-14, 1), slice(6, 100), slice(-6, 100)], ids=str
+)
+def test_slices_beyond_the_ends(part: slice) -> None:
+    """Python clamps them."""
+
+    def function(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return v * torch.sigmoid(F.linear(x, w, b)[..., part])
+
+    columns = len(range(12)[part])
+    check(function, [t(2, 4, columns), *(t(*shape) for shape in PACKED)], False)
+
+
+def test_no_matrices() -> None:
+    check(lambda x, w: torch.sigmoid(torch.bmm(x, w.expand(x.shape[0], 7, 3))), [t(0, 5, 7), t(7, 3)], False)
+
+
+def test_weights_that_are_views() -> None:
+    """The gradient of a weight of (in, out) is reshaped as its product would be."""
+    check(lambda x, w: torch.sigmoid(x @ w.view(8, 6)), [t(4, 8), t(48)], True)
+    check(lambda v, x, w: v * torch.sigmoid(x @ w.view(8, 6)), [t(4, 6), t(4, 8), t(48)], True)
+
+
 @pytest.mark.parametrize("index", [2, 3], ids=["layer", "gate"])
 def test_overwritten_biases(index: int) -> None:
     """Autograd does not read a bias again, so that it may be overwritten after use; the gradients of a gate do."""

@@ -108,7 +108,8 @@ def _part_of(node: fx.Node) -> Term | None:
             return None
     if not isinstance(begin, int) or not isinstance(width, int):
         return None
-    begin += value.shape[-1] if begin < 0 else 0
+    columns = value.shape[-1]
+    begin = min(max(begin + columns if begin < 0 else begin, 0), columns)
     return Term(node, linear, begin, begin + width, nodes | set(casts) | set(linear.nodes))
 
 

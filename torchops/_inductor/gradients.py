@@ -29,7 +29,21 @@ from .expressions import (
     root,
     slope,
 )
-from .graph import PARTS, Refusal, as_rows, aten, cast, emit, holds, is_call, is_overwritten, key, known, same_sizes
+from .graph import (
+    PARTS,
+    VIEWS,
+    Refusal,
+    as_rows,
+    aten,
+    cast,
+    emit,
+    holds,
+    is_call,
+    is_overwritten,
+    key,
+    known,
+    same_sizes,
+)
 
 if TYPE_CHECKING:
     from .gates import Gated, Term
@@ -360,6 +374,8 @@ def replace_sinks(sinks: Sinks, dx: fx.Node | None, dw: fx.Node, db: fx.Node) ->
         if is_in_out:
             with node.graph.inserting_before(node):
                 dw = emit(node, aten.permute.default, dw, [1, 0])
+                if any(is_call(user, VIEWS) for user in node.users):  # of the strides of the product
+                    dw = emit(node, aten.clone.default, dw, memory_format=torch.contiguous_format)
         _replace(node, dw, [])
     for node in sinks.db:
         _replace(node, db, list(known(node).shape))

@@ -89,11 +89,20 @@ def is_overwritten(node: fx.Node) -> bool:
 
     AOTAutograd differentiates with respect to a copy of such an argument, which Inductor does not make.
     """
-    argument, chain = source(node, RESHAPES | PERMUTATIONS | PARTS | {aten.expand.default, aten.select.int})
-    if argument.op != "placeholder":
+    is_copied = False
+    while is_call(node, {operator.getitem, aten.clone.default}) or _is_view(node):
+        is_copied |= node.target is aten.clone.default
+        node = node.args[0]  # type: ignore[assignment]
+    if node.op != "placeholder":
         return False
-    is_written = any(is_call(user, {aten.copy_.default}) and user.args[0] is argument for user in argument.users)
-    return is_written or any(is_call(n, {aten.clone.default}) for n in chain)
+    return is_copied or any(is_call(user, {aten.copy_.default}) and user.args[0] is node for user in node.users)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the node is of any operator whose result shares the memory of its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
 
 
 def keeps_order(node: fx.Node) -> bool:

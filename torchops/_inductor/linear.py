@@ -127,6 +127,8 @@ class Linear:
             raise Refusal(f"there is no kernel for {z.dtype}")
         if z.dim() == 3 and not holds(z.shape[0] == 1) and not holds(wv.stride(0) == 0):
             raise Refusal("each matrix of the batch has its own weight")
+        if z.dim() == 3 and not holds(z.shape[0] > 0):
+            raise Refusal("the batch may hold no matrices")
         if not contiguous(z):
             raise Refusal("the result would have other strides")
 
