@@ -179,9 +179,11 @@ def test_layers_that_stay() -> None:
         "0": "PairformerNoSeqLayer has hooks",
         "1": "its tri_att_start is not replaced",
         "1.tri_att_start": "TriangleAttention has hooks",
+        "1.tri_att_start.mha": report.left["1.tri_att_start.mha"],
         "2": "Mine is a subclass of one in boltz.model.layers.pairformer",
         "3": "it has a layer extra",
     }
+    assert "its forward cannot be traced" in report.left["1.tri_att_start.mha"]
     assert len(report.replaced) == 4 * len(PARTS) - 1
 
 

@@ -258,7 +258,7 @@ def test_what_is_no_gate() -> None:
         lambda m, x: (lambda s: s * m.b(x) + s)(torch.sigmoid(m.a(x))),
         lambda m, x: torch.tanh(m.a(x)) * m.b(x),
         lambda m, x: F.glu(m.a(x), 0),
-        lambda m, x: (lambda a, b: a * torch.sigmoid(b))(*m.a(x).chunk(2, dim=0)),
+        lambda m, x: (lambda halves: halves[0] * torch.sigmoid(halves[1]))(m.a(x).chunk(2, dim=0)),
     ):
         model = Functional(function)
         assert replace(model) == Replacements((), {})

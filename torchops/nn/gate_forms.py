@@ -16,14 +16,15 @@ from torchops.ops import gate, glu
 from .gates import Dense
 from .replace import module_reason
 
-__all__ = ["Finder", "Tracer", "gated", "gated_linear", "packed_linear"]
+__all__ = ["Finder", "Tracer", "contents", "gated", "gated_linear", "packed_linear", "unchanged"]
 
 # --- what the new forwards call --------------------------------------------------------------------------------------
 
 
 def gated(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """``v * sigmoid(linear(x))``, also if `v` is broadcast, which no graph shows."""
-    if isinstance(v, Tensor) and not x.is_nested and v.shape[:-1] == x.shape[:-1] and v.shape[-1:] == w.shape[:1]:
+    """``v * sigmoid(linear(x))``, also if `v` is broadcast or sparse, which no graph shows."""
+    strided = isinstance(v, Tensor) and v.layout is torch.strided and not x.is_nested
+    if strided and v.shape[:-1] == x.shape[:-1] and v.shape[-1:] == w.shape[:1]:
         stream = v.dtype == torch.float32 and w.dtype != torch.float64
         if stream or v.dtype == _dtype_of_product(w):
             return gate(v, x, w, b)
@@ -38,7 +39,7 @@ def _dtype_of_product(w: Tensor) -> torch.dtype:
 
 def gated_linear(x: Tensor, w: Tensor, wg: Tensor, b: Tensor | None, bg: Tensor | None, activation: Any) -> Tensor:
     """``linear(x) * activation(linear(x))``."""
-    if x.is_nested:
+    if x.is_nested or w.shape != wg.shape:
         u = F.linear(x, wg, bg)
         return F.linear(x, w, b) * (torch.sigmoid(u) if activation == "sigmoid" else F.silu(u))
     return glu(x, w, wg, b, bg, activation=activation)
@@ -54,15 +55,30 @@ def packed_linear(x: Tensor, w: Tensor, b: Tensor | None, activation: Any, gate_
 Part = tuple[tuple[str, ...], type[nn.Module], int]
 
 
+def contents(module: nn.Module) -> int:
+    """How many parts, parameters and buffers `module` itself has. What is registered as None does not count."""
+    held = (*module._modules.values(), *module._parameters.values(), *module._buffers.values())
+    return sum(value is not None for value in held)
+
+
 def unchanged(module: nn.Module, parts: tuple[Part, ...]) -> bool:
-    """Whether these parts of `module`, by their paths, classes and numbers of parts, still do what they did."""
+    """Whether these parts of `module`, by their paths, classes and contents, still do what they did.
+
+    `module` itself, whose path is empty, may have hooks: they run around its forward.
+    """
     for path, kind, size in parts:
         part: Any = module
         for name in path:
             part = part._modules.get(name)
             if part is None:
                 return False
-        if type(part) is not kind or len(part._modules) != size or "forward" in part.__dict__:
+        if type(part) is not kind and getattr(type(part), "_parts", (None,))[0] is not kind:
+            return False
+        if contents(part) != size:
+            return False
+        if not path:
+            continue
+        if "forward" in part.__dict__:
             return False
         if part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks:
             return False

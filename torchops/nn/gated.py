@@ -8,6 +8,8 @@ GLU.
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import functools
 import importlib
 import inspect
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .gate_forms import Finder, Part, Tracer, gated_linear, packed_linear, unchanged
+from .gate_forms import Finder, Part, Tracer, contents, gated_linear, packed_linear, unchanged
 from .gates import Dense
 from .replace import (
     Replacements,
@@ -67,8 +69,14 @@ class _Rewritten:
 
     _parts: tuple[type[nn.Module], str, _Names]
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, self._parts, self.__dict__
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_parts" not in vars(cls):  # the base, which may register its subclasses, has seen this class
+            super().__init_subclass__(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        is_usual = reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]
+        return (_empty, self._parts, *reduced[2:]) if is_usual else reduced
 
 
 def _empty(base: Any, code: str, names: _Names) -> nn.Module:
@@ -159,18 +167,31 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
 
 
 def _layers(module: nn.Module, finder: Finder) -> tuple[Part, ...]:
-    """The parts that the new forward no longer calls, and the containers whose parts it calls."""
-    names = dict.fromkeys((*finder.layers, *finder.others))
-    for name in (*names, *(str(node.target) for node in finder.graph.find_nodes(op="call_module"))):
+    """What decides which code the former forward would run: `module` itself, the parts that the new forward no longer
+    calls, those that hold what it calls or reads, and containers, also empty ones, which it may go through."""
+    called = {str(node.target) for node in finder.graph.find_nodes(op="call_module")}
+    names = dict.fromkeys(("", *finder.layers, *finder.others))
+    for name in (*names, *called, *(str(node.target) for node in finder.graph.find_nodes(op="get_attr"))):
         while name := name.rpartition(".")[0]:
-            if type(module.get_submodule(name)) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-                names[name] = None
+            names[name] = None
+    for name, part in module.named_modules():
+        above = {name.rsplit(".", i)[0] for i in range(name.count(".") + 1)}
+        if isinstance(part, _CONTAINERS) and not above & called:
+            names[name] = None
     parts = {name: module.get_submodule(name) for name in names}
-    return tuple((tuple(name.split(".")), type(part), len(part._modules)) for name, part in parts.items())
+    return tuple((tuple(filter(None, name.split("."))), _kind(part), contents(part)) for name, part in parts.items())
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    return module._parts[0] if isinstance(module, _Rewritten) else type(module)
 
 
 def _guarded(code: str, base: type[nn.Module], graph: fx.Graph) -> str:
-    """`code` that begins with a call of the former forward, for the case that a layer is no longer what it was."""
+    """`code` that begins with a call of the former forward, for the case that a layer is no longer what it was, or that
+    an argument that must be passed is None."""
     parameters = inspect.signature(base.forward).parameters
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     only = {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -180,7 +201,9 @@ def _guarded(code: str, base: type[nn.Module], graph: fx.Graph) -> str:
     )
     lines = code.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
-    lines.insert(first + 1, f"    if not _unchanged(self, _layers): return _former({', '.join(['self', *arguments])})")
+    tests = [f"{node.target} is None" for node in graph.find_nodes(op="placeholder") if not node.args]
+    test = " or ".join([*(test for test in tests if not test.startswith("*")), "not _unchanged(self, _layers)"])
+    lines.insert(first + 1, f"    if {test}: return _former({', '.join(['self', *arguments])})")
     return "\n".join(lines)
 
 
@@ -189,11 +212,15 @@ def _first_line(error: Exception) -> str:
 
 
 def _speaks_of_gates(module: nn.Module) -> bool:
-    try:
-        source = inspect.getsource(type(module).forward).lower()
-    except (OSError, TypeError):
-        return False
-    return any(word in source for word in ("sigmoid", "silu", "glu"))
+    """Whether a method of it does, which its forward may call."""
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] == "torch":
+            break
+        with contextlib.suppress(OSError, TypeError):
+            source = inspect.getsource(kind).lower()
+            if any(word in source for word in ("sigmoid", "silu", "glu")):
+                return True
+    return False
 
 
 def _impurity(module: nn.Module, graph: fx.Graph) -> str | None:
@@ -268,6 +295,11 @@ def _tried_class(module: nn.Module, code: str, names: _Names) -> type[nn.Module]
             )
             trial.__class__ = made
             got = trial(*inputs)
+            if len({i.shape for i in inputs}) == 1 < len(inputs):  # a forward may ask whether they are one
+                trial.__class__, inputs = base, inputs[:1] * len(inputs)
+                expected = expected, trial(*inputs)
+                trial.__class__ = made
+                got = got, trial(*inputs)
     except Exception as error:
         raise _LeaveError(f"it could not be tried: {_first_line(error)}") from error
     pairs = list(zip(_tensors(got), _tensors(expected), strict=False))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import random
 import sys
 import threading
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -39,7 +41,8 @@ def traces(module: nn.Module) -> list[Trace]:
         copy = copied(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         found = []
         for training in (True, False):
-            copy.training = training
+            for part in copy.modules():
+                part.training = training
             before, numbers = _state(copy), _random_states()
             tracer = Tracer(module)
             with _no_contexts(tracer):
@@ -48,7 +51,8 @@ def traces(module: nn.Module) -> list[Trace]:
                 raise RuntimeError("it catches an exception, and goes on in another way")
             after = _state(copy)
             changed = [path for path in {**before, **after} if not _same(before.get(path), after.get(path))]
-            problem = f"its forward changes its attribute {min(changed)}" if changed else None
+            named = sorted(changed, key=lambda path: (path.endswith(" "), path))  # rather what it holds than its pickle
+            problem = f"its forward changes its attribute {named[0].strip()}" if named else None
             if _random_states() != numbers:
                 problem = "its forward draws random numbers"
             found.append(Trace(graph, problem))
@@ -92,19 +96,35 @@ def _state(module: nn.Module) -> dict[str, Any]:
         elif isinstance(value, list | tuple | set | frozenset | deque):
             inside = dict(enumerate(value))
         else:
-            slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+            kind: Any = type(value)
+            slots = (name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
             inside = {name: getattr(value, name) for name in slots if hasattr(value, name)}
             inside |= getattr(value, "__dict__", {})
             for registry in _REGISTRIES if isinstance(value, nn.Module) else ():
                 inside |= inside.pop(registry, {})
+            if kind.__reduce__ is not object.__reduce__:
+                state[f"{path} "] = _pickled(value)
         for name, part in inside.items():
             if not str(name).startswith("_tensor_constant"):  # made by the tracer
                 waiting.append((f"{path}.{name}" if path else str(name), part))
     return state
 
 
+def _pickled(value: Any) -> bytes | None:
+    """What an object with a `__reduce__` of its own holds, as those written in C do: a generator of random numbers, or
+    an iterator that counts."""
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())  # its pickle has an address, too
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 on pickled iterators
+            return pickle.dumps(value)
+    except Exception:  # not everything can be pickled
+        return None
+
+
 def _same(before: Any, after: Any) -> bool:
-    return before is after or (type(before) is type(after) is int and before == after)
+    return before is after or (type(before) is type(after) in (int, bytes) and before == after)
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -152,7 +172,7 @@ _PATCHING = threading.Lock()  # otherwise a second thread could save the first o
 @contextlib.contextmanager
 def _no_contexts(tracer: Tracer) -> Iterator[None]:
     """Raises if this thread enters, or asks for, a context that decides how operators compute, or what they keep, as a
-    checkpoint does: the graph would not contain it."""
+    checkpoint does, or calls a ``torch.autograd.Function``: the graph would not contain it, or not its backward."""
     tracing = threading.get_ident()
 
     def refusing(function: Callable[..., Any], does: Callable[[Any], str]) -> Callable[..., Any]:
@@ -168,19 +188,28 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
     def enters(args: Any) -> str:
         return f"enters {getattr(args[0], 'func', type(args[0])).__name__}"
 
+    def calls(args: Any) -> str:
+        return f"calls {args[0].__name__}, a torch.autograd.Function with a backward"
+
     def asks(name: str) -> Callable[[Any], str]:
         return lambda _: f"asks torch.{name}"
 
     with _PATCHING:
-        patches: list[tuple[Any, str, Callable[..., Any], Any]] = [
+        contexts: list[tuple[Any, str, Callable[..., Any], Any]] = [
             (torch.autocast, "__init__", torch.autocast.__init__, enters),  # which asks what is on
             *((kind, "__enter__", kind.__enter__, enters) for kind in _CONTEXTS),
             *((torch, name, getattr(torch, name), asks(name)) for name in _QUERIES),
         ]
+        apply: Any = vars(torch.autograd.Function)["apply"]
+        applied = refusing(lambda cls, *args, **kwargs: apply.__get__(None, cls)(*args, **kwargs), calls)
+        patches: list[tuple[Any, str, Any, Any]] = [
+            *((owner, name, function, refusing(function, does)) for owner, name, function, does in contexts),
+            (torch.autograd.Function, "apply", apply, classmethod(applied)),
+        ]
         try:
-            for owner, name, function, does in patches:
-                setattr(owner, name, refusing(function, does))
+            for owner, name, _, replacement in patches:
+                setattr(owner, name, replacement)
             yield
         finally:
-            for owner, name, function, _ in patches:
-                setattr(owner, name, function)
+            for owner, name, original, _ in patches:
+                setattr(owner, name, original)
