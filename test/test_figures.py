@@ -67,13 +67,15 @@ def stage(kernel: str) -> float:
     return sum(time for name, time in found.items() if kernel in name) / 1e3
 
 
-def released(task: str, scale: float, what: str) -> list[float]:
-    (result,) = (
-        r
-        for r in document(H100, "boltz")["results"]
-        if (r["n"], r["task"], r["precision"]) == (768, task, "bf16-mixed")
-    )
+def released(task: str, scale: float, what: str, n: int = 768, precision: str = "bf16-mixed") -> list[float]:
+    found = document(H100, "boltz")["results"]
+    (result,) = (r for r in found if (r["n"], r["task"], r["precision"]) == (n, task, precision))
     return [result[when][what] / scale for when in ("before", "after")]
+
+
+def slowdown(before: float, after: float) -> list[float]:
+    """In percent."""
+    return [(after / before - 1) * 100]
 
 
 def model(name: str, task: str, way: str, what: str = "seconds") -> float:
@@ -106,6 +108,29 @@ def with_memory(n: int, task: str) -> list[float]:
 def scaled_errors() -> list[float]:
     (result,) = (r for r in document(H100, "eight_bits")["results"] if r["shape"] == [8192, 8192, 8192])
     return list(result["relative errors"]["per tensor"].values())
+
+
+def fast_accumulation() -> list[float]:
+    """By how many percent less time `use_fast_accum=True` takes with scales per row, in the three largest cases."""
+    times = [r["microseconds"]["per row"] for r in document(H100, "eight_bits")["results"][:3]]
+    less = [(1 - t["with `use_fast_accum=True`"] / t["`dense_scaled`"]) * 100 for t in times]
+    return [min(less), max(less)]
+
+
+def bandwidth_of_ring(way: str, row: int = -1) -> float:
+    """As a share of the library's, on H200s."""
+    seconds = document("nvidia-h200", "allreduce")["rows"][row]["seconds"]
+    return float(seconds["library"] / seconds[way])
+
+
+def data_parallel() -> list[float]:
+    single, half = document("nvidia-h200", "pair_layer_sharded")["data parallel"]
+    return [single["fully_shard"]["all"] * 1e7, half["fully_shard"]["all"] * 1e3, half["one by one"]["all"] * 1e3]
+
+
+def longer(op: str, task: str, name: str, way: str) -> float:
+    """By how many percent more time than another way ours takes on the CPU."""
+    return (1 / case(EPYC, op, f"{task} {name}")[way].ratio - 1) * 100
 
 
 FORWARD, BACKWARD = "forward", "forward and backward"
@@ -185,7 +210,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "README.md",
-        "takes {:.2f} ms and {:.0f} MiB beside its inputs, where `torch.compile` takes {:.2f} ms and {:.0f} MiB",
+        "takes {:.2f} ms and {:.0f} MiB on top of its inputs, where `torch.compile` takes {:.2f} ms and {:.0f} MiB",
         swiglu,
     ),
     (
@@ -213,7 +238,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "docs/gates.md",
-        "{:.0f} MiB beside the inputs, where `torch.compile` takes {:.0f} and eager mode {:.0f}",
+        "{:.0f} MiB on top of the inputs, where `torch.compile` takes {:.0f} and eager mode {:.0f}",
         kept,
     ),
     (
@@ -234,11 +259,43 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "docs/existing_models.md",
-        "gains {:.2f} times forward and {:.2f} times in training, with {:.2f} and {:.2f} of the memory",
+        "runs {:.2f} times as fast forward and {:.2f} times in training, with {:.2f} and {:.2f} of the memory",
         lambda: [
             *(gain("GLU stack", task) for task in (FORWARD, BACKWARD)),
             *(1 / gain("GLU stack", task, "peak_bytes") for task in (FORWARD, BACKWARD)),
         ],
+    ),
+    (
+        "docs/existing_models.md",
+        "In training, it makes gated attention {:.0f}% slower than eager mode",
+        lambda: slowdown(
+            *(model("gated attention", BACKWARD, way) for way in ("eager", "eager + torchops.nn.replace"))
+        ),
+    ),
+    (
+        "docs/benchmarks.md",
+        "In bfloat16, forward and backward of `gate` take {:.0f}% longer than with `torch.compile`",
+        lambda: [longer("gate", BACKWARD, "(65536, 128, 128) bfloat16", "compile")],
+    ),
+    (
+        "docs/pair_layer.md",
+        "At N = 384, training in float32 saves memory but takes {:.0f}% longer",
+        lambda: slowdown(*released("training", 1, "ms", 384, "float32")),
+    ),
+    (
+        "docs/eight_bits.md",
+        "takes {:.0f} to {:.0f}% less time in the three largest cases",
+        fast_accumulation,
+    ),
+    (
+        "docs/distributed.md",
+        "by {:.1f}e-7 in float32, and by {:.1f}e-3 instead of {:.1f}e-3 in bfloat16",
+        data_parallel,
+    ),
+    (
+        "docs/ring_allreduce.md",
+        "gets {:.2f} of the library's bandwidth on 1 GiB; with whole chunks it gets {:.2f}",
+        lambda: [bandwidth_of_ring("ring"), bandwidth_of_ring("ring, whole chunks")],
     ),
     (
         "docs/fused_epilogue.md",

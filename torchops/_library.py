@@ -43,12 +43,12 @@ def load() -> None:
             f'pip install "torch=={minor}.*"'
         )
     if not library.is_file():
-        raise ImportError(f"torchops: expected {library}, built for {built}, got no such file. To mend this {rebuild}")
+        raise ImportError(f"torchops: expected {library}, built for {built}, got no such file. To fix this, {rebuild}")
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
         reason = error.__cause__ or error
         raise ImportError(
             f"torchops: {library} does not load ({reason}). It was built for {built}, and the process runs "
-            f"{installed}. To mend this {rebuild}"
+            f"{installed}. To fix this, {rebuild}"
         ) from error

@@ -24,7 +24,7 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
     - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid.
     - ``"auto"``: the faster of these.
     - ``"portable"``: the same, without kernels for a single architecture: what other GPUs get, on a Hopper GPU. It
-      applies to ``square_matmul_`` and products of eight bits too, but not in a traced function.
+      applies to ``square_matmul_`` and float8 products too, but not in a traced function.
 
     On ``"auto"`` and ``"fused"``, gradients come from one pass over the rows if there is a kernel for that (compute
     capability 9.0; float16 or bfloat16; multiples of 8 features, at most 128 in and out; for ``dense`` also 192, or

@@ -1,4 +1,4 @@
-"""Makes ``DTensor`` a valid argument of the operators, except those of eight bits, for tensor and sequence parallelism.
+"""Makes ``DTensor`` a valid argument of the operators, except the float8 ones, for tensor and sequence parallelism.
 
 You don't have to call anything. After ``import torchops``, this module is imported as soon as anything imports
 ``torch.distributed.tensor``. It isn't imported earlier, because that takes far more time than torchops itself.

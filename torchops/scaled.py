@@ -31,7 +31,7 @@ def dense_scaled(
     """:func:`dense` of eight-bit operands: ``sigmoid((x @ w.T) * scale_x * scale_w + b)``.
 
     This is ``torch._scaled_mm(x, w.t(), scale_x, scale_w)`` followed by a sigmoid. It takes the same scales: what you
-    divided ``x`` and ``w`` by before you rounded them to eight bits. Unlike in ``torch._scaled_mm``,
+    divided ``x`` and ``w`` by before you rounded them to float8. Unlike in ``torch._scaled_mm``,
 
     - ``x`` may have any number of leading dimensions;
     - one scale may be for a whole tensor and the other for each row;
