@@ -71,9 +71,10 @@ class Operator:
         cost: the cost of a shape and a task.
         cases: the cases for a device type.
         small: a shape for gradient checks.
-        references: contenders that don't implement the operator: a copy, a bare product. Each is built from one set of
-            arguments, and called with the sets in turn.
+        references: contenders beside the modes: another way to the result, or less work, such as a copy or a bare
+            product. Each is built from one set of arguments, and called with the sets in turn.
         training_references: the same, for forward and backward.
+        bounds: the references that compute less than the operator, so that their results aren't checked.
         memory: cases of the memory benchmark, for a device type.
         inputs: how many of the first arguments have a row for each row of the result.
     """
@@ -86,6 +87,7 @@ class Operator:
     small: Shape
     references: Mapping[str, Callable[..., Call]] = field(default_factory=dict)
     training_references: Mapping[str, Callable[..., Call]] = field(default_factory=dict)
+    bounds: tuple[str, ...] = ()
     memory: Callable[[str], list[Case]] = lambda device_type: []
     inputs: int = 1
 

@@ -159,6 +159,7 @@ OPERATORS = (
         (5, 7, 3),
         references={"preallocated": _preallocated, "linear": _linear},
         training_references={"products": _products},
+        bounds=("linear", "products"),
     ),
     Operator("mlp", ("batch",), _make_mlp, _mlp_cost, _mlp_cases, (3,)),
 )

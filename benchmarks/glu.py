@@ -65,6 +65,7 @@ OPERATORS = tuple(
         lambda device, name=name: _cases_of(name, device),  # type: ignore[misc]
         (5, 7, 3),
         references={"packed product": _packed},
+        bounds=("packed product",),
     )
     for name in ("glu", "swiglu")
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import eight_bits, gates, ladder, pair_plots, plots, report, stages, triangle_attention
+from .operators import OPERATORS
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
@@ -43,7 +44,7 @@ BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)
 H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
 OURS = ("cuda", "cpp")
 # Bounds: they compute less than the operator, so they don't replace it.
-BOUNDS = ("linear", "products", "packed product", "copy")
+BOUNDS = frozenset(name for operator in OPERATORS.values() for name in operator.bounds)
 # In the order of the columns.
 NAMES = {
     "eager": "eager",

@@ -31,7 +31,7 @@ class Result:
     """What was measured for one case, by contender.
 
     `floor` is the least time that the roofline allows. `errors` says why a contender has no time. `accuracy` is the
-    relative error of its result against float64.
+    relative error of its result against float64, or that of the worst gradient.
     """
 
     case: Case

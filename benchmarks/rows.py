@@ -89,13 +89,23 @@ def row_operators(
     def out_of_place(*args: Tensor) -> Call:
         return eager.FUNCTIONS[name]
 
-    dims, small = ("rows", "columns"), (3, 5)
+    dims, small, bounds = ("rows", "columns"), (3, 5), ("copy",)
     references: dict[str, Callable[..., Call]] = {"copy": copy_reference}
     if out is not None:
         references = {"preallocated": preallocated(out), **references}
     in_place = {"out-of-place": out_of_place, **references}
     other = f"{name}_"
     return (
-        Operator(name, dims, make, row_cost, partial(cases, name), small, references),
-        Operator(other, dims, make, row_cost, partial(cases, other), small, in_place, memory=partial(_memory, other)),
+        Operator(name, dims, make, row_cost, partial(cases, name), small, references, bounds=bounds),
+        Operator(
+            other,
+            dims,
+            make,
+            row_cost,
+            partial(cases, other),
+            small,
+            in_place,
+            bounds=bounds,
+            memory=partial(_memory, other),
+        ),
     )

@@ -114,6 +114,7 @@ def measure_case(
             work = workload.build(case, modes, device, references)
             progress.state("check of the results")
             accuracy, wrong = workload.check(work)
+            _free(device)  # exact values, which CUDA graphs could not claim back
             contenders = {name: call for name, call in work.contenders.items() if name not in wrong}
             measured = timing.measure(contenders, work.inputs, case.task, device, effort, progress.state, load)
             cost = work.operator.cost(case.shape, case.task)
@@ -126,10 +127,14 @@ def measure_case(
             case, OPERATORS[case.op].cost(case.shape, case.task), 0.0, {}, {"all": timing.first_line(error)}
         )
     progress.finished()
+    _free(device)
+    return result
+
+
+def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return result
 
 
 def measure_cases(

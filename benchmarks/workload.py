@@ -15,6 +15,8 @@ from .operators import OPERATORS
 
 SEED = 0
 CHECKED_ROWS = 64
+# Of a block of rows in float64, the widest input or the result. A formula holds several tensors of that size.
+BLOCK_ELEMENTS = 2**22
 # Limits for ||out - exact|| / ||exact||, in units of the dtype's eps. Long sums may lose some digits; a wrong kernel is
 # far off.
 ALLOWED_EPS = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 256, torch.float64: 2**16}
@@ -84,7 +86,7 @@ def _inputs(operator: Operator, case: Case, device: torch.device) -> tuple[Tenso
 
 
 def relative_error(workload: Workload, name: str) -> float:
-    """||out - exact|| / ||exact|| of one contender over some rows, against the formula in float64."""
+    """The error of the result of one contender over some rows, against the formula in float64."""
     case, call, args = workload.case, workload.contenders[name], list(workload.inputs[0])
     rows = torch.linspace(0, args[0].shape[0] - 1, CHECKED_ROWS, device=args[0].device).long()
     formula = implementations.find(case.op, "eager")
@@ -94,26 +96,61 @@ def relative_error(workload: Workload, name: str) -> float:
         exact = formula(*(t[rows].double() for t in args[:inputs]), *(t.double() for t in args[inputs:]))
         if workload.operator.mutates:
             args[0] = args[0].clone()
-        out = call(*args)[rows].double()
-        return ((out - exact).norm() / exact.norm()).item()
+        return _distance(call(*args)[rows], exact)
+
+
+def _distance(got: Tensor, exact: Tensor) -> float:
+    """||got - exact|| / ||exact||, or ||got|| where the exact value is 0."""
+    return ((got.double() - exact).norm() / (exact.norm().item() or 1.0)).item()
+
+
+def exact_gradients(workload: Workload) -> list[Tensor]:
+    """The gradients of the formula in float64, on the whole problem, since those of weights sum over all rows.
+
+    The result depends row by row on the inputs, so this goes block by block, and no intermediate result of the whole
+    problem needs memory in float64.
+    """
+    *args, cotangent = workload.inputs[0]
+    formula = implementations.find(workload.case.op, "eager")
+    assert formula is not None
+    count = workload.operator.inputs
+    weights = [t.detach().double().requires_grad_() for t in args[count:]]
+    gradients = [torch.zeros_like(t, dtype=torch.float64, requires_grad=False) for t in args]
+    block = max(1, BLOCK_ELEMENTS // max(t[0].numel() for t in (*args[:count], cotangent)))
+    for start in range(0, len(cotangent), block):
+        rows = slice(start, start + block)
+        parts = [*(t[rows].detach().double().requires_grad_() for t in args[:count]), *weights]
+        made = torch.autograd.grad(formula(*parts), parts, cotangent[rows].double())
+        for i, (gradient, part) in enumerate(zip(gradients, made, strict=True)):
+            (gradient[rows] if i < count else gradient).add_(part)
+    return gradients
 
 
 def check(workload: Workload) -> tuple[dict[str, float], dict[str, str]]:
-    """Relative errors of the contenders by name, and why each wrong or failing one is so."""
+    """Relative errors of the contenders by name, and why each wrong or failing one is so.
+
+    Forward, that is the result. With backward, it is the worst of the gradients. Other tasks are not checked, and
+    neither are bounds, which compute something else.
+    """
     case = workload.case
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
-    if case.task != FORWARD:
+    checked = [name for name in workload.contenders if name not in workload.operator.bounds]
+    if case.task not in (FORWARD, BACKWARD) or not checked:
         return errors, wrong
     allowed = ALLOWED_TF32 if case.tf32 else ALLOWED_EPS[case.dtype] * torch.finfo(case.dtype).eps
-    for name in workload.contenders:
-        if name in workload.operator.references:
-            continue
+    exact = exact_gradients(workload) if case.task == BACKWARD else []
+    for name in checked:
         try:
-            errors[name] = relative_error(workload, name)
+            if case.task == FORWARD:
+                errors[name] = relative_error(workload, name)
+            else:
+                gradients = workload.contenders[name](*workload.inputs[0])
+                errors[name] = max(_distance(*pair) for pair in zip(gradients, exact, strict=True))
         except Exception as raised:
             wrong[name] = timing.first_line(raised)
         else:
             if not errors[name] <= allowed:
-                wrong[name] = f"wrong result: relative error {errors[name]:.2g}, at most {allowed:.2g} allowed"
+                what = "result" if case.task == FORWARD else "gradient"
+                wrong[name] = f"wrong {what}: relative error {errors[name]:.2g}, at most {allowed:.2g} allowed"
     return errors, wrong
