@@ -15,6 +15,7 @@ import ast
 import contextlib
 import doctest
 import gc
+import inspect
 import io
 import os
 import re
@@ -254,10 +255,15 @@ MODULES = [getattr(torchops.nn, module) for module in torchops.nn.__all__ if mod
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_dtypes_and_memory_of(function: Any) -> None:
+def test_shapes_and_dtypes_of(function: Any) -> None:
     """Or the function that has the same ones."""
-    assert re.search(r"^ *Memory: ", function.__doc__, re.MULTILINE)
+    assert re.search(r"\bShapes?\b|\bshape\b|``\(\.\.\.", function.__doc__)
     assert re.search(r"^ *Dtypes: |dtypes are those of :func:", function.__doc__, re.MULTILINE)
+
+
+@pytest.mark.parametrize("public", [*FUNCTIONS, *filter(inspect.isclass, MODULES)], ids=lambda f: f.__name__)
+def test_memory_of(public: Any) -> None:
+    assert re.search(r"^ *Memory: ", public.__doc__, re.MULTILINE)
 
 
 @pytest.mark.parametrize("public", [*FUNCTIONS, *MODULES], ids=lambda f: f.__name__)
@@ -269,6 +275,15 @@ def test_docstring_of(public: Any) -> None:
     assert found.examples
     printed: list[str] = []
     assert doctest.DocTestRunner().run(found, out=printed.append).failed == 0, "".join(printed)
+
+
+def test_reference_has_every_name() -> None:
+    """The list of functions in docs/site/index.rst. What it includes as a whole module is complete by itself."""
+    listed = re.findall(
+        r"^\.\. autofunction:: torchops\.(\w+)$", (DOCS / "site" / "index.rst").read_text(), re.MULTILINE
+    )
+    modules = (torchops.ops, torchops.scaled, torchops.pair, torchops.attention)
+    assert sorted(listed) == sorted(["info", *(name for module in modules for name in module.__all__)])
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------

@@ -18,20 +18,13 @@ from typing import Any
 import torch
 
 __all__ = [
-    "attention_update_backward_flops",
-    "attention_update_flops",
     "dense_flops",
     "dense_gradients_flops",
-    "gate_backward_flops",
     "gate_flops",
-    "glu_backward_flops",
     "glu_flops",
     "square_matmul_flops",
-    "transition_backward_flops",
     "transition_flops",
-    "triangle_attention_backward_flops",
     "triangle_attention_flops",
-    "triangle_backward_flops",
     "triangle_multiplicative_update_flops",
 ]
 

@@ -40,13 +40,36 @@ Besides what the table doesn't cover, a place is left as it is if
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ._inductor import Place
+__all__ = ["Enabled", "Place", "disable", "enable", "matches", "options", "report"]
 
-__all__ = ["Enabled", "disable", "enable", "matches", "options", "report"]
+
+@dataclass(frozen=True)
+class Place:
+    """What became of one gate in a graph that was compiled.
+
+    Attributes:
+        operator: ``dense``, ``gate``, ``glu sigmoid`` or ``glu silu``: what it is, or would be.
+        line: of the user's code, or the name of a node where that is not known.
+        rewritten: whether the operator took its place.
+        reason: why it did not.
+    """
+
+    operator: str
+    line: str
+    rewritten: bool
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        name = self.operator.split()[0]
+        return (
+            f"rewritten to myops.{name}: {self.line}"
+            if self.rewritten
+            else f"left as it is, since {self.reason}: {self.line}"
+        )
 
 
 class Enabled:

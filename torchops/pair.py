@@ -98,8 +98,8 @@ def transition_(
 ) -> Tensor:
     """Adds :func:`transition` to ``x``, as a model's residual connection does, and returns ``x``.
 
-    Parameters may overlap ``x``; they are then copied first. If memory runs out halfway, a part of ``x`` may be
-    overwritten.
+    Shapes are those of :func:`transition`. Parameters may overlap ``x``; they are then copied first. If memory runs out
+    halfway, a part of ``x`` may be overwritten.
 
     Dtypes: as :func:`transition`; the sum has the dtype of ``x``.
 

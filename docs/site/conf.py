@@ -32,6 +32,9 @@ intersphinx_mapping = {
     for name, url in {"python": "https://docs.python.org/3", "torch": "https://docs.pytorch.org/docs/stable"}.items()
     if _answers(url)
 }
+# A reference that leads nowhere is an error, too, unless it leads into another project, whose list may be missing.
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(torch|collections|os)\..*|Tensor|Module|ExportedProgram")]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 # Shown under the names by which they are imported.

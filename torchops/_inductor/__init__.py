@@ -5,6 +5,6 @@
 graph.
 """
 
-from .passes import COUNTER, HOOKS, REPORT, Chain, CountMatches, Place, RewriteGates, chained
+from .passes import COUNTER, HOOKS, REPORT, Chain, CountMatches, RewriteGates, chained
 
-__all__ = ["COUNTER", "HOOKS", "REPORT", "Chain", "CountMatches", "Place", "RewriteGates", "chained"]
+__all__ = ["COUNTER", "HOOKS", "REPORT", "Chain", "CountMatches", "RewriteGates", "chained"]

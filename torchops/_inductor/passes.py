@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from torchops.inductor import Place
 
 from . import table
 from .dense import Dense
@@ -31,31 +32,6 @@ log = logging.getLogger("torchops.inductor")
 
 COUNTER = "torchops"
 _OPERATORS = tuple(getattr(torch.ops.myops, name).default for name in ("dense", "gate", "glu", "_glu"))
-
-
-@dataclass(frozen=True)
-class Place:
-    """What became of one gate in a graph that was compiled.
-
-    Attributes:
-        operator: ``dense``, ``gate``, ``glu sigmoid`` or ``glu silu``: what it is, or would be.
-        line: of the user's code, or the name of a node where that is not known.
-        rewritten: whether the operator took its place.
-        reason: why it did not.
-    """
-
-    operator: str
-    line: str
-    rewritten: bool
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        name = self.operator.split()[0]
-        return (
-            f"rewritten to myops.{name}: {self.line}"
-            if self.rewritten
-            else f"left as it is, since {self.reason}: {self.line}"
-        )
 
 
 REPORT: list[Place] = []

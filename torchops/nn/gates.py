@@ -34,6 +34,8 @@ class Dense(nn.Linear):
         ``(..., in_features)`` to ``(..., out_features)``. A nested tensor goes through ``linear`` and ``sigmoid``, as
         it did before :func:`replace`.
 
+    Memory: as :func:`torchops.dense`.
+
     Raises:
         RuntimeError: as :func:`torchops.dense`, when called.
 
@@ -62,6 +64,8 @@ class Gate(nn.Linear):
 
     Shape:
         ``v`` of ``(..., out_features)`` and ``x`` of ``(..., in_features)`` to ``(..., out_features)``.
+
+    Memory: as :func:`torchops.gate`.
 
     Raises:
         RuntimeError: as :func:`torchops.gate`, when called.
@@ -93,6 +97,8 @@ class GLU(nn.Module):
 
     Shape:
         ``(..., in_features)`` to ``(..., out_features)``.
+
+    Memory: as :func:`torchops.glu`.
 
     Raises:
         ValueError: there is no such activation.

@@ -47,6 +47,8 @@ class Transition(nn.Module):
         ``x`` of ``(..., c)``. The result has the shape of ``x`` and the dtype of the parameters. With 16-bit
         parameters, ``x`` may be float32.
 
+    Memory: as :func:`torchops.transition`.
+
     Raises:
         RuntimeError: as :func:`torchops.transition`, when called.
 
@@ -146,6 +148,8 @@ class TriangleMultiplicativeUpdate(nn.Module):
     Shape:
         ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``. The
         result has the shape of ``x`` and the dtype of the parameters. With 16-bit parameters, ``x`` may be float32.
+
+    Memory: as :func:`torchops.triangle_multiplicative_update`.
 
     Raises:
         ValueError: there is no such direction.

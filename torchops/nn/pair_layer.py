@@ -49,6 +49,9 @@ class PairLayer(nn.Module):
         is bool or floating-point. The result has the shape and dtype of ``x``. With 16-bit parameters, ``x`` may be
         float32.
 
+    Memory: the most that one of the updates inside takes. Training keeps what each of them keeps; with ``checkpoint``,
+    only the input of each.
+
     Raises:
         ValueError: ``dropout`` is not at least 0 and below 1.
         RuntimeError: as the modules inside, when called.

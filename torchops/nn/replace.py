@@ -77,7 +77,7 @@ def replace(model: nn.Module) -> Replacements:
       attributes that steer it keep the values that they have now. While one of these layers has a hook, or another
       layer is in its place, the old forward runs;
     - triangle multiplicative updates, triangle attention and transitions of the public packages that
-      :mod:`torchops.adapters` knows, by modules with the same signature that call the operators; and layers made of
+      ``torchops.adapters`` knows, by modules with the same signature that call the operators; and layers made of
       them, which then add their updates in place in inference.
 
     It leaves a layer as it is, and reports it, if its parts do more than their classes say or are visible from outside:

@@ -51,6 +51,8 @@ class TriangleAttention(nn.Module):
         all 1. The result has the shape of ``x`` and the dtype of the parameters. With 16-bit parameters, ``x`` may be
         float32.
 
+    Memory: as :func:`torchops.attention_update.triangle_attention_update`.
+
     Raises:
         ValueError: there is no such node.
         RuntimeError: as :func:`torchops.attention_update.triangle_attention_update`, when called.
