@@ -76,6 +76,7 @@ class Operator:
         training_references: the same, for forward and backward.
         bounds: the references that compute less than the operator, so that their results aren't checked.
         memory: cases of the memory benchmark, for a device type.
+        checked: arguments of the check, made of those of a measurement.
         inputs: how many of the first arguments have a row for each row of the result.
     """
 
@@ -89,6 +90,7 @@ class Operator:
     training_references: Mapping[str, Callable[..., Call]] = field(default_factory=dict)
     bounds: tuple[str, ...] = ()
     memory: Callable[[str], list[Case]] = lambda device_type: []
+    checked: Callable[[list[Tensor]], list[Tensor]] = lambda args: args
     inputs: int = 1
 
     @property

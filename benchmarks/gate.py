@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, Case, Cost, Operator, Shape, Task
+from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, Call, Case, Cost, Operator, Shape, Task
 
 
 def _make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -16,10 +16,18 @@ def _make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
     return v, x, w, torch.randn(n_out, device=device, dtype=dtype)
 
 
+OPEN = 40
+
+
 def _make_open(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     # v is overwritten again and again, and must not decay into denormal numbers: these gates are open.
     v, x, w, b = _make(shape, dtype, device)
-    return v, x, w, b + 40
+    return v, x, w, b + OPEN
+
+
+def _checked(args: list[Tensor]) -> list[Tensor]:
+    # Behind an open gate, any product would pass for the right one.
+    return [*args[:3], args[3] - OPEN]
 
 
 def _cost(shape: Shape, task: Task) -> Cost:
@@ -31,6 +39,16 @@ def _cost(shape: Shape, task: Task) -> Cost:
     # Backward reads g, v, x and w, and writes dv, dx, dw and db. Contenders may recompute the gate or read it; only the
     # two products that are always needed count.
     return Cost(forward.elements + 3 * v + 2 * x + 2 * w + n_out, 3 * forward.flops)
+
+
+def _preallocated(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Call:
+    out = torch.empty_like(v)
+    return lambda v, x, w, b: torch.mul(torch.addmm(b, x, w.T, out=out).sigmoid_(), v, out=out)
+
+
+def _preallocated_gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Call:
+    gate = torch.empty_like(v)
+    return lambda v, x, w, b: v.mul_(torch.addmm(b, x, w.T, out=gate).sigmoid_())
 
 
 def _forward(op: str, device_type: str) -> list[Case]:
@@ -70,7 +88,16 @@ def _memory(device_type: str) -> list[Case]:
 
 
 OPERATORS = (
-    Operator("gate", ("rows", "in", "out"), _make, _cost, _cases, (5, 7, 3), inputs=2),
+    Operator(
+        "gate",
+        ("rows", "in", "out"),
+        _make,
+        _cost,
+        _cases,
+        (5, 7, 3),
+        references={"preallocated": _preallocated},
+        inputs=2,
+    ),
     Operator(
         "gate_",
         ("rows", "in", "out"),
@@ -78,6 +105,8 @@ OPERATORS = (
         _cost,
         _in_place_cases,
         (5, 7, 3),
+        references={"preallocated": _preallocated_gate},
+        checked=_checked,
         inputs=2,
         memory=_memory,
     ),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import linear
 
 from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, Call, Case, Cost, Operator, Shape, Task
+from .rows import Packed
 
 
 def _make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -28,11 +32,39 @@ def _cost(shape: Shape, task: Task) -> Cost:
     return Cost(forward.elements + y + 2 * x + 2 * w + 2 * n_out, 3 * forward.flops)
 
 
-def _packed(*args: Tensor) -> Call:
+def _activation(op: str) -> Callable[[Tensor], Tensor]:
+    return torch.sigmoid_ if op == "glu" else partial(F.silu, inplace=True)
+
+
+def _preallocated(op: str, x: Tensor, w: Tensor, *others: Tensor) -> Call:
+    value, gate = (torch.empty(x.shape[0], w.shape[0], device=x.device, dtype=x.dtype) for _ in range(2))
+    activation = _activation(op)
+
+    def call(x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor) -> Tensor:
+        torch.addmm(b, x, w.T, out=value)
+        return torch.mul(value, activation(torch.addmm(bg, x, wg.T, out=gate)), out=value)
+
+    return call
+
+
+def _packed(op: str, *args: Tensor) -> Call:
+    """The whole operator with both weights in one, as a model that was written for it would keep them."""
+    packed = Packed()
+
+    def call(x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor) -> Tensor:
+        both = F.linear(x, packed(w, wg), packed(b, bg))
+        if op == "glu":
+            return F.glu(both)  # the first half times the sigmoid of the second
+        value, gate = both.chunk(2, -1)
+        return value * F.silu(gate)
+
+    return call
+
+
+def _packed_product(*args: Tensor) -> Call:
     """One product with the packed weight, without bias and activation."""
-    _, w, wg, *_ = args
-    weight = torch.cat([w, wg])
-    return lambda x, *others: linear(x, weight)
+    packed = Packed()
+    return lambda x, w, wg, *biases: F.linear(x, packed(w, wg))
 
 
 def _cases_of(op: str, device_type: str) -> list[Case]:
@@ -64,7 +96,11 @@ OPERATORS = tuple(
         _cost,
         lambda device, name=name: _cases_of(name, device),  # type: ignore[misc]
         (5, 7, 3),
-        references={"packed product": _packed},
+        references={
+            "preallocated": partial(_preallocated, name),
+            "packed": partial(_packed, name),
+            "packed product": _packed_product,
+        },
         bounds=("packed product",),
     )
     for name in ("glu", "swiglu")

@@ -28,7 +28,7 @@ FIRST_ORDER = {("py", "square_matmul_"), ("triton", "softmax")}
 IN_PLACE = ("gate_", "layer_norm_", "square_matmul_", "transition_")
 NO_GRADIENT = {
     *((mode, op) for mode in ("eager", "compile", "compile-max") for op in IN_PLACE),
-    *(("eager-in-place", op) for op in ("gate_", "softmax_")),
+    *(("eager-in-place", op) for op in ("gate_", "layer_norm_", "softmax_", "transition_")),
 }
 # The result is the first argument plus the formula.
 ADDING = ("transition_",)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .case import Shape
+from .case import Call, Shape
+from .implementations.py_rows import EPS
 from .rows import row_operators
 
 
@@ -15,4 +16,17 @@ def _make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
     return torch.randn(shape, device=device, dtype=dtype), weight, bias
 
 
-OPERATORS = row_operators("layer_norm", _make)
+def _into(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
+    """PyTorch's `out=` of layer norm, whose results are the mean and the reciprocal deviation of each row, too."""
+    out = torch.native_layer_norm(x, weight.shape, weight, bias, EPS)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        made: tuple[Tensor, ...] = torch.ops.aten.native_layer_norm.out(
+            x, weight.shape, weight, bias, EPS, out0=out[0], out1=out[1], out2=out[2]
+        )
+        return made[0]
+
+    return call
+
+
+OPERATORS = row_operators("layer_norm", _make, into=_into)

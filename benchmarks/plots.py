@@ -35,6 +35,7 @@ COLORS = {
     "packed product": "#7f7f7f",
     "out-of-place": "#bcbd22",
     "preallocated": "#dbdb8d",
+    "packed": "#c49c94",
     "copy": "#7f7f7f",
 }
 LABELS = {
@@ -42,6 +43,7 @@ LABELS = {
     "eager-in-place": "eager, out=x and the like",
     "out-of-place": "eager, new tensor",
     "preallocated": "eager, out= another tensor",
+    "packed": "eager, packed weights",
     "cuda": "torchops (cuda)",
     "cpp": "torchops (cpp)",
     "compile": "torch.compile",

@@ -51,6 +51,7 @@ NAMES = {
     "eager-in-place": "eager, in place",
     "out-of-place": "eager, new tensor",
     "preallocated": "eager, `out=`",
+    "packed": "eager, packed weights",
     "compile": "`torch.compile`",
     "compile-max": "its max-autotune",
     "compile-ours": "torchops, compiled",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .case import Case
-from .rows import random_matrix, row_operators
+from .rows import preallocated, random_matrix, row_operators
 
 
 def _cases(op: str, device_type: str) -> list[Case]:
@@ -21,4 +21,4 @@ def _cases(op: str, device_type: str) -> list[Case]:
     ]
 
 
-OPERATORS = row_operators("sigmoid", random_matrix, _cases, out=torch.sigmoid)
+OPERATORS = row_operators("sigmoid", random_matrix, _cases, into=preallocated(torch.sigmoid))

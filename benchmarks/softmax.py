@@ -6,6 +6,6 @@ from functools import partial
 
 import torch
 
-from .rows import random_matrix, row_operators
+from .rows import preallocated, random_matrix, row_operators
 
-OPERATORS = row_operators("softmax", random_matrix, out=partial(torch.softmax, dim=-1))
+OPERATORS = row_operators("softmax", random_matrix, into=preallocated(partial(torch.softmax, dim=-1)))

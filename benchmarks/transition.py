@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, Case, Cost, Operator, Shape, Task
+from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, Call, Case, Cost, Operator, Shape, Task
+from .rows import Packed
 
 
 def _make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -25,6 +27,42 @@ def _cost(shape: Shape, task: Task) -> Cost:
     # Backward reads x, its cotangent and the weights, and writes the gradients of x and of the weights. Contenders may
     # recompute the hidden features or read them.
     return Cost(5 * x + 3 * weights, 3 * flops)
+
+
+def _preallocated(*args: Tensor) -> Call:
+    x, _, _, gate_weight, _, _ = args
+    hidden, up = (torch.empty(x.shape[0], gate_weight.shape[0], device=x.device, dtype=x.dtype) for _ in range(2))
+    out = torch.empty_like(x)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor, gate_w: Tensor, up_w: Tensor, down_w: Tensor) -> Tensor:
+        # Layer norm has no `out=` that writes there: see eager_in_place.py.
+        z = F.layer_norm(x, weight.shape, weight, bias)
+        F.silu(torch.mm(z, gate_w.T, out=hidden), inplace=True)
+        return torch.mm(hidden.mul_(torch.mm(z, up_w.T, out=up)), down_w.T, out=out)
+
+    return call
+
+
+def _packed_hidden() -> Call:
+    packed = Packed()
+
+    def hidden(x: Tensor, weight: Tensor, bias: Tensor, gate_w: Tensor, up_w: Tensor) -> Tensor:
+        z = F.layer_norm(x, weight.shape, weight, bias)
+        gate, up = F.linear(z, packed(gate_w, up_w)).chunk(2, -1)
+        return F.silu(gate) * up
+
+    return hidden
+
+
+def _packed(*args: Tensor) -> Call:
+    """The whole operator with the weights of gate and value in one."""
+    hidden = _packed_hidden()
+    return lambda x, *others: F.linear(hidden(x, *others[:-1]), others[-1])
+
+
+def _packed_in_place(*args: Tensor) -> Call:
+    hidden = _packed_hidden()
+    return lambda x, *others: x.addmm_(hidden(x, *others[:-1]), others[-1].T)
 
 
 def _cases_of(op: str, device_type: str) -> list[Case]:
@@ -52,6 +90,10 @@ OPERATORS = tuple(
         _cost,
         lambda device, name=name: _cases_of(name, device),  # type: ignore[misc]
         (5, 7, 3),
+        references=references,
     )
-    for name in ("transition", "transition_")
+    for name, references in (
+        ("transition", {"preallocated": _preallocated, "packed": _packed}),
+        ("transition_", {"packed": _packed_in_place}),
+    )
 )

@@ -87,7 +87,8 @@ def _inputs(operator: Operator, case: Case, device: torch.device) -> tuple[Tenso
 
 def relative_error(workload: Workload, name: str) -> float:
     """The error of the result of one contender over some rows, against the formula in float64."""
-    case, call, args = workload.case, workload.contenders[name], list(workload.inputs[0])
+    case, call = workload.case, workload.contenders[name]
+    args = workload.operator.checked(list(workload.inputs[0]))
     rows = torch.linspace(0, args[0].shape[0] - 1, CHECKED_ROWS, device=args[0].device).long()
     formula = implementations.find(case.op, "eager")
     assert formula is not None

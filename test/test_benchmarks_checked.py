@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from checks import assert_all_close
@@ -37,6 +39,26 @@ def test_references_are_checked_unless_they_are_bounds() -> None:
     assert set(workload.check(work)[0]) == {"cpp", "preallocated"}
     work.contenders["preallocated"] = work.contenders["linear"]
     assert "wrong result" in workload.check(work)[1]["preallocated"]
+
+
+@pytest.mark.parametrize("op", ["gate", "gate_", "glu", "layer_norm", "layer_norm_", "swiglu", "transition"])
+def test_wrong_references_are_not_timed(op: str) -> None:
+    """Each reference that is no bound, with a result of the right shape that is off by a percent."""
+    work = workload.build(Case(op, OPERATORS[op].small), [], CPU)
+    names = set(work.contenders) - set(OPERATORS[op].bounds)
+    assert set(workload.check(work)[0]) == names >= {"preallocated"}
+    for name in names:
+        right = work.contenders[name]
+        work.contenders[name] = lambda *args, right=right: right(*args) * 1.01
+    assert workload.check(work)[1].keys() == names
+
+
+def test_packed_weights_are_those_of_the_set_of_inputs() -> None:
+    for op in ("glu", "swiglu", "transition", "transition_"):
+        work = workload.build(Case(op, OPERATORS[op].small), [], CPU)
+        assert len(work.inputs) > 1
+        for inputs in work.inputs:
+            assert workload.check(replace(work, inputs=[inputs]))[1] == {}
 
 
 @pytest.mark.parametrize("number", range(3))
