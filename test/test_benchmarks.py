@@ -46,7 +46,7 @@ def test_derivatives(op: str, mode: str) -> None:
         assert len(outcomes) == 5
 
 
-@pytest.mark.parametrize("op", ["dense", "softmax"])
+@pytest.mark.parametrize("op", ["dense", "layer_norm", "sigmoid", "sigmoid_", "softmax"])
 def test_triton_on_cuda(op: str) -> None:
     if reason := implementations.unavailable("triton", "cuda" if torch.cuda.is_available() else "cpu"):
         pytest.skip(reason)
@@ -54,11 +54,8 @@ def test_triton_on_cuda(op: str) -> None:
     outcomes = gradcheck.checks(OPERATORS[op], "triton", device)
     assert outcomes
     assert {name: problem for name, problem in outcomes.items() if problem} == {}
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "dense": [(131, 67, 35), (1, 100, 300)],
-        "softmax": [(131, 67), (3, 100_003)],
-    }
-    for shape in shapes[op]:
+    shapes = [(131, 67, 35), (1, 100, 300)] if op == "dense" else [(131, 67), (3, 100_003)]
+    for shape in shapes:
         for dtype in (torch.float32, torch.bfloat16):
             work = workload.build(Case(op, shape, dtype), ["triton"], device, rotated=False)
             assert workload.check(work)[1] == {}

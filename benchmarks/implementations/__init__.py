@@ -59,7 +59,7 @@ _MODULES = {
     "cuda": ("library",),
     "cpp": ("library",),
     "py": ("py_dense", "py_gates", "py_rows", "py_in_place"),
-    "triton": ("triton_dense", "triton_gates", "triton_softmax"),
+    "triton": ("triton_dense", "triton_gates", "triton_softmax", "triton_rows"),
     "quack": ("quack_rows",),
     "liger": ("liger",),
 }
