@@ -1,4 +1,6 @@
-"""The import hook can fail in nothing but its own extension, and that is a warning. Each case has its own process."""
+"""The import hook can fail in nothing but its own extension, and that is a warning. Whatever happens there, the module
+is not lost. Each case has its own process.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +72,55 @@ print(costly.value)
     assert lines[0] == "7"
     assert "torchops could not extend costly, which does without: KeyError: 'a rule'" in lines
     assert lines[-1] == "KeyError: 'a rule'"
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit", "Terminated"])
+def test_an_interrupted_extension_does_not_lose_the_module(tmp_path: Path, error: str) -> None:
+    """The import raises; the next one gets the same module, which is not executed again, and extends it."""
+    program = f"""
+class Terminated(BaseException): pass
+def interrupted():
+    calls.append(sys.modules["costly"])
+    if len(calls) < 3: raise {error}
+when_imported("costly", interrupted)
+for _ in range(2):
+    try:
+        import costly
+    except {error}:
+        print("raised", "costly" in sys.modules)
+import costly
+print(costly.value, [call is costly for call in calls], type(costly.__loader__).__name__)
+print(costly.__spec__.loader is costly.__loader__)
+del sys.modules["costly"], sys.costly
+import costly
+print(costly.value, costly in calls)
+"""
+    assert run(tmp_path, program) == [
+        "raised False",
+        "raised False",
+        "7 [True, True, True] SourceFileLoader",
+        "True",
+        "7 False",
+    ]
+
+
+def test_an_interrupted_extension_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("from pack import inner\n")
+    (tmp_path / "pack" / "inner.py").write_text("import sys\nassert not hasattr(sys, 'inner')\nsys.inner = value = 7\n")
+    program = """
+def interrupted():
+    calls.append("called")
+    if len(calls) < 2: raise KeyboardInterrupt
+when_imported("pack", interrupted)
+try:
+    import pack.inner
+except KeyboardInterrupt:
+    print("raised")
+import pack.inner
+print(pack.inner.value, pack.__path__ == [str(Path.cwd() / "pack")], calls)
+"""
+    assert run(tmp_path, program) == ["raised", "7 True ['called', 'called']"]
 
 
 def test_a_failing_module_fails_as_ever(tmp_path: Path) -> None:
@@ -198,6 +249,75 @@ import torch
 print(torch.compile(torchops.softmax, backend="eager", fullgraph=True)(torch.zeros(2)).tolist())
 """
     assert run(tmp_path, program, start="") == ["1 True", "[0.5, 0.5]"]
+
+
+# Stops torchops.distributed where its own rules are registered, and those of transitions and triangles are not.
+HALFWAY = """
+import sys, warnings
+import torchops
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchops._distributed_transition" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            raise error
+sys.meta_path.insert(0, Broken())
+"""
+
+AFTERWARDS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+print(torch.compile(torchops.softmax, backend="eager", fullgraph=True)(torch.zeros(2)).tolist())
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = DeviceMesh("cpu", [0, 1])
+x = distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)], src_data_rank=None)
+print(torchops.softmax(x).placements == x.placements, torch.ops.aten.relu(x).placements == x.placements)
+w = distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()], src_data_rank=None)
+try:
+    print(torchops.transition(x, gate_weight=w, up_weight=w, down_weight=w).placements == x.placements)
+except Exception:
+    print("transition refuses")
+dist.destroy_process_group()
+"""
+
+
+def test_dtensor_survives_an_extension_that_fails_halfway(tmp_path: Path) -> None:
+    """What was registered before goes on working; what was not raises."""
+    program = """
+error = RuntimeError("broken")
+with warnings.catch_warnings(record=True) as caught:
+    import torch.distributed.tensor
+print(*(w.message for w in caught))
+"""
+    assert run(tmp_path, HALFWAY + program + AFTERWARDS, start="") == [
+        "torchops could not extend torch.distributed.tensor, which does without: RuntimeError: broken",
+        "[0.5, 0.5]",
+        "True True",
+        "transition refuses",
+    ]
+
+
+def test_dtensor_survives_an_interrupted_extension(tmp_path: Path) -> None:
+    """The next import extends it again. What is registered already cannot be registered twice, which is a warning."""
+    program = """
+error = KeyboardInterrupt()
+try:
+    import torch.distributed.tensor
+except KeyboardInterrupt:
+    print("interrupted", "torch.distributed.tensor" in sys.modules)
+with warnings.catch_warnings(record=True) as caught:
+    import torch.distributed.tensor
+print(*(str(w.message)[:71] for w in caught))
+"""
+    assert run(tmp_path, HALFWAY + program + AFTERWARDS, start="") == [
+        "interrupted False",
+        "torchops could not extend torch.distributed.tensor, which does without:",
+        "[0.5, 0.5]",
+        "True True",
+        "transition refuses",
+    ]
 
 
 def test_modules_are_attributes(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Lets torchops extend a module that is costly to import, without importing it.
 
 PyTorch has no hook for this: a sharding rule or a FLOP formula needs the module in which it is registered. So a finder
-is placed on ``sys.meta_path``. It must never make an import fail, because ``torch.distributed.tensor`` registers things
-when it is executed, and raises when it is executed again: one failure would last as long as the process, and would take
-``torch.compile`` with it.
+is placed on ``sys.meta_path``. It must never cost a program the module, because ``torch.distributed.tensor`` registers
+things when it is executed, and raises when it is executed again: one failure would last as long as the process, and
+would take ``torch.compile`` with it. So an error of the extension is a warning. An interrupt during the extension makes
+the import fail, and the next import gets the module that was executed before.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import Any
 def when_imported(module: str, extend: Callable[[], object]) -> None:
     """Call ``extend`` once: now if ``module`` is already imported, else as soon as anyone imports it.
 
-    An exception in ``extend`` becomes a warning. A module has one extension: another call, as when the program reloads
-    torchops, replaces an extension that has not been called yet.
+    An exception in ``extend`` becomes a warning. ``KeyboardInterrupt`` and the like are raised by the import, and the
+    next one calls ``extend`` again. A module has one extension: another call, as when the program reloads torchops,
+    replaces an extension that has not been called yet.
 
     Example:
 
@@ -62,6 +64,8 @@ class _Finder:
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callable[[], object]] = {}
+        # Modules that were executed, and then dropped because their extension was interrupted.
+        self.kept: dict[str, ModuleType] = {}
         self.asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -87,12 +91,18 @@ class _Finder:
                 return spec
         return None
 
-    def executed(self, name: str) -> None:
-        extend = self.waiting.pop(name, None)
+    def executed(self, module: ModuleType) -> None:
+        name = module.__name__
+        try:
+            extend = self.waiting.get(name)
+            if extend is not None:
+                _call(name, extend)
+        except BaseException:
+            self.kept[name] = module
+            raise
+        self.waiting.pop(name, None)
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
-        if extend is not None:
-            _call(name, extend)
 
 
 class _Loader:
@@ -104,10 +114,15 @@ class _Loader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        kept = self._finder.kept.get(spec.name)
+        return self._loader.create_module(spec) if kept is None else kept
+
     def exec_module(self, module: ModuleType) -> None:
         # From here on, nothing shows that another loader was there.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._finder.executed(module.__name__)
+        if self._finder.kept.pop(module.__name__, None) is not module:
+            self._loader.exec_module(module)
+        self._finder.executed(module)
