@@ -92,28 +92,38 @@ def test_every_rule_has_cases() -> None:
     assert {case.case.name for case in CASES} == (public | written_out) - elsewhere
 
 
-@pytest.mark.parametrize(
-    ("x_on", "w_on", "out_on"),
-    [
-        ("S0 R", "R S0", "S0 S2"),  # data parallel, columns of w
-        ("S0 S2", "R S1", "S0 R"),  # data parallel, rows of w
-        ("S0 S1", "R R", "S0 S1"),  # data and sequence parallel
-        ("S1 S2", "R S1", "S1 R"),
-        ("S2 S2", "S1 S1", "R R"),
-        ("R S2", "S0 S1", "S2 R"),
-    ],
-)
-def test_dense_on_two_dimensions(mesh_2d: DeviceMesh, x_on: str, w_on: str, out_on: str) -> None:
+# Placements of x, w and the result.
+ON_TWO_DIMENSIONS = [
+    ("S0 R", "R S0", "S0 S2"),  # data parallel, columns of w
+    ("S0 S2", "R S1", "S0 R"),  # data parallel, rows of w
+    ("S0 S1", "R R", "S0 S1"),  # data and sequence parallel
+    ("S1 S2", "R S1", "S1 R"),
+    ("S2 S2", "S1 S1", "R R"),
+    ("R S2", "S0 S1", "S2 R"),
+]
+
+
+def dense_on_two_dimensions(mesh_2d: DeviceMesh, x_on: str, w_on: str) -> tuple[Any, Any, Any]:
     x, w = (
         distribute_tensor(t, mesh_2d, [placement(text) for text in on.split()], src_data_rank=None).requires_grad_()
         for t, on in ((torch.randn(4, 8, 8), x_on), (torch.randn(12, 8), w_on))
     )
     b = distribute_tensor(torch.randn(12), mesh_2d, [Replicate(), Replicate()], src_data_rank=None)
-    y: Any = torchops.dense(x, w, b)
+    return x, w, torchops.dense(x, w, b)
+
+
+@pytest.mark.parametrize(("x_on", "w_on", "out_on"), ON_TWO_DIMENSIONS)
+def test_dense_on_two_dimensions(mesh_2d: DeviceMesh, x_on: str, w_on: str, out_on: str) -> None:
+    _, _, y = dense_on_two_dimensions(mesh_2d, x_on, w_on)
     assert y.placements == tuple(placement(text) for text in out_on.split())
     assert y.shape == (4, 8, 12)
+
+
+@pytest.mark.parametrize(("x_on", "w_on"), [on[:2] for on in ON_TWO_DIMENSIONS])
+def test_gradients_of_dense_on_two_dimensions(mesh_2d: DeviceMesh, x_on: str, w_on: str) -> None:
     if "S1" in x_on and not merges_sharded_dims(mesh_2d["rows"]):
-        return
+        pytest.skip("this torch cannot merge dimensions of which the second is sharded")
+    x, w, y = dense_on_two_dimensions(mesh_2d, x_on, w_on)
     dx, dw = torch.autograd.grad(y.sum(), [x, w])
     assert (dx.shape, dw.shape) == (x.shape, w.shape)
 
