@@ -132,7 +132,7 @@ def test_a_step_that_is_missing_or_wrong_is_in_the_table() -> None:
 
 @pytest.fixture
 def backward_graph() -> Any:
-    pytest.importorskip("torchviz", reason="needs torchviz (dependency group graph)")
+    """The program, whose graph needs torchviz, and not the program dot, which only draws it."""
     return importlib.import_module("backward_graph")
 
 
