@@ -305,7 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             kept.append(row)
             print(json.dumps(row), flush=True)
             if options.json:  # partial results, in case the run is stopped
-                document = {"machine": machine.describe(device), "boltz": version("boltz"), "layers": LAYERS}
+                about, command = machine.describe(device), machine.command("benchmarks.boltz", argv)
+                document = {"machine": about, "command": command, "boltz": version("boltz"), "layers": LAYERS}
                 document |= {"features": options.features, "results": results, "modules": found}
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 options.json.write_text(json.dumps(document, indent=1) + "\n")

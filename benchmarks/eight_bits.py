@@ -105,7 +105,7 @@ def to_markdown(document: dict[str, Any]) -> str:
         cells.append(_microseconds(times[0][BFLOAT16]) if BFLOAT16 in times[0] else "-")
         lines.append(f"| {', '.join(map(str, result['shape']))} | {' | '.join(cells)} |")
     about = document["machine"]
-    where = f"{about['machine']}, torch {about['torch']}, revision {about['revision of src']} of `src`."
+    where = f"{about['machine']}, torch {about['torch']}, {machine.revisions(about)}."
     return "\n".join([*lines, "", f"Microseconds, with scales {' / '.join(SCALES)}. {where}", ""])
 
 
@@ -121,13 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
+    command = machine.command("benchmarks.eight_bits", argv)
     effort = timing.effort(device.type, options.quick)
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
     for shape in options.shape or SHAPES:
         results.append(measure(shape, device, effort))
         print(json.dumps(results[-1]), flush=True)
-        document = {"machine": machine.describe(device), "results": results}
+        document = {"machine": machine.describe(device), "command": command, "results": results}
         # After each shape, so that a run that is stopped keeps its results.
         if options.json:
             options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -315,7 +315,7 @@ def to_markdown(
             peak = result["peak_bytes"].get(way) if memory else None
             cells.append(rounded(result["microseconds"].get(way)) + (f" ({peak / 2**20:.0f})" if peak else ""))
         rows.append(f"| {' | '.join(cells)} |")
-    where = f"{document['machine']}, torch {document['torch']}, revision {document['revision of src']} of `src`."
+    where = f"{document['machine']}, torch {document['torch']}, {machine.revisions(document)}."
     return "\n".join([*rows, "", where, ""])
 
 

@@ -203,7 +203,8 @@ def run(options: argparse.Namespace) -> int:
     if options.repeats is None:
         options.repeats = 1 if device.type == "cuda" else 3
     description = machine.describe(device)
-    source = f"{description['machine']}, torch {description['torch']}, revision {description['revision of src']}"
+    revisions = machine.revisions(description).replace("`", "")
+    source = f"{description['machine']}, torch {description['torch']}, {revisions}"
     cases, results = cases_of(options), []
     prepared = partial(_prepared, device=device, repeats=options.repeats)
     for _, result in parallel.measured(prepared, cases, options.jobs, options.seconds):

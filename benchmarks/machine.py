@@ -7,7 +7,9 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 
@@ -15,18 +17,32 @@ import torch
 
 import torchops
 
+# Libraries that are measured, too, if they are installed.
+PEERS = {"quack": "quack-kernels", "liger": "liger-kernel"}
+
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Names machine, versions and source revision, in the order in which a report shows them."""
+    """Names machine, versions and source revisions, in the order in which a report shows them.
+
+    Triangle attention, its layer and the Inductor pass are Python in `torchops/`, which thus has a revision, too.
+    """
     return {
         "machine": _machine(device),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "torchops": torchops.__version__,
+        **{name: version for name, package in PEERS.items() if (version := _version(package))},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "revision of src": _revision(),
+        "revision of src": _revision("src"),
+        "revision of torchops": _revision("torchops"),
     }
+
+
+def revisions(description: Mapping[str, str]) -> str:
+    """The revisions in the words of a page: older results have only that of `src`."""
+    python = description.get("revision of torchops")
+    return f"revision {description['revision of src']} of `src`" + (f", {python} of `torchops`" if python else "")
 
 
 def slug(description: dict[str, str]) -> str:
@@ -34,14 +50,19 @@ def slug(description: dict[str, str]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", description["machine"].lower()).strip("-")
 
 
-def command(module: str, arguments: Sequence[str]) -> str:
-    """The command line that measures the same again: without the place where results go."""
-    kept = list(arguments)
+def command(what: str, arguments: Sequence[str] | None = None, processes: int = 0) -> str:
+    """The command line that measures the same again: without the place where results go.
+
+    `what` is a module or a script. `arguments` are by default those of this process, and with `processes`, torchrun
+    starts so many.
+    """
+    kept = list(sys.argv[1:] if arguments is None else arguments)
     for option in ("--json", "--output"):
         while option in kept:
             del kept[kept.index(option) : kept.index(option) + 2]
         kept = [argument for argument in kept if not argument.startswith(f"{option}=")]
-    return shlex.join(["python", "-m", module, *kept])
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", str(processes)] if processes else ["python"]
+    return shlex.join([*launcher, *([what] if what.endswith(".py") else ["-m", what]), *kept])
 
 
 class OtherLoad:
@@ -94,16 +115,23 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _revision() -> str:
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _revision(folder: str) -> str:
     # For sources copied to another machine without their history.
     if known := os.environ.get("BENCH_REVISION"):
         return known
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run(
-            [*git, "log", "-1", "--format=%h", "--", "../src"], check=True, capture_output=True, text=True
+            [*git, "log", "-1", "--format=%h", "--", f"../{folder}"], check=True, capture_output=True, text=True
         )
-        changed = subprocess.run([*git, "status", "--porcelain", "--", "../src"], capture_output=True, text=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "--", f"../{folder}"], capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + (" with changes" if changed.stdout.strip() else "")

@@ -175,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuda = device.type == "cuda"
     sizes = options.sizes or ([384, 768, 769, 1024, 2048] if cuda else [64, 128])
     eager = options.eager if options.eager is not None else [n for n in sizes if n <= 768 and n % 2 == 0]
-    described = {"machine": machine.describe(device), "torchops": torchops.__version__}
+    described = {"machine": machine.describe(device), "command": machine.command("benchmarks.pair_layer", argv)}
+    described |= {"torchops": torchops.__version__}
     results: list[dict[str, Any]] = []
     for precision in options.precisions or (["bfloat16", "bf16-mixed"] if cuda else ["float32"]):
         for n in sizes:

@@ -187,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = torch.bfloat16 if cuda else torch.float32
     document: dict[str, Any] = {
         "machine": machine.describe(device),
+        "command": machine.command("benchmarks.pair_layer_sharded", argv, dist.get_world_size()),
         "torchops": torchops.__version__,
         "processes": dist.get_world_size(),
         "rows": [],

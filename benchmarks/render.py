@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from . import eight_bits, gates, ladder, pair_plots, plots, report, stages, triangle_attention
+from .machine import revisions
 from .operators import OPERATORS
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
 REVISION = "revision of src"  # of a document's machine, or of a result from another revision
+PYTHON_REVISION = "revision of torchops"
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
@@ -96,8 +98,8 @@ def source(machine: str, ops: Sequence[str]) -> str:
     used = [reports(machine)[op].description for op in ops]
     (name,) = {description["machine"] for description in used}
     torch = ", ".join(sorted({description["torch"] for description in used}))
-    revisions = ", ".join(sorted({description["revision of src"] for description in used}))
-    return f"{name}, torch {torch}, revision {revisions} of `src`."
+    found = {key: sorted({d[key] for d in used if key in d}) for key in (REVISION, PYTHON_REVISION)}
+    return f"{name}, torch {torch}, {revisions({key: ', '.join(of) for key, of in found.items()})}."
 
 
 def chosen(machine: str, what: str, columns: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
@@ -164,7 +166,7 @@ def _where(about: dict[str, Any], results: Sequence[dict[str, Any]] = (), name: 
     """The machine and revision, and those of results of earlier revisions."""
     earlier = "; ".join(f"{name(result)}: {result[REVISION]}" for result in results if REVISION in result)
     others = f" From earlier revisions: {earlier}." if earlier else ""
-    return f"{about['machine']}, torch {about['torch']}, revision {about[REVISION]} of `src`.{others}"
+    return f"{about['machine']}, torch {about['torch']}, {revisions(about)}.{others}"
 
 
 def _triangle_row(result: dict[str, Any], call: str) -> str:

@@ -115,7 +115,7 @@ def to_markdown(document: dict[str, Any]) -> str:
         shown = " | ".join("" if us is None else f"{us:.0f}" for us in cells)
         rows.append(f"| {stage}, {task} | {shown} |")
     where = f"N = {n}, {c} features; {document['machine']}, torch {document['torch']}, "
-    return "\n".join([*rows, "", f"{where}revision {document['revision of src']} of `src`.", ""])
+    return "\n".join([*rows, "", f"{where}{machine.revisions(document)}.", ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def save() -> None:
         if options.json:
-            document = {**machine.describe(device), "n": n, "features": c, "microseconds": results}
+            about, command = machine.describe(device), machine.command("benchmarks.stages", argv)
+            document = {**about, "command": command, "n": n, "features": c, "microseconds": results}
             options.json.write_text(json.dumps(document, indent=1) + "\n")
 
     def whole(x: Tensor, *parameters: Tensor) -> Tensor:

@@ -383,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(sections) - {*ON_CUDA, *OTHER_PATHS, *ON_CPU}:
         parser.error(f"no such section: {', '.join(sorted(unknown))}")
     torch._dynamo.config.recompile_limit = 64  # one graph per line
-    about = machine.describe(device)
+    about, command = machine.describe(device), machine.command("benchmarks.triangle", argv)
     results: list[dict[str, Any]] = []
     if options.json and options.json.exists():
         former = json.loads(options.json.read_text())
@@ -396,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(summary(result), flush=True)
             # After each line, so that a run that is stopped keeps its results.
             if options.json:
-                document = {"machine": about, "torchops": torchops.__version__, "results": results}
+                document = {"machine": about, "command": command, "torchops": torchops.__version__, "results": results}
                 options.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{section}: {time.perf_counter() - start:.1f} s", flush=True)
     return 0

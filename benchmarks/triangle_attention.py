@@ -116,7 +116,7 @@ def to_markdown(document: dict[str, Any]) -> str:
         cells = [report.format_seconds(times[way] / 1e6) if way in times else "" for way in ways]
         lines.append(f"| {result['n']} | {result['task']}, {result['dtype']} | {' | '.join(cells)} |")
     about = document["machine"]
-    where = f"{about['machine']}, torch {about['torch']}, revision {about['revision of src']} of `src`."
+    where = f"{about['machine']}, torch {about['torch']}, {machine.revisions(about)}."
     return "\n".join([*lines, "", where, ""])
 
 
@@ -129,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    command = machine.command("benchmarks.triangle_attention", argv)
     torch._dynamo.config.recompile_limit = 64  # one graph per N
     results: list[dict[str, Any]] = []
     for task in (FORWARD, BACKWARD):
@@ -136,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(measure(n, task, dtype, device))
             print(json.dumps(results[-1]), flush=True)
             if options.json:  # partial results, in case the run is stopped
-                document = {"machine": machine.describe(device), "heads": HEADS, "head_dim": HEAD_DIM}
+                document: dict[str, Any] = {"machine": machine.describe(device), "command": command}
+                document |= {"heads": HEADS, "head_dim": HEAD_DIM}
                 options.json.write_text(json.dumps(document | {"results": results}, indent=1) + "\n")
             torch.cuda.empty_cache()
     return 0

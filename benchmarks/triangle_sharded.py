@@ -120,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and rank == 0:
         document = {
             "machine": machine.describe(device),
+            "command": machine.command("benchmarks.triangle_sharded", argv, dist.get_world_size()),
             "torchops": torchops.__version__,
             "processes": dist.get_world_size(),
             "results": results,

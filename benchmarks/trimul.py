@@ -133,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             score = math.exp(statistics.mean(math.log(result["microseconds"]) for result in results))
             document = {
                 "machine": machine.describe(device),
+                "command": machine.command("benchmarks.trimul", argv),
                 "torchops": torchops.__version__,
                 "tests": tests,
                 "results": results,

@@ -99,17 +99,15 @@ def _digest(network: nn.Module) -> str:
     return hashlib.sha256(b"".join(parameters)).hexdigest()
 
 
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return f"{os.cpu_count()}-core {line.partition(':')[2].strip()}"
-    return f"{os.cpu_count()}-core CPU"
-
-
 def _run(options: argparse.Namespace, device: torch.device) -> None:
-    result = allreduce_bench.bench(device, _machine(device)) if options.bench else train(options, device)
+    if options.bench:
+        from benchmarks import machine  # needs torchops, as training in mode eager does not
+
+        about = machine.describe(device)
+        result = allreduce_bench.bench(device, about["machine"]) | about
+        result["command"] = machine.command("examples/train_ddp.py", processes=dist.get_world_size())
+    else:
+        result = train(options, device)
     if dist.get_rank() == 0:
         if options.bench:
             print(allreduce_bench.report(result), end="")

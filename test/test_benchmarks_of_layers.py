@@ -86,7 +86,9 @@ def test_cases_are_prepared_in_processes_and_measured_in_turn(capsys: pytest.Cap
 def test_eight_bits_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["--device", "cpu", "--quick", "--shape", "64,32,48", "--json", str(tmp_path / "r.json")]
     assert eight_bits.main(command) == 0
-    (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["command"] == "python -m benchmarks.eight_bits --device cpu --quick --shape 64,32,48"
+    (result,) = document["results"]
     for scales in eight_bits.SCALES:
         assert all(us > 0 for us in result["microseconds"][scales].values())
         assert set(result["relative errors"][scales]) == set(eight_bits.WAYS)

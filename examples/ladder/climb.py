@@ -91,7 +91,7 @@ def main() -> int:
     torch.set_num_threads(most)
 
     description = machine.describe(device)
-    document = {"ladder": description, "command": "python examples/ladder/climb.py", "cases": climbed[::-1]}
+    document = {"ladder": description, "command": machine.command("examples/ladder/climb.py"), "cases": climbed[::-1]}
     folder = options.output / machine.slug(description)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ladder.json").write_text(json.dumps(document, indent=1) + "\n")

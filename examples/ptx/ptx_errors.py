@@ -249,9 +249,12 @@ def measure() -> dict[str, Any]:
     compiled = Module(COMPILED.read_bytes())
     calls["bfloat16: sigmoid.cu, one element per thread"] = (BF16, lambda x: _scalar(compiled, x))
     calls["copy"] = (torch.float32, torch.clone)
+    # Printing tables needs no torchops.
+    sys.path.append(str(ROOT))
+    from benchmarks import machine
+
     return {
-        "machine": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
+        **machine.describe(device),
         "command": "make ptx && python examples/ptx/ptx_errors.py --json ptx.json",
         "instructions": instructions,
         "sigmoids": sigmoids,
