@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import plots
+import torch
+
+from . import plots, timing
+from .machine import revisions
+from .operators import OPERATORS
 from .report import format_seconds
 
 
@@ -33,11 +37,20 @@ def table(document: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     about = document["ladder"]
     shape = "{}, in = {}, out = {}".format(*cases[0]["shape"])
-    lines += ["", f"{about['machine']}, torch {about['torch']}, {cases[0]['dtype']}, rows = {shape}."]
+    revision = f", {revisions(about)}" if "revision of src" in about else ""
+    lines += ["", f"{about['machine']}, torch {about['torch']}{revision}: {cases[0]['dtype']}, rows = {shape}."]
+    lines[-1] += f" Measured {_regime(cases[0])}."
     loads = [case["other load"] for case in cases if case["other load"] is not None]
     if loads and max(loads) > 0.01:
         lines[-1] += f" Other programs used up to {max(loads):.0%} of the processor time meanwhile."
     return "\n".join([*lines, ""])
+
+
+def _regime(case: dict[str, Any]) -> str:
+    """How, as far as the results say it: "by graph replay, with cold inputs"."""
+    inputs = OPERATORS["dense"].make(tuple(case["shape"]), getattr(torch, case["dtype"]), torch.device("meta"))
+    method = f"by {case['method']}, " if "method" in case else ""
+    return f"{method}with {'cold' if timing.cold(inputs) else 'warm'} inputs"
 
 
 def _label(case: dict[str, Any]) -> str:

@@ -16,13 +16,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from . import eight_bits, gates, ladder, pair_plots, plots, report, stages, triangle_attention
+from . import eight_bits, gates, ladder, layer_tables, pair_plots, plots, report, stages, triangle_attention
+from .case import OVERHEAD, OVERHEAD_GRAD
+from .layer_tables import REVISION, read, row
 from .machine import revisions
 from .operators import OPERATORS
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 
-REVISION = "revision of src"  # of a document's machine, or of a result from another revision
 PYTHON_REVISION = "revision of torchops"
 
 ROOT = Path(__file__).parents[1]
@@ -106,14 +107,21 @@ def chosen(machine: str, what: str, columns: Sequence[str], rows: Sequence[tuple
     """A row for each of some cases: `(operator, name of the case)`."""
     cases = {(op, result.case.name): result for op, item in reports(machine).items() for result in item.results}
     head = [what, "torchops", *(NAMES[name] for name in columns)]
-    lines = [_row(head), "|---" * len(head) + "|"]
+    lines = [row(head), "|---" * len(head) + "|"]
     for op, case in rows:
         result = cases[op, case]
         label = case.removeprefix("forward ") if case.startswith("forward (") else case
         cells = [_cell(result, name) for name in columns]
-        lines.append(_row([f"`{op}` {label}", report.format_seconds(result.timings[result.first].seconds), *cells]))
+        lines.append(
+            row([f"`{op}` {label}{_warm(result)}", report.format_seconds(result.timings[result.first].seconds), *cells])
+        )
     used = dict.fromkeys(op for op, _ in rows)
     return "\n".join([*lines, "", source(machine, list(used)), ""])
+
+
+def _warm(result: Result) -> str:
+    """What a row adds to its name: nothing if inputs are cold, as is the rule, or where the host is measured."""
+    return "" if result.cold or result.case.task in (OVERHEAD, OVERHEAD_GRAD) else ", warm"
 
 
 def _cell(result: Result, name: str) -> str:
@@ -124,22 +132,22 @@ def _cell(result: Result, name: str) -> str:
 
 def ratios(machine: str) -> str:
     """By operator and task, the time of every other way over ours: median, least and most over the cases."""
-    groups: dict[tuple[str, str], list[Result]] = {}
+    groups: dict[str, list[Result]] = {}
     for op, item in reports(machine).items():
         for result in item.results:
             if result.first in OURS:
-                groups.setdefault((op, result.case.task), []).append(result)
+                groups.setdefault(f"`{op}`, {result.case.task}{_warm(result)}", []).append(result)
     present = {name for results in groups.values() for result in results for name in result.timings}
     columns = [name for name in NAMES if name in present and name not in BOUNDS]
     head = ["operator", "cases", *(NAMES[name] for name in columns), "share of the roofline"]
-    lines = [_row(head), "|---" * len(head) + "|"]
-    for (op, task), results in groups.items():
+    lines = [row(head), "|---" * len(head) + "|"]
+    for name_of_row, results in groups.items():
         cells = [
             _spread([r.timings[name].ratio for r in results if name in r.timings], "{:.2f}x", "{:.2f}")
             for name in columns
         ]
         shares = [share for r in results if (share := r.share(r.first)) is not None]
-        lines.append(_row([f"`{op}`, {task}", str(len(results)), *cells, _spread(shares, "{:.0%}", "{:.0%}")]))
+        lines.append(row([name_of_row, str(len(results)), *cells, _spread(shares, "{:.0%}", "{:.0%}")]))
     return "\n".join([*lines, "", source(machine, list(reports(machine))), ""])
 
 
@@ -158,107 +166,8 @@ def behind(machine: str) -> str:
         for result in item.results:
             for name, time in result.timings.items():
                 if result.first in OURS and name not in (*OURS, *BOUNDS) and time.ratio < 1 - report.NOISE:
-                    lines.append(_row([f"`{op}` {result.case.name}", NAMES[name], f"{time.ratio:.2f}"]))
+                    lines.append(row([f"`{op}` {result.case.name}{_warm(result)}", NAMES[name], f"{time.ratio:.2f}"]))
     return "\n".join([*lines, ""])
-
-
-def _where(about: dict[str, Any], results: Sequence[dict[str, Any]] = (), name: Callable[[Any], str] = str) -> str:
-    """The machine and revision, and those of results of earlier revisions."""
-    earlier = "; ".join(f"{name(result)}: {result[REVISION]}" for result in results if REVISION in result)
-    others = f" From earlier revisions: {earlier}." if earlier else ""
-    return f"{about['machine']}, torch {about['torch']}, {revisions(about)}.{others}"
-
-
-def _triangle_row(result: dict[str, Any], call: str) -> str:
-    times, memory = result["microseconds"], result["pair tensors"]
-    names = ("torchops", "channels first, torch.compile", "as written")
-    cells = {n: f"{report.format_seconds(times[n] / 1e6)} ({memory[n]:.1f})" for n in names if times.get(n) is not None}
-    return _row([str(result["n"]), call, *(cells.get(name, "") for name in names)])
-
-
-_TRIANGLE_HEAD = [
-    "| N | call | torchops | channels first, `torch.compile` | as papers write it, eager |",
-    "|---|---|---|---|---|",
-]
-
-
-def triangle(machine: str) -> str:
-    """Results of `python -m benchmarks.triangle`: times, and memory in pair tensors."""
-    document = json.loads((RESULTS / machine / "triangle.json").read_text())
-    results = [r for r in document["results"] if r.get("section", "forward") in ("forward", "backward")]
-    results.sort(key=lambda r: (r["n"], r["task"] == "forward and backward"))
-    lines = [*_TRIANGLE_HEAD, *(_triangle_row(result, result["task"]) for result in results)]
-    where = _where(document["machine"], results, lambda r: f"{r['n']} {r['task']}")
-    return "\n".join([*lines, "", where, ""])
-
-
-def triangle_paths(machine: str) -> str:
-    """Its results by the kernels that other GPUs have, and in other dtypes."""
-    document = json.loads((RESULTS / machine / "triangle-paths.json").read_text())
-    lines = [*_TRIANGLE_HEAD]
-    for result in document["results"]:
-        if result["path"] != "cublas":
-            dtype = "TF32" if result["tf32"] else result["dtype"]
-            where = ", other GPUs" if result["path"] == "portable" else ""
-            lines.append(_triangle_row(result, f"{dtype}{where}, {result['task']}"))
-    return "\n".join([*lines, "", _where(document["machine"]), ""])
-
-
-def pair_layer(machine: str) -> str:
-    """Results of `python -m benchmarks.pair_layer`: times, and memory in pair tensors."""
-    document = json.loads((RESULTS / machine / "pair_layer.json").read_text())
-    titles = {
-        "torchops": "torchops",
-        "torchops, checkpointed": "checkpointed",
-        "assembled by an expert": "assembled by an expert",
-        "torch.compile": "`torch.compile`",
-        "eager": "eager",
-    }
-    titles = {k: v for k, v in titles.items() if any(k in result["microseconds"] for result in document["results"])}
-    lines = [f"| N | call | {' | '.join(titles.values())} |", "|---|---|" + "---|" * len(titles)]
-    for result in document["results"]:
-        times, memory = result["microseconds"], result["pair tensors"]
-        cells = {name: f"{report.format_seconds(times[name] / 1e6)} ({memory[name]:.1f})" for name in times}
-        call = f"{result['task']}, {result['precision']}"
-        lines.append(_row([str(result["n"]), call, *(cells.get(name, "") for name in titles)]))
-    where = _where(document["machine"], document["results"], lambda r: f"{r['n']} {r['task']} {r['precision']}")
-    return "\n".join([*lines, "", where, ""])
-
-
-def released(machine: str) -> str:
-    """Results of `python -m benchmarks.boltz` for a stack of layers before and after `torchops.nn.replace`."""
-    document = json.loads((RESULTS / machine / "boltz.json").read_text())
-    lines = ["| N | call | as released | after `replace` | deviation before, after |", "|---|---|---|---|---|"]
-    for result in document["results"]:
-        before, after = result["before"], result["after"]
-        cells = [f"{report.format_seconds(way['ms'] / 1e3)}, {way['MiB']:.0f} MiB" for way in (before, after)]
-        deviations = ", ".join(f"{way['deviation']['result']['norm']:.1e}" for way in (before, after))
-        lines.append(_row([str(result["n"]), f"{result['task']}, {result['precision']}", *cells, deviations]))
-    return "\n".join([*lines, "", _where(document["machine"]), ""])
-
-
-def swapped(machine: str) -> str:
-    """Results of `python -m benchmarks.boltz` for single modules before and after `torchops.nn.replace`."""
-    document = json.loads((RESULTS / machine / "boltz.json").read_text())
-    lines = [
-        "| package | module | largest element | difference in float32 | in bf16-mixed | distance before, after |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in document["modules"]:
-        mixed = row["bf16-mixed"]
-        lines.append(
-            _row(
-                [
-                    f"{row['package']} {row['version']}",
-                    row["module"],
-                    f"{row['greatest element']:.2f}",
-                    f"{row['float32']['greatest difference']:.1e}",
-                    f"{mixed['greatest difference']:.3f}",
-                    ", ".join(f"{mixed[f'deviation {when}']['norm']:.1e}" for when in ("before", "after")),
-                ]
-            )
-        )
-    return "\n".join([*lines, "", _where(document["machine"]), ""])
 
 
 def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
@@ -267,32 +176,19 @@ def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[di
     return gates.to_markdown(document, contenders, keep)
 
 
-def trimul(machine: str) -> str:
-    """Results of `python -m benchmarks.trimul`."""
-    document = json.loads((RESULTS / machine / "trimul.json").read_text())
-    lines = [_row(("N", "batch", "c", "mask", "inputs", "time", "largest error, of the tolerance")), "|---" * 7 + "|"]
-    for r in document["results"]:
-        kinds = "random" if r["masked"] else "ones", "Cauchy" if r["cauchy"] else "normal"
-        cells = [*(str(r[key]) for key in ("n", "batch", "dim")), *kinds]
-        lines.append(_row([*cells, report.format_seconds(r["microseconds"] / 1e6), f"{r['of the tolerance']:.2f}"]))
-    mean, tests = report.format_seconds(document["geometric mean"] / 1e6), document["tests"]
-    score = f"Geometric mean {mean}; in the task's {len(tests)} tests of values, the error is at most {max(tests):.2f}."
-    return "\n".join([*lines, "", f"{score} {_where(document['machine'])}", ""])
-
-
 def staged(machine: str) -> str:
     """Results of `python -m benchmarks.stages`."""
-    return stages.to_markdown(json.loads((RESULTS / machine / "stages.json").read_text()))
+    return stages.to_markdown(read(machine, "stages"))
 
 
 def scaled(machine: str) -> str:
     """Results of `python -m benchmarks.eight_bits`."""
-    return eight_bits.to_markdown(json.loads((RESULTS / machine / "eight_bits.json").read_text()))
+    return eight_bits.to_markdown(read(machine, "eight_bits"))
 
 
 def attended(machine: str) -> str:
     """Results of `python -m benchmarks.triangle_attention`."""
-    return triangle_attention.to_markdown(json.loads((RESULTS / machine / "triangle_attention.json").read_text()))
+    return triangle_attention.to_markdown(read(machine, "triangle_attention"))
 
 
 def models(machine: str) -> str:
@@ -305,8 +201,10 @@ def ptx(machine: str, which: int) -> str:
     """One of the tables of results of `examples/ptx/ptx_errors.py`."""
     if (folder := str(ROOT / "examples/ptx")) not in sys.path:
         sys.path.append(folder)
-    tables: str = importlib.import_module("ptx_errors").table(json.loads((RESULTS / machine / "ptx.json").read_text()))
-    return tables.strip().split("\n\n")[which] + "\n"
+    document = read(machine, "ptx")
+    tables: str = importlib.import_module("ptx_errors").table(document)
+    source = f"\n{layer_tables.where(document)}\n" if REVISION in document else ""
+    return tables.strip().split("\n\n")[which] + "\n" + source
 
 
 def climbed(machine: str) -> str:
@@ -315,10 +213,6 @@ def climbed(machine: str) -> str:
     if not path.exists():
         return "Not measured on this machine yet. Run `make ladder` or `make ladder-gpu` with `LADDER_FLAGS=--save`.\n"
     return ladder.table(json.loads(path.read_text()))
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 _DENSE = [
@@ -363,15 +257,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "behind-h100": partial(behind, H100),
     "ratios-cpu": partial(ratios, EPYC),
     "behind-cpu": partial(behind, EPYC),
-    "triangle-h100": partial(triangle, H100),
-    "triangle-paths-h100": partial(triangle_paths, H100),
-    "pair-layer-h100": partial(pair_layer, H100),
+    "triangle-h100": partial(layer_tables.triangle, H100),
+    "triangle-paths-h100": partial(layer_tables.triangle_paths, H100),
+    "pair-layer-h100": partial(layer_tables.pair_layer, H100),
     "transition-h100": partial(chosen, H100, "(rows, c, hidden)", ("eager", "compile"), _TRANSITION),
     "triangle-attention-h100": partial(attended, H100),
-    "released-h100": partial(released, H100),
-    "swapped-cpu": partial(swapped, EPYC),
+    "released-h100": partial(layer_tables.released, H100),
+    "swapped-cpu": partial(layer_tables.swapped, EPYC),
     "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),
-    "trimul-h100": partial(trimul, H100),
+    "trimul-h100": partial(layer_tables.trimul, H100),
     "stages-h100": partial(staged, H100),
     "gates-by-cublas-h100": partial(
         gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)

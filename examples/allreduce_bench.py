@@ -99,7 +99,10 @@ def model(document: dict[str, Any]) -> Callable[[int], float]:
 
 def report(document: dict[str, Any]) -> str:
     """What was measured where, and the table, as Markdown."""
-    return f"{document['machine']}, torch {document['torch']}, `{document['command']}`:\n\n{table(document)}"
+    # The earliest results have no revision.
+    revision = f", revision {document['revision of src']} of `src`" if "revision of src" in document else ""
+    source = f"{document['machine']}, torch {document['torch']}{revision}"
+    return f"{source}, `{document['command']}`:\n\n{table(document)}"
 
 
 def table(document: dict[str, Any]) -> str:

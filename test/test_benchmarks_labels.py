@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import allreduce_bench
 import pytest
 import torch
 
-from benchmarks import machine
+from benchmarks import ladder, machine, render
+from benchmarks.case import OVERHEAD, Case, Cost
+from benchmarks.report import Report, Result
+from benchmarks.timing import Timing
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -45,3 +50,40 @@ def test_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.command("examples/ladder/climb.py") == "python examples/ladder/climb.py --quick"
     torchrun = "torchrun --standalone --nproc-per-node 2 -m benchmarks.triangle_sharded"
     assert machine.command("benchmarks.triangle_sharded", [], 2) == torchrun
+
+
+def test_rows_tell_warm_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a part of the cases is warm, they have a row of their own."""
+    timings = {"cpp": Timing(1e-6, 1e-6, 1e-6, 1.0), "eager": Timing(5e-7, 5e-7, 5e-7, 0.5)}
+    cases = [Case("dense", (1, 2, 3)), Case("dense", (2**20, 128, 128)), Case("dense", (1, 1, 1), task=OVERHEAD)]
+    results = [Result(case, Cost(1, 1), 0.0, timings) for case in cases]
+    about = {"machine": "M", "torch": "2", "revision of src": "abc"}
+    monkeypatch.setattr(render, "reports", lambda machine: {"dense": Report("dense", about, "", {}, results)})
+    rows = render.ratios("M").splitlines()[2:5]
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| `dense`, forward, warm",
+        "| `dense`, forward",
+        "| `dense`, overhead",
+    ]
+    assert "| `dense` forward (1, 2, 3) float32, warm | eager | 0.50 |" in render.behind("M")
+    assert "M, torch 2, revision abc of `src`." in render.ratios("M")
+
+
+def test_tables_with_revisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of PTX, of the ladder and of all-reduces: in results that have them."""
+    about = {"machine": "M", "torch": "2", "revision of src": "abc", "revision of torchops": "def"}
+    document = json.loads((render.RESULTS / render.H100 / "ptx.json").read_text())
+    monkeypatch.setattr(render, "read", lambda machine, name: document)
+    assert "revision" not in render.ptx("M", 2)
+    document |= about
+    assert render.ptx("M", 2).endswith("\n\nM, torch 2, revision abc of `src`, def of `torchops`.\n")
+    ladder_of = json.loads((render.RESULTS / render.H100 / "ladder.json").read_text())
+    ladder_of["ladder"] |= about
+    ladder_of["cases"][0]["method"] = "graph replay"
+    where = "M, torch 2, revision abc of `src`, def of `torchops`: bfloat16"
+    assert where in ladder.table(ladder_of)
+    assert "Measured by graph replay, with cold inputs." in ladder.table(ladder_of)
+    seconds = dict.fromkeys(allreduce_bench.CALLS, 1e-3)
+    rows = [{"bytes": size, "seconds": seconds} for size in (2**12, 2**20)]
+    sums = {**about, "command": "torchrun", "processes": 2, "backend": "gloo", "rows": rows}
+    assert allreduce_bench.report(sums).startswith("M, torch 2, revision abc of `src`, `torchrun`:\n")

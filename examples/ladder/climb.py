@@ -58,6 +58,7 @@ def climb(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
     return {
         "shape": list(case.shape),
         "dtype": case.dtype_name,
+        "method": measured.method,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "seconds": {name: timing.seconds for name, timing in measured.timings.items()},
         # The first step is the first contender, so this is a median of ratios within a round.
