@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from . import compare, gradcheck, implementations, inductor, machine, memory, render, run
+from . import compare, gradcheck, implementations, inductor, machine, memory, render, run, timing
 from .case import Task
 from .operators import OPERATORS
 
@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("--shape", type=run.parse_shape, action="append", help="in place of the cases: 128,256,64")
     measure.add_argument("--dtype", type=_names(run.DTYPES), default=[], help=f"by comma: {', '.join(run.DTYPES)}")
     measure.add_argument("--task", choices=get_args(Task), help="only cases of this kind")
+    measure.add_argument("--regime", choices=timing.REGIMES, help="a chip hot from the same work, or single calls")
     measure.add_argument("--seconds", type=float, help="compile nothing more once this much time has passed")
     peaks = command("memory", memory.run, "measure peak memory, in place and out of place")
     peaks.add_argument("--only", help=argparse.SUPPRESS)

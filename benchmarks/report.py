@@ -21,6 +21,10 @@ METHODS = {
     "events": "events: about 1 ms of calls queued back to back, or one longer call, between two events on the device.\n"
     "  The chip is neither idle, as before a single call, nor as hot as after seconds of the same work.",
     "graph replay": "graph replay: the same for a CUDA graph of at most 64 calls, so that launches don't show.",
+    "hot": "hot: calls with the same inputs for about four seconds, of which the last is measured. One contender\n"
+    "  comes after the other, so a ratio is that of two medians. Launches may show in short calls.",
+    "single": "single: one call at a time on an idle chip, between two events on a GPU, after other memory has gone\n"
+    "  through the caches.",
 }
 # Two measurements of the same thing differ by about this much, so only a larger difference misses a target.
 NOISE = 0.01
@@ -50,6 +54,8 @@ class Result:
     @property
     def cold(self) -> bool:
         """Whether the inputs have left the caches before each call."""
+        if self.method in timing.REGIMES:
+            return self.method == "single"
         meta = torch.device("meta")
         return timing.cold(OPERATORS[self.case.op].make(self.case.shape, self.case.dtype, meta))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from . import implementations, machine, plots, report, timing, workload
-from .case import FORWARD, Case, Shape
+from .case import BACKWARD, FORWARD, Case, Shape
 from .operators import OPERATORS
 from .progress import Progress
 from .report import Report, Result
@@ -65,6 +65,8 @@ def selected(options: argparse.Namespace, device_type: str) -> list[Case]:
             cases += [case for case in operator.cases(device_type) if not dtypes or case.dtype in dtypes]
     if options.task and not options.shape:
         cases = [case for case in cases if case.task == options.task]
+    if options.regime:  # which are of the chip, not of the host
+        cases = [case for case in cases if case.task in (FORWARD, BACKWARD)]
     return [case for case in cases if options.case in case.name]
 
 
@@ -104,6 +106,7 @@ def measure_case(
     load: machine.OtherLoad,
     progress: Progress,
     references: bool = True,
+    regime: str = "",
 ) -> Result:
     """Builds, checks and times one case; whatever fails is recorded in the result."""
     # Otherwise compiled code of earlier cases would count towards the recompile limit.
@@ -116,7 +119,7 @@ def measure_case(
             accuracy, wrong = workload.check(work)
             _free(device)  # exact values, which CUDA graphs could not claim back
             contenders = {name: call for name, call in work.contenders.items() if name not in wrong}
-            measured = timing.measure(contenders, work.inputs, case.task, device, effort, progress.state, load)
+            measured = timing.measure(contenders, work.inputs, case.task, device, effort, progress.state, load, regime)
             cost = work.operator.cost(case.shape, case.task)
             floor = roofline.floor(case, cost)
             problems = {**wrong, **measured.errors}
@@ -150,7 +153,7 @@ def measure_cases(
         if options.seconds and time.monotonic() - begin > options.seconds and not options.mode:
             left_out = {mode: f"left out after {options.seconds:.0f} s" for mode in chosen if mode.startswith("comp")}
         modes = [mode for mode in chosen if mode not in left_out]
-        result = measure_case(case, modes, device, effort, roofline, load, progress)
+        result = measure_case(case, modes, device, effort, roofline, load, progress, regime=options.regime or "")
         yield replace(result, errors={**result.errors, **left_out})
 
 
@@ -165,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"python -m benchmarks run: {reason}", file=sys.stderr)
         return 2
     description = machine.describe(device)
-    partial = options.quick or options.case or options.mode or options.shape or options.dtype or options.task
+    partial = any(getattr(options, name) for name in ("regime", "quick", "case", "mode", "shape", "dtype", "task"))
     folder = (options.output or (PART_RESULTS if partial else RESULTS)) / machine.slug(description)
     print("; ".join(f"{name} {value}" for name, value in description.items()))
     for mode in implementations.MODES:

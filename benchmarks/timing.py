@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ GRAPH_BELOW_SECONDS = 1e-4
 EVENT_SECONDS = 1e-3
 # The device's queue holds about a thousand launches; a call on a full queue would wait.
 OVERHEAD_CALLS = 100
+# Other regimes: the seconds of the same work before and while a hot chip is measured, and of idleness before a call.
+HOT_AFTER, HOT_MEASURED = 3.0, 1.0
+IDLE_SECONDS = 0.01
+REGIMES = ("hot", "single")
 
 Inputs = Sequence[tuple[Tensor, ...]]
 
@@ -136,10 +141,12 @@ def measure(
     effort: Effort,
     on_round: Callable[[str], None] = lambda state: None,
     during_rounds: AbstractContextManager[object] | None = None,
+    regime: str = "",
 ) -> Measured:
     """Times the contenders. One that fails doesn't affect the others.
 
-    `on_round` is called with the progress. `during_rounds` is entered only while measuring.
+    `on_round` is called with the progress. `during_rounds` is entered only while measuring. With `regime` "hot", each
+    calls the same inputs for seconds before it is measured, and with "single", each call finds an idle chip.
     """
     by_events = device.type == "cuda" and task not in (STEP, OVERHEAD, OVERHEAD_GRAD)
     errors: dict[str, str] = {}
@@ -151,6 +158,12 @@ def measure(
                 trials[name] = _trial(call, inputs, device)
             except Exception as error:
                 errors[name] = first_line(error)
+        if regime:
+            alone, ways = _hot if regime == "hot" else _single, {name: contenders[name] for name in trials}
+            with during_rounds or nullcontext():
+                samples = alone(ways, inputs, task, device, effort, trials, on_round)
+            first = next(iter(samples.values()), [])
+            return Measured({name: _alone(values, first) for name, values in samples.items()}, errors, regime)
         short = bool(trials) and min(trials.values()) < GRAPH_BELOW_SECONDS
         graph = by_events and (short or task == BACKWARD)
         samplers: dict[str, _Sampler] = {}
@@ -294,6 +307,60 @@ def _rounds(
         gc.enable()
     _synchronize(device)
     return {name: [pending() for pending in values] for name, values in pendings.items()}
+
+
+def _hot(
+    contenders: Mapping[str, Callable[..., Any]],
+    inputs: Inputs,
+    task: Task,
+    device: torch.device,
+    effort: Effort,
+    trials: Mapping[str, float],
+    on_round: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """One contender after the other, without a pause that would let the chip cool down."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    by_events = device.type == "cuda"
+    for name, call in contenders.items():
+        on_round(f"{name}, hot")
+        sampler = _sampler(call, inputs[:1], task, device, effort, trials[name], graph=False)
+        begin = time.perf_counter()
+        while (elapsed := time.perf_counter() - begin) < HOT_AFTER + HOT_MEASURED or len(samples[name]) < 2:
+            # As much as the queue takes at once, so that the chip never waits for the host.
+            pendings = [_timed(sampler, by_events, device) for _ in range(10 if trials[name] < EVENT_SECONDS else 2)]
+            _synchronize(device)
+            if elapsed >= HOT_AFTER:
+                samples[name] += [pending() for pending in pendings]
+    return samples
+
+
+def _single(
+    contenders: Mapping[str, Callable[..., Any]],
+    inputs: Inputs,
+    task: Task,
+    device: torch.device,
+    effort: Effort,
+    trials: Mapping[str, float],
+    on_round: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """Call by call, each after other memory has gone through the caches and the chip has had nothing to do."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    other, order, turn = torch.empty(ROTATED_BYTES // 4, device=device), random.Random(0), itertools.cycle(inputs)
+    for done in range(effort.max_rounds):
+        for name in order.sample([*contenders], len(contenders)):
+            args = next(turn)
+            other.zero_()
+            _synchronize(device)
+            time.sleep(IDLE_SECONDS)
+            samples[name].append(once(partial(contenders[name], *args), device))
+        on_round(f"round {done + 1}/{effort.max_rounds}")
+    return samples
+
+
+def _alone(samples: list[float], first: list[float]) -> Timing:
+    """Without common rounds, the ratio is that of the medians."""
+    low, median, high = statistics.quantiles(samples, n=4)
+    return Timing(median, low, high, median / statistics.median(first))
 
 
 def _summary(samples: list[float], first: list[float]) -> Timing:

@@ -11,7 +11,8 @@ import allreduce_bench
 import pytest
 import torch
 
-from benchmarks import ladder, machine, render
+from benchmarks import ladder, machine, render, timing
+from benchmarks.__main__ import main
 from benchmarks.case import OVERHEAD, Case, Cost
 from benchmarks.report import Report, Result
 from benchmarks.timing import Timing
@@ -87,3 +88,21 @@ def test_tables_with_revisions(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"bytes": size, "seconds": seconds} for size in (2**12, 2**20)]
     sums = {**about, "command": "torchrun", "processes": 2, "backend": "gloo", "rows": rows}
     assert allreduce_bench.report(sums).startswith("M, torch 2, revision abc of `src`, `torchrun`:\n")
+
+
+@pytest.mark.parametrize("regime", timing.REGIMES)
+def test_other_regimes(regime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "HOT_AFTER", 0.02)
+    monkeypatch.setattr(timing, "HOT_MEASURED", 0.02)
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 2**20)
+    command = ["run", "-o", "dense", "-m", "cpp,eager", "--shape", "33,17,9", "--quick", "--device", "cpu"]
+    assert main([*command, "--regime", regime, "--output", str(tmp_path)]) == 0
+    (path,) = tmp_path.rglob("dense.json")
+    (case,) = json.loads(path.read_text())["cases"]
+    assert case["method"] == regime
+    assert list(case["timings"]) == ["cpp", "eager", "preallocated", "linear"]
+    assert all(timing_["low"] <= timing_["seconds"] <= timing_["high"] for timing_ in case["timings"].values())
+    assert case["timings"]["cpp"]["ratio"] == 1.0
+    assert f"- {regime}: " in path.with_suffix(".md").read_text()
+    # Overheads are times of the host.
+    assert main(["run", "-o", "dense", "--task", "overhead", "--regime", regime, "--device", "cpu"]) == 2
