@@ -67,7 +67,9 @@ def sigmoid_call(draw: Draw) -> Call:
 
 def square_matmul_call(draw: Draw) -> Call:
     leading, n, transposed = draw(LEADING), draw(SIZE), draw(st.booleans())
-    return Call(((*leading, n), (n, n)), lambda t: arguments(*t, transpose_b=transposed))
+    # One matrix, or one for each matrix of a.
+    batch = leading[:-1] if draw(st.booleans()) else ()
+    return Call(((*leading, n), (*batch, n, n)), lambda t: arguments(*t, transpose_b=transposed))
 
 
 def softmax_call(draw: Draw) -> Call:
@@ -385,12 +387,25 @@ def test_autograd_state(case: OpCase, device: str) -> None:
         return function(t, *rest, **named)
 
     reads_result = hasattr(call(case.reference, x[:-4].clone().requires_grad_(), *rest).grad_fn, "_saved_result")
+    assert_states_as_of_copy_(
+        lambda t, *p: call(case.op, t, *p), lambda t, *p: call(case.reference, t, *p), x, rest, reads_result
+    )
+
+
+def assert_states_as_of_copy_(
+    overwrite: Callable[..., Any],
+    reference: Callable[..., Tensor],
+    x: Tensor,
+    rest: Sequence[Tensor],
+    reads_result: bool = False,
+) -> None:
+    """In every state, `overwrite` does to a part of x what `copy_` of the value of `reference` does."""
     for state in STATES:
-        got = outcome(state, lambda t, *p: call(case.op, t, *p), x, rest)
+        got = outcome(state, overwrite, x, rest)
         if reads_result and state.twice and state.x_requires_grad and state.mode == "grad" and "backward raises" in got:
             assert state.target in ("intermediate", "view", "view of a view"), state
             continue
-        expected = outcome(state, lambda t, *p: t.copy_(call(case.reference, t.clone(), *p)), x, rest)
+        expected = outcome(state, lambda t, *p: t.copy_(reference(t.clone(), *p)), x, rest)
         assert [g for g in got if not isinstance(g, Tensor)] == [e for e in expected if not isinstance(e, Tensor)], (
             state
         )
