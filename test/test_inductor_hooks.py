@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_all_close
+from test_compile import allocations
 from test_inductor import SIGMOID, everywhere, t, values
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._inductor.utils import fresh_cache
 
 import torchops
 from torchops._inductor import table
@@ -35,19 +36,37 @@ def gate(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return torch.sigmoid(F.linear(x, w, b)) * x
 
 
-def test_generated_code() -> None:
-    """The pre-activation is in no buffer, forward and backward are those of eager mode, and each place counts once."""
-    arguments = [t(5, 4, 7).requires_grad_(), t(7, 7).requires_grad_(), t(7).requires_grad_()]
+def test_operators_and_memory_of_compiled_code() -> None:
+    """Forward and backward are an operator each, nothing else multiplies matrices, and each place counts once.
+
+    Of the size of the pre-activation there are the result, and in backward the gradients of both factors: neither the
+    pre-activation itself nor its gradient. The tensors are larger than any scratch.
+    """
+    arguments = [t(10_000, 4, 64).requires_grad_(), t(64, 64).requires_grad_(), t(64).requires_grad_()]
+    compiled = torch.compile(gate, fullgraph=True)
     with torchops.inductor.enable():
-        got, (forward, backward) = run_and_get_code(
-            lambda: values(torch.compile(gate, fullgraph=True), arguments, True)
-        )
+        got = values(compiled, arguments, True)
     assert_all_close(got, values(gate, arguments, True))
     assert torchops.inductor.matches() == 1
-    assert "myops.gate.default(" in forward
-    assert "addmm(" not in forward
-    assert "myops._gate_backward.default(" in backward
-    assert "mm(" not in backward
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        outputs.append(compiled(*arguments))
+
+    def backward() -> None:
+        torch.autograd.grad(outputs[-1], arguments, got[0])
+
+    for call, operator, tensors in ((forward, "myops::gate", 1), (backward, "myops::_gate_backward", 2)):
+        outputs.append(compiled(*arguments))
+        sizes, _ = allocations(call)
+        assert len([size for size in sizes if size >= got[0].nbytes // 2]) == tensors
+        outputs.append(compiled(*arguments))
+        with torch.profiler.profile() as profile:
+            call()
+        names = [event.name for event in profile.events() or ()]
+        ours = [name for name in names if name.startswith("myops::")]
+        assert ours == [operator]
+        assert not {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear"}.intersection(names)
     assert config.joint_custom_pre_pass is None
 
 
