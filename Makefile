@@ -295,7 +295,7 @@ MACHINE = $$($(1) -c "import torch; from benchmarks import machine as m; print(m
 MEASURE = failed=; measure() { "$$@" || failed="$$failed, $${*:2:2}"; }
 
 committed:
-	@[ -n "$$BENCH_REVISION" ] || git diff --quiet HEAD -- src || { echo "commit first: results name the revision of src"; exit 1; }
+	@[ -n "$$BENCH_REVISION" ] || git diff --quiet HEAD -- src torchops || { echo "commit first: results name the revisions of src and torchops"; exit 1; }
 
 results: BENCH_FLAGS := --device cpu
 results: committed build $(VENV)/.group-demo
@@ -303,6 +303,7 @@ results: committed build $(VENV)/.group-demo
 	$(BENCH); \
 	measure $(RUN) -m benchmarks.gates --device cpu --json $$here/gates.json; \
 	measure $(RUN) -m benchmarks.pair_layer --device cpu --sizes 128 --tasks forward --json $$here/pair_layer.json; \
+	measure $(RUN) -m benchmarks.boltz --device cpu --json $$here/boltz.json; \
 	measure $(RUN) examples/ladder/climb.py --device cpu --output $(RESULTS); \
 	measure $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py --bench --json $$here/allreduce.json; \
 	$(if $(BENCH_OUTPUT),,measure $(RUN) -m benchmarks render;) \
