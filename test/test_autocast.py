@@ -98,7 +98,12 @@ def test_like_aten(case: OpCase, device: str, sample: Sample, first: torch.dtype
         assert (got_grad.double() - exact_grad).abs().sum() <= 0.05 * exact_grad.abs().sum() + 0.05
 
 
-@pytest.mark.parametrize(("first", "rest"), [(FULL, LOW), (LOW, FULL), (torch.float64, FULL)])
+OTHER = torch.float16
+
+
+@pytest.mark.parametrize(
+    ("first", "rest"), [(FULL, LOW), (LOW, FULL), (torch.float64, FULL), (OTHER, OTHER), (OTHER, FULL)]
+)
 @pytest.mark.ops(mutating=True, leaves=True, large=False)
 def test_in_place_keeps_the_dtype(
     case: OpCase, device: str, sample: Sample, first: torch.dtype, rest: torch.dtype
@@ -106,7 +111,7 @@ def test_in_place_keeps_the_dtype(
     arguments = mixed(sample(torch.float32, device, requires_grad=True), first, rest)
     if case.casts_weights and first == torch.float64:
         pytest.skip("an error: see test_weights_alone_are_cast")
-    same = mixed(arguments, first, LOW if case.casts_weights else first)
+    same = mixed(arguments, first, LOW if case.casts_weights and first != OTHER else first)
     cotangent = random_like(case.mutated(arguments[0]))
     got, got_grads = gradients(under_autocast(case.pure, device), arguments, cotangent)
     expected, expected_grads = gradients(case.pure, same, cotangent)

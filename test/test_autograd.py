@@ -149,6 +149,23 @@ def test_reverse_over_forward(case: OpCase, device: str, dtype: torch.dtype, sam
     assert_all_close(*results)
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+def test_forward_over_reverse_of_glu(activation: str) -> None:
+    """The gradient of ATen's silu has no forward-mode derivative."""
+    x, w, direction = (
+        random_like(torch.empty(s, dtype=torch.float64), i) for i, s in enumerate([(3, 5), (4, 5), (3, 5)])
+    )
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (torchops.glu(x, w, w.sin(), activation=activation) ** 2).sum()
+
+    _, expected = torch.func.jvp(torch.func.grad(loss), (x,), (direction,))
+    with forward_ad.dual_level():
+        leaf = forward_ad.make_dual(x.requires_grad_(), direction)
+        (made,) = torch.autograd.grad(loss(leaf), leaf)
+        assert_all_close([forward_ad.unpack_dual(made).tangent], [expected])
+
+
 @pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64], samples=["matrix"])
 def test_tangent_on_one_argument(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     for chosen in range(len(tensors(sample(dtype, device)))):

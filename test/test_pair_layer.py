@@ -147,3 +147,16 @@ def test_start() -> None:
     x = random_like(torch.empty(2, N, N, 8))
     assert torch.equal(PairLayer(8, 2, 4, bias=True).eval()(x), x)
     assert "dropout=0.25, checkpoint=False" in repr(PairLayer(8, 2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_in_place_keeps_the_dtype(dtype: torch.dtype) -> None:
+    """Parameters are cast to a 16-bit x, which cannot be cast itself, whatever the lower precision is."""
+    _, ours = layers()
+    ours.dropout = 0.0
+    x = random_like(torch.empty(2, N, N, 8), 50).to(dtype)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            got = ours(x.clone(), MASK.float(), inplace=True)
+        expected = ours.to(dtype)(x.clone(), MASK.float(), inplace=True)
+    assert_all_close([got], [expected])

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
 
+import torchops
+
 SIZES = {
     "dense": ((3, 5), (4, 5), (4,)),
     "gate": ((3, 4), (3, 5), (4, 5), (4,)),
@@ -174,6 +176,26 @@ def test_jvp_of_grad_and_grad_of_jvp(case: OpCase) -> None:
         return forward_over_reverse, grad(lambda *t: jvp(scalar(f), t, tangents)[1], every(x))(*x)
 
     compare(case, transform)
+
+
+OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "square_matmul_": lambda y: torchops.square_matmul_(y, y.t()),
+    "gate_": lambda y: torchops.gate_(y, y[:], y.t(), y[0]),
+    "layer_norm_": lambda y: torchops.layer_norm_(y, (3,), y[0], y[1]),
+    "transition_": lambda y: torchops.transition_(
+        y, norm_weight=y[0], gate_weight=y, up_weight=y.t(), down_weight=y, down_bias=y[2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_arguments_that_overlap(name: str) -> None:
+    """Wrappers of torch.func have no memory from which that could be seen."""
+    x = random_like(torch.empty(3, 3, dtype=torch.float64))
+    loss = scalar(lambda x: OVERLAPPING[name](x * 1.5))
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert_all_close([grad(loss)(x), vmap(grad(loss))(x.expand(2, 3, 3))[1]], [expected, expected])
 
 
 def test_reverse_mode_outside(case: OpCase) -> None:

@@ -286,16 +286,18 @@ def _materialized(op: Any) -> Callable[..., Any]:
 
 
 def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    """Casts the parameters, and x unless it is float32 or overwritten."""
+    """Casts the parameters, and x unless it is float32 or overwritten: then they get the dtype of a 16-bit x."""
 
-    def cast(t: Tensor | None) -> Tensor | None:
+    def cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         floating = t is not None and t.device.type == device_type and t.is_floating_point() and t.dtype != torch.float64
-        return t.to(torch.get_autocast_dtype(device_type)) if t is not None and floating else t
+        return t.to(dtype) if t is not None and floating else t
 
     def kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> Any:
+        keeps = op is update_ and x.dtype in (torch.float16, torch.bfloat16)
+        dtype = x.dtype if keeps else torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(attention._AUTOCAST):
-            given = x if op is update_ or x.dtype == torch.float32 else cast(x)
-            return op(given, mask, [cast(t) for t in parameters], *how)
+            given = x if op is update_ or x.dtype == torch.float32 else cast(x, dtype)
+            return op(given, mask, [cast(t, dtype) for t in parameters], *how)
 
     return kernel
 

@@ -19,6 +19,13 @@ enum class CastTo {
   kFirst,           ///< the dtype of the first argument, which is not cast: operators that overwrite it
 };
 
+/// Where autocast casts the parameters of an operator: to its lower precision, but to the dtype of a 16-bit tensor that
+/// is overwritten, since that one cannot be cast.
+inline CastTo of_parameters(const Tensor&) { return CastTo::kLowerPrecision; }
+inline CastTo of_parameters(Tensor& self) {
+  return self.element_size() == 2 ? CastTo::kFirst : CastTo::kLowerPrecision;
+}
+
 /// Casts arguments while it lives, and turns autocast off so that nothing further down undoes the casts (except inside
 /// torch.func, whose levels start from the state outside of it). Cast weights come from autocast's cache. Casts nothing
 /// if autocast is off for the device of `first`.
@@ -75,7 +82,7 @@ struct CastParameters;
 template <class Return, class X, class... Args, Return (*function)(X&, Args...)>
 struct CastParameters<function> {
   static Return call(X& x, Args... args) {
-    const Casting cast(CastTo::kLowerPrecision, x);
+    const Casting cast(of_parameters(x), x);
     return function(cast.unless_float32(x), cast(args)...);
   }
 };

@@ -118,7 +118,7 @@ TORCHOPS_MUTATING("gate_", GateInPlace)
 // Casts w and b, but not a float32 x or v: the kernels read those as they are, without a 16-bit copy.
 template <auto function, class V>
 auto with_cast_weights(V& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  const Casting cast(CastTo::kLowerPrecision, x);
+  const Casting cast(of_parameters(v), v);
   return function(cast.unless_float32(v), cast.unless_float32(x), cast(w), cast(b));
 }
 

@@ -27,7 +27,9 @@ struct GluFunctional : FunctionalOp<GluFunctional, glu> {
   }
   static Tensor decomposed(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
                            const OptionalTensor& bg, std::string_view activation) {
-    return gated(linear(x, w, b), linear(x, wg, bg), activation);
+    const bool is_silu = detail::glu_activation(activation) == GluActivation::kSilu;
+    const Tensor u = linear(x, wg, bg);
+    return linear(x, w, b) * (is_silu ? silu_written_out(u) : at::sigmoid(u));
   }
   static Tensor train(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
                       const OptionalTensor& bg, std::string_view activation);

@@ -3,9 +3,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sum.h>
 
 #include "autograd/recipe.h"
+#include "ops/layer_norm.h"
 
 namespace torchops::autograd {
 
@@ -21,5 +23,10 @@ Tensor weight_gradient(const Tensor& dz, const Tensor& x) {
 }
 
 Tensor bias_gradient(const Tensor& dz) { return detail::as_rows(dz).sum(0); }
+
+Tensor silu_written_out(const Tensor& u) {
+  const Tensor wide = u.to(detail::moments_dtype(u.scalar_type()));
+  return (wide * at::sigmoid(wide)).to(u.scalar_type());
+}
 
 }  // namespace torchops::autograd

@@ -45,7 +45,9 @@ bool is_recorded() {
 }
 
 Tensor without_alias(const Tensor& mutated, const Tensor& argument) {
-  return detail::may_alias(mutated, argument) ? detail::keep(argument) : argument;
+  // What torch.func differentiates has no memory of its own that could be compared. So it counts as an alias.
+  const bool is_wrapped = argument.defined() && argument.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+  return is_wrapped || detail::may_alias(mutated, argument) ? detail::keep(argument) : argument;
 }
 
 void check_can_be_saved(at::TensorList tensors) {

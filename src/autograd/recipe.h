@@ -38,7 +38,7 @@ bool is_recorded();
 inline bool requires_grad(const Tensor& input) { return input.requires_grad(); }
 inline bool has_tangent(const Tensor& input) { return torch::autograd::isFwGradDefined(input); }
 
-/// Returns `argument`, or a copy (with identity gradient) if it shares memory with the tensor that is mutated:
+/// Returns `argument`, or a copy (with identity gradient) if it may share memory with the tensor that is mutated:
 /// operators read such an argument before they write, and the gradient needs the value from before.
 Tensor without_alias(const Tensor& mutated, const Tensor& argument);
 

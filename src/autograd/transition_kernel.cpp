@@ -27,7 +27,7 @@ class WrittenOut {
         z_(scale_and_shift(norm_.xhat, t.norm_weight, t.norm_bias, t.dtype())),
         gate_(linear(z_, t.gate_weight, t.gate_bias)) {}
 
-  Tensor result() const { return linear(silu(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
+  Tensor result() const { return linear(silu_written_out(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
 
   TransitionGradients gradients(const Tensor& grad, const TransitionMask& wanted, bool adds) const {
     const detail::TransitionNeeds needs(wanted);
@@ -55,11 +55,6 @@ class WrittenOut {
   }
 
  private:
-  // Rounded once, as at::silu does, whose own backward has no forward-mode derivative.
-  static Tensor silu(const Tensor& u) {
-    const Tensor wide = u.to(detail::moments_dtype(u.scalar_type()));
-    return (wide * at::sigmoid(wide)).to(u.scalar_type());
-  }
   Tensor up() const { return linear(z_, t_.up_weight, t_.up_bias); }
 
   const detail::Transition& t_;
