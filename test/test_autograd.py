@@ -7,7 +7,7 @@ leaves most of a gradient unwritten.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -150,16 +150,15 @@ def test_reverse_over_forward(case: OpCase, device: str, dtype: torch.dtype, sam
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "silu"])
-def test_forward_over_reverse_of_glu(activation: str) -> None:
+def test_forward_over_reverse_of_glu(activation: Literal["sigmoid", "silu"]) -> None:
     """The gradient of ATen's silu has no forward-mode derivative."""
-    x, w, direction = (
-        random_like(torch.empty(s, dtype=torch.float64), i) for i, s in enumerate([(3, 5), (4, 5), (3, 5)])
-    )
+    shapes = [(3, 5), (4, 5), (3, 5)]
+    x, w, direction = (random_like(torch.empty(*s, dtype=torch.float64), i) for i, s in enumerate(shapes))
 
-    def loss(x: torch.Tensor) -> torch.Tensor:
+    def loss(x: Tensor) -> Tensor:
         return (torchops.glu(x, w, w.sin(), activation=activation) ** 2).sum()
 
-    _, expected = torch.func.jvp(torch.func.grad(loss), (x,), (direction,))
+    expected = torch.func.jvp(torch.func.grad(loss), (x,), (direction,))[1]
     with forward_ad.dual_level():
         leaf = forward_ad.make_dual(x.requires_grad_(), direction)
         (made,) = torch.autograd.grad(loss(leaf), leaf)
