@@ -17,6 +17,7 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.utils._pytree import tree_leaves
 
 import torchops
+from torchops.attention_update import AttentionWeights, triangle_attention_update
 
 SIZES = {
     "dense": ((3, 5), (4, 5), (4,)),
@@ -178,12 +179,22 @@ def test_jvp_of_grad_and_grad_of_jvp(case: OpCase) -> None:
     compare(case, transform)
 
 
+# In place on a tensor (3, 3, 3), or on a part of it, with other parts as arguments.
 OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
-    "square_matmul_": lambda y: torchops.square_matmul_(y, y.t()),
-    "gate_": lambda y: torchops.gate_(y, y[:], y.t(), y[0]),
-    "layer_norm_": lambda y: torchops.layer_norm_(y, (3,), y[0], y[1]),
+    "square_matmul_": lambda y: torchops.square_matmul_(y[0], y[0].t()),
+    "gate_": lambda y: torchops.gate_(y[0], y[0, :], y[0].t(), y[1, 0]),
+    "layer_norm_": lambda y: torchops.layer_norm_(y, (3,), y[0, 0], y[0, 1]),
     "transition_": lambda y: torchops.transition_(
-        y, norm_weight=y[0], gate_weight=y, up_weight=y.t(), down_weight=y, down_bias=y[2]
+        y, norm_weight=y[0, 0], gate_weight=y[0], up_weight=y[1].t(), down_weight=y[2], down_bias=y[2, 1]
+    ),
+    "triangle_multiplicative_update_": lambda y: torchops.triangle_multiplicative_update_(
+        y, p_in_weight=y[0, :2], g_in_weight=y[0, 1:], p_out_weight=y[1, :, :1], g_out_weight=y[2]
+    ),
+    "triangle_attention_update_": lambda y: triangle_attention_update(
+        y,
+        None,
+        AttentionWeights(y[0, 0], None, y[0, 1:2], y[0], y[1], y[2], y[0].t(), None, y[1].t(), y[2, 2], heads=1),
+        inplace=True,
     ),
 }
 
@@ -191,11 +202,13 @@ OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_arguments_that_overlap(name: str) -> None:
     """Wrappers of torch.func have no memory from which that could be seen."""
-    x = random_like(torch.empty(3, 3, dtype=torch.float64))
+    x = random_like(torch.empty(3, 3, 3, dtype=torch.float64))
     loss = scalar(lambda x: OVERLAPPING[name](x * 1.5))
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(loss(leaf), leaf)
-    assert_all_close([grad(loss)(x), vmap(grad(loss))(x.expand(2, 3, 3))[1]], [expected, expected])
+    batch = x.expand(2, 3, 3, 3).clone()
+    of_batch = grad(lambda x: vmap(loss)(x).sum())(batch)
+    assert_all_close([grad(loss)(x), vmap(grad(loss))(batch)[1], of_batch[1]], [expected] * 3)
 
 
 def test_reverse_mode_outside(case: OpCase) -> None:

@@ -185,8 +185,11 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def without_alias(written: Tensor, read: Tensor | None) -> Tensor | None:
-    """`read`, or a copy if it shares memory with the tensor that is overwritten."""
-    return read.clone() if read is not None and may_alias(written, read) else read
+    """`read`, or a copy if it may share memory with the tensor that is overwritten. The wrappers of ``torch.func`` have
+    no memory of their own that could be compared."""
+    if read is None or not (torch._C._functorch.is_functorch_wrapped_tensor(read) or may_alias(written, read)):
+        return read
+    return torch.ops.myops._keep(read)
 
 
 def may_alias(written: Tensor, read: Tensor) -> bool:

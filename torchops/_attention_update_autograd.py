@@ -146,7 +146,7 @@ def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any
     check_constant(op, mask)
     given = _given(x, parameters)
     if attention._needs_decomposition(*given):
-        x.add_(_composite(torch.ops.myops._keep(x), mask, parameters, *how))
+        _batched_(x, mask, parameters, *how)
     elif attention._needs_grad(*given):
         _check_in_place(x)  # before x is overwritten, since requires_grad is set last
         mask, *parameters = (without_alias(x, t) for t in (mask, *parameters))
@@ -232,8 +232,10 @@ def _composite_gradients(
     return [by_input[i] if i in by_input else x.new_empty(0) for i in range(len(inputs))]
 
 
-def _batched_(x: Tensor, *args: Any) -> None:
-    x.add_(_composite(x.clone(), *args))
+def _batched_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
+    """In ATen operators, which save what they are given: none of that may be overwritten."""
+    mask, *parameters = (without_alias(x, t) for t in (mask, *parameters))
+    x.add_(_composite(torch.ops.myops._keep(x), mask, parameters, *how))
 
 
 def _each_of_batch(*args: Any) -> list[Tensor]:
