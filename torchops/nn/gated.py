@@ -9,12 +9,12 @@ GLU.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import functools
 import importlib
 import inspect
 import operator
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -67,21 +67,31 @@ _Names = tuple[tuple[str, Any], ...]  # the globals of a forward
 class _Rewritten:
     """What classes with a rewritten forward add, so that they can be pickled."""
 
-    _parts: tuple[type[nn.Module], str, _Names]
+    _torchops_parts: tuple[type[nn.Module], str, _Names]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "_parts" not in vars(cls):  # the base, which may register its subclasses, has seen this class
+        if "_torchops_parts" not in vars(cls):  # the base, which may register its subclasses, has seen this class
             super().__init_subclass__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the base is pickled, with the base in place of this class, which cannot be found by its name."""
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        is_usual = reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]
-        return (_empty, self._parts, *reduced[2:]) if is_usual else reduced
+        if isinstance(reduced, str):
+            return reduced
+        own, base = type(self), _former_class(type(self))
+        function, *args = (base if value is own else value for value in (reduced[0], *reduced[1]))
+        return _rebuilt, (own._torchops_parts, function, args), *reduced[2:]
 
 
-def _empty(base: Any, code: str, names: _Names) -> nn.Module:
-    made = _class(base, code, names)
-    return made.__new__(made)
+def _rebuilt(parts: Any, function: Callable[..., Any], args: list[Any]) -> Any:
+    module = function(*args)
+    module.__class__ = _class(*parts)
+    return module
+
+
+def _former_class(kind: Any) -> Any:
+    """`kind`, or the class that it was before the forward was rewritten."""
+    return kind._torchops_parts[0] if issubclass(kind, _Rewritten) else kind
 
 
 @functools.cache  # copies share a class, since torch.fx keeps the globals of each forward
@@ -92,7 +102,7 @@ def _class(base: type[nn.Module], code: str, names: _Names) -> type[nn.Module]:
     }
     namespace |= {"_former": base.forward, "_unchanged": unchanged}
     exec(compile(code, f"<torchops.nn.replace: {base.__name__}>", "exec"), namespace)
-    body = {"forward": namespace["forward"], "__module__": base.__module__, "_parts": (base, code, names)}
+    body = {"forward": namespace["forward"], "__module__": base.__module__, "_torchops_parts": (base, code, names)}
     return type(base.__name__, (_Rewritten, base), body)
 
 
@@ -179,19 +189,18 @@ def _layers(module: nn.Module, finder: Finder) -> tuple[Part, ...]:
         if isinstance(part, _CONTAINERS) and not above & called:
             names[name] = None
     parts = {name: module.get_submodule(name) for name in names}
-    return tuple((tuple(filter(None, name.split("."))), _kind(part), contents(part)) for name, part in parts.items())
+    return tuple(
+        (tuple(filter(None, name.split("."))), _former_class(type(part)), contents(part))
+        for name, part in parts.items()
+    )
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def _kind(module: nn.Module) -> type[nn.Module]:
-    return module._parts[0] if isinstance(module, _Rewritten) else type(module)
-
-
 def _guarded(code: str, base: type[nn.Module], graph: fx.Graph) -> str:
     """`code` that begins with a call of the former forward, for the case that a layer is no longer what it was, or that
-    an argument that must be passed is None."""
+    an argument whose default is not None is None."""
     parameters = inspect.signature(base.forward).parameters
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     only = {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -201,7 +210,7 @@ def _guarded(code: str, base: type[nn.Module], graph: fx.Graph) -> str:
     )
     lines = code.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
-    tests = [f"{node.target} is None" for node in graph.find_nodes(op="placeholder") if not node.args]
+    tests = [f"{node.target} is None" for node in graph.find_nodes(op="placeholder") if node.args != (None,)]
     test = " or ".join([*(test for test in tests if not test.startswith("*")), "not _unchanged(self, _layers)"])
     lines.insert(first + 1, f"    if {test}: return _former({', '.join(['self', *arguments])})")
     return "\n".join(lines)
@@ -213,13 +222,14 @@ def _first_line(error: Exception) -> str:
 
 def _speaks_of_gates(module: nn.Module) -> bool:
     """Whether a method of it does, which its forward may call."""
-    for kind in type(module).__mro__:
-        if kind.__module__.partition(".")[0] == "torch":
-            break
-        with contextlib.suppress(OSError, TypeError):
-            source = inspect.getsource(kind).lower()
-            if any(word in source for word in ("sigmoid", "silu", "glu")):
-                return True
+    own = (kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in ("torch", "builtins"))
+    return any(map(_mentions_gates, own))
+
+
+@functools.cache  # to find the source of a class takes tens of milliseconds
+def _mentions_gates(kind: type) -> bool:
+    with contextlib.suppress(Exception):  # no source, or one that was edited since
+        return re.search("sigmoid|silu|glu(?!e)", inspect.getsource(kind).lower()) is not None
     return False
 
 

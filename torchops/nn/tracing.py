@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 import random
 import sys
@@ -112,7 +113,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 def _pickled(value: Any) -> bytes | None:
     """What an object with a `__reduce__` of its own holds, as those written in C do: a generator of random numbers, or
-    an iterator that counts."""
+    an iterator."""
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().tolist())  # its pickle has an address, too
     try:
@@ -176,6 +177,7 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
     tracing = threading.get_ident()
 
     def refusing(function: Callable[..., Any], does: Callable[[Any], str]) -> Callable[..., Any]:
+        @functools.wraps(function)  # TorchDynamo, in another thread, may go by the name
         def called(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if threading.get_ident() == tracing and not caller.startswith(_OWN_CALLERS):
@@ -201,7 +203,7 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
             *((torch, name, getattr(torch, name), asks(name)) for name in _QUERIES),
         ]
         apply: Any = vars(torch.autograd.Function)["apply"]
-        applied = refusing(lambda cls, *args, **kwargs: apply.__get__(None, cls)(*args, **kwargs), calls)
+        applied = refusing(apply.__func__, calls)
         patches: list[tuple[Any, str, Any, Any]] = [
             *((owner, name, function, refusing(function, does)) for owner, name, function, does in contexts),
             (torch.autograd.Function, "apply", apply, classmethod(applied)),
