@@ -1,5 +1,5 @@
 """What gate_ and transition_ allocate on CUDA without gradients: at most what docs/guarantees.md says, however large
-the tensor. Other operators are measured beside their values, in test_cuda_rows.py and test_cuda_square_matmul.py."""
+the tensor. Other operators are measured where their values are tested: test_cuda_rows.py and others."""
 
 from __future__ import annotations
 

@@ -23,8 +23,9 @@ def when_imported(module: str, extend: Callable[[], object]) -> None:
     """Call ``extend`` once: now if ``module`` is already imported, else as soon as anyone imports it.
 
     An exception in ``extend`` becomes a warning. ``KeyboardInterrupt`` and the like are raised by the import, and the
-    next one calls ``extend`` again. A module has one extension: another call, as when the program reloads torchops,
-    replaces an extension that has not been called yet.
+    next one calls ``extend`` again; what refuses to be registered twice stays as the interrupt left it, with a warning.
+    A module has one extension: another call, as when the program reloads torchops, replaces an extension that has not
+    been called yet.
 
     Example:
 

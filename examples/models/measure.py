@@ -63,7 +63,7 @@ class Case:
 
 @dataclass
 class Result:
-    """Of one call: median and quartiles of its time, and the most memory that it takes beside its inputs.
+    """Of one call: median and quartiles of its time, and the most memory that it takes on top of its inputs.
 
     `matches` counts the gates that the contender has an operator of torchops for, `left` says why not for the others,
     and `deviation` is how far output and gradients of the inputs are from those of eager mode.
@@ -244,7 +244,7 @@ def to_markdown(document: dict[str, Any]) -> str:
     )
     lines = [
         f"{about}. Command: `{document['command']}`. {document['dtype']}; median time of {document['rounds']}",
-        "calls, interleaved, and the most memory that a call takes beside parameters and input.",
+        "calls, interleaved, and the most memory that a call takes on top of parameters and input.",
         "",
         f"| model, input | call | {EAGER} | {COMPILED} | {OURS} | gates | {REPLACED} |",
         "|---" * 7 + "|",
