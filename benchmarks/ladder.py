@@ -14,6 +14,12 @@ from .machine import revisions
 from .operators import OPERATORS
 from .report import format_seconds
 
+_METHODS = {
+    "clock": "with a clock",
+    "events": "with CUDA events",
+    "graph replay": "by replaying a CUDA graph between events",
+}
+
 
 def documents(folder: Path) -> Iterator[dict[str, Any]]:
     """The ladders of all machines in a folder of results: processors first."""
@@ -39,7 +45,7 @@ def table(document: dict[str, Any]) -> str:
     shape = "{}, in = {}, out = {}".format(*cases[0]["shape"])
     revision = f", {revisions(about)}" if "revision of src" in about else ""
     lines += ["", f"{about['machine']}, torch {about['torch']}{revision}: {cases[0]['dtype']}, rows = {shape}."]
-    lines[-1] += f" Measured {_regime(cases[0])}."
+    lines[-1] += f" {_regime(cases[0])}."
     loads = [case["other load"] for case in cases if case["other load"] is not None]
     if loads and max(loads) > 0.01:
         lines[-1] += f" Other programs used up to {max(loads):.0%} of the processor time meanwhile."
@@ -47,10 +53,10 @@ def table(document: dict[str, Any]) -> str:
 
 
 def _regime(case: dict[str, Any]) -> str:
-    """How, as far as the results say it: "by graph replay, with cold inputs"."""
+    """How, as far as the results say it: "Timed with CUDA events, on cold inputs"."""
     inputs = OPERATORS["dense"].make(tuple(case["shape"]), getattr(torch, case["dtype"]), torch.device("meta"))
-    method = f"by {case['method']}, " if "method" in case else ""
-    return f"{method}with {'cold' if timing.cold(inputs) else 'warm'} inputs"
+    method = f"{_METHODS[case['method']]}, " if "method" in case else ""
+    return f"Timed {method}on {'cold' if timing.cold(inputs) else 'warm'} inputs"
 
 
 def _label(case: dict[str, Any]) -> str:

@@ -170,10 +170,9 @@ def behind(machine: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def gated(machine: str, file: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
+def gated(machine: str, name: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
     """Results of `python -m benchmarks.gates`."""
-    document = json.loads((RESULTS / machine / file).read_text())
-    return gates.to_markdown(document, contenders, keep)
+    return gates.to_markdown(read(machine, name), contenders, keep)
 
 
 def staged(machine: str) -> str:
@@ -264,14 +263,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "triangle-attention-h100": partial(attended, H100),
     "released-h100": partial(layer_tables.released, H100),
     "swapped-cpu": partial(layer_tables.swapped, EPYC),
-    "gate-sizes-h100": partial(gated, H100, "gates.json", _CONTENDERS, lambda line: line["compiled"]),
+    "gate-sizes-h100": partial(gated, H100, "gates", _CONTENDERS, lambda line: line["compiled"]),
     "trimul-h100": partial(layer_tables.trimul, H100),
     "stages-h100": partial(staged, H100),
     "gates-by-cublas-h100": partial(
-        gated, H100, "gates-by-cublas.json", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
+        gated, H100, "gates-by-cublas", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
     ),
     "gates-portable-h100": partial(
-        gated, H100, "gates-portable.json", _CONTENDERS[:3], lambda line: line["op"] != "square_matmul_"
+        gated, H100, "gates-portable", _CONTENDERS[:3], lambda line: line["op"] != "square_matmul_"
     ),
     "eight-bits-h100": partial(scaled, H100),
     "models-h100": partial(models, H100),

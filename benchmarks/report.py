@@ -24,7 +24,27 @@ METHODS = {
     "hot": "hot: calls with the same inputs for about four seconds, of which the last is measured. One contender\n"
     "  comes after the other, so a ratio is that of two medians. Launches may show in short calls.",
     "single": "single: one call at a time on an idle chip, between two events on a GPU, after other memory has gone\n"
-    "  through the caches.",
+    "  through the caches. Launches are part of it.",
+}
+# How a page explains its times, by whether contenders have common rounds.
+_INTERLEAVED = """\
+Contenders are interleaved, one sample each per round. In brackets: the
+median over the rounds of that time over the first contender's in the same round (above 1: the first is
+faster), which can differ from the quotient of the medians. Names that begin with `compile` are called
+through `torch.compile`, all others eagerly."""
+_IN_TURN = """\
+Contenders are measured one after the other. In brackets: that time over
+the first contender's (above 1: the first is faster). Names that begin with `compile` are called through
+`torch.compile`, all others eagerly."""
+# What its rows call cold and warm, by regime; "" is none.
+_CACHES = {
+    "": """\
+- cold: calls rotate through sets of inputs of more than 256 MiB, so that none finds its inputs in a cache;
+  warm: calls rotate through 64 small sets, which may stay in a cache.""",
+    "hot": """\
+- cold: the inputs, the same in every call, have at least 256 MiB, so that no cache holds them;
+  warm: they are smaller, and may stay in a cache.""",
+    "single": "- cold: no call finds its inputs in a cache.",
 }
 # Two measurements of the same thing differ by about this much, so only a larger difference misses a target.
 NOISE = 0.01
@@ -54,10 +74,10 @@ class Result:
     @property
     def cold(self) -> bool:
         """Whether the inputs have left the caches before each call."""
-        if self.method in timing.REGIMES:
-            return self.method == "single"
-        meta = torch.device("meta")
-        return timing.cold(OPERATORS[self.case.op].make(self.case.shape, self.case.dtype, meta))
+        if self.method == "single":
+            return True
+        inputs = OPERATORS[self.case.op].make(self.case.shape, self.case.dtype, torch.device("meta"))
+        return timing.larger_than_caches(inputs) if self.method == "hot" else timing.cold(inputs)
 
     @property
     def bytes(self) -> int:
@@ -191,19 +211,16 @@ def to_markdown(report: Report) -> str:
     """Tables of times and targets, and a note for each contender that failed."""
     dims = ", ".join(OPERATORS[report.op].dims)
     methods = dict.fromkeys(result.method for result in report.results if result.method)
+    regime = next((method for method in methods if method in timing.REGIMES), "")
     lines = [
         f"# {report.op}",
         "",
         facts(report.description, report.command),
         "",
-        f"Median time of a call for ({dims}). Contenders are interleaved, one sample each per round. In brackets: the",
-        "median over the rounds of that time over the first contender's in the same round (above 1: the first is",
-        "faster), which can differ from the quotient of the medians. Names that begin with `compile` are called",
-        "through `torch.compile`, all others eagerly.",
+        f"Median time of a call for ({dims}). {_IN_TURN if regime == 'hot' else _INTERLEAVED}",
         "",
         *(f"- {METHODS[method]}" for method in methods),
-        "- cold: calls rotate through sets of inputs of more than 256 MiB, so that none finds its inputs in a cache;",
-        "  warm: calls rotate through 64 small sets, which may stay in a cache.",
+        _CACHES[regime],
         "",
         f"Roofline: the least time that {format_rates(report.rates)}",
         "(measured in this run) allow, over the time of the first contender. A target is the least ratio that we aim",
@@ -218,8 +235,8 @@ def to_markdown(report: Report) -> str:
             header = columns
             cells = ["case", *columns, "roofline", "targets", "measured"]
             lines += [_row(cells), "|---" * len(cells) + "|"]
-        regime = f"{result.method}, {'cold' if result.cold else 'warm'}" if result.method else ""
-        lines.append(_row([result.case.name, *_times(result), *_judgement(result), regime]))
+        how = f"{result.method}, {'cold' if result.cold else 'warm'}" if result.method else ""
+        lines.append(_row([result.case.name, *_times(result), *_judgement(result), how]))
     failed = [(result, name, error) for result in report.results for name, error in result.errors.items()]
     if failed:
         lines += ["", "No time for:", ""]

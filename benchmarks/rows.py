@@ -33,7 +33,7 @@ def preallocated(function: Callable[..., Tensor]) -> Callable[..., Call]:
 
 
 class Packed:
-    """Two tensors in one. Those of each set of inputs are packed in its first call, which is not measured."""
+    """Two tensors in one. Those of each set of inputs are packed in its first call: `timing` measures later ones."""
 
     def __init__(self) -> None:
         self._of: dict[int, Tensor] = {}

@@ -65,7 +65,7 @@ def selected(options: argparse.Namespace, device_type: str) -> list[Case]:
             cases += [case for case in operator.cases(device_type) if not dtypes or case.dtype in dtypes]
     if options.task and not options.shape:
         cases = [case for case in cases if case.task == options.task]
-    if options.regime:  # which are of the chip, not of the host
+    if options.regime:  # of a chip: other tasks are timed by the host's clock
         cases = [case for case in cases if case.task in (FORWARD, BACKWARD)]
     return [case for case in cases if options.case in case.name]
 

@@ -14,8 +14,8 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,6 +99,11 @@ def cold(inputs: tuple[Tensor, ...]) -> bool:
     return _sets(_size(inputs)) <= MAX_ROTATED
 
 
+def larger_than_caches(inputs: tuple[Tensor, ...]) -> bool:
+    """Whether one set of inputs, possibly on the meta device, leaves no cache with it when it is read again."""
+    return _size(inputs) >= ROTATED_BYTES
+
+
 def _size(inputs: tuple[Tensor, ...]) -> int:
     return sum(tensor.nbytes for tensor in inputs)
 
@@ -159,11 +164,14 @@ def measure(
             except Exception as error:
                 errors[name] = first_line(error)
         if regime:
-            alone, ways = _hot if regime == "hot" else _single, {name: contenders[name] for name in trials}
-            with during_rounds or nullcontext():
-                samples = alone(ways, inputs, task, device, effort, trials, on_round)
-            first = next(iter(samples.values()), [])
-            return Measured({name: _alone(values, first) for name, values in samples.items()}, errors, regime)
+            ways = {name: contenders[name] for name in trials}
+            with during_rounds or nullcontext(), _without_collections():
+                if regime == "hot":
+                    samples = _hot(ways, inputs, task, device, effort, trials, errors, on_round)
+                else:
+                    samples = _single(ways, inputs, device, effort, errors, on_round)
+            first, summary = next(iter(samples.values()), []), _alone if regime == "hot" else _summary
+            return Measured({name: summary(values, first) for name, values in samples.items()}, errors, regime)
         short = bool(trials) and min(trials.values()) < GRAPH_BELOW_SECONDS
         graph = by_events and (short or task == BACKWARD)
         samplers: dict[str, _Sampler] = {}
@@ -204,6 +212,9 @@ def _trial(call: Callable[..., Any], inputs: Inputs, device: torch.device) -> fl
     # The first call compiles or starts threads, and the second one may still specialise.
     for _ in range(3):
         call(*inputs[0])
+    # What a contender does once for each set of inputs must not be in a sample.
+    for args in inputs[1:]:
+        call(*args)
     seconds = []
     for args in itertools.islice(itertools.cycle(inputs), 3):
         _synchronize(device)
@@ -278,6 +289,17 @@ def _timed(sampler: _Sampler, by_events: bool, device: torch.device) -> Callable
     return lambda: seconds
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A garbage collection during a sample would count as the contender's time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _rounds(
     samplers: Mapping[str, _Sampler],
     by_events: bool,
@@ -294,17 +316,12 @@ def _rounds(
     rounds = max(effort.min_rounds, min(effort.max_rounds, round(effort.contender_seconds / max(trials, default=1.0))))
     pendings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
     order = random.Random(0)
-    # A garbage collection during a sample would count as the contender's time.
-    gc.collect()
-    gc.disable()
-    try:
+    with _without_collections():
         for done in range(rounds if names else 0):
             # Who comes before matters: it leaves caches and the allocator's free memory behind.
             for name in order.sample(names, len(names)):
                 pendings[name].append(_timed(samplers[name], by_events, device))
             on_round(f"round {done + 1}/{rounds}")
-    finally:
-        gc.enable()
     _synchronize(device)
     return {name: [pending() for pending in values] for name, values in pendings.items()}
 
@@ -316,43 +333,55 @@ def _hot(
     device: torch.device,
     effort: Effort,
     trials: Mapping[str, float],
+    errors: dict[str, str],
     on_round: Callable[[str], None],
 ) -> dict[str, list[float]]:
     """One contender after the other, without a pause that would let the chip cool down."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    by_events = device.type == "cuda"
+    samples: dict[str, list[float]] = {}
     for name, call in contenders.items():
         on_round(f"{name}, hot")
-        sampler = _sampler(call, inputs[:1], task, device, effort, trials[name], graph=False)
-        begin = time.perf_counter()
-        while (elapsed := time.perf_counter() - begin) < HOT_AFTER + HOT_MEASURED or len(samples[name]) < 2:
-            # As much as the queue takes at once, so that the chip never waits for the host.
-            pendings = [_timed(sampler, by_events, device) for _ in range(10 if trials[name] < EVENT_SECONDS else 2)]
-            _synchronize(device)
-            if elapsed >= HOT_AFTER:
-                samples[name] += [pending() for pending in pendings]
+        try:
+            sampler = _sampler(call, inputs[:1], task, device, effort, trials[name], graph=False)
+            samples[name] = _hot_samples(sampler, device, 10 if trials[name] < EVENT_SECONDS else 2)
+        except Exception as error:
+            errors[name] = first_line(error)
+    return samples
+
+
+def _hot_samples(sampler: _Sampler, device: torch.device, at_once: int) -> list[float]:
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < HOT_AFTER + HOT_MEASURED or len(samples) < 2:
+        # As much as the queue takes at once, so that the chip hardly waits for the host.
+        pendings = [_timed(sampler, device.type == "cuda", device) for _ in range(at_once)]
+        _synchronize(device)
+        if elapsed >= HOT_AFTER:
+            samples += [pending() for pending in pendings]
     return samples
 
 
 def _single(
     contenders: Mapping[str, Callable[..., Any]],
     inputs: Inputs,
-    task: Task,
     device: torch.device,
     effort: Effort,
-    trials: Mapping[str, float],
+    errors: dict[str, str],
     on_round: Callable[[str], None],
 ) -> dict[str, list[float]]:
     """Call by call, each after other memory has gone through the caches and the chip has had nothing to do."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     other, order, turn = torch.empty(ROTATED_BYTES // 4, device=device), random.Random(0), itertools.cycle(inputs)
     for done in range(effort.max_rounds):
-        for name in order.sample([*contenders], len(contenders)):
+        for name in order.sample([*samples], len(samples)):
             args = next(turn)
             other.zero_()
             _synchronize(device)
             time.sleep(IDLE_SECONDS)
-            samples[name].append(once(partial(contenders[name], *args), device))
+            try:
+                samples[name].append(once(partial(contenders[name], *args), device))
+            except Exception as error:
+                errors[name] = first_line(error)
+                del samples[name]
         on_round(f"round {done + 1}/{effort.max_rounds}")
     return samples
 

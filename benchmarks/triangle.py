@@ -385,18 +385,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch._dynamo.config.recompile_limit = 64  # one graph per line
     about, command = machine.describe(device), machine.command("benchmarks.triangle", argv)
     results: list[dict[str, Any]] = []
+    commands: dict[str, str] = {}  # by section
     if options.json and options.json.exists():
         former = json.loads(options.json.read_text())
         if former["machine"] == about:
             results = [result for result in former["results"] if result.get("section") not in sections]
+            commands = {name: of for name, of in former.get("commands", {}).items() if name not in sections}
     for section in sections:
         start = time.perf_counter()
         for result in measure(section, device, options.sizes, not options.no_compile):
             results.append(result)
+            commands[section] = command
             print(summary(result), flush=True)
             # After each line, so that a run that is stopped keeps its results.
             if options.json:
-                document = {"machine": about, "command": command, "torchops": torchops.__version__, "results": results}
+                document: dict[str, Any] = {"machine": about, "commands": commands, "torchops": torchops.__version__}
+                document["results"] = results
                 options.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{section}: {time.perf_counter() - start:.1f} s", flush=True)
     return 0

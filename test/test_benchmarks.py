@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,6 @@ def test_in_place_contenders_overwrite(op: str) -> None:
 
 
 def test_times_and_ratios_are_of_the_calls() -> None:
-    import time
-
     measured = timing.measure(
         {"one": lambda x: time.sleep(0.002), "three": lambda x: time.sleep(0.006)},
         [(torch.zeros(1),)],
@@ -181,6 +180,27 @@ def test_each_contender_is_measured_after_each_other_one() -> None:
     timing.measure(contenders, [(torch.zeros(4),)], FORWARD, CPU, effort)
     samples = [name for name, _ in itertools.groupby(called)]
     assert {*itertools.pairwise(samples)} == {*itertools.permutations(contenders, 2)}
+
+
+def test_no_sample_has_the_first_call_with_a_set_of_inputs() -> None:
+    """What a contender does once for each, such as packing weights, is not measured."""
+    seen: set[int] = set()
+    before: list[int] = []
+
+    class Measuring:
+        def __enter__(self) -> None:
+            before.append(len(seen))
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def call(x: Tensor) -> None:
+        seen.add(x.data_ptr())
+        time.sleep(2e-3)  # so that a sample has one call
+
+    inputs, effort = [(torch.zeros(4),) for _ in range(8)], timing.effort("cpu", quick=True)
+    timing.measure({"one": call}, inputs, FORWARD, CPU, effort, during_rounds=Measuring())
+    assert before == [8]
 
 
 def test_inputs_rotate_past_the_cache() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -11,9 +12,9 @@ import allreduce_bench
 import pytest
 import torch
 
-from benchmarks import ladder, machine, render, timing
+from benchmarks import ladder, machine, render, timing, triangle
 from benchmarks.__main__ import main
-from benchmarks.case import OVERHEAD, Case, Cost
+from benchmarks.case import FORWARD, OVERHEAD, Case, Cost
 from benchmarks.report import Report, Result
 from benchmarks.timing import Timing
 
@@ -83,7 +84,7 @@ def test_tables_with_revisions(monkeypatch: pytest.MonkeyPatch) -> None:
     ladder_of["cases"][0]["method"] = "graph replay"
     where = "M, torch 2, revision abc of `src`, def of `torchops`: bfloat16"
     assert where in ladder.table(ladder_of)
-    assert "Measured by graph replay, with cold inputs." in ladder.table(ladder_of)
+    assert "Timed by replaying a CUDA graph between events, on cold inputs." in ladder.table(ladder_of)
     seconds = dict.fromkeys(allreduce_bench.CALLS, 1e-3)
     rows = [{"bytes": size, "seconds": seconds} for size in (2**12, 2**20)]
     sums = {**about, "command": "torchrun", "processes": 2, "backend": "gloo", "rows": rows}
@@ -103,6 +104,58 @@ def test_other_regimes(regime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(case["timings"]) == ["cpp", "eager", "preallocated", "linear"]
     assert all(timing_["low"] <= timing_["seconds"] <= timing_["high"] for timing_ in case["timings"].values())
     assert case["timings"]["cpp"]["ratio"] == 1.0
-    assert f"- {regime}: " in path.with_suffix(".md").read_text()
+    page = path.with_suffix(".md").read_text()
+    assert f"- {regime}: " in page
+    assert ("interleaved" in page) == (regime == "single")
+    assert f"| {regime}, {'cold' if regime == 'single' else 'warm'} |" in page
     # Overheads are times of the host.
     assert main(["run", "-o", "dense", "--task", "overhead", "--regime", regime, "--device", "cpu"]) == 2
+
+
+@pytest.mark.parametrize("regime", timing.REGIMES)
+def test_a_contender_that_fails_in_a_regime_leaves_the_others_alone(
+    regime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it did not fail in the first calls. Garbage is not collected meanwhile."""
+    monkeypatch.setattr(timing, "HOT_AFTER", 0.02)
+    monkeypatch.setattr(timing, "HOT_MEASURED", 0.02)
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 2**20)
+    collecting: list[bool] = []
+
+    def good(x: torch.Tensor) -> None:
+        collecting.append(gc.isenabled())
+
+    def bad(x: torch.Tensor) -> None:
+        collecting.append(gc.isenabled())
+        if not gc.isenabled():
+            raise ValueError("no luck")
+
+    ways, inputs = {"first": good, "bad": bad, "other": good}, [(torch.zeros(4),)]
+    measured = timing.measure(ways, inputs, FORWARD, CPU, timing.effort("cpu", quick=True), regime=regime)
+    assert measured.errors == {"bad": "ValueError: no luck"}
+    assert list(measured.timings) == ["first", "other"]
+    assert measured.timings["first"].ratio == 1
+    assert {*collecting} == {True, False}
+    assert gc.isenabled()
+
+
+def test_hot_inputs_are_cold_where_no_cache_holds_them() -> None:
+    """One set of inputs is called again and again; the other regimes rotate."""
+    cases = [Case("dense", (rows, 128, 128)) for rows in (2**14, 2**20)]
+    assert [Result(case, Cost(1, 1), 0.0, method="hot").cold for case in cases] == [False, True]
+    assert [Result(case, Cost(1, 1), 0.0, method="events").cold for case in cases] == [True, True]
+
+
+def test_each_section_of_the_triangle_update_has_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triangle, "measure", lambda section, *_: iter([{"section": section, "n": 5}]))
+    file = tmp_path / "triangle.json"
+    for sections in ("forward,host", "host", "memory"):
+        assert triangle.main(["--device", "cpu", "--sections", sections, "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    start = "python -m benchmarks.triangle --device cpu --sections"
+    assert document["commands"] == {
+        "forward": f"{start} forward,host",
+        "host": f"{start} host",
+        "memory": f"{start} memory",
+    }
+    assert [result["section"] for result in document["results"]] == ["forward", "host", "memory"]

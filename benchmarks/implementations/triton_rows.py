@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchops._triton_launch import FP_FUSION
+
 from . import py_in_place, py_rows
-from .triton_softmax import PART, WHOLE_ROW
+from .triton_softmax import PART, WHOLE_ROW, launch
 
 ELEMENTS = 4096  # of a program of the sigmoid
-# A product and a sum are one instruction, as in the kernels of torchops. It is Triton's default up to version 3.9.
-FP_FUSION: dict[str, Any] = {"enable_fp_fusion": True}
 
 
 @triton.jit
@@ -72,32 +72,17 @@ def _long_layer_norm_kernel(
         tl.store(y_ptr + row + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _accumulator(x: Tensor) -> Any:
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
 def _sigmoid_into(y: Tensor, x: Tensor) -> Tensor:
     programs = triton.cdiv(x.numel(), ELEMENTS)
-    _sigmoid_kernel[(programs,)](y, x, x.numel(), ACC=_accumulator(x), BLOCK=ELEMENTS, num_warps=8, **FP_FUSION)
+    accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+    _sigmoid_kernel[(programs,)](y, x, x.numel(), ACC=accumulator, BLOCK=ELEMENTS, num_warps=8, **FP_FUSION)
     return y
 
 
 def _layer_norm_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    columns = x.shape[-1]
-    whole = columns <= WHOLE_ROW
-    block = triton.next_power_of_2(columns) if whole else PART
-    (_layer_norm_kernel if whole else _long_layer_norm_kernel)[(x.numel() // columns,)](
-        y,
-        x,
-        weight,
-        bias,
-        columns,
-        EPS=py_rows.EPS,
-        ACC=_accumulator(x),
-        BLOCK=block,
-        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
-        **FP_FUSION,
-    )
+    whole = x.shape[-1] <= WHOLE_ROW
+    kernel, longest = (_layer_norm_kernel, WHOLE_ROW) if whole else (_long_layer_norm_kernel, PART)
+    launch(kernel, longest, y, x, weight, bias, EPS=py_rows.EPS)
     return y
 
 

@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchops._triton_launch import FP_FUSION
+
 WHOLE_ROW = 32768
 PART = 8192
 
@@ -75,19 +77,21 @@ def _backward_kernel(dx_ptr, g_ptr, y_ptr, columns, ACC: tl.constexpr, BLOCK: tl
         tl.store(dx_ptr + row + column, (y * (g - total)).to(dx_ptr.dtype.element_ty), mask=column < columns)
 
 
-def _launch(kernel: Any, longest: int, out: Tensor, *inputs: Tensor) -> None:
+def launch(kernel: Any, longest: int, out: Tensor, *inputs: Tensor, **constants: Any) -> None:
+    """One program per row, which takes at most `longest` elements at a time."""
     columns = out.shape[-1]
     block = min(longest, triton.next_power_of_2(columns))
     warps = 4 if block <= 2048 else 8 if block <= 8192 else 16
     accumulator = tl.float64 if out.dtype == torch.float64 else tl.float32
-    kernel[(out.numel() // columns,)](out, *inputs, columns, ACC=accumulator, BLOCK=block, num_warps=warps)
+    constants |= {"ACC": accumulator, "BLOCK": block, "num_warps": warps, **FP_FUSION}
+    kernel[(out.numel() // columns,)](out, *inputs, columns, **constants)
 
 
 def _softmax_into(out: Tensor, x: Tensor) -> Tensor:
     if x.shape[-1] <= WHOLE_ROW:
-        _launch(_softmax_kernel, WHOLE_ROW, out, x)
+        launch(_softmax_kernel, WHOLE_ROW, out, x)
     else:
-        _launch(_long_softmax_kernel, PART, out, x)
+        launch(_long_softmax_kernel, PART, out, x)
     return out
 
 
@@ -106,7 +110,7 @@ class SoftmaxFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Tensor:
         (y,) = ctx.saved_tensors
         dx = torch.empty_like(y)
-        _launch(_backward_kernel, PART, dx, cotangents[0].contiguous(), y)
+        launch(_backward_kernel, PART, dx, cotangents[0].contiguous(), y)
         return dx
 
 
