@@ -128,11 +128,6 @@ def data_parallel() -> list[float]:
     return [single["fully_shard"]["all"] * 1e7, half["fully_shard"]["all"] * 1e3, half["one by one"]["all"] * 1e3]
 
 
-def longer(op: str, task: str, name: str, way: str) -> float:
-    """By how many percent more time than another way ours takes on the CPU."""
-    return (1 / case(EPYC, op, f"{task} {name}")[way].ratio - 1) * 100
-
-
 FORWARD, BACKWARD = "forward", "forward and backward"
 GATE, DEEP = [1048576, 128, 128], [8192, 4096, 11008]
 ROWS = "forward and backward (65536, 4096) bfloat16"
@@ -271,11 +266,6 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         lambda: slowdown(
             *(model("gated attention", BACKWARD, way) for way in ("eager", "eager + torchops.nn.replace"))
         ),
-    ),
-    (
-        "docs/benchmarks.md",
-        "In bfloat16, forward and backward of `gate` take {:.0f}% longer than with `torch.compile`",
-        lambda: [longer("gate", BACKWARD, "(65536, 128, 128) bfloat16", "compile")],
     ),
     (
         "docs/pair_layer.md",
