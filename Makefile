@@ -49,12 +49,13 @@ export TORCHINDUCTOR_CACHE_DIR := $(abspath $(BUILD))/inductor
 TORCH := $(VENV)/.torch-$(TORCH_VERSION)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake src torchops/*.py* test/cpp -not -name "*~")
 CPP_TESTS_TOO := ON
+SHARED :=
 # With CHECK=ON, what need only compile, load and be right; what -O3 warns of, the builds of make test show.
 CHECK ?=
 CHECK_FLAGS := -C cmake.define.TORCHOPS_SHARE_HEADERS=ON -C cmake.define.CMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG"
 BUILD_FLAGS = --no-build-isolation --no-deps -C build-dir=$(BUILD) \
   -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=$(CPP_TESTS_TOO) -C cmake.define.TORCHOPS_CUDA=$(CUDA) \
-  -C cmake.define.TORCHOPS_KERNELS=$(KERNELS) $(TARGETS:%=-C "build.targets=%") $(if $(CHECK),$(CHECK_FLAGS))
+  -C cmake.define.TORCHOPS_KERNELS=$(KERNELS) $(TARGETS:%=-C "build.targets=%") $(SHARED) $(if $(CHECK),$(CHECK_FLAGS))
 
 help:
 	@echo "make test    build, then run the Python and the C++ tests"
@@ -106,9 +107,11 @@ $(VENV)/.built: $(SOURCES) $(TORCH) $(VENV)/.group-test
 
 build: $(VENV)/.built
 
-# The same without the C++ tests and what the tests need, for `make demo`: a stranger waits for it. What it compiles is in
-# the folder and with the flags of the build above, which afterwards adds the tests.
+# The same for `make demo`, sooner, since a stranger waits for it: without the C++ tests and what the tests need, and with
+# torch's headers read once, in a folder of its own.
 $(VENV)/.library: CPP_TESTS_TOO := OFF
+$(VENV)/.library: BUILD := build/library
+$(VENV)/.library: SHARED := -C cmake.define.TORCHOPS_SHARE_HEADERS=ON
 $(VENV)/.library: $(SOURCES) $(TORCH) | $(VENV)/.group-demo
 	@echo "building"
 	@rm -rf $(TORCHINDUCTOR_CACHE_DIR) $(VENV)/.built
