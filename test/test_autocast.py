@@ -177,7 +177,8 @@ def test_rules_of_another_device() -> None:
 
 
 def test_weights_alone_are_cast() -> None:
-    """float32 inputs are read as they are, others are cast like the weights; what is overwritten is never cast."""
+    """float32 inputs are read as they are, others are cast like the weights; what is overwritten is never cast,
+    and the weights are cast to it if it has 16 bits."""
     x, v, w = torch.randn(3, 5), torch.randn(3, 4), torch.randn(4, 5)
     with torch.autocast("cpu", LOW), Casts((3, 5)) as casts:
         assert torch.equal(torchops.gate(v, x, w), torchops.gate(v, x, w.to(LOW)))
@@ -187,9 +188,9 @@ def test_weights_alone_are_cast() -> None:
         assert torch.equal(torchops.gate(v, half, w), torchops.gate(v, half.to(LOW), w.to(LOW)))
         assert torchops.gate(v.half(), half, w).dtype == LOW
         assert casts.count == 2 + 2  # the casts of these lines, and those of the operators
-        for other in (torch.float16, torch.float64):
-            with pytest.raises(RuntimeError, match="gate_: expected v of dtype bfloat16 or float32 to match w, got"):
-                torchops.gate_(v.to(other), x, w)
+        assert torch.equal(torchops.gate_(v.half(), half, w), torchops.gate_(v.half(), half, w.half()))
+        with pytest.raises(RuntimeError, match="gate_: expected v of dtype bfloat16 or float32 to match w, got"):
+            torchops.gate_(v.double(), x, w)
         assert torchops.gate(v.double(), x.double(), w.double()).dtype == torch.float64
 
 

@@ -187,9 +187,10 @@ def _overlaps(x: Tensor) -> bool:
 def without_alias(written: Tensor, read: Tensor | None) -> Tensor | None:
     """`read`, or a copy if it may share memory with the tensor that is overwritten. The wrappers of ``torch.func`` have
     no memory of their own that could be compared."""
-    if read is None or not (torch._C._functorch.is_functorch_wrapped_tensor(read) or may_alias(written, read)):
-        return read
-    return torch.ops.myops._keep(read)
+    if read is None:
+        return None
+    is_wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, (written, read)))
+    return torch.ops.myops._keep(read) if is_wrapped or may_alias(written, read) else read
 
 
 def may_alias(written: Tensor, read: Tensor) -> bool:
