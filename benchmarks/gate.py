@@ -83,7 +83,7 @@ def _in_place_cases(device_type: str) -> list[Case]:
 def _memory(device_type: str) -> list[Case]:
     shape = (1048576, 128, 128)
     if device_type == "cuda":
-        return [Case("gate_", shape, torch.bfloat16, most_bytes=2**26)]
+        return [Case("gate_", shape, torch.bfloat16, most_bytes=2**25)]
     return [Case("gate_", shape)]
 
 

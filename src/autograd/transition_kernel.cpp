@@ -8,7 +8,6 @@
 #include "autograd/normalize.h"
 #include "autograd/path.h"
 #include "autograd/recipe.h"
-#include "ops/layer_norm.h"
 #include "ops/transition.h"
 
 namespace torchops::autograd {
