@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "cuda/channels.cuh"
+#include "cuda/gemm/sm80_float32.cuh"
 #include "cuda/linear.h"
 #include "cuda/pair_steps.cuh"
 #include "ops/dense_path.h"
@@ -100,13 +102,22 @@ class TriangleLayers : public detail::TriangleLayout {
   };
   Glu glu_of(detail::TriangleParameter p, detail::TriangleParameter g) const {
     const at::Tensor& w = update().weight(p);
-    if (w.element_size() == 2 && detail::dense_path() != detail::DensePath::kCublas) return {p, g, {}, {}};
+    const detail::DensePath path = detail::dense_path();
+    if ((w.element_size() == 2 && path != detail::DensePath::kCublas) ||
+        gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), path)) {
+      return {p, g, {}, {}};
+    }
     return {p, g, stacked(w, update().weight(g)), stacked(update().bias(p), update().bias(g))};
   }
   /// Its channels for a panel of z, times the mask and a factor.
   void gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
                          const at::Tensor& channels, const at::Tensor& mask, double factor) const {
-    if (!unit.weight) return transpose(To::kChannels, panel, gated(z, unit.p, unit.g), channels, mask, factor);
+    if (!unit.weight) {
+      if (!exactly_gated_to_channels(panel, z, unit, channels, mask, factor)) {
+        transpose(To::kChannels, panel, gated(z, unit.p, unit.g), channels, mask, factor);
+      }
+      return;
+    }
     const int64_t d = this->channels();
     const at::Tensor both = empty({z.size(0), 2 * d});
     linear_out(both, z, *unit.weight, unit.bias);
@@ -117,6 +128,21 @@ class TriangleLayers : public detail::TriangleLayout {
   }
 
  private:
+  /// gated_to_channels() by a kernel in float32. Returns false, with nothing done, if it cannot run.
+  bool exactly_gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
+                                 const at::Tensor& channels, const at::Tensor& mask, double factor) const {
+    const at::Tensor &w = update().weight(unit.p), &wg = update().weight(unit.g);
+    if (!gemm::is_exact_float32(w.scalar_type())) return false;
+    const auto bias = contiguous(update().bias(unit.p)), gate_bias = contiguous(update().bias(unit.g));
+    bool done = false;
+    with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& to) {
+      if constexpr (std::is_same_v<T, float>) {
+        done = gemm::run_float32_to_channels<gemm::GluRule<Sigmoid>>(
+            {.d = channels, .a = z, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias}, to);
+      }
+    });
+    return done;
+  }
   /// Calls f with a panel of padded channels, whose positions have the factors `mask` (N, N) times `factor`.
   template <class F>
   void with_channels(const detail::TrianglePanel& panel, const at::Tensor& channels, const at::Tensor& mask,

@@ -190,6 +190,11 @@ bool prefers_cublas_to_sm80(const Case& c) {
   return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
 }
 
+// With long sums the pass is a small part. Few outputs leave multiprocessors idle that cuBLAS divides the sums among.
+bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, int sm_count) {
+  return k > 256 || (m + 127) / 128 * ((n + 127) / 128) < sm_count;
+}
+
 // Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
 // kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40
 // (H100, bfloat16).

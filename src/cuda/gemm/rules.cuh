@@ -2,9 +2,9 @@
 
 #include "cuda/activation.cuh"
 
-// What sm80.cuh and, of sm90/, narrow.cuh, wide.cuh and gated_gradients.cuh compute from their products. A rule says
-// how many products there are, whether it reads c, and the scale in which a product plus bias is passed to it as z (and
-// as t, if there are two products). No torch, no CUTLASS.
+// What sm80.cuh, sm80_float32.cuh and, of sm90/, narrow.cuh, wide.cuh and gated_gradients.cuh compute from their
+// products. A rule says how many products there are, whether it reads c, and the scale in which a product plus bias is
+// passed to it as z (and as t, if there are two products): with Exactness::kExact, 1. No torch, no CUTLASS.
 namespace torchops::cuda::gemm {
 
 /// y = F(a @ b.T + bias)

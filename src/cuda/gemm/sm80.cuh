@@ -11,7 +11,9 @@
 #include <optional>
 
 #include "cuda/gemm/launch.h"
+#include "cuda/gemm/sm80_float32.cuh"
 #include "cuda/gemm/sm80_kernel.cuh"
+#include "cuda/gemm/sm80_tensors.h"
 #include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
@@ -65,15 +67,6 @@ void launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling t
   }
   launch_sm80_kernel<Rule, T, k64x64, vector>(p);
 }
-
-/// What a rule reads and writes, as matrices; b2, bias2, c, g and d2 may be null. A bias is contiguous.
-struct Sm80Tensors {
-  const at::Tensor &d, &a, &b;
-  const std::optional<at::Tensor>& bias;
-  const at::Tensor* b2 = nullptr;
-  const std::optional<at::Tensor>* bias2 = nullptr;
-  const at::Tensor *c = nullptr, *g = nullptr, *d2 = nullptr;
-};
 
 // Returns false, with nothing done, if there is no kernel for rows of this alignment.
 template <class Rule, class T>
@@ -131,11 +124,12 @@ bool launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
 }
 
 /// d = rule(a @ b.T + bias, a @ b2.T + bias2, c) for rows of any alignment; d may be c. With CotangentsOf<rule>, d and
-/// d2 are what its backward() makes of g, for rows aligned to 16 bytes. Returns false, with nothing done, if the
-/// elements don't have 16 bits, if a tensor has no unit column stride or, for cotangents, no such rows, or if
-/// `automatic` and cuBLAS is faster.
+/// d2 are what its backward() makes of g, for rows aligned to 16 bytes; float32 rows always must be. Returns false,
+/// with nothing done, if the elements are neither of 16 bits nor exact float32, if a tensor has no unit column stride
+/// or no such rows, or if `automatic` and cuBLAS is faster.
 template <class Rule>
 bool run_sm80(const Sm80Tensors& t, bool automatic) {
+  if (t.a.scalar_type() == at::kFloat) return run_float32<Rule>(t, automatic);
   constexpr bool gated = Rule::kProducts > 1 || Rule::kReadsC;
   const auto c = sm80_case(t.d.size(0), t.d.size(1), t.a.size(1), t.a.scalar_type());
   if (!c || c->k == 0 || !has_unit_columns(t.a) || !has_unit_columns(t.b) || !has_unit_columns(t.d) ||

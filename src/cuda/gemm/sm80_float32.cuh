@@ -1,0 +1,109 @@
+#pragma once
+
+// From torch to the kernel of sm80_float32_kernel.cuh.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <limits>
+#include <optional>
+
+#include "cuda/channels.cuh"
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/operand.h"
+#include "cuda/gemm/sm80_float32_kernel.cuh"
+#include "cuda/gemm/sm80_tensors.h"
+#include "cuda/per_device.h"
+#include "ops/dense_path.h"
+
+namespace torchops::cuda::gemm {
+
+template <class Rule, int warps_m, bool to_channels>
+void launch_float32_tile(Sm80Arguments<float, Rule::kProducts> p, const Float32Channels& channels) {
+  using Tile = Float32Tile<Rule::kProducts, warps_m>;
+  const auto kernel = sm80_float32_kernel<Rule, warps_m, to_channels>;
+  static PerDevice granted;
+  int multiprocessors = 0;
+  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, Tile::kSharedBytes, multiprocessors));
+  p.tiles_n = static_cast<int>(ceil_div(p.n, Tile::kColumns));
+  const int64_t tiles = ceil_div(p.m, Tile::kRows) * p.tiles_n;
+  TORCH_INTERNAL_ASSERT(tiles <= std::numeric_limits<int>::max());
+  kernel<<<static_cast<unsigned>(tiles), kSm80Threads, Tile::kSharedBytes, at::cuda::getCurrentCUDAStream()>>>(
+      p, channels);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+/// Whether products of a dtype are computed in float32, as torch's settings want, on a device that has the kernel.
+inline bool is_exact_float32(at::ScalarType dtype) {
+  return dtype == at::kFloat && !element_of(dtype) && at::cuda::getCurrentDeviceProperties()->major >= 8;
+}
+
+/// The arguments of the kernel but for the output; nullopt if it cannot read them.
+template <class Rule>
+std::optional<Sm80Arguments<float, Rule::kProducts>> float32_arguments(const Sm80Tensors& t) {
+  Sm80Arguments<float, Rule::kProducts> p{};
+  const auto reads = [](const at::Tensor& from, const float*& data, int64_t& stride) {
+    const auto of = operand(from);
+    if (!of) return false;
+    data = static_cast<const float*>(of->data);
+    stride = of->row_stride;
+    return true;
+  };
+  if (!reads(t.a, p.a, p.a_stride)) return std::nullopt;
+  p.m = static_cast<int>(t.a.size(0));
+  p.n = static_cast<int>(t.b.size(0));
+  p.k = static_cast<int>(t.a.size(1));
+  if (p.n % 4 != 0 || p.k == 0) return std::nullopt;
+  for (int of = 0; of < Rule::kProducts; ++of) {
+    const std::optional<at::Tensor>& bias = of == 0 ? t.bias : *t.bias2;
+    if (!reads(of == 0 ? t.b : *t.b2, p.b[of], p.b_stride[of])) return std::nullopt;
+    p.bias[of] = bias ? bias->const_data_ptr<float>() : nullptr;
+  }
+  if (Rule::kReadsC && !reads(*t.c, p.c, p.c_stride)) return std::nullopt;
+  if (kMakesCotangents<Rule> && !reads(*t.g, p.g, p.g_stride)) return std::nullopt;
+  return p;
+}
+
+/// Whether to compute such products by the kernel, if it can read them.
+inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k, detail::DensePath path) {
+  return path != detail::DensePath::kCublas && is_exact_float32(dtype) &&
+         !(detail::is_automatic(path) &&
+           prefers_cublas_to_float32(m, n, k, at::cuda::getCurrentDeviceProperties()->multiProcessorCount));
+}
+
+/// What run_sm80() says, for float32. Rows must be aligned to 16 bytes, and the number of outputs a multiple of 4.
+template <class Rule>
+bool run_float32(const Sm80Tensors& t, bool automatic) {
+  const auto path = automatic ? detail::DensePath::kAuto : detail::DensePath::kFused;
+  if (!wants_float32(t.a.scalar_type(), t.a.size(0), t.b.size(0), t.a.size(1), path)) return false;
+  auto p = float32_arguments<Rule>(t);
+  const auto writes = [](const at::Tensor& to, float*& data, int64_t& stride) {
+    const auto of = operand(to);
+    if (!of) return false;
+    data = to.mutable_data_ptr<float>();
+    stride = of->row_stride;
+    return true;
+  };
+  if (!p || !writes(t.d, p->d, p->d_stride) || (t.d2 && !writes(*t.d2, p->d2, p->d2_stride))) return false;
+  if constexpr (Rule::kProducts == 1) {
+    if (p->n <= 64) {
+      launch_float32_tile<Rule, 8, false>(*p, {});
+      return true;
+    }
+  }
+  launch_float32_tile<Rule, 4, false>(*p, {});
+  return true;
+}
+
+/// The same for a rule with two products whose output has channels first; t.d is not used.
+template <class Rule>
+bool run_float32_to_channels(const Sm80Tensors& t, const ChannelPanel<float>& to) {
+  const auto p = float32_arguments<Rule>(t);
+  if (!p || !operand(to.channels) || to.positions.padded % 4 != 0) return false;
+  launch_float32_tile<Rule, 4, true>(
+      *p, {to.channels.mutable_data_ptr<float>(), to.channels.stride(0), to.positions, to.factors});
+  return true;
+}
+
+}  // namespace torchops::cuda::gemm
