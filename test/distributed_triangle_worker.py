@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import distributed_attention_checks
+import distributed_hopper_checks
 import pytest
 import torch
 import torch.distributed as dist
@@ -319,6 +320,7 @@ def checks() -> dict[str, Callable[[DeviceMesh], None]]:
         "DistributedDataParallel": partial(check_training, DistributedDataParallel),
         "fully_shard": partial(check_training, _fully_shard),
         **distributed_attention_checks.checks(),
+        **distributed_hopper_checks.checks(check_against_reference, arguments),
     }
 
 

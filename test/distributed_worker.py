@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import distributed_hopper_checks
 import torch
 import torch.distributed as dist
 from samples import Make
@@ -302,6 +303,7 @@ def checks() -> dict[str, Callable[[DeviceMesh], None]]:
         "sequence parallel": check_sequence_parallel,
         "DistributedDataParallel": check_ddp,
         "fully_shard": check_fully_shard,
+        **distributed_hopper_checks.checks_of_two(),
     }
 
 

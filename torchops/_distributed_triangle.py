@@ -8,8 +8,8 @@ Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
   transposed, so an all-to-all first takes x from rows to columns.
 
 Anything else is redistributed to one of these. The operator itself needs whole pair matrices, so rows go through
-layer_norm, glu and gate (``_distributed_triangle_rows.py``), or their own kernels
-(``_distributed_triangle_triton.py``).
+layer_norm, glu and gate (``_distributed_triangle_rows.py``), or kernels: those of the operator
+(``_distributed_triangle_hopper.py``), or others (``_distributed_triangle_triton.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchops import _attention_update_operators as operators
+from torchops import _distributed_triangle_hopper
 from torchops._distributed_pair import local, moved, wrap
 from torchops._distributed_triangle_rows import GROUPS, P_OUT, Rows, TriangleCall, apart, arrived, kernels_for
 from torchops.distributed import _checked
@@ -47,16 +48,21 @@ class _Call(TriangleCall):
         dtype, d = self.parameters[P_OUT].dtype, self.parameters[P_OUT].shape[1]
         return (*batch, d, *_padded(n, d, dtype))
 
-    def wrapped(self, update: Tensor, product: Tensor, keep: bool) -> tuple[Any, Any]:
-        out = wrap(update, self.whole, self.placements, self.whole.shape)
+    def wrapped(self, update: Tensor) -> Any:
+        return wrap(update, self.whole, self.placements, self.whole.shape)
+
+    def wrapped_product(self, product: Tensor, keep: bool) -> Any:
         # In the product, rows of the pair matrix are the second to last dimension. With sharded rows, the product is o
         # without padding; only `gradients` reads it, on the same ranks.
         places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else self.nowhere
-        return out, wrap(product, self.whole, places, self.product_shape() if keep else (0,))
+        return wrap(product, self.whole, places, self.product_shape() if keep else (0,))
 
     def update(self, keep: bool, adds: bool = False) -> tuple[Tensor, Tensor]:
         """The update; with `adds` and sharded rows, x itself, to which it was added."""
         if self.by_rows:
+            done = _distributed_triangle_hopper.update(self, keep, adds)
+            if done is not None:
+                return done
             kernels = self._kernels()
             return self._by_operators(keep, adds) if kernels is None else self._by_kernels(kernels, keep, adds)
         arguments = (self.x, self.mask, self.parameters, self.outgoing, self.eps, keep)
@@ -118,21 +124,22 @@ def _beneath(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any
     x, mask, parameters, outgoing, eps, keep, adds = (*args, False, False)[:7]
     call = _Call("_triangle_multiplicative_update", x, mask, parameters, outgoing, eps)
     update, product = call.update(keep)
-    return call.wrapped(call.x + update if adds else update, product, keep)
+    return call.wrapped(call.x + update if adds else update), call.wrapped_product(product, keep)
 
 
 def _beneath_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
     x, mask, parameters, outgoing, eps, keep = (*args, False)[:6]
     call = _Call("_triangle_multiplicative_update_", x, mask, parameters, outgoing, eps, writes=True)
-    return _in_place(call, keep)
+    return call.wrapped_product(_in_place(call, keep), keep)
 
 
-def _in_place(call: _Call, keep: bool) -> Any:
-    if not call.by_rows:
-        arguments = (call.x, call.mask, call.parameters, call.outgoing, call.eps, keep)
-        product = _myops._triangle_multiplicative_update_(*arguments)
-        return call.wrapped(call.x, product, keep)[1]
-    return call.wrapped(*call.update(keep, adds=True), keep)[1]
+def _in_place(call: _Call, keep: bool) -> Tensor:
+    """Returns the product."""
+    if call.by_rows:
+        return call.update(keep, adds=True)[1]
+    arguments = (call.x, call.mask, call.parameters, call.outgoing, call.eps, keep)
+    product: Tensor = _myops._triangle_multiplicative_update_(*arguments)
+    return product
 
 
 def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
@@ -165,7 +172,7 @@ def _public_call(op: str, args: Sequence[Any], kwargs: Any, writes: bool) -> _Ca
 
 def _public(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
     call = _public_call("triangle_multiplicative_update", args, kwargs or {}, writes=False)
-    return call.wrapped(*call.update(False), False)[0]
+    return call.wrapped(call.update(False)[0])
 
 
 def _public_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:

@@ -20,9 +20,12 @@ using detail::TriangleUpdate;
 
 namespace {
 
-// Checks what both forms share: x and the mask. `reference` is a weight, whose dtype all parameters have.
+// Whether x is a batch of whole pair matrices, or some rows of one.
+enum class Positions { kMatrices, kRows };
+
+// Checks what all forms share: x and the mask. `reference` is a weight, whose dtype all parameters have.
 void check_pair(const char* op, const Tensor& x, const OptionalTensor& mask, const char* reference_name,
-                const Tensor& reference) {
+                const Tensor& reference, Positions positions = Positions::kMatrices) {
   detail::check_layout(op, "x", x);
   detail::check_dtype(op, reference_name, reference);
   const at::ScalarType dtype = reference.scalar_type();
@@ -31,9 +34,13 @@ void check_pair(const char* op, const Tensor& x, const OptionalTensor& mask, con
               reference.element_size() == 2 ? " or float32" : "", " to match ", reference_name, ", got ",
               detail::to_string(x.scalar_type()));
   detail::check_device(op, "x", x, reference_name, reference);
-  TORCH_CHECK(x.dim() >= 3, op, ": expected x of shape (..., N, N, c), got ", detail::to_string(x.sym_sizes()));
-  TORCH_SYM_CHECK(x.sym_size(-3).sym_eq(x.sym_size(-2)), op, ": expected x of shape (..., N, N, c), got ",
-                  detail::to_string(x.sym_sizes()));
+  if (positions == Positions::kRows) {
+    TORCH_CHECK(x.dim() == 3, op, ": expected x of shape (rows, N, c), got ", detail::to_string(x.sym_sizes()));
+  } else {
+    TORCH_CHECK(x.dim() >= 3, op, ": expected x of shape (..., N, N, c), got ", detail::to_string(x.sym_sizes()));
+    TORCH_SYM_CHECK(x.sym_size(-3).sym_eq(x.sym_size(-2)), op, ": expected x of shape (..., N, N, c), got ",
+                    detail::to_string(x.sym_sizes()));
+  }
   if (!mask) return;
   detail::check_layout(op, "mask", *mask);
   TORCH_CHECK(mask->scalar_type() == at::kBool || at::isFloatingType(mask->scalar_type()), op,
@@ -185,7 +192,8 @@ const char* reference_name(bool packed) { return packed ? "p_in_weight" : "a_p_w
 
 // Checks the arguments; leaves the parameters as they were passed, packed or not.
 TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& mask,
-                       const TriangleParameterList& parameters, bool outgoing, double eps) {
+                       const TriangleParameterList& parameters, bool outgoing, double eps,
+                       Positions positions = Positions::kMatrices) {
   TORCH_CHECK(parameters.size() == detail::kTriangleParameters, op, ": expected ", detail::kTriangleParameters,
               " parameters, got ", parameters.size());
   TriangleUpdate t{x, mask, to_array(parameters), outgoing, eps, false};
@@ -197,7 +205,7 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
   }
   const Tensor& w = t.weight(detail::kPA);
   const char* const w_name = reference_name(packed);
-  check_pair(op, x, mask, w_name, w);
+  check_pair(op, x, mask, w_name, w, positions);
   const c10::SymInt c = x.sym_size(-1);
   const char* const shape = packed ? "(2d, c)" : "(d, c)";
   TORCH_CHECK(w.dim() == 2, op, ": expected ", w_name, " of shape ", shape, " to match x, got ",
@@ -286,6 +294,11 @@ TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, cons
                                                         const TriangleParameterList& parameters, bool outgoing,
                                                         double eps, const TriangleMask& wanted) {
   return apart(checked_backward(grad, x, product, mask, parameters, outgoing, eps, wanted));
+}
+
+TriangleUpdate detail::checked_triangle_rows(const char* op, const Tensor& x, const OptionalTensor& mask,
+                                             const TriangleParameterList& parameters, double eps) {
+  return apart(checked(op, x, mask, parameters, /*outgoing=*/true, eps, Positions::kRows));
 }
 
 c10::SymDimVector detail::triangle_product_shape(const TriangleUpdate& t) {

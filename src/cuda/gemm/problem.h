@@ -60,14 +60,16 @@ struct Norm {
   float eps = 0;
 };
 
-/// A step of a triangle update, on an n x n matrix of positions (i, k). x has c features at each position; its strides
-/// are x.batch_stride for i and x.row_stride for k. Channels are matrices of their own: rows of k that begin at
-/// multiples of 16 bytes, row_stride apart; channels are channel_stride apart.
+/// A step of a triangle update, on positions (i, k) of an n x n matrix: `rows` rows of n positions, which TriangleIn
+/// and TriangleOut of sm90/ alone allow to be another number than n. x has c features at each position; its strides are
+/// x.batch_stride for i and x.row_stride for k. Channels are matrices of their own: rows of k that begin at multiples
+/// of 16 bytes, row_stride apart; channels are channel_stride apart. Where `rows` may differ from n, those of
+/// channels[1] may be second_channel_stride apart, if that is not 0.
 struct PairProblem {
-  int n = 0, c = 0, d = 0;
+  int n = 0, rows = 0, c = 0, d = 0;
   Operand x;
   Norm norm_x;
-  int64_t row_stride = 0, channel_stride = 0;
+  int64_t row_stride = 0, channel_stride = 0, second_channel_stride = 0;
   /// Input step: value and gate for each of two results of d channels; factors per position, or null, and for all.
   Layer value[2], gate[2];
   void* channels[2] = {nullptr, nullptr};

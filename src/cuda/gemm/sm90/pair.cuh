@@ -277,23 +277,23 @@ __global__ void __launch_bounds__(kPairThreads, 1) pair_kernel(const __grid_cons
 CUTLASS_DEVICE void sync_warpgroup(int warpgroup) { cutlass::arch::NamedBarrier::sync(128, warpgroup); }
 CUTLASS_DEVICE void sync_computing() { cutlass::arch::NamedBarrier::sync(128 * kPairComputing, kPairComputing); }
 
-/// Tiles of an n x n matrix of positions, dealt to the CTAs in turn.
+/// Tiles of `rows` rows of n positions, dealt to the CTAs in turn.
 struct PairTiles {
-  int n;
+  int n, rows;
 
   CUTLASS_HOST_DEVICE int in_row() const { return (n + kPairRows - 1) / kPairRows; }
-  CUTLASS_HOST_DEVICE int64_t count() const { return int64_t{n} * in_row(); }
+  CUTLASS_HOST_DEVICE int64_t count() const { return int64_t{rows} * in_row(); }
   CUTLASS_DEVICE int row(int64_t tile) const { return static_cast<int>(tile / in_row()); }
   CUTLASS_DEVICE int place_in_row(int64_t tile) const { return static_cast<int>(tile % in_row()); }
 };
 
 /// As many CTAs as run at once on the current device, but not more than there are tiles.
 template <class Kernel>
-cudaError_t pair_blocks(int n, int& blocks) {
+cudaError_t pair_blocks(const PairTiles& tiles, int& blocks) {
   static PerDevice sm_count;
   const cudaError_t error =
       granted_multiprocessors(sm_count, pair_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-  if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, PairTiles{n}.count()));
+  if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, tiles.count()));
   return error;
 }
 

@@ -40,7 +40,7 @@ struct DealtPairTiles {
   int n, in_row, row_step, place_step;
 
   static DealtPairTiles of(int n, int ctas) {
-    const int in_row = PairTiles{n}.in_row();
+    const int in_row = PairTiles{n, n}.in_row();
     return {n, in_row, ctas / in_row, ctas % in_row};
   }
 

@@ -222,24 +222,27 @@ struct PairIn {
       workspace_bytes = 0;
       int count = 0;
       if (p.c > Kernel::kK || p.d > Kernel::kN) return Status::not_for_me();
-      return Status::of(pair_blocks<Kernel>(p.n, count));
+      return Status::of(pair_blocks<Kernel>({p.n, p.rows}, count));
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int blocks = 0;
-      if (const cudaError_t error = pair_blocks<Kernel>(p.n, blocks); error != cudaSuccess) return Status::of(error);
+      const PairTiles tiles{p.n, p.rows};
+      if (const cudaError_t error = pair_blocks<Kernel>(tiles, blocks); error != cudaSuccess) return Status::of(error);
       const int padded = padded_positions<T>(p.n);
       Parameters parameters{};
       bool encoded = are_encodable<T>(p.x);
-      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);
+      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.rows);
       for (int s = 0; s < 2; ++s) {
         auto& side = parameters.sides[s];
-        const Operand channels{p.channels[s], p.row_stride, p.channel_stride};
+        const bool has_own_stride = s == 1 && p.second_channel_stride != 0;
+        const Operand channels{p.channels[s], p.row_stride,
+                               has_own_stride ? p.second_channel_stride : p.channel_stride};
         encoded = encoded && are_encodable<T>(p.value[s].weight, p.gate[s].weight, channels);
         side.w[0] = Kernel::Weights::of(p.value[s].weight.data, p.value[s].weight.row_stride, p.d, p.c);
         side.w[1] = Kernel::Weights::of(p.gate[s].weight.data, p.gate[s].weight.row_stride, p.d, p.c);
-        side.channels = Kernel::Channels::of(p.channels[s], p.channel_stride, p.row_stride, p.d, padded, p.n);
+        side.channels = Kernel::Channels::of(p.channels[s], channels.batch_stride, p.row_stride, p.d, padded, p.rows);
         side.bias[0] = static_cast<const T*>(p.value[s].bias);
         side.bias[1] = static_cast<const T*>(p.gate[s].bias);
         side.scale = p.scale[s];
@@ -254,7 +257,7 @@ struct PairIn {
       parameters.eps = p.norm_x.eps;
       parameters.c = p.c;
       parameters.d = p.d;
-      parameters.tiles = {p.n};
+      parameters.tiles = tiles;
       pair_kernel<Kernel><<<blocks, kPairThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
       return Status::of(cudaGetLastError());
     }

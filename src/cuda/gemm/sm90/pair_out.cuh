@@ -244,25 +244,26 @@ struct PairOut {
       workspace_bytes = 0;
       int count = 0;
       if (p.c > Kernel::kK || p.d > Kernel::kK) return Status::not_for_me();
-      return Status::of(pair_blocks<Kernel>(p.n, count));
+      return Status::of(pair_blocks<Kernel>({p.n, p.rows}, count));
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int blocks = 0;
-      if (const cudaError_t error = pair_blocks<Kernel>(p.n, blocks); error != cudaSuccess) return Status::of(error);
+      const PairTiles tiles{p.n, p.rows};
+      if (const cudaError_t error = pair_blocks<Kernel>(tiles, blocks); error != cudaSuccess) return Status::of(error);
       const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
       const bool is_wide = p.adds && p.residual.data != nullptr;
       if (!are_encodable<T>(p.x, o, is_wide ? p.x : out, p.value[0].weight, p.gate[0].weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
       Parameters parameters{};
-      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);
-      parameters.o = decltype(Parameters::o)::of(o.data, p.channel_stride, p.row_stride, p.d, p.n, p.n);
+      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.rows);
+      parameters.o = decltype(Parameters::o)::of(o.data, p.channel_stride, p.row_stride, p.d, p.n, p.rows);
       if (is_wide) {
         parameters.wide = WideRows(p.residual, {p.out, p.out_row_stride, p.out_stride});
       } else {
-        parameters.out = decltype(Parameters::out)::of(p.out, p.out_row_stride, p.out_stride, p.n, p.c, p.n);
+        parameters.out = decltype(Parameters::out)::of(p.out, p.out_row_stride, p.out_stride, p.n, p.c, p.rows);
       }
       using Weights = std::remove_reference_t<decltype(parameters.w[0])>;
       parameters.w[0] = Weights::of(p.value[0].weight.data, p.value[0].weight.row_stride, p.c, p.d);
@@ -282,7 +283,7 @@ struct PairOut {
       parameters.c = p.c;
       parameters.d = p.d;
       parameters.adds = p.adds;
-      parameters.tiles = {p.n};
+      parameters.tiles = tiles;
       pair_kernel<Kernel><<<blocks, kPairThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
       return Status::of(cudaGetLastError());
     }

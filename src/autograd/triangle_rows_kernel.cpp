@@ -1,0 +1,39 @@
+#include "autograd/lazy.h"
+#include "ops/triangle_rows.h"
+
+namespace torchops::autograd {
+namespace {
+
+using detail::OptionalTensor;
+using detail::TriangleParameterList;
+
+// What would have to be copied back is refused.
+bool is_lazy(const Tensor& written) { return written.is_neg() || written.is_conj() || written._is_zerotensor(); }
+
+bool rows_in(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, double scale,
+             double eps, Tensor& a, Tensor& b) {
+  const at::AutoDispatchBelowADInplaceOrView below_version_counter;
+  const at::DisableRecordFunctionGuard not_recorded;
+  if (is_lazy(a) || is_lazy(b)) return false;
+  return detail::triangle_rows_in(materialize(x), materialize(mask), materialize(parameters), scale, eps, a, b);
+}
+
+bool rows_out(const Tensor& o, const Tensor& x, const TriangleParameterList& parameters, double eps, double eps_out,
+              Tensor& out, bool adds) {
+  const at::AutoDispatchBelowADInplaceOrView below_version_counter;
+  const at::DisableRecordFunctionGuard not_recorded;
+  if (is_lazy(out)) return false;
+  return detail::triangle_rows_out(materialize(o), materialize(x), materialize(parameters), eps, eps_out, out, adds);
+}
+
+void register_lazy(torch::Library& m) {
+  m.impl("_triangle_rows_in", rows_in);
+  m.impl("_triangle_rows_out", rows_out);
+}
+
+TORCH_LIBRARY_IMPL(myops, Negative, m) { register_lazy(m); }
+TORCH_LIBRARY_IMPL(myops, Conjugate, m) { register_lazy(m); }
+TORCH_LIBRARY_IMPL(myops, ZeroTensor, m) { register_lazy(m); }
+
+}  // namespace
+}  // namespace torchops::autograd

@@ -1,0 +1,92 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/operand.h"
+#include "ops/dense_path.h"
+#include "ops/triangle_multiplicative_update.h"
+
+// From the arguments of a triangle update to the problem that the kernels of gemm/ solve.
+namespace torchops::cuda::pair_steps {
+
+using at::Tensor;
+using detail::OptionalTensor;
+using detail::TriangleParameter;
+using detail::TriangleUpdate;
+
+/// A tensor of positions (rows, N, features) whose rows are whole pieces of 16 bytes, as TMA and cp.async read them;
+/// its second dimension has row_stride.
+inline std::optional<gemm::Operand> positions(const Tensor& t) {
+  const int64_t vector = 16 / static_cast<int64_t>(t.element_size()), most = (int64_t{1} << 40) / t.element_size();
+  const auto fits = [&](int64_t stride) { return stride > 0 && stride < most && stride % vector == 0; };
+  if (t.stride(2) != 1 || t.size(2) % vector != 0 || !fits(t.stride(0)) || !fits(t.stride(1)) ||
+      !gemm::is_aligned(t.const_data_ptr())) {
+    return std::nullopt;
+  }
+  return gemm::Operand{t.const_data_ptr(), t.stride(1), t.stride(0)};
+}
+
+/// Such a tensor, or else a copy that is one.
+inline Tensor readable(const Tensor& t) { return positions(t) ? t : t.clone(at::MemoryFormat::Contiguous); }
+
+/// The part of the problem of one batch element that both steps share, and what keeps its memory alive.
+struct Step {
+  gemm::PairProblem problem;
+  c10::SmallVector<Tensor, 8> kept;
+  bool fits = true;
+
+  Step(const TriangleUpdate& t, const Tensor& x) {
+    const auto from = positions(x);
+    problem.n = static_cast<int>(x.size(1));
+    problem.rows = static_cast<int>(x.size(0));
+    problem.c = static_cast<int>(x.size(2));
+    problem.d = static_cast<int>(t.weight(detail::kPA).size(0));
+    fits = from && problem.d % 8 == 0;
+    if (!fits) return;
+    problem.x = *from;
+    problem.norm_x = norm(t, detail::kNormIn, t.eps);
+  }
+
+  gemm::Norm norm(const TriangleUpdate& t, TriangleParameter layer, double eps) {
+    // Never 0: after the last position, tiles have rows of zeros, which must not become NaN.
+    constexpr double least = 1e-30;
+    return {vector(t.parameters[layer]), vector(t.parameters[layer + 1]), static_cast<float>(std::max(eps, least))};
+  }
+  gemm::Layer layer(const TriangleUpdate& t, TriangleParameter layer) {
+    const auto weight = gemm::operand(t.weight(layer));
+    fits = fits && weight;
+    return {weight.value_or(gemm::Operand{}), vector(t.bias(layer))};
+  }
+  /// The strides of channels, which are rounded up to padded_size(N) rows and columns.
+  void set_channels(const Tensor& channels) {
+    problem.channel_stride = channels.stride(0);
+    problem.row_stride = channels.stride(1);
+    fits = fits && channels.stride(2) == 1 && gemm::is_aligned(channels.const_data_ptr());
+  }
+
+ private:
+  const void* vector(const OptionalTensor& parameter) {
+    if (!parameter) return nullptr;
+    kept.push_back(parameter->contiguous());
+    return kept.back().const_data_ptr();
+  }
+};
+
+/// Whether kernels may compute a call with x in the dtype of the products: rows are whole pieces of 16 bytes.
+inline bool may_run(const TriangleUpdate& t) {
+  const int64_t row_bytes = t.x.size(-1) * static_cast<int64_t>(c10::elementSize(t.dtype()));
+  return detail::dense_path() != detail::DensePath::kCublas && t.x.numel() > 0 && row_bytes % 16 == 0 &&
+         t.weight(detail::kPA).size(0) % 8 == 0;
+}
+
+/// The case of the kernels of sm90/ for all batch elements, which are for 16 bits; nullopt if they don't apply.
+inline std::optional<gemm::Case> chosen_case(const TriangleUpdate& t) {
+  if (t.x.scalar_type() != t.dtype() || t.dtype() == at::kFloat || !may_run(t)) return std::nullopt;
+  return gemm::sm90_case(t.x.size(-2), t.weight(detail::kPA).size(0), t.x.size(-1), t.dtype());
+}
+
+}  // namespace torchops::cuda::pair_steps

@@ -1,0 +1,196 @@
+"""The way of the triangle update of sharded rows that GPUs of compute capability 9.0 take: checks for
+distributed_triangle_worker.py, with the kernels replaced by PyTorch's operators, and for distributed_worker.py, whose
+two GPUs may have the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from sharding import distribute, placement
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.functional import layer_norm, linear
+
+import torchops
+from torchops import _distributed_triangle_hopper as hopper
+from torchops._distributed_triangle_rows import apart
+
+
+def _rows_in(
+    x: Tensor, mask: Tensor | None, parameters: list[Any], scale: float, eps: float, a: Tensor, b: Tensor
+) -> bool:
+    w, n = apart(parameters), x.shape[1]
+    z = layer_norm(x, x.shape[2:], w.norm_in, w.norm_in_bias, eps)
+    factor = 1 if mask is None else mask.to(x.dtype).unsqueeze(-1)
+    for made, layers, by in (
+        (a, (w.p_a, w.p_a_bias, w.g_a, w.g_a_bias), scale),
+        (b, (w.p_b, w.p_b_bias, w.g_b, w.g_b_bias), 1),
+    ):
+        made.zero_()
+        values = linear(z, *layers[:2]) * torch.sigmoid(linear(z, *layers[2:])) * factor * by
+        made[..., :n] = values.movedim(-1, 0)
+    return True
+
+
+def _rows_out(o: Tensor, x: Tensor, parameters: list[Any], eps: float, eps_out: float, out: Tensor, adds: bool) -> bool:
+    w = apart(parameters)
+    z = layer_norm(x, x.shape[2:], w.norm_in, w.norm_in_bias, eps)
+    rows = layer_norm(o.movedim(0, -1), o.shape[:1], w.norm_out, w.norm_out_bias, eps_out)
+    update = linear(rows, w.p_out, w.p_out_bias) * torch.sigmoid(linear(z, w.g_out, w.g_out_bias))
+    out.copy_(x + update if adds else update)
+    return True
+
+
+@contextmanager
+def replaced(refuses: bool = False) -> Iterator[list[int]]:
+    """Yields the numbers of rows of the blocks that were made. Memory that nobody wrote is NaN."""
+    made: list[int] = []
+
+    def rows_in(x: Tensor, *args: Any) -> bool:
+        made.append(len(x))
+        return not refuses and _rows_in(x, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "_rows_in", rows_in)
+        patch.setattr(hopper, "_rows_out", _rows_out)
+        patch.setattr(hopper, "_have_kernels", lambda x, p_out: x.dtype == p_out.dtype)
+        patch.setattr(hopper, "LEAST_ROWS", 1)
+        patch.setattr(hopper, "_MULTIPLE", 1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield made
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+Arguments = Callable[..., dict[str, Tensor]]
+AgainstReference = Callable[..., None]
+
+
+def check_blocks(
+    n: int, blocks: list[int], against_reference: AgainstReference, arguments: Arguments, mesh: Any
+) -> None:
+    """Values and gradients, against the whole tensor in one process."""
+    for direction in ("outgoing", "incoming"):
+        for mask in ("float", "bool", None):
+            with replaced() as made:
+                rows = [placement("S1")]
+                against_reference(arguments(n, mask, plain=mask is None), direction, mesh, rows, rows)
+            # Of each element of the batch of 4: once without gradients, then with.
+            assert made == blocks * 8, made
+
+
+def check_narrow(arguments: Arguments, mesh: Any) -> None:
+    """Rows that end in padding, no batch, and sizes that a block doesn't divide."""
+    for direction in ("outgoing", "incoming"):
+        given: Any = arguments(20, "bool", dtype=torch.float32)
+        given |= {"x": given["x"][0], "mask": given["mask"][0]}
+        expected = torchops.triangle_multiplicative_update(**given, direction=direction)
+        ours = {k: distribute(v, mesh, placement("S0" if k in ("x", "mask") else "R")) for k, v in given.items()}
+        with replaced() as made:
+            out: Any = torchops.triangle_multiplicative_update(**ours, direction=direction)
+            torch.testing.assert_close(out.full_tensor(), expected)
+            local, x = ours["x"].to_local().data_ptr(), given["x"]
+            torchops.triangle_multiplicative_update_(**ours, direction=direction)
+            torch.testing.assert_close(ours["x"].full_tensor(), x + expected)
+            assert ours["x"].to_local().data_ptr() == local
+        assert made == [3, 2] * 2, made
+
+
+def check_strided(arguments: Arguments, mesh: Any) -> None:
+    """In place, with local rows that are not contiguous."""
+    given: Any = arguments(8)
+    x = given.pop("x")
+    expected = x + torchops.triangle_multiplicative_update(x, **given)
+    own = distribute_tensor(x, mesh, [placement("S1")], src_data_rank=None).to_local()
+    strided = torch.empty(own.mT.shape, dtype=own.dtype).mT.copy_(own)
+    ours = DTensor.from_local(strided, mesh, [placement("S1")], run_check=False)
+    rest: Any = {k: distribute(v, mesh, placement("S1" if k == "mask" else "R")) for k, v in given.items()}
+    with replaced() as made:
+        torchops.triangle_multiplicative_update_(ours, **rest)
+    assert made == [1, 1] * 4
+    assert ours.to_local().data_ptr() == strided.data_ptr()
+    torch.testing.assert_close(ours.full_tensor(), expected)
+
+
+def check_others(against_reference: AgainstReference, arguments: Arguments, mesh: Any) -> None:
+    """Rows and batch, rows of two dimensions of the mesh, uneven rows, and kernels that refuse."""
+    both = init_device_mesh(mesh.device_type, (2, 2))
+    for places, n, refuses, blocks in (
+        ("S0 S1", 8, False, [2, 2] * 4),
+        ("S1 S1", 8, False, []),
+        ("S1", 7, False, []),
+        ("S1", 8, True, [1] * 2),
+    ):
+        at = [placement(p) for p in places.split()]
+        for direction in ("outgoing", "incoming"):
+            with replaced(refuses) as made:
+                against_reference(arguments(n), direction, both if len(at) == 2 else mesh, at, at)
+            assert made == blocks, (places, n, made)
+
+
+def checks(against_reference: AgainstReference, arguments: Arguments) -> dict[str, Callable[[DeviceMesh], None]]:
+    """For four processes on the CPU."""
+
+    def on_cpu(check: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
+        return lambda mesh: check(mesh) if mesh.device_type == "cpu" else None
+
+    return {
+        "blocks of a rank's rows": on_cpu(partial(check_blocks, 8, [1, 1], against_reference, arguments)),
+        "uneven blocks": on_cpu(partial(check_blocks, 20, [3, 2], against_reference, arguments)),
+        "blocks of padded rows": on_cpu(partial(check_narrow, arguments)),
+        "blocks of strided rows": on_cpu(partial(check_strided, arguments)),
+        "where there are no blocks": on_cpu(partial(check_others, against_reference, arguments)),
+    }
+
+
+# --- two GPUs -------------------------------------------------------------------------------------------------------
+
+
+def check_rows_in_16_bits(dtype: torch.dtype, n: int, direction: Any, mesh: DeviceMesh) -> None:
+    """Large enough for two blocks per rank; on the CPU, only the script is checked."""
+    c, d = (128, 64) if mesh.device_type == "cuda" else (16, 8)
+    n = n if mesh.device_type == "cuda" else n // 64 * 2
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=mesh.device_type).to(dtype)
+
+    x, mask = normal(2, n, n, c), normal(2, n, n) > -1
+    given: Any = {
+        name: normal(*shape) / shape[1] ** 0.5
+        for name, shape in {
+            "p_in_weight": (2 * d, c), "g_in_weight": (2 * d, c), "p_out_weight": (c, d), "g_out_weight": (c, c)
+        }.items()
+    } | {"p_in_bias": normal(2 * d), "norm_in_weight": normal(c), "norm_out_bias": normal(d)}  # fmt: skip
+    rest: Any = {name: distribute_tensor(t, mesh, [Replicate()]) for name, t in given.items()}
+    ours, of_mask = (distribute_tensor(t, mesh, [placement("S1")]) for t in (x, mask))
+    update = torchops.triangle_multiplicative_update
+    with torch.no_grad():
+        expected = update(x, direction, mask=mask, **given).double()
+        out: Any = update(ours, direction, mask=of_mask, **rest)
+        assert (out.full_tensor().double() - expected).norm() < 0.01 * expected.norm()
+        for _ in range(3):  # memory that is used again
+            again: Any = update(ours, direction, mask=of_mask, **rest)
+            assert torch.equal(again.to_local(), out.to_local())
+        torchops.triangle_multiplicative_update_(ours, direction, mask=of_mask, **rest)
+        expected += x.double()
+        assert (ours.full_tensor().double() - expected).norm() < 0.01 * expected.norm()
+
+
+def checks_of_two() -> dict[str, Callable[[DeviceMesh], None]]:
+    return {
+        f"triangle update of rows in {dtype}, {direction}, N = {n}": partial(check_rows_in_16_bits, dtype, n, direction)
+        for dtype, n, direction in (
+            (torch.bfloat16, 1280, "outgoing"),
+            (torch.bfloat16, 1280, "incoming"),
+            (torch.float16, 642, "outgoing"),
+            (torch.float16, 130, "incoming"),
+        )
+    }
