@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "cuda/held_rows.cuh"
 #include "cuda/per_device.h"
 #include "cuda/rows.cuh"
 
@@ -57,9 +56,8 @@ cudaError_t query_largest_cluster(Kernel kernel, int threads, int shared_bytes, 
   return cudaSuccess;
 }
 
-template <class Kernel, class T, class Operator>
-void launch_clusters(Kernel kernel, const Rows<T>& rows, const Operator& op, int64_t blocks, int threads,
-                     int shared_bytes, int cluster) {
+template <class T, class Row, class Group, class Operator>
+void launch(const Rows<T>& rows, const Operator& op, int64_t blocks, int threads, int cluster = 1) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
@@ -68,50 +66,12 @@ void launch_clusters(Kernel kernel, const Rows<T>& rows, const Operator& op, int
   const int64_t along_x = std::min(blocks, most_along_x);
   config.gridDim = dim3(static_cast<unsigned>(along_x), static_cast<unsigned>(ceil_div(blocks, along_x)));
   config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
+  if constexpr (requires { Row::kSharedBytes; }) config.dynamicSmemBytes = Row::kSharedBytes * threads;
   config.stream = c10::cuda::getCurrentCUDAStream();
   config.attrs = &attribute;
   config.numAttrs = cluster > 1 ? 1 : 0;
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, rows, op));
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, rows_kernel<T, Row, Group, Operator>, rows, op));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-template <class T, class Row, class Group, class Operator>
-void launch(const Rows<T>& rows, const Operator& op, int64_t blocks, int threads, int cluster = 1) {
-  int shared_bytes = 0;
-  if constexpr (requires { Row::kSharedBytes; }) shared_bytes = Row::kSharedBytes * threads;
-  launch_clusters(rows_kernel<T, Row, Group, Operator>, rows, op, blocks, threads, shared_bytes, cluster);
-}
-
-/// Applies `op`, which keeps its parameters in shared memory, to long rows, by as many clusters as run at the same
-/// time. Returns false, with nothing done, if rows are too long or no whole vectors from 16-byte boundaries on, or if
-/// the parameters cannot be kept.
-template <class T, class Operator>
-bool launch_held(const Rows<T>& rows, const Operator& op) {
-  constexpr int kVectors = Operator::kHeldVectors, kSize = kVectorSize<T>, kThreads = Cluster::kMaxThreads;
-  constexpr auto kernel = held_rows_kernel<T, RowInRegisters<T, Cluster, kVectors>, Operator>;
-  const int bytes = op.held_bytes() * kThreads;
-  const int64_t vectors = rows.columns / kSize;
-  if (bytes == 0 || rows.columns % kSize != 0 || rows.x_stride % kSize != 0 || rows.y_stride % kSize != 0 ||
-      reinterpret_cast<uintptr_t>(rows.x) % kVectorBytes != 0 ||
-      vectors > int64_t{kVectors} * kThreads * Cluster::kMaxBlocks) {
-    return false;
-  }
-  int blocks = 2, log = 1;
-  for (; vectors > int64_t{kVectors} * kThreads * blocks; blocks *= 2) ++log;
-  static PerDevice resident[5];  // by the logarithm of `blocks`; 0 if there are no such clusters
-  int clusters = 0;
-  C10_CUDA_CHECK(resident[log].get(clusters, [&](int& answer) {
-    int largest = 1;
-    cudaError_t error = allow_shared(kernel, bytes);
-    if (error == cudaSuccess) error = query_largest_cluster(kernel, kThreads, bytes, largest);
-    answer = 0;
-    return error == cudaSuccess && blocks <= largest ? query_clusters(kernel, blocks, kThreads, bytes, answer) : error;
-  }));
-  if (clusters == 0) return false;
-  const int threads = static_cast<int>(ceil_div(ceil_div(vectors, int64_t{kVectors} * blocks), kWarp) * kWarp);
-  launch_clusters(kernel, rows, op, std::min<int64_t>(rows.rows, clusters) * blocks, threads, bytes, blocks);
-  return true;
 }
 
 template <class T, int kLanes, int kVectors, class Operator>
@@ -162,9 +122,6 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
   constexpr int kCapacity = InBlock::kCapacity;
   if (const int n = threads(kCapacity, 1); n <= kMaxThreads) {
     return launch<T, InBlock, Block>(rows, op, rows.rows, n);
-  }
-  if constexpr (requires { typename Operator::Held; }) {
-    if (launch_held(rows, op)) return;
   }
   int blocks = 2;
   while (threads(kCapacity, blocks) > kMaxThreads && blocks < largest_cluster) blocks *= 2;

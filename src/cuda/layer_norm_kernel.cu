@@ -8,7 +8,6 @@
 #include <limits>
 
 #include "cuda/gemm/column_sum.cuh"
-#include "cuda/held_rows.cuh"
 #include "cuda/launch_row_gradients.cuh"
 #include "cuda/launch_rows.cuh"
 #include "cuda/layer_gradients.h"
@@ -42,27 +41,12 @@ __device__ inline void read_parameter(const T* parameter, int64_t column, Accumu
   for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(from[i]);
 }
 
-// Weight and bias at some columns, from memory.
-template <class T>
-struct ReadParameters {
-  const T *weight, *bias;
-
-  template <int N>
-  __device__ void get(int64_t column, int, Accumulate<T> (&w)[N], Accumulate<T> (&b)[N]) const {
-    read_parameter(weight, column, Accumulate<T>{1}, w);
-    read_parameter(bias, column, Accumulate<T>{0}, b);
-  }
-};
-
 // The variance is computed from the squared distances from the mean, not from the squares, so no digits cancel.
 template <class T>
 struct LayerNorm {
   using A = Accumulate<T>;
   // Shared memory for x would shrink L1, and each long row would read weight and bias from L2.
   static constexpr int kStaged = 0;
-  // Rows that take a cluster anyway hold them in shared memory, half as much of a row in registers, and two blocks run
-  // on a multiprocessor.
-  static constexpr int kHeldVectors = 4;
 
   const T *weight, *bias;  // or null
   A* mean;                 // null, or one number per row, with moment_stride; like rstd
@@ -70,41 +54,8 @@ struct LayerNorm {
   int64_t moment_stride, rows;
   A columns, eps;
 
-  struct Held {
-    HeldVectors<T, kHeldVectors> weight{0}, bias{1};
-    bool has_weight, has_bias;
-
-    __device__ Held(const LayerNorm& op, int64_t columns, const Cluster& group)
-        : has_weight(op.weight != nullptr), has_bias(op.bias != nullptr) {
-      if (has_weight) weight.load(op.weight, columns, group);
-      if (has_bias) bias.load(op.bias, columns, group);
-    }
-    template <int N>
-    __device__ void get(int64_t, int k, A (&w)[N], A (&b)[N]) const {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        w[i] = 1;
-        b[i] = 0;
-      }
-      if constexpr (N == kVectorSize<T>) {
-        if (has_weight) unpack(weight[k], w);
-        if (has_bias) unpack(bias[k], b);
-      }
-    }
-  };
-  // Bytes per thread; 0 if the parameters cannot be held.
-  int held_bytes() const {
-    const auto fits = [](const T* parameter) { return reinterpret_cast<uintptr_t>(parameter) % kVectorBytes == 0; };
-    const bool any = weight != nullptr || bias != nullptr;
-    return any && fits(weight) && fits(bias) ? 2 * HeldVectors<T, kHeldVectors>::kBytes : 0;
-  }
-
   template <class Row, class Group>
   __device__ void operator()(const Row& row, Group& group) const {
-    (*this)(row, group, ReadParameters<T>{weight, bias});
-  }
-  template <class Row, class Group, class Parameters>
-  __device__ void operator()(const Row& row, Group& group, const Parameters& parameters) const {
     A sum = 0, count = 0;
     row.for_each([&](A x, int) {
       sum += x;
@@ -128,10 +79,11 @@ struct LayerNorm {
       total = group.merge(total, Pooled<A>());
     }
     const A center = total.mean, scale = rsqrt(total.squares / columns + eps);
-    row.write([&](auto& values, int64_t column, int k) {
+    row.write([&](auto& values, int64_t column) {
       constexpr int kSize = sizeof(values) / sizeof(A);
       A w[kSize], b[kSize];
-      parameters.get(column, k, w, b);
+      read_parameter(weight, column, A{1}, w);
+      read_parameter(bias, column, A{0}, b);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[i] = (values[i] - center - rest) * scale * w[i] + b[i];
     });

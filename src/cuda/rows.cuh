@@ -129,8 +129,7 @@ class Block {
   const int size, rank;
 };
 
-/// The blocks of a cluster (compute capability 9.0). Each block sends its state to the shared memory of all others. In
-/// a grid of fewer clusters than rows, they go on to further rows.
+/// The blocks of a cluster (compute capability 9.0). Each block sends its state to the shared memory of all others.
 class Cluster {
  public:
   // A grid of clusters is never too long for x: its rows have at least 64 KiB.
@@ -157,23 +156,15 @@ class Cluster {
   template <class State, class Op>
   __device__ State merge(State state, Op op) {
     static_assert(sizeof(State) % sizeof(uint32_t) == 0);
-    __shared__ State from_block[2][kMaxBlocks];
-    if (turn_ == 0) wait();
-    // A block that writes to an array again has passed the barrier after which all had read it.
-    auto& states = from_block[turn_ % 2];
-    if (threadIdx.x < blocks_) put(&states[block_], threadIdx.x, state);
+    __shared__ State from_block[kMaxBlocks];
+    wait();
+    if (threadIdx.x < blocks_) put(&from_block[block_], threadIdx.x, state);
     __syncwarp();  // .aligned: the whole warp arrives together
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
-    State total = states[0];
-    for (int i = 1; i < blocks_; ++i) total = op(total, states[i]);
+    State total = from_block[0];
+    for (int i = 1; i < blocks_; ++i) total = op(total, from_block[i]);
     return total;
-  }
-
-  /// Goes on to the next row of this cluster, whose reductions are those of the one before.
-  __device__ void advance() {
-    row += gridDim.x / blocks_;
-    ++turn_;
   }
 
  protected:
@@ -202,7 +193,6 @@ class Cluster {
   }
 
   const int blocks_, block_;
-  int turn_ = 0;
 
  public:
 #else
@@ -216,9 +206,8 @@ class Cluster {
   __device__ State merge(State state, Op) {
     return state;
   }
-  __device__ void advance() {}
 #endif
-  int64_t row;
+  const int64_t row;
   const int size, rank;
 };
 
@@ -281,8 +270,7 @@ class RowInRegisters {
     }
   }
 
-  /// Calls f(values, column, k) with arrays of neighbouring elements, which start at `column`; f makes them the output.
-  /// They are the thread's k-th vector of all its rows, if rows begin at 16-byte boundaries.
+  /// Calls f(values, column) with arrays of neighbouring elements, which start at `column`; f makes them the output.
   template <class F>
   __device__ void write(F f) const {
 #pragma unroll
@@ -290,7 +278,7 @@ class RowInRegisters {
       if (vector(k) < vectors_) {
         A values[kSize];
         unpack(k < kVectors ? body_[k < kVectors ? k : 0] : *staged(k), values);
-        f(values, int64_t{column(k)}, k);
+        f(values, int64_t{column(k)});
         store(y_ + column(k), pack<T, kSize>(values));
       }
     }
@@ -298,7 +286,7 @@ class RowInRegisters {
     for (int k = 0; k < kEdges; ++k) {
       if (edge(k) < edges_) {
         A values[1] = {static_cast<A>(edge_[k])};
-        f(values, int64_t{edge_column(k)}, 0);
+        f(values, int64_t{edge_column(k)});
         y_[edge_column(k)] = static_cast<T>(values[0]);
       }
     }
@@ -358,12 +346,12 @@ class RowInMemory {
       const int64_t column = head_ + i * kSize;
       A values[kSize];
       unpack(load<T, kSize>(x_ + column), values);
-      f(values, column, 0);
+      f(values, column);
       store(y_ + column, pack<T, kSize>(values));
     }
     if (rank_ < edges_) {
       A values[1] = {static_cast<A>(x_[edge_column()])};
-      f(values, edge_column(), 0);
+      f(values, edge_column());
       y_[edge_column()] = static_cast<T>(values[0]);
     }
   }

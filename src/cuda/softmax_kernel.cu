@@ -57,7 +57,7 @@ struct Softmax {
     total = group.merge(total, Together<T>());
     shift = total.shift();
     // If all of a row is -inf, this is 0 / 0, as in ATen.
-    row.write([&](auto& values, int64_t, int) {
+    row.write([&](auto& values, int64_t) {
       for (A& value : values) value = divide<T>(exp_nonpositive<T>(value - shift), total.sum);
     });
   }
