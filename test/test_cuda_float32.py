@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_checks import assert_accurate, double, poison, random
+from cuda_checks import double, error, poison, random
 from product_samples import gate_reference, glu_reference
 from test_cuda_sm80 import kernels, rows_in
 from test_cuda_triangle_gradients import parameters
@@ -26,6 +26,11 @@ FLOAT = torch.float32
 PATHS: list[Any] = ["auto", "fused"]
 # Rows, features in and out: less and more than a tile, more than a step, sizes at which the path is chosen by itself.
 SHAPES = [(1, 4, 4), (130, 33, 60), (257, 64, 64), (300, 31, 132), (1000, 300, 68), (40000, 128, 128), (17000, 96, 260)]
+
+
+def assert_accurate(got: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """Like eager, up to a rounding: cuBLAS adds the parts of a sum in another order."""
+    assert error(got, exact) <= 1.1 * error(eager, exact) + torch.finfo(FLOAT).eps
 
 
 def drawn(seed: int, weights: int = 1) -> tuple[Tensor, list[Tensor], bool]:
@@ -128,12 +133,13 @@ def test_special_values() -> None:
     w[:, 0] = 1
     with torchops.cuda.dense_path("fused"):
         y = torchops.dense(x, w)
-        torch.testing.assert_close(y, torch.sigmoid(F.linear(x, w)), rtol=1e-6, atol=0, equal_nan=True)
+        exact = torch.sigmoid(x[:, :1].double()).expand(-1, 4)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-44, equal_nan=True)
         finite = x[1:-2].clone().requires_grad_()
         v = torch.ones(5, 4, device="cuda")
         (slope,) = torch.autograd.grad(torchops.gate(v, finite, w).sum(), finite)
-    exact = torch.sigmoid(finite.double()) * torch.sigmoid(-finite.double())
-    torch.testing.assert_close(slope[:, 0], 4 * exact[:, 0].float(), rtol=1e-6, atol=1e-44)
+    exact = 4 * torch.sigmoid(finite.double()) * torch.sigmoid(-finite.double())
+    torch.testing.assert_close(slope[:, 0].double(), exact[:, 0], rtol=1e-6, atol=1e-38)
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
@@ -177,8 +183,8 @@ def test_which_kernel_runs() -> None:
         assert not any("float32_kernel" in name for name in kernels(x, w, "auto"))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = former
-    # Few outputs and long sums are left to cuBLAS; so are rows that are not aligned, on every path.
-    for rows, k, n in [(128, 128, 128), (4096, 4096, 4096)]:
+    # Few rows and long sums are left to cuBLAS; so are rows that are not aligned, on every path.
+    for rows, k, n in [(128, 128, 128), (4096, 256, 256)]:
         a, b = random(rows, k, dtype=FLOAT), random(n, k, dtype=FLOAT)
         assert not any("float32_kernel" in name for name in kernels(a, b, "auto"))
         assert any("float32_kernel" in name for name in kernels(a, b, "fused"))

@@ -78,7 +78,7 @@ def by_blocks(
         assert made[..., width:].isnan().all()
     o = channels(d, n, n, extra).to(x.dtype)
     torch.bmm(a[..., :width], b[..., :width].mT, out=o[..., :n])
-    out, first = x if adds else torch.full_like(x, float("nan")), 0
+    out, first = x if adds else torch.full(x.shape, float("nan"), device="cuda", dtype=x.dtype), 0
     for rows in blocks:
         part = slice(first, first + rows)
         assert rows_out(o[:, part, :n], x[part], in_order(w), 1e-5, 1e-5 * scale**2, out[part], adds)

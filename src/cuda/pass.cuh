@@ -208,7 +208,7 @@ struct SumPass {
 inline void sum_columns(const at::Tensor& sums, const at::Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
   PassSums pass(true, matrix, 1, rows, rows, columns);
-  AT_DISPATCH_REDUCED_FLOATING_TYPES(matrix.scalar_type(), "sum_columns", [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, matrix.scalar_type(), "sum_columns", [&] {
     const auto from = read_rows<scalar_t>(matrix);
     constexpr int n = kVectorSize<scalar_t>;
     columns % n == 0 && from.fits(n) ? pass.launch<n>(SumPass<scalar_t, n>{from}, rows)

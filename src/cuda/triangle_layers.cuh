@@ -104,7 +104,7 @@ class TriangleLayers : public detail::TriangleLayout {
     const at::Tensor& w = update().weight(p);
     const detail::DensePath path = detail::dense_path();
     if ((w.element_size() == 2 && path != detail::DensePath::kCublas) ||
-        gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), path)) {
+        gemm::wants_float32(w.scalar_type(), n() * n(), w.size(1), path)) {
       return {p, g, {}, {}};
     }
     return {p, g, stacked(w, update().weight(g)), stacked(update().bias(p), update().bias(g))};
