@@ -78,7 +78,9 @@ struct PairInKernel {
       }
     }
     PipelineState at;
-    for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
+    const TilesOfCta tiles(p.tiles);
+    int64_t tile;
+    for (int i = 0; (tile = tiles[i]) < p.tiles.count(); ++i, ++at) {
       auto& loaded = barriers.loaded[at.index()];
       barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kStageBytes);
@@ -132,8 +134,9 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
   PipelineState at;
   at.advance(warpgroup);
   uint32_t round = 0;
-  for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
-       tile += int64_t{kPairComputing} * gridDim.x) {
+  const TilesOfCta tiles(p.tiles);
+  int64_t tile;
+  for (int i = warpgroup; (tile = tiles[i]) < p.tiles.count(); i += kPairComputing) {
     const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
     // A thread has two positions of the tile. After the last of a row there are zeros, which add nothing to products.
     float factors[2];
