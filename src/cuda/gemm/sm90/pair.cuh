@@ -287,23 +287,6 @@ struct PairTiles {
   CUTLASS_DEVICE int place_in_row(int64_t tile) const { return static_cast<int>(tile % in_row()); }
 };
 
-/// The tiles that this CTA takes, in order, until one does not exist. Those that its warpgroups work on at the same
-/// time are neighbours, except for the last few, so that all CTAs have as many. What they write to a channel is then
-/// contiguous for kPairComputing * 128 bytes: a kernel that only reads x and writes two tensors in this way takes 293
-/// us with 256 bytes, and 313 with 128 (H100; N = 1024, 128 features).
-class TilesOfCta {
- public:
-  CUTLASS_DEVICE explicit TilesOfCta(const PairTiles& tiles)
-      : together_(static_cast<int>(tiles.count() / (kPairComputing * gridDim.x)) * kPairComputing) {}
-  CUTLASS_DEVICE int64_t operator[](int i) const {
-    const int64_t ctas = gridDim.x, cta = blockIdx.x;
-    return i < together_ ? (i / kPairComputing * ctas + cta) * kPairComputing + i % kPairComputing : i * ctas + cta;
-  }
-
- private:
-  int together_;
-};
-
 /// As many CTAs as run at once on the current device, but not more than there are tiles.
 template <class Kernel>
 cudaError_t pair_blocks(const PairTiles& tiles, int& blocks) {

@@ -78,9 +78,7 @@ struct PairInKernel {
       }
     }
     PipelineState at;
-    const TilesOfCta tiles(p.tiles);
-    int64_t tile;
-    for (int i = 0; (tile = tiles[i]) < p.tiles.count(); ++i, ++at) {
+    for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
       auto& loaded = barriers.loaded[at.index()];
       barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kStageBytes);
@@ -134,9 +132,8 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameter
   PipelineState at;
   at.advance(warpgroup);
   uint32_t round = 0;
-  const TilesOfCta tiles(p.tiles);
-  int64_t tile;
-  for (int i = warpgroup; (tile = tiles[i]) < p.tiles.count(); i += kPairComputing) {
+  for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
+       tile += int64_t{kPairComputing} * gridDim.x) {
     const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
     // A thread has two positions of the tile. After the last of a row there are zeros, which add nothing to products.
     float factors[2];
