@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchops import _attention_update_operators as operators
 from torchops import _distributed_triangle_hopper
-from torchops._distributed_pair import local, moved, wrap
+from torchops._distributed_pair import local, wrap
 from torchops._distributed_triangle_rows import GROUPS, P_OUT, Rows, TriangleCall, apart, arrived, kernels_for
 from torchops.distributed import _checked
 
@@ -148,26 +148,21 @@ def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: A
     return call.gradients(grad, product, wanted, adds)
 
 
-def _parted(kwargs: Any) -> list[Any]:
+def _in_order(kwargs: Any) -> list[Any]:
     """The parameters of the public operators, in the order of the private ones."""
 
     def of(layer: str) -> list[Any]:
         return [kwargs.get(f"{layer}_weight"), kwargs.get(f"{layer}_bias")]
 
-    def halves(t: Any) -> Sequence[Any]:
-        if not isinstance(t, DTensor):
-            return (t, t)  # None, or a tensor that _Call rejects
-        return moved(t, [Replicate()] * len(t.placements)).chunk(2)
-
-    p_in, g_in = (list(zip(*map(halves, of(layer)), strict=True)) for layer in ("p_in", "g_in"))
-    ins = [t for weight_and_bias in (*p_in, *g_in) for t in weight_and_bias]
-    return [*of("norm_in"), *ins, *of("norm_out"), *of("p_out"), *of("g_out")]
+    # Packed, as they are: to chunk a DTensor takes longer on the host than the rest of a call: 0.4 ms in torch 2.11.
+    nothing = [None, None]
+    return [*of("norm_in"), *of("p_in"), *nothing, *of("g_in"), *nothing, *of("norm_out"), *of("p_out"), *of("g_out")]
 
 
 def _public_call(op: str, args: Sequence[Any], kwargs: Any, writes: bool) -> _Call:
     x, direction = (*args, kwargs.get("direction", "outgoing"))[:2]
     outgoing, eps = direction == "outgoing", kwargs.get("eps", 1e-5)
-    return _Call(op, x, kwargs.get("mask"), _parted(kwargs), outgoing, eps, writes)
+    return _Call(op, x, kwargs.get("mask"), _in_order(kwargs), outgoing, eps, writes)
 
 
 def _public(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
