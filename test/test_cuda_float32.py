@@ -29,8 +29,9 @@ SHAPES = [(1, 4, 4), (130, 33, 60), (257, 64, 64), (300, 31, 132), (1000, 300, 6
 
 
 def assert_accurate(got: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """Like eager, up to a rounding: cuBLAS adds the parts of a sum in another order."""
-    assert error(got, exact) <= 1.1 * error(eager, exact) + torch.finfo(FLOAT).eps
+    """Twice the error of eager, and a rounding: the kernel adds 400 products one after the other, cuBLAS and ATen add
+    parts of a sum. Products of TF32 would err by 1e-4."""
+    assert error(got, exact) <= 2 * error(eager, exact) + torch.finfo(FLOAT).eps
 
 
 def drawn(seed: int, weights: int = 1) -> tuple[Tensor, list[Tensor], bool]:
