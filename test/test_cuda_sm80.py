@@ -200,32 +200,26 @@ def test_gradients(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -
         assert_accurate(ours, theirs, value)
 
 
-def kernels(x: Tensor, w: Tensor, path: Any) -> list[str]:
+def kernels(x: Tensor, w: Tensor, path: Any) -> int:
+    """How many kernels a call of dense runs."""
     with torchops.cuda.dense_path(path):
         torchops.dense(x, w)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             torchops.dense(x, w)
             torch.cuda.synchronize()
-    events = profiler.events() or []
-    return [event.name for event in events if event.device_type == DeviceType.CUDA]
+    return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or [])
 
 
-def test_which_kernel_runs() -> None:
-    """One kernel, except where cuBLAS is asked for."""
+def test_product_and_epilogue_are_one_kernel() -> None:
+    """Except where cuBLAS is asked for, or faster: with long sums, if there are many outputs, or if their elements must
+    be loaded one by one."""
     for rows, k, n in [(20000, 100, 100), (128, 512, 1001), (300, 99, 101)]:
         x, w = random(rows, k, dtype=torch.bfloat16)[:, 1:], random(n, k, dtype=torch.bfloat16)[:, 1:]
-        for path in PATHS:
-            names = kernels(x, w, path)
-            assert len(names) == 1
-            assert "sm80_kernel" in names[0]
-        assert not any("sm80_kernel" in name for name in kernels(x, w, "cublas"))
-    # On compute capability 9.0, other kernels can compute this, but have few tiles.
-    assert (
-        "sm80_kernel"
-        in kernels(random(128, 1024, dtype=torch.bfloat16), random(1024, 1024, dtype=torch.bfloat16), "auto")[0]
-    )
-    # Long sums are left to cuBLAS if there are many outputs, or if their elements must be loaded one by one.
+        assert [kernels(x, w, path) for path in PATHS] == [1] * len(PATHS)
+        assert kernels(x, w, "cublas") > 1
+    x, w = random(128, 1024, dtype=torch.bfloat16), random(1024, 1024, dtype=torch.bfloat16)
+    assert kernels(x, w, "auto") == 1
     for rows, k, n in [(3000, 4001, 4000), (3000, 4002, 4000), (128, 1023, 1001)]:
         x, w = random(rows, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)
-        assert not any("sm80_kernel" in name for name in kernels(x, w, "auto"))
-        assert any("sm80_kernel" in name for name in kernels(x, w, "fused"))
+        assert kernels(x, w, "auto") > 1
+        assert kernels(x, w, "fused") == 1
