@@ -190,9 +190,9 @@ bool prefers_cublas_to_sm80(const Case& c) {
   return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
 }
 
-// cuBLAS multiplies faster, by up to 17% at 128 features and 40% at 1024, and then takes another pass. The kernel took
-// 0.39 to 0.97 of their time from 2048 to 262144 rows, with 32 to 128 features in and 64 to 512 out (H100; dense, gate,
-// glu); with 192, up to 1.07 of it. Fewer rows were not measured.
+// cuBLAS multiplies faster the longer the sums are, and then takes another pass. The kernel took 0.39 to 0.97 of their
+// time with 32 to 128 features in, up to 1.07 of it with 192, and up to 2.8 times as long with 1024 (H100; dense, gate
+// and glu; 2048 to 262144 rows, 64 to 512 features out). Fewer rows were not measured.
 bool prefers_cublas_to_float32(int64_t m, int64_t k) { return k > 128 || m < 2048; }
 
 // Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
