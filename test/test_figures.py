@@ -42,9 +42,9 @@ def ratios(machine: str, op: str, task: str, way: str) -> list[float]:
     return [r.timings[way].ratio for r in results if way in r.timings]
 
 
-def gates(file: str, op: str, shape: list[int], task: str) -> dict[str, Any]:
+def gates(file: str, op: str, shape: list[int], task: str, dtype: str = "bfloat16") -> dict[str, Any]:
     found = (r for r in document(H100, file)["results"] if r["line"]["op"] == op and r["line"]["shape"] == shape)
-    (result,) = (r for r in found if (r["line"]["task"], r["line"]["dtype"]) == (task, "bfloat16"))
+    (result,) = (r for r in found if (r["line"]["task"], r["line"]["dtype"]) == (task, dtype))
     return {**result["microseconds"], "MiB": {way: size / 2**20 for way, size in result["peak_bytes"].items()}}
 
 
@@ -130,6 +130,7 @@ def data_parallel() -> list[float]:
 
 FORWARD, BACKWARD = "forward", "forward and backward"
 GATE, DEEP = [1048576, 128, 128], [8192, 4096, 11008]
+PACKED = "torch.compile, packed"
 ROWS = "forward and backward (65536, 4096) bfloat16"
 
 
@@ -148,6 +149,12 @@ def portable() -> list[float]:
 def more(op: str, features: int, rows: int, task: str, against: str = "torch.compile") -> float:
     """By how many percent more time the path of cuBLAS takes."""
     found = gates("gates-by-cublas", op, [rows, features, features], task)
+    return (found["torchops"] / found[against] - 1) * 100
+
+
+def exact(op: str, task: str, against: str = "torch.compile") -> float:
+    """By how many percent more time float32 takes without TF32."""
+    found = gates("gates", op, [262144, 128, 128], task, "float32")
     return (found["torchops"] / found[against] - 1) * 100
 
 
@@ -238,19 +245,36 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "docs/gates.md",
-        "`glu` of 1048576 rows, forward: {:.0f}% more with 256 features, {:.0f}% more with 64; - `dense` of 64"
-        " features, forward: up to {:.0f}% more; - `gate` in training: up to {:.0f}% more",
+        "`glu` of 1048576 rows, forward: {:.0f}% more with 256 features, {:.0f}% more with 64; - `dense` and `gate` of"
+        " 64 features, forward: up to {:.0f}% more; - `gate` in training: up to {:.0f}% more",
         lambda: [
             more("glu", 256, 1048576, FORWARD),
             more("glu", 64, 1048576, FORWARD),
-            more("dense", 64, 65536, FORWARD),
+            max(more(op, 64, rows, FORWARD) for op in ("dense", "gate") for rows in (65536, 1048576)),
             more("gate", 64, 65536, BACKWARD),
         ],
     ),
     (
         "docs/gates.md",
         "packed in one weight: up to {:.0f}% more",
-        lambda: [more("glu", 256, 1048576, FORWARD, "torch.compile, packed")],
+        lambda: [more("glu", 256, 1048576, FORWARD, PACKED)],
+    ),
+    (
+        "docs/gates.md",
+        "`gate` and `glu` in float32, forward and backward: up to {:.0f}% more, because the gradients compute the"
+        " products again, and {:.0f}% for `glu` if value and gate are packed in one weight. The forward pass takes"
+        " {:.0f} to {:.0f}% less",
+        lambda: [
+            max(exact("gate", BACKWARD), exact("glu", BACKWARD)),
+            exact("glu", BACKWARD, PACKED),
+            -exact("glu", FORWARD),
+            -exact("gate", FORWARD),
+        ],
+    ),
+    (
+        "docs/gates.md",
+        "compared with value and gate packed in one weight: {:.0f}% more.",
+        lambda: slowdown(*(gates("gates", "swiglu", DEEP, FORWARD)[way] for way in (PACKED, "torchops"))),
     ),
     (
         "docs/existing_models.md",
@@ -291,6 +315,11 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "docs/fused_epilogue.md",
         "`F.linear` alone takes at most {:.0f}% less time",
         lambda: [without("dense", "forward (100003, 384, 264) bfloat16")],
+    ),
+    (
+        "docs/fused_epilogue.md",
+        "`dense` takes {:.0f} µs, and eager mode {:.0f} µs",
+        lambda: times(1e6, "dense", "forward (262144, 128, 128) float32", "ours", "eager"),
     ),
     (
         "docs/fused_epilogue.md",
