@@ -21,10 +21,14 @@ import torchops
 from torchops import _distributed_triangle_hopper as hopper
 from torchops._distributed_triangle_rows import apart
 
+# On a CPU, the operators themselves only check their arguments.
+_checked_in, _checked_out = hopper._rows_in, hopper._rows_out
+
 
 def _rows_in(
     x: Tensor, mask: Tensor | None, parameters: list[Any], scale: float, eps: float, a: Tensor, b: Tensor
 ) -> bool:
+    assert not _checked_in(x, mask, parameters, scale, eps, a, b)
     w, n = apart(parameters), x.shape[1]
     z = layer_norm(x, x.shape[2:], w.norm_in, w.norm_in_bias, eps)
     factor = 1 if mask is None else mask.to(x.dtype).unsqueeze(-1)
@@ -39,6 +43,7 @@ def _rows_in(
 
 
 def _rows_out(o: Tensor, x: Tensor, parameters: list[Any], eps: float, eps_out: float, out: Tensor, adds: bool) -> bool:
+    assert not _checked_out(o, x, parameters, eps, eps_out, out, adds)
     w = apart(parameters)
     z = layer_norm(x, x.shape[2:], w.norm_in, w.norm_in_bias, eps)
     rows = layer_norm(o.movedim(0, -1), o.shape[:1], w.norm_out, w.norm_out_bias, eps_out)
@@ -119,6 +124,36 @@ def check_strided(arguments: Arguments, mesh: Any) -> None:
     torch.testing.assert_close(ours.full_tensor(), expected)
 
 
+def check_aliases(arguments: Arguments, mesh: Any) -> None:
+    """In place, with a mask in the memory of x, and with a weight beside x in its storage."""
+    given: Any = arguments(8)
+    x = given.pop("x")
+    whole = torch.cat([torch.full_like(x[:1], 0.5), x])
+    given["mask"] = whole[:-1, ..., 0].clone()
+    expected = x + torchops.triangle_multiplicative_update(x, **given)
+    weights: Any = {name: t for name, t in given.items() if name != "mask"}
+    replicated = {name: distribute(t, mesh, placement("R")) for name, t in weights.items()}
+
+    def rows(local: Tensor) -> Any:
+        return DTensor.from_local(local, mesh, [placement("S1")], run_check=False)
+
+    own = distribute_tensor(whole, mesh, [placement("S1")], src_data_rank=None).to_local().clone()
+    ours = rows(own[1:])
+    with replaced():
+        torchops.triangle_multiplicative_update_(ours, mask=rows(own[:-1, ..., 0]), **replicated)
+    torch.testing.assert_close(ours.full_tensor(), expected)
+
+    own = distribute_tensor(x, mesh, [placement("S1")], src_data_rank=None).to_local()
+    weight = weights["g_out_weight"]
+    arena = torch.cat([own.flatten(), weight.flatten()])
+    ours = rows(arena[: own.numel()].view(own.shape))
+    beside = DTensor.from_local(arena[own.numel() :].view(weight.shape), mesh, [Replicate()], run_check=False)
+    mask: Any = distribute(given["mask"], mesh, placement("S1"))
+    with replaced():
+        torchops.triangle_multiplicative_update_(ours, mask=mask, **(replicated | {"g_out_weight": beside}))
+    torch.testing.assert_close(ours.full_tensor(), expected)
+
+
 def check_others(against_reference: AgainstReference, arguments: Arguments, mesh: Any) -> None:
     """Rows and batch, rows of two dimensions of the mesh, uneven rows, and kernels that refuse."""
     both = init_device_mesh(mesh.device_type, (2, 2))
@@ -146,6 +181,7 @@ def checks(against_reference: AgainstReference, arguments: Arguments) -> dict[st
         "uneven blocks": on_cpu(partial(check_blocks, 20, [3, 2], against_reference, arguments)),
         "blocks of padded rows": on_cpu(partial(check_narrow, arguments)),
         "blocks of strided rows": on_cpu(partial(check_strided, arguments)),
+        "blocks of rows whose memory is shared": on_cpu(partial(check_aliases, arguments)),
         "where there are no blocks": on_cpu(partial(check_others, against_reference, arguments)),
     }
 

@@ -150,6 +150,7 @@ def test_special_values() -> None:
         (256, 128, 128, 1, True, True),
         (255, 64, 64, 2, True, False),
         (130, 68, 36, 1, False, True),
+        (260, 30, 30, 1, True, True),
         (1, 8, 8, 3, True, True),
     ],
 )

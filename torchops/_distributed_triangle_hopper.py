@@ -6,7 +6,8 @@ rank's own b is multiplied, and then while other blocks are. Collectives are cal
 redistribution of a block would take longer on the host than the transfer does on the device.
 
 Channels are the outermost dimension of all blocks, whose rows begin at multiples of 32 or 128 bytes, as in the operator
-on one GPU. Besides x and the result, a rank has b of all rows, and its own rows of a and o.
+on one GPU. Besides x and the result, a rank has b of all rows, and its own rows of a and o; incoming, before o, also x
+as it is sent and as it arrives.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _is_hopper(device: torch.device) -> bool:
 def _have_kernels(x: Tensor, p_out: Tensor) -> bool:
     """Whether there may be kernels, which ``_triangle_rows_in`` decides. Depends on what ranks share."""
     narrow = all(size <= 128 and size % 8 == 0 for size in p_out.shape)
-    return narrow and x.dtype == p_out.dtype and x.element_size() == 2 and _is_hopper(x.device)
+    path = torch.ops.myops._dense_path() in ("auto", "fused")
+    return path and narrow and x.dtype == p_out.dtype and x.element_size() == 2 and _is_hopper(x.device)
 
 
 def _blocks(own: int) -> list[slice]:
@@ -125,8 +127,8 @@ class _Update:
                 if rank != self.ranks.rank:
                     self._multiply(a, parts, rank, first, o)
         eps_out = self.call.eps * self.scale**2
-        done = _rows_out(o[..., :n], x, self.parameters, self.call.eps, eps_out, target, self.adds)
-        assert done, "the conditions are those of _triangle_rows_in"
+        if not _rows_out(o[..., :n], x, self.parameters, self.call.eps, eps_out, target, self.adds):
+            raise RuntimeError("_triangle_rows_out: expected arguments like those of _triangle_rows_in, got others")
         return True
 
     def _multiply(self, a: Tensor, parts: Tensor, rank: int, first: int, o: Tensor) -> None:
@@ -147,7 +149,10 @@ def update(call: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor] | None:
     this = _Update(call, adds)
     if n % this.ranks.count:
         return None
+    # In place, element by element, unless what is still to be read may lie in the memory of x.
     inside = adds and x.is_contiguous() and x.data_ptr() % 16 == 0 and not x.is_neg()
+    others = (t for t in (mask, *this.parameters) if t is not None)
+    inside = inside and all(t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for t in others)
     target = x if inside else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     product = this.empty_product(x) if keep else None
 
@@ -155,10 +160,15 @@ def update(call: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor] | None:
         batch = math.prod(x.shape[:-3])
         return [None] * batch if t is None else t.reshape(batch, *t.shape[x.ndim - 3 :])
 
-    with operators._on(x.device):
-        for each in zip(*map(elements, (x, mask, product, target)), strict=True):
-            if not this.element(*each):
-                return None
+    try:
+        with operators._on(x.device):
+            for each in zip(*map(elements, (x, mask, product, target)), strict=True):
+                if not this.element(*each):
+                    return None
+    except BaseException:
+        if inside and not call.whole.is_inference():  # earlier elements may have been overwritten
+            torch.autograd.graph.increment_version(call.whole)
+        raise
     if adds and not inside:
         target = x.copy_(target)
     return target, x.new_empty(0) if product is None else product[..., :n]

@@ -33,7 +33,8 @@ inline std::optional<gemm::Operand> positions(const Tensor& t) {
 /// Such a tensor, or else a copy that is one.
 inline Tensor readable(const Tensor& t) { return positions(t) ? t : t.clone(at::MemoryFormat::Contiguous); }
 
-/// The part of the problem of one batch element that both steps share, and what keeps its memory alive.
+/// The part of the problem of one batch element, or of some of its rows, that both steps share, and what keeps its
+/// memory alive.
 struct Step {
   gemm::PairProblem problem;
   c10::SmallVector<Tensor, 8> kept;
@@ -61,7 +62,6 @@ struct Step {
     fits = fits && weight;
     return {weight.value_or(gemm::Operand{}), vector(t.bias(layer))};
   }
-  /// The strides of channels, which are rounded up to padded_size(N) rows and columns.
   void set_channels(const Tensor& channels) {
     problem.channel_stride = channels.stride(0);
     problem.row_stride = channels.stride(1);

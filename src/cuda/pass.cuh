@@ -204,7 +204,7 @@ struct SumPass {
   }
 };
 
-/// sums = the sums of the columns of a matrix of 16-bit elements, in one pass; both have its dtype.
+/// sums = the sums of the columns of a matrix, in one pass; both have its dtype.
 inline void sum_columns(const at::Tensor& sums, const at::Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
   PassSums pass(true, matrix, 1, rows, rows, columns);

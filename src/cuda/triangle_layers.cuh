@@ -101,13 +101,14 @@ class TriangleLayers : public detail::TriangleLayout {
     std::optional<at::Tensor> weight, bias;  // stacked, for one product; no weight if a kernel computes the unit
   };
   Glu glu_of(detail::TriangleParameter p, detail::TriangleParameter g) const {
-    const at::Tensor& w = update().weight(p);
+    const at::Tensor &w = update().weight(p), &wg = update().weight(g);
     const detail::DensePath path = detail::dense_path();
     if ((w.element_size() == 2 && path != detail::DensePath::kCublas) ||
-        gemm::wants_float32(w.scalar_type(), n() * n(), w.size(1), path)) {
+        (gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), path) &&
+         gemm::are_float32_weights(w, wg))) {
       return {p, g, {}, {}};
     }
-    return {p, g, stacked(w, update().weight(g)), stacked(update().bias(p), update().bias(g))};
+    return {p, g, stacked(w, wg), stacked(update().bias(p), update().bias(g))};
   }
   /// Its channels for a panel of z, times the mask and a factor.
   void gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
@@ -132,7 +133,7 @@ class TriangleLayers : public detail::TriangleLayout {
   bool exactly_gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
                                  const at::Tensor& channels, const at::Tensor& mask, double factor) const {
     const at::Tensor &w = update().weight(unit.p), &wg = update().weight(unit.g);
-    if (!gemm::is_exact_float32(w.scalar_type())) return false;
+    if (!gemm::is_exact_float32(w.scalar_type()) || !gemm::are_float32_weights(w, wg)) return false;
     const auto bias = contiguous(update().bias(unit.p)), gate_bias = contiguous(update().bias(unit.g));
     bool done = false;
     with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& to) {

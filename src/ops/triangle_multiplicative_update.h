@@ -158,7 +158,7 @@ TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at
                                                 const TriangleParameterList& parameters, bool outgoing, double eps,
                                                 const TriangleMask& wanted);
 
-/// The same for operators on some rows (rows, N, c) of a pair tensor, in the direction of the update (triangle_rows.h).
+/// The same for operators on some rows (rows, N, c) of a pair tensor (triangle_rows.h).
 TriangleUpdate checked_triangle_rows(const char* op, const at::Tensor& x, const OptionalTensor& mask,
                                      const TriangleParameterList& parameters, double eps);
 

@@ -192,8 +192,8 @@ bool prefers_cublas_to_sm80(const Case& c) {
 
 // cuBLAS multiplies faster the longer the sums are, and then takes another pass. The kernel took 0.39 to 0.97 of their
 // time with 32 to 128 features in, up to 1.07 of it with 192, and up to 2.8 times as long with 1024 (H100; dense, gate
-// and glu; 2048 to 262144 rows, 64 to 512 features out). Fewer rows were not measured.
-bool prefers_cublas_to_float32(int64_t m, int64_t k) { return k > 128 || m < 2048; }
+// and glu; 2048 to 262144 rows, 64 to 512 features out). Fewer rows or features out were not measured.
+bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k) { return k > 128 || n < 64 || m < 2048; }
 
 // Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
 // kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40

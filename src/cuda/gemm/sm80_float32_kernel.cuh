@@ -14,8 +14,9 @@ namespace torchops::cuda::gemm {
 
 /// A CTA computes kRows x kColumns of the output, with two products of half as many columns each. A warp has 32 rows
 /// and 64 rows of the weights, a lane 8 x 8 of them: 16 vectors of shared memory for 256 FFMAs. Operands come in steps
-/// of 32 columns, so that a row has 128 bytes; while a step is multiplied, the next one is copied. Two CTAs fit a
-/// multiprocessor: one computes during the first copies and the epilogue of the other.
+/// of 32 columns, so that a row has 128 bytes; while a step is multiplied, the next one is copied. On compute
+/// capability 8.0 and 9.0, two CTAs fit a multiprocessor: one computes during the first copies and the epilogue of the
+/// other. Where shared memory has 100 KiB, one does.
 template <int products, int warps_m>
 struct Float32Tile {
   static constexpr int kWarpsM = warps_m, kWarpsN = kSm80Warps / warps_m, kStages = 2, kStep = 32;
