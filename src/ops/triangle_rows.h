@@ -3,10 +3,10 @@
 #include "ops/triangle_multiplicative_update.h"
 
 // Private operators for a rank that holds some rows of a pair tensor: the steps of a triangle update before and after
-// its product. For an incoming update, the first one is given rows of the transpose of x. They return false, with nothing
-// done, if there are no kernels for these arguments: other kernels than those for compute capability 9.0 need whole
-// matrices. What that depends on is the device, dense_path(), and the dtypes and sizes, which ranks share; but also
-// whether a, b, o or `out` are aligned to 16 bytes, with such strides.
+// its product. For an incoming update, the first one is given rows of the transpose of x. They return false, with
+// nothing done, if there are no kernels for these arguments: other kernels than those for compute capability 9.0 need
+// whole matrices. What that depends on is the device, dense_path(), and the dtypes and sizes, which ranks share; but
+// also whether a, b, o or `out` are aligned to 16 bytes, with such strides.
 namespace torchops::detail {
 
 /// Writes these rows of a and b, channels first, from x (rows, N, c) and the mask (rows, N): a, times `scale`, and b
