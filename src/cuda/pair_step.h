@@ -62,6 +62,41 @@ struct Step {
     fits = fits && weight;
     return {weight.value_or(gemm::Operand{}), vector(t.bias(layer))};
   }
+  /// The input step: from x and the mask, or none, to a, times `scale`, and b, whose channels may be another distance
+  /// apart.
+  void set_input(const TriangleUpdate& t, const Tensor& mask, const Tensor& a, const Tensor& b, double scale) {
+    problem.value[0] = layer(t, detail::kPA);
+    problem.value[1] = layer(t, detail::kPB);
+    problem.gate[0] = layer(t, detail::kGA);
+    problem.gate[1] = layer(t, detail::kGB);
+    set_channels(b);
+    problem.second_channel_stride = problem.channel_stride;
+    set_channels(a);
+    fits = fits && a.stride(1) == b.stride(1);
+    if (!fits) return;
+    problem.channels[0] = a.mutable_data_ptr();
+    problem.channels[1] = b.mutable_data_ptr();
+    problem.scale[0] = static_cast<float>(scale);
+    if (!mask.defined()) return;
+    problem.mask = mask.const_data_ptr();
+    problem.mask_row_stride = mask.stride(0);
+    problem.mask_stride = mask.stride(1);
+  }
+  /// The output step: from the product o and x to `out`, of which positions(out) is `to`; with x if `adds`.
+  void set_output(const TriangleUpdate& t, const Tensor& o, const Tensor& out, const gemm::Operand& to, double eps_out,
+                  bool adds) {
+    problem.value[0] = layer(t, detail::kPOut);
+    problem.gate[0] = layer(t, detail::kGOut);
+    problem.norm_o = norm(t, detail::kNormOut, eps_out);
+    set_channels(o);
+    if (!fits) return;
+    problem.channels[0] = const_cast<void*>(o.const_data_ptr());  // only read
+    problem.out = out.mutable_data_ptr();
+    problem.out_row_stride = to.row_stride;
+    problem.out_stride = to.batch_stride;
+    problem.adds = adds;
+  }
+
   void set_channels(const Tensor& channels) {
     problem.channel_stride = channels.stride(0);
     problem.row_stride = channels.stride(1);

@@ -125,21 +125,8 @@ inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at:
   if (!have_kernels()) return false;
   pair_steps::Step step(t_, x);
   gemm::PairProblem& p = step.problem;
-  p.value[0] = step.layer(t_, detail::kPA);
-  p.value[1] = step.layer(t_, detail::kPB);
-  p.gate[0] = step.layer(t_, detail::kGA);
-  p.gate[1] = step.layer(t_, detail::kGB);
-  step.set_channels(b);
-  step.set_channels(a);
-  if (!step.fits || a.stride(0) != b.stride(0) || a.stride(1) != b.stride(1)) return false;
-  p.channels[0] = a.mutable_data_ptr();
-  p.channels[1] = b.mutable_data_ptr();
-  p.scale[0] = static_cast<float>(scale);
-  if (mask.defined()) {
-    p.mask = mask.const_data_ptr();
-    p.mask_row_stride = mask.stride(0);
-    p.mask_stride = mask.stride(1);
-  }
+  step.set_input(t_, mask, a, b, scale);
+  if (!step.fits || a.stride(0) != b.stride(0)) return false;
   if (pair_steps::is_wide(p)) return wide_in(p, a);
   if (case_ && gemm::run_chosen<gemm::TriangleIn>(p, *case_, a)) return true;
   return run_portable(
@@ -152,16 +139,8 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
   if (!to) return false;
   pair_steps::Step step(t_, x);
   gemm::PairProblem& p = step.problem;
-  p.value[0] = step.layer(t_, detail::kPOut);
-  p.gate[0] = step.layer(t_, detail::kGOut);
-  p.norm_o = step.norm(t_, detail::kNormOut, eps_out);
-  step.set_channels(o);
+  step.set_output(t_, o, out, *to, eps_out, residual.defined());
   if (!step.fits) return false;
-  p.channels[0] = const_cast<void*>(o.const_data_ptr());  // only read
-  p.out = out.mutable_data_ptr();
-  p.out_row_stride = to->row_stride;
-  p.out_stride = to->batch_stride;
-  p.adds = residual.defined();
   if (residual.defined() && residual.scalar_type() != t_.dtype()) {
     const auto from = pair_steps::positions(residual);
     if (!from || pair_steps::is_wide(p)) return false;

@@ -42,29 +42,12 @@ bool rows_in_cuda(const Tensor& x, const OptionalTensor& mask, const TrianglePar
   TriangleUpdate t = detail::checked_triangle_rows_in(x, mask, parameters, eps, a, b);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto chosen = readable_case(t);
-  if (!chosen || !fit(a) || !fit(b) || a.stride(1) != b.stride(1)) return false;
+  if (!chosen || !fit(a) || !fit(b)) return false;
   const Tensor rows = pair_steps::readable(x);
   pair_steps::Step step(t, rows);
-  gemm::PairProblem& p = step.problem;
-  p.value[0] = step.layer(t, detail::kPA);
-  p.value[1] = step.layer(t, detail::kPB);
-  p.gate[0] = step.layer(t, detail::kGA);
-  p.gate[1] = step.layer(t, detail::kGB);
-  step.set_channels(b);
-  p.second_channel_stride = p.channel_stride;
-  step.set_channels(a);
-  if (!step.fits) return false;
-  p.channels[0] = a.mutable_data_ptr();
-  p.channels[1] = b.mutable_data_ptr();
-  p.scale[0] = static_cast<float>(scale);
-  Tensor factors;
-  if (mask) {
-    factors = mask->to(t.dtype());
-    p.mask = factors.const_data_ptr();
-    p.mask_row_stride = factors.stride(0);
-    p.mask_stride = factors.stride(1);
-  }
-  return gemm::run_chosen<gemm::TriangleIn>(p, *chosen, a);
+  const Tensor factors = mask ? mask->to(t.dtype()) : Tensor();
+  step.set_input(t, factors, a, b, scale);
+  return step.fits && gemm::run_chosen<gemm::TriangleIn>(step.problem, *chosen, a);
 }
 
 bool rows_out_cuda(const Tensor& o, const Tensor& x, const TriangleParameterList& parameters, double eps,
@@ -77,18 +60,8 @@ bool rows_out_cuda(const Tensor& o, const Tensor& x, const TriangleParameterList
   if (!to || !fit(o)) return false;
   const Tensor rows = pair_steps::readable(x);
   pair_steps::Step step(t, rows);
-  gemm::PairProblem& p = step.problem;
-  p.value[0] = step.layer(t, detail::kPOut);
-  p.gate[0] = step.layer(t, detail::kGOut);
-  p.norm_o = step.norm(t, detail::kNormOut, eps_out);
-  step.set_channels(o);
-  if (!step.fits) return false;
-  p.channels[0] = const_cast<void*>(o.const_data_ptr());  // only read
-  p.out = out.mutable_data_ptr();
-  p.out_row_stride = to->row_stride;
-  p.out_stride = to->batch_stride;
-  p.adds = adds;
-  return gemm::run_chosen<gemm::TriangleOut>(p, *chosen, out);
+  step.set_output(t, o, out, *to, eps_out, adds);
+  return step.fits && gemm::run_chosen<gemm::TriangleOut>(step.problem, *chosen, out);
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
