@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchops import _attention_update_operators as operators
+from torchops import _build_info
 from torchops._distributed_triangle_rows import P_OUT, TriangleCall, arrived
 
 __all__ = ["update"]
@@ -39,7 +40,9 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    """A GPU of compute capability 9.0, for which this build has kernels."""
+    built = bool(_build_info.gemm_architectures)
+    return built and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _have_kernels(x: Tensor, p_out: Tensor) -> bool:
