@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triangle_reference import rows_weights as weights
 from triangle_reference import triangle_multiplicative_update as reference
 
 if not torch.cuda.is_available():
@@ -16,36 +17,14 @@ pytest.importorskip("triton")
 
 import torch.distributed.tensor  # with it, torchops has rules for DTensor
 
-from torchops import _distributed_triangle_rows, _distributed_triangle_triton
+from torchops import _distributed_triangle, _distributed_triangle_rows, _distributed_triangle_triton
 
 GROUPS = 4
 NAMES = _distributed_triangle_rows.Layers._fields
 
 
-def weights(c: int, d: int, full: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    def random(*shape: int) -> Tensor:
-        return (torch.randn(shape, device="cuda") / (shape[-1] ** 0.5 if len(shape) == 2 else 3)).to(dtype)
-
-    made = {"p_in_weight": random(2 * d, c), "g_in_weight": random(2 * d, c)}
-    made |= {"p_out_weight": random(c, d), "g_out_weight": random(c, c)}
-    if full:
-        made |= {
-            "p_in_bias": random(2 * d),
-            "g_in_bias": random(2 * d),
-            "p_out_bias": random(c),
-            "g_out_bias": random(c),
-        }
-        for side, size in (("in", c), ("out", d)):
-            made |= {f"norm_{side}_weight": 1 + random(size), f"norm_{side}_bias": random(size)}
-    return made
-
-
 def in_order(w: dict[str, Tensor]) -> Any:
-    def of(layer: str) -> list[Tensor | None]:
-        return [w.get(f"{layer}_weight"), w.get(f"{layer}_bias")]
-
-    packed = [*of("norm_in"), *of("p_in"), None, None, *of("g_in"), None, None]
-    return _distributed_triangle_rows.apart([*packed, *of("norm_out"), *of("p_out"), *of("g_out")])
+    return _distributed_triangle_rows.apart(_distributed_triangle._in_order(w))
 
 
 def by_two_ranks(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cuda_checks import error
 from torch import Tensor
+from triangle_reference import rows_weights as weights
 from triangle_reference import triangle_multiplicative_update as reference
 
 import torchops
@@ -22,34 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchops import _distributed_triangle_hopper as hopper
+from torchops._distributed_triangle import _in_order as in_order
 
 rows_in = torch.ops.myops._triangle_rows_in.default
 rows_out = torch.ops.myops._triangle_rows_out.default
 update = torchops.triangle_multiplicative_update
-
-
-def weights(c: int, d: int, full: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    def random(*shape: int) -> Tensor:
-        return (torch.randn(shape, device="cuda") / (shape[-1] ** 0.5 if len(shape) == 2 else 3)).to(dtype)
-
-    made = {"p_in_weight": random(2 * d, c), "g_in_weight": random(2 * d, c)}
-    made |= {"p_out_weight": random(c, d), "g_out_weight": random(c, c)}
-    if full:
-        sizes = {"p_in_bias": 2 * d, "g_in_bias": 2 * d, "p_out_bias": c, "g_out_bias": c}
-        sizes |= {"norm_in_bias": c, "norm_out_bias": d}
-        made |= {name: random(size) for name, size in sizes.items()}
-        made |= {"norm_in_weight": 1 + random(c), "norm_out_weight": 1 + random(d)}
-    return made
-
-
-def in_order(w: dict[str, Tensor]) -> list[Tensor | None]:
-    """Packed."""
-
-    def of(layer: str) -> list[Tensor | None]:
-        return [w.get(f"{layer}_weight"), w.get(f"{layer}_bias")]
-
-    nothing = [None, None]
-    return [*of("norm_in"), *of("p_in"), *nothing, *of("g_in"), *nothing, *of("norm_out"), *of("p_out"), *of("g_out")]
 
 
 def channels(d: int, rows: int, n: int, extra: int) -> Tensor:

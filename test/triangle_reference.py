@@ -51,3 +51,19 @@ def triangle_multiplicative_update_(x: Tensor, *args: object, **kwargs: object) 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
     return layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rows_weights(c: int, d: int, full: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    """On a GPU, for the tests of sharded rows; `full`: with biases and layer norms."""
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, device="cuda") / (shape[-1] ** 0.5 if len(shape) == 2 else 3)).to(dtype)
+
+    made = {"p_in_weight": random(2 * d, c), "g_in_weight": random(2 * d, c)}
+    made |= {"p_out_weight": random(c, d), "g_out_weight": random(c, c)}
+    if full:
+        sizes = {"p_in_bias": 2 * d, "g_in_bias": 2 * d, "p_out_bias": c, "g_out_bias": c}
+        sizes |= {"norm_in_bias": c, "norm_out_bias": d}
+        made |= {name: random(size) for name, size in sizes.items()}
+        made |= {"norm_in_weight": 1 + random(c), "norm_out_weight": 1 + random(d)}
+    return made

@@ -103,9 +103,9 @@ class TriangleLayers : public detail::TriangleLayout {
   Glu glu_of(detail::TriangleParameter p, detail::TriangleParameter g) const {
     const at::Tensor &w = update().weight(p), &wg = update().weight(g);
     const detail::DensePath path = detail::dense_path();
-    if ((w.element_size() == 2 && path != detail::DensePath::kCublas) ||
-        (gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), path) &&
-         gemm::are_float32_weights(w, wg))) {
+    const bool exact =
+        gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), detail::is_automatic(path));
+    if (path != detail::DensePath::kCublas && (w.element_size() == 2 || (exact && gemm::are_float32_weights(w, wg)))) {
       return {p, g, {}, {}};
     }
     return {p, g, stacked(w, wg), stacked(update().bias(p), update().bias(g))};
@@ -133,7 +133,7 @@ class TriangleLayers : public detail::TriangleLayout {
   bool exactly_gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
                                  const at::Tensor& channels, const at::Tensor& mask, double factor) const {
     const at::Tensor &w = update().weight(unit.p), &wg = update().weight(unit.g);
-    if (!gemm::is_exact_float32(w.scalar_type()) || !gemm::are_float32_weights(w, wg)) return false;
+    if (!gemm::is_exact_float32(w.scalar_type())) return false;
     const auto bias = contiguous(update().bias(unit.p)), gate_bias = contiguous(update().bias(unit.g));
     bool done = false;
     with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& to) {

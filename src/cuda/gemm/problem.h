@@ -63,8 +63,8 @@ struct Norm {
 /// A step of a triangle update, on positions (i, k) of an n x n matrix: `rows` rows of n positions, which TriangleIn
 /// and TriangleOut of sm90/ alone allow to be another number than n. x has c features at each position; its strides are
 /// x.batch_stride for i and x.row_stride for k. Channels are matrices of their own: rows of k that begin at multiples
-/// of 16 bytes, row_stride apart; channels are channel_stride apart. Where `rows` may differ from n, those of
-/// channels[1] may be second_channel_stride apart, if that is not 0.
+/// of 16 bytes, row_stride apart; channels are channel_stride apart, but those of channels[1] second_channel_stride,
+/// which only TriangleIn allows to be another number.
 struct PairProblem {
   int n = 0, rows = 0, c = 0, d = 0;
   Operand x;

@@ -15,7 +15,6 @@
 #include "cuda/gemm/sm80_float32_kernel.cuh"
 #include "cuda/gemm/sm80_tensors.h"
 #include "cuda/per_device.h"
-#include "ops/dense_path.h"
 
 namespace torchops::cuda::gemm {
 
@@ -70,17 +69,16 @@ inline bool are_float32_weights(const at::Tensor& w, const at::Tensor& w2) {
   return w.size(0) % 4 == 0 && w.size(1) % 4 == 0 && operand(w) && operand(w2);
 }
 
-/// Whether to compute such products, of m rows with k features, to n, by the kernel, if it can read them.
-inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k, detail::DensePath path) {
-  return path != detail::DensePath::kCublas && is_exact_float32(dtype) &&
-         !(detail::is_automatic(path) && prefers_cublas_to_float32(m, n, k));
+/// Whether to compute such products, of m rows with k features, to n, by the kernel, if it can read them; if
+/// `automatic`, only where it is faster.
+inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k, bool automatic) {
+  return is_exact_float32(dtype) && !(automatic && prefers_cublas_to_float32(m, n, k));
 }
 
 /// What run_sm80() says, for float32. Rows must be aligned to 16 bytes, and the number of outputs a multiple of 4.
 template <class Rule>
 bool run_float32(const Sm80Tensors& t, bool automatic) {
-  const auto path = automatic ? detail::DensePath::kAuto : detail::DensePath::kFused;
-  if (!wants_float32(t.a.scalar_type(), t.a.size(0), t.b.size(0), t.a.size(1), path)) return false;
+  if (!wants_float32(t.a.scalar_type(), t.a.size(0), t.b.size(0), t.a.size(1), automatic)) return false;
   auto p = float32_arguments<Rule>(t);
   const auto writes = [](const at::Tensor& to, float*& data, int64_t& stride) {
     const auto of = operand(to);

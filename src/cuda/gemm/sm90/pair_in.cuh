@@ -236,9 +236,7 @@ struct PairIn {
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.rows);
       for (int s = 0; s < 2; ++s) {
         auto& side = parameters.sides[s];
-        const bool has_own_stride = s == 1 && p.second_channel_stride != 0;
-        const Operand channels{p.channels[s], p.row_stride,
-                               has_own_stride ? p.second_channel_stride : p.channel_stride};
+        const Operand channels{p.channels[s], p.row_stride, s == 0 ? p.channel_stride : p.second_channel_stride};
         encoded = encoded && are_encodable<T>(p.value[s].weight, p.gate[s].weight, channels);
         side.w[0] = Kernel::Weights::of(p.value[s].weight.data, p.value[s].weight.row_stride, p.d, p.c);
         side.w[1] = Kernel::Weights::of(p.gate[s].weight.data, p.gate[s].weight.row_stride, p.d, p.c);
