@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -41,6 +43,15 @@ def memory_of(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def kernels(call: Callable[[], object]) -> int:
+    """How many kernels, copies and fills a second call runs; the first may make what is kept."""
+    call()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or [])
 
 
 def error(got: Tensor, exact: Tensor) -> float:

@@ -1,5 +1,6 @@
 """What GPUs other than Hopper get, on any: the path "portable". Triangle updates by the kernels of sm80_pair.cuh (sizes
-of tiles and chunks, strides, padding, the float32 stream), and which kernels run. Tests of gates have this path too."""
+of tiles and chunks, strides, padding, the float32 stream), and how many kernels run. Tests of gates have this path
+too."""
 
 from __future__ import annotations
 
@@ -9,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_checks import error
+from cuda_checks import error, kernels
 from test_cuda_triangle_gradients import gradients, parameters
 from torch import Tensor
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from triangle_reference import triangle_multiplicative_update as reference
 
 import torchops
@@ -128,28 +127,23 @@ def test_gradients(n: int, dtype: torch.dtype) -> None:
         assert error(value, want[name]) <= max(factor * error(eager[name], want[name]), 2**-8), name
 
 
-def kernels(call: Callable[[], object]) -> list[str]:
-    call()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
-
-
-def test_which_kernels_run() -> None:
-    """One for each step of a triangle update; one for the cotangents of a gate."""
+def test_one_kernel_for_each_step() -> None:
+    """The first and the last of a triangle update, and the cotangents of a gate."""
     for dtype in DTYPES:
         weights = {name: w.to(dtype) for name, w in parameters(128, 128).items()}
-        x = torch.randn(256, 256, 128, device="cuda", dtype=dtype)
+        x = torch.randn(128, 128, 128, device="cuda", dtype=dtype)
         for call in (update, update_):
-            names = kernels(functools.partial(call, x, **weights))
-            assert sum("sm80_pair_in_kernel" in name for name in names) == 1
-            assert sum("sm80_pair_out_kernel" in name for name in names) == 1
+            # For the product between them, cuBLAS may fill memory first, and add up parts of sums afterwards. By
+            # panels, the first step would take five kernels or more, and the last one four.
+            assert 3 <= kernels(functools.partial(call, x, **weights)) <= 5
     x, weights = x.bfloat16(), {name: w.bfloat16() for name, w in weights.items()}
     rows, w, b = x.view(-1, 128), weights["p_out_weight"], x[0, 0].clone()
-    backward = torch.ops.myops._gate_backward
-    names = kernels(functools.partial(backward, rows, rows, rows, w, b, (True, True, True, True)))
-    assert any("Cotangents" in name for name in names)
-    glu_backward = torch.ops.myops._glu_backward
-    names = kernels(lambda: glu_backward(rows, rows, w, w, None, None, "silu", (True, True, True, False, False)))
-    assert any("Cotangents" in name for name in names)
+    gate_backward, glu_backward = torch.ops.myops._gate_backward, torch.ops.myops._glu_backward
+    for backward in (
+        lambda: gate_backward(rows, rows, rows, w, b, (True, True, True, False)),
+        lambda: glu_backward(rows, rows, w, w, None, None, "silu", (True, True, True, False, False)),
+    ):
+        # The products of the cotangents are the same, but cuBLAS and a pass make these.
+        with torchops.cuda.dense_path("cublas"):
+            by_cublas = kernels(backward)
+        assert kernels(backward) < by_cublas

@@ -387,7 +387,8 @@ def test_memory_cuda(name: str) -> None:
 
 
 def additions(function: Callable[[], Any]) -> int:
-    """The kernels of ATen that add."""
+    """The kernels of ATen that add, by the name that they have in PyTorch: most sums of the library don't pass through
+    the dispatcher, where they could be seen."""
     function()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
@@ -418,6 +419,7 @@ def test_a_float32_stream_is_added_to_in_kernels_cuda(inplace: bool) -> None:
     """Forward, beside 16-bit weights: the update is never a tensor of its own."""
     layer, x = PairLayer(128, device="cuda", dtype=torch.bfloat16).eval(), pair(96, 128, torch.float32, "cuda")
     with torch.inference_mode():
+        assert additions(lambda: x + x) == 1
         assert additions(lambda: layer(x, inplace=inplace)) == 0
 
 
