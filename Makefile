@@ -142,8 +142,9 @@ test: build $(VENV)/.wheel $(VENV)/.adapters
 
 # A wheel to hand out: built in a manylinux image where containers run, so that old systems can load it, else for systems
 # like this one. auditwheel puts the oldest that it can prove into the name, and torch's libraries stay torch's:
-# a process with a second OpenMP runtime or a second libc10 crashes.
-WHEEL_IMAGE ?= quay.io/pypa/manylinux_2_28_x86_64
+# a process with a second OpenMP runtime or a second libc10 crashes. The image is 2026.08.15-1, by the digest that PyPA's
+# cibuildwheel pins it with; release.yml has the same.
+WHEEL_IMAGE ?= quay.io/pypa/manylinux_2_28_x86_64@sha256:0c87ccb5996dab6c3b7612ee4fda7b80c4ab3c44a86c2541e4a872afdf4f131b
 WHEEL_PYTHON ?= /opt/python/cp312-cp312/bin/python
 WHEEL_BUILD := build/wheel
 # The images set AUDITWHEEL_PLAT.

@@ -160,6 +160,14 @@ def test_the_workflow_builds_the_wheels_of_the_documentation() -> None:
     assert documented == sorted(f"torch{a}{b}.{c}" for a, b, c in re.findall(r'"(\d+)\.(\d+)\.\d+\+(\w+)"', built))
 
 
+def test_the_workflow_builds_in_the_image_of_make_wheel() -> None:
+    """By its digest, since another image may take its tag."""
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    used = re.findall(r"^ +container: (\S+)", workflow, re.MULTILINE)
+    assert used == re.findall(r"^WHEEL_IMAGE \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"quay\.io/pypa/manylinux_2_28_x86_64@sha256:[0-9a-f]{64}", used[0])
+
+
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
 def test_workflows_pin_their_actions_and_ask_for_few_rights(workflow: Path) -> None:
     text = workflow.read_text()
