@@ -111,7 +111,6 @@ def test_other_blocks_of(page: Path) -> None:
 
 # By page, the sources that ctest builds and that its C++ and CMake quote.
 QUOTED = {
-    "README.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
     "docs/guarantees.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
     "docs/ladder.md": ["examples/ladder/dense_loops.cpp"],
     "docs/serving.md": ["examples/serving/serve.cpp"],
