@@ -208,7 +208,7 @@ def _scalar(module: Module, x: Tensor) -> Tensor:
 
 
 def _times(calls: dict[str, tuple[torch.dtype, Function]], rounds: int = 20) -> list[dict[str, Any]]:
-    """Median time of each call on 512 MiB, in turns on rotated inputs, and the bandwidth of one read and one write."""
+    """Median time of each call on 512 MiB, interleaved on rotated inputs, and the bandwidth of a read and a write."""
     inputs = {
         d: [torch.randn(2**29 // d.itemsize, device="cuda").to(d) for _ in range(2)] for d in (torch.float32, BF16)
     }

@@ -20,7 +20,7 @@ __device__ float reciprocal_approximate(float x) {
   return y;
 }
 
-// exp(-|x|) cannot overflow, so that small results keep all their digits. One Newton step mends the quotient.
+// exp(-|x|) cannot overflow, so that small results keep all their digits. One Newton step corrects the quotient.
 __device__ float logistic(float x) {
   const float power = expf(x < 0 ? x : -x);
   const float numerator = x < 0 ? power : 1.0f;
