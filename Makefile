@@ -313,11 +313,18 @@ results: committed build $(VENV)/.group-demo
 	$(if $(BENCH_OUTPUT),,measure $(RUN) -m benchmarks render;) \
 	[ -z "$$failed" ] || { echo "failed:$${failed#,}"; exit 1; }
 
+# dense by single calls and on a hot chip, where each contender takes four seconds.
+DENSE_SINGLE := 1048576,128,128 65536,256,1024 65536,512,512 16384,1024,4096 4096,4096,4096 8192,8192,8192
+DENSE_HOT := 65536,256,1024 4096,4096,4096 8192,8192,8192
+DENSE_IN_REGIME = $(PYTHON) -m benchmarks run -o dense -m cuda,compile,eager --device cuda --dtype bfloat16 --output $(RESULTS)
+
 # What takes several GPUs is measured by hand: all-reduce (docs/ring_allreduce.md) and sharded pairs (docs/distributed.md).
 results-gpu: committed gpu-build ptx
 	@$(MEASURE); cd $(GPU_BUILD); export $(GPU_PATH); \
 	here=$(RESULTS)/$(call MACHINE,$(PYTHON),cuda); mkdir -p $$here; \
 	$(GPU_BENCH); \
+	measure $(DENSE_IN_REGIME) --regime single $(DENSE_SINGLE:%=--shape %); \
+	measure $(DENSE_IN_REGIME) --regime hot $(DENSE_HOT:%=--shape %); \
 	for name in triangle triangle_attention gates stages trimul eight_bits boltz; do measure $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
 	measure $(PYTHON) -m benchmarks.triangle --sections generic,dtypes --json $$here/triangle-paths.json; \
 	measure $(PYTHON) -m benchmarks.gates --path cublas --json $$here/gates-by-cublas.json; \

@@ -49,12 +49,12 @@ def rows_of(
     With `against`, times are multiples of that contender's time in the same run, which makes machines of different
     speed comparable.
     """
-    found = {(document["op"], case["name"]): case for document in new for case in document["cases"]}
+    found = {(_title(document), case["name"]): case for document in new for case in document["cases"]}
     rows, missing = [], []
     for document in old:
         for case in document["cases"]:
-            name = f"{document['op']} {case['name']}"
-            other = found.get((document["op"], case["name"]))
+            name = f"{_title(document)} {case['name']}"
+            other = found.get((_title(document), case["name"]))
             names = [c for c in case["timings"] if c in contenders and other and c in other["timings"]]
             if other is None or not names:
                 missing.append(name)
@@ -64,6 +64,11 @@ def rows_of(
                 if pair[0] is not None and pair[1] is not None:
                     rows.append(Row(name, contender, pair[0], pair[1]))
     return rows, missing
+
+
+def _title(document: Document) -> str:
+    """The operator, and the regime if it is not the usual one."""
+    return ", ".join(filter(None, (document["op"], document.get("regime"))))
 
 
 def _value(timings: Mapping[str, Any], contender: str, against: str) -> float | None:
@@ -91,15 +96,15 @@ def _measure(old: list[Document], options: argparse.Namespace, contenders: list[
     progress = Progress(sum(len(document["cases"]) for document in old))
     new = []
     for document in old:
-        operator = OPERATORS[document["op"]]
+        operator, regime = OPERATORS[document["op"]], document.get("regime", "")
         known = {case.name: case for case in operator.cases(device.type)}
         results = []
         for entry in document["cases"]:
             case = known.get(entry["name"]) or report.case_of(document["op"], entry, known)
             modes = [c for c in entry["timings"] if c in contenders and c not in operator.references]
             references = any(c in operator.references for c in contenders)
-            results.append(measure_case(case, modes, device, effort, roofline, busy, progress, references))
-        new.append(json.loads(report.to_json(Report(operator.name, {}, "", {}, results))))
+            results.append(measure_case(case, modes, device, effort, roofline, busy, progress, references, regime))
+        new.append(json.loads(report.to_json(Report(operator.name, {}, "", {}, results, regime))))
     return new
 
 

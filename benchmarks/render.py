@@ -11,13 +11,14 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from . import eight_bits, gates, ladder, layer_tables, pair_plots, plots, report, stages, triangle_attention
-from .case import OVERHEAD, OVERHEAD_GRAD
+from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD
 from .layer_tables import REVISION, read, row
 from .machine import revisions
 from .operators import OPERATORS
@@ -65,6 +66,8 @@ NAMES = {
     "linear": "`F.linear` alone",
     "packed product": "one product with both weights",
 }
+# How calls are made, by regime; "" is the usual one.
+CALLS = {"": "queued", "single": "single", "hot": "hot"}
 
 
 def documents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -88,15 +91,16 @@ def markdown(path: Path, document: dict[str, Any]) -> str:
 
 
 @cache
-def reports(machine: str) -> dict[str, Report]:
-    """The reports of one machine by operator."""
+def reports(machine: str, regime: str = "") -> dict[str, Report]:
+    """The reports of one machine in one regime by operator."""
     found = (path for path, document in documents(RESULTS / machine) if "op" in document)
-    return {path.stem: report.from_json(path.read_text()) for path in found}
+    items = (report.from_json(path.read_text()) for path in found)
+    return {item.op: item for item in items if item.regime == regime}
 
 
-def source(machine: str, ops: Sequence[str]) -> str:
+def source(items: Iterable[Report]) -> str:
     """The machine, versions and revisions behind a table."""
-    used = [reports(machine)[op].description for op in ops]
+    used = [item.description for item in items]
     (name,) = {description["machine"] for description in used}
     torch = ", ".join(sorted({description["torch"] for description in used}))
     found = {key: sorted({d[key] for d in used if key in d}) for key in (REVISION, PYTHON_REVISION)}
@@ -115,8 +119,8 @@ def chosen(machine: str, what: str, columns: Sequence[str], rows: Sequence[tuple
         lines.append(
             row([f"`{op}` {label}{_warm(result)}", report.format_seconds(result.timings[result.first].seconds), *cells])
         )
-    used = dict.fromkeys(op for op, _ in rows)
-    return "\n".join([*lines, "", source(machine, list(used)), ""])
+    used = [reports(machine)[op] for op in dict.fromkeys(op for op, _ in rows)]
+    return "\n".join([*lines, "", source(used), ""])
 
 
 def _warm(result: Result) -> str:
@@ -148,7 +152,7 @@ def ratios(machine: str) -> str:
         ]
         shares = [share for r in results if (share := r.share(r.first)) is not None]
         lines.append(row([name_of_row, str(len(results)), *cells, _spread(shares, "{:.0%}", "{:.0%}")]))
-    return "\n".join([*lines, "", source(machine, list(reports(machine))), ""])
+    return "\n".join([*lines, "", source(reports(machine).values()), ""])
 
 
 def _spread(values: list[float], one: str, several: str) -> str:
@@ -168,6 +172,36 @@ def behind(machine: str) -> str:
                 if result.first in OURS and name not in (*OURS, *BOUNDS) and time.ratio < 1 - report.NOISE:
                     lines.append(row([f"`{op}` {result.case.name}{_warm(result)}", NAMES[name], f"{time.ratio:.2f}"]))
     return "\n".join([*lines, ""])
+
+
+def regimes(machine: str, op: str, what: str, columns: Sequence[str]) -> str:
+    """The cases that were measured in another regime, in each."""
+    items = {regime: item for regime in CALLS if (item := reports(machine, regime).get(op))}
+    if not any(items):
+        return "Not measured on this machine yet. `make results-gpu` measures it.\n"
+    found = {(r.case.name, regime): r for regime, item in items.items() for r in item.results if r.timings}
+    head = [what, "calls", "torchops", *(NAMES[name] for name in columns)]
+    lines = [row(head), "|---" * len(head) + "|"]
+    for case in dict.fromkeys(case for case, regime in found if regime):
+        for result, calls in ((found[case, regime], CALLS[regime]) for regime in items if (case, regime) in found):
+            ours = report.format_seconds(result.timings[result.first].seconds)
+            cells = [_cell(result, name) for name in columns]
+            lines.append(row([f"`{op}` {case.removeprefix('forward ')}", f"{calls}{_warm(result)}", ours, *cells]))
+    return "\n".join([*lines, "", source(items.values()), ""])
+
+
+def unchecked(machine: str) -> str:
+    """Which results have times of what no check has seen; nothing if there are none."""
+    ops = [f"`{op}`" for op, item in reports(machine).items() if any(_unchecked(result) for result in item.results)]
+    if not ops:
+        return ""
+    names = " and ".join(filter(None, (", ".join(ops[:-1]), ops[-1])))
+    text = f"Results of {names} are older: there, neither gradients nor references such as `out=` were checked."
+    return textwrap.fill(text, 128) + "\n"
+
+
+def _unchecked(result: Result) -> set[str]:
+    return {*result.timings} - {*result.accuracy} - BOUNDS if result.case.task in (FORWARD, BACKWARD) else set()
 
 
 def gated(machine: str, name: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
@@ -256,6 +290,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "behind-h100": partial(behind, H100),
     "ratios-cpu": partial(ratios, EPYC),
     "behind-cpu": partial(behind, EPYC),
+    "unchecked-h100": partial(unchecked, H100),
+    "regimes-h100": partial(regimes, H100, "dense", "(rows, in, out)", ("eager", "compile", "linear")),
     "triangle-h100": partial(layer_tables.triangle, H100),
     "triangle-paths-h100": partial(layer_tables.triangle_paths, H100),
     "pair-layer-h100": partial(layer_tables.pair_layer, H100),
@@ -295,7 +331,7 @@ def run(options: argparse.Namespace) -> int:
             path.with_suffix(".md").write_text(markdown(path, document))
             if options.no_plots:
                 continue
-            if "op" in document:
+            if "op" in document and "regime" not in document:
                 item = report.from_json(path.read_text())
                 print(f"{folder.name}: {plots.draw(folder, [item], item.results[0].first)}")
             elif path.stem == "memory":

@@ -112,6 +112,12 @@ class Report:
     command: str
     rates: dict[str, float]
     results: list[Result]
+    regime: str = ""
+
+    @property
+    def stem(self) -> str:
+        """The name of its files. Those of a regime are beside the others."""
+        return f"{self.op}-{self.regime}" if self.regime else self.op
 
 
 def format_seconds(seconds: float) -> str:
@@ -166,6 +172,7 @@ def to_json(report: Report) -> str:
     ]
     document: dict[str, Any] = {
         "op": report.op,
+        **({"regime": report.regime} if report.regime else {}),
         **report.description,
         "command": report.command,
         "rates": report.rates,
@@ -178,6 +185,7 @@ def from_json(text: str) -> Report:
     """Reads what :func:`to_json` wrote. What JSON lacks for plots comes from the case of the same name."""
     document = json.loads(text)
     op, command, rates, cases = (document.pop(key) for key in ("op", "command", "rates", "cases"))
+    regime = document.pop("regime", "")
     known = {case.name: case for device in ("cpu", "cuda") for case in OPERATORS[op].cases(device)}
     results = [
         Result(
@@ -191,7 +199,7 @@ def from_json(text: str) -> Report:
         )
         for entry in cases
     ]
-    return Report(op, document, command, rates, results)
+    return Report(op, document, command, rates, results, regime)
 
 
 def case_of(op: str, entry: Mapping[str, Any], known: Mapping[str, Case]) -> Case:
@@ -211,16 +219,15 @@ def to_markdown(report: Report) -> str:
     """Tables of times and targets, and a note for each contender that failed."""
     dims = ", ".join(OPERATORS[report.op].dims)
     methods = dict.fromkeys(result.method for result in report.results if result.method)
-    regime = next((method for method in methods if method in timing.REGIMES), "")
     lines = [
-        f"# {report.op}",
+        f"# {report.op}" + (f", {report.regime}" if report.regime else ""),
         "",
         facts(report.description, report.command),
         "",
-        f"Median time of a call for ({dims}). {_IN_TURN if regime == 'hot' else _INTERLEAVED}",
+        f"Median time of a call for ({dims}). {_IN_TURN if report.regime == 'hot' else _INTERLEAVED}",
         "",
         *(f"- {METHODS[method]}" for method in methods),
-        _CACHES[regime],
+        _CACHES[report.regime],
         "",
         f"Roofline: the least time that {format_rates(report.rates)}",
         "(measured in this run) allow, over the time of the first contender. A target is the least ratio that we aim",
@@ -266,10 +273,10 @@ def _judgement(result: Result) -> list[str]:
 
 
 def write(folder: Path, report: Report) -> None:
-    """Writes `<op>.json` and `<op>.md` into `folder`."""
+    """Writes `<op>.json` and `<op>.md`, or `<op>-<regime>.json` and so on, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{report.op}.json").write_text(to_json(report) + "\n")
-    (folder / f"{report.op}.md").write_text(to_markdown(report))
+    (folder / f"{report.stem}.json").write_text(to_json(report) + "\n")
+    (folder / f"{report.stem}.md").write_text(to_markdown(report))
 
 
 def missed_table(misses: list[tuple[str, str, float, float]]) -> list[str]:

@@ -190,7 +190,7 @@ def run(options: argparse.Namespace) -> int:
             _draw(folder, reports[-1:], options, device)
             print(result.case.op)
         facts = dict(description), options.command, roofline.measured()
-        reports.append(Report(result.case.op, *facts, [*former, result]))
+        reports.append(Report(result.case.op, *facts, [*former, result], options.regime or ""))
         print(report.to_text(result), flush=True)
         # After every case, so that a run that is stopped keeps its results.
         report.write(folder, reports[-1])
@@ -207,7 +207,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _draw(folder: Path, reports: list[Report], options: argparse.Namespace, device: torch.device) -> None:
-    if reports and not options.no_plots:
+    if reports and not options.no_plots and not options.regime:
         print(f"  {plots.draw(folder, reports, workload.ours(device.type))}")
 
 

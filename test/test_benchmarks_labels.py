@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import allreduce_bench
 import pytest
 import torch
 
-from benchmarks import ladder, machine, render, timing, triangle
+from benchmarks import compare, dense, ladder, machine, render, report, run, timing, triangle
 from benchmarks.__main__ import main
 from benchmarks.case import FORWARD, OVERHEAD, Case, Cost
 from benchmarks.report import Report, Result
@@ -99,8 +100,12 @@ def test_other_regimes(regime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(timing, "ROTATED_BYTES", 2**20)
     command = ["run", "-o", "dense", "-m", "cpp,eager", "--shape", "33,17,9", "--quick", "--device", "cpu"]
     assert main([*command, "--regime", regime, "--output", str(tmp_path)]) == 0
-    (path,) = tmp_path.rglob("dense.json")
-    (case,) = json.loads(path.read_text())["cases"]
+    (path,) = tmp_path.rglob("*.json")
+    assert path.name == f"dense-{regime}.json"
+    document = json.loads(path.read_text())
+    assert document["regime"] == regime
+    assert json.loads(report.to_json(report.from_json(path.read_text()))) == document
+    (case,) = document["cases"]
     assert case["method"] == regime
     assert list(case["timings"]) == ["cpp", "eager", "preallocated", "linear"]
     assert all(timing_["low"] <= timing_["seconds"] <= timing_["high"] for timing_ in case["timings"].values())
@@ -109,8 +114,73 @@ def test_other_regimes(regime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert f"- {regime}: " in page
     assert ("interleaved" in page) == (regime == "single")
     assert f"| {regime}, {'cold' if regime == 'single' else 'warm'} |" in page
+    assert page.startswith(f"# dense, {regime}\n")
+    assert list(tmp_path.rglob("*.png")) == []
+    assert main(["compare", str(path), "run", "--quick", "--against", "cpp", "--device", "cpu"]) == 0
     # Overheads are times of the host.
     assert main(["run", "-o", "dense", "--task", "overhead", "--regime", regime, "--device", "cpu"]) == 2
+
+
+def _dense(regime: str, **ratios: float) -> Report:
+    timings = {"cuda": Timing(1e-4, 1e-4, 1e-4, 1.0)}
+    timings |= {name: Timing(ratio * 1e-4, 1e-4, 1e-4, ratio) for name, ratio in ratios.items()}
+    result = Result(Case("dense", (4096, 4096, 4096), torch.bfloat16), Cost(1, 1), 0.0, timings, method=regime)
+    other = Result(Case("dense", (9, 9, 9), torch.bfloat16), Cost(1, 1), 0.0, timings, method=regime)
+    about = {"machine": "M", "torch": "2", "revision of src": "abc"}
+    return Report("dense", about, "", {}, [result] if regime else [other, result], regime)
+
+
+def test_table_of_regimes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for each regime in which a case was measured; nothing fails where there is none."""
+    found = {"": _dense("", eager=1.5, linear=1.0)}
+    monkeypatch.setattr(render, "reports", lambda machine, regime="": {"dense": r} if (r := found.get(regime)) else {})
+    columns = "M", "dense", "(rows, in, out)", ("eager", "linear")
+    assert render.regimes(*columns).startswith("Not measured on this machine yet.")
+    found |= {regime: _dense(regime, eager=0.9) for regime in timing.REGIMES}
+    assert render.regimes(*columns).splitlines() == [
+        "| (rows, in, out) | calls | torchops | eager | `F.linear` alone |",
+        "|---|---|---|---|---|",
+        "| `dense` (4096, 4096, 4096) bfloat16 | queued | 100 µs | 150 µs (1.50x) | 100 µs (1.00x) |",
+        "| `dense` (4096, 4096, 4096) bfloat16 | single | 100 µs | 90.0 µs (0.90x) |  |",
+        "| `dense` (4096, 4096, 4096) bfloat16 | hot, warm | 100 µs | 90.0 µs (0.90x) |  |",
+        "",
+        "M, torch 2, revision abc of `src`.",
+    ]
+
+
+def test_results_of_a_regime_are_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of queued calls do not have them, and pictures are not drawn of them."""
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    for regime in ("", *timing.REGIMES):
+        report.write(tmp_path / "m", _dense(regime, eager=0.9))
+    render.reports.cache_clear()
+    try:
+        assert [len(render.reports("m", regime)["dense"].results) for regime in ("", "single", "hot")] == [2, 1, 1]
+        assert render.behind("m").count("4096, 4096, 4096") == 1
+        assert "(4096, 4096, 4096) bfloat16 | single |" in render.regimes("m", "dense", "", ("eager",))
+    finally:
+        render.reports.cache_clear()
+    queued, hot = ({"op": "dense", "regime": of, "cases": [{"name": "a", "timings": {}}]} for of in ("", "hot"))
+    assert compare.rows_of([hot], [queued], ["cuda"], "") == ([], ["dense, hot a"])
+
+
+def test_regimes_have_cases_of_dense() -> None:
+    """Of which there are queued results, too."""
+    makefile = (ROOT / "Makefile").read_text()
+    shapes = re.findall(r"^DENSE_(?:SINGLE|HOT) := (.*)$", makefile, re.MULTILINE)
+    assert len(shapes) == len(timing.REGIMES)
+    measured = {case.shape for case in dense.OPERATORS[0].cases("cuda") if case.name.endswith(" bfloat16")}
+    assert {run.parse_shape(shape) for line in shapes for shape in line.split()} < measured
+
+
+def test_unchecked_results_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"dense": _dense("", eager=1.5, linear=1.0), "glu": _dense("", linear=1.0)}
+    monkeypatch.setattr(render, "reports", lambda machine: found)
+    assert render.unchecked("M").startswith("Results of `dense` and `glu` are older: ")
+    for item in found.values():
+        for result in item.results:
+            result.accuracy.update(cuda=0.0, eager=0.0)
+    assert render.unchecked("M") == ""
 
 
 @pytest.mark.parametrize("regime", timing.REGIMES)
