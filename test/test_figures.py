@@ -7,6 +7,7 @@ anew, the failure shows the sentence that the page should have.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,7 @@ import pytest
 from allreduce_bench import model as cost_model
 
 from benchmarks import render
+from benchmarks.machine import PEERS
 from benchmarks.render import EPYC, H100, RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -372,6 +374,16 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         lambda: with_memory(768, BACKWARD),
     ),
 )
+
+
+def test_versions_of_peers() -> None:
+    """Those that the results name; results that are older name none."""
+    (column,) = re.findall(r"two libraries \((.*)\)", (ROOT / "docs/benchmarks.md").read_text())
+    said = dict(part.lower().split(" ") for part in column.split(", "))
+    assert set(said) == set(PEERS)
+    found = [item.description for item in render.reports(H100).values()]
+    for peer, version in said.items():
+        assert {about[peer] for about in found if peer in about} <= {version}
 
 
 @pytest.mark.parametrize(
