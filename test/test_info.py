@@ -134,17 +134,17 @@ def test_what_a_gpu_runs(capability: tuple[int, int], architectures: list[str], 
 def test_fused_on_hopper_alone() -> None:
     default = (["8.0+PTX", "9.0"], ["9.0a"])
     assert gemm_on((9, 0), *default) == "kernels of 9.0a"
-    assert "TF32" in dense_on((9, 0), *default)
+    assert "also with TF32" in dense_on((9, 0), *default)
     assert square_matmul_on((9, 0), *default).startswith("in place with no scratch")
     for capability in ((8, 0), (8, 9), (10, 0)):
         assert gemm_on(capability, *default) == f"none for {capability[0]}.{capability[1]}"
-        assert dense_on(capability, *default).startswith("fused kernels (float16, bfloat16), else cuBLAS")
+        assert dense_on(capability, *default).startswith("fused kernels (float16, bfloat16, float32 without TF32)")
         assert "in place" not in square_matmul_on(capability, *default)
 
 
 def test_hopper_without_its_kernels_is_told_what_to_do() -> None:
     assert gemm_on((9, 0), ["8.0+PTX"], []).startswith("none in this build: build with 9.0 in TORCH_CUDA_ARCH_LIST")
-    assert "TF32" not in dense_on((9, 0), ["8.0+PTX"], [])
+    assert "also with TF32" not in dense_on((9, 0), ["8.0+PTX"], [])
 
 
 def test_says_for_which_architectures_gemm_kernels_exist() -> None:

@@ -64,8 +64,8 @@ def dense_on(capability: tuple[int, int], architectures: list[str], gemm_archite
     two_steps = "cuBLAS, then one pass for bias and sigmoid"
     if code_for(capability, architectures) is None:
         return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
-    tf32 = ", TF32" if code_for(capability, gemm_architectures) is not None else ""
-    return f"fused kernels (float16, bfloat16{tf32}), else {two_steps}"
+    tf32 = " also with TF32" if code_for(capability, gemm_architectures) is not None else " without TF32"
+    return f"fused kernels (float16, bfloat16, float32{tf32}), else {two_steps}"
 
 
 def square_matmul_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:

@@ -5,6 +5,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
+#include <ATen/ops/bmm_cuda_dispatch.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
@@ -15,9 +16,11 @@
 #include <optional>
 
 #include "cuda/overwrite_rows.h"
+#include "cuda/split_product.h"
 
-// Linear layers by cuBLAS and their gradients, for operators whose own kernel is the pass after the products. All
-// tensors are matrices of rows. With 16-bit weights, float32 rows are rounded panel by panel.
+// Linear layers and their gradients, by cuBLAS or, in float32, split products, for operators whose own kernel is the
+// pass after the products. All tensors are matrices of rows. With 16-bit weights, float32 rows are rounded panel by
+// panel.
 namespace torchops::cuda {
 
 /// Calls f(begin, end) for panels of `step` rows.
@@ -54,10 +57,24 @@ inline int64_t rows_of_panel(int64_t rows, int64_t product_bytes, int64_t scratc
   return even_step(rows, cache >= least_cache && within >= least_rows ? std::min(within, most) : most);
 }
 
+/// out = a @ b for matrices.
+inline at::Tensor& product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  return split_product(out, a, b) ? out : at::cuda::mm_out(out, a, b);
+}
+inline at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
+  at::Tensor out = at::detail::empty_cuda({a.size(0), b.size(1)}, a.options());
+  product_out(out, a, b);
+  return out;
+}
+/// product_out() for batches of matrices.
+inline at::Tensor& batched_product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  return split_product(out, a, b) ? out : at::cuda::bmm_out(out, a, b);
+}
+
 /// out = x @ w.T + b, rounded once.
 inline void linear_with_bias_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w,
                                  const std::optional<at::Tensor>& b) {
-  b ? at::cuda::addmm_out(out, *b, x, w.t()) : at::cuda::mm_out(out, x, w.t());
+  b ? at::cuda::addmm_out(out, *b, x, w.t()) : product_out(out, x, w.t());
 }
 
 /// out = x @ w.T, and + b in float32 and float64: with its bias inside the product rounds once, and a second rounding
@@ -92,9 +109,10 @@ inline std::optional<at::Tensor> stacked(const std::optional<at::Tensor>& a, con
 inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor& w, bool accumulate = false) {
   const bool wide = dx.scalar_type() != w.scalar_type();
   if (accumulate) {
+    if (split_product(dx, dz, w, /*accumulate=*/true)) return;
     wide ? dx.add_(at::cuda::mm(dz, w, dx.scalar_type())) : at::cuda::addmm_(dx, dz, w);
   } else {
-    wide ? at::cuda::mm_out(dx, dz, w, dx.scalar_type()) : at::cuda::mm_out(dx, dz, w);
+    wide ? at::cuda::mm_out(dx, dz, w, dx.scalar_type()) : product_out(dx, dz, w);
   }
 }
 
@@ -108,7 +126,7 @@ inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, cons
   const auto product = [&](at::Tensor out, int64_t begin, int64_t end) {
     const at::Tensor left = dz.narrow(0, begin, end - begin).t(), right = x.narrow(0, begin, end - begin);
     const bool wide = out.scalar_type() != dz.scalar_type();
-    wide ? at::cuda::mm_out(out, left, right, out.scalar_type()) : at::cuda::mm_out(out, left, right);
+    wide ? at::cuda::mm_out(out, left, right, out.scalar_type()) : product_out(out, left, right);
   };
   if (rest == 0 || rest == rows) return product(dw, 0, rows);
   const at::Tensor parts = at::detail::empty_cuda({2, dw.size(0), dw.size(1)}, dw.options().dtype(at::kFloat));

@@ -1,8 +1,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/bmm_cuda_dispatch.h>
 #include <ATen/ops/clone.h>
-#include <ATen/ops/mm_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -13,6 +11,7 @@
 
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
+#include "cuda/linear.h"
 #include "ops/common.h"
 #include "ops/matrices.h"
 #include "ops/square_matmul.h"
@@ -30,10 +29,10 @@ Tensor square_matmul_cuda(const Tensor& a, const Tensor& b, bool transpose_b) {
   const Tensor factor = transpose_b ? b.mT() : b;
   if (b.dim() == 2) {
     Tensor out_rows = detail::as_rows(out);
-    at::cuda::mm_out(out_rows, detail::as_rows(a), factor);
+    product_out(out_rows, detail::as_rows(a), factor);
   } else {
     Tensor matrices = out.flatten(0, -3);
-    at::cuda::bmm_out(matrices, a.flatten(0, -3), factor.flatten(0, -3));
+    batched_product_out(matrices, a.flatten(0, -3), factor.flatten(0, -3));
   }
   return out;
 }
@@ -85,9 +84,9 @@ void multiply_panels_(const Tensor& a, const Tensor& b, const Tensor& scratch) {
     copy.copy_(panel);
     Tensor product = direct ? panel : scratch.select(0, 1).narrow(0, 0, count);
     if (whole_matrices) {
-      at::cuda::bmm_out(product, copy, b.narrow(0, begin, count));
+      batched_product_out(product, copy, b.narrow(0, begin, count));
     } else {
-      at::cuda::mm_out(product, copy, b);
+      product_out(product, copy, b);
     }
     if (!direct) panel.copy_(product);
   }

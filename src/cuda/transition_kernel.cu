@@ -2,7 +2,6 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add_cuda_dispatch.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
-#include <ATen/ops/mm_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -62,7 +61,7 @@ class Layers {
   /// out = h @ down.T + down_bias.
   void down(Tensor out, const Tensor& h) const {
     const Tensor w_t = t_.down_weight.t();
-    t_.down_bias ? at::cuda::addmm_out(out, *t_.down_bias, h, w_t) : at::cuda::mm_out(out, h, w_t);
+    t_.down_bias ? at::cuda::addmm_out(out, *t_.down_bias, h, w_t) : product_out(out, h, w_t);
   }
 
   /// For sizing scratch: bytes per row of `tensors` tensors of hidden features and as many like x.
@@ -183,7 +182,11 @@ void add_to(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
     const Tensor h = layers.hidden_of(rows);
     if (!t.down_bias && rows.scalar_type() == t.dtype()) {
       const Tensor w_t = t.down_weight.t();
-      sum.is_same(x_rows) ? at::cuda::addmm_(target, h, w_t) : at::cuda::addmm_out(target, rows, h, w_t);
+      if (!sum.is_same(x_rows)) {
+        at::cuda::addmm_out(target, rows, h, w_t);
+      } else if (!split_product(target, h, w_t, /*accumulate=*/true)) {
+        at::cuda::addmm_(target, h, w_t);
+      }
       return;
     }
     const Tensor update = at::detail::empty_cuda(rows.sizes(), t.gate_weight.options());
@@ -315,8 +318,8 @@ TransitionGradients gradients_of(const Tensor& grad, const Transition& t, const 
     if (wanted[7]) down.add(weight_gradient(g, layers.hidden(z)));
     if (!needs.gate && !needs.value) return;
     const auto [dz, dv_w, du_w, dv_b, du_b] =
-        detail::glu_backward(at::cuda::mm(g, t.down_weight), z, t.up_weight, t.gate_weight, t.up_bias, t.gate_bias,
-                             "silu", {needs.z, wanted[5], wanted[3], wanted[6], wanted[4]});
+        detail::glu_backward(product(g, t.down_weight), z, t.up_weight, t.gate_weight, t.up_bias, t.gate_bias, "silu",
+                             {needs.z, wanted[5], wanted[3], wanted[6], wanted[4]});
     up.add(dv_w);
     gate.add(du_w);
     up_bias.add(dv_b);

@@ -3,7 +3,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/bmm_cuda_dispatch.h>
 
 #include <algorithm>
 #include <optional>
@@ -27,7 +26,7 @@ inline constexpr detail::TriangleBackend kTriangleBackend{
     [](at::IntArrayRef sizes, const at::TensorOptions& options) -> at::Tensor {
       return at::detail::empty_cuda(sizes, options);
     },
-    at::cuda::bmm_out, /*multiplies_padding=*/true,
+    batched_product_out, /*multiplies_padding=*/true,
     [] { return static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount); }};
 
 /// What all panels of a call share. A panel consists of whole rows of the pair matrix; its rows are positions.

@@ -1,5 +1,4 @@
 #include <ATen/ops/add_cuda_dispatch.h>
-#include <ATen/ops/mm_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -33,6 +32,10 @@ using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
 void make_a_and_b(const TriangleLayers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
+  if (a.scalar_type() == at::kFloat) {
+    // Sums of padding that is infinite or NaN would be right, but slow (sum_again() in gemm/sm80_float32_tile.cuh).
+    for (const Tensor& made : {a, b}) layers.zero_rows(made);
+  }
   if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
   for (const Tensor& made : {a, b}) layers.zero_columns(made);
   const auto of_a = layers.glu_of(detail::kPA, detail::kGA), of_b = layers.glu_of(detail::kPB, detail::kGB);
@@ -179,7 +182,7 @@ void output_backward(const TriangleLayers& layers, const TriangleGradients& grad
   if (wants_z && !in_place) panel.of(dz_pair).copy_(dz.view(panel.of(dz_pair).sizes()));
   if (!gradients.wants_a_and_b() && !gradients.wants(detail::kNormOut) && !gradients.wants(detail::kNormOut + 1))
     return;
-  const Tensor d_rows = at::cuda::mm(dy, t.weight(detail::kPOut));
+  const Tensor d_rows = torchops::cuda::product(dy, t.weight(detail::kPOut));
   n.backward(d_rows, norm_weight, detail::kNormOut, gradients);
   if (gradients.wants_a_and_b()) layers.transpose(TriangleLayers::To::kChannels, panel, d_rows, d_o, {}, 1);
 }

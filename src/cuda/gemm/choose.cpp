@@ -192,10 +192,22 @@ bool prefers_cublas_to_sm80(const Case& c) {
   return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
 }
 
-// cuBLAS multiplies faster the longer the sums are, and then takes another pass. The kernel took 0.39 to 0.97 of their
-// time with 32 to 128 features in, up to 1.07 of it with 192, and up to 2.8 times as long with 1024 (H100; dense, gate
-// and glu; 2048 to 262144 rows, 64 to 512 features out). Fewer rows or features out were not measured.
-bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k) { return k > 128 || n < 64 || m < 2048; }
+// By FFMAs: cuBLAS multiplies faster the longer the sums are, and then takes another pass. The kernel took 0.39 to 0.97
+// of their time with 32 to 128 features in, up to 1.07 of it with 192, and up to 2.8 times as long with 1024 (dense,
+// gate and glu; 2048 to 262144 rows, 64 to 512 features out). By split products: 0.3 to 0.97 with up to 256 features
+// in, or 512 and 1024 with enough outputs; otherwise up to 2.4 times as long (dense and glu, 256 to 262144 rows). On an
+// H100; fewer rows were not measured.
+bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits) {
+  if (!splits) return k > 128 || n < 64 || m < 2048;
+  return m < 256 || (k > 256 ? n < 128 || m * n < 1 << 21 : k > 128 && n < 64);
+}
+
+// With two tiles of 128 x 128 for each multiprocessor, or nearly, 0.83 to 1.02 of the time, from 256 to 1024 columns;
+// up to 1.6 times as long where tiles are half empty, or there are few (H100, batches of square matrices).
+bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_t k) {
+  const auto tiles = [](int64_t size) { return (size + 127) / 128; };
+  return batch * tiles(m) * tiles(n) < 240 || (n % 128 != 0 && n != 64 && n < 512) || m < 128 || k < 64;
+}
 
 // Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
 // kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40

@@ -44,8 +44,11 @@ bool prefers_sm80(const Case& c);
 /// Whether cuBLAS and a pass over its result are faster than sm80.cuh.
 bool prefers_cublas_to_sm80(const Case& c);
 
-/// Whether cuBLAS and a pass over its result are faster than sm80_float32.cuh.
-bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k);
+/// Whether cuBLAS and a pass over its result are faster than sm80_float32.cuh, by FFMAs or, if it `splits`, by TF32.
+bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits);
+
+/// Whether cuBLAS is faster than split_product().
+bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_t k);
 
 /// Whether two cuBLAS products and a pass over both are faster than WideGluSigmoid and WideGluSilu. Where they are, the
 /// other kernels of glu and gate were not measured.

@@ -41,6 +41,44 @@ __device__ inline uint32_t to_tf32(float value) {
   return bits;
 }
 
+/// float32 numbers, each as the sum of two of TF32: the nearest, and most of what it leaves. The latter has 12 bits,
+/// and the instruction reads 11 of them, so the sum is the number or, for a quarter of them, a last digit off. The high
+/// part of an infinity, or of a number that rounds to it, is infinite; the low part of a NaN is NaN.
+template <int count>
+struct SplitTF32 {
+  uint32_t high[count], low[count];
+
+  __device__ void set(const uint32_t (&words)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      // to_tf32() but for NaN, in a third of its instructions.
+      high[i] = (words[i] + 0x1000u) & ~0x1fffu;
+      low[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(high[i]));
+    }
+  }
+};
+
+/// product = a (16 x 16) @ b.T (8 x 16), in products of TF32; that of both low parts, at most 2^-22 of the result's
+/// terms, is left out. a[h] and b[h] have 8 columns each. The instruction cuts its sums off instead of rounding them,
+/// the small ones included, so small products come first, and sums of more columns are for the caller to add, with
+/// float additions.
+///
+/// After H. Ootomo and R. Yokota, Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+/// theoretical peak performance, 2022 (https://arxiv.org/abs/2203.03341). A number that is not finite, or rounds to
+/// infinity, makes results that are not finite; they may be NaN instead of infinity.
+__device__ inline void multiply_split(float (&product)[4], const SplitTF32<4> (&a)[2], const SplitTF32<2> (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
+      : "r"(a[0].low[0]), "r"(a[0].low[1]), "r"(a[0].low[2]), "r"(a[0].low[3]), "r"(b[0].high[0]), "r"(b[0].high[1]),
+        "f"(0.f));
+  multiply_16x8<float>(product, a[0].high, b[0].low);
+  multiply_16x8<float>(product, a[1].low, b[1].high);
+  multiply_16x8<float>(product, a[1].high, b[1].low);
+  multiply_16x8<float>(product, a[0].high, b[0].high);
+  multiply_16x8<float>(product, a[1].high, b[1].high);
+}
+
 /// Four 8 x 8 matrices from shared memory: lane 8i + r passes the address of row r of matrix i, and lane 4g + q gets in
 /// matrices[i] the columns 2q and 2q + 1 of its row g. A row has 16 bytes; of four floats, the lane gets column q.
 __device__ inline void load_matrices(uint32_t (&matrices)[4], uint32_t row) {

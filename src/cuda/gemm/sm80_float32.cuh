@@ -15,13 +15,14 @@
 #include "cuda/gemm/sm80_float32_kernel.cuh"
 #include "cuda/gemm/sm80_tensors.h"
 #include "cuda/per_device.h"
+#include "ops/dense_path.h"
 
 namespace torchops::cuda::gemm {
 
-template <class Rule, int warps_m, bool to_channels>
+template <class Rule, bool splits, int warps_m, bool to_channels>
 void launch_float32_tile(Sm80Arguments<float, Rule::kProducts> p, const Float32Channels& channels) {
   using Tile = Float32Tile<Rule::kProducts, warps_m>;
-  const auto kernel = sm80_float32_kernel<Rule, warps_m, to_channels>;
+  const auto kernel = sm80_float32_kernel<Rule, splits, warps_m, to_channels>;
   static PerDevice granted;
   int multiprocessors = 0;
   C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, Tile::kSharedBytes, multiprocessors));
@@ -31,6 +32,26 @@ void launch_float32_tile(Sm80Arguments<float, Rule::kProducts> p, const Float32C
   kernel<<<static_cast<unsigned>(tiles), kSm80Threads, Tile::kSharedBytes, at::cuda::getCurrentCUDAStream()>>>(
       p, channels);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+/// Whether tensor cores multiply split numbers faster than FFMAs multiply whole ones: they must take more than three
+/// times as many of TF32 in the same time. They take eight times as many on compute capability 8.0 and 9.0, and as many
+/// on 8.6, 8.9 and 12.0. kPortable is for what any of them can do.
+inline bool splits_float32() {
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  return (device.major == 8 || device.major == 9) && device.minor == 0 &&
+         detail::dense_path() != detail::DensePath::kPortable;
+}
+
+template <class Rule, bool to_channels = false>
+void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const Float32Channels& channels) {
+  const auto launch = [&]<bool splits>() {
+    if constexpr (Rule::kProducts == 1) {
+      if (p.n <= 64) return launch_float32_tile<Rule, splits, 8, to_channels>(p, channels);
+    }
+    launch_float32_tile<Rule, splits, 4, to_channels>(p, channels);
+  };
+  splits_float32() ? launch.template operator()<true>() : launch.template operator()<false>();
 }
 
 /// Whether products of a dtype are computed in float32, as torch's settings want, on a device that has the kernel.
@@ -72,7 +93,7 @@ inline bool are_float32_weights(const at::Tensor& w, const at::Tensor& w2) {
 /// Whether to compute such products, of m rows with k features, to n, by the kernel, if it can read them; if
 /// `automatic`, only where it is faster.
 inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k, bool automatic) {
-  return is_exact_float32(dtype) && !(automatic && prefers_cublas_to_float32(m, n, k));
+  return is_exact_float32(dtype) && !(automatic && prefers_cublas_to_float32(m, n, k, splits_float32()));
 }
 
 /// What run_sm80() says, for float32. Rows must be aligned to 16 bytes, and the number of outputs a multiple of 4.
@@ -88,13 +109,7 @@ bool run_float32(const Sm80Tensors& t, bool automatic) {
     return true;
   };
   if (!p || !writes(t.d, p->d, p->d_stride) || (t.d2 && !writes(*t.d2, p->d2, p->d2_stride))) return false;
-  if constexpr (Rule::kProducts == 1) {
-    if (p->n <= 64) {
-      launch_float32_tile<Rule, 8, false>(*p, {});
-      return true;
-    }
-  }
-  launch_float32_tile<Rule, 4, false>(*p, {});
+  launch_float32<Rule>(*p, {});
   return true;
 }
 
@@ -103,7 +118,7 @@ template <class Rule>
 bool run_float32_to_channels(const Sm80Tensors& t, const ChannelPanel<float>& to) {
   const auto p = float32_arguments<Rule>(t);
   if (!p || !operand(to.channels) || to.positions.padded % 4 != 0) return false;
-  launch_float32_tile<Rule, 4, true>(
+  launch_float32<Rule, /*to_channels=*/true>(
       *p, {to.channels.mutable_data_ptr<float>(), to.channels.stride(0), to.positions, to.factors});
   return true;
 }

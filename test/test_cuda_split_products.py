@@ -1,0 +1,124 @@
+"""Float32 products by tensor cores: layouts, accuracy on hard numbers, infinities and NaN."""
+
+from __future__ import annotations
+
+import random as pseudorandom
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cuda_checks import error, kernels, poison, random
+from product_samples import gate_reference, glu_reference
+from torch import Tensor
+
+import torchops
+from torchops import _build_info
+
+if not torch.cuda.is_available() or not _build_info.cuda_version:
+    pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
+if torch.cuda.get_device_capability() not in [(8, 0), (9, 0)]:
+    pytest.skip("needs a GPU on which TF32 is more than three times as fast as float32", allow_module_level=True)
+
+FLOAT = torch.float32
+EPS = torch.finfo(FLOAT).eps
+
+
+def matrices(batch: int, rows: int, columns: int, *, transposed: bool, gap: int, offset: int) -> Tensor:
+    """Random matrices in a buffer of NaN, whose rows or columns are multiples of 4 elements apart."""
+    lines, length = (columns, rows) if transposed else (rows, columns)
+    stride = length + -length % 4 + 4 * gap
+    buffer = torch.full((batch * lines * stride + 4 * offset,), float("nan"), device="cuda")
+    view = buffer[4 * offset :].view(batch, lines, stride)[:, :, :length]
+    view.copy_(torch.randn(view.shape, device="cuda"))
+    return view.mT if transposed else view
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_layouts(seed: int) -> None:
+    draw = pseudorandom.Random(seed)
+    batch, rows = draw.choice([1, 1, 2, 5]), draw.randint(1, 300)
+    n = draw.choice([4, 32, 64, 68, 100, 128, 132, 256, 300, 30, 33])
+    a, b = (
+        matrices(batch, size, n, transposed=draw.random() < 0.5, gap=draw.randint(0, 2), offset=draw.randint(0, 2))
+        for size in (n, n)
+    )
+    if batch == 1:
+        a = matrices(1, rows, n, transposed=draw.random() < 0.5, gap=1, offset=seed % 3)[0]
+        b = b[0]
+    for transpose_b in (False, True):
+        factor = b.mT if transpose_b else b
+        exact = a.double() @ factor.double()
+        with torchops.cuda.dense_path("fused"):
+            poison(*a.shape, dtype=FLOAT)
+            y = torchops.square_matmul(a, b, transpose_b=transpose_b)
+            z = a.clone()
+            torchops.square_matmul_(z, b, transpose_b=transpose_b)
+        for result in (y, z):
+            assert error(result, exact) <= 1.1 * error(a @ factor, exact) + EPS
+
+
+HARD: dict[str, Any] = {
+    "normal": lambda a, b: (a, b),
+    "positive": lambda a, b: (a.abs(), b.abs()),
+    "scaled": lambda a, b: (a * 2.0 ** torch.randint_like(a, -20, 20), b * 2.0 ** torch.randint_like(b, -20, 20)),
+    "near one": lambda a, b: (1 + 1e-3 * a, 1 + 1e-3 * b),
+    "cancelling": lambda a, b: (
+        torch.cat([a[:, ::2], a[:, ::2]], 1),
+        torch.cat([b[::2], -b[::2] * (1 + 1e-6 * b[1::2])]),
+    ),
+}
+
+
+@pytest.mark.parametrize("n", [64, 128, 512, 1024])
+@pytest.mark.parametrize("kind", HARD)
+def test_as_accurate_as_float32(kind: str, n: int) -> None:
+    """Beside the sum of absolute products, which is what float32 sums err by."""
+    torch.manual_seed(0)
+    a, b = HARD[kind](torch.randn(n, n, device="cuda"), torch.randn(n, n, device="cuda"))
+    exact, scale = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    with torchops.cuda.dense_path("fused"):
+        ours = (torchops.square_matmul(a, b).double() - exact) / scale
+    theirs = ((a @ b).double() - exact) / scale
+    most = 1.5 if kind == "scaled" else 1.1  # one term is most of such a sum
+    assert ours.square().mean().sqrt() <= most * theirs.square().mean().sqrt()
+    assert ours.abs().max() <= 2 * theirs.abs().max()
+
+
+def same(got: Tensor, expected: Tensor) -> bool:
+    """Infinities and NaN in the same places."""
+    return torch.equal(got.isnan(), expected.isnan()) and torch.equal(got[expected.isinf()], expected[expected.isinf()])
+
+
+def test_what_is_not_finite_is_as_in_float32() -> None:
+    inf, nan = float("inf"), float("nan")
+    x, w, wg = (random(n, 256, dtype=FLOAT) for n in (300, 256, 256))
+    v = random(300, 256, dtype=FLOAT)
+    x[3, 5], x[9, 7], x[21, 4:8] = inf, nan, torch.tensor([inf, -inf, 1, 2])
+    x[20] = 0
+    x[20, 3] = torch.finfo(FLOAT).max  # rounds to infinity in TF32
+    w[:, 3], wg[:, 3] = 0.1, 0.2
+    w[100, 200], w[101, 3], wg[7, 255], wg[8, 5] = -inf, inf, nan, inf
+    with torchops.cuda.dense_path("fused"):
+        assert same(torchops.square_matmul(x, w), x @ w)
+        assert same(torchops.square_matmul(x, w, transpose_b=True), x @ w.T)
+        torch.testing.assert_close(torchops.dense(x, w), torch.sigmoid(F.linear(x, w)), equal_nan=True)
+        assert same(torchops.gate(v, x, w), gate_reference(v, x, w))
+        assert same(torchops.glu(x, w, wg), glu_reference(x, w, wg))
+
+
+def test_small_numbers() -> None:
+    """Below 2^-114, what is left of a number after rounding to TF32 is subnormal, and digits are lost."""
+    for scale, most in ((1e-30, 1e-6), (1e-36, 1e-4), (1e-39, 1e-1)):
+        a, b = random(128, 128, dtype=FLOAT) * scale, random(128, 128, dtype=FLOAT)
+        with torchops.cuda.dense_path("fused"):
+            got = torchops.square_matmul(a, b)
+        assert error(got, a.double() @ b.double()) <= most
+
+
+def test_products_of_gradients_are_added() -> None:
+    """The gradient of x is a sum of products; each is one kernel, as its forward pass is."""
+    x, w, v = random(40000, 128, dtype=FLOAT), random(128, 128, dtype=FLOAT), random(40000, 128, dtype=FLOAT)
+    x.requires_grad_()
+    assert kernels(lambda: torch.autograd.grad(torchops.gate(v, x, w), x, v)) == 3
+    assert kernels(lambda: torch.autograd.grad(torchops.glu(x, w, w), x, v)) <= 4
