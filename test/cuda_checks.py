@@ -59,6 +59,7 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 
 def assert_accurate(got: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """At most 1.1 times the error of eager, and the last digit of a result of few elements."""
-    few = 0.5 if exact.numel() < 1000 else 0.0
-    assert error(got, exact) <= 1.1 * error(eager, exact) + few * torch.finfo(got.dtype).eps
+    """At most 1.1 times the error of eager, or 1.25 times in float32, where the order of a sum counts; and the last
+    digit of a result of few elements."""
+    most, few = 1.25 if got.dtype == torch.float32 else 1.1, 0.5 if exact.numel() < 1000 else 0.0
+    assert error(got, exact) <= most * error(eager, exact) + few * torch.finfo(got.dtype).eps
