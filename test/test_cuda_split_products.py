@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_checks import error, kernels, poison, random
+from cuda_checks import error, kernels, poison, random, splits_float32
 from product_samples import gate_reference, glu_reference
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from torchops import _build_info
 
 if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
-if torch.cuda.get_device_capability() not in [(8, 0), (9, 0)]:
+if not splits_float32():
     pytest.skip("needs a GPU on which TF32 is more than three times as fast as float32", allow_module_level=True)
 
 FLOAT = torch.float32
@@ -54,8 +54,9 @@ def test_layouts(seed: int) -> None:
             y = torchops.square_matmul(a, b, transpose_b=transpose_b)
             z = a.clone()
             torchops.square_matmul_(z, b, transpose_b=transpose_b)
+        few = 4 if exact.numel() < 64 else 1
         for result in (y, z):
-            assert error(result, exact) <= 1.1 * error(a @ factor, exact) + EPS
+            assert error(result, exact) <= 1.1 * error(a @ factor, exact) + few * EPS
 
 
 HARD: dict[str, Any] = {
@@ -108,18 +109,38 @@ def test_what_is_not_finite_is_as_in_float32() -> None:
         assert same(torchops.glu(x, w, wg), glu_reference(x, w, wg))
 
 
+def test_a_gate_of_what_it_overwrites() -> None:
+    """Sums that are not finite are made again of rows that other lanes overwrite."""
+    for n in (4, 32):
+        v, w = random(1000, n, dtype=FLOAT), random(n, n, dtype=FLOAT)
+        v[::7, 1], v[::5, 3], w[n - 1, 2] = float("inf"), float("nan"), float("inf")
+        expected = gate_reference(v, v, w)
+        with torchops.cuda.dense_path("fused"):
+            assert same(torchops.gate(v, v, w), expected)
+            torchops.gate_(v, v, w)
+        assert same(v, expected)
+
+
 def test_small_numbers() -> None:
     """Below 2^-114, what is left of a number after rounding to TF32 is subnormal, and digits are lost."""
-    for scale, most in ((1e-30, 1e-6), (1e-36, 1e-4), (1e-39, 1e-1)):
+    for scale, least, most in ((1e-30, 0.0, 1e-6), (1e-36, 1e-6, 1e-4), (1e-39, 1e-4, 1e-1)):
         a, b = random(128, 128, dtype=FLOAT) * scale, random(128, 128, dtype=FLOAT)
         with torchops.cuda.dense_path("fused"):
             got = torchops.square_matmul(a, b)
-        assert error(got, a.double() @ b.double()) <= most
+        assert least <= error(got, a.double() @ b.double()) <= most
 
 
-def test_products_of_gradients_are_added() -> None:
-    """The gradient of x is a sum of products; each is one kernel, as its forward pass is."""
-    x, w, v = random(40000, 128, dtype=FLOAT), random(128, 128, dtype=FLOAT), random(40000, 128, dtype=FLOAT)
-    x.requires_grad_()
-    assert kernels(lambda: torch.autograd.grad(torchops.gate(v, x, w), x, v)) == 3
-    assert kernels(lambda: torch.autograd.grad(torchops.glu(x, w, w), x, v)) <= 4
+def test_what_multiplies() -> None:
+    """Split products have other bits than cuBLAS; the path says which of them multiplies, forward and backward."""
+    a, b, g = random(40000, 128, dtype=FLOAT), random(128, 128, dtype=FLOAT), random(40000, 128, dtype=FLOAT)
+    a.requires_grad_()
+    for path, splits in (("auto", True), ("fused", True), ("portable", False), ("cublas", False)):
+        with torchops.cuda.dense_path(path):  # type: ignore[arg-type]
+            y = torchops.square_matmul(a, b)
+        (da,) = torch.autograd.grad(y, a, g)
+        assert torch.equal(y, a @ b) != splits
+        assert torch.equal(da, g @ b.T) != splits
+    x, w = random(4096, 256, dtype=FLOAT), random(256, 256, dtype=FLOAT)
+    assert kernels(lambda: torchops.dense(x, w)) == 1
+    with torchops.cuda.dense_path("portable"):
+        assert kernels(lambda: torchops.dense(x, w)) > 1

@@ -14,8 +14,8 @@ _PATHS = ("auto", "fused", "portable", "cublas")
 
 
 class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
-    """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu``, transitions and triangle updates take on
-    CUDA, either from the call on or within a ``with`` statement.
+    """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu``, ``square_matmul``, ``square_matmul_``,
+    transitions and triangle updates take on CUDA, either from the call on or within a ``with`` statement.
 
     - ``"fused"``: a kernel with bias and sigmoid in its epilogue, wherever one can run. For ``dense``, ``gate``,
       ``gate_`` and ``glu``, that is any rows of float16 or bfloat16 with contiguous features, and those of float32
@@ -23,10 +23,10 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
       features and channels, multiples of 8, in rows aligned to 16 bytes, in 16 bits or TF32. For more, for transitions
       (in 16 bits), and for ``dense`` in TF32, it takes compute capability 9.0 and such rows. On compute capability 8.0
       and 9.0, products of float32 without TF32 are split products where tensors allow, and not by cuBLAS.
-    - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid.
+    - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid. (16-bit ``square_matmul_`` keeps its kernel.)
     - ``"auto"``: the faster of these.
     - ``"portable"``: the same, without kernels for a single architecture: what other GPUs get, on a Hopper GPU. It
-      applies to ``square_matmul_`` and float8 products too, but not in a traced function.
+      applies to float8 products too, but not in a traced function.
 
     On ``"auto"`` and ``"fused"``, gradients come from one pass over the rows if there is a kernel for that (compute
     capability 9.0; float16 or bfloat16; multiples of 8 features, at most 128 in and out; for ``dense`` also 192, or
@@ -80,6 +80,7 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
 _myops = torch.ops.myops
 _OTHERS = (
     *(_myops.gate, _myops.gate_, _myops.glu, _myops.transition, _myops.transition_, _myops._add_transition),
+    *(_myops.square_matmul, _myops.square_matmul_),
     *(_myops.triangle_multiplicative_update, _myops.triangle_multiplicative_update_),
     *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_),
 )

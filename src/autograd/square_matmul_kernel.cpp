@@ -1,5 +1,6 @@
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
+#include "autograd/path.h"
 #include "autograd/recipe.h"
 #include "ops/square_matmul.h"
 
@@ -37,6 +38,7 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
     variable_list saved{b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()};
     if (target) check_can_be_saved(saved);
     ctx->save_for_backward(std::move(saved));
+    save_path(ctx);
     ctx->saved_data["transpose_b"] = transpose_b;
     ctx->saved_data["batched"] = b.dim() > 2;
     if (!target) return square_matmul(a, b, transpose_b);
@@ -44,6 +46,7 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const detail::DensePathGuard on_path(saved_path(ctx));
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &a = saved[0], &b = saved[1], &grad = grads[0];
     const bool transpose_b = ctx->saved_data["transpose_b"].toBool(), batched = ctx->saved_data["batched"].toBool();

@@ -101,13 +101,12 @@ bool read(const Tensor& t, Float32Operand& to, int64_t& batch_stride, Major& maj
 }  // namespace
 
 bool split_product(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
-  // Longer sums, of which all parts are added in turn, would err more than those of cuBLAS.
-  constexpr int64_t most_batches = 65535, most_columns = 8192;
+  constexpr int64_t most_batches = 65535;
   const int64_t m = out.size(-2), n = out.size(-1), k = a.size(-1), batch = out.dim() == 3 ? out.size(0) : 1;
   const detail::DensePath path = detail::dense_path();
   if (path == detail::DensePath::kCublas || a.scalar_type() != b.scalar_type() ||
       a.scalar_type() != out.scalar_type() || !is_exact_float32(a.scalar_type()) || !splits_float32() ||
-      out.numel() == 0 || k == 0 || k > most_columns || n % 4 != 0 || batch > most_batches ||
+      out.numel() == 0 || k == 0 || k > kMostSplitColumns || n % 4 != 0 || batch > most_batches ||
       (detail::is_automatic(path) && prefers_cublas_to_split_product(batch, m, n, k))) {
     return false;
   }

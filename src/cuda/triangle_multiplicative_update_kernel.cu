@@ -32,7 +32,7 @@ using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
 void make_a_and_b(const TriangleLayers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
-  if (a.scalar_type() == at::kFloat) {
+  if (gemm::is_exact_float32(a.scalar_type()) && gemm::splits_float32()) {
     // Sums of padding that is infinite or NaN would be right, but slow (sum_again() in gemm/sm80_float32_tile.cuh).
     for (const Tensor& made : {a, b}) layers.zero_rows(made);
   }

@@ -199,7 +199,8 @@ bool prefers_cublas_to_sm80(const Case& c) {
 // H100; fewer rows were not measured.
 bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits) {
   if (!splits) return k > 128 || n < 64 || m < 2048;
-  return m < 256 || (k > 256 ? n < 128 || m * n < 1 << 21 : k > 128 && n < 64);
+  if (m < 256 || k > kMostSplitColumns) return true;
+  return k > 256 ? n < 128 || m * n < 1 << 21 : k > 128 && n < 64;
 }
 
 // With two tiles of 128 x 128 for each multiprocessor, or nearly, 0.83 to 1.02 of the time, from 256 to 1024 columns;

@@ -44,6 +44,9 @@ bool prefers_sm80(const Case& c);
 /// Whether cuBLAS and a pass over its result are faster than sm80.cuh.
 bool prefers_cublas_to_sm80(const Case& c);
 
+/// A split product of longer sums, of which all parts are added in turn, would err more than cuBLAS.
+constexpr int64_t kMostSplitColumns = 8192;
+
 /// Whether cuBLAS and a pass over its result are faster than sm80_float32.cuh, by FFMAs or, if it `splits`, by TF32.
 bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits);
 

@@ -72,7 +72,7 @@ struct Float32Operands {
 /// slow for infinities, but not for matrices of NaN.
 template <class Sums, int products>
 __device__ __noinline__ void sum_again(float (&sums)[Sums::kRows][4 * Sums::kVectors],
-                                       const Float32Operands<products>& of, int row, int column, int columns) {
+                                       const Float32Operands<products>& of, int row, int column, int k_end) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
   for (int i = 0; i < Sums::kRows; ++i) {
@@ -84,7 +84,7 @@ __device__ __noinline__ void sum_again(float (&sums)[Sums::kRows][4 * Sums::kVec
       const int of_column = column + Sums::column(lane, at / 4) + at % 4;
       if (isfinite(sums[i][at]) || of_column >= of.n) continue;
       float sum = 0.f;
-      for (int k = 0; k < columns && !isnan(sum); ++k) {
+      for (int k = 0; k < k_end && !isnan(sum); ++k) {
         sum = fmaf(of.a.template at<Sums::kMajorA>(of_row, k), of.b[product].template at<Sums::kMajorB>(of_column, k),
                    sum);
       }
@@ -144,6 +144,8 @@ __device__ inline void sum_tile(float (&sums)[Sums::kRows][4 * Sums::kVectors], 
       sum_again<Sums>(again, of, first_row + warp_row, first_column + warp_column, columns);
       memcpy(sums, again, sizeof(sums));
     }
+    // A gate may overwrite the rows of a that it is computed from, which another lane of this warp has just read again.
+    __syncwarp();
   }
 }
 
