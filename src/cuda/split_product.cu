@@ -1,11 +1,6 @@
-#include <ATen/cuda/CUDAContext.h>
-
-#include <limits>
-
 #include "cuda/gemm/operand.h"
 #include "cuda/gemm/sm80_float32.cuh"
 #include "cuda/gemm/sm80_float32_tile.cuh"
-#include "cuda/per_device.h"
 #include "cuda/split_product.h"
 #include "ops/dense_path.h"
 
@@ -60,24 +55,13 @@ __global__ void __launch_bounds__(kSm80Threads, 2) split_product_kernel(const Sp
   }
 }
 
-template <Major major_a, Major major_b, int warps_m>
-void launch_tiles(SplitProblem p, unsigned batch) {
-  using Tile = Float32Tile<1, warps_m>;
-  const auto kernel = split_product_kernel<major_a, major_b, warps_m>;
-  static PerDevice granted;
-  int multiprocessors = 0;
-  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, Tile::kSharedBytes, multiprocessors));
-  p.tiles_n = static_cast<int>(ceil_div(p.n, Tile::kColumns));
-  const int64_t tiles = ceil_div(p.m, Tile::kRows) * p.tiles_n;
-  TORCH_INTERNAL_ASSERT(tiles <= std::numeric_limits<int>::max());
-  kernel<<<dim3(static_cast<unsigned>(tiles), batch), kSm80Threads, Tile::kSharedBytes,
-           at::cuda::getCurrentCUDAStream()>>>(p);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
 void launch(const SplitProblem& p, Major major_a, Major major_b, unsigned batch) {
   const auto with = [&]<Major a, Major b>() {
-    p.n <= 64 ? launch_tiles<a, b, 8>(p, batch) : launch_tiles<a, b, 4>(p, batch);
+    const auto with_tile = [&]<int warps_m>() {
+      using Tile = Float32Tile<1, warps_m>;
+      launch_tiles<split_product_kernel<a, b, warps_m>>(p, Tile::kRows, Tile::kColumns, Tile::kSharedBytes, batch);
+    };
+    p.n <= 64 ? with_tile.template operator()<8>() : with_tile.template operator()<4>();
   };
   constexpr Major columns = Major::kColumns, rows = Major::kRows;
   if (major_a == columns) {

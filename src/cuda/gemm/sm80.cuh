@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
 #include <limits>
@@ -13,8 +12,8 @@
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/sm80_float32.cuh"
 #include "cuda/gemm/sm80_kernel.cuh"
+#include "cuda/gemm/sm80_launch.cuh"
 #include "cuda/gemm/sm80_tensors.h"
-#include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
 
@@ -32,18 +31,10 @@ inline int row_vector(const void* data, int64_t stride) {
 }
 
 template <class Rule, class T, Sm80Tiling tiling, int vector>
-void launch_sm80_kernel(Sm80Arguments<T, Rule::kProducts> p) {
+void launch_sm80_kernel(const Sm80Arguments<T, Rule::kProducts>& p) {
   constexpr Sm80Spec spec = kSm80Spec<tiling>;
-  constexpr size_t bytes = spec.shared_bytes(Rule::kProducts);
-  const auto kernel = sm80_kernel<Rule, T, tiling, vector>;
-  static PerDevice granted;
-  int multiprocessors = 0;
-  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, bytes, multiprocessors));
-  p.tiles_n = static_cast<int>(ceil_div(p.n, spec.tile_n));
-  const int64_t tiles = ceil_div(p.m, spec.tile_m) * p.tiles_n;
-  TORCH_INTERNAL_ASSERT(tiles <= std::numeric_limits<int>::max());
-  kernel<<<static_cast<unsigned>(tiles), kSm80Threads, bytes, at::cuda::getCurrentCUDAStream()>>>(p);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_tiles<sm80_kernel<Rule, T, tiling, vector>>(p, spec.tile_m, spec.tile_n, spec.shared_bytes(Rule::kProducts),
+                                                     1);
 }
 
 /// Where there is no kernel for a tiling, a smaller one takes its place: two products don't fit the registers of the

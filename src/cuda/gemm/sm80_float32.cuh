@@ -4,35 +4,18 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
 
-#include <limits>
 #include <optional>
 
 #include "cuda/channels.cuh"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "cuda/gemm/sm80_float32_kernel.cuh"
+#include "cuda/gemm/sm80_launch.cuh"
 #include "cuda/gemm/sm80_tensors.h"
-#include "cuda/per_device.h"
 #include "ops/dense_path.h"
 
 namespace torchops::cuda::gemm {
-
-template <class Rule, bool splits, int warps_m, bool to_channels>
-void launch_float32_tile(Sm80Arguments<float, Rule::kProducts> p, const Float32Channels& channels) {
-  using Tile = Float32Tile<Rule::kProducts, warps_m>;
-  const auto kernel = sm80_float32_kernel<Rule, splits, warps_m, to_channels>;
-  static PerDevice granted;
-  int multiprocessors = 0;
-  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, Tile::kSharedBytes, multiprocessors));
-  p.tiles_n = static_cast<int>(ceil_div(p.n, Tile::kColumns));
-  const int64_t tiles = ceil_div(p.m, Tile::kRows) * p.tiles_n;
-  TORCH_INTERNAL_ASSERT(tiles <= std::numeric_limits<int>::max());
-  kernel<<<static_cast<unsigned>(tiles), kSm80Threads, Tile::kSharedBytes, at::cuda::getCurrentCUDAStream()>>>(
-      p, channels);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
 
 /// Whether tensor cores multiply split numbers faster than FFMAs multiply whole ones: they must take more than three
 /// times as many of TF32 in the same time. They take eight times as many on compute capability 8.0 and 9.0, and as many
@@ -46,10 +29,15 @@ inline bool splits_float32() {
 template <class Rule, bool to_channels = false>
 void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const Float32Channels& channels) {
   const auto launch = [&]<bool splits>() {
+    const auto launch_tile = [&]<int warps_m>() {
+      using Tile = Float32Tile<Rule::kProducts, warps_m>;
+      launch_tiles<sm80_float32_kernel<Rule, splits, warps_m, to_channels>>(p, Tile::kRows, Tile::kColumns,
+                                                                            Tile::kSharedBytes, 1, channels);
+    };
     if constexpr (Rule::kProducts == 1) {
-      if (p.n <= 64) return launch_float32_tile<Rule, splits, 8, to_channels>(p, channels);
+      if (p.n <= 64) return launch_tile.template operator()<8>();
     }
-    launch_float32_tile<Rule, splits, 4, to_channels>(p, channels);
+    launch_tile.template operator()<4>();
   };
   splits_float32() ? launch.template operator()<true>() : launch.template operator()<false>();
 }
