@@ -38,7 +38,7 @@ def triangle_attention_update(
     Args:
         x: pair tensor of shape ``(*batch, N, N, c)``, with any number of batch dimensions.
         mask: of shape ``(*batch, N, N)``, bool or floating-point, or ``None``. A key whose mask is 0 (``False``) has no
-            weight; any other number keeps it. The mask gets no gradient.
+            weight; any other number keeps it. It must not need a gradient.
         weights: the parameters.
         node: with ``"starting"``, the edges of a row attend to one another; with ``"ending"``, those of a column.
         inplace: overwrite ``x``. This is for inference; training copies ``x`` first.
