@@ -213,6 +213,15 @@ def test_type_errors(name: str, inplace: bool) -> None:
         triangle_attention_update(x, mask, w, inplace=inplace)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("name", "kind"), [("heads", "int"), ("eps", "float")])
+@pytest.mark.parametrize("value", ["a", None, [1]], ids=str)
+def test_numbers_of_a_wrong_type_are_named(name: str, kind: str, value: Any) -> None:
+    w = weights(dtype=torch.float32)
+    expected = f"^triangle_attention_update: expected {name} of type {kind}, got {type(value).__name__}$"
+    with pytest.raises(TypeError, match=expected), torch.no_grad():
+        triangle_attention_update(X, None, w._replace(**{name: value}))
+
+
 def test_private_arguments() -> None:
     w = weights(dtype=torch.float32)
     _, product, logsumexp = OPS._triangle_attention_update_kept(X, None, w[:10], 3, 1e-5, False)

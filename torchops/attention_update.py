@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 
 from torchops import _attention_update_autograd  # noqa: F401  (registers gradients)
 from torchops._attention_update_arguments import TENSORS, AttentionWeights, Node
@@ -77,4 +77,8 @@ def triangle_attention_update(
             if t is not None and not isinstance(t, Tensor):
                 got = type(t).__name__
                 raise TypeError(f"triangle_attention_update: expected {name} of type Tensor, got {got}") from None
+        for name, number, kinds in (("heads", heads, (int, SymInt)), ("eps", eps, (float, int, SymInt, SymFloat))):
+            if not isinstance(number, kinds):
+                kind, got = kinds[0].__name__, type(number).__name__
+                raise TypeError(f"triangle_attention_update: expected {name} of type {kind}, got {got}") from None
         raise
