@@ -6,14 +6,13 @@ from __future__ import annotations
 import random as pseudorandom
 from typing import Any
 
+import cuda_checks
 import pytest
 import torch
 import torch.nn.functional as F
 from cuda_checks import assert_accurate, double, poison, random
 from product_samples import gate_reference, glu_reference
 from torch import Tensor
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 import torchops
 from torchops import _build_info
@@ -203,11 +202,7 @@ def test_gradients(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -
 def kernels(x: Tensor, w: Tensor, path: Any) -> int:
     """How many kernels a call of dense runs."""
     with torchops.cuda.dense_path(path):
-        torchops.dense(x, w)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            torchops.dense(x, w)
-            torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or [])
+        return cuda_checks.kernels(lambda: torchops.dense(x, w))
 
 
 def test_product_and_epilogue_are_one_kernel() -> None:

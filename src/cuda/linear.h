@@ -66,6 +66,10 @@ inline at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
   product_out(out, a, b);
   return out;
 }
+/// out += a @ b.
+inline void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b) {
+  if (!split_product(out, a, b, /*accumulate=*/true)) at::cuda::addmm_(out, a, b);
+}
 /// product_out() for batches of matrices.
 inline at::Tensor& batched_product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   return split_product(out, a, b) ? out : at::cuda::bmm_out(out, a, b);
@@ -109,8 +113,8 @@ inline std::optional<at::Tensor> stacked(const std::optional<at::Tensor>& a, con
 inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor& w, bool accumulate = false) {
   const bool wide = dx.scalar_type() != w.scalar_type();
   if (accumulate) {
-    if (split_product(dx, dz, w, /*accumulate=*/true)) return;
-    wide ? dx.add_(at::cuda::mm(dz, w, dx.scalar_type())) : at::cuda::addmm_(dx, dz, w);
+    if (!wide) return add_product(dx, dz, w);
+    dx.add_(at::cuda::mm(dz, w, dx.scalar_type()));
   } else {
     wide ? at::cuda::mm_out(dx, dz, w, dx.scalar_type()) : product_out(dx, dz, w);
   }

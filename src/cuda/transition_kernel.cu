@@ -182,10 +182,10 @@ void add_to(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
     const Tensor h = layers.hidden_of(rows);
     if (!t.down_bias && rows.scalar_type() == t.dtype()) {
       const Tensor w_t = t.down_weight.t();
-      if (!sum.is_same(x_rows)) {
+      if (sum.is_same(x_rows)) {
+        add_product(target, h, w_t);
+      } else {
         at::cuda::addmm_out(target, rows, h, w_t);
-      } else if (!split_product(target, h, w_t, /*accumulate=*/true)) {
-        at::cuda::addmm_(target, h, w_t);
       }
       return;
     }

@@ -32,10 +32,6 @@ using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
 void make_a_and_b(const TriangleLayers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
-  if (gemm::is_exact_float32(a.scalar_type()) && gemm::splits_float32()) {
-    // Sums of padding that is infinite or NaN would be right, but slow (sum_again() in gemm/sm80_float32_tile.cuh).
-    for (const Tensor& made : {a, b}) layers.zero_rows(made);
-  }
   if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
   for (const Tensor& made : {a, b}) layers.zero_columns(made);
   const auto of_a = layers.glu_of(detail::kPA, detail::kGA), of_b = layers.glu_of(detail::kPB, detail::kGB);
@@ -58,9 +54,13 @@ void update_panel(const TriangleLayers& layers, const TrianglePanel& panel, cons
 // Computes the product of each batch element and calls finish(index, o) on it.
 template <class Finish>
 Tensor for_each_product(const TriangleLayers& layers, bool keep_product, const Finish& finish) {
-  return detail::for_each_product(
-      layers, keep_product,
-      [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); }, finish);
+  const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) {
+    make_a_and_b(layers, e, a, b);
+    // Sums of padding that is infinite or NaN would be right, but slow (sum_again() in gemm/sm80_float32_tile.cuh).
+    if (!gemm::is_exact_float32(a.scalar_type()) || !gemm::splits_float32()) return;
+    for (const Tensor& made : {a, b}) layers.zero_rows(made);
+  };
+  return detail::for_each_product(layers, keep_product, make, finish);
 }
 
 // Writes to `out`, which may be t.x; if undefined, it is allocated.
