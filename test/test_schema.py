@@ -63,7 +63,10 @@ myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] paramet
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor
 myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted, bool adds=False) -> Tensor[]
 myops::_triangle_rows_in(Tensor x, Tensor? mask, Tensor?[] parameters, float scale, float eps, Tensor(a!) a, Tensor(b!) b) -> bool
+myops::_triangle_rows_in_backward(Tensor da, Tensor db, Tensor x, Tensor? mask, Tensor?[] parameters, float scale, float eps, Tensor moments, Tensor(a!) dz, Tensor? residual, Tensor(b!) sums) -> bool
 myops::_triangle_rows_out(Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, Tensor(a!) out, bool adds) -> bool
+myops::_triangle_rows_out_backward(Tensor grad, Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, Tensor(a!) d_o, Tensor(b!) dz, Tensor(c!) moments, Tensor(d!) sums) -> bool
+myops::_triangle_rows_parameter_gradients(Tensor sums, Tensor?[] parameters, bool[16] wanted) -> Tensor[]
 myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::dense.scaled(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None, *, ScalarType? out_dtype=None) -> Tensor
 myops::gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor
@@ -123,7 +126,10 @@ myops::_triangle_multiplicative_update           x    x     x         .         
 myops::_triangle_multiplicative_update_          x    x     x         x                x            x             .                 .
 myops::_triangle_multiplicative_update_backward  x    x     x         .                .            .             x                 .
 myops::_triangle_rows_in                         .    x     .         .                .            .             .                 x
+myops::_triangle_rows_in_backward                .    x     .         .                .            .             .                 x
 myops::_triangle_rows_out                        .    x     .         .                .            .             .                 x
+myops::_triangle_rows_out_backward               .    x     .         .                .            .             .                 x
+myops::_triangle_rows_parameter_gradients        .    x     .         .                .            .             .                 x
 myops::dense                                     x    x     x         .                x            x             x                 .
 myops::dense.scaled                              x    x     x         .                .            .             .                 .
 myops::gate                                      x    x     x         .                x            x             x                 .

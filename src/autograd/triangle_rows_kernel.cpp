@@ -6,6 +6,7 @@ namespace {
 
 using detail::OptionalTensor;
 using detail::TriangleParameterList;
+using detail::TriangleParameterMask;
 
 // What would have to be copied back is refused.
 bool is_lazy(const Tensor& written) { return written.is_neg() || written.is_conj() || written._is_zerotensor(); }
@@ -26,9 +27,39 @@ bool rows_out(const Tensor& o, const Tensor& x, const TriangleParameterList& par
   return detail::triangle_rows_out(materialize(o), materialize(x), materialize(parameters), eps, eps_out, out, adds);
 }
 
+bool rows_out_backward(const Tensor& grad, const Tensor& o, const Tensor& x, const TriangleParameterList& parameters,
+                       double eps, double eps_out, Tensor& d_o, Tensor& dz, Tensor& moments, Tensor& sums) {
+  const at::AutoDispatchBelowADInplaceOrView below_version_counter;
+  const at::DisableRecordFunctionGuard not_recorded;
+  if (is_lazy(d_o) || is_lazy(dz) || is_lazy(moments) || is_lazy(sums)) return false;
+  return detail::triangle_rows_out_backward(materialize(grad), materialize(o), materialize(x), materialize(parameters),
+                                            eps, eps_out, d_o, dz, moments, sums);
+}
+
+bool rows_in_backward(const Tensor& da, const Tensor& db, const Tensor& x, const OptionalTensor& mask,
+                      const TriangleParameterList& parameters, double scale, double eps, const Tensor& moments,
+                      Tensor& dz, const OptionalTensor& residual, Tensor& sums) {
+  const at::AutoDispatchBelowADInplaceOrView below_version_counter;
+  const at::DisableRecordFunctionGuard not_recorded;
+  if (is_lazy(dz) || is_lazy(sums)) return false;
+  return detail::triangle_rows_in_backward(materialize(da), materialize(db), materialize(x), materialize(mask),
+                                           materialize(parameters), scale, eps, materialize(moments), dz,
+                                           materialize(residual), sums);
+}
+
+std::vector<Tensor> parameter_gradients(const Tensor& sums, const TriangleParameterList& parameters,
+                                        TriangleParameterMask wanted) {
+  const at::AutoDispatchBelowADInplaceOrView below_version_counter;
+  const at::DisableRecordFunctionGuard not_recorded;
+  return detail::triangle_rows_parameter_gradients(materialize(sums), materialize(parameters), wanted);
+}
+
 void register_lazy(torch::Library& m) {
   m.impl("_triangle_rows_in", rows_in);
   m.impl("_triangle_rows_out", rows_out);
+  m.impl("_triangle_rows_out_backward", rows_out_backward);
+  m.impl("_triangle_rows_in_backward", rows_in_backward);
+  m.impl("_triangle_rows_parameter_gradients", parameter_gradients);
 }
 
 TORCH_LIBRARY_IMPL(myops, Negative, m) { register_lazy(m); }

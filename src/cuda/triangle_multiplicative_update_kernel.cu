@@ -273,6 +273,16 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
   return gradients_of(grad, t, product, wanted, adds);
 }
 
+}  // namespace
+
+void pair_steps::unfold_norms(const TriangleUpdate& t, const detail::TriangleResults& results, const float* sums,
+                              int64_t batch) {
+  t.dtype() == at::kHalf ? launch_unfold_norms<at::Half>(t, results, sums, batch)
+                         : launch_unfold_norms<at::BFloat16>(t, results, sums, batch);
+}
+
+namespace {
+
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   detail::register_triangle_update(m);
   m.impl("_triangle_multiplicative_update", update_cuda);

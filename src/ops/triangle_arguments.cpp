@@ -14,6 +14,7 @@ using detail::OptionalTensor;
 using detail::TriangleArguments;
 using detail::TriangleMask;
 using detail::TriangleParameterList;
+using detail::TriangleParameterMask;
 using detail::TriangleParameters;
 using detail::TriangleProduct;
 using detail::TriangleUpdate;
@@ -59,10 +60,9 @@ void check_parameter(const char* op, const std::string& name, const OptionalTens
 
 void check_output(const char* op, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, const Tensor& p,
                   const OptionalTensor& p_bias, const Tensor& g, const OptionalTensor& g_bias, const c10::SymInt& c,
-                  const c10::SymInt& d, const char* reference_name, const Tensor& reference) {
+                  const c10::SymInt& d, const char* reason, const char* reference_name, const Tensor& reference) {
   const auto check = [&](const char* name, const OptionalTensor& parameter, c10::SymIntArrayRef shape) {
-    const std::string reason = std::string("x and ") + reference_name;
-    check_parameter(op, name, parameter, reason.c_str(), shape, reference_name, reference);
+    check_parameter(op, name, parameter, reason, shape, reference_name, reference);
   };
   check("norm_out_weight", norm_weight, {d});
   check("norm_out_bias", norm_bias, {d});
@@ -99,7 +99,7 @@ void detail::check_triangle(const char* op, const TriangleArguments& t, bool wri
   check("g_in_weight", t.g_in_weight, "p_in_weight", {rows, c});
   check("g_in_bias", t.g_in_bias, "p_in_weight", {rows});
   check_output(op, t.norm_out_weight, t.norm_out_bias, t.p_out_weight, t.p_out_bias, t.g_out_weight, t.g_out_bias, c, d,
-               "p_in_weight", t.p_in_weight);
+               "x and p_in_weight", "p_in_weight", t.p_in_weight);
   if (writes) detail::check_writable(op, "x", t.x);
 }
 
@@ -190,32 +190,35 @@ constexpr const char* kBackward = "_triangle_multiplicative_update_backward";
 // The weight that the others must match, by the name that the caller knows.
 const char* reference_name(bool packed) { return packed ? "p_in_weight" : "a_p_weight"; }
 
-// Checks the arguments; leaves the parameters as they were passed, packed or not.
-TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& mask,
-                       const TriangleParameterList& parameters, bool outgoing, double eps,
-                       Positions positions = Positions::kMatrices) {
+// The parameters as they were passed, packed or not, after checking that there are as many as there should be.
+TriangleParameters listed(const char* op, const TriangleParameterList& parameters) {
   TORCH_CHECK(parameters.size() == detail::kTriangleParameters, op, ": expected ", detail::kTriangleParameters,
               " parameters, got ", parameters.size());
-  TriangleUpdate t{x, mask, to_array(parameters), outgoing, eps, false};
-  const bool packed = is_packed(t.parameters);
+  const TriangleParameters listed = to_array(parameters);
+  const bool packed = is_packed(listed);
   for (const auto layer : {detail::kPA, detail::kPB, detail::kGA, detail::kGB, detail::kPOut, detail::kGOut}) {
     if (packed && (layer == detail::kPB || layer == detail::kGB)) continue;
-    TORCH_CHECK(t.parameters[layer], op, ": expected a weight as parameters[", static_cast<size_t>(layer),
-                "], got none");
+    TORCH_CHECK(listed[layer], op, ": expected a weight as parameters[", static_cast<size_t>(layer), "], got none");
   }
+  return listed;
+}
+
+const char* reference_shape(bool packed) { return packed ? "(2d, c)" : "(d, c)"; }
+
+// Checks the parameters of t, as they were passed, for x, or for other parameters if that is undefined.
+void check_parameters(const char* op, const TriangleUpdate& t) {
+  const bool packed = is_packed(t.parameters), has_x = t.x.defined();
   const Tensor& w = t.weight(detail::kPA);
-  const char* const w_name = reference_name(packed);
-  check_pair(op, x, mask, w_name, w, positions);
-  const c10::SymInt c = x.sym_size(-1);
-  const char* const shape = packed ? "(2d, c)" : "(d, c)";
-  TORCH_CHECK(w.dim() == 2, op, ": expected ", w_name, " of shape ", shape, " to match x, got ",
+  const char *const w_name = reference_name(packed), *const shape = reference_shape(packed);
+  TORCH_CHECK(w.dim() == 2, op, ": expected ", w_name, " of shape ", shape, has_x ? " to match x" : "", ", got ",
               detail::to_string(w.sym_sizes()));
+  const c10::SymInt c = has_x ? t.x.sym_size(-1) : w.sym_size(1);
   TORCH_SYM_CHECK(w.sym_size(1).sym_eq(c), op, ": expected ", w_name, " of shape ", shape, " to match x, got ",
                   detail::to_string(w.sym_sizes()));
   const c10::SymInt rows = w.sym_size(0), d = packed ? rows / 2 : rows;
   if (packed) {
-    TORCH_SYM_CHECK((d * 2).sym_eq(rows), op, ": expected ", w_name, " of shape (2d, c) to match x, got ",
-                    detail::to_string(w.sym_sizes()));
+    TORCH_SYM_CHECK((d * 2).sym_eq(rows), op, ": expected ", w_name, " of shape (2d, c)", has_x ? " to match x" : "",
+                    ", got ", detail::to_string(w.sym_sizes()));
     TORCH_CHECK(!t.parameters[detail::kPB + 1] && !t.parameters[detail::kGB + 1], op,
                 ": expected no bias of b beside packed weights, got one");
   }
@@ -224,16 +227,33 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
   const auto check = [&](const std::string& name, size_t index, const char* reason, c10::SymIntArrayRef shape) {
     check_parameter(op, name, t.parameters[index], reason, shape, w_name, w);
   };
-  check("norm_in_weight", detail::kNormIn, "x", {c});
-  check("norm_in_bias", detail::kNormIn + 1, "x", {c});
+  check("norm_in_weight", detail::kNormIn, has_x ? "x" : w_name, {c});
+  check("norm_in_bias", detail::kNormIn + 1, has_x ? "x" : w_name, {c});
   const std::array<std::string, 4> names{packed ? "p_in" : "a_p", "b_p", packed ? "g_in" : "a_g", "b_g"};
   for (size_t i = 0; i < names.size(); ++i) {
     check(names[i] + "_weight", detail::kPA + 2 * i, w_name, {rows, c});
     check(names[i] + "_bias", detail::kPA + 2 * i + 1, w_name, {rows});
   }
+  const std::string reason = std::string(has_x ? "x and " : "") + w_name;
   check_output(op, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1], t.weight(detail::kPOut),
-               t.bias(detail::kPOut), t.weight(detail::kGOut), t.bias(detail::kGOut), c, d, w_name, w);
+               t.bias(detail::kPOut), t.weight(detail::kGOut), t.bias(detail::kGOut), c, d, reason.c_str(), w_name, w);
+}
+
+// Checks the arguments; leaves the parameters as they were passed, packed or not.
+TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& mask,
+                       const TriangleParameterList& parameters, bool outgoing, double eps,
+                       Positions positions = Positions::kMatrices) {
+  TriangleUpdate t{x, mask, listed(op, parameters), outgoing, eps, false};
+  check_pair(op, x, mask, reference_name(is_packed(t.parameters)), t.weight(detail::kPA), positions);
+  check_parameters(op, t);
   return t;
+}
+
+void check_wanted(const char* op, const TriangleUpdate& t, c10::ArrayRef<bool> wanted) {
+  for (size_t i = 0; i < detail::kTriangleParameters; ++i) {
+    TORCH_CHECK(!wanted[i] || t.parameters[i], op, ": expected wanted without the gradient of parameters[", i,
+                "], which is none, got it");
+  }
 }
 
 TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
@@ -251,10 +271,7 @@ TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const Trian
                       detail::triangle_product_shape(t));
   TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), kBackward,
               ": expected wanted without the gradient of a mask that is none or bool, got it");
-  for (size_t i = 0; i < detail::kTriangleParameters; ++i) {
-    TORCH_CHECK(!wanted[2 + i] || t.parameters[i], kBackward, ": expected wanted without the gradient of parameters[",
-                i, "], which is none, got it");
-  }
+  check_wanted(kBackward, t, c10::ArrayRef<bool>(wanted).slice(2));
   return t;
 }
 
@@ -301,6 +318,25 @@ TriangleUpdate detail::checked_triangle_rows(const char* op, const Tensor& x, co
   return apart(checked(op, x, mask, parameters, /*outgoing=*/true, eps, Positions::kRows));
 }
 
+TriangleUpdate detail::checked_triangle_parameters(const char* op, const TriangleParameterList& parameters,
+                                                   const TriangleParameterMask& wanted) {
+  TriangleUpdate t{{}, {}, listed(op, parameters), /*outgoing=*/true, /*eps=*/0, false};
+  const char* const w_name = reference_name(is_packed(t.parameters));
+  check_dtype(op, w_name, t.weight(kPA));
+  check_parameters(op, t);
+  check_wanted(op, t, wanted);
+  return apart(std::move(t));
+}
+
+std::array<c10::SymInt, detail::kSummedLayers.size() + 1> detail::triangle_sums_begin(const TriangleUpdate& t) {
+  std::array<c10::SymInt, kSummedLayers.size() + 1> begins;
+  for (size_t i = 0; i < kSummedLayers.size(); ++i) {
+    const Tensor& w = t.weight(kSummedLayers[i]);
+    begins[i + 1] = begins[i] + w.sym_size(0) * (w.sym_size(1) + 1);
+  }
+  return begins;
+}
+
 c10::SymDimVector detail::triangle_product_shape(const TriangleUpdate& t) {
   c10::SymDimVector shape(t.x.sym_sizes().slice(0, t.x.dim() - 3));
   const c10::SymInt n = t.x.sym_size(-2), d = t.weight(kPOut).sym_size(1);
@@ -308,27 +344,6 @@ c10::SymDimVector detail::triangle_product_shape(const TriangleUpdate& t) {
     shape.push_back(size);
   }
   return shape;
-}
-
-std::vector<Tensor> detail::empty_triangle_gradients(
-    const TriangleUpdate& t, const TriangleMask& wanted,
-    c10::function_ref<Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty) {
-  std::vector<Tensor> gradients;
-  gradients.reserve(kTriangleGradients);
-  const at::TensorOptions of_weights = t.weight(kPA).options();
-  const auto make = [&](const OptionalTensor& argument, const at::TensorOptions& options, bool of_both_halves = false) {
-    c10::SymDimVector shape{0};
-    if (wanted[gradients.size()]) {
-      shape = c10::SymDimVector(argument->sym_sizes());
-      if (of_both_halves) shape[0] = shape[0] * 2;
-    }
-    gradients.push_back(empty(shape, options));
-  };
-  make(t.x, t.x.options());
-  make(t.mask, t.mask ? t.mask->options() : of_weights);
-  for (size_t i = 0; i < kTriangleParameters; ++i)
-    make(t.parameters[i], of_weights, t.packed && kPA <= i && i < kNormOut);
-  return gradients;
 }
 
 double detail::triangle_scale(int64_t n, at::ScalarType dtype) {

@@ -239,19 +239,10 @@ class TriangleGradients {
                                           })),
         sums_(chunks) {
     const TriangleUpdate& t = layout.update();
-    for (size_t i = 0; i < kTriangleParameters; ++i) parts_[i] = results_[2 + i];
-    if (t.packed) {
-      for (const size_t of_a : {size_t{kPA}, kPA + 1, size_t{kGA}, kGA + 1}) {
-        if (!wants(of_a)) continue;
-        const size_t of_b = of_a + kPB - kPA;
-        const at::Tensor both = parts_[of_a];
-        at::DimVector sizes(both.sizes());
-        sizes[0] /= 2;
-        parts_[of_a] = strided_view(both, sizes, both.strides(), 0);
-        parts_[of_b] = strided_view(both, sizes, both.strides(), sizes[0] * both.stride(0));
-        wanted_[2 + of_b] = true;
-      }
-    }
+    TriangleParameterMask of_parameters;
+    std::copy(wanted.begin() + 2, wanted.end(), of_parameters.begin());
+    parts_ = gradients_apart(t, at::ArrayRef<at::Tensor>(results_).slice(2), of_parameters);
+    for (size_t i = 0; i < kTriangleParameters; ++i) wanted_[2 + i] = parts_[i].defined();
     if (wants_z()) dz_ = wanted[0] ? results_[0] : layout.empty(t.x.sizes(), t.x.options());
     if (wants_mask()) mask_sum_ = at::zeros(t.mask->sizes(), sum_options());
   }
@@ -273,8 +264,8 @@ class TriangleGradients {
     if (!sum.defined()) sum = at::zeros(layout_.update().parameters[parameter]->sizes(), sum_options());
     sum.add_(part);
   }
-  /// Where the gradient of a parameter goes, for callers that compute it as a whole and never call add().
-  const at::Tensor& result(size_t parameter) const { return parts_[parameter]; }
+  /// Where the gradients of parameters go, for callers that compute them as a whole and never call add().
+  const TriangleResults& results() const { return parts_; }
 
   /// Backward, one batch element after the other: output(x, grad, o, dz, d_o) makes d(o) and the gate's part of dz from
   /// the cotangent of the update; make_a_and_b(element, a, b) recomputes a and b; all three have zeros in padded
@@ -340,7 +331,7 @@ class TriangleGradients {
   const TriangleLayout& layout_;
   TriangleMask wanted_;  // for a and b separately
   std::vector<at::Tensor> results_;
-  std::array<at::Tensor, kTriangleParameters> parts_;  // the parameters' entries of results_, for a and b separately
+  TriangleResults parts_;  // the parameters' entries of results_
   mutable std::vector<Sums> sums_;
   at::Tensor dz_, mask_sum_;
 };

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "ops/common.h"
 
 namespace torchops {
@@ -13,7 +15,9 @@ using detail::OptionalTensor;
 using detail::TriangleArguments;
 using detail::TriangleMask;
 using detail::TriangleParameterList;
+using detail::TriangleParameterMask;
 using detail::TriangleProduct;
+using detail::TriangleResults;
 using detail::TriangleUpdate;
 
 Tensor triangle_multiplicative_update(const Tensor& x, std::string_view direction, const OptionalTensor& mask,
@@ -74,6 +78,59 @@ std::vector<Tensor> detail::triangle_update_backward(const Tensor& grad, const T
                              .findSchemaOrThrow("myops::_triangle_multiplicative_update_backward", "")
                              .typed<decltype(triangle_update_backward)>();
   return op.call(grad, x, product, mask, parameters, outgoing, eps, wanted, adds);
+}
+
+std::vector<Tensor> detail::empty_triangle_gradients(
+    const TriangleUpdate& t, const TriangleMask& wanted,
+    c10::function_ref<Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty) {
+  std::vector<Tensor> gradients;
+  gradients.reserve(kTriangleGradients);
+  const auto make = [&](const OptionalTensor& argument, const at::TensorOptions& options) {
+    const c10::SymDimVector none{0};
+    gradients.push_back(empty(wanted[gradients.size()] ? argument->sym_sizes() : none, options));
+  };
+  make(t.x, t.x.options());
+  make(t.mask, t.mask ? t.mask->options() : t.weight(kPA).options());
+  TriangleParameterMask of_parameters;
+  std::copy(wanted.begin() + 2, wanted.end(), of_parameters.begin());
+  for (Tensor& gradient : empty_triangle_parameter_gradients(t, of_parameters, empty)) {
+    gradients.push_back(std::move(gradient));
+  }
+  return gradients;
+}
+
+std::vector<Tensor> detail::empty_triangle_parameter_gradients(
+    const TriangleUpdate& t, const TriangleParameterMask& wanted,
+    c10::function_ref<Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty) {
+  std::vector<Tensor> gradients;
+  gradients.reserve(kTriangleParameters);
+  for (size_t i = 0; i < kTriangleParameters; ++i) {
+    c10::SymDimVector shape{0};
+    if (wanted[i]) {
+      shape = c10::SymDimVector(t.parameters[i]->sym_sizes());
+      if (t.packed && kPA <= i && i < kNormOut) shape[0] = shape[0] * 2;
+    }
+    gradients.push_back(empty(shape, t.weight(kPA).options()));
+  }
+  return gradients;
+}
+
+TriangleResults detail::gradients_apart(const TriangleUpdate& t, at::ArrayRef<Tensor> parameter_gradients,
+                                        const TriangleParameterMask& wanted) {
+  TriangleResults parts;
+  for (size_t i = 0; i < kTriangleParameters; ++i) {
+    if (wanted[i]) parts[i] = parameter_gradients[i];
+  }
+  if (!t.packed) return parts;
+  for (const size_t of_a : {size_t{kPA}, kPA + 1, size_t{kGA}, kGA + 1}) {
+    const Tensor both = parts[of_a];
+    if (!both.defined()) continue;
+    at::DimVector sizes(both.sizes());
+    sizes[0] /= 2;
+    parts[of_a] = strided_view(both, sizes, both.strides(), 0);
+    parts[of_a + kPB - kPA] = strided_view(both, sizes, both.strides(), sizes[0] * both.stride(0));
+  }
+  return parts;
 }
 
 namespace {

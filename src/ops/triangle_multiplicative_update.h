@@ -72,9 +72,14 @@ constexpr size_t kTriangleParameters = 16;
 using TriangleParameters = std::array<OptionalTensor, kTriangleParameters>;
 using TriangleParameterList = c10::List<OptionalTensor>;
 
+/// The layers in the order in which backward kernels leave the sums over positions that the gradients of all parameters
+/// are made of: for each, a sum per element of its weight, and then one per row.
+constexpr std::array kSummedLayers{kPOut, kGOut, kPA, kGA, kPB, kGB};
+
 /// Gradients are numbered x, mask, then the parameters.
 constexpr size_t kTriangleGradients = 2 + kTriangleParameters;
 using TriangleMask = std::array<bool, kTriangleGradients>;
+using TriangleParameterMask = std::array<bool, kTriangleParameters>;
 
 /// Which intermediate gradients the wanted ones depend on: that of z, for x and its norm; those of a and b, for z,
 /// the mask and their own layers.
@@ -162,6 +167,11 @@ TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at
 TriangleUpdate checked_triangle_rows(const char* op, const at::Tensor& x, const OptionalTensor& mask,
                                      const TriangleParameterList& parameters, double eps);
 
+/// The same for only the parameters, and which of their gradients are wanted; x and the mask of the result are not
+/// defined.
+TriangleUpdate checked_triangle_parameters(const char* op, const TriangleParameterList& parameters,
+                                           const TriangleParameterMask& wanted);
+
 /// Only the checks, for a kernel that passes the arguments on as they are.
 void check_triangle_update(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                            bool outgoing, double eps);
@@ -179,6 +189,20 @@ c10::SymDimVector triangle_product_shape(const TriangleUpdate& update);
 std::vector<at::Tensor> empty_triangle_gradients(
     const TriangleUpdate& update, const TriangleMask& wanted,
     c10::function_ref<at::Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty);
+
+/// The part of that for the parameters.
+std::vector<at::Tensor> empty_triangle_parameter_gradients(
+    const TriangleUpdate& update, const TriangleParameterMask& wanted,
+    c10::function_ref<at::Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty);
+
+/// Those that are wanted, for a and b separately as the parameters of the update are, if need be as views; all others
+/// are undefined.
+using TriangleResults = std::array<at::Tensor, kTriangleParameters>;
+TriangleResults gradients_apart(const TriangleUpdate& update, at::ArrayRef<at::Tensor> parameter_gradients,
+                                const TriangleParameterMask& wanted);
+
+/// Where each of kSummedLayers begins among the sums of one batch element, and at last how many sums there are.
+std::array<c10::SymInt, kSummedLayers.size() + 1> triangle_sums_begin(const TriangleUpdate& update);
 
 /// N rounded up so that rows of a product are multiples of 32 bytes. Matrix kernels need 16 to be fast at all. On an
 /// H100, the 128 products of N = 1025 in bfloat16 take 523 us with rows of 1040 elements, and 820 with 1032.

@@ -3,10 +3,11 @@
 #include "ops/triangle_multiplicative_update.h"
 
 // Private operators for a rank that holds some rows of a pair tensor: the steps of a triangle update before and after
-// its product. For an incoming update, the first one is given rows of the transpose of x. They return false, with
-// nothing done, if there are no kernels for these arguments: other kernels than those for compute capability 9.0 need
-// whole matrices. What that depends on is the device, dense_path(), and the dtypes and sizes, which ranks share; but
-// also whether a, b, o or `out` are aligned to 16 bytes, with such strides.
+// its product, and of its backward pass after and before the products there. For an incoming update, the input steps
+// are given rows of the transpose of x. They return false, with nothing done, if there are no kernels for these
+// arguments: other kernels than those for compute capability 9.0 need whole matrices. What that depends on is the
+// device, dense_path(), and the dtypes and sizes, which ranks share; but also whether all channels, `out` and dz are
+// aligned to 16 bytes, with such strides, and moments to 8, and whether sums are contiguous.
 namespace torchops::detail {
 
 /// Writes these rows of a and b, channels first, from x (rows, N, c) and the mask (rows, N): a, times `scale`, and b
@@ -19,11 +20,43 @@ bool triangle_rows_in(const at::Tensor& x, const OptionalTensor& mask, const Tri
 bool triangle_rows_out(const at::Tensor& o, const at::Tensor& x, const TriangleParameterList& parameters, double eps,
                        double eps_out, at::Tensor& out, bool adds);
 
+/// From the cotangent of the update (rows, N, c), writes that of o, (d, rows, padded_size(N)), with zeros after N; the
+/// gate's part of that of layer_norm(x), before its weight, to dz (rows, N, c); for triangle_rows_in_backward(), the
+/// moments of the layer norm of x, (rows, N, 2) in float32; and the first two layers' part of the sums (size,) in
+/// float32, of which triangle_sums_begin() knows the size.
+bool triangle_rows_out_backward(const at::Tensor& grad, const at::Tensor& o, const at::Tensor& x,
+                                const TriangleParameterList& parameters, double eps, double eps_out, at::Tensor& d_o,
+                                at::Tensor& dz, at::Tensor& moments, at::Tensor& sums);
+
+/// From the cotangents of a and b, (d, rows, at least N), of which those after N may be anything, and dz so far: dx,
+/// plus the residual if there is one, which overwrites dz; and the other layers' part of the sums.
+bool triangle_rows_in_backward(const at::Tensor& da, const at::Tensor& db, const at::Tensor& x,
+                               const OptionalTensor& mask, const TriangleParameterList& parameters, double scale,
+                               double eps, const at::Tensor& moments, at::Tensor& dz, const OptionalTensor& residual,
+                               at::Tensor& sums);
+
+/// The gradients of the parameters from the sums (batch, size), over the batch: where `wanted` asks for them, packed as
+/// the parameters are, and empty tensors elsewhere. Raises if there are no kernels.
+std::vector<at::Tensor> triangle_rows_parameter_gradients(const at::Tensor& sums,
+                                                          const TriangleParameterList& parameters,
+                                                          TriangleParameterMask wanted);
+
 /// The argument checks of these operators, for every backend; they return the arguments as one struct.
 TriangleUpdate checked_triangle_rows_in(const at::Tensor& x, const OptionalTensor& mask,
                                         const TriangleParameterList& parameters, double eps, const at::Tensor& a,
                                         const at::Tensor& b);
 TriangleUpdate checked_triangle_rows_out(const at::Tensor& o, const at::Tensor& x,
                                          const TriangleParameterList& parameters, double eps, const at::Tensor& out);
+TriangleUpdate checked_triangle_rows_out_backward(const at::Tensor& grad, const at::Tensor& o, const at::Tensor& x,
+                                                  const TriangleParameterList& parameters, double eps,
+                                                  const at::Tensor& d_o, const at::Tensor& dz,
+                                                  const at::Tensor& moments, const at::Tensor& sums);
+TriangleUpdate checked_triangle_rows_in_backward(const at::Tensor& da, const at::Tensor& db, const at::Tensor& x,
+                                                 const OptionalTensor& mask, const TriangleParameterList& parameters,
+                                                 double eps, const at::Tensor& moments, const at::Tensor& dz,
+                                                 const OptionalTensor& residual, const at::Tensor& sums);
+TriangleUpdate checked_triangle_rows_parameter_gradients(const at::Tensor& sums,
+                                                         const TriangleParameterList& parameters,
+                                                         const TriangleParameterMask& wanted);
 
 }  // namespace torchops::detail

@@ -60,11 +60,11 @@ struct Norm {
   float eps = 0;
 };
 
-/// A step of a triangle update, on positions (i, k) of an n x n matrix: `rows` rows of n positions, which TriangleIn
-/// and TriangleOut of sm90/ alone allow to be another number than n. x has c features at each position; its strides are
-/// x.batch_stride for i and x.row_stride for k. Channels are matrices of their own: rows of k that begin at multiples
-/// of 16 bytes, row_stride apart; channels are channel_stride apart, but those of channels[1] second_channel_stride,
-/// which only TriangleIn allows to be another number.
+/// A step of a triangle update, on positions (i, k) of an n x n matrix: `rows` rows of n positions; only the kernels of
+/// sm90/ for up to 128 features and channels allow another number than n. x has c features at each position; its
+/// strides are x.batch_stride for i and x.row_stride for k. Channels are matrices of their own: rows of k that begin at
+/// multiples of 16 bytes, row_stride apart; channels are channel_stride apart, but those of channels[1]
+/// second_channel_stride, which only TriangleIn allows to be another number.
 struct PairProblem {
   int n = 0, rows = 0, c = 0, d = 0;
   Operand x;
@@ -95,11 +95,11 @@ struct PairProblem {
 /// `adds`, the last input side adds `grad` to its result, the gradient of x.
 struct PairGradientProblem : PairProblem {
   Operand grad;
-  /// (n x n x c): the cotangent, so far, of the layer norm of x without its weight. The first step only writes it, and
-  /// the last one turns it into the gradient of x.
+  /// (rows x n x c): the cotangent, so far, of the layer norm of x without its weight. The first step only writes it,
+  /// and the last one turns it into the gradient of x.
   Operand dz;
-  bool last = false;    // of the input steps
-  void* d_o = nullptr;  // of the output step; strides of o
+  bool last = false;  // of the input steps
+  Operand d_o;        // of the output step: channels, batch_stride apart, with zeros up to padded_positions()
   /// For the value and then for the gate: weight (rows x columns), bias (rows).
   float* sums = nullptr;
 };

@@ -51,7 +51,7 @@ struct PairGradients {
       static PerDevice sm_count;
       const cudaError_t error =
           granted_multiprocessors(sm_count, pair_gradients_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-      if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, PairTiles{p.n, p.n}.count()));
+      if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, PairTiles{p.n, p.rows}.count()));
       return error;
     }
 
@@ -83,21 +83,20 @@ struct PairGradients {
       using Kernel = KernelOf<dxhat>;
       int count = 0;
       if (const cudaError_t error = blocks<Kernel>(p, count); error != cudaSuccess) return Status::of(error);
-      const Operand channels{p.channels[0], p.row_stride, p.channel_stride}, d_o{p.d_o, p.row_stride, p.channel_stride};
+      const Operand channels{p.channels[0], p.row_stride, p.channel_stride}, d_o = out ? p.d_o : channels;
       const Operand rows = out ? p.grad : p.dz;
-      if (!are_encodable<T>(p.x, rows, p.dz, channels, out ? d_o : channels, p.value[0].weight, p.gate[0].weight)) {
+      if (!are_encodable<T>(p.x, rows, p.dz, channels, d_o, p.value[0].weight, p.gate[0].weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
-      const int padded = padded_positions<T>(p.n);
       typename Kernel::Parameters parameters{};
       parameters.c = p.c;
       parameters.d = p.d;
-      parameters.x = Kernel::LoadRows::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);
-      parameters.rows = Kernel::LoadRows::of(rows.data, rows.row_stride, rows.batch_stride, p.n, p.c, p.n);
-      parameters.dxhat = Kernel::StoreRows::of(p.dz.data, p.dz.row_stride, p.dz.batch_stride, p.n, p.c, p.n);
-      parameters.channels = Kernel::LoadChannels::of(channels.data, p.channel_stride, p.row_stride, p.d, p.n, p.n);
-      const void* const to = out ? p.d_o : p.channels[0];
-      parameters.d_o = Kernel::StoreChannels::of(to, p.channel_stride, p.row_stride, p.d, padded, p.n);
+      parameters.x = Kernel::LoadRows::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.rows);
+      parameters.rows = Kernel::LoadRows::of(rows.data, rows.row_stride, rows.batch_stride, p.n, p.c, p.rows);
+      parameters.dxhat = Kernel::StoreRows::of(p.dz.data, p.dz.row_stride, p.dz.batch_stride, p.n, p.c, p.rows);
+      parameters.channels = Kernel::LoadChannels::of(channels.data, p.channel_stride, p.row_stride, p.d, p.n, p.rows);
+      const int stored = out ? padded_positions<T>(p.n) : p.n;  // the input step stores none
+      parameters.d_o = Kernel::StoreChannels::of(d_o.data, d_o.batch_stride, d_o.row_stride, p.d, stored, p.rows);
       for (int i = 0; i < 2; ++i) {
         const Layer& layer = i == 0 ? p.value[0] : p.gate[0];
         parameters.w[i] = Kernel::LoadWeight::of(layer.weight.data, layer.weight.row_stride, parameters.outputs(),
@@ -118,7 +117,7 @@ struct PairGradients {
       if constexpr (Kernel::kAdds) {
         const Operand& g = p.grad;
         if (!are_encodable<T>(g)) return Status::of(cudaErrorInvalidValue);
-        const auto map = Kernel::LoadRows::of(g.data, g.row_stride, g.batch_stride, p.n, p.c, p.n);
+        const auto map = Kernel::LoadRows::of(g.data, g.row_stride, g.batch_stride, p.n, p.c, p.rows);
         if (!are_encoded(map.map)) return Status::of(cudaErrorInvalidValue);
         parameters.residual = {static_cast<const T*>(g.data), g.batch_stride, g.row_stride, map};
       }
@@ -129,7 +128,7 @@ struct PairGradients {
       parameters.eps_o = p.norm_o.eps;
       parameters.scale = p.scale[0];
       parameters.partial = static_cast<float*>(p.workspace);
-      parameters.tiles = DealtPairTiles::of(p.n, count);
+      parameters.tiles = DealtPairTiles::of({p.n, p.rows}, count);
       pair_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
       // A row has the sums of both products.

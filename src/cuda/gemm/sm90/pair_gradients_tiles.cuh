@@ -34,14 +34,14 @@ struct PairPlace {
   int row, place;
 };
 
-/// The tiles of an n x n matrix of positions, dealt to the CTAs in turn. Loops over them need no division, for which
-/// the products of a tile would have to wait.
+/// The tiles of `rows` rows of n positions, dealt to the CTAs in turn. Loops over them need no division, for which the
+/// products of a tile would have to wait.
 struct DealtPairTiles {
-  int n, in_row, row_step, place_step;
+  int n, rows, in_row, row_step, place_step;
 
-  static DealtPairTiles of(int n, int ctas) {
-    const int in_row = PairTiles{n, n}.in_row();
-    return {n, in_row, ctas / in_row, ctas % in_row};
+  static DealtPairTiles of(const PairTiles& tiles, int ctas) {
+    const int in_row = tiles.in_row();
+    return {tiles.n, tiles.rows, in_row, ctas / in_row, ctas % in_row};
   }
 
   CUTLASS_DEVICE PairPlace first() const {
@@ -57,7 +57,7 @@ struct DealtPairTiles {
     }
     return at;
   }
-  CUTLASS_DEVICE bool has(PairPlace at) const { return at.row < n; }
+  CUTLASS_DEVICE bool has(PairPlace at) const { return at.row < rows; }
 };
 
 template <class Element_, class Gate, bool kOut, GradientTiling tiling, DxHat kDxHat>
