@@ -1,94 +1,46 @@
 """The way of the triangle update of sharded rows that GPUs of compute capability 9.0 take: checks for
-distributed_triangle_worker.py, with the kernels replaced by PyTorch's operators, and for distributed_worker.py, whose
-two GPUs may have the kernels."""
+distributed_triangle_worker.py, with the kernels of distributed_hopper_kernels.py, and for distributed_worker.py, whose
+two GPUs may have the library's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from distributed_hopper_kernels import replaced
 from sharding import distribute, placement
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.nn.functional import layer_norm, linear
 
 import torchops
 from torchops import _distributed_triangle_hopper as hopper
-from torchops._distributed_triangle_rows import apart
-
-# On a CPU, the operators themselves only check their arguments.
-_checked_in, _checked_out = hopper._rows_in, hopper._rows_out
-
-
-def _rows_in(
-    x: Tensor, mask: Tensor | None, parameters: list[Any], scale: float, eps: float, a: Tensor, b: Tensor
-) -> bool:
-    assert not _checked_in(x, mask, parameters, scale, eps, a, b)
-    w, n = apart(parameters), x.shape[1]
-    z = layer_norm(x, x.shape[2:], w.norm_in, w.norm_in_bias, eps)
-    factor = 1 if mask is None else mask.to(x.dtype).unsqueeze(-1)
-    for made, layers, by in (
-        (a, (w.p_a, w.p_a_bias, w.g_a, w.g_a_bias), scale),
-        (b, (w.p_b, w.p_b_bias, w.g_b, w.g_b_bias), 1),
-    ):
-        made.zero_()
-        values = linear(z, *layers[:2]) * torch.sigmoid(linear(z, *layers[2:])) * factor * by
-        made[..., :n] = values.movedim(-1, 0)
-    return True
-
-
-def _rows_out(o: Tensor, x: Tensor, parameters: list[Any], eps: float, eps_out: float, out: Tensor, adds: bool) -> bool:
-    assert not _checked_out(o, x, parameters, eps, eps_out, out, adds)
-    w = apart(parameters)
-    z = layer_norm(x, x.shape[2:], w.norm_in, w.norm_in_bias, eps)
-    rows = layer_norm(o.movedim(0, -1), o.shape[:1], w.norm_out, w.norm_out_bias, eps_out)
-    update = linear(rows, w.p_out, w.p_out_bias) * torch.sigmoid(linear(z, w.g_out, w.g_out_bias))
-    out.copy_(x + update if adds else update)
-    return True
-
-
-@contextmanager
-def replaced(refuses: bool = False) -> Iterator[list[int]]:
-    """Yields the numbers of rows of the blocks that were made. Memory that nobody wrote is NaN."""
-    made: list[int] = []
-
-    def rows_in(x: Tensor, *args: Any) -> bool:
-        made.append(len(x))
-        return not refuses and _rows_in(x, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "_rows_in", rows_in)
-        patch.setattr(hopper, "_rows_out", _rows_out)
-        patch.setattr(hopper, "_have_kernels", lambda x, p_out: x.dtype == p_out.dtype)
-        patch.setattr(hopper, "LEAST_ROWS", 1)
-        patch.setattr(hopper, "_MULTIPLE", 1)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield made
-        finally:
-            torch.use_deterministic_algorithms(False)
-
+from torchops import _distributed_triangle_hopper_gradients as hopper_gradients
+from torchops._distributed_peers import Collectives
 
 Arguments = Callable[..., dict[str, Tensor]]
 AgainstReference = Callable[..., None]
 
 
 def check_blocks(
-    n: int, blocks: list[int], against_reference: AgainstReference, arguments: Arguments, mesh: Any
+    n: int, blocks: list[int], shares: bool, against_reference: AgainstReference, arguments: Arguments, mesh: Any
 ) -> None:
     """Values and gradients, against the whole tensor in one process."""
     for direction in ("outgoing", "incoming"):
         for mask in ("float", "bool", None):
-            with replaced() as made:
+            with replaced(shares=shares) as made:
                 rows = [placement("S1")]
                 against_reference(arguments(n, mask, plain=mask is None), direction, mesh, rows, rows)
-            # Of each element of the batch of 4: once without gradients, then with.
-            assert made == blocks * 8, made
+            # Of each element of the batch of 4: once without gradients, then with; and in the backward pass, all rows
+            # at once, unless the mask needs a gradient.
+            again = [] if mask == "float" else [sum(blocks)] * 4
+            assert made == blocks * 8 + again, made
 
 
 def check_narrow(arguments: Arguments, mesh: Any) -> None:
@@ -177,8 +129,10 @@ def checks(against_reference: AgainstReference, arguments: Arguments) -> dict[st
         return lambda mesh: check(mesh) if mesh.device_type == "cpu" else None
 
     return {
-        "blocks of a rank's rows": on_cpu(partial(check_blocks, 8, [1, 1], against_reference, arguments)),
-        "uneven blocks": on_cpu(partial(check_blocks, 20, [3, 2], against_reference, arguments)),
+        "blocks of a rank's rows": on_cpu(partial(check_blocks, 8, [1, 1], False, against_reference, arguments)),
+        "blocks in shared memory": on_cpu(partial(check_blocks, 8, [1, 1], True, against_reference, arguments)),
+        "uneven blocks": on_cpu(partial(check_blocks, 20, [3, 2], False, against_reference, arguments)),
+        "uneven blocks in shared memory": on_cpu(partial(check_blocks, 20, [3, 2], True, against_reference, arguments)),
         "blocks of padded rows": on_cpu(partial(check_narrow, arguments)),
         "blocks of strided rows": on_cpu(partial(check_strided, arguments)),
         "blocks of rows whose memory is shared": on_cpu(partial(check_aliases, arguments)),
@@ -210,14 +164,67 @@ def check_rows_in_16_bits(dtype: torch.dtype, n: int, direction: Any, mesh: Devi
     update = torchops.triangle_multiplicative_update
     with torch.no_grad():
         expected = update(x, direction, mask=mask, **given).double()
-        out: Any = update(ours, direction, mask=of_mask, **rest)
+        with answers(hopper, "_rows_in") as taken:
+            out: Any = update(ours, direction, mask=of_mask, **rest)
+        assert taken == [True] * len(taken)
+        assert bool(taken) == hopper._is_hopper(x.device)
         assert (out.full_tensor().double() - expected).norm() < 0.01 * expected.norm()
         for _ in range(3):  # memory that is used again
             again: Any = update(ours, direction, mask=of_mask, **rest)
             assert torch.equal(again.to_local(), out.to_local())
-        torchops.triangle_multiplicative_update_(ours, direction, mask=of_mask, **rest)
-        expected += x.double()
-        assert (ours.full_tensor().double() - expected).norm() < 0.01 * expected.norm()
+        with by_collectives():
+            again = update(ours, direction, mask=of_mask, **rest)
+            assert torch.equal(again.to_local(), out.to_local())
+        changed: Any = ours.clone()
+        torchops.triangle_multiplicative_update_(changed, direction, mask=of_mask, **rest)
+        assert (changed.full_tensor().double() - expected - x.double()).norm() < 0.01 * expected.norm()
+    check_gradients_in_16_bits(x, mask, given, direction, mesh)
+
+
+def check_gradients_in_16_bits(
+    x: Tensor, mask: Tensor, given: dict[str, Tensor], direction: Any, mesh: DeviceMesh
+) -> None:
+    """Against those of one GPU, which has the same kernels."""
+    ours, of_mask = (distribute_tensor(t, mesh, [placement("S1")]) for t in (x, mask))
+    cotangent = torch.randn_like(x)
+    dist.broadcast(cotangent, 0)
+    update, leaves = torchops.triangle_multiplicative_update, [x, *given.values()]
+    leaves = [t.requires_grad_() for t in leaves]
+    rest: Any = dict(zip(given, leaves[1:], strict=True))
+    expected = torch.autograd.grad(update(x, direction, mask=mask, **rest), leaves, cotangent)
+    rest = {name: distribute_tensor(t.detach(), mesh, [Replicate()]).requires_grad_() for name, t in given.items()}
+    sharded = [ours.requires_grad_(), *rest.values()]
+    there = distribute_tensor(cotangent, mesh, [placement("S1")])
+    for way in (nullcontext, by_collectives, nullcontext):
+        with way(), answers(hopper_gradients, "_in_backward") as taken:
+            out: Any = update(ours, direction, mask=of_mask, **rest)
+            grads: Any = torch.autograd.grad(out, sharded, there)
+        assert taken == [True] * len(x) * hopper._is_hopper(x.device)
+        for name, grad, value in zip(["x", *given], grads, expected, strict=True):
+            distance = (grad.full_tensor().double() - value.double()).norm() / value.double().norm()
+            assert distance < 0.02, (name, distance)
+
+
+@contextmanager
+def answers(module: ModuleType, operator: str) -> Iterator[list[bool]]:
+    """What an operator returns: whether it had kernels."""
+    given, asked = [], getattr(module, operator)
+
+    def spy(*args: Any) -> bool:
+        given.append(asked(*args))
+        return bool(given[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, operator, spy)
+        yield given
+
+
+@contextmanager
+def by_collectives() -> Iterator[None]:
+    """Where ranks could read each other's memory, they don't."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "peers", lambda group, *_: Collectives(group))
+        yield
 
 
 def checks_of_two() -> dict[str, Callable[[DeviceMesh], None]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchops import _attention_update_operators as operators
-from torchops import _distributed_triangle_hopper
+from torchops import _distributed_triangle_hopper, _distributed_triangle_hopper_gradients
 from torchops._distributed_pair import local, wrap
 from torchops._distributed_triangle_rows import GROUPS, P_OUT, Rows, TriangleCall, apart, arrived, kernels_for
 from torchops.distributed import _checked
@@ -106,9 +106,12 @@ class _Call(TriangleCall):
         product = local(product, self.with_rows_as(Shard(self.whole.ndim - 2)))
         gradients: list[Any]
         if self.by_rows:
-            gradients = Rows(self).gradients(grad, product, wanted)
-            if adds and wanted[0]:
-                gradients[0] = gradients[0] + grad
+            done = _distributed_triangle_hopper_gradients.gradients(self, grad, product, wanted, adds)
+            if done is None:
+                done = Rows(self).gradients(grad, product, wanted)
+                if adds and wanted[0]:
+                    done[0] = done[0] + grad
+            gradients = done
         else:
             gradients = _myops._triangle_multiplicative_update_backward(
                 grad, self.x, [product], self.mask, self.parameters, self.outgoing, self.eps, wanted, adds
