@@ -105,6 +105,18 @@ def test_views(node: str, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [5, 40])
+@pytest.mark.parametrize("which", range(3))
+def test_rows_that_overlap(which: int, n: int, device: str) -> None:
+    """Windows of a sequence."""
+    heads, d = 2, 16
+    args: list[Any] = [torch.randn(1, 3, heads, n, d, device=device) for _ in range(3)]
+    args[which] = torch.randn(1, 3, heads, n + d - 1, device=device).unfold(-1, d, 1)
+    args.append(torch.randn(1, 1, heads, n, n, device=device))
+    check((*(t.requires_grad_() for t in args), None))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_float32_bias(device: str) -> None:
     q, k, v, bias, mask = arguments(12, dtype=torch.bfloat16, device=device, masked=True, requires_grad=True)
     bias = bias.detach().float().requires_grad_()

@@ -105,7 +105,9 @@ def _panels(batch: int, count: int, row_bytes: int) -> Iterator[tuple[int, slice
 
 
 def _with_rows(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
+    """Adjacent elements in rows that don't overlap: from others, ATen's kernel computes values that mean nothing."""
+    apart = t.shape[-2] == 1 or t.stride(-2) == 0 or t.stride(-2) >= t.shape[-1]
+    return t if t.stride(-1) == 1 and apart else t.contiguous()
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> Tensor:
