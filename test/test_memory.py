@@ -86,6 +86,21 @@ def test_matrices_with_gaps() -> None:
         assert growth(program) <= A_FEW_MIB + n * n * 4 / 2**20
 
 
+@pytest.mark.parametrize("call", ["gate_(v, x, w)", "gate(v, x, w)", "glu(x, w, w)"])
+def test_gates_of_features_with_gaps(call: str) -> None:
+    """256 MiB of rows that BLAS cannot read are not copied as a whole, either."""
+    program = f"""
+    def arguments(rows):
+        return filled(rows, 8), filled(rows, 2**13, 2)[..., 0], filled(8, 2**13)
+
+    v, x, w = arguments(64)
+    torchops.{call}
+    v, x, w = arguments(2**13)
+    growth(lambda: torchops.{call})
+    """
+    assert growth(program) <= 2 * A_FEW_MIB
+
+
 # Of an x of 512 MiB, with 8 output features, so that many rows of the result fit a panel.
 ROUNDED_X = {
     "gate": "torchops.gate(v, x, w)",

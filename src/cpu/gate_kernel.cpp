@@ -25,11 +25,11 @@ Tensor product(const Tensor& x, const Tensor& w_t, const OptionalTensor& b) {
   return z;
 }
 
-// Bytes per row that the kernels allocate besides scratch: z if v has another dtype, x in the dtype of the product, and
-// a contiguous copy of v.
+// Bytes per row that the kernels allocate besides scratch: z if v has another dtype, x as the product reads it, and a
+// contiguous copy of v.
 int64_t row_temporaries(const Tensor& v, const Tensor& x, const Tensor& w) {
   const bool wider = v.scalar_type() != w.scalar_type();
-  return rounded_row_bytes(x, w) + (wider ? w.size(0) * static_cast<int64_t>(w.element_size()) : 0) +
+  return copied_row_bytes(x, w) + (wider ? w.size(0) * static_cast<int64_t>(w.element_size()) : 0) +
          (v.is_contiguous() ? 0 : w.size(0) * static_cast<int64_t>(v.element_size()));
 }
 

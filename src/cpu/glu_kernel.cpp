@@ -22,7 +22,7 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
   Tensor y = at::detail::empty_cpu(detail::with_last(x.sizes(), w.size(0)), w.options());
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
   constexpr int64_t fewest_rows = 128;  // with fewer, packing the weights dominates
-  const RowPanels panels{.min_rows = fewest_rows, .scratch = 1, .row_temporaries = rounded_row_bytes(x, w)};
+  const RowPanels panels{.min_rows = fewest_rows, .scratch = 1, .row_temporaries = copied_row_bytes(x, w)};
   for_each_row_panel(y, {y, x}, panels, [&](const Operands& panel, const Operands& scratch) {
     Tensor out = panel[0], gate = scratch[0];
     const Tensor x_panel = panel[1].to(w.scalar_type());

@@ -19,6 +19,14 @@ void linear_out(Tensor out, const Tensor& x, const Tensor& w_t, const std::optio
 
 using detail::rounded_row_bytes;
 
+/// Bytes per row of what a product reads in the place of x: x in the dtype of w, or a copy of a panel that BLAS cannot
+/// read.
+inline int64_t copied_row_bytes(const Tensor& x, const Tensor& w) {
+  const bool readable = x.dim() < 2 || x.size(-1) < 2 || detail::has_unit_stride(x);
+  if (readable || x.scalar_type() != w.scalar_type()) return rounded_row_bytes(x, w);
+  return x.size(-1) * static_cast<int64_t>(x.element_size());
+}
+
 /// How the rows are divided for gradients. A chunk is one thread's work, panel by panel, and has its own gradient of
 /// the weights; their sum is the result. The division depends only on sizes, and so does the order of the additions.
 /// Large weights, or few rows, make one chunk, whose products BLAS divides among the threads.
