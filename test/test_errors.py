@@ -149,9 +149,10 @@ def test_a_wrong_type_is_a_type_error(case: OpCase, sample: Sample) -> None:
         expected = parameters[name].annotation.replace("|", "or")
         assert str(raised.value) == f"{case.name}: expected {name} of type {expected}, got str"
         if expected == "Tensor":
-            with pytest.raises(TypeError) as raised:
-                case.wrapper(**{**given, name: None})
-            assert str(raised.value) == f"{case.name}: expected {name} of type Tensor, got NoneType"
+            for casts in (False, True):
+                with pytest.raises(TypeError) as raised, torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                    case.wrapper(**{**given, name: None})
+                assert str(raised.value) == f"{case.name}: expected {name} of type Tensor, got NoneType"
 
 
 def test_other_wrong_types_are_type_errors() -> None:
@@ -160,6 +161,10 @@ def test_other_wrong_types_are_type_errors() -> None:
         (lambda: torchops.softmax(x, 1.5), "softmax: expected dim of type int, got float"),  # type: ignore[arg-type]
         (lambda: torchops.layer_norm(x, 3), "layer_norm: expected normalized_shape of type tuple of ints, got int"),  # type: ignore[arg-type]
         (lambda: torchops.glu(x, x, x, activation=1), "glu: expected activation of type str, got int"),  # type: ignore[arg-type]
+        (
+            lambda: torchops.nn.Transition(3)([x], residual=True),
+            "transition: expected x of type Tensor, got list",
+        ),
     ):
         with pytest.raises(TypeError) as raised:
             call()

@@ -65,6 +65,8 @@ def triangle_attention_update(
     """
     if node not in ("starting", "ending"):
         raise ValueError(f"triangle_attention_update: expected node starting or ending, got {node}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"triangle_attention_update: expected x of type Tensor, got {type(x).__name__}")
     parameters, heads, eps = list(weights[:10]), weights.heads, weights.eps
     try:
         if inplace:

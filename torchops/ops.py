@@ -71,7 +71,7 @@ _TYPES = {
 }
 
 
-def with_type_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def with_type_errors(function: Callable[_P, _R], name: str | None = None) -> Callable[_P, _R]:
     """A function that raises a ``TypeError`` for an argument of a wrong type, as PyTorch's functions do; its operators
     raise a ``RuntimeError``. (TorchScript looks the names that `function` uses up where this stands.)"""
 
@@ -85,7 +85,7 @@ def with_type_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             expected, argument, got = mismatch.groups()
             expected = _TYPES.get(expected, expected)
-            raise TypeError(f"{function.__name__}: expected {argument} of type {expected}, got {got}") from None
+            raise TypeError(f"{name or function.__name__}: expected {argument} of type {expected}, got {got}") from None
 
     # torch.compile limits the graphs of a code object: functions that share one would share the limit.
     call.__code__ = call.__code__.replace(co_name=function.__name__)

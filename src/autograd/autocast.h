@@ -23,12 +23,12 @@ enum class CastTo {
 /// is overwritten, since that one cannot be cast.
 inline CastTo of_parameters(const Tensor&) { return CastTo::kLowerPrecision; }
 inline CastTo of_parameters(Tensor& self) {
-  return self.element_size() == 2 ? CastTo::kFirst : CastTo::kLowerPrecision;
+  return self.defined() && self.element_size() == 2 ? CastTo::kFirst : CastTo::kLowerPrecision;
 }
 
 /// Casts arguments while it lives, and turns autocast off so that nothing further down undoes the casts (except inside
 /// torch.func, whose levels start from the state outside of it). Cast weights come from autocast's cache. Casts nothing
-/// if autocast is off for the device of `first`.
+/// if autocast is off for the device of `first`, or `first` is undefined, which the operator itself refuses.
 class Casting {
  public:
   Casting(CastTo to, const Tensor& first);

@@ -12,8 +12,10 @@ from torchops.ops import with_type_errors
 
 __all__ = ["Transition", "TriangleMultiplicativeUpdate"]
 
-_add_transition = with_type_errors(torch.ops.myops._add_transition)
-_add_triangle_update = with_type_errors(torch.ops.myops._triangle_multiplicative_update)
+_add_transition = with_type_errors(torch.ops.myops._add_transition, "transition")
+_add_triangle_update = with_type_errors(
+    torch.ops.myops._triangle_multiplicative_update, "triangle_multiplicative_update"
+)
 
 # The standard deviation of a normal distribution of width 1 that is cut off at -2 and 2.
 _TRUNCATED_STD = 0.87962566103423978
