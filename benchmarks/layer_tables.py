@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import report
+from .case import BACKWARD, FORWARD
 from .machine import revisions
 from .run import RESULTS
+from .triangle import VIEW
 
 REVISION = "revision of src"  # of a document's machine, or of a result from another revision
 
@@ -51,7 +53,18 @@ def triangle(machine: str) -> str:
     results.sort(key=lambda r: (r["n"], r["task"] == "forward and backward"))
     lines = [*_TRIANGLE_HEAD, *(_triangle_row(result, result["task"]) for result in results)]
     source = where(document["machine"], results, lambda r: f"{r['n']} {r['task']}")
-    return "\n".join([*lines, "", source, ""])
+    return "\n".join([*lines, "", f"{_host(document)}{source}", ""])
+
+
+def _host(document: dict[str, Any]) -> str:
+    times = {r["task"]: r["microseconds"] for r in document["results"] if r.get("section") == "host"}
+    if not {FORWARD, BACKWARD, VIEW} <= times.keys():
+        return ""
+    at = next(r["n"] for r in document["results"] if r.get("section") == "host")
+    return (
+        f"For N = {at}, a call takes {times[FORWARD]:.0f} µs of the host's time forward, and {times[BACKWARD]:.0f} µs "
+        f"forward and backward, where a view, which computes nothing, takes {times[VIEW]:.0f} µs. "
+    )
 
 
 def triangle_paths(machine: str) -> str:

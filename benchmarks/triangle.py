@@ -86,6 +86,7 @@ def lines(section: str) -> Iterator[Line]:
             yield Line(section, n, task=task, dtype=dtype)
 
 
+VIEW = "view, forward and backward"
 ON_CUDA = ("forward", "backward", "options", "features", "memory", "host")
 OTHER_PATHS = ("generic", "dtypes")  # on CUDA, with results of their own
 ON_CPU = ("cpu",)
@@ -325,7 +326,8 @@ def memory_lines(n: int, device: torch.device) -> list[dict[str, Any]]:
 
 def host_time(device: torch.device, n: int = 32, calls: int = 300, rounds: int = 5) -> list[dict[str, Any]]:
     """Microseconds of host time per call, without waiting for the device: the median over rounds of the mean over the
-    calls of a round."""
+    calls of a round. A view, which launches nothing, shows what the autograd engine takes of a backward pass: it hands
+    it to another thread."""
     arguments = make(Line("host", n), device)
     leaves = [t.detach().clone().requires_grad_() for t in arguments.tensors()]
     with_grad = Arguments(leaves[0], None, dict(zip(arguments.parameters, leaves[1:], strict=True)))
@@ -338,8 +340,11 @@ def host_time(device: torch.device, n: int = 32, calls: int = 300, rounds: int =
     def step() -> None:
         torch.autograd.grad(ours(with_grad), leaves, grad)
 
+    def view() -> None:
+        torch.autograd.grad(leaves[0].view_as(leaves[0]), leaves[0], grad)
+
     results = []
-    for task, call in ((FORWARD, forward), (BACKWARD, step)):
+    for task, call in ((FORWARD, forward), (BACKWARD, step), (VIEW, view)):
         for _ in range(20):
             call()
         means = []
