@@ -113,8 +113,10 @@ $(VENV)/.library: CPP_TESTS_TOO := OFF
 $(VENV)/.library: BUILD := build/library
 $(VENV)/.library: SHARED := -C cmake.define.TORCHOPS_SHARE_HEADERS=ON
 # PyPI's torch is a CUDA build on any machine. Without a GPU, the demo would wait for kernels that it cannot run.
+ifeq ($(origin CUDA),file)
 $(VENV)/.library: CUDA = $(or $(FOUND_GPU),$(eval FOUND_GPU := $(shell $(RUN) -c \
   "import torch; print('AUTO' if torch.cuda.is_available() else 'OFF')"))$(FOUND_GPU))
+endif
 $(VENV)/.library: $(SOURCES) $(TORCH) | $(VENV)/.group-demo
 	@echo "building"
 	@rm -rf $(TORCHINDUCTOR_CACHE_DIR) $(VENV)/.built

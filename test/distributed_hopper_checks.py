@@ -4,6 +4,7 @@ two GPUs may have the library's."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import torchops
+from torchops import _distributed_peers
 from torchops import _distributed_triangle_hopper as hopper
 from torchops import _distributed_triangle_hopper_gradients as hopper_gradients
 from torchops._distributed_peers import Collectives
@@ -122,6 +124,27 @@ def check_others(against_reference: AgainstReference, arguments: Arguments, mesh
             assert made == blocks, (places, n, made)
 
 
+def check_ranks_without_memory(mesh: Any) -> None:
+    """If one rank fails, all use collectives, and are not asked again."""
+    group, made = mesh.get_group(), torch.empty(8, dtype=torch.uint8)
+    for step, failing in (("_allocate", [0]), ("_rendezvous", [1, 2]), ("_allocate", range(mesh.size())), ("", [])):
+
+        def answer(name: str, step: str = step, failing: Any = failing) -> Any:
+            if name == step and dist.get_rank() in failing:
+                raise RuntimeError("out of memory")
+            return made
+
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            patch.setattr(_distributed_peers, "_allocate", lambda *_, of=answer: of("_allocate"))
+            patch.setattr(_distributed_peers, "_rendezvous", lambda *_, of=answer: of("_rendezvous"))
+            workspace = _distributed_peers._new_workspace(group, torch.device("cpu"), 8)
+        assert (workspace is None) == bool(step)
+        assert _distributed_peers._workspaces.pop(group, None) is workspace
+        assert _distributed_peers._reachable_groups.pop(group, True) == (not step)
+        assert len([w for w in warned if "out of memory" in str(w.message)]) == (dist.get_rank() in failing)
+
+
 def checks(against_reference: AgainstReference, arguments: Arguments) -> dict[str, Callable[[DeviceMesh], None]]:
     """For four processes on the CPU."""
 
@@ -136,6 +159,7 @@ def checks(against_reference: AgainstReference, arguments: Arguments) -> dict[st
         "blocks of padded rows": on_cpu(partial(check_narrow, arguments)),
         "blocks of strided rows": on_cpu(partial(check_strided, arguments)),
         "blocks of rows whose memory is shared": on_cpu(partial(check_aliases, arguments)),
+        "ranks without symmetric memory": on_cpu(check_ranks_without_memory),
         "where there are no blocks": on_cpu(partial(check_others, against_reference, arguments)),
     }
 

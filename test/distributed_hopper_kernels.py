@@ -174,7 +174,7 @@ class _Stream:
 
 
 class _Files:
-    """A workspace, and its handle: a file for each rank."""
+    """A workspace and its handle: a file for each rank."""
 
     def __init__(self, group: Any, size: int) -> None:
         self.group, self.size, self.handle, self.used_by = group, size, self, None
@@ -184,11 +184,11 @@ class _Files:
         if dist.get_rank(group) == 0:
             for path in paths:
                 path.write_bytes(b"\xff" * size)  # not a number
-        self.barrier()
+        dist.barrier(group)
         self.ranks = [torch.from_file(str(path), True, size, dtype=torch.uint8) for path in paths]
 
-    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        dist.barrier(self.group)
+    def barrier(self, channel: int) -> None:
+        assert _distributed_peers._agreed(self.group, channel) == [channel] * len(self.ranks)
 
     def get_buffer(self, rank: int, shape: Any, dtype: torch.dtype, offset: int) -> Tensor:
         size = math.prod(shape)

@@ -72,6 +72,7 @@ class Collectives:
     def turned(self, rows: Tensor, columns: slice) -> Callable[[], Tensor]:
         """These of a rank's own columns, as rows (columns, N, ...), from its rows (own, N, ...). The function that is
         returned waits for them."""
+        rows = rows.resolve_neg()  # memory is sent as it is
         sent = rows.unflatten(1, (self.count, -1))[:, :, columns].transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
         work: Any = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
@@ -103,13 +104,17 @@ class _Workspace:
     """Symmetric memory of a group, for one call at a time. It is kept for the next one, because all ranks must take
     part when it is made."""
 
-    def __init__(self, group: Any, device: torch.device, size: int) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        self.size = size
-        self.memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-        self.handle: Any = _SymmetricMemory.rendezvous(self.memory, group.group_name)
+    def __init__(self, memory: Tensor, handle: Any) -> None:
+        self.memory, self.handle, self.size = memory, handle, memory.numel()
         self.used_by: torch.cuda.Event | None = None
+
+    def barrier(self, channel: int) -> None:
+        """Of all ranks, on the current stream. Each purpose has its own channel: if ranks went different ways, because
+        one has raised, they wait in vain instead of reading what isn't there yet."""
+        self.handle.barrier(channel, _TIMEOUT_MS)
+
+
+_BEGIN, _PUBLISH, _REPLACE = range(3)  # channels
 
 
 class Peers(Collectives):
@@ -131,7 +136,7 @@ class Peers(Collectives):
         current.wait_stream(self.stream)
         if self.workspace.used_by is not None:  # maybe on another stream
             current.wait_event(self.workspace.used_by)
-        self.workspace.handle.barrier(0, _TIMEOUT_MS)
+        self.workspace.barrier(_BEGIN)
         self.used = 0
 
     def _take(self, like: Tensor, *shape: int) -> tuple[int, Tensor]:
@@ -144,7 +149,7 @@ class Peers(Collectives):
 
     def _publish(self) -> None:
         """Lets other ranks read what the current stream has written, and this rank read what theirs have."""
-        self.workspace.handle.barrier(0, _TIMEOUT_MS)
+        self.workspace.barrier(_PUBLISH)
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def _pull(self, to: Tensor, rank: int, at: int) -> None:
@@ -171,6 +176,7 @@ class Peers(Collectives):
     def turned(self, rows: Tensor, columns: slice) -> Callable[[], Tensor]:
         if rows.ndim < 3:  # little memory, in runs that are too short for a copy engine
             return super().turned(rows, columns)
+        rows = rows.resolve_neg()
         parts = rows.unflatten(1, (self.count, -1))[:, :, columns]
         shape = (len(rows), parts.shape[2], *rows.shape[2:])
         received = rows.new_empty(self.count, *shape)
@@ -197,8 +203,8 @@ class Peers(Collectives):
         at, sent = self._take(like, self.count - 1, *shape)
         for rank, part in zip(self.others, sent.unbind(), strict=True):
             make(part, rank, False)
+        received = {rank: like.new_empty(shape) for rank in self.others}  # before what other streams wait for
         self._publish()
-        received = {rank: like.new_empty(shape) for rank in self.others}
         self._pull_own(received, at)
         arrived = self._arrival()
 
@@ -218,7 +224,9 @@ def _copy(to: Tensor, of: Tensor) -> None:
     times as long for two bytes."""
     size = 8 // of.element_size()
     if all(
-        t.stride(-1) == 1 and all(n % size == 0 for n in (*t.stride()[:-1], t.shape[-1], t.storage_offset()))
+        t.stride(-1) == 1
+        and t.data_ptr() % 8 == 0
+        and all(n % size == 0 for n in (*t.stride()[:-1], t.shape[-1], t.storage_offset()))
         for t in (to, of)
     ):
         to, of = to.view(torch.int64), of.view(torch.int64)
@@ -252,9 +260,13 @@ def _agreed(group: Any, own: Any) -> list[Any]:
 
 def _reachable(group: Any, device: torch.device) -> bool:
     """Whether every rank can read the memory of all others; the same answer on all of them."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+    able = os.environ.get("TORCHOPS_SYMMETRIC_MEMORY", "1") != "0" and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
 
-    able = os.environ.get("NCCL_P2P_DISABLE", "0") == "0" and _SymmetricMemory.get_backend(device) == "CUDA"
+        able = able and _SymmetricMemory.get_backend(device) == "CUDA"
+    except (ImportError, AttributeError):  # it may change with each version of torch
+        able = False
     uuids = _agreed(group, str(torch.cuda.get_device_properties(device).uuid) if able else "")
     return all(_agreed(group, all(uuids) and len({*uuids}) == len(uuids) and _sees(device, uuids)))
 
@@ -282,16 +294,60 @@ def peers(group: Any, device: torch.device, size: int) -> Collectives:
 
 
 def _new_workspace(group: Any, device: torch.device, size: int) -> _Workspace | None:
-    if (old := _workspaces.pop(group, None)) is not None:
-        old.handle.barrier(0, _TIMEOUT_MS)  # others may be reading
-        torch.cuda.synchronize(device)
-        del old
-    made: _Workspace | None = None
+    """On all ranks or on none, which is remembered: a rank that gave up alone would leave the others waiting, and the
+    store through which they exchange handles out of step."""
+    if group in _workspaces:
+        _drop_workspace(group, device)
+    memory: Tensor | None = None
+    handle: Any = None
+    reason: BaseException | None = None
     try:
-        made = _Workspace(group, device, size)
-    except RuntimeError as error:
-        warnings.warn(f"torchops: collectives are used, because symmetric memory failed: {error}", stacklevel=2)
-    if not all(_agreed(group, made is not None)) or made is None:
-        return None
-    _workspaces[group] = made
-    return made
+        memory = _allocate(_rounded(size), device)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        reason = error
+    if all(_agreed(group, memory is not None)):
+        try:
+            handle = _rendezvous(memory, group)
+        except Exception as error:
+            reason = error
+        if all(_agreed(group, handle is not None)) and memory is not None:
+            _workspaces[group] = made = _Workspace(memory, handle)
+            return made
+    if reason is not None:
+        warnings.warn(f"torchops: no symmetric memory; this process group uses collectives: {reason}", stacklevel=2)
+    _reachable_groups[group] = False
+    return None
+
+
+def _drop_workspace(group: Any, device: torch.device) -> None:
+    """Frees it on all ranks: what one has exported lasts until the others have let it go."""
+    torch.cuda.synchronize(device)  # this rank's reads, on any stream
+    _workspaces[group].barrier(_REPLACE)
+    torch.cuda.synchronize(device)
+    del _workspaces[group]
+    _agreed(group, True)
+
+
+def _rounded(size: int) -> int:
+    """Up to a quarter more, so that sizes that grow slowly don't need a new workspace each."""
+    step = 1 << max(size.bit_length() - 3, 0)
+    return -(-size // step) * step
+
+
+def _allocate(size: int, device: torch.device) -> Tensor:
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    def allocate() -> Tensor:
+        return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+
+    try:
+        return allocate()
+    except RuntimeError:
+        torch.cuda.empty_cache()  # it isn't the caching allocator's
+        return allocate()
+
+
+def _rendezvous(memory: Any, group: Any) -> Any:
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.rendezvous(memory, group.group_name)

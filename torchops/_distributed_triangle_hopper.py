@@ -174,8 +174,9 @@ def update(call: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor] | None:
     inside = inside and all(t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for t in others)
     target = x if inside else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     product = this.channels(*x.shape[:-3]) if keep else None
+    rows = max(this.own, this.n - this.own) if keep else this.own  # the gradient's, or b's
     try:
-        with operators._on(x.device), this.ranks(this.own) as ranks:
+        with operators._on(x.device), this.ranks(rows) as ranks:
             for x_i, mask_i, o, to in elements(x, x, mask, product, target):
                 if not _element(this, ranks, x_i, mask_i, o, to, adds):
                     return None

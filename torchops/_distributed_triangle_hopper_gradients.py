@@ -7,8 +7,9 @@ a and b are made again. With rows of a, b and d_o (the cotangent of the product)
     da = sum over r of d_o[:, columns of r] @ b of r,    db = sum over r of (d_o of r)[:, own columns].T @ (a of r),
 
 so b is gathered again, and a rank makes a part of each rank's db. b arrives while the output step's gradients are made,
-and the parts of db while da is. Besides x, the cotangent and x's gradient, a rank has b of all rows, and its own rows
-of a, o, d_o, da and db; incoming, also x, its normalisation and gradient in the other direction.
+and the parts of db while da is. Besides x, the cotangent and x's gradient, a rank has its own rows of a, o, d_o and da,
+b of all rows, and while that is there, the parts of db from all ranks (by collectives, also those for them); incoming,
+also x and its gradient in the other direction.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ _parameter_gradients = torch.ops.myops._triangle_rows_parameter_gradients.defaul
 _WEIGHTS = ("p_out", "g_out", "p_a", "g_a", "p_b", "g_b")
 
 
+def _readable(this: OwnRows, product: Tensor) -> Tensor:
+    """As `_triangle_rows_out` reads it: saved-tensor hooks may have returned a copy without the padding of its rows."""
+    bytes_apart = (product.data_ptr(), *(n * product.element_size() for n in product.stride()[-3:-1]))
+    if product.stride(-1) == 1 and all(n % 16 == 0 for n in bytes_apart):
+        return product
+    return this.channels(*product.shape[:-3])[..., : this.n].copy_(product)
+
+
 def _sums(this: OwnRows, batch: int) -> Tensor:
     """What the parameters' gradients are made of: of each layer, w.shape and a bias."""
     layers = apart(this.parameters)
@@ -41,6 +50,7 @@ def _sums(this: OwnRows, batch: int) -> Tensor:
 
 
 def _moments_dtype(x: Tensor) -> torch.dtype:
+    """float32 for what has kernels."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -136,7 +146,7 @@ def gradients(
     if this is None or not wanted[0] or wanted[1] or list(wanted[2:]) != given:
         return None
     x, rows = this.x.contiguous(), max(this.own, this.n - this.own)
-    grad, product = arrived(grad).contiguous(), arrived(product)
+    grad, product = arrived(grad).contiguous(), _readable(this, arrived(product))
     dx = torch.empty_like(x)
     sums = _sums(this, x.shape[:-3].numel())
     with operators._on(x.device), this.ranks(rows) as ranks:
