@@ -1,4 +1,4 @@
-"""The gradients of a rank's rows of the triangle update where `_distributed_triangle_py` has made them: by the
+"""The gradients of a rank's rows of the triangle update where `_distributed_triangle_hopper.py` has made them: by the
 kernels that a whole pair tensor has, through the private operators ``_triangle_rows_out_backward``,
 ``_triangle_rows_in_backward`` and ``_triangle_rows_parameter_gradients``.
 
