@@ -57,13 +57,14 @@ def triangle(machine: str) -> str:
 
 
 def _host(document: dict[str, Any]) -> str:
-    times = {r["task"]: r["microseconds"] for r in document["results"] if r.get("section") == "host"}
+    results = [r for r in document["results"] if r.get("section") == "host"]
+    times = {r["task"]: r["microseconds"] for r in results}
     if not {FORWARD, BACKWARD, VIEW} <= times.keys():
         return ""
-    at = next(r["n"] for r in document["results"] if r.get("section") == "host")
     return (
-        f"For N = {at}, a call takes {times[FORWARD]:.0f} µs of the host's time forward, and {times[BACKWARD]:.0f} µs "
-        f"forward and backward, where a view, which computes nothing, takes {times[VIEW]:.0f} µs. "
+        f"For N = {results[0]['n']}, a call takes {times[FORWARD]:.0f} µs of the host's time forward, and "
+        f"{times[BACKWARD]:.0f} µs forward and backward, where a view, which computes nothing, takes "
+        f"{times[VIEW]:.0f} µs. "
     )
 
 

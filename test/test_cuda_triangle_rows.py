@@ -72,6 +72,15 @@ def by_blocks(
     return a[..., :width], b[..., :width], out
 
 
+def mask_and_scale(kind: str | None, dtype: torch.dtype, *shape: int) -> tuple[Tensor | None, float]:
+    """A mask whose rows are not contiguous, and what a is multiplied by."""
+    scale = 2.0**-4 if dtype == torch.float16 else 1.0
+    if kind is None:
+        return None, scale
+    factors = torch.rand(*shape, device="cuda").mT
+    return {"bool": factors > 0.3, "float": factors.to(dtype), "float32": factors}[kind], scale
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("n", "blocks", "c", "d", "full", "mask", "adds", "extra"),
@@ -97,10 +106,7 @@ def test_blocks(
 ) -> None:
     torch.manual_seed(0)
     w, x = weights(c, d, full, dtype), torch.randn(n, n, c, device="cuda").to(dtype)
-    factors = None if mask is None else torch.rand(n, n, device="cuda").mT  # whose rows are not contiguous
-    if factors is not None and mask != "float32":
-        factors = factors > 0.3 if mask == "bool" else factors.to(dtype)
-    scale = 2.0**-4 if dtype == torch.float16 else 1.0
+    factors, scale = mask_and_scale(mask, dtype, n, n)
     whole = by_blocks(x.clone(), factors, w, [n], scale, adds, extra)
     parts = by_blocks(x.clone(), factors, w, blocks, scale, adds, extra)
     for got, expected in zip(parts, whole, strict=True):
@@ -254,10 +260,7 @@ def test_gradients(
     torch.manual_seed(0)
     w = weights(c, d, full, dtype)
     x, grad = (torch.randn(batch, n, n, c, device="cuda").to(dtype) for _ in range(2))
-    factors = None if mask is None else torch.rand(batch, n, n, device="cuda").mT
-    if factors is not None and mask != "float32":
-        factors = factors > 0.3 if mask == "bool" else factors.to(dtype)
-    scale = 2.0**-4 if dtype == torch.float16 else 1.0
+    factors, scale = mask_and_scale(mask, dtype, batch, n, n)
     listed = in_order(w) if packed else apart(in_order(w))
     whole, _ = backward_by_blocks(x, grad, factors, listed, direction, [n], scale, adds, extra)
     dx, of_parameters = backward_by_blocks(x, grad, factors, listed, direction, blocks, scale, adds, extra)

@@ -70,9 +70,9 @@ class OwnRows:
     def channels(self, *batch: int) -> Tensor:
         return self.x.new_empty(*batch, *self.channels_shape)
 
-    def ranks(self, b_rows: int) -> Collectives:
-        """To exchange so many rows of b or its gradient, and, incoming, as much of x as others need."""
-        size = room(self.x, self.d, b_rows, self.stride)
+    def ranks(self, trains: bool) -> Collectives:
+        """To exchange b, or if the call `trains`, also its gradient; and, incoming, as much of x as others need."""
+        size = room(self.x, self.d, max(self.own, self.n - self.own) if trains else self.own, self.stride)
         if not self.call.outgoing:
             size += room(self.x, self.n - self.own, self.own, self.c)
         return peers(self.group, self.x.device, size + 2 * BLOCKS * ALIGNMENT)
@@ -174,9 +174,8 @@ def update(call: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor] | None:
     inside = inside and all(t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for t in others)
     target = x if inside else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     product = this.channels(*x.shape[:-3]) if keep else None
-    rows = max(this.own, this.n - this.own) if keep else this.own  # the gradient's, or b's
     try:
-        with operators._on(x.device), this.ranks(rows) as ranks:
+        with operators._on(x.device), this.ranks(keep) as ranks:
             for x_i, mask_i, o, to in elements(x, x, mask, product, target):
                 if not _element(this, ranks, x_i, mask_i, o, to, adds):
                     return None

@@ -145,11 +145,11 @@ def gradients(
     given = [t is not None for t in call.parameters]
     if this is None or not wanted[0] or wanted[1] or list(wanted[2:]) != given:
         return None
-    x, rows = this.x.contiguous(), max(this.own, this.n - this.own)
+    x = this.x.contiguous()
     grad, product = arrived(grad).contiguous(), _readable(this, arrived(product))
     dx = torch.empty_like(x)
     sums = _sums(this, x.shape[:-3].numel())
-    with operators._on(x.device), this.ranks(rows) as ranks:
+    with operators._on(x.device), this.ranks(trains=True) as ranks:
         batch = zip(elements(x, x, this.mask, grad, product, dx), sums.unbind(), strict=True)
         for (x_i, mask, grad_i, o, dz), sums_i in batch:
             element = _Element(this, ranks, x_i, mask)

@@ -75,7 +75,7 @@ def triangle_attention_update(
         return update(x, mask, parameters, heads, eps, node == "ending", residual)
     except RuntimeError:
         # The dispatcher does not say which of a list is no tensor.
-        for name, t in zip(("x", "mask", *TENSORS), (x, mask, *parameters), strict=True):
+        for name, t in zip(("mask", *TENSORS), (mask, *parameters), strict=True):
             if t is not None and not isinstance(t, Tensor):
                 got = type(t).__name__
                 raise TypeError(f"triangle_attention_update: expected {name} of type Tensor, got {got}") from None
