@@ -18,8 +18,10 @@ import torch
 from torchops import _attention_panels as panels, _attention_triton as kernels
 
 torch.manual_seed(0)
-for n, d, masked in ((70, 16, True), (40, 24, False)):
+for n, d, masked, overlap in ((70, 16, True, False), (40, 24, False, False), (5, 16, False, True)):
     q, k, v, grad = (torch.randn(1, 2, 2, n, d) for _ in range(4))
+    if overlap:
+        q, k, v = (torch.randn(1, 2, 2, n + d - 1).unfold(-1, d, 1) for _ in range(3))
     bias = torch.randn(1, n, n, 2).movedim(-1, 1).unsqueeze(1)
     mask = None
     if masked:
@@ -51,7 +53,7 @@ assert [launch.options["BLOCK_K"] for launch in programs] == [16, 16]
 @needs_triton
 def test_kernels_of_little_shared_memory() -> None:
     """Gradients of large heads in float32 have smaller tiles there."""
-    program = INTERPRETED.replace("((70, 16, True), (40, 24, False))", "((40, 100, True),)")
+    program = INTERPRETED.replace("((70, 16, True, False), (40, 24, False, False), (5, 16, False, True))", "((40, 100, True, False),)")
     done = interpreted(program.replace("\ntorch.manual_seed", f"\n{LITTLE_SHARED_MEMORY}\ntorch.manual_seed"))
     assert done.returncode == 0, done.stderr
 

@@ -124,15 +124,24 @@ def _blocks(n: int, size: int) -> int:
     return -(-n // size)
 
 
+def _is_readable(t: Tensor) -> bool:
+    """Whether features are contiguous, and still are in ``torch.empty_like(t)``. That takes the dimension with the
+    smallest stride as the innermost one, and of two with stride 1 (overlapping rows) the shorter one."""
+    if t.shape[-1] == 1:
+        return True
+    return t.stride(-1) == 1 and all(
+        stride != 1 or size == 1 for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True)
+    )
+
+
 def _readable(t: Tensor) -> Tensor:
-    """Features must be contiguous; all other strides are arbitrary."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+    return t if _is_readable(t) else t.contiguous()
 
 
 def _laid_out_like(made: Tensor | None, t: Tensor) -> Tensor | None:
     """Returns `made`, which was made for ``_readable(t)``, with the strides of ``torch.empty_like(t)``, as the fake
     kernels promise."""
-    return made if made is None or _readable(t) is t else torch.empty_like(t).copy_(made)
+    return made if made is None or _is_readable(t) else torch.empty_like(t).copy_(made)
 
 
 def padded_bias(bias: Tensor) -> Tensor:
