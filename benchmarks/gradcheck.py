@@ -23,12 +23,16 @@ from .operators import OPERATORS
 from .run import device_of, refusal
 
 # Compiled graphs have no second derivative, and neither does code that autograd cannot see.
-FIRST_ORDER = {("py", "square_matmul_"), ("triton", "softmax")}
+FIRST_ORDER = {
+    *((mode, "square_matmul_") for mode in ("py", "triton")),
+    *(("triton", op) for op in ("softmax", "softmax_", "transition")),
+}
 # The formula overwrites what its own gradient needs, which autograd reports.
 IN_PLACE = ("gate_", "layer_norm_", "square_matmul_", "transition_")
 NO_GRADIENT = {
     *((mode, op) for mode in ("eager", "compile", "compile-max") for op in IN_PLACE),
     *(("eager-in-place", op) for op in ("gate_", "layer_norm_", "softmax_", "transition_")),
+    *(("triton", op) for op in ("gate_", "layer_norm_", "transition_")),
 }
 # The result is the first argument plus the formula.
 ADDING = ("transition_",)

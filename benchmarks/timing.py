@@ -30,9 +30,10 @@ ROTATED_BYTES = 2**28
 MAX_ROTATED = 64
 # Above this, two inputs don't fit and aren't needed: a pass over one leaves nothing of its beginning in a cache.
 LARGEST_ROTATED = 2**30
-# Longer calls keep the device busy while the next ones are queued, so that events see no gap. Graphs are not always as
-# fast, either: on an H100, copying 512 MiB takes a quarter longer as a graph node than as a call.
-GRAPH_BELOW_SECONDS = 1e-4
+# Longer calls keep the device busy while the next ones are queued, so that events see no gap. What decides is the trial
+# of a call, up to half of which may be the host's. Graphs are not always as fast, either: on an H100, copying 512 MiB
+# takes a quarter longer as a graph node than as a call.
+GRAPH_BELOW_SECONDS = 2e-4
 # The time between two events, which themselves take some microseconds.
 EVENT_SECONDS = 1e-3
 # The device's queue holds about a thousand launches; a call on a full queue would wait.

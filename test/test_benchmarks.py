@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import compare, gradcheck, implementations, plots, progress, report, run, timing, workload
 from benchmarks.__main__ import main, parser
-from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, STEP, Case, Cost
+from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, STEP, Case, Cost, Shape
 from benchmarks.operators import OPERATORS
 from benchmarks.report import Report, Result
 from benchmarks.roofline import Roofline
@@ -47,19 +47,37 @@ def test_derivatives(op: str, mode: str) -> None:
         assert len(outcomes) == 5
 
 
-@pytest.mark.parametrize("op", ["dense", "layer_norm", "sigmoid", "sigmoid_", "softmax"])
+# Odd sizes, and sizes on both sides of what a kernel takes at once.
+PRODUCTS_ON_CUDA: tuple[Shape, ...] = (131, 67, 35), (1, 100, 300)
+ROWS_ON_CUDA: tuple[Shape, ...] = (131, 67), (3, 100_003)
+SQUARES_ON_CUDA: tuple[Shape, ...] = (131, 67), (40_001, 128), (777, 192), (20_001, 256), (1, 300), (20_001, 1024)
+TRANSITIONS_ON_CUDA: tuple[Shape, ...] = (131, 67, 35), (40_001, 128, 512), (1, 16, 64), (333, 136, 200)
+ON_CUDA = {
+    **dict.fromkeys(("dense", "gate", "gate_", "glu", "swiglu"), PRODUCTS_ON_CUDA),
+    **dict.fromkeys(("layer_norm", "layer_norm_", "sigmoid", "sigmoid_", "softmax", "softmax_"), ROWS_ON_CUDA),
+    **dict.fromkeys(("square_matmul", "square_matmul_"), SQUARES_ON_CUDA),
+    **dict.fromkeys(("transition", "transition_"), TRANSITIONS_ON_CUDA),
+}
+
+
+@pytest.mark.parametrize("op", ON_CUDA)
 def test_triton_on_cuda(op: str) -> None:
     if reason := implementations.unavailable("triton", "cuda" if torch.cuda.is_available() else "cpu"):
         pytest.skip(reason)
     device = torch.device("cuda")
     outcomes = gradcheck.checks(OPERATORS[op], "triton", device)
-    assert outcomes
+    assert bool(outcomes) == (("triton", op) not in gradcheck.NO_GRADIENT)
     assert {name: problem for name, problem in outcomes.items() if problem} == {}
-    shapes = [(131, 67, 35), (1, 100, 300)] if op == "dense" else [(131, 67), (3, 100_003)]
-    for shape in shapes:
-        for dtype in (torch.float32, torch.bfloat16):
-            work = workload.build(Case(op, shape, dtype), ["triton"], device, rotated=False)
-            assert workload.check(work)[1] == {}
+    for shape in ON_CUDA[op]:
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            for task in (FORWARD,) if op.endswith("_") else (FORWARD, BACKWARD):
+                work = workload.build(Case(op, shape, dtype, task), ["triton"], device, references=False, rotated=False)
+                assert workload.check(work)[1] == {}, (shape, dtype, task)
+            if op.endswith("_"):
+                x, *others = work.inputs[0]
+                expected = work.contenders["triton"](x.clone(), *others)
+                assert work.contenders["triton"](x, *others) is x
+                assert torch.equal(x, expected)
 
 
 def test_gradcheck_finds_what_slow_mode_hides(monkeypatch: pytest.MonkeyPatch) -> None:

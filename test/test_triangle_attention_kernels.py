@@ -53,7 +53,9 @@ assert [launch.options["BLOCK_K"] for launch in programs] == [16, 16]
 @needs_triton
 def test_kernels_of_little_shared_memory() -> None:
     """Gradients of large heads in float32 have smaller tiles there."""
-    program = INTERPRETED.replace("((70, 16, True, False), (40, 24, False, False), (5, 16, False, True))", "((40, 100, True, False),)")
+    sizes = "((70, 16, True, False), (40, 24, False, False), (5, 16, False, True))"
+    assert sizes in INTERPRETED
+    program = INTERPRETED.replace(sizes, "((40, 100, True, False),)")
     done = interpreted(program.replace("\ntorch.manual_seed", f"\n{LITTLE_SHARED_MEMORY}\ntorch.manual_seed"))
     assert done.returncode == 0, done.stderr
 

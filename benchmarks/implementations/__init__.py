@@ -13,8 +13,9 @@
 
 Read them in the order eager, py, triton, and then `src/cpu` and `src/cuda`. All take tensors only, so that they can
 stand in for each other: `dense(x, w, b)`, `gate(v, x, w, b)`, `glu(x, w, wg, b, bg)` and, with SiLU, `swiglu`,
-`sigmoid(x)`, `softmax(x)`, `layer_norm(x, weight, bias)`, `square_matmul(a, b)`, and the forms that overwrite their
-first argument, whose names end in `_`. Triton and torchops are imported when they are asked for.
+`sigmoid(x)`, `softmax(x)`, `layer_norm(x, weight, bias)`, `square_matmul(a, b)`,
+`transition(x, weight, bias, gate, up, down)`, and the forms that overwrite their first argument, whose names end in
+`_`. Triton and torchops are imported when they are asked for.
 """
 
 from __future__ import annotations
@@ -59,7 +60,14 @@ _MODULES = {
     "cuda": ("library",),
     "cpp": ("library",),
     "py": ("py_dense", "py_gates", "py_rows", "py_in_place"),
-    "triton": ("triton_dense", "triton_gates", "triton_softmax", "triton_rows"),
+    "triton": (
+        "triton_dense",
+        "triton_gates",
+        "triton_softmax",
+        "triton_rows",
+        "triton_square_matmul",
+        "triton_transition",
+    ),
     "quack": ("quack_rows",),
     "liger": ("liger",),
 }

@@ -78,10 +78,12 @@ def _gated_kernel(
     tl.store(y_ptr + of_y, (values * gate).to(y_ptr.dtype.element_ty), mask=inside_y)
 
 
-def _launch(v: Tensor, x: Tensor, w: Tensor, vb: Tensor, b: Tensor, two: bool, silu: bool) -> Tensor:
+def _launch(
+    v: Tensor, x: Tensor, w: Tensor, vb: Tensor, b: Tensor, two: bool, silu: bool, y: Tensor | None = None
+) -> Tensor:
     (rows, n_in), n_out = x.shape, w.shape[0]
     v, x, w = v.contiguous(), x.contiguous(), w.contiguous()
-    y = torch.empty(rows, n_out, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, n_out, dtype=x.dtype, device=x.device) if y is None else y
     tile = _tile(rows, n_out, x.dtype)
     programs = triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(n_out, tile["BLOCK_N"])
     _gated_kernel[(programs,)](
@@ -111,6 +113,18 @@ class GateFunction(py_gates.GateFunction):
         return _launch(v, x, w, b, b, two=False, silu=False)
 
 
+class GateInPlace(torch.autograd.Function):
+    """The gate over v, of which a program reads its tile before it writes it.
+
+    Backward would need the old v; without one here, autograd reports that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        ctx.mark_dirty(v)
+        return _launch(v, x, w, b, b, two=False, silu=False, y=v)
+
+
 class GluFunction(py_gates.GluFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor, silu: bool) -> Tensor:
@@ -127,4 +141,5 @@ def swiglu(x: Tensor, w: Tensor, wg: Tensor, b: Tensor, bg: Tensor) -> Tensor:
     return GluFunction.apply(x, w, wg, b, bg, True)
 
 
-FUNCTIONS = {"gate": GateFunction.apply, "glu": glu, "swiglu": swiglu}
+# What is overwritten is contiguous in every case.
+FUNCTIONS = {"gate": GateFunction.apply, "gate_": GateInPlace.apply, "glu": glu, "swiglu": swiglu}

@@ -110,6 +110,15 @@ class LayerNormFunction(py_rows.LayerNormFunction):
         return _layer_norm_into(torch.empty_like(x), x, weight, bias)
 
 
+class LayerNormInPlace(torch.autograd.Function):
+    """Backward would need the old x; without one here, autograd reports that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return _layer_norm_into(x, x, weight.contiguous(), bias.contiguous())
+
+
 def sigmoid(x: Tensor) -> Tensor:
     return SigmoidFunction.apply(x.contiguous())
 
@@ -119,4 +128,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 # What is overwritten is contiguous in every case.
-FUNCTIONS = {"sigmoid": sigmoid, "sigmoid_": SigmoidInPlace.apply, "layer_norm": layer_norm}
+FUNCTIONS = {
+    "sigmoid": sigmoid,
+    "sigmoid_": SigmoidInPlace.apply,
+    "layer_norm": layer_norm,
+    "layer_norm_": LayerNormInPlace.apply,
+}

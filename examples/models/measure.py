@@ -150,6 +150,18 @@ class Contenders:
         out.backward(self.cotangent)
         return out
 
+    def _peak(self, contender: Callable[..., Tensor]) -> int:
+        """The peak of a GPU's memory above the level before the call."""
+        if self.device.type == "cpu":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.call(contender)
+        peak = torch.cuda.max_memory_allocated() - before
+        self.forget()
+        return peak
+
     def forget(self) -> None:
         for x in self.inputs:
             x.grad = None
@@ -158,16 +170,18 @@ class Contenders:
 
     def measure(self, rounds: int) -> list[Result]:
         """Times them, interleaved."""
-        peaks = {}
-        seconds: dict[str, list[float]] = {name: [] for name in self.contenders}
+        peaks = {name: self._peak(contender) for name, contender in self.contenders.items()}
+        timed: dict[str, list[Callable[[], float]]] = {name: [] for name in self.contenders}
         for done in range(rounds + 2):
             # In another order each time: what runs after eager mode finds less of its data in the caches.
             for name, contender in random.sample(list(self.contenders.items()), len(self.contenders)):
-                elapsed, peak = _timed(lambda contender=contender: self.call(contender), self.device)  # type: ignore[misc]
+                elapsed = _timed(lambda contender=contender: self.call(contender), self.device)  # type: ignore[misc]
                 self.forget()
-                peaks[name] = peak
                 if done >= 2:
-                    seconds[name].append(elapsed)
+                    timed[name].append(elapsed)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = {name: [elapsed() for elapsed in calls] for name, calls in timed.items()}
         results = []
         for name in self.contenders:
             low, median, high = statistics.quantiles(seconds[name], n=4)
@@ -218,22 +232,20 @@ def _deviation(got: Tensor, expected: Tensor) -> float:
     return ((got - expected).float().norm() / expected.float().norm()).item()
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
-    """Seconds, and on a GPU the peak of memory above the level before the call."""
+def _timed(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Calls, and returns a function that gives the seconds. On a GPU these are known once it has finished, and calls
+    are queued one behind the other, as in a loop over batches: after a pause, the first kernel would wait for the host.
+    """
     if device.type == "cpu":
         start = time.perf_counter()
         call()
-        return time.perf_counter() - start, 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+        seconds = time.perf_counter() - start
+        return lambda: seconds
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
-    out = call()
+    call()
     last.record()
-    torch.cuda.synchronize()
-    del out
-    return first.elapsed_time(last) / 1e3, torch.cuda.max_memory_allocated() - before
+    return lambda: first.elapsed_time(last) / 1e3
 
 
 def to_markdown(document: dict[str, Any]) -> str:
@@ -244,7 +256,8 @@ def to_markdown(document: dict[str, Any]) -> str:
     )
     lines = [
         f"{about}. Command: `{document['command']}`. {document['dtype']}; median time of {document['rounds']}",
-        "calls, interleaved, and the most memory that a call takes on top of parameters and input.",
+        "calls, interleaved and queued one behind the other, and the most memory that a call takes on top of parameters",
+        "and input.",
         "",
         f"| model, input | call | {EAGER} | {COMPILED} | {OURS} | gates | {REPLACED} |",
         "|---" * 7 + "|",
