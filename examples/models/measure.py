@@ -256,8 +256,8 @@ def to_markdown(document: dict[str, Any]) -> str:
     )
     lines = [
         f"{about}. Command: `{document['command']}`. {document['dtype']}; median time of {document['rounds']}",
-        "calls, interleaved and queued one behind the other, and the most memory that a call takes on top of parameters",
-        "and input.",
+        "calls, interleaved and queued one behind the other, and the most memory that a call takes on top of its",
+        "parameters and input.",
         "",
         f"| model, input | call | {EAGER} | {COMPILED} | {OURS} | gates | {REPLACED} |",
         "|---" * 7 + "|",
