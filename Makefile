@@ -297,7 +297,8 @@ site: build $(VENV)/.group-site
 	@grep -E "^ *[1-9][0-9]* tests$$" build/doctest/output.txt  # a block that sphinx does not take for an example is none
 
 # Everything in benchmarks/results that this machine can measure, on one revision, and the tables and pictures made of it.
-# A copy without a history is told it: BENCH_REVISION=<hash>. With BENCH_OUTPUT all goes to another folder, and no page is written.
+# A copy without a history is told it: BENCH_REVISION=<hash>, or <hash of src>,<hash of torchops>. With BENCH_OUTPUT all goes to
+# another folder, and no page is written.
 # What fails is named at the end, and the status is 1; the rest is measured all the same.
 RESULTS = $(abspath $(or $(BENCH_OUTPUT),benchmarks/results))
 MACHINE = $$($(1) -c "import torch; from benchmarks import machine as m; print(m.slug(m.describe(torch.device('$(2)'))))")

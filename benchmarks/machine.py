@@ -123,9 +123,10 @@ def _version(package: str) -> str:
 
 
 def _revision(folder: str) -> str:
-    # For sources copied to another machine without their history.
+    # For sources copied to another machine without their history: `<of src>,<of torchops>`, or one for both.
     if known := os.environ.get("BENCH_REVISION"):
-        return known
+        src, _, torchops = known.partition(",")
+        return torchops if torchops and folder == "torchops" else src
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run(

@@ -36,6 +36,8 @@ def test_revisions_of_both_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_revision_of_a_copy_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_REVISION", "abc")
     assert machine.revisions(machine.describe(CPU)) == "revision abc of `src`, abc of `torchops`"
+    monkeypatch.setenv("BENCH_REVISION", "abc,def")
+    assert machine.revisions(machine.describe(CPU)) == "revision abc of `src`, def of `torchops`"
     assert machine.revisions({"revision of src": "abc"}) == "revision abc of `src`"
 
 

@@ -31,9 +31,10 @@ from .triton_square_matmul import _constants, product_into
 
 # Features of x in one kernel, by the bytes of an element.
 WHOLE_ROWS = {2: 128, 4: 64, 8: 32}
-# Each block of rows reads all weights from the L2 cache, so it has as many rows as there are registers for.
+# That for 16 bits is the best of twelve on an H100, with 128 features and 512 hidden ones. All blocks of rows read all
+# weights from the L2 cache.
 TILES = {
-    2: {"BLOCK_M": 128, "CHUNK": 64, "num_warps": 8, "num_stages": 2},
+    2: {"BLOCK_M": 64, "CHUNK": 64, "num_warps": 4, "num_stages": 2},
     4: {"BLOCK_M": 32, "CHUNK": 16, "num_warps": 4, "num_stages": 1},
     8: {"BLOCK_M": 16, "CHUNK": 16, "num_warps": 4, "num_stages": 1},
 }
