@@ -103,7 +103,8 @@ def source(items: Iterable[Report]) -> str:
     used = [item.description for item in items]
     (name,) = {description["machine"] for description in used}
     torch = ", ".join(sorted({description["torch"] for description in used}))
-    found = {key: sorted({d[key] for d in used if key in d}) for key in (REVISION, PYTHON_REVISION)}
+    keys = (REVISION, PYTHON_REVISION)
+    found = {key: sorted({each for d in used if key in d for each in d[key].split(", ")}) for key in keys}
     return f"{name}, torch {torch}, {revisions({key: ', '.join(of) for key, of in found.items()})}."
 
 
