@@ -1,5 +1,5 @@
 # Where there are to be CUDA kernels (CudaDecision.cmake), enables the CUDA language and defines torchops_cuda, which carries
-# what the kernels compile and link with.
+# what the kernels compile and link with, and torchops_kernels, which is that without torch.
 include(CudaDecision)
 if(NOT TORCHOPS_WITH_CUDA)
   return()
@@ -26,12 +26,15 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
 endif()
 message(STATUS "CUDA kernels: on, by ${CMAKE_CUDA_COMPILER} for ${CMAKE_CUDA_ARCHITECTURES}")
 
+add_library(torchops_kernels INTERFACE)
+target_include_directories(torchops_kernels SYSTEM INTERFACE "${TORCHOPS_CUTLASS_DIR}")
+# CUTLASS with device asserts serialises its matrix instructions, so they are off in every build type.
+target_compile_options(torchops_kernels INTERFACE
+  $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>
+  $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TORCHOPS_WERROR}>>:-Werror=all-warnings;-Xcompiler=-Werror>)
+
 # Headers that torch's own include (cuBLAS, cuSPARSE, ...) but a bare compiler lacks come with torch's pip packages.
 file(GLOB _cuda_pip_includes "${TORCHOPS_TORCH_DIR}/../nvidia/*/include")
 add_library(torchops_cuda INTERFACE)
-target_include_directories(torchops_cuda SYSTEM INTERFACE "${TORCHOPS_CUTLASS_DIR}" ${_cuda_pip_includes})
-# CUTLASS with device asserts serialises its matrix instructions, so they are off in every build type.
-target_compile_options(torchops_cuda INTERFACE
-  $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>
-  $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TORCHOPS_WERROR}>>:-Werror=all-warnings;-Xcompiler=-Werror>)
-target_link_libraries(torchops_cuda INTERFACE torchops::libtorch_cuda ${_cudart})
+target_include_directories(torchops_cuda SYSTEM INTERFACE ${_cuda_pip_includes})
+target_link_libraries(torchops_cuda INTERFACE torchops_kernels torchops::libtorch_cuda ${_cudart})

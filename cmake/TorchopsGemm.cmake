@@ -125,7 +125,8 @@ if(TORCHOPS_SM90A)
   endforeach()
   target_include_directories(torchops_gemm PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
   target_compile_features(torchops_gemm PRIVATE cxx_std_20 cuda_std_20)
-  target_link_libraries(torchops_gemm PRIVATE torchops_flags torchops_cuda)
+  # They include nothing of torch, so after an update of torch in place, none of them is compiled again.
+  target_link_libraries(torchops_gemm PRIVATE torchops_kernels)
   set_target_properties(torchops_gemm PROPERTIES
     CUDA_ARCHITECTURES 90a-real
     POSITION_INDEPENDENT_CODE ON

@@ -364,7 +364,8 @@ def test_a_build_other_than_its_name_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not _build_info.cuda_version, reason="not a CUDA build")
 def test_every_cuda_file_is_compiled_for_what_was_asked(tmp_path: Path) -> None:
-    """The GEMM kernels for 9.0a alone, whichever way 9.0 was written."""
+    """The GEMM kernels for 9.0a alone, whichever way 9.0 was written, and without torch, whose updates don't concern
+    them."""
 
     def commands(entries: str) -> dict[str, str]:
         build = (CMAKE, "-S", ROOT, "-B", tmp_path, f"-DPython_EXECUTABLE={sys.executable}", "-DTORCHOPS_CUDA=ON")
@@ -384,3 +385,5 @@ def test_every_cuda_file_is_compiled_for_what_was_asked(tmp_path: Path) -> None:
             found = set(re.findall(r",code=\[?([\w,]+)", command))
             assert {word for item in found for word in item.split(",")} == ({"sm_90a"} if file in gemm else code), file
             assert "-fvisibility=hidden" in command, file
+            for part in ("torch/include", _build_info.torch_version):
+                assert (part in command) == (file not in gemm), (file, part)
