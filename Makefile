@@ -312,6 +312,7 @@ results: committed build $(VENV)/.group-demo
 	@$(MEASURE); here=$(RESULTS)/$(call MACHINE,$(RUN),cpu); mkdir -p $$here; \
 	$(BENCH); \
 	measure $(RUN) -m benchmarks.gates --device cpu --json $$here/gates.json; \
+	measure $(RUN) -m benchmarks.triangle --device cpu --json $$here/triangle.json; \
 	measure $(RUN) -m benchmarks.pair_layer --device cpu --sizes 128 --tasks forward --json $$here/pair_layer.json; \
 	measure $(RUN) -m benchmarks.boltz --device cpu --json $$here/boltz.json; \
 	measure $(RUN) examples/ladder/climb.py --device cpu --output $(RESULTS); \

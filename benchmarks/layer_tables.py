@@ -68,6 +68,13 @@ def _host(document: dict[str, Any]) -> str:
     )
 
 
+def triangle_cpu(machine: str) -> str:
+    """The results of its section `cpu`."""
+    document = read(machine, "triangle")
+    lines = (_triangle_row(result, f"{result['dtype']}, {result['task']}") for result in document["results"])
+    return "\n".join([*_TRIANGLE_HEAD, *lines, "", where(document["machine"]), ""])
+
+
 def triangle_paths(machine: str) -> str:
     """Its results by the kernels that other GPUs have, and in other dtypes."""
     document = read(machine, "triangle-paths")

@@ -295,6 +295,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regimes-h100": partial(regimes, H100, "dense", "(rows, in, out)", ("eager", "compile", "linear")),
     "triangle-h100": partial(layer_tables.triangle, H100),
     "triangle-paths-h100": partial(layer_tables.triangle_paths, H100),
+    "triangle-cpu": partial(layer_tables.triangle_cpu, EPYC),
     "pair-layer-h100": partial(layer_tables.pair_layer, H100),
     "transition-h100": partial(chosen, H100, "(rows, c, hidden)", ("eager", "compile"), _TRANSITION),
     "triangle-attention-h100": partial(attended, H100),

@@ -83,7 +83,7 @@ def lines(section: str) -> Iterator[Line]:
             yield Line(section, n, task=task, path="cublas")
     elif section == "cpu":
         for n, task, dtype in itertools.product((128, 256), (FORWARD, BACKWARD), (torch.float32, torch.bfloat16)):
-            yield Line(section, n, task=task, dtype=dtype)
+            yield Line(section, n, task=task, dtype=dtype, against=(COMPILED,))
 
 
 VIEW = "view, forward and backward"
@@ -244,7 +244,7 @@ def time_line(line: Line, device: torch.device, with_compiled: bool) -> dict[str
         with timing.context(line.task):
             pairs = {name: extra_pair_tensors(way, sets[0], line) for name, way in ways.items()}
         measured = timing.measure(ways, sets, line.task, device, timing.effort(device.type, quick=False))
-    least = bound(line)
+    least = bound(line) if device.type == "cuda" else None
     return (
         line._asdict()
         | {"dtype": str(line.dtype).removeprefix("torch."), "against": None}

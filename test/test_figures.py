@@ -92,6 +92,14 @@ def gain(name: str, task: str, what: str = "seconds") -> float:
     return model(name, task, "torch.compile", what) / model(name, task, "torch.compile + torchops.inductor", what)
 
 
+def entry(operator: str, features: tuple[int, int], training: bool) -> float:
+    """How many times as fast the operator is in the table of the pass, where its result is written to memory."""
+    rows = json.loads((ROOT / "torchops/_inductor/table.json").read_text())["rows"]
+    found = (r for r in rows if (r["operator"], r["n_in"], r["n_out"]) == (operator, *features))
+    (row,) = (r for r in found if (r["dtype"], r["training"], r["fused"]) == ("bfloat16", training, False))
+    return float(row["compiled"] / row["ours"])
+
+
 def sharded(direction: str, task: str) -> list[float]:
     found = document(H100, "triangle_sharded")["results"]
     (result,) = (r for r in found if (r["n"], r["direction"], r["task"]) == (2048, direction, task))
@@ -299,11 +307,12 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "docs/gates.md",
-        "`glu` of 1048576 rows and 256 features, forward: {:.0f}% more; - `dense` of as many rows and 64 features,"
-        " forward: {:.0f}% more; - `gate` in training: up to {:.0f}% more",
+        "`glu` of 1048576 rows and 256 features, forward: {:.0f}% more; - `dense` of 64 features, forward: {:.0f}% more"
+        " with as many rows, {:.0f}% more with 65536; - `gate` in training: up to {:.0f}% more",
         lambda: [
             more("glu", 256, 1048576, FORWARD),
             more("dense", 64, 1048576, FORWARD),
+            more("dense", 64, 65536, FORWARD),
             more("gate", 64, 65536, BACKWARD),
         ],
     ),
@@ -341,6 +350,11 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         lambda: slowdown(
             *(model("gated attention", BACKWARD, way) for way in ("eager", "eager + torchops.nn.replace"))
         ),
+    ),
+    (
+        "docs/existing_models.md",
+        "which has the SwiGLU alone, `glu` is {:.2f} times as fast",
+        lambda: [entry("glu silu", (128, 256), training=True)],
     ),
     (
         "docs/pair_layer.md",
@@ -409,6 +423,11 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         scaled_errors,
     ),
     (
+        "CHANGELOG.md",
+        "{:.1f} times the speed of one H100 with two, for N = 2048, outgoing, forward and backward",
+        lambda: sharded("outgoing", BACKWARD)[2:],
+    ),
+    (
         "docs/distributed.md",
         "| outgoing | forward | {:.2f} ms | {:.2f} ms | {:.2f} times as fast |"
         " | outgoing | forward and backward | {:.1f} ms | {:.1f} ms | {:.2f} times as fast |"
@@ -461,3 +480,31 @@ def test_single_calls() -> None:
     slow = [name for name, times in single.items() if next(iter(times.values())).seconds > queued[name] * 1.01]
     assert len(slow) == len(single) - 1
     assert "forward (8192, 8192, 8192) bfloat16" not in slow
+
+
+def test_models() -> None:
+    """What docs/existing_models.md says of all models."""
+    names = {result["case"] for result in document(H100, "models")["results"]}
+    assert len(names) == 4
+    assert all(gain(name, task) > 1 for name in names for task in (FORWARD, BACKWARD))
+    for what in ("seconds", "peak_bytes"):
+        assert all(
+            model(name, FORWARD, "eager + torchops.nn.replace", what) < model(name, FORWARD, "eager", what)
+            for name in names
+        )
+
+
+def test_exceptions_by_cublas() -> None:
+    """Those that docs/gates.md lists are all in which cuBLAS takes more time than torch.compile, beyond the noise."""
+    results = [r for r in document(H100, "gates-by-cublas")["results"] if r["line"]["compiled"]]
+    longer = [r["line"] for r in results if r["microseconds"]["torchops"] > 1.01 * r["microseconds"]["torch.compile"]]
+    assert {line["op"] for line in longer if line["task"] == BACKWARD} == {"gate"}
+    forward = {(line["op"], *line["shape"]) for line in longer if line["task"] == FORWARD}
+    assert forward == {("glu", 1048576, 256, 256), ("dense", 1048576, 64, 64), ("dense", 65536, 64, 64)}
+
+
+def test_sharded_small() -> None:
+    """For N = 1024, docs/distributed.md says that one GPU was faster."""
+    found = [r["microseconds"] for r in document(H100, "triangle_sharded")["results"] if r["n"] == 1024]
+    assert len(found) == 4
+    assert all(time["one"] < time["rows"] for time in found)

@@ -5,8 +5,8 @@ eager after torchops.nn.replace.
 
 It compares the outputs and gradients of all four, and then times them on the same model and input, interleaved. It
 writes `models.json` and `models.md` into `benchmarks/results/<machine>/`. With `--quick`, and on a machine without a
-GPU, it runs smaller sizes and only prints the results. On a GPU, all models are compiled at the same time, each in its
-own process, and measured one after the other.
+GPU, it runs smaller sizes and only prints the results. On a GPU, calls are queued one behind the other. All models are
+compiled at the same time there, each in its own process, and measured one after the other.
 
     python examples/models/measure.py --table models.json
 
