@@ -70,7 +70,7 @@ def test_rows_tell_warm_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
         "| `dense`, forward",
         "| `dense`, overhead",
     ]
-    assert "| `dense` forward (1, 2, 3) float32, warm | eager | 0.50 |" in render.behind("M")
+    assert "| `dense` forward (1, 2, 3) float32, warm | eager 0.50 |" in render.behind("M")
     assert "M, torch 2, revision abc of `src`." in render.ratios("M")
 
 

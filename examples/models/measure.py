@@ -250,24 +250,20 @@ def _timed(call: Callable[[], object], device: torch.device) -> Callable[[], flo
 
 def to_markdown(document: dict[str, Any]) -> str:
     results = [Result(**result) for result in document["results"]]
-    about = "; ".join(
-        document[name] if name == "machine" else f"{name} {document[name]}"
-        for name in ("machine", "torch", "torchops", "revision of src")
-    )
     lines = [
-        f"{about}. Command: `{document['command']}`. {document['dtype']}; median time of {document['rounds']}",
-        "calls, interleaved and queued one behind the other, and the most memory that a call takes on top of its",
-        "parameters and input.",
+        f"{document['machine']}, torch {document['torch']}, {machine.revisions(document)}.",
+        f"Command: `{document['command']}`. {document['dtype']}; median time of {document['rounds']} calls,",
+        "interleaved and queued one behind the other, and the most memory that a call takes on top of its parameters",
+        "and input. In brackets is how many gates the pass has rewritten.",
         "",
-        f"| model, input | call | {EAGER} | {COMPILED} | {OURS} | gates | {REPLACED} |",
-        "|---" * 7 + "|",
+        f"| model, input | call | {EAGER} | {COMPILED} | {OURS} | {REPLACED} |",
+        "|---" * 6 + "|",
     ]
     for start in range(0, len(results), 4):
         row = results[start : start + 4]
         cells = [f"{r.seconds * 1e3:.2f} ms" + f", {r.peak_bytes / 2**20:.0f} MiB" * (r.peak_bytes > 0) for r in row]
-        gates = f"{row[2].matches} of {row[2].matches + len(row[2].left)}"
+        cells[2] += f" ({row[2].matches} of {row[2].matches + len(row[2].left)})"
         shape = " x ".join(map(str, row[0].shapes[0]))
-        cells.insert(3, gates)
         lines.append(f"| {row[0].case}, {shape} | {row[0].what} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
