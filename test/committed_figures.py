@@ -1,0 +1,211 @@
+"""Figures of the committed results in benchmarks/results, as prose quotes them (test_figures.py)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from allreduce_bench import model as cost_model
+
+from benchmarks import render
+from benchmarks.render import EPYC, H100, RESULTS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def document(machine: str, file: str) -> Any:
+    return json.loads((RESULTS / machine / f"{file}.json").read_text())
+
+
+def case(machine: str, op: str, name: str, regime: str = "") -> dict[str, Any]:
+    """The times in seconds and the ratios of one case of `python -m benchmarks run`, by contender."""
+    (result,) = (r for r in render.reports(machine, regime)[op].results if r.case.name == name)
+    return {"ours": result.timings[result.first], **result.timings}
+
+
+def times(scale: float, op: str, name: str, *ways: str) -> list[float]:
+    found = case(H100, op, name)
+    return [found[way].seconds * scale for way in ways]
+
+
+def ratios(machine: str, op: str, task: str, way: str) -> list[float]:
+    results = (r for r in render.reports(machine)[op].results if r.case.task == task)
+    return [r.timings[way].ratio for r in results if way in r.timings]
+
+
+def gates(file: str, op: str, shape: list[int], task: str, dtype: str = "bfloat16") -> dict[str, Any]:
+    found = (r for r in document(H100, file)["results"] if r["line"]["op"] == op and r["line"]["shape"] == shape)
+    (result,) = (r for r in found if (r["line"]["task"], r["line"]["dtype"]) == (task, dtype))
+    return {**result["microseconds"], "MiB": {way: size / 2**20 for way, size in result["peak_bytes"].items()}}
+
+
+def triangle(*ways: str) -> list[float]:
+    found = (r for r in document(H100, "triangle")["results"] if r["section"] == "forward")
+    (result,) = (r for r in found if (r["n"], r["task"]) == (1024, FORWARD))
+    return [result["microseconds"][way] / 1e3 for way in ways]
+
+
+def wide_triangle(dtype: str, task: str) -> float:
+    """By how many percent more time it takes than torch.compile, without TF32."""
+    found = (r for r in document(H100, "triangle-paths")["results"] if r["section"] == "dtypes" and not r["tf32"])
+    (time,) = (r["microseconds"] for r in found if (r["dtype"], r["task"]) == (dtype, task))
+    return (time["torchops"] / time["channels first, torch.compile"] - 1) * 100
+
+
+def stage(kernel: str) -> float:
+    found = document(H100, "stages")["microseconds"]["kernels, forward"]
+    return sum(time for name, time in found.items() if kernel in name) / 1e3
+
+
+def released(task: str, scale: float, what: str, n: int = 768, precision: str = "bf16-mixed") -> list[float]:
+    found = document(H100, "boltz")["results"]
+    (result,) = (r for r in found if (r["n"], r["task"], r["precision"]) == (n, task, precision))
+    return [result[when][what] / scale for when in ("before", "after")]
+
+
+def slowdown(before: float, after: float) -> list[float]:
+    """In percent."""
+    return [(after / before - 1) * 100]
+
+
+def model(name: str, task: str, way: str, what: str = "seconds") -> float:
+    (result,) = (
+        r for r in document(H100, "models")["results"] if (r["case"], r["what"], r["contender"]) == (name, task, way)
+    )
+    return float(result[what])
+
+
+def gain(name: str, task: str, what: str = "seconds") -> float:
+    """Of the pass, compared with the compiled model without it."""
+    return model(name, task, "torch.compile", what) / model(name, task, "torch.compile + torchops.inductor", what)
+
+
+def entry(operator: str, features: tuple[int, int], training: bool) -> float:
+    """How many times as fast the operator is in the table of the pass, where its result is written to memory."""
+    rows = json.loads((ROOT / "torchops/_inductor/table.json").read_text())["rows"]
+    found = (r for r in rows if (r["operator"], r["n_in"], r["n_out"]) == (operator, *features))
+    (row,) = (r for r in found if (r["dtype"], r["training"], r["fused"]) == ("bfloat16", training, False))
+    return float(row["compiled"] / row["ours"])
+
+
+def sharded(direction: str, task: str) -> list[float]:
+    found = document(H100, "triangle_sharded")["results"]
+    (result,) = (r for r in found if (r["n"], r["direction"], r["task"]) == (2048, direction, task))
+    rows, one = (result["microseconds"][way] / 1e3 for way in ("rows", "one"))
+    return [rows, one, one / rows]
+
+
+def with_memory(n: int, task: str) -> list[float]:
+    found = document("nvidia-h200", "pair_layer_sharded")["rows"]
+    result = next(r for r in found if (r["n"], r["task"]) == (n, task))
+    return [x for way in ("rows", "one") for x in (result["microseconds"][way] / 1e3, result["MiB"][way] / 1024)]
+
+
+def scaled_errors() -> list[float]:
+    (result,) = (r for r in document(H100, "eight_bits")["results"] if r["shape"] == [8192, 8192, 8192])
+    return list(result["relative errors"]["per tensor"].values())
+
+
+def scaled() -> list[float]:
+    """By how many percent less time `dense_scaled` takes than `_scaled_mm` and `sigmoid_`, in all cases."""
+    times = [t for r in document(H100, "eight_bits")["results"] for t in r["microseconds"].values()]
+    less = [(1 - t["`dense_scaled`"] / t["`_scaled_mm`, then `sigmoid_`"]) * 100 for t in times]
+    return [min(less), max(less)]
+
+
+def fast_accumulation() -> list[float]:
+    """By how many percent less time `use_fast_accum=True` takes with scales per row, in the two largest cases."""
+    times = [r["microseconds"]["per row"] for r in document(H100, "eight_bits")["results"][:2]]
+    less = [(1 - t["with `use_fast_accum=True`"] / t["`dense_scaled`"]) * 100 for t in times]
+    return [min(less), max(less)]
+
+
+def bandwidth_of_ring(way: str, machine: str = "nvidia-h200") -> float:
+    """As a share of the library's, of the largest message."""
+    seconds = document(machine, "allreduce")["rows"][-1]["seconds"]
+    return float(seconds["library"] / seconds[way])
+
+
+def distance_of_model() -> float:
+    """By how many percent the formula differs from the ring at most, on the CPU."""
+    found = document(EPYC, "allreduce")
+    predict = cost_model(found)
+    return max(abs(predict(row["bytes"]) / row["seconds"]["ring"] - 1) for row in found["rows"]) * 100
+
+
+def data_parallel() -> list[float]:
+    single, half = document("nvidia-h200", "pair_layer_sharded")["data parallel"]
+    return [single["fully_shard"]["all"] * 1e7, half["fully_shard"]["all"] * 1e3, half["one by one"]["all"] * 1e3]
+
+
+FORWARD, BACKWARD = "forward", "forward and backward"
+GATE, DEEP = [1048576, 128, 128], [8192, 4096, 11008]
+PACKED = "torch.compile, packed"
+ROWS = "forward and backward (65536, 4096) bfloat16"
+
+
+def kept() -> list[float]:
+    memory = gates("gates", "swiglu", DEEP, BACKWARD)["MiB"]
+    return [memory[way] for way in ("torchops", "torch.compile", "eager")]
+
+
+def portable() -> list[float]:
+    fused, path = (gates(file, "gate", GATE, FORWARD) for file in ("gates", "gates-portable"))
+    training = gates("gates-portable", "gate", GATE, BACKWARD)
+    forward = [path["torchops"], fused["torchops"], path["torch.compile"]]
+    return [*forward, training["torchops"], training["torch.compile"]]
+
+
+def more(op: str, features: int, rows: int, task: str, against: str = "torch.compile") -> float:
+    """By how many percent more time the path of cuBLAS takes."""
+    found = gates("gates-by-cublas", op, [rows, features, features], task)
+    return (found["torchops"] / found[against] - 1) * 100
+
+
+def exact(op: str, task: str, against: str = "torch.compile") -> float:
+    """By how many percent more time float32 takes without TF32."""
+    found = gates("gates", op, [262144, 128, 128], task, "float32")
+    return (found["torchops"] / found[against] - 1) * 100
+
+
+def longest() -> float:
+    """By how many percent more time any call of the table takes than with torch.compile, packed or not."""
+    times = [r["microseconds"] for r in document(H100, "gates")["results"] if r["line"]["compiled"]]
+    found = [time["torchops"] / time[way] for time in times for way in ("torch.compile", PACKED) if way in time]
+    return (max(found) - 1) * 100
+
+
+def swiglu() -> list[float]:
+    """Milliseconds and MiB of ours, and of torch.compile."""
+    found = gates("gates", "swiglu", DEEP, BACKWARD)
+    return [figure for way in ("torchops", "torch.compile") for figure in (found[way] / 1e3, found["MiB"][way])]
+
+
+def without(op: str, name: str, regime: str = "") -> float:
+    """By how many percent less time the linear layer alone takes."""
+    return (1 - case(H100, op, name, regime)["linear"].ratio) * 100
+
+
+def hot() -> list[float]:
+    """In percent, for 4096 and 8192 rows and features: how much longer dense takes on a hot chip, and how much less
+    time the linear layer alone takes there and in queued calls."""
+    names = [f"forward ({n}, {n}, {n}) bfloat16" for n in (4096, 8192)]
+    seconds = [[case(H100, "dense", name, regime)["ours"].seconds for regime in ("", "hot")] for name in names]
+    alone = [without("dense", name, regime) for regime in ("hot", "") for name in names]
+    return [(after / before - 1) * 100 for before, after in seconds] + alone
+
+
+def on_a_cpu() -> list[float]:
+    """Of eager mode: by how many percent dense gains in the median, and the least and the greatest times of others."""
+    gated = [r for op in ("gate", "glu") for r in ratios(EPYC, op, FORWARD, "eager")]
+    norms = [
+        r.timings["eager"].ratio
+        for r in render.reports(EPYC)["layer_norm_"].results
+        if r.case.task == FORWARD and r.cold
+    ]
+    median = statistics.median(ratios(EPYC, "dense", FORWARD, "eager"))
+    return [(median - 1) * 100, min(gated), max(gated), min(norms), max(norms)]
