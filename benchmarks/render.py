@@ -166,11 +166,10 @@ def _spread(values: list[float], one: str, several: str) -> str:
 
 def behind(machine: str) -> str:
     """Every case in which other ways are faster than ours by more than the noise, the least time over ours first."""
-    found = []
+    found, no_other = [], {*OURS, *BOUNDS, "compile-ours"}
     for op, item in reports(machine).items():
         for result in item.results:
-            ours = (*OURS, "compile-ours")
-            others = [(t.ratio, name) for name, t in result.timings.items() if name not in (*ours, *BOUNDS)]
+            others = [(t.ratio, name) for name, t in result.timings.items() if name not in no_other]
             faster = sorted(other for other in others if other[0] < 1 - report.NOISE)
             if result.first in OURS and faster:
                 found.append((faster, f"`{op}` {result.case.name}{_warm(result)}"))
