@@ -252,6 +252,17 @@ def test_autocast(train: bool) -> None:
     assert node.meta["val"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (2, 5, 7)])
+def test_strides_of_gradients(shape: tuple[int, ...]) -> None:
+    """Those of a weight (in, out) are those of the product that computes them."""
+    x, w, b = (argument.requires_grad_() for argument in in_out(*shape)())
+    backend = Backend()
+    y = torch.compile(lambda x, w, b: torch.sigmoid(x @ w + b), backend=backend, fullgraph=True)(x, w, b)
+    gradients = torch.autograd.grad(y.sum(), (x, w, b))
+    assert backend.count(DENSE) == 1
+    assert [g.stride() for g in gradients] == [t.stride() for t in (x, w, b)]
+
+
 def test_checkpointing() -> None:
     """What a checkpoint recomputes is recomputed by dense, and not kept."""
 

@@ -116,6 +116,26 @@ def test_rows_that_overlap(which: int, n: int, device: str) -> None:
     check((*(t.requires_grad_() for t in args), None))
 
 
+# In torch.empty_like() of these, features are not adjacent, though they are here.
+STRIDES = {
+    "rows overlap": lambda device: torch.randn(1, 2, 5, 10, device=device).unfold(-1, 8, 1).permute(0, 3, 1, 2, 4),
+    "heads overlap": lambda device: torch.randn(1, 3, 5, 9, device=device).unfold(-1, 8, 1).transpose(2, 3),
+    "of a stride of 1": lambda device: torch.randn(24, device=device).as_strided((1, 3, 1, 5, 8), (24, 8, 1, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("strides", STRIDES)
+def test_strides_that_empty_like_does_not_keep(strides: str, which: int, device: str) -> None:
+    strided = STRIDES[strides](device)
+    args: list[Any] = [torch.randn(strided.shape, device=device) for _ in range(3)]
+    args[which] = strided
+    batch, _, heads, n, _ = strided.shape
+    args.append(torch.randn(batch, 1, heads, n, n, device=device))
+    check((*(t.requires_grad_() for t in args), None))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_float32_bias(device: str) -> None:
     q, k, v, bias, mask = arguments(12, dtype=torch.bfloat16, device=device, masked=True, requires_grad=True)

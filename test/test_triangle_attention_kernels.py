@@ -17,12 +17,16 @@ INTERPRETED = """
 import torch
 from torchops import _attention_panels as panels, _attention_triton as kernels
 
+# In torch.empty_like() of these, features are not adjacent, though they are here.
+OVERLAP, ONE = (400, 200, 100, 1, 1), (24, 8, 1, 0, 1)
+
 torch.manual_seed(0)
-for n, d, masked, overlap in ((70, 16, True, False), (40, 24, False, False), (5, 16, False, True)):
-    q, k, v, grad = (torch.randn(1, 2, 2, n, d) for _ in range(4))
-    if overlap:
-        q, k, v = (torch.randn(1, 2, 2, n + d - 1).unfold(-1, d, 1) for _ in range(3))
-    bias = torch.randn(1, n, n, 2).movedim(-1, 1).unsqueeze(1)
+for n, d, masked, strides in ((70, 16, True, None), (40, 24, False, None), (5, 16, False, OVERLAP), (5, 8, False, ONE)):
+    h = 1 if strides is ONE else 2
+    q, k, v, grad = (torch.randn(1, 2, h, n, d) for _ in range(4))
+    if strides:
+        q, k, v = (torch.randn(1000).as_strided(q.shape, strides) for _ in range(3))
+    bias = torch.randn(1, n, n, h).movedim(-1, 1).unsqueeze(1)
     mask = None
     if masked:
         mask = torch.rand(1, 2, 1, 1, n) > 0.3
@@ -53,9 +57,9 @@ assert [launch.options["BLOCK_K"] for launch in programs] == [16, 16]
 @needs_triton
 def test_kernels_of_little_shared_memory() -> None:
     """Gradients of large heads in float32 have smaller tiles there."""
-    sizes = "((70, 16, True, False), (40, 24, False, False), (5, 16, False, True))"
+    sizes = "((70, 16, True, None), (40, 24, False, None), (5, 16, False, OVERLAP), (5, 8, False, ONE))"
     assert sizes in INTERPRETED
-    program = INTERPRETED.replace(sizes, "((40, 100, True, False),)")
+    program = INTERPRETED.replace(sizes, "((40, 100, True, None),)")
     done = interpreted(program.replace("\ntorch.manual_seed", f"\n{LITTLE_SHARED_MEMORY}\ntorch.manual_seed"))
     assert done.returncode == 0, done.stderr
 

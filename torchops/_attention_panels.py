@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["accumulator", "backward", "forward", "written_out", "written_out_gradients"]
+__all__ = ["accumulator", "backward", "features_adjacent", "forward", "written_out", "written_out_gradients"]
 
 _PANEL_BYTES = 8 << 20
 
@@ -104,10 +104,19 @@ def _panels(batch: int, count: int, row_bytes: int) -> Iterator[tuple[int, slice
             yield b, slice(first, min(first + size, count))
 
 
+def features_adjacent(t: Tensor) -> bool:
+    """Whether features are adjacent in memory, and in ``torch.empty_like(t)``, too, where kernels write theirs. That
+    has dimensions in the order of their strides, which strides of 0, or 1 in another dimension, make ambiguous."""
+    if t.stride(-1) != 1:
+        return False
+    others = zip(t.stride()[:-1], t.shape[:-1], strict=True)
+    return all(stride >= t.shape[-1] > 1 for stride, _ in others) or torch.empty_like(t, device="meta").stride(-1) == 1
+
+
 def _with_rows(t: Tensor) -> Tensor:
     """Adjacent elements in rows that don't overlap: from others, ATen's kernel computes values that mean nothing."""
     apart = t.shape[-2] == 1 or t.stride(-2) == 0 or t.stride(-2) >= t.shape[-1]
-    return t if t.stride(-1) == 1 and apart else t.contiguous()
+    return t if apart and features_adjacent(t) else t.contiguous()
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> Tensor:

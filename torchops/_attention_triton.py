@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchops import _attention_kernels as kernels
+from torchops._attention_panels import features_adjacent
 from torchops._info import allows_tf32
 from torchops._triton_launch import Launch, noting
 
@@ -125,16 +126,11 @@ def _blocks(n: int, size: int) -> int:
 
 
 def _is_readable(t: Tensor) -> bool:
-    """Whether features are contiguous, and still are in ``torch.empty_like(t)``. That takes the dimension with the
-    smallest stride as the innermost one, and of two with stride 1 (overlapping rows) the shorter one."""
-    if t.shape[-1] == 1:
-        return True
-    return t.stride(-1) == 1 and all(
-        stride != 1 or size == 1 for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True)
-    )
+    return t.shape[-1] == 1 or features_adjacent(t)
 
 
 def _readable(t: Tensor) -> Tensor:
+    """With adjacent features; all other strides are arbitrary."""
     return t if _is_readable(t) else t.contiguous()
 
 

@@ -31,7 +31,6 @@ from .expressions import (
 )
 from .graph import (
     PARTS,
-    VIEWS,
     Refusal,
     as_rows,
     aten,
@@ -374,8 +373,8 @@ def replace_sinks(sinks: Sinks, dx: fx.Node | None, dw: fx.Node, db: fx.Node) ->
         if is_in_out:
             with node.graph.inserting_before(node):
                 dw = emit(node, aten.permute.default, dw, [1, 0])
-                if any(is_call(user, VIEWS) for user in node.users):  # of the strides of the product
-                    dw = emit(node, aten.clone.default, dw, memory_format=torch.contiguous_format)
+                # The strides of the product: they are those of a gradient that is returned, and views need them.
+                dw = emit(node, aten.clone.default, dw, memory_format=torch.contiguous_format)
         _replace(node, dw, [])
     for node in sinks.db:
         _replace(node, db, list(known(node).shape))
