@@ -308,7 +308,7 @@ committed:
 	@[ -n "$$BENCH_REVISION" ] || git diff --quiet HEAD -- src torchops || { echo "commit first: results name the revisions of src and torchops"; exit 1; }
 
 results: BENCH_FLAGS := --device cpu
-results: committed build $(VENV)/.group-demo
+results: committed build $(VENV)/.group-demo $(VENV)/.adapters
 	@$(MEASURE); here=$(RESULTS)/$(call MACHINE,$(RUN),cpu); mkdir -p $$here; \
 	$(BENCH); \
 	measure $(RUN) -m benchmarks.gates --device cpu --json $$here/gates.json; \

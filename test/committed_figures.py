@@ -49,6 +49,13 @@ def triangle(*ways: str) -> list[float]:
     return [result["microseconds"][way] / 1e3 for way in ways]
 
 
+def triangle_on_a_cpu(way: str, n: int | None = None, what: str = "microseconds") -> list[float]:
+    """The least and the greatest time, or memory, of another way over ours."""
+    found = [r[what] for r in document(EPYC, "triangle")["results"] if n in (None, r["n"])]
+    over = [values[way] / values["torchops"] for values in found]
+    return [min(over), max(over)]
+
+
 def wide_triangle(dtype: str, task: str) -> float:
     """By how many percent more time it takes than torch.compile, without TF32."""
     found = (r for r in document(H100, "triangle-paths")["results"] if r["section"] == "dtypes" and not r["tf32"])

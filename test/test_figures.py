@@ -43,6 +43,7 @@ from committed_figures import (
     swiglu,
     times,
     triangle,
+    triangle_on_a_cpu,
     wide_triangle,
     with_memory,
     without,
@@ -195,6 +196,12 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         lambda: [-more for more in slowdown(*released("training", 1, "ms", 768, "float32"))],
     ),
     (
+        "docs/triangle_update.md",
+        "the operator is {:.1f} to {:.1f} times as fast as eager mode. For N = 256, it is {:.1f} to {:.1f} times as fast"
+        " as `torch.compile`",
+        lambda: [*triangle_on_a_cpu("as written"), *triangle_on_a_cpu("channels first, torch.compile", 256)],
+    ),
+    (
         "docs/eight_bits.md",
         "`dense_scaled` takes {:.0f} to {:.0f}% less time than `_scaled_mm` and `sigmoid_`",
         scaled,
@@ -341,3 +348,9 @@ def test_sharded_small() -> None:
     found = [r["microseconds"] for r in document(H100, "triangle_sharded")["results"] if r["n"] == 1024]
     assert len(found) == 4
     assert all(time["one"] < time["rows"] for time in found)
+
+
+def test_triangle_on_a_cpu() -> None:
+    """For N = 256, docs/triangle_update.md says that torch.compile takes more than twice the memory."""
+    least, _ = triangle_on_a_cpu("channels first, torch.compile", 256, "pair tensors")
+    assert least > 2
