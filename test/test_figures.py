@@ -197,8 +197,8 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "docs/triangle_update.md",
-        "the operator is {:.1f} to {:.1f} times as fast as eager mode. For N = 256, it is {:.1f} to {:.1f} times as fast"
-        " as `torch.compile`",
+        "the operator is {:.1f} to {:.1f} times as fast as eager mode. For N = 256, it is {:.1f} to {:.1f} times as"
+        " fast as `torch.compile`",
         lambda: [*triangle_on_a_cpu("as written"), *triangle_on_a_cpu("channels first, torch.compile", 256)],
     ),
     (
