@@ -38,6 +38,7 @@ PAGES = tuple(
         "ladder",
         "pair_layer",
         "ptx",
+        "ring_allreduce",
         "triangle_attention",
         "triangle_update",
         "triangle_update_stages",
@@ -286,7 +287,19 @@ _CPU = [
     ("layer_norm_", "forward (4096, 4096) float32"),
 ]
 _CONTENDERS = (gates.OURS, gates.COMPILED, gates.PACKED, gates.TRITON)
+
+
+def all_reduces() -> str:
+    """Results of `examples/train_ddp.py --bench` on every machine; the example makes their tables."""
+    if (folder := str(ROOT / "examples")) not in sys.path:
+        sys.path.append(folder)
+    bench = importlib.import_module("allreduce_bench")
+    paths = sorted(RESULTS.glob("*/allreduce.json"))
+    return "\n".join(bench.report(json.loads(path.read_text())) for path in paths)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "all-reduces": all_reduces,
     "dense-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "compile-max", "linear"), _DENSE),
     "gates-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "packed product"), _GATES),
     "in-place-h100": partial(chosen, H100, "in place", ("eager", "out-of-place"), _IN_PLACE),
