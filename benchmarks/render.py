@@ -230,6 +230,15 @@ def attended(machine: str) -> str:
     return triangle_attention.to_markdown(read(machine, "triangle_attention"))
 
 
+def all_reduces() -> str:
+    """Results of `examples/train_ddp.py --bench` on every machine; the example makes their tables."""
+    if (folder := str(ROOT / "examples")) not in sys.path:
+        sys.path.append(folder)
+    bench = importlib.import_module("allreduce_bench")
+    machines = sorted(path.parent.name for path in RESULTS.glob("*/allreduce.json"))
+    return "\n".join(bench.report(read(machine, "allreduce")) for machine in machines)
+
+
 def models(machine: str) -> str:
     """Results of `examples/models/measure.py`, which writes its own Markdown."""
     _, body = (RESULTS / machine / "models.md").read_text().split("\n\n", 1)
@@ -287,16 +296,6 @@ _CPU = [
     ("layer_norm_", "forward (4096, 4096) float32"),
 ]
 _CONTENDERS = (gates.OURS, gates.COMPILED, gates.PACKED, gates.TRITON)
-
-
-def all_reduces() -> str:
-    """Results of `examples/train_ddp.py --bench` on every machine; the example makes their tables."""
-    if (folder := str(ROOT / "examples")) not in sys.path:
-        sys.path.append(folder)
-    bench = importlib.import_module("allreduce_bench")
-    paths = sorted(RESULTS.glob("*/allreduce.json"))
-    return "\n".join(bench.report(json.loads(path.read_text())) for path in paths)
-
 
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduces": all_reduces,

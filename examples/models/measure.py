@@ -42,7 +42,7 @@ import torchops
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import machine  # noqa: E402
+from benchmarks import machine, memory  # noqa: E402
 
 EAGER, COMPILED, OURS = "eager", "torch.compile", "torch.compile + torchops.inductor"
 REPLACED = "eager + torchops.nn.replace"
@@ -152,15 +152,12 @@ class Contenders:
 
     def _peak(self, contender: Callable[..., Tensor]) -> int:
         """The peak of a GPU's memory above the level before the call."""
-        if self.device.type == "cpu":
-            return 0
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.call(contender)
-        peak = torch.cuda.max_memory_allocated() - before
-        self.forget()
-        return peak
+
+        def call() -> None:
+            self.call(contender)
+            self.forget()
+
+        return memory.peak_of(call, self.device) if self.device.type == "cuda" else 0
 
     def forget(self) -> None:
         for x in self.inputs:
