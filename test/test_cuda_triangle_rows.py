@@ -88,6 +88,7 @@ def mask_and_scale(kind: str | None, dtype: torch.dtype, *shape: int) -> tuple[T
         (128, [64, 64], 128, 128, False, None, False, 0),
         (77, [1, 40, 36], 128, 64, True, "bool", True, 0),
         (200, [64, 128, 8], 64, 128, True, "float", False, 64),
+        (200, [150, 50], 64, 64, False, None, False, 48),  # rows begin at multiples of 128 bytes
         (65, [65], 40, 24, True, "float32", True, 16),
         (3, [2, 1], 8, 8, False, "bool", False, 0),
         (1000, [7, 993], 128, 128, True, None, True, 24),

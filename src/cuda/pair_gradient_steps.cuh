@@ -36,49 +36,63 @@ struct FoldedLayers {
   int64_t batch, batch_stride;
 };
 
-constexpr int kUnfoldColumns = 8, kUnfoldRows = 32;
+constexpr int kUnfoldColumns = 8, kUnfoldRows = 128;
 
 /// A block has some columns of one of the norms (blockIdx.y), and all rows of each layer that reads it. Gradients whose
-/// pointers are null are not written.
+/// pointers are null are not written. There are so few blocks that only latency counts: a thread first reads what it
+/// needs of all layers, and then writes.
 template <class T, int count>
 __global__ void __launch_bounds__(kUnfoldColumns* kUnfoldRows) unfold_norms_kernel(const FoldedLayers<T, count> all) {
   const int column = static_cast<int>(blockIdx.x) * kUnfoldColumns + threadIdx.x, of = blockIdx.y;
   const auto& norm = all.norms[of];
-  float dgamma = 0, dbeta = 0;
+  const auto has = [&](const FoldedLayer<T>& layer, int row) {
+    return layer.norm == of && column < layer.columns && row < layer.rows;
+  };
+  const int columns = all.layers[of == 0 ? 1 : 0].columns;
+  const float gamma = norm.weight == nullptr || column >= columns ? 1.f : static_cast<float>(norm.weight[column]);
+  const float beta = norm.bias == nullptr || column >= columns ? 0.f : static_cast<float>(norm.bias[column]);
+  float2 of_norm = make_float2(0.f, 0.f);
+  int most_rows = 0;
 #pragma unroll
-  for (int i = 0; i < count; ++i) {
-    const FoldedLayer<T>& layer = all.layers[i];
-    if (layer.norm != of || column >= layer.columns) continue;
-    const float gamma = norm.weight == nullptr ? 1.f : static_cast<float>(norm.weight[column]);
-    const float beta = norm.bias == nullptr ? 0.f : static_cast<float>(norm.bias[column]);
-    for (int row = threadIdx.y; row < layer.rows; row += kUnfoldRows) {
-      float m = 0, db = 0;
+  for (int i = 0; i < count; ++i) most_rows = max(most_rows, all.layers[i].rows);
+  for (int row = threadIdx.y; row < most_rows; row += kUnfoldRows) {
+    float m[count] = {}, db[count] = {}, w[count] = {};
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const FoldedLayer<T>& layer = all.layers[i];
+      if (!has(layer, row)) continue;
+      w[i] = static_cast<float>(layer.weight[row * layer.row_stride + column]);
       for (int64_t element = 0; element < all.batch; ++element) {
         const float* const sums = all.sums + element * all.batch_stride + layer.offset;
-        m += sums[int64_t{row} * layer.columns + column];
-        db += sums[int64_t{layer.rows} * layer.columns + row];
+        m[i] += sums[int64_t{row} * layer.columns + column];
+        db[i] += sums[int64_t{layer.rows} * layer.columns + row];
       }
-      const auto w = static_cast<float>(layer.weight[row * layer.row_stride + column]);
-      dgamma = fmaf(w, m, dgamma);
-      dbeta = fmaf(w, db, dbeta);
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const FoldedLayer<T>& layer = all.layers[i];
+      if (!has(layer, row)) continue;
+      of_norm.x = fmaf(w[i], m[i], of_norm.x);
+      of_norm.y = fmaf(w[i], db[i], of_norm.y);
       if (layer.dweight != nullptr) {
-        layer.dweight[int64_t{row} * layer.columns + column] = static_cast<T>(fmaf(m, gamma, db * beta));
+        layer.dweight[int64_t{row} * layer.columns + column] = static_cast<T>(fmaf(m[i], gamma, db[i] * beta));
       }
-      if (column == 0 && layer.dbias != nullptr) layer.dbias[row] = static_cast<T>(db);
+      if (column == 0 && layer.dbias != nullptr) layer.dbias[row] = static_cast<T>(db[i]);
     }
   }
   __shared__ float2 shared[kUnfoldRows][kUnfoldColumns];
-  shared[threadIdx.y][threadIdx.x] = make_float2(dgamma, dbeta);
-  __syncthreads();
-  if (threadIdx.y != 0) return;
-  for (int row = 1; row < kUnfoldRows; ++row) {
-    dgamma += shared[row][threadIdx.x].x;
-    dbeta += shared[row][threadIdx.x].y;
+  shared[threadIdx.y][threadIdx.x] = of_norm;
+  for (int distance = kUnfoldRows / 2; distance > 0; distance /= 2) {
+    __syncthreads();
+    if (threadIdx.y >= distance) continue;
+    const float2 other = shared[threadIdx.y + distance][threadIdx.x];
+    shared[threadIdx.y][threadIdx.x].x += other.x;
+    shared[threadIdx.y][threadIdx.x].y += other.y;
   }
-  const int columns = all.layers[of == 0 ? 1 : 0].columns;
-  if (column >= columns) return;
-  if (norm.dweight != nullptr) norm.dweight[column] = static_cast<T>(dgamma);
-  if (norm.dbias != nullptr) norm.dbias[column] = static_cast<T>(dbeta);
+  if (threadIdx.y != 0 || column >= columns) return;
+  const float2 sum = shared[0][threadIdx.x];
+  if (norm.dweight != nullptr) norm.dweight[column] = static_cast<T>(sum.x);
+  if (norm.dbias != nullptr) norm.dbias[column] = static_cast<T>(sum.y);
 }
 
 template <class T>

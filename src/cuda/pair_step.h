@@ -63,8 +63,10 @@ struct Step {
     return {weight.value_or(gemm::Operand{}), vector(t.bias(layer))};
   }
   /// The input step: from x and the mask, or none, to a, times `scale`, and b, whose channels may be another distance
-  /// apart.
-  void set_input(const TriangleUpdate& t, const Tensor& mask, const Tensor& a, const Tensor& b, double scale) {
+  /// apart. `owns_gaps` is that of the problem.
+  void set_input(const TriangleUpdate& t, const Tensor& mask, const Tensor& a, const Tensor& b, double scale,
+                 bool owns_gaps) {
+    problem.owns_gaps = owns_gaps;
     problem.value[0] = layer(t, detail::kPA);
     problem.value[1] = layer(t, detail::kPB);
     problem.gate[0] = layer(t, detail::kGA);

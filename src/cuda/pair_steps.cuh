@@ -65,7 +65,7 @@ class PairSteps {
   bool have_kernels() const { return case_ || sm80_; }
   bool have_gradient_kernels() const { return case_.has_value(); }
   /// From x (N, N, c) and the mask (N, N), or none, both in the direction of the update: a and b, with
-  /// zeros in their padded columns.
+  /// zeros in their padded columns, and perhaps in the memory between these and the next row.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
   /// From the product o and x (N, N, c): `out` = the update, plus `residual` if it is defined. `residual` is x; or,
   /// with up to 128 features and channels, a float32 tensor, in which case `out` is float32 too and may be `residual`.
@@ -125,7 +125,7 @@ inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at:
   if (!have_kernels()) return false;
   pair_steps::Step step(t_, x);
   gemm::PairProblem& p = step.problem;
-  step.set_input(t_, mask, a, b, scale);
+  step.set_input(t_, mask, a, b, scale, /*owns_gaps=*/true);
   if (!step.fits || a.stride(0) != b.stride(0)) return false;
   if (pair_steps::is_wide(p)) return wide_in(p, a);
   if (case_ && gemm::run_chosen<gemm::TriangleIn>(p, *case_, a)) return true;

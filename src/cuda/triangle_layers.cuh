@@ -32,7 +32,8 @@ inline constexpr detail::TriangleBackend kTriangleBackend{
 /// What all panels of a call share. A panel consists of whole rows of the pair matrix; its rows are positions.
 class TriangleLayers : public detail::TriangleLayout {
  public:
-  enum class Pass { kForward, kBackward };
+  /// Forward passes keep the products for a backward pass, or not.
+  enum class Pass { kForward, kForwardOnly, kBackward };
   TriangleLayers(const detail::TriangleUpdate& t, Pass pass) : TriangleLayers(t, pass, PairSteps(t)) {}
 
   const PairSteps& steps() const { return steps_; }
@@ -164,8 +165,9 @@ class TriangleLayers : public detail::TriangleLayout {
     int64_t panels, group;
   };
   // The limits of panels and of a spare group of channels. Forward may take 2.1 pair tensors, backward 3.2 besides dx,
-  // each plus 64 MiB, less two or three tensors of padded channels, and the workspace and moments of gradients. Forward
-  // gives a group at most half of the 64 MiB, which is most of what a layer in place takes besides its pair tensor.
+  // each plus 64 MiB, less two or three tensors of padded channels, and the workspace and moments of gradients. Fewer,
+  // larger groups are faster: each launch of cuBLAS costs about 4 us besides its products (H100). But a group is kept
+  // with the products, so a forward pass that keeps them gives it at most half of the 64 MiB.
   static Scratch scratch_of(const detail::TriangleUpdate& t, Pass pass, const PairSteps& steps) {
     constexpr int64_t mib = int64_t{1} << 20, least_group = 8 * mib;
     const bool backward = pass == Pass::kBackward;
@@ -175,12 +177,13 @@ class TriangleLayers : public detail::TriangleLayout {
     const int64_t padded = detail::padded_size(n, t.dtype()) * detail::padded_row_stride(n, d, t.dtype()) * d * size;
     const int64_t stacked_weights = 4 * d * t.x.size(-1) * size;
     const int64_t left = (backward ? 32 : 21) * (pair / 10) + 64 * mib - (backward ? 3 : 2) * padded - stacked_weights;
-    // Panels consist of whole rows, and the allocator rounds them up.
+    // Panels consist of whole rows, and the allocator rounds all tensors up.
     constexpr int64_t rounding = 4 * mib;
     const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, 48 * mib);
     const bool in_panels = backward ? !steps.have_gradient_kernels() : !steps.have_kernels();
-    const int64_t others = in_panels ? panels + rounding : backward ? 20 * mib + 8 * n * n : 0;
-    return {panels, std::clamp(left - others, least_group, (backward ? 52 : 32) * mib)};
+    const int64_t others = rounding + (in_panels ? panels : backward ? 16 * mib + 8 * n * n : 0);
+    const int64_t most_group = backward ? 88 : pass == Pass::kForwardOnly ? 64 : 32;
+    return {panels, std::clamp(left - others, least_group, most_group * mib)};
   }
   TriangleLayers(const detail::TriangleUpdate& t, Pass pass, PairSteps steps)
       : TriangleLayers(t, scratch_of(t, pass, steps), std::move(steps)) {}

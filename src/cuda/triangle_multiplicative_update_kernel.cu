@@ -63,9 +63,13 @@ Tensor for_each_product(const TriangleLayers& layers, bool keep_product, const F
   return detail::for_each_product(layers, keep_product, make, finish);
 }
 
+TriangleLayers::Pass forward_pass(bool keep_product) {
+  return keep_product ? TriangleLayers::Pass::kForward : TriangleLayers::Pass::kForwardOnly;
+}
+
 // Writes to `out`, which may be t.x; if undefined, it is allocated.
 std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool keep_product) {
-  const TriangleLayers layers(t, TriangleLayers::Pass::kForward);
+  const TriangleLayers layers(t, forward_pass(keep_product));
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     // Allocated only now, so that it can reuse the memory of b.
     if (!out.defined()) out = layers.empty(t.x.sizes());
@@ -83,7 +87,7 @@ Tensor add_to(Tensor& sum, TriangleUpdate t, bool keep_product) {
   const Tensor x = t.x;
   const auto centered = pair_steps::centered(t);
   if (centered) t.x = centered->rows();
-  const TriangleLayers layers(t, TriangleLayers::Pass::kForward);
+  const TriangleLayers layers(t, forward_pass(keep_product));
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     if (!sum.defined()) sum = layers.empty(x.sizes(), x.options());
     const Tensor pair = detail::batch_element(t.x, 3, index), residual = detail::batch_element(x, 3, index);

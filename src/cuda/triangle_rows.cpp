@@ -51,7 +51,7 @@ bool rows_in_cuda(const Tensor& x, const OptionalTensor& mask, const TrianglePar
   const Tensor rows = pair_steps::readable(x);
   pair_steps::Step step(t, rows);
   const Tensor factors = mask ? mask->to(t.dtype()) : Tensor();
-  step.set_input(t, factors, a, b, scale);
+  step.set_input(t, factors, a, b, scale, /*owns_gaps=*/false);
   return step.fits && gemm::run_chosen<gemm::TriangleIn>(step.problem, *chosen, a);
 }
 

@@ -226,15 +226,16 @@ CUTLASS_DEVICE ColumnTerms fold_norm(Element* w, int row, const NormVectors<kK>&
   return {scale * (sums[0] + sums[1]), scale * shift};
 }
 
-// The warpgroups of a CTA: three that compute, one tile each in turn, and one in which a single thread loads tiles, in
+// The warpgroups of a CTA: some that compute, one tile each in turn, and one in which a single thread loads tiles, in
 // order, through a ring of stages.
-constexpr int kPairComputing = 3, kPairThreads = 128 * (kPairComputing + 1);
+template <class Kernel>
+constexpr int kThreadsOf = 128 * (Kernel::kComputing + 1);
 
-template <int stages>
+template <int stages, int computing>
 struct PairBarriers {
   cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[stages];
   cutlass::arch::ClusterBarrier free[stages];
-  Turns<kPairComputing> turns;
+  Turns<computing> turns;
 
   CUTLASS_DEVICE void init() {
     w_loaded.init(1);
@@ -248,7 +249,7 @@ struct PairBarriers {
 
   /// Waits for a stage; in turn, if a stage does not always go to the same warpgroup.
   CUTLASS_DEVICE void wait_for(int stage, uint32_t phase, int warpgroup, uint32_t round) {
-    constexpr bool in_turn = stages % kPairComputing != 0;
+    constexpr bool in_turn = stages % computing != 0;
     if constexpr (in_turn) turns.wait(warpgroup, round);
     loaded[stage].wait(phase);
     if constexpr (in_turn) turns.pass_on(warpgroup);
@@ -256,7 +257,8 @@ struct PairBarriers {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(kPairThreads, 1) pair_kernel(const __grid_constant__ typename Kernel::Parameters p) {
+__global__ void __launch_bounds__(kThreadsOf<Kernel>, 1)
+    pair_kernel(const __grid_constant__ typename Kernel::Parameters p) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
   if (threadIdx.x == 0) shared.barriers.init();
@@ -264,7 +266,7 @@ __global__ void __launch_bounds__(kPairThreads, 1) pair_kernel(const __grid_cons
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
   // A kernel that needs more registers takes those that the loading warpgroup does not need.
   constexpr bool wants_registers = requires { Kernel::kRegisters; };
-  if (warpgroup < kPairComputing) {
+  if (warpgroup < Kernel::kComputing) {
     if constexpr (wants_registers) cutlass::arch::warpgroup_reg_alloc<Kernel::kRegisters>();
     Kernel::compute(p, shared, warpgroup);
   } else {
@@ -275,21 +277,25 @@ __global__ void __launch_bounds__(kPairThreads, 1) pair_kernel(const __grid_cons
 
 /// Barriers among the threads of one warpgroup, and among all that compute.
 CUTLASS_DEVICE void sync_warpgroup(int warpgroup) { cutlass::arch::NamedBarrier::sync(128, warpgroup); }
-CUTLASS_DEVICE void sync_computing() { cutlass::arch::NamedBarrier::sync(128 * kPairComputing, kPairComputing); }
+template <int computing>
+CUTLASS_DEVICE void sync_computing() {
+  cutlass::arch::NamedBarrier::sync(128 * computing, computing);
+}
 
-/// Tiles of `rows` rows of n positions, dealt to the CTAs in turn.
+/// Tiles of `size` positions of `rows` rows of n positions, dealt to the CTAs in turn.
+template <int size = kPairRows>
 struct PairTiles {
   int n, rows;
 
-  CUTLASS_HOST_DEVICE int in_row() const { return (n + kPairRows - 1) / kPairRows; }
+  CUTLASS_HOST_DEVICE int in_row() const { return (n + size - 1) / size; }
   CUTLASS_HOST_DEVICE int64_t count() const { return int64_t{rows} * in_row(); }
   CUTLASS_DEVICE int row(int64_t tile) const { return static_cast<int>(tile / in_row()); }
   CUTLASS_DEVICE int place_in_row(int64_t tile) const { return static_cast<int>(tile % in_row()); }
 };
 
 /// As many CTAs as run at once on the current device, but not more than there are tiles.
-template <class Kernel>
-cudaError_t pair_blocks(const PairTiles& tiles, int& blocks) {
+template <class Kernel, int size>
+cudaError_t pair_blocks(const PairTiles<size>& tiles, int& blocks) {
   static PerDevice sm_count;
   const cudaError_t error =
       granted_multiprocessors(sm_count, pair_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);

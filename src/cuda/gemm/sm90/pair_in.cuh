@@ -3,10 +3,12 @@
 // The input step of a triangle update: layer norm, two gated linear units and the mask, from rows of features to
 // channels of positions, in one pass over x.
 //
-// A CTA keeps all weights in shared memory, and tiles of 64 positions stream through it (see pair.cuh). A computing
-// warpgroup reads its tile once and normalises it in registers, where it stays as the operand of all products: shared
-// memory, which would otherwise deliver it to each product again, is as busy here as the matrix instructions. It
-// multiplies the tile for a, then for b, and stores the results transposed; TMA writes them to the channels.
+// A CTA keeps all weights in shared memory, and tiles of 128 positions stream through it, in two halves. A computing
+// warpgroup reads a half once and normalises it in registers, where it stays as the operand of all products: shared
+// memory, which would otherwise deliver it to each product again, is as busy here as the matrix instructions. While
+// these multiply one half, the warpgroup turns the sums of the other half into results. It stores them transposed, and
+// TMA writes them to the channels. What limits the kernel are these writes: 128 bytes of a channel at a time take 306
+// us for N = 1024 and 128 channels if nothing is computed, and 256 bytes 294 (H100).
 
 #include "cuda/gemm/pair_padding.cuh"
 #include "cuda/gemm/sm90/operand_norm.cuh"
@@ -14,33 +16,120 @@
 
 namespace torchops::cuda::gemm {
 
-template <class Element_, class Gate, NarrowTiling tiling>
+/// Tiles of `channels` x 128 positions, as two boxes of 64 positions, to channels of positions. If `lines`, TMA writes
+/// both boxes at once, so that the 256 bytes of a channel stay together. Rows of positions are then whole boxes.
+template <class Element, int channels, bool lines>
+struct ChannelMap;
+
+template <class Element, int channels>
+struct ChannelMap<Element, channels, false> : PlaneMap<cute::SM90_TMA_STORE, Element, channels, kPairRows> {
+  using Planes = PlaneMap<cute::SM90_TMA_STORE, Element, channels, kPairRows>;
+
+  /// Where position, channel and box are in the tile.
+  using Tile = decltype(cute::composition(
+      cute::Swizzle<3, 4, 3>{}, cute::smem_ptr_flag_bits<16>{},
+      cute::Layout<cute::Shape<cute::Int<kPairRows>, cute::Int<channels>, cute::_2>,
+                   cute::Stride<cute::_1, cute::Int<kPairRows>, cute::Int<kPairRows * channels>>>{}));
+
+  static ChannelMap of(void* data, int64_t channel_stride, int64_t row_stride, int channel_count, int positions,
+                       int rows) {
+    return {Planes::of(data, channel_stride, row_stride, channel_count, positions, rows)};
+  }
+  CUTLASS_DEVICE void store(Element* shared, int part, int place, int row) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int box = 0; box < 2; ++box) {
+      Planes::store(shared + box * (kPairRows * channels), part, 2 * place + box, row);
+    }
+  }
+};
+
+// The descriptor is encoded here, because CuTe would merge position and box, which are contiguous in memory, to a row
+// that is too long for the swizzle.
+template <class Element, int channels>
+struct ChannelMap<Element, channels, true> {
+  using Tile = decltype(cute::composition(
+      cute::Swizzle<3, 4, 3>{}, cute::smem_ptr_flag_bits<16>{},
+      cute::Layout<cute::Shape<cute::Int<kPairRows>, cute::Int<channels>, cute::_2>,
+                   cute::Stride<cute::_1, cute::Int<2 * kPairRows>, cute::Int<kPairRows>>>{}));
+
+  struct Map {
+    cute::TmaDescriptor descriptor{};
+    const cute::TmaDescriptor* get_tma_descriptor() const { return &descriptor; }
+  };
+  Map map;
+
+  static ChannelMap of(void* data, int64_t channel_stride, int64_t row_stride, int channel_count, int positions,
+                       int rows) {
+    const auto size = [](auto count) { return static_cast<cuuint64_t>(count); };
+    const auto bytes = [](int64_t stride) { return static_cast<cuuint64_t>(stride * sizeof(Element)); };
+    // Position in the box, box, channel, row.
+    const cuuint64_t sizes[] = {kPairRows, size((positions + kPairRows - 1) / kPairRows), size(channel_count),
+                                size(rows)};
+    const cuuint64_t strides[] = {bytes(kPairRows), bytes(channel_stride), bytes(row_stride)};
+    const cuuint32_t box[] = {kPairRows, 2, channels, 1}, steps[] = {1, 1, 1, 1};
+    constexpr auto type = std::is_same_v<Element, cutlass::bfloat16_t> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    ChannelMap result;
+    const CUresult error = call_cuTensorMapEncodeTiled(
+        &result.map.descriptor, type, cuuint32_t{4}, data, static_cast<const cuuint64_t*>(sizes),
+        static_cast<const cuuint64_t*>(strides), static_cast<const cuuint32_t*>(box),
+        static_cast<const cuuint32_t*>(steps), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return error == CUDA_SUCCESS ? result : ChannelMap{};
+  }
+  CUTLASS_DEVICE void store(Element* shared, int part, int place, int row) const {
+    cute::SM90_TMA_STORE_4D::copy(&map.descriptor, shared, 0, 2 * place, channels * part, row);
+    cute::tma_store_arrive();
+  }
+};
+
+template <class Element_, class Gate, NarrowTiling tiling, bool lines>
 struct PairInKernel {
   using Element = Element_;
   static constexpr int kRows = kPairRows, kColumns = kPairColumns, kN = kSpec<tiling>.tile_n, kK = kSpec<tiling>.most_k;
-  static constexpr int kParts = kN / kColumns, kProducts = 2, kWeights = 2 * kParts * kProducts;
-  static constexpr int kSize = static_cast<int>(sizeof(Element)), kRegisters = 160;
+  static constexpr int kParts = kN / kColumns, kProducts = 2, kWeights = 2 * kParts * kProducts, kSteps = 2 * kParts;
+  static constexpr int kSize = static_cast<int>(sizeof(Element)), kComputing = 2, kHalves = 2, kRegisters = 240;
   static constexpr int kStageBytes = kRows * kK * kSize, kWeightBytes = kColumns * kK * kSize;
+  static constexpr int kResults = kHalves * kRows * kColumns;
   static constexpr int kRoom =
-      227 * 1024 - 512 - kWeights * (kWeightBytes + 4 * kColumns) - kPairComputing * kColumns * kRows * kSize - 8 * kK;
-  static constexpr int kStages = std::min(kSpec<tiling>.stages, kRoom / kStageBytes);
+      227 * 1024 - 512 - kWeights * (kWeightBytes + 4 * kColumns) - kComputing * kResults * kSize;
+  // A half has the same stages in every round, so that the warpgroups need not wait for them in turn.
+  static constexpr int kOfRound = kComputing * kHalves;
+  static constexpr int kRounds = std::min(kSpec<tiling>.stages, kRoom / kStageBytes) / kOfRound;
+  static constexpr int kStages = kRounds * kOfRound;
   // The scale of the gate's product; the biases of its columns have it too.
   static constexpr float kGateScale = Gate::kTanhScale;
-  static_assert(kSpec<tiling>.rows == kRows && kStages > kPairComputing);
+  static_assert(kSpec<tiling>.rows == kRows && kRounds > 0);
   using PipelineState = cutlass::PipelineState<kStages>;
+  using Tiles = PairTiles<kHalves * kRows>;
 
+  struct Barriers {
+    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
+    cutlass::arch::ClusterBarrier free[kStages];
+
+    CUTLASS_DEVICE void init() {
+      w_loaded.init(1);
+      for (int stage = 0; stage < kStages; ++stage) {
+        loaded[stage].init(1);
+        free[stage].init(4);  // the warps of the warpgroup
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+  };
   struct Shared {
     cute::array_aligned<Element, kColumns * kK, 1024> w[2][kParts][kProducts];
-    cute::array_aligned<Element, kColumns * kRows, 1024> results[kPairComputing];
+    union {
+      cute::array_aligned<Element, kResults, 1024> results[kComputing];
+      NormVectors<kK> norm;  // until it is folded into the weights
+    };
     cute::array_aligned<Element, kRows * kK, 1024> stages[kStages];
     alignas(16) float bias[2][kParts][kProducts][kColumns];  // including that of the norm
-    NormVectors<kK> norm;
-    PairBarriers<kStages> barriers;
+    Barriers barriers;
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 
   using Weights = TileMap<cute::SM90_TMA_LOAD, Element, kColumns, kK>;
-  using Channels = PlaneMap<cute::SM90_TMA_STORE, Element, kColumns, kRows>;
+  using Channels = ChannelMap<Element, kColumns, lines>;
   struct Side {
     Weights w[kProducts];
     Channels channels;
@@ -54,14 +143,14 @@ struct PairInKernel {
     int64_t mask_row_stride, mask_stride;
     float eps;
     int c, d;
-    PairTiles tiles;
+    Tiles tiles;
   };
 
   using Product = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float,
                                  cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kK>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::K>()));
-  /// The rows of a tile as an operand: of 16 features, a thread has pairs in two rows, and the same 8 features further.
+  /// The rows of a half as an operand: of 16 features, a thread has pairs in two rows, and the same 8 features further.
   using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kK / 16>>>;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
@@ -78,19 +167,22 @@ struct PairInKernel {
       }
     }
     PipelineState at;
-    for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
-      auto& loaded = barriers.loaded[at.index()];
-      barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-      loaded.arrive_and_expect_tx(kStageBytes);
-      p.x.load(shared.stages[at.index()].data(), p.tiles.place_in_row(tile), 0, p.tiles.row(tile), loaded);
+    for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x) {
+      for (int half = 0; half < kHalves; ++half, ++at) {
+        auto& loaded = barriers.loaded[at.index()];
+        barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
+        loaded.arrive_and_expect_tx(kStageBytes);
+        p.x.load(shared.stages[at.index()].data(), kHalves * p.tiles.place_in_row(tile) + half, 0, p.tiles.row(tile),
+                 loaded);
+      }
     }
   }
 
   // Called by the computing warpgroups while the first tiles are being loaded.
   CUTLASS_DEVICE static void fold_norms(const Parameters& p, Shared& shared) {
-    constexpr int threads = 128 * kPairComputing;
+    constexpr int threads = 128 * kComputing;
     shared.norm.load(p.norm[0], p.norm[1], p.c, threads);
-    sync_computing();
+    sync_computing<kComputing>();
     shared.barriers.w_loaded.wait(0);
     for (int i = static_cast<int>(threadIdx.x); i < kWeights * kColumns; i += threads) {
       const int side = i / (kWeights * kColumns / 2), part = i / (kProducts * kColumns) % kParts;
@@ -103,132 +195,173 @@ struct PairInKernel {
               .bias;
     }
     cutlass::arch::fence_view_async_shared();
-    sync_computing();
+    sync_computing<kComputing>();
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
 };
 
-template <class Element, class Gate, NarrowTiling tiling>
-CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling>::compute(const Parameters& p, Shared& shared, int warpgroup) {
+template <class Element, class Gate, NarrowTiling tiling, bool lines>
+CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling, lines>::compute(const Parameters& p, Shared& shared,
+                                                                        int warpgroup) {
   using namespace cute;
   const int thread = threadIdx.x % 128;
   Product product;
   const auto slice = product.get_slice(thread);
-  Tensor z = partition_fragment_C(product, Shape<Int<kRows>, Int<kColumns>>{});
-  Tensor t = make_fragment_like(z);
+  // Of both halves of a tile, the operand, the sums of both products, and the factors of a thread's two positions.
+  Tensor x0 = make_tensor<Element>(Operand{}), x1 = make_tensor<Element>(Operand{});
+  Tensor z0 = partition_fragment_C(product, Shape<Int<kRows>, Int<kColumns>>{});
+  Tensor t0 = make_fragment_like(z0), z1 = make_fragment_like(z0), t1 = make_fragment_like(z0);
+  float factors[kHalves][2];
   const Tensor places = slice.partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{}));
-  Tensor x = make_tensor<Element>(Operand{});
   const auto read = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product);
   const auto read_slice = read.get_slice(thread);
   const auto write = make_tiled_copy_C(Copy_Atom<SM90_U16x8_STSM_T, Element>{}, product);
   const auto write_slice = write.get_slice(thread);
   Element* const results = shared.results[warpgroup].data();
-  Tensor to_results = write_slice.partition_D(as_position_independent_swizzle_tensor(
-      make_tensor(make_smem_ptr(results), SwizzledTransposed<Element, kColumns, kRows>{})));
-  const int parts = (p.d + kColumns - 1) / kColumns;
 
-  fold_norms(p, shared);
-  PipelineState at;
-  at.advance(warpgroup);
-  uint32_t round = 0;
-  for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
-       tile += int64_t{kPairComputing} * gridDim.x) {
-    const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
-    // A thread has two positions of the tile. After the last of a row there are zeros, which add nothing to products.
-    float factors[2];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const int position = place * kRows + get<0>(places(2 * i));
-      factors[i] = position < p.tiles.n ? 1.f : 0.f;
-      if (p.mask != nullptr && position < p.tiles.n) {
-        factors[i] = static_cast<float>(p.mask[row * p.mask_row_stride + position * p.mask_stride]);
-      }
-    }
-    shared.barriers.wait_for(at.index(), at.phase(), warpgroup, round++);
+  // Waits for a stage, and normalises what it contains.
+  const auto take = [&](auto& x, int stage, uint32_t phase) {
+    shared.barriers.loaded[stage].wait(phase);
     copy(read,
          read_slice.partition_S(as_position_independent_swizzle_tensor(
-             make_tensor(make_smem_ptr(shared.stages[at.index()].data()), SwizzledRows<Element, kRows, kK>{}))),
+             make_tensor(make_smem_ptr(shared.stages[stage].data()), SwizzledRows<Element, kRows, kK>{}))),
          read_slice.retile_D(x));
+    __syncwarp();
+    if (thread % 32 == 0) shared.barriers.free[stage].arrive();
     float rstd[2];
     normalize_rows<Element>(x, p.c, p.eps, rstd);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int step = 0; step < 2 * parts; ++step) {
-      const int side = step / parts, part = step % parts;
-      const auto factor = [&](int i) {
-        const Tensor w =
-            make_tensor(make_smem_ptr(shared.w[side][part][i].data()), SwizzledRows<Element, kColumns, kK>{});
-        return slice.make_fragment_B(slice.partition_B(w));
-      };
-      warpgroup_fence_operand(z);
-      warpgroup_fence_operand(t);
-      warpgroup_fence_operand(x);
-      warpgroup_arrive();
-      product.accumulate_ = GMMA::ScaleOut::Zero;
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < size<2>(x); ++block) {
-        cute::gemm(product, x(_, _, block), factor(0)(_, _, block), z);
-        cute::gemm(product, x(_, _, block), factor(1)(_, _, block), t);
-        product.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(z);
-      warpgroup_fence_operand(t);
-
-      Tensor result = make_tensor_like<Element>(z);
-      const cutlass::NumericArrayConverter<Element, float, 2> to_element;
-      Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
-      const float half = 0.5f * p.sides[side].scale;
-      const float halves[2] = {half * factors[0], half * factors[1]};
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < size(z); i += 2) {  // pairs of neighbouring columns, alternating between two rows
-        const int in_tile = get<1>(places(i)), of_thread = i / 2 % 2;
-        const float2 bias = *reinterpret_cast<const float2*>(&shared.bias[side][part][0][in_tile]);
-        const float2 gate_bias = *reinterpret_cast<const float2*>(&shared.bias[side][part][1][in_tile]);
-        cutlass::Array<float, 2> values;
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < 2; ++v) {
-          const float value = z(i + v) + (v == 0 ? bias.x : bias.y);
-          const float gate = fmaf(kGateScale, t(i + v), v == 0 ? gate_bias.x : gate_bias.y);
-          // What a nearly closed gate lets through is lost in the sum that follows.
-          values[v] = Gate::from_tanh(halves[of_thread] * value, tanh_approximate(gate));
-        }
-        pairs(i / 2) = to_element(values);
-      }
-      if (thread == 0) tma_store_wait<0>();
-      sync_warpgroup(warpgroup);  // until all threads have read the tile, and TMA the previous results
-      if (step == 0 && thread == 0) shared.barriers.free[at.index()].arrive();
-      copy(write, write_slice.retile_S(result), to_results);
-      cutlass::arch::fence_view_async_shared();
-      sync_warpgroup(warpgroup);
-      if (thread == 0) p.sides[side].channels.store(results, part, place, row);
+  };
+  // Starts both products of a half.
+  const auto multiply = [&](auto& x, auto& z, auto& t, int side, int part) {
+    const auto weight = [&](int i) {
+      return slice.make_fragment_B(slice.partition_B(
+          make_tensor(make_smem_ptr(shared.w[side][part][i].data()), SwizzledRows<Element, kColumns, kK>{})));
+    };
+    warpgroup_fence_operand(z);
+    warpgroup_fence_operand(t);
+    warpgroup_fence_operand(x);
+    warpgroup_arrive();
+    product.accumulate_ = GMMA::ScaleOut::Zero;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < size<2>(x); ++block) {
+      cute::gemm(product, x(_, _, block), weight(0)(_, _, block), z);
+      cute::gemm(product, x(_, _, block), weight(1)(_, _, block), t);
+      product.accumulate_ = GMMA::ScaleOut::One;
     }
-    at.advance(kPairComputing);
+    warpgroup_commit_batch();
+  };
+  // From the sums of finished products to results in shared memory; with the second half, TMA starts to write them.
+  const auto finish = [&](auto& z, auto& t, auto half, int side, int part, int place, int row) {
+    warpgroup_fence_operand(z);
+    warpgroup_fence_operand(t);
+    Tensor result = make_tensor_like<Element>(z);
+    const cutlass::NumericArrayConverter<Element, float, 2> to_element;
+    Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
+    const float scale = 0.5f * p.sides[side].scale;
+    const float halves[2] = {scale * factors[half][0], scale * factors[half][1]};
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(z); i += 2) {  // pairs of neighbouring columns, alternating between two rows
+      const int in_tile = get<1>(places(i)), of_thread = i / 2 % 2;
+      const float2 bias = *reinterpret_cast<const float2*>(&shared.bias[side][part][0][in_tile]);
+      const float2 gate_bias = *reinterpret_cast<const float2*>(&shared.bias[side][part][1][in_tile]);
+      cutlass::Array<float, 2> values;
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < 2; ++v) {
+        const float value = z(i + v) + (v == 0 ? bias.x : bias.y);
+        const float gate = fmaf(kGateScale, t(i + v), v == 0 ? gate_bias.x : gate_bias.y);
+        // What a nearly closed gate lets through is lost in the sum that follows.
+        values[v] = Gate::from_tanh(halves[of_thread] * value, tanh_approximate(gate));
+      }
+      pairs(i / 2) = to_element(values);
+    }
+    if (half == 0) {
+      if (thread == 0) tma_store_wait<0>();
+      sync_warpgroup(warpgroup);  // until TMA has read the previous results
+    }
+    Tensor to_results = write_slice.partition_D(as_position_independent_swizzle_tensor(
+        make_tensor(make_smem_ptr(results), typename Channels::Tile{}))(_, _, half));
+    copy(write, write_slice.retile_S(result), to_results);
+    if (half == 0) return;
+    cutlass::arch::fence_view_async_shared();
+    sync_warpgroup(warpgroup);
+    if (thread == 0) p.sides[side].channels.store(results, part, place, row);
+  };
+
+  fold_norms(p, shared);
+  uint32_t round = 0;
+  for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
+       tile += int64_t{kComputing} * gridDim.x, ++round) {
+    const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
+    // After the last position of a row there are zeros, which add nothing to products.
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2 * kHalves; ++i) {
+      const int position = (place * kHalves + i / 2) * kRows + get<0>(places(2 * (i % 2)));
+      float& factor = factors[i / 2][i % 2];
+      factor = position < p.tiles.n ? 1.f : 0.f;
+      if (p.mask != nullptr && position < p.tiles.n) {
+        factor = static_cast<float>(p.mask[row * p.mask_row_stride + position * p.mask_stride]);
+      }
+    }
+    const int stage = static_cast<int>(round % kRounds) * kOfRound + kHalves * warpgroup;
+    const uint32_t phase = round / kRounds & 1;
+    take(x0, stage, phase);
+    multiply(x0, z0, t0, 0, 0);
+    take(x1, stage + 1, phase);
+    // Unrolled, so that the compiler sees which sums are in flight.
+    for_each(make_int_sequence<kSteps>{}, [&](auto step) {
+      constexpr int side = step / kParts, part = step % kParts, next = step + 1;
+      multiply(x1, z1, t1, side, part);
+      warpgroup_wait<1>();
+      finish(z0, t0, Int<0>{}, side, part, place, row);
+      if constexpr (next < kSteps) {
+        multiply(x0, z0, t0, next / kParts, next % kParts);
+        warpgroup_wait<1>();
+      } else {
+        warpgroup_wait<0>();
+      }
+      finish(z1, t1, Int<1>{}, side, part, place, row);
+    });
   }
   if (thread == 0) tma_store_wait<0>();
 }
 
 /// channels[s][h][i][k] = (z @ value[s].T + bias) * sigmoid(z @ gate[s].T + bias) * mask[i][k] * scale[s] for the h-th
-/// column, where z is the layer norm of x[i][k]; 0 from the n-th k up to padded_positions().
+/// column, where z is the layer norm of x[i][k]; 0 from the n-th k up to padded_positions(), and
+/// perhaps further if p.owns_gaps.
 template <class Gate>
 struct PairIn {
   template <Element element, NarrowTiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    using Kernel = PairInKernel<T, Gate, tiling>;
+    template <bool lines>
+    using Kernel = PairInKernel<T, Gate, tiling, lines>;
 
     static Status prepare(const PairProblem& p, int64_t& workspace_bytes) {
       workspace_bytes = 0;
-      int count = 0;
-      if (p.c > Kernel::kK || p.d > Kernel::kN) return Status::not_for_me();
-      return Status::of(pair_blocks<Kernel>({p.n, p.rows}, count));
+      if (p.c > Kernel<true>::kK || p.d > Kernel<true>::kN) return Status::not_for_me();
+      int blocks = 0;
+      const cudaError_t error = has_lines(p)
+                                    ? pair_blocks<Kernel<true>>(typename Kernel<true>::Tiles{p.n, p.rows}, blocks)
+                                    : pair_blocks<Kernel<false>>(typename Kernel<false>::Tiles{p.n, p.rows}, blocks);
+      return Status::of(error);
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
+      return has_lines(p) ? run<Kernel<true>>(p, stream) : run<Kernel<false>>(p, stream);
+    }
+
+   private:
+    /// Whether rows of positions are whole boxes, or may be treated as such.
+    static bool has_lines(const PairProblem& p) {
+      return p.row_stride % kPairRows == 0 && (p.owns_gaps || padded_positions<T>(p.n) % kPairRows == 0);
+    }
+
+    template <class Kernel>
+    static Status run(const PairProblem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int blocks = 0;
-      const PairTiles tiles{p.n, p.rows};
+      const typename Kernel::Tiles tiles{p.n, p.rows};
       if (const cudaError_t error = pair_blocks<Kernel>(tiles, blocks); error != cudaSuccess) return Status::of(error);
       const int padded = padded_positions<T>(p.n);
       Parameters parameters{};
@@ -256,7 +389,7 @@ struct PairIn {
       parameters.c = p.c;
       parameters.d = p.d;
       parameters.tiles = tiles;
-      pair_kernel<Kernel><<<blocks, kPairThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
+      pair_kernel<Kernel><<<blocks, kThreadsOf<Kernel>, sizeof(typename Kernel::Shared), stream>>>(parameters);
       return Status::of(cudaGetLastError());
     }
   };

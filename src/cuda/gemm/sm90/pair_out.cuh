@@ -17,14 +17,14 @@ struct PairOutKernel {
   // Both products have c columns; their sums have lengths d and c.
   static constexpr int kRows = kPairRows, kColumns = kPairColumns, kN = kSpec<tiling>.tile_n, kK = kSpec<tiling>.most_k;
   static constexpr int kParts = kN / kColumns, kWeights = 2 * kParts;
-  static constexpr int kSize = static_cast<int>(sizeof(Element)), kRegisters = 160;
+  static constexpr int kSize = static_cast<int>(sizeof(Element)), kComputing = 3, kRegisters = 160;
   static constexpr int kTileBytes = kRows * kK * kSize, kWeightBytes = kColumns * kK * kSize;
   static constexpr int kRoom = 227 * 1024 - 512 - kWeights * (kWeightBytes + 8 * kColumns) - 2 * 8 * kK -
-                               kPairComputing * (kColumns * kRows * kSize + 8 * 4 * kRows);
+                               kComputing * (kColumns * kRows * kSize + 8 * 4 * kRows);
   static constexpr int kStages = std::min(kSpec<tiling>.stages, kRoom / (2 * kTileBytes));
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
-  static_assert(kSpec<tiling>.rows == kRows && kN == kK && kStages > kPairComputing);
+  static_assert(kSpec<tiling>.rows == kRows && kN == kK && kStages > kComputing);
   using PipelineState = cutlass::PipelineState<kStages>;
 
   struct Stage {
@@ -33,12 +33,12 @@ struct PairOutKernel {
   };
   struct Shared {
     cute::array_aligned<Element, kColumns * kK, 1024> w[2][kParts];
-    cute::array_aligned<Element, kRows * kColumns, 1024> results[kPairComputing];
+    cute::array_aligned<Element, kRows * kColumns, 1024> results[kComputing];
     Stage stages[kStages];
     alignas(16) ColumnTerms terms[2][kParts][kColumns];
-    alignas(16) float2 partial[kPairComputing][4][kRows];
+    alignas(16) float2 partial[kComputing][4][kRows];
     NormVectors<kK> norm_o, norm_x;
-    PairBarriers<kStages> barriers;
+    PairBarriers<kStages, kComputing> barriers;
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 
@@ -53,7 +53,7 @@ struct PairOutKernel {
     int c, d;
     bool adds;
     WideRows wide;
-    PairTiles tiles;
+    PairTiles<> tiles;
   };
 
   using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kK>>;
@@ -83,10 +83,10 @@ struct PairOutKernel {
 
   // Called by the computing warpgroups while the first tiles are being loaded.
   CUTLASS_DEVICE static void fold_norms(const Parameters& p, Shared& shared) {
-    constexpr int threads = 128 * kPairComputing;
+    constexpr int threads = 128 * kComputing;
     shared.norm_o.load(p.norm_o[0], p.norm_o[1], p.d, threads);
     shared.norm_x.load(p.norm_x[0], p.norm_x[1], p.c, threads);
-    sync_computing();
+    sync_computing<kComputing>();
     shared.barriers.w_loaded.wait(0);
     for (int i = static_cast<int>(threadIdx.x); i < kWeights * kColumns; i += threads) {
       const int product = i / (kParts * kColumns), part = i / kColumns % kParts, row = i % kColumns;
@@ -97,7 +97,7 @@ struct PairOutKernel {
           bias == nullptr || column >= p.c ? nullptr : bias + column, product == 0 ? 1.f : Gate::kScale);
     }
     cutlass::arch::fence_view_async_shared();
-    sync_computing();
+    sync_computing<kComputing>();
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
@@ -133,7 +133,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
   at.advance(warpgroup);
   uint32_t round = 0;
   for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
-       tile += int64_t{kPairComputing} * gridDim.x) {
+       tile += int64_t{kComputing} * gridDim.x) {
     Stage& stage = shared.stages[at.index()];
     shared.barriers.wait_for(at.index(), at.phase(), warpgroup, round++);
     const Tensor a_o = slice_o.make_fragment_A(
@@ -226,7 +226,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       sync();
       if (thread == 0) p.out.store(results, place, part, row);
     }
-    at.advance(kPairComputing);
+    at.advance(kComputing);
   }
   if (thread == 0) tma_store_wait<0>();
 }
@@ -244,13 +244,13 @@ struct PairOut {
       workspace_bytes = 0;
       int count = 0;
       if (p.c > Kernel::kK || p.d > Kernel::kK) return Status::not_for_me();
-      return Status::of(pair_blocks<Kernel>({p.n, p.rows}, count));
+      return Status::of(pair_blocks<Kernel>(PairTiles<>{p.n, p.rows}, count));
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int blocks = 0;
-      const PairTiles tiles{p.n, p.rows};
+      const PairTiles<> tiles{p.n, p.rows};
       if (const cudaError_t error = pair_blocks<Kernel>(tiles, blocks); error != cudaSuccess) return Status::of(error);
       const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
       const bool is_wide = p.adds && p.residual.data != nullptr;
@@ -284,7 +284,7 @@ struct PairOut {
       parameters.d = p.d;
       parameters.adds = p.adds;
       parameters.tiles = tiles;
-      pair_kernel<Kernel><<<blocks, kPairThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
+      pair_kernel<Kernel><<<blocks, kThreadsOf<Kernel>, sizeof(typename Kernel::Shared), stream>>>(parameters);
       return Status::of(cudaGetLastError());
     }
   };
