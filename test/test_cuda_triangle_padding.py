@@ -103,3 +103,12 @@ def test_memory(n: int, c: int, path: Literal["auto", "portable", "cublas"]) -> 
     with torch.no_grad(), torchops.cuda.dense_path(path):
         for call in (update, update_):
             assert memory_of(functools.partial(call, x, **low)) <= 2.1 * x.nbytes * 128 / c + 64 * MIB
+
+
+@pytest.mark.parametrize("n", [768, 1024])
+def test_memory_of_what_the_kernels_cannot_read(n: int) -> None:
+    """Panels and a group of channels share the scratch: rows of x that are no multiples of 16 bytes apart."""
+    low = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
+    x = torch.randn(n, n, 132, device="cuda", dtype=torch.bfloat16)[..., :128]
+    with torch.no_grad():
+        assert memory_of(functools.partial(update, x, **low)) <= 2.1 * 2 * x.numel() + 64 * MIB

@@ -5,6 +5,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -164,6 +165,18 @@ class TriangleLayers : public detail::TriangleLayout {
   struct Scratch {
     int64_t panels, group;
   };
+  /// Whether the kernels of pair_steps.cuh, if there are some for a call, can read its x and weights.
+  static bool are_readable(const detail::TriangleUpdate& t) {
+    const int64_t vector = 16 / static_cast<int64_t>(t.x.element_size());
+    const at::IntArrayRef strides = t.x.strides();
+    const auto is_whole = [&](int64_t stride) { return stride % vector == 0; };
+    constexpr std::array weights{detail::kPA, detail::kPB, detail::kGA, detail::kGB, detail::kPOut, detail::kGOut};
+    return gemm::is_aligned(t.x.const_data_ptr()) && strides.back() == 1 &&
+           std::all_of(strides.begin(), strides.end() - 1, is_whole) &&
+           std::all_of(weights.begin(), weights.end(),
+                       [&](detail::TriangleParameter w) { return gemm::operand(t.weight(w)).has_value(); });
+  }
+
   // The limits of panels and of a spare group of channels. Forward may take 2.1 pair tensors, backward 3.2 besides dx,
   // each plus 64 MiB, less two or three tensors of padded channels, and the workspace and moments of gradients. Fewer,
   // larger groups are faster: each launch of cuBLAS costs about 4 us besides its products (H100). But a group is kept
@@ -180,9 +193,12 @@ class TriangleLayers : public detail::TriangleLayout {
     // Panels consist of whole rows, and the allocator rounds all tensors up.
     constexpr int64_t rounding = 4 * mib;
     const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, 48 * mib);
-    const bool in_panels = backward ? !steps.have_gradient_kernels() : !steps.have_kernels();
-    const int64_t others = rounding + (in_panels ? panels : backward ? 16 * mib + 8 * n * n : 0);
-    const int64_t most_group = backward ? 88 : pass == Pass::kForwardOnly ? 64 : 32;
+    const bool by_kernels = (backward ? steps.have_gradient_kernels() : steps.have_kernels()) && are_readable(t);
+    const bool has_moments = backward || std::max(t.x.size(-1), d) > gemm::kMostFeatures;
+    const int64_t of_kernels =
+        (backward ? 18 * mib + detail::batch_size(t.x, 3) * mib / 2 : 0) + (has_moments ? 8 * n * n : 0);
+    const int64_t others = rounding + (by_kernels ? of_kernels : panels);
+    const int64_t most_group = pass == Pass::kForward ? 32 : 88;
     return {panels, std::clamp(left - others, least_group, most_group * mib)};
   }
   TriangleLayers(const detail::TriangleUpdate& t, Pass pass, PairSteps steps)

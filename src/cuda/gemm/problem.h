@@ -70,7 +70,8 @@ struct PairProblem {
   Operand x;
   Norm norm_x;
   int64_t row_stride = 0, channel_stride = 0, second_channel_stride = 0;
-  /// Whether the memory between rows belongs to them: the input step may write there.
+  /// Whether the memory after each row, up to where the next one begins or would begin, belongs to it: the input step
+  /// may write there.
   bool owns_gaps = false;
   /// Input step: value and gate for each of two results of d channels; factors per position, or null, and for all.
   Layer value[2], gate[2];

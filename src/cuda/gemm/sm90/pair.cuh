@@ -181,8 +181,8 @@ struct ColumnTerms {
   float sum, bias;
 };
 
-constexpr int kPairColumns =
-    64;  // of a product at a time: with fewer registers, more warpgroups hide each other's waits
+// Of a product at a time: the fewer registers its sums take, the more tiles a multiprocessor has in flight.
+constexpr int kPairColumns = 64;
 
 /// A layer norm's weight and bias, in shared memory.
 template <int kK>
@@ -282,24 +282,23 @@ CUTLASS_DEVICE void sync_computing() {
   cutlass::arch::NamedBarrier::sync(128 * computing, computing);
 }
 
-/// Tiles of `size` positions of `rows` rows of n positions, dealt to the CTAs in turn.
-template <int size = kPairRows>
+/// Tiles of kPairRows of the n positions of each of `rows` rows.
 struct PairTiles {
   int n, rows;
 
-  CUTLASS_HOST_DEVICE int in_row() const { return (n + size - 1) / size; }
+  CUTLASS_HOST_DEVICE int in_row() const { return (n + kPairRows - 1) / kPairRows; }
   CUTLASS_HOST_DEVICE int64_t count() const { return int64_t{rows} * in_row(); }
   CUTLASS_DEVICE int row(int64_t tile) const { return static_cast<int>(tile / in_row()); }
   CUTLASS_DEVICE int place_in_row(int64_t tile) const { return static_cast<int>(tile % in_row()); }
 };
 
 /// As many CTAs as run at once on the current device, but not more than there are tiles.
-template <class Kernel, int size>
-cudaError_t pair_blocks(const PairTiles<size>& tiles, int& blocks) {
+template <class Kernel>
+cudaError_t pair_blocks(int64_t tiles, int& blocks) {
   static PerDevice sm_count;
   const cudaError_t error =
       granted_multiprocessors(sm_count, pair_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-  if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, tiles.count()));
+  if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, tiles));
   return error;
 }
 

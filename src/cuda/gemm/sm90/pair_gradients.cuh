@@ -51,7 +51,7 @@ struct PairGradients {
       static PerDevice sm_count;
       const cudaError_t error =
           granted_multiprocessors(sm_count, pair_gradients_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-      if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, PairTiles<>{p.n, p.rows}.count()));
+      if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, PairTiles{p.n, p.rows}.count()));
       return error;
     }
 

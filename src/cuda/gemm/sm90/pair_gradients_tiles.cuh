@@ -39,7 +39,7 @@ struct PairPlace {
 struct DealtPairTiles {
   int n, rows, in_row, row_step, place_step;
 
-  static DealtPairTiles of(const PairTiles<>& tiles, int ctas) {
+  static DealtPairTiles of(const PairTiles& tiles, int ctas) {
     const int in_row = tiles.in_row();
     return {tiles.n, tiles.rows, in_row, ctas / in_row, ctas % in_row};
   }

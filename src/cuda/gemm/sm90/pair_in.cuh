@@ -16,8 +16,13 @@
 
 namespace torchops::cuda::gemm {
 
-/// Tiles of `channels` x 128 positions, as two boxes of 64 positions, to channels of positions. If `lines`, TMA writes
-/// both boxes at once, so that the 256 bytes of a channel stay together. Rows of positions are then whole boxes.
+/// Where 64 positions are: in a row, from 64 * place on.
+struct PositionBox {
+  int row, place;
+};
+
+/// Tiles of `channels` x 128 positions, in two boxes, to channels of positions. If `lines`, the boxes are neighbours in
+/// a row, and TMA writes both at once, so that the 256 bytes of a channel stay together.
 template <class Element, int channels, bool lines>
 struct ChannelMap;
 
@@ -35,10 +40,10 @@ struct ChannelMap<Element, channels, false> : PlaneMap<cute::SM90_TMA_STORE, Ele
                        int rows) {
     return {Planes::of(data, channel_stride, row_stride, channel_count, positions, rows)};
   }
-  CUTLASS_DEVICE void store(Element* shared, int part, int place, int row) const {
+  CUTLASS_DEVICE void store(Element* shared, int part, const PositionBox (&boxes)[2]) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int box = 0; box < 2; ++box) {
-      Planes::store(shared + box * (kPairRows * channels), part, 2 * place + box, row);
+    for (int i = 0; i < 2; ++i) {
+      Planes::store(shared + i * (kPairRows * channels), part, boxes[i].place, boxes[i].row);
     }
   }
 };
@@ -77,8 +82,8 @@ struct ChannelMap<Element, channels, true> {
         CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return error == CUDA_SUCCESS ? result : ChannelMap{};
   }
-  CUTLASS_DEVICE void store(Element* shared, int part, int place, int row) const {
-    cute::SM90_TMA_STORE_4D::copy(&map.descriptor, shared, 0, 2 * place, channels * part, row);
+  CUTLASS_DEVICE void store(Element* shared, int part, const PositionBox (&boxes)[2]) const {
+    cute::SM90_TMA_STORE_4D::copy(&map.descriptor, shared, 0, boxes[0].place, channels * part, boxes[0].row);
     cute::tma_store_arrive();
   }
 };
@@ -101,7 +106,6 @@ struct PairInKernel {
   static constexpr float kGateScale = Gate::kTanhScale;
   static_assert(kSpec<tiling>.rows == kRows && kRounds > 0);
   using PipelineState = cutlass::PipelineState<kStages>;
-  using Tiles = PairTiles<kHalves * kRows>;
 
   struct Barriers {
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
@@ -143,7 +147,17 @@ struct PairInKernel {
     int64_t mask_row_stride, mask_stride;
     float eps;
     int c, d;
-    Tiles tiles;
+    PairTiles halves;
+
+    CUTLASS_HOST_DEVICE static int64_t tiles(const PairTiles& halves) { return (halves.count() + 1) / kHalves; }
+    CUTLASS_DEVICE int64_t tiles() const { return tiles(halves); }
+    /// The halves of a tile follow each other in the order of all, so they may be in two rows. After the last one, TMA
+    /// reads zeros and does not write.
+    CUTLASS_DEVICE void boxes(int64_t tile, PositionBox (&boxes)[kHalves]) const {
+      boxes[0] = {halves.row(kHalves * tile), halves.place_in_row(kHalves * tile)};
+      boxes[1] = {boxes[0].row, boxes[0].place + 1};
+      if (!lines && boxes[1].place == halves.in_row()) boxes[1] = {boxes[0].row + 1, 0};
+    }
   };
 
   using Product = decltype(cute::make_tiled_mma(
@@ -167,13 +181,15 @@ struct PairInKernel {
       }
     }
     PipelineState at;
-    for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x) {
-      for (int half = 0; half < kHalves; ++half, ++at) {
+    for (int64_t tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
+      PositionBox boxes[kHalves];
+      p.boxes(tile, boxes);
+      for (const PositionBox& box : boxes) {
         auto& loaded = barriers.loaded[at.index()];
         barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
         loaded.arrive_and_expect_tx(kStageBytes);
-        p.x.load(shared.stages[at.index()].data(), kHalves * p.tiles.place_in_row(tile) + half, 0, p.tiles.row(tile),
-                 loaded);
+        p.x.load(shared.stages[at.index()].data(), box.place, 0, box.row, loaded);
+        ++at;
       }
     }
   }
@@ -252,7 +268,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling, lines>::compute(const Pa
     warpgroup_commit_batch();
   };
   // From the sums of finished products to results in shared memory; with the second half, TMA starts to write them.
-  const auto finish = [&](auto& z, auto& t, auto half, int side, int part, int place, int row) {
+  const auto finish = [&](auto& z, auto& t, auto half, int side, int part, const PositionBox(&boxes)[kHalves]) {
     warpgroup_fence_operand(z);
     warpgroup_fence_operand(t);
     Tensor result = make_tensor_like<Element>(z);
@@ -285,22 +301,25 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling, lines>::compute(const Pa
     if (half == 0) return;
     cutlass::arch::fence_view_async_shared();
     sync_warpgroup(warpgroup);
-    if (thread == 0) p.sides[side].channels.store(results, part, place, row);
+    if (thread == 0) p.sides[side].channels.store(results, part, boxes);
   };
 
   fold_norms(p, shared);
   uint32_t round = 0;
-  for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
+  for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles();
        tile += int64_t{kComputing} * gridDim.x, ++round) {
-    const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
+    PositionBox boxes[kHalves];
+    p.boxes(tile, boxes);
     // After the last position of a row there are zeros, which add nothing to products.
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2 * kHalves; ++i) {
-      const int position = (place * kHalves + i / 2) * kRows + get<0>(places(2 * (i % 2)));
+      const PositionBox& box = boxes[i / 2];
+      const int position = box.place * kRows + get<0>(places(2 * (i % 2)));
+      const bool exists = position < p.halves.n && box.row < p.halves.rows;
       float& factor = factors[i / 2][i % 2];
-      factor = position < p.tiles.n ? 1.f : 0.f;
-      if (p.mask != nullptr && position < p.tiles.n) {
-        factor = static_cast<float>(p.mask[row * p.mask_row_stride + position * p.mask_stride]);
+      factor = exists ? 1.f : 0.f;
+      if (p.mask != nullptr && exists) {
+        factor = static_cast<float>(p.mask[box.row * p.mask_row_stride + position * p.mask_stride]);
       }
     }
     const int stage = static_cast<int>(round % kRounds) * kOfRound + kHalves * warpgroup;
@@ -313,14 +332,14 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling, lines>::compute(const Pa
       constexpr int side = step / kParts, part = step % kParts, next = step + 1;
       multiply(x1, z1, t1, side, part);
       warpgroup_wait<1>();
-      finish(z0, t0, Int<0>{}, side, part, place, row);
+      finish(z0, t0, Int<0>{}, side, part, boxes);
       if constexpr (next < kSteps) {
         multiply(x0, z0, t0, next / kParts, next % kParts);
         warpgroup_wait<1>();
       } else {
         warpgroup_wait<0>();
       }
-      finish(z1, t1, Int<1>{}, side, part, place, row);
+      finish(z1, t1, Int<1>{}, side, part, boxes);
     });
   }
   if (thread == 0) tma_store_wait<0>();
@@ -341,10 +360,7 @@ struct PairIn {
       workspace_bytes = 0;
       if (p.c > Kernel<true>::kK || p.d > Kernel<true>::kN) return Status::not_for_me();
       int blocks = 0;
-      const cudaError_t error = has_lines(p)
-                                    ? pair_blocks<Kernel<true>>(typename Kernel<true>::Tiles{p.n, p.rows}, blocks)
-                                    : pair_blocks<Kernel<false>>(typename Kernel<false>::Tiles{p.n, p.rows}, blocks);
-      return Status::of(error);
+      return Status::of(has_lines(p) ? blocks_of<Kernel<true>>(p, blocks) : blocks_of<Kernel<false>>(p, blocks));
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
@@ -352,17 +368,22 @@ struct PairIn {
     }
 
    private:
-    /// Whether rows of positions are whole boxes, or may be treated as such.
+    /// Whether rows of positions have an even number of boxes, and end with a whole one, or may be treated as such.
     static bool has_lines(const PairProblem& p) {
-      return p.row_stride % kPairRows == 0 && (p.owns_gaps || padded_positions<T>(p.n) % kPairRows == 0);
+      return PairTiles{p.n, p.rows}.in_row() % 2 == 0 && p.row_stride % kPairRows == 0 &&
+             (p.owns_gaps || padded_positions<T>(p.n) % kPairRows == 0);
+    }
+
+    template <class Kernel>
+    static cudaError_t blocks_of(const PairProblem& p, int& blocks) {
+      return pair_blocks<Kernel>(Kernel::Parameters::tiles({p.n, p.rows}), blocks);
     }
 
     template <class Kernel>
     static Status run(const PairProblem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int blocks = 0;
-      const typename Kernel::Tiles tiles{p.n, p.rows};
-      if (const cudaError_t error = pair_blocks<Kernel>(tiles, blocks); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = blocks_of<Kernel>(p, blocks); error != cudaSuccess) return Status::of(error);
       const int padded = padded_positions<T>(p.n);
       Parameters parameters{};
       bool encoded = are_encodable<T>(p.x);
@@ -388,7 +409,7 @@ struct PairIn {
       parameters.eps = p.norm_x.eps;
       parameters.c = p.c;
       parameters.d = p.d;
-      parameters.tiles = tiles;
+      parameters.halves = {p.n, p.rows};
       pair_kernel<Kernel><<<blocks, kThreadsOf<Kernel>, sizeof(typename Kernel::Shared), stream>>>(parameters);
       return Status::of(cudaGetLastError());
     }

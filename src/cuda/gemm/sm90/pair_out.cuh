@@ -3,8 +3,9 @@
 // The output step of a triangle update: layer norm of the product o, projection, gate from the layer norm of x, and the
 // residual, from channels of positions to rows of features, in one pass over o and x.
 //
-// Structured like pair_in.cuh; o is multiplied transposed. The results may overwrite x:
-// no other CTA reads these rows.
+// A CTA keeps all weights in shared memory, and tiles of 64 positions stream through it. Its three computing warpgroups
+// take them in turn, and multiply them from shared memory, o transposed. The results may overwrite x: no other CTA
+// reads these rows.
 
 #include "cuda/gemm/sm90/pair.cuh"
 #include "cuda/gemm/sm90/wide_rows.cuh"
@@ -53,7 +54,7 @@ struct PairOutKernel {
     int c, d;
     bool adds;
     WideRows wide;
-    PairTiles<> tiles;
+    PairTiles tiles;
   };
 
   using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kK>>;
@@ -244,14 +245,15 @@ struct PairOut {
       workspace_bytes = 0;
       int count = 0;
       if (p.c > Kernel::kK || p.d > Kernel::kK) return Status::not_for_me();
-      return Status::of(pair_blocks<Kernel>(PairTiles<>{p.n, p.rows}, count));
+      return Status::of(pair_blocks<Kernel>(PairTiles{p.n, p.rows}.count(), count));
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int blocks = 0;
-      const PairTiles<> tiles{p.n, p.rows};
-      if (const cudaError_t error = pair_blocks<Kernel>(tiles, blocks); error != cudaSuccess) return Status::of(error);
+      const PairTiles tiles{p.n, p.rows};
+      if (const cudaError_t error = pair_blocks<Kernel>(tiles.count(), blocks); error != cudaSuccess)
+        return Status::of(error);
       const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
       const bool is_wide = p.adds && p.residual.data != nullptr;
       if (!are_encodable<T>(p.x, o, is_wide ? p.x : out, p.value[0].weight, p.gate[0].weight)) {
