@@ -91,14 +91,6 @@ def gain(name: str, task: str, what: str = "seconds") -> float:
     return model(name, task, "torch.compile", what) / model(name, task, "torch.compile + torchops.inductor", what)
 
 
-def entry(operator: str, features: tuple[int, int], training: bool) -> float:
-    """How many times as fast the operator is in the table of the pass, where its result is written to memory."""
-    rows = json.loads((ROOT / "torchops/_inductor/table.json").read_text())["rows"]
-    found = (r for r in rows if (r["operator"], r["n_in"], r["n_out"]) == (operator, *features))
-    (row,) = (r for r in found if (r["dtype"], r["training"], r["fused"]) == ("bfloat16", training, False))
-    return float(row["compiled"] / row["ours"])
-
-
 def sharded(direction: str, task: str) -> list[float]:
     found = document(H100, "triangle_sharded")["results"]
     (result,) = (r for r in found if (r["n"], r["direction"], r["task"]) == (2048, direction, task))
