@@ -15,7 +15,6 @@
 
 #include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
-#include "cuda/gemm/sm90/turns.cuh"
 #include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
@@ -230,31 +229,6 @@ CUTLASS_DEVICE ColumnTerms fold_norm(Element* w, int row, const NormVectors<kK>&
 // order, through a ring of stages.
 template <class Kernel>
 constexpr int kThreadsOf = 128 * (Kernel::kComputing + 1);
-
-template <int stages, int computing>
-struct PairBarriers {
-  cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[stages];
-  cutlass::arch::ClusterBarrier free[stages];
-  Turns<computing> turns;
-
-  CUTLASS_DEVICE void init() {
-    w_loaded.init(1);
-    for (int stage = 0; stage < stages; ++stage) {
-      loaded[stage].init(1);
-      free[stage].init(1);
-    }
-    turns.init();
-    cutlass::arch::fence_barrier_init();
-  }
-
-  /// Waits for a stage; in turn, if a stage does not always go to the same warpgroup.
-  CUTLASS_DEVICE void wait_for(int stage, uint32_t phase, int warpgroup, uint32_t round) {
-    constexpr bool in_turn = stages % computing != 0;
-    if constexpr (in_turn) turns.wait(warpgroup, round);
-    loaded[stage].wait(phase);
-    if constexpr (in_turn) turns.pass_on(warpgroup);
-  }
-};
 
 template <class Kernel>
 __global__ void __launch_bounds__(kThreadsOf<Kernel>, 1)
