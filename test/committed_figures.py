@@ -44,10 +44,10 @@ def gates(file: str, op: str, shape: list[int], task: str, dtype: str = "bfloat1
     return {**result["microseconds"], "MiB": {way: size / 2**20 for way, size in result["peak_bytes"].items()}}
 
 
-def triangle(*ways: str) -> list[float]:
+def triangle(*ways: str, what: str = "microseconds") -> list[float]:
     found = (r for r in document(H100, "triangle")["results"] if r["section"] == "forward")
     (result,) = (r for r in found if (r["n"], r["task"]) == (1024, FORWARD))
-    return [result["microseconds"][way] / 1e3 for way in ways]
+    return [result[what][way] / (1e3 if what == "microseconds" else 1) for way in ways]
 
 
 def triangle_on_a_cpu(way: str, n: int | None = None, what: str = "microseconds") -> list[float]:
