@@ -106,9 +106,11 @@ def test_memory(n: int, c: int, path: Literal["auto", "portable", "cublas"]) -> 
 
 
 @pytest.mark.parametrize("n", [768, 1024])
-def test_memory_of_what_the_kernels_cannot_read(n: int) -> None:
-    """Panels and a group of channels share the scratch: rows of x that are no multiples of 16 bytes apart."""
+@pytest.mark.parametrize("kind", ["gaps", "expanded"])
+def test_memory_of_what_the_kernels_cannot_read(n: int, kind: str) -> None:
+    """Panels and a group of channels share the scratch. Rows of x are no multiples of 16 bytes apart, or all one."""
     low = {name: w.to(torch.bfloat16) for name, w in parameters(128, 128).items()}
-    x = torch.randn(n, n, 132, device="cuda", dtype=torch.bfloat16)[..., :128]
+    rows, features = (n, 132) if kind == "gaps" else (1, 128)
+    x = torch.randn(rows, n, features, device="cuda", dtype=torch.bfloat16)[..., :128].expand(n, -1, -1)
     with torch.no_grad():
         assert memory_of(functools.partial(update, x, **low)) <= 2.1 * 2 * x.numel() + 64 * MIB

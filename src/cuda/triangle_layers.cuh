@@ -167,13 +167,11 @@ class TriangleLayers : public detail::TriangleLayout {
   };
   /// Whether the kernels of pair_steps.cuh, if there are some for a call, can read its x and weights.
   static bool are_readable(const detail::TriangleUpdate& t) {
-    const int64_t vector = 16 / static_cast<int64_t>(t.x.element_size());
-    const at::IntArrayRef strides = t.x.strides();
-    const auto is_whole = [&](int64_t stride) { return stride % vector == 0; };
+    for (int64_t index = 0; index < detail::batch_size(t.x, 3); ++index) {
+      if (!pair_steps::positions(detail::batch_element(t.x, 3, index))) return false;
+    }
     constexpr std::array weights{detail::kPA, detail::kPB, detail::kGA, detail::kGB, detail::kPOut, detail::kGOut};
-    return gemm::is_aligned(t.x.const_data_ptr()) && strides.back() == 1 &&
-           std::all_of(strides.begin(), strides.end() - 1, is_whole) &&
-           std::all_of(weights.begin(), weights.end(),
+    return std::all_of(weights.begin(), weights.end(),
                        [&](detail::TriangleParameter w) { return gemm::operand(t.weight(w)).has_value(); });
   }
 

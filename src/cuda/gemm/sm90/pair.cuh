@@ -238,13 +238,12 @@ __global__ void __launch_bounds__(kThreadsOf<Kernel>, 1)
   if (threadIdx.x == 0) shared.barriers.init();
   __syncthreads();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
-  // A kernel that needs more registers takes those that the loading warpgroup does not need.
-  constexpr bool wants_registers = requires { Kernel::kRegisters; };
+  // The computing warpgroups take the registers that the loading one does not need.
   if (warpgroup < Kernel::kComputing) {
-    if constexpr (wants_registers) cutlass::arch::warpgroup_reg_alloc<Kernel::kRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<Kernel::kRegisters>();
     Kernel::compute(p, shared, warpgroup);
   } else {
-    if constexpr (wants_registers) cutlass::arch::warpgroup_reg_dealloc<24>();
+    cutlass::arch::warpgroup_reg_dealloc<24>();
     if (warp % 4 == 0 && cute::elect_one_sync()) Kernel::load(p, shared);
   }
 }

@@ -11,6 +11,13 @@ struct PositionBox {
   int row, place;
 };
 
+/// Where position, channel and box of a tile of two boxes are in shared memory, in swizzled rows of 128 bytes.
+template <int channels, int channel_stride, int box_stride>
+using SwizzledBoxes = decltype(cute::composition(
+    cute::Swizzle<3, 4, 3>{}, cute::smem_ptr_flag_bits<16>{},
+    cute::Layout<cute::Shape<cute::Int<kPairRows>, cute::Int<channels>, cute::_2>,
+                 cute::Stride<cute::_1, cute::Int<channel_stride>, cute::Int<box_stride>>>{}));
+
 /// Tiles of `channels` x 128 positions, in two boxes, to channels of positions. If `lines`, the boxes are neighbours in
 /// a row, and TMA writes both at once, so that the 256 bytes of a channel stay together.
 template <class Element, int channels, bool lines>
@@ -19,12 +26,7 @@ struct ChannelMap;
 template <class Element, int channels>
 struct ChannelMap<Element, channels, false> : PlaneMap<cute::SM90_TMA_STORE, Element, channels, kPairRows> {
   using Planes = PlaneMap<cute::SM90_TMA_STORE, Element, channels, kPairRows>;
-
-  /// Where position, channel and box are in the tile.
-  using Tile = decltype(cute::composition(
-      cute::Swizzle<3, 4, 3>{}, cute::smem_ptr_flag_bits<16>{},
-      cute::Layout<cute::Shape<cute::Int<kPairRows>, cute::Int<channels>, cute::_2>,
-                   cute::Stride<cute::_1, cute::Int<kPairRows>, cute::Int<kPairRows * channels>>>{}));
+  using Tile = SwizzledBoxes<channels, kPairRows, kPairRows * channels>;
 
   static ChannelMap of(void* data, int64_t channel_stride, int64_t row_stride, int channel_count, int positions,
                        int rows) {
@@ -42,10 +44,7 @@ struct ChannelMap<Element, channels, false> : PlaneMap<cute::SM90_TMA_STORE, Ele
 // that is too long for the swizzle.
 template <class Element, int channels>
 struct ChannelMap<Element, channels, true> {
-  using Tile = decltype(cute::composition(
-      cute::Swizzle<3, 4, 3>{}, cute::smem_ptr_flag_bits<16>{},
-      cute::Layout<cute::Shape<cute::Int<kPairRows>, cute::Int<channels>, cute::_2>,
-                   cute::Stride<cute::_1, cute::Int<2 * kPairRows>, cute::Int<kPairRows>>>{}));
+  using Tile = SwizzledBoxes<channels, 2 * kPairRows, kPairRows>;
 
   struct Map {
     cute::TmaDescriptor descriptor{};
