@@ -7,9 +7,10 @@ With z = layer_norm(x), a and b as in ``triangle_multiplicative_update`` and o[i
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,29 +51,40 @@ def written_out(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1
     return F.linear(n * torch.sigmoid(F.linear(z, w.gate)), w.p_out)
 
 
-def fits(x: Tensor, weights: Weights) -> bool:
-    """Whether the kernels support these arguments: float32 matrices of whole tiles."""
-    c, d = weights.p_out.shape
+def fits(x: Tensor, weights: Weights, mask: Tensor | None = None) -> bool:
+    """Whether the kernels support these arguments: float32 matrices of whole tiles, all on one device."""
+    if x.dim() != 4:
+        return False
+    c, d = x.shape[3], 128
+    shapes = ((c,), (c,), *[(d, c)] * 5, (d,), (d,), (c, d))
     return (
         x.dtype == torch.float32
         and x.shape[0] > 0
-        and x.shape[1] > 1
-        and d == 128
-        and (c in (64, 128) or (c % 128 == 0 and c <= 768))
-        and all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+        and x.shape[1] == x.shape[2] > 1
+        and (c in (64, 128) or (c % 128 == 0 and 0 < c <= 768))
+        and (mask is None or (mask.shape == x.shape[:3] and mask.device == x.device))
+        and all(w.dtype == torch.float32 and w.device == x.device and w.is_contiguous() for w in weights)
+        and all(w.shape == shape for w, shape in zip(weights, shapes, strict=True))
     )
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module with the kernels, or None where Triton is not installed."""
+    try:
+        return importlib.import_module("torchops._gated_triangle_triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
 
 
 def update(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1e-5) -> Tensor:
     """The update of x (batch, N, N, c) with a mask (batch, N, N) of any dtype or None, shaped like x. Uses the kernels
     if they support the arguments and no gradient is needed."""
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
-    if x.is_cuda and fits(x, weights) and not needs_grad:
-        try:
-            kernels = importlib.import_module("torchops._gated_triangle_triton")
-        except ModuleNotFoundError as error:
-            if error.name != "triton":
-                raise
-        else:
-            return kernels.run(x, mask, weights, eps, kernels.tiling(x.shape[-1]))
+    if x.is_cuda and not needs_grad and (kernels := _kernels()):
+        out = kernels.run(x, mask, weights, eps)
+        if out is not None:
+            return out
     return written_out(x, mask, weights, eps)

@@ -15,6 +15,8 @@ a is scaled by a power of 2, and eps by its square, so that o fits float16 (see 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchops._gated_triangle import scale_of_product
-from torchops._triton_launch import FP_FUSION
+from torchops._gated_triangle import fits, scale_of_product
+from torchops._triton_launch import FP_FUSION, is_watched, stream_of
 
 if TYPE_CHECKING:
     from ._gated_triangle import Weights
@@ -190,67 +192,119 @@ class _Launch:
     """kernel[grid](*arguments, *constants), on tensors the first time.
 
     Triton inspects all arguments in every launch, which took the host of an H100 some 30 us for the kernel that packs
-    weights. Later launches reuse the compiled kernel and skip that, and then tensors may be addresses.
+    weights. Later launches go to the compiled kernel, and take addresses: for a tensor, it would ask the driver.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int], *constants: int, warps: int = 4) -> None:
         self.kernel, self.grid, self.constants, self.warps = kernel, (*grid, 1), constants, warps
-        self.runner: Any = None
+        self.compiled: Any = None  # and stays None in the interpreter
+        self.launch: Any = None
+        self.between: tuple[Any, ...] = ()
 
-    def __call__(self, stream: int, *arguments: Any) -> None:
-        if self.runner is not None:
-            self.runner(*arguments, *self.constants, stream=stream)
-            return
-        compiled = self.kernel[self.grid](*arguments, *self.constants, num_warps=self.warps, **FP_FUSION)
-        if compiled is not None:  # the interpreter returns None
-            self.runner = compiled[self.grid]
-
-
-def _launches(shape: Sequence[int], d: int, has_mask: bool, tiling: Tiling) -> tuple[_Launch, _Launch, _Launch]:
-    batch, n, _, c = shape
-    t, positions = tiling, n * n
-    constants = (c, d, t.k, t.block, int(has_mask), t.rows, t.stages, t.ahead)
-    return (
-        _Launch(_pack_kernel, (6 * d, 1), c, d, triton.next_power_of_2(c)),
-        _Launch(_in_kernel, (triton.cdiv(positions, t.block), batch), *constants, warps=t.warps),
-        _Launch(_out_kernel, (triton.cdiv(positions, t.out_block), batch), c, d, t.out_block, min(c, 128)),
-    )
+    def __call__(self, stream: int, watched: bool, *arguments: Any) -> None:
+        if self.compiled is None:
+            compiled = self.kernel[self.grid](*arguments, *self.constants, num_warps=self.warps, **FP_FUSION)
+            if compiled is not None:
+                self.launch, self.between = _launcher(compiled)
+                self.compiled = compiled
+        elif watched:
+            self.compiled[self.grid](*arguments, *self.constants, stream=stream)
+        else:
+            self.launch(*self.grid, stream, *self.between, *arguments, *self.constants)
 
 
-_known: dict[tuple[Any, ...], tuple[_Launch, _Launch, _Launch]] = {}
+def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What launches a compiled kernel without hooks, and its arguments between the stream and those of the kernel."""
+    run, function, rest = compiled.run, compiled.function, (compiled.packed_metadata, None, None, None)
+    # In version 3.6, that of torch 2.11, `run` only allocates scratch memory, and then calls a function in C.
+    needs_scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if triton.__version__.startswith("3.6.") and not needs_scratch:
+        return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, *rest)
+    return run, (function, *rest)
 
 
-def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiling: Tiling) -> Tensor:
-    """The update of x (batch, N, N, c) in float32, for a size that `tiling` supports, N > 1."""
-    batch, n, _, c = x.shape
-    d, positions = weights.a.shape[0], n * n
-    x, eps = x.contiguous(), float(eps)
-    factors = x if mask is None else mask.contiguous()
-    # Everything that the kernels are compiled for. All other tensors come from the allocator.
-    key = (x.shape, d, x.device.index, None if mask is None else mask.dtype, tiling)
-    aligned = all(t.data_ptr() % 16 == 0 for t in (x, factors, *weights))
-    launches = _known.get(key) if aligned else None
-    pack, step_in, step_out = launches or _launches(x.shape, d, mask is not None, tiling)
-    with torch.cuda.device_of(x):
-        stream = triton.runtime.driver.active.get_current_stream(x.device.index) if x.is_cuda else 0
-        # One allocation for the weights of both kernels, a, b and the gate. Whatever the host can postpone comes later,
-        # because the first kernels wait for nothing but the host.
-        channels = batch * d * positions
-        begins = (0, 5 * d * c, 6 * d * c, 6 * d * c + channels, 6 * d * c + 2 * channels)
-        memory = x.new_empty(begins[-1] + channels, dtype=torch.float16)
-        first = memory.data_ptr()
-        known = step_out.runner is not None
-        w_in, w_out, a, b, gate = [first + 2 * i for i in begins] if known else [memory[i:] for i in begins]
-        pack(stream, *weights[2:7], weights.p_out, w_in)
-        scale = scale_of_product(n, torch.float16)
-        step_in(stream, x, weights.norm, weights.norm_bias, factors, w_in, a, b, gate, positions, scale, eps)
-        shape, strides = (batch * d, n, n), (positions, n, 1)
-        of_b = memory.as_strided(shape, (positions, 1, n), begins[3])
+def _is_watched() -> bool:
+    """As in `_triton_launch.py`, with less to look up where Triton's own chains of hooks are empty."""
+    runtime = triton.knobs.runtime
+    try:
+        return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    except AttributeError:
+        return is_watched()
+
+
+class _Plan:
+    """What is the same for all tensors of given shapes and dtypes: the launches, and what lies where in the memory."""
+
+    def __init__(self, shape: Sequence[int], d: int, has_mask: bool, tiles: Tiling) -> None:
+        batch, n, _, c = shape
+        t, positions, channels = tiles, n * n, batch * d
+        constants = (c, d, t.k, t.block, int(has_mask), t.rows, t.stages, t.ahead)
+        out_constants = (c, d, t.out_block, min(c, 128))
+        self.pack = _Launch(_pack_kernel, (6 * d, 1), c, d, triton.next_power_of_2(c))
+        self.step_in = _Launch(_in_kernel, (triton.cdiv(positions, t.block), batch), *constants, warps=t.warps)
+        self.step_out = _Launch(_out_kernel, (triton.cdiv(positions, t.out_block), batch), *out_constants)
+        self.positions, self.scale = positions, scale_of_product(n, torch.float16)
+        # One allocation for the weights of both kernels, a, b and the gate.
+        weights, size = 6 * d * c, channels * positions
+        self.begins = (0, 5 * d * c, weights, weights + size, weights + 2 * size)
+        self.size = weights + 3 * size
+        # Views of a and of b transposed: shape, strides, begin.
+        self.a = ((channels, n, n), (positions, n, 1), weights)
+        self.b = ((channels, n, n), (positions, 1, n), weights + size)
+
+    def run(self, x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int], eps: float) -> Tensor:
+        """On the current device. The tensors, and their addresses, are those of x, the mask and the weights."""
+        # The first two kernels wait for nothing but the host, so all that it can postpone comes after them.
+        stream, watched = (stream_of(x.device) if x.is_cuda else 0), _is_watched()
+        memory = x.new_empty(self.size, dtype=torch.float16)
+        known = self.step_out.compiled is not None
+        given: Sequence[Any] = addresses if known else tensors
+        at_x, factors, norm, norm_bias, a, a_gate, b, b_gate, gate, norm_out, norm_out_bias, p_out = given
+        first, positions, scale = memory.data_ptr(), self.positions, self.scale
+        w_in, w_out, to_a, to_b, to_gate = [first + 2 * i if known else memory[i:] for i in self.begins]
+        self.pack(stream, watched, a, a_gate, b, b_gate, gate, p_out, w_in)
+        to = (to_a, to_b, to_gate)
+        self.step_in(stream, watched, at_x, norm, norm_bias, factors, w_in, *to, positions, scale, eps)
         # Autocast would choose the dtype of a result that is not given.
-        o, out = memory.new_empty(shape), torch.empty_like(x)
-        torch.bmm(memory.as_strided(shape, strides, begins[2]), of_b, out=o)
-        of_norm = (positions, eps * scale * scale)
-        step_out(stream, weights.norm_out, weights.norm_out_bias, o, gate, w_out, out, *of_norm)
-    if aligned:
-        _known[key] = (pack, step_in, step_out)
+        o, out = memory.new_empty(self.a[0]), torch.empty_like(x)
+        torch.bmm(memory.as_strided(*self.a), memory.as_strided(*self.b), out=o)
+        at_o, at_out = (o.data_ptr(), out.data_ptr()) if known else (o, out)
+        last = (positions, eps * scale * scale)
+        self.step_out(stream, watched, norm_out, norm_out_bias, at_o, to_gate, w_out, at_out, *last)
+        return out
+
+
+_MOST_PLANS = 4096  # each new N adds one
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def run(x: Tensor, mask: Tensor | None, weights: Weights, eps: float, tiles: Tiling | None = None) -> Tensor | None:
+    """The update, or None if the kernels do not support the arguments."""
+    # The key, and what all weights have in common, is all that `fits()` looks at, and all that kernels are compiled
+    # for if what they read begins at multiples of 16 bytes. What they write comes from the allocator.
+    device, float32 = x.device, torch.float32
+    for w in weights:
+        if w.dtype is not float32 or w.device != device or not w.is_contiguous():
+            return None
+    of_mask = None if mask is None else (mask.shape, mask.dtype, mask.device)
+    key = (x.shape, x.dtype, device, of_mask, tiles, *[w.shape for w in weights])
+    known = _plans.get(key)
+    if known is None and not fits(x, weights, mask):
+        return None
+    x = x.contiguous()
+    tensors = (x, x if mask is None else mask.contiguous(), *weights)
+    addresses = [t.data_ptr() for t in tensors]
+    aligned = functools.reduce(operator.or_, addresses) % 16 == 0
+    plan = known if aligned else None
+    if plan is None:
+        plan = _Plan(x.shape, len(weights.norm_out), mask is not None, tiles or tiling(x.shape[-1]))
+    if not x.is_cuda or device.index == torch.cuda.current_device():  # not CUDA: in Triton's interpreter
+        out = plan.run(x, tensors, addresses, float(eps))
+    else:
+        with torch.cuda.device(device):
+            out = plan.run(x, tensors, addresses, float(eps))
+    if aligned and known is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
     return out
