@@ -200,5 +200,6 @@ def test_values_by_the_kernels(n: int, c: int, batch: int, masked: bool, cauchy:
     spread = w._replace(a=torch.empty(D, 2 * c, device="cuda")[:, ::2].copy_(w.a))
     for given, weights in ((moved, w), (x, spread)):
         torch.testing.assert_close(gated.update(given, mask, weights), exact(x, mask, w).float(), rtol=2e-2, atol=2e-2)
-    leaf = x.requires_grad_()
-    assert gated.update(leaf, mask, w).requires_grad  # by ATen
+    of_mask = torch.ones(batch, n, n, device="cuda", requires_grad=True)
+    assert gated.update(x, of_mask, w).requires_grad  # by ATen
+    assert gated.update(x.requires_grad_(), mask, w).requires_grad

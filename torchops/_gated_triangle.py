@@ -82,7 +82,7 @@ def _kernels() -> Any:
 def update(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1e-5) -> Tensor:
     """The update of x (batch, N, N, c) with a mask (batch, N, N) of any dtype or None, shaped like x. Uses the kernels
     if they support the arguments and no gradient is needed."""
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, mask, *weights))
     if x.is_cuda and not needs_grad and (kernels := _kernels()):
         out = kernels.run(x, mask, weights, eps)
         if out is not None:
