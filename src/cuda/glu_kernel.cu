@@ -260,9 +260,19 @@ bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& db
                                             : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
 }
 
+// Stacking both weights makes one product of two; for few rows, it costs more.
+bool stacks_weights(int64_t rows, int64_t out_features) { return rows > 4 * out_features; }
+
+// The gradients of biases, if they are wanted.
+void sum_cotangents(const detail::GluGradients& gradients, const Pair& cotangents, std::array<bool, 5> mask) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  if (mask[3]) sum_columns(db, cotangents.z);
+  if (mask[4]) sum_columns(dbg, cotangents.u);
+}
+
 // The same on every GPU from compute capability 8.0 on. Other passes sum dz and du, as they are rounded; `both` has
 // them side by side.
-bool portable_cotangents(const Tensor& both, const Tensor& db, const Tensor& dbg, const Tensor& g, const Tensor& x,
+bool portable_cotangents(const detail::GluGradients& gradients, const Tensor& both, const Tensor& g, const Tensor& x,
                          const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
                          GluActivation activation, std::array<bool, 5> mask) {
   const detail::DensePath path = detail::dense_path();
@@ -273,15 +283,39 @@ bool portable_cotangents(const Tensor& both, const Tensor& db, const Tensor& dbg
   const bool done = activation == GluActivation::kSilu
                         ? gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors, automatic)
                         : gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, automatic);
-  if (done && mask[3]) sum_columns(db, dz);
-  if (done && mask[4]) sum_columns(dbg, du);
+  if (done) sum_cotangents(gradients, {dz, du}, mask);
   return done;
+}
+
+// The gradients of x and of the weights, if they are wanted, from both cotangents side by side. `stack` has both
+// weights, or is undefined.
+void from_cotangents(const detail::GluGradients& gradients, const Tensor& both, const Tensor& x, const Tensor& w,
+                     const Tensor& wg, const Tensor& stack, std::array<bool, 5> mask, bool adds) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const auto [dz, du] = Pair::halves(both);
+  const int64_t n = w.size(0);
+  const bool stacks = stacks_weights(both.size(0), n);
+  if (mask[0] && stacks) {
+    input_gradient(detail::as_rows(dx), both, stack.defined() ? stack : stacked(w, wg), adds);
+  } else if (mask[0]) {
+    const Tensor dx_rows = detail::as_rows(dx);
+    input_gradient(dx_rows, dz, w, adds);
+    input_gradient(dx_rows, du, wg, /*accumulate=*/true);
+  }
+  if (mask[1] && mask[2] && stacks) {
+    const Tensor both_weights = weight_gradient(both, x);
+    dw.copy_(both_weights.narrow(0, 0, n));
+    dwg.copy_(both_weights.narrow(0, n, n));
+  } else {
+    if (mask[1]) weight_gradient_out(dw, dz, x);
+    if (mask[2]) weight_gradient_out(dwg, du, x);
+  }
 }
 
 }  // namespace
 
 // The formulas are in src/cpu/glu_kernel.cpp. dz and du are side by side, so that the products that make or read them
-// are one call of cuBLAS each, unless there are so few rows that stacking the weights costs more.
+// are one call of cuBLAS each.
 void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Tensor& x, const Tensor& w,
                    const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
                    std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u, bool adds) {
@@ -309,11 +343,10 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
     return;
   }
   const Pair cotangents = Pair::halves(both);
-  const auto& [dz, du] = cotangents;
-  const bool rounded = x.scalar_type() != w.scalar_type(), stacks = rows > 4 * n;
+  const bool rounded = x.scalar_type() != w.scalar_type(), stacks = stacks_weights(rows, n);
   const bool are_made =
       (problem && fused_cotangents(cotangents, db, dbg, problem->first, problem->second, act, mask)) ||
-      (!z && portable_cotangents(both, db, dbg, g_rows, x_rows, w, wg, bias, gate_bias, act, mask));
+      (!z && portable_cotangents(gradients, both, g_rows, x_rows, w, wg, bias, gate_bias, act, mask));
   const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
   const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
   const bool recomputes = !are_made && !kept;
@@ -342,24 +375,25 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
     });
     sums.finish(mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor());
   }
-  if (mask[0] && stacks) {
-    input_gradient(detail::as_rows(dx), both, stack, adds);
-  } else if (mask[0]) {
-    const Tensor dx_rows = detail::as_rows(dx);
-    input_gradient(dx_rows, dz, w, adds);
-    input_gradient(dx_rows, du, wg, /*accumulate=*/true);
-  }
   if (rounded) {
     value.finish(dw);
     gate.finish(dwg);
-  } else if (mask[1] && mask[2] && stacks) {
-    const Tensor both_weights = weight_gradient(both, x_rows);
-    dw.copy_(both_weights.narrow(0, 0, n));
-    dwg.copy_(both_weights.narrow(0, n, n));
-  } else {
-    if (mask[1]) weight_gradient_out(dw, dz, x_rows);
-    if (mask[2]) weight_gradient_out(dwg, du, x_rows);
+    mask[1] = mask[2] = false;
   }
+  from_cotangents(gradients, both, x_rows, w, wg, stack, mask, adds);
+}
+
+bool glu_gradients_from_channels(const detail::GluGradients& gradients, const ChannelPanel<float>& grad,
+                                 const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                                 const OptionalTensor& bg, std::array<bool, 5> mask, bool adds) {
+  const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
+  const Tensor both = at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options());
+  const auto [dz, du] = Pair::halves(both);
+  const gemm::Sm80Tensors tensors{.d = dz, .a = x, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias, .d2 = &du};
+  if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;
+  sum_cotangents(gradients, {dz, du}, mask);
+  from_cotangents(gradients, both, x, w, wg, {}, mask, adds);
+  return true;
 }
 
 namespace {

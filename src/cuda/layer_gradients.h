@@ -25,6 +25,14 @@ void glu_gradients(detail::GluGradients out, const at::Tensor& grad, const at::T
                    std::string_view activation, std::array<bool, 5> mask, const std::optional<at::Tensor>& z = {},
                    const std::optional<at::Tensor>& u = {}, bool adds = false);
 
+template <class T>
+struct ChannelPanel;
+/// The same with sigmoid, if all is float32 and `grad` is in channels. Returns false, with nothing done, if the kernel
+/// cannot read or write these tensors.
+bool glu_gradients_from_channels(const detail::GluGradients& out, const ChannelPanel<float>& grad, const at::Tensor& x,
+                                 const at::Tensor& w, const at::Tensor& wg, const std::optional<at::Tensor>& b,
+                                 const std::optional<at::Tensor>& bg, std::array<bool, 5> mask, bool adds);
+
 /// The gradients (dx, dweight, dbias) of layer_norm() that are defined in `out`. dx may be `grad`.
 void layer_norm_gradients(const std::array<at::Tensor, 3>& out, const at::Tensor& grad, const at::Tensor& x,
                           const at::Tensor& mean, const at::Tensor& rstd, const std::optional<at::Tensor>& weight);

@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kUnfoldColumns* kUnfoldRows) unfold_norms_kern
       if (!has(layer, row)) continue;
       const float* const sums = all.sums + layer.offset;
       w[i] = static_cast<float>(layer.weight[row * layer.row_stride + column]);
+      if (all.batch == 0) continue;
       m[i] = sums[int64_t{row} * layer.columns + column];
       db[i] = sums[int64_t{layer.rows} * layer.columns + row];
     }

@@ -103,12 +103,8 @@ class TriangleLayers : public detail::TriangleLayout {
   };
   Glu glu_of(detail::TriangleParameter p, detail::TriangleParameter g) const {
     const at::Tensor &w = update().weight(p), &wg = update().weight(g);
-    const detail::DensePath path = detail::dense_path();
-    const bool exact =
-        gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), detail::is_automatic(path));
-    if (path != detail::DensePath::kCublas && (w.element_size() == 2 || (exact && gemm::are_float32_weights(w, wg)))) {
-      return {p, g, {}, {}};
-    }
+    const bool fused = w.element_size() == 2 && detail::dense_path() != detail::DensePath::kCublas;
+    if (fused || wants_exact(p, g)) return {p, g, {}, {}};
     return {p, g, stacked(w, wg), stacked(update().bias(p), update().bias(g))};
   }
   /// Its channels for a panel of z, times the mask and a factor.
@@ -129,7 +125,30 @@ class TriangleLayers : public detail::TriangleLayout {
     });
   }
 
+  /// The gradients of such a unit by a kernel in float32, as glu_gradients() makes them, from the cotangent of its
+  /// channels. Returns false, with nothing done, if it cannot run.
+  bool exact_gradients(const detail::GluGradients& gradients, const detail::TrianglePanel& panel, const at::Tensor& z,
+                       detail::TriangleParameter p, detail::TriangleParameter g, const at::Tensor& channels,
+                       const at::Tensor& mask, double factor, std::array<bool, 5> wanted) const {
+    if (!wants_exact(p, g)) return false;
+    bool done = false;
+    with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& from) {
+      if constexpr (std::is_same_v<T, float>) {
+        done = glu_gradients_from_channels(gradients, from, z, update().weight(p), update().weight(g), update().bias(p),
+                                           update().bias(g), wanted, /*adds=*/true);
+      }
+    });
+    return done;
+  }
+
  private:
+  /// Whether a kernel in float32 should compute a gated linear unit, and can read its weights.
+  bool wants_exact(detail::TriangleParameter p, detail::TriangleParameter g) const {
+    const at::Tensor &w = update().weight(p), &wg = update().weight(g);
+    const detail::DensePath path = detail::dense_path();
+    return path != detail::DensePath::kCublas && gemm::are_float32_weights(w, wg) &&
+           gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), detail::is_automatic(path));
+  }
   /// gated_to_channels() by a kernel in float32. Returns false, with nothing done, if it cannot run.
   bool exactly_gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
                                  const at::Tensor& channels, const at::Tensor& mask, double factor) const {

@@ -212,8 +212,10 @@ void input_backward(const TriangleLayers& layers, const TriangleGradients& gradi
     detail::GluGradients made = detail::empty_glu_gradients(z, t.weight(p), mask);
     auto& [dx, dw, dwg, dbias, dbias_g] = made;
     if ((mask[0] = gradients.wants_z())) dx = dz;
-    glu_gradients(made, layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg, "sigmoid",
-                  mask, /*z=*/{}, /*u=*/{}, /*adds=*/true);
+    if (!layers.exact_gradients(made, panel, z, p, g, channels, e.mask, factor, mask)) {
+      glu_gradients(made, layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg,
+                    "sigmoid", mask, /*z=*/{}, /*u=*/{}, /*adds=*/true);
+    }
     gradients.add(p, dw);
     gradients.add(g, dwg);
     gradients.add(p + 1, dbias);

@@ -26,12 +26,12 @@ inline bool splits_float32() {
          detail::dense_path() != detail::DensePath::kPortable;
 }
 
-template <class Rule, bool to_channels = false>
+template <class Rule, InChannels in_channels = InChannels::kNothing>
 void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const Float32Channels& channels) {
   const auto launch = [&]<bool splits>() {
     const auto launch_tile = [&]<int warps_m>() {
       using Tile = Float32Tile<Rule::kProducts, warps_m>;
-      launch_tiles<sm80_float32_kernel<Rule, splits, warps_m, to_channels>>(p, Tile::kRows, Tile::kColumns,
+      launch_tiles<sm80_float32_kernel<Rule, splits, warps_m, in_channels>>(p, Tile::kRows, Tile::kColumns,
                                                                             Tile::kSharedBytes, 1, channels);
     };
     if constexpr (Rule::kProducts == 1) {
@@ -47,8 +47,9 @@ inline bool is_exact_float32(at::ScalarType dtype) {
   return dtype == at::kFloat && !element_of(dtype) && at::cuda::getCurrentDeviceProperties()->major >= 8;
 }
 
-/// The arguments of the kernel but for the output; nullopt if it cannot read them.
-template <class Rule>
+/// The arguments of the kernel but for the output, and the cotangent if that is in channels; nullopt if it cannot read
+/// them.
+template <class Rule, InChannels in_channels = InChannels::kNothing>
 std::optional<Sm80Arguments<float, Rule::kProducts>> float32_arguments(const Sm80Tensors& t) {
   Sm80Arguments<float, Rule::kProducts> p{};
   const auto reads = [](const at::Tensor& from, const float*& data, int64_t& stride) {
@@ -69,7 +70,8 @@ std::optional<Sm80Arguments<float, Rule::kProducts>> float32_arguments(const Sm8
     p.bias[of] = bias ? bias->const_data_ptr<float>() : nullptr;
   }
   if (Rule::kReadsC && !reads(*t.c, p.c, p.c_stride)) return std::nullopt;
-  if (kMakesCotangents<Rule> && !reads(*t.g, p.g, p.g_stride)) return std::nullopt;
+  constexpr bool reads_g = kMakesCotangents<Rule> && in_channels != InChannels::kCotangent;
+  if (reads_g && !reads(*t.g, p.g, p.g_stride)) return std::nullopt;
   return p;
 }
 
@@ -84,11 +86,9 @@ inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k,
   return is_exact_float32(dtype) && !(automatic && prefers_cublas_to_float32(m, n, k, splits_float32()));
 }
 
-/// What run_sm80() says, for float32. Rows must be aligned to 16 bytes, and the number of outputs a multiple of 4.
-template <class Rule>
-bool run_float32(const Sm80Tensors& t, bool automatic) {
-  if (!wants_float32(t.a.scalar_type(), t.a.size(0), t.b.size(0), t.a.size(1), automatic)) return false;
-  auto p = float32_arguments<Rule>(t);
+/// Sets d and d2 of the arguments. Returns false if the kernel cannot write them.
+template <int products>
+bool set_float32_outputs(Sm80Arguments<float, products>& p, const Sm80Tensors& t) {
   const auto writes = [](const at::Tensor& to, float*& data, int64_t& stride) {
     const auto of = operand(to);
     if (!of) return false;
@@ -96,18 +96,42 @@ bool run_float32(const Sm80Tensors& t, bool automatic) {
     stride = of->row_stride;
     return true;
   };
-  if (!p || !writes(t.d, p->d, p->d_stride) || (t.d2 && !writes(*t.d2, p->d2, p->d2_stride))) return false;
+  return writes(t.d, p.d, p.d_stride) && (!t.d2 || writes(*t.d2, p.d2, p.d2_stride));
+}
+
+/// What run_sm80() says, for float32. Rows must be aligned to 16 bytes, and the number of outputs a multiple of 4.
+template <class Rule>
+bool run_float32(const Sm80Tensors& t, bool automatic) {
+  if (!wants_float32(t.a.scalar_type(), t.a.size(0), t.b.size(0), t.a.size(1), automatic)) return false;
+  auto p = float32_arguments<Rule>(t);
+  if (!p || !set_float32_outputs(*p, t)) return false;
   launch_float32<Rule>(*p, {});
   return true;
 }
 
-/// The same for a rule with two products whose output has channels first; t.d is not used.
+/// Whether the kernel reads and writes such channels.
+inline bool are_float32_channels(const ChannelPanel<float>& of) {
+  return operand(of.channels).has_value() && of.positions.padded % 4 == 0;
+}
+inline Float32Channels float32_channels(const ChannelPanel<float>& of) {
+  return {of.channels.mutable_data_ptr<float>(), of.channels.stride(0), of.positions, of.factors};
+}
+
+/// The same for a rule with two products whose output is in channels; t.d is not used.
 template <class Rule>
 bool run_float32_to_channels(const Sm80Tensors& t, const ChannelPanel<float>& to) {
   const auto p = float32_arguments<Rule>(t);
-  if (!p || !operand(to.channels) || to.positions.padded % 4 != 0) return false;
-  launch_float32<Rule, /*to_channels=*/true>(
-      *p, {to.channels.mutable_data_ptr<float>(), to.channels.stride(0), to.positions, to.factors});
+  if (!p || !are_float32_channels(to)) return false;
+  launch_float32<Rule, InChannels::kOutput>(*p, float32_channels(to));
+  return true;
+}
+
+/// The same for cotangents of which that of the output is in channels; t.g is not used.
+template <class Rule>
+bool run_float32_from_channels(const Sm80Tensors& t, const ChannelPanel<float>& from) {
+  auto p = float32_arguments<Rule, InChannels::kCotangent>(t);
+  if (!p || !are_float32_channels(from) || !set_float32_outputs(*p, t)) return false;
+  launch_float32<Rule, InChannels::kCotangent>(*p, float32_channels(from));
   return true;
 }
 

@@ -11,7 +11,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// Where outputs go that have channels first: those of a row to its position in the matrix of their channel, times the
+/// Where the outputs of a row are that has them in channels: at its position in the matrix of each channel, times the
 /// factor of the row. Rows of positions begin at multiples of 16 bytes.
 struct Float32Channels {
   float* data;
@@ -19,6 +19,23 @@ struct Float32Channels {
   Positions positions;
   RowFactors<float> factors;
 };
+
+/// Four neighbouring rows, of which `left` exist.
+struct RowsOfChannels {
+  float factors[4];
+  int64_t places[4];
+
+  __device__ RowsOfChannels(const Float32Channels& channels, int64_t first, int left) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      factors[i] = i < left ? channels.factors.of(first + i) : 0.f;
+      places[i] = channels.positions.of(first + i);
+    }
+  }
+};
+
+/// What is in channels instead of rows: nothing, the output, or the cotangent.
+enum class InChannels { kNothing, kOutput, kCotangent };
 
 /// Sums by FFMAs, or of split products.
 template <bool splits, int products, int warps_m>
@@ -31,9 +48,8 @@ struct RuleSums<true, products, warps_m> {
   using Type = SplitSums<products, Major::kColumns, Major::kColumns, Tile::kRows, Tile::kColumns>;
 };
 
-/// Rows of operands and output are aligned to 16 bytes, and n is a multiple of 4. With `to_channels`, p.d is not
-/// written.
-template <class Rule, bool splits, int warps_m, bool to_channels>
+/// Rows of operands and output are aligned to 16 bytes, and n is a multiple of 4. What is in channels is not in p.
+template <class Rule, bool splits, int warps_m, InChannels in_channels>
 __global__ void __launch_bounds__(kSm80Threads, 2)
     sm80_float32_kernel(const Sm80Arguments<float, Rule::kProducts> p, const Float32Channels channels) {
   constexpr int products = Rule::kProducts;
@@ -66,46 +82,65 @@ __global__ void __launch_bounds__(kSm80Threads, 2)
     const auto z = [&](int product, int i, int j) {
       return sums[i][(product * parts + part) * 4 + j] + bias[product][j];
     };
-    if constexpr (to_channels) {
+    if constexpr (in_channels == InChannels::kOutput) {
       static_assert(products == 2);
 #pragma unroll
       for (int four = 0; four < Sums::kRows; four += 4) {
         const int first = row + Sums::row(lane, four), left = p.m - first;
         if (left <= 0) continue;
-        float factors[4];
-        int64_t places[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          factors[i] = i < left ? channels.factors.of(first + i) : 0.f;
-          places[i] = channels.positions.of(first + i);
-        }
+        const RowsOfChannels rows(channels, first, left);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           Packed<float, 4> values;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            values.at[i] = Rule::template value<exact>(z(0, four + i, j), z(1, four + i, j), 0.f) * factors[i];
+            values.at[i] = Rule::template value<exact>(z(0, four + i, j), z(1, four + i, j), 0.f) * rows.factors[i];
           }
           float* const of_channel = channels.data + (to + j) * channels.channel_stride;
           if (channels.positions.n % 4 == 0) {
-            store<float, 4>(of_channel + places[0], values);
+            store<float, 4>(of_channel + rows.places[0], values);
           } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              if (i < left) of_channel[places[i]] = values.at[i];
+              if (i < left) of_channel[rows.places[i]] = values.at[i];
             }
           }
         }
       }
     } else {
+      [[maybe_unused]] Packed<float, 4> of_channels[4];  // cotangents of four rows
 #pragma unroll
       for (int i = 0; i < Sums::kRows; ++i) {
         const int64_t at = row + Sums::row(lane, i);
         if (at >= p.m) continue;
+        if constexpr (in_channels == InChannels::kCotangent) {
+          if (i % 4 == 0) {
+            const int left = static_cast<int>(p.m - at);
+            const RowsOfChannels rows(channels, at, left);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const float* const of_channel = channels.data + (to + j) * channels.channel_stride;
+              Packed<float, 4>& values = of_channels[j];
+              if (channels.positions.n % 4 == 0) {
+                values = load<float, 4>(of_channel + rows.places[0]);
+              } else {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) values.at[k] = k < left ? of_channel[rows.places[k]] : 0.f;
+              }
+#pragma unroll
+              for (int k = 0; k < 4; ++k) values.at[k] *= rows.factors[k];
+            }
+          }
+        }
         float c[4] = {}, result[4];
         [[maybe_unused]] float g[4] = {}, other[4];
         if constexpr (Rule::kReadsC) unpack(load<float, 4>(p.c + at * p.c_stride + to), c);
-        if constexpr (kMakesCotangents<Rule>) unpack(load<float, 4>(p.g + at * p.g_stride + to), g);
+        if constexpr (in_channels == InChannels::kCotangent) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) g[j] = of_channels[j].at[i % 4];
+        } else if constexpr (kMakesCotangents<Rule>) {
+          unpack(load<float, 4>(p.g + at * p.g_stride + to), g);
+        }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float first = z(0, i, j), second = z(products - 1, i, j);
