@@ -58,8 +58,8 @@ struct WidePairInKernel {
         w_free[i].init(kCluster);
       }
       for (int i = 0; i < 2; ++i) {
-        measured[i].init(4);
-        measure[i].init(4 * kWarpgroups);
+        measured[i].init(128);
+        measure[i].init(128 * kWarpgroups);
       }
       turns.init();
       cutlass::arch::fence_barrier_init();
@@ -175,8 +175,7 @@ struct WidePairInKernel {
                                   : ScaleAndShift{0.f, 0.f};
       shared.measure[buffer].wait((count / 2 & 1) ^ 1);
       shared.moments[buffer][row] = moments;
-      __syncwarp();
-      if (row % 32 == 0) shared.measured[buffer].arrive();
+      shared.measured[buffer].arrive();
       if (exists && unit.column == 0) {
         p.moments[unit.plane * p.moments_row_stride + position * p.moments_stride] = moments;
       }
@@ -274,8 +273,7 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
         shared.measured[count % 2].wait(count / 2 & 1);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2 * kBlocks; ++i) rows.moments[i] = shared.moments[count % 2][row_of(thread, i)];
-        __syncwarp();
-        if (thread % 32 == 0) shared.measure[count % 2].arrive();
+        shared.measure[count % 2].arrive();
       }
       cutlass::arch::NamedBarrier::sync(128, warpgroup);
       warpgroup_wait<0>();
