@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "cuda/channels.cuh"
 #include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm80_float32_tile.cuh"
+#include "cuda/positions.cuh"
 #include "cuda/vector.cuh"
 
 namespace torchops::cuda::gemm {
