@@ -4,8 +4,7 @@
 
 // What sm80.cuh, sm80_float32.cuh and, of sm90/, narrow.cuh, wide.cuh and gated_gradients.cuh compute from their
 // products. A rule says how many products there are, whether it reads c, and the scale in which a product plus bias is
-// passed to it as z (and as t, if there are two products): with Exactness::kExact, 1. last_digits() is its value in
-// double, or float, as exactly as that allows, of products in scale 1. No torch, no CUTLASS.
+// passed to it as z (and as t, if there are two products): with Exactness::kExact, 1. No torch, no CUTLASS.
 namespace torchops::cuda::gemm {
 
 /// y = F(a @ b.T + bias)
@@ -19,10 +18,6 @@ struct LinearRule {
   __device__ __forceinline__ static float value(float t, float, float) {
     return F::template of_scaled<exactness>(t);
   }
-  template <class A>
-  __device__ __forceinline__ static A last_digits(A z, A, A) {
-    return F::value(z);
-  }
 };
 
 /// y = (a @ b.T + bias) * F(a @ b2.T + bias2)
@@ -35,10 +30,6 @@ struct GluRule {
   template <Exactness exactness>
   __device__ __forceinline__ static float value(float z, float t, float) {
     return z * F::template of_scaled<exactness>(t);
-  }
-  template <class A>
-  __device__ __forceinline__ static A last_digits(A z, A t, A) {
-    return z * F::value(t);
   }
 
   /// The cotangents of both products, given the cotangent g of y.
@@ -60,10 +51,6 @@ struct GateRule {
   template <Exactness exactness>
   __device__ __forceinline__ static float value(float t, float, float c) {
     return c * F::template of_scaled<exactness>(t);
-  }
-  template <class A>
-  __device__ __forceinline__ static A last_digits(A z, A, A c) {
-    return c * F::value(z);
   }
 
   /// The cotangents of the product and of c, given the cotangent g of y.
