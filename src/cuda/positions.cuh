@@ -29,4 +29,14 @@ struct RowFactors {
   }
 };
 
+/// Where outputs go that have channels first: those of a row to its position in the matrix of their channel, times the
+/// factor of the row.
+template <class T>
+struct ChannelOutputs {
+  T* data;
+  int64_t channel_stride;
+  Positions positions;
+  RowFactors<T> factors;
+};
+
 }  // namespace torchops::cuda

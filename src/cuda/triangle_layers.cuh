@@ -106,7 +106,7 @@ class TriangleLayers : public detail::TriangleLayout {
     const detail::DensePath path = detail::dense_path();
     const bool exact =
         gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), detail::is_automatic(path));
-    if (path != detail::DensePath::kCublas && (w.element_size() == 2 || (exact && gemm::are_float32_weights(w, wg)))) {
+    if (path != detail::DensePath::kCublas && (w.element_size() == 2 || (exact && gemm::are_full_weights(w, wg)))) {
       return {p, g, {}, {}};
     }
     return {p, g, stacked(w, wg), stacked(update().bias(p), update().bias(g))};

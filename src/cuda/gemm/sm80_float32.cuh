@@ -10,6 +10,7 @@
 #include "cuda/channels.cuh"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
+#include "cuda/gemm/sm80_arguments.cuh"
 #include "cuda/gemm/sm80_float32_kernel.cuh"
 #include "cuda/gemm/sm80_launch.cuh"
 #include "cuda/gemm/sm80_tensors.h"
@@ -27,7 +28,7 @@ inline bool splits_float32() {
 }
 
 template <class Rule, bool to_channels = false>
-void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const Float32Channels& channels) {
+void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const ChannelOutputs<float>& channels) {
   const auto launch = [&]<bool splits>() {
     const auto launch_tile = [&]<int warps_m>() {
       using Tile = Float32Tile<Rule::kProducts, warps_m>;
@@ -47,37 +48,6 @@ inline bool is_exact_float32(at::ScalarType dtype) {
   return dtype == at::kFloat && !element_of(dtype) && at::cuda::getCurrentDeviceProperties()->major >= 8;
 }
 
-/// The arguments of the kernel but for the output; nullopt if it cannot read them.
-template <class Rule>
-std::optional<Sm80Arguments<float, Rule::kProducts>> float32_arguments(const Sm80Tensors& t) {
-  Sm80Arguments<float, Rule::kProducts> p{};
-  const auto reads = [](const at::Tensor& from, const float*& data, int64_t& stride) {
-    const auto of = operand(from);
-    if (!of) return false;
-    data = static_cast<const float*>(of->data);
-    stride = of->row_stride;
-    return true;
-  };
-  if (!reads(t.a, p.a, p.a_stride)) return std::nullopt;
-  p.m = static_cast<int>(t.a.size(0));
-  p.n = static_cast<int>(t.b.size(0));
-  p.k = static_cast<int>(t.a.size(1));
-  if (p.n % 4 != 0 || p.k == 0) return std::nullopt;
-  for (int of = 0; of < Rule::kProducts; ++of) {
-    const std::optional<at::Tensor>& bias = of == 0 ? t.bias : *t.bias2;
-    if (!reads(of == 0 ? t.b : *t.b2, p.b[of], p.b_stride[of])) return std::nullopt;
-    p.bias[of] = bias ? bias->const_data_ptr<float>() : nullptr;
-  }
-  if (Rule::kReadsC && !reads(*t.c, p.c, p.c_stride)) return std::nullopt;
-  if (kMakesCotangents<Rule> && !reads(*t.g, p.g, p.g_stride)) return std::nullopt;
-  return p;
-}
-
-/// Whether the kernel can read these weights of a rule with two products, and contiguous rows with as many features.
-inline bool are_float32_weights(const at::Tensor& w, const at::Tensor& w2) {
-  return w.size(0) % 4 == 0 && w.size(1) % 4 == 0 && operand(w) && operand(w2);
-}
-
 /// Whether to compute such products, of m rows with k features, to n, by the kernel, if it can read them; if
 /// `automatic`, only where it is faster.
 inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k, bool automatic) {
@@ -88,7 +58,7 @@ inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k,
 template <class Rule>
 bool run_float32(const Sm80Tensors& t, bool automatic) {
   if (!wants_float32(t.a.scalar_type(), t.a.size(0), t.b.size(0), t.a.size(1), automatic)) return false;
-  auto p = float32_arguments<Rule>(t);
+  auto p = full_arguments<float, Rule>(t);
   const auto writes = [](const at::Tensor& to, float*& data, int64_t& stride) {
     const auto of = operand(to);
     if (!of) return false;
@@ -104,7 +74,7 @@ bool run_float32(const Sm80Tensors& t, bool automatic) {
 /// The same for a rule with two products whose output has channels first; t.d is not used.
 template <class Rule>
 bool run_float32_to_channels(const Sm80Tensors& t, const ChannelPanel<float>& to) {
-  const auto p = float32_arguments<Rule>(t);
+  const auto p = full_arguments<float, Rule>(t);
   if (!p || !operand(to.channels) || to.positions.padded % 4 != 0) return false;
   launch_float32<Rule, /*to_channels=*/true>(
       *p, {to.channels.mutable_data_ptr<float>(), to.channels.stride(0), to.positions, to.factors});

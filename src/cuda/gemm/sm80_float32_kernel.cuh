@@ -11,15 +11,6 @@
 
 namespace torchops::cuda::gemm {
 
-/// Where outputs go that have channels first: those of a row to its position in the matrix of their channel, times the
-/// factor of the row. Rows of positions begin at multiples of 16 bytes.
-struct Float32Channels {
-  float* data;
-  int64_t channel_stride;
-  Positions positions;
-  RowFactors<float> factors;
-};
-
 /// Sums by FFMAs, or of split products.
 template <bool splits, int products, int warps_m>
 struct RuleSums {
@@ -31,11 +22,11 @@ struct RuleSums<true, products, warps_m> {
   using Type = SplitSums<products, Major::kColumns, Major::kColumns, Tile::kRows, Tile::kColumns>;
 };
 
-/// Rows of operands and output are aligned to 16 bytes, and n is a multiple of 4. With `to_channels`, p.d is not
-/// written.
+/// Rows of operands and output, or with `to_channels`, where p.d is not written, of positions, are aligned to 16 bytes,
+/// and n is a multiple of 4.
 template <class Rule, bool splits, int warps_m, bool to_channels>
 __global__ void __launch_bounds__(kSm80Threads, 2)
-    sm80_float32_kernel(const Sm80Arguments<float, Rule::kProducts> p, const Float32Channels channels) {
+    sm80_float32_kernel(const Sm80Arguments<float, Rule::kProducts> p, const ChannelOutputs<float> channels) {
   constexpr int products = Rule::kProducts;
   using Tile = Float32Tile<products, warps_m>;
   using Sums = typename RuleSums<splits, products, warps_m>::Type;

@@ -1,7 +1,7 @@
 #pragma once
 
 // The sums of a tile of products of float64 matrices, by matrix instructions. A stage of shared memory has 16 columns
-// of some rows, 128 bytes of each. No torch.
+// of 64 rows of each operand. No torch.
 
 #include <cstdint>
 
@@ -9,42 +9,27 @@
 
 namespace torchops::cuda::gemm {
 
+constexpr int kFloat64Threads = 128, kFloat64Rows = 64;
 constexpr int kFloat64Step = 16, kFloat64RowBytes = kFloat64Step * static_cast<int>(sizeof(double));
 
 /// sums += a (16 x 16) @ b.T (8 x 16). Lane 4g + q has of a the rows g (even elements) and g + 8 (odd ones) and of b
 /// the row g, each at the columns q, q + 4, q + 8 and q + 12. Of the sums, it has (g, 2q), (g, 2q + 1), (g + 8, 2q) and
 /// (g + 8, 2q + 1). Permuting the columns of both a and b changes nothing but the order of additions.
-template <int depth = 16>
 __device__ inline void multiply_16x8(double (&sums)[4], const double (&a)[8], const double (&b)[4]) {
 #if __CUDA_ARCH__ >= 900
-  if constexpr (depth == 16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
-        "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
-        : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
-        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]), "d"(b[1]),
-          "d"(b[2]), "d"(b[3]));
-    return;
-  }
-  if constexpr (depth == 8) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
+      "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
+      : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]), "d"(b[1]),
+        "d"(b[2]), "d"(b[3]));
+#else
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
-          : "d"(a[4 * i]), "d"(a[4 * i + 1]), "d"(a[4 * i + 2]), "d"(a[4 * i + 3]), "d"(b[2 * i]), "d"(b[2 * i + 1]));
-    }
-    return;
+  for (int i = 0; i < 8; ++i) {
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+        : "+d"(sums[i % 2 * 2]), "+d"(sums[i % 2 * 2 + 1])
+        : "d"(a[i]), "d"(b[i / 2]));
   }
 #endif
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-          : "+d"(sums[2 * half]), "+d"(sums[2 * half + 1])
-          : "d"(a[2 * i + half]), "d"(b[i]));
-    }
-  }
 }
 
 /// Where a 16-byte piece of a row lies in a stage. The lanes of a quarter warp read four pieces of two successive rows,
@@ -53,29 +38,27 @@ __device__ inline int float64_place(int row, int piece) {
   return row * kFloat64RowBytes + (piece ^ (row % 2 * 4)) * 16;
 }
 
-/// A thread's part of copies of `rows` rows by `threads` threads, of which it is number `thread`.
-template <int rows, int threads>
+/// A thread's part of the copies of 64 rows.
 class Float64Copy {
  public:
-  static constexpr int kPieces = kFloat64Step / 2, kLines = threads / kPieces, kCopies = rows / kLines;
-  static_assert(kLines % 2 == 0 && rows % kLines == 0);
+  __device__ Float64Copy()
+      : row_(static_cast<int>(threadIdx.x) / kPieces), piece_(static_cast<int>(threadIdx.x) % kPieces) {}
 
-  __device__ explicit Float64Copy(int thread) : row_(thread / kPieces), piece_(thread % kPieces) {}
-
-  /// Starts to copy a step of columns of the tile's rows from `first` on; what does not exist becomes 0. of_row(i) is
-  /// the first of the rows that copy i takes, of which end(i) rows exist.
-  __device__ void start(uint32_t to, const double* from, int64_t stride, int rows_left, int columns_left) const {
+  /// Starts to copy a step of columns of the rows from `from` on. What does not exist becomes 0.
+  __device__ void start(unsigned char* to, const double* from, int64_t stride, int rows_left, int columns_left) const {
     const int valid = min(max(columns_left - 2 * piece_, 0), 2) * static_cast<int>(sizeof(double));
     const double* own = from + row_ * stride + 2 * piece_;
-    const uint32_t own_to = to + static_cast<uint32_t>(float64_place(row_, piece_));
+    const auto own_to = static_cast<uint32_t>(__cvta_generic_to_shared(to + float64_place(row_, piece_)));
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
+    for (int i = 0; i < kFloat64Rows / kLines; ++i) {
       copy_or_clear<16>(own_to + i * kLines * kFloat64RowBytes, own + i * kLines * stride,
                         row_ + i * kLines < rows_left ? valid : 0);
     }
   }
 
  private:
+  static constexpr int kPieces = kFloat64Step / 2, kLines = kFloat64Threads / kPieces;
+  static_assert(kLines % 2 == 0 && kFloat64Rows % kLines == 0);
   int row_, piece_;
 };
 
@@ -98,7 +81,7 @@ struct Float64Sums {
   }
 
   /// Adds the products of a step. `a` has the warp's rows; b(j) is where the rows of column group j begin.
-  template <int depth, class Weights>
+  template <class Weights>
   __device__ void add(const unsigned char* a, const Weights& b) {
     const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, q = lane % 4;
     const int first = float64_place(g, q), second = float64_place(g, q + 4);
@@ -120,7 +103,7 @@ struct Float64Sums {
       const double2 low = load(b(j), 0), high = load(b(j), 1);
       const double of_b[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) multiply_16x8<depth>(at[i][j], of_a[i], of_b);
+      for (int i = 0; i < kRows / 2; ++i) multiply_16x8(at[i][j], of_a[i], of_b);
     }
   }
 };
