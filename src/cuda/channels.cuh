@@ -7,29 +7,13 @@
 #include <optional>
 
 #include "cuda/pass.cuh"
+#include "cuda/positions.cuh"
 #include "cuda/rows.cuh"
 #include "cuda/vector.cuh"
 
 // Moves rows of channels, the layout of linear layers, to channels of positions, the layout of a triangle update's
 // products, and back: a transposition by tiles in shared memory, which also does the step before or after it.
 namespace torchops::cuda {
-
-/// Where row r is within a channel: rows of n positions that begin `padded` apart.
-struct Positions {
-  int64_t n, padded;
-
-  __device__ int64_t of(int64_t row) const { return row / n * padded + row % n; }
-};
-
-template <class T>
-struct RowFactors {
-  const T* of_row;  // null: none
-  Accumulate<T> of_all;
-
-  __device__ Accumulate<T> of(int64_t row) const {
-    return of_row == nullptr ? of_all : of_all * static_cast<Accumulate<T>>(of_row[row]);
-  }
-};
 
 constexpr int kTileThreads = 8;
 // Rows, or channels, that a thread has in flight.

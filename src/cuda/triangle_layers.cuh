@@ -12,6 +12,7 @@
 
 #include "cuda/channels.cuh"
 #include "cuda/gemm/sm80_float32.cuh"
+#include "cuda/gemm/sm80_float64.cuh"
 #include "cuda/linear.h"
 #include "cuda/pair_steps.cuh"
 #include "ops/dense_path.h"
@@ -104,14 +105,22 @@ class TriangleLayers : public detail::TriangleLayout {
   Glu glu_of(detail::TriangleParameter p, detail::TriangleParameter g) const {
     const at::Tensor &w = update().weight(p), &wg = update().weight(g);
     const bool fused = w.element_size() == 2 && detail::dense_path() != detail::DensePath::kCublas;
-    if (fused || wants_exact(p, g)) return {p, g, {}, {}};
+    const bool full = gemm::wants_float64(w.scalar_type()) && gemm::are_full_weights(w, wg);
+    if (fused || full || wants_exact(p, g)) return {p, g, {}, {}};
     return {p, g, stacked(w, wg), stacked(update().bias(p), update().bias(g))};
+  }
+  /// How many tensors of a panel it takes to make the channels of two such units from a panel of x. The float64 kernel
+  /// stores no products, so there it is z, and before that x if its rows are copied. In float32, larger panels were not
+  /// faster.
+  int64_t input_tensors(const Glu& of_a, const Glu& of_b, const at::Tensor& x) const {
+    if (of_a.weight || of_b.weight || update().dtype() != at::kDouble) return 3;
+    return x.is_contiguous() ? 1 : 2;
   }
   /// Its channels for a panel of z, times the mask and a factor.
   void gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
                          const at::Tensor& channels, const at::Tensor& mask, double factor) const {
     if (!unit.weight) {
-      if (!exactly_gated_to_channels(panel, z, unit, channels, mask, factor)) {
+      if (!gated_to_channels_by_kernel(panel, z, unit, channels, mask, factor)) {
         transpose(To::kChannels, panel, gated(z, unit.p, unit.g), channels, mask, factor);
       }
       return;
@@ -146,21 +155,20 @@ class TriangleLayers : public detail::TriangleLayout {
   bool wants_exact(detail::TriangleParameter p, detail::TriangleParameter g) const {
     const at::Tensor &w = update().weight(p), &wg = update().weight(g);
     const detail::DensePath path = detail::dense_path();
-    return path != detail::DensePath::kCublas && gemm::are_float32_weights(w, wg) &&
+    return path != detail::DensePath::kCublas && gemm::are_full_weights(w, wg) &&
            gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), detail::is_automatic(path));
   }
-  /// gated_to_channels() by a kernel in float32. Returns false, with nothing done, if it cannot run.
-  bool exactly_gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
-                                 const at::Tensor& channels, const at::Tensor& mask, double factor) const {
+  /// gated_to_channels() by a kernel in float32 or float64. Returns false, with nothing done, if it cannot run.
+  bool gated_to_channels_by_kernel(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
+                                   const at::Tensor& channels, const at::Tensor& mask, double factor) const {
     const at::Tensor &w = update().weight(unit.p), &wg = update().weight(unit.g);
-    if (!gemm::is_exact_float32(w.scalar_type())) return false;
+    if (!gemm::is_exact_float32(w.scalar_type()) && !gemm::wants_float64(w.scalar_type())) return false;
     const auto bias = contiguous(update().bias(unit.p)), gate_bias = contiguous(update().bias(unit.g));
     bool done = false;
     with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& to) {
-      if constexpr (std::is_same_v<T, float>) {
-        done = gemm::run_float32_to_channels<gemm::GluRule<Sigmoid>>(
-            {.d = channels, .a = z, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias}, to);
-      }
+      const gemm::Sm80Tensors tensors{.d = channels, .a = z, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias};
+      if constexpr (std::is_same_v<T, float>) done = gemm::run_float32_to_channels<gemm::GluRule<Sigmoid>>(tensors, to);
+      if constexpr (std::is_same_v<T, double>) done = gemm::run_float64_to_channels<Sigmoid>(tensors, to);
     });
     return done;
   }
@@ -209,7 +217,11 @@ class TriangleLayers : public detail::TriangleLayout {
     const int64_t left = (backward ? 32 : 21) * (pair / 10) + 64 * mib - (backward ? 3 : 2) * padded - stacked_weights;
     // Panels consist of whole rows, and the allocator rounds all tensors up.
     constexpr int64_t rounding = 4 * mib;
-    const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, 48 * mib);
+    // In float64 by cuBLAS, forward takes 3.98 ms at N = 512 with as large panels as possible, and 4.23 ms with 48 MiB.
+    // At N = 768, it takes 9.75 ms with 96 MiB, 10.1 ms with 48, and with 128, which leave little for a group, 10.5
+    // (H100).
+    const int64_t most_panels = t.dtype() == at::kDouble && !backward ? 96 * mib : 48 * mib;
+    const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, most_panels);
     const bool by_kernels = (backward ? steps.have_gradient_kernels() : steps.have_kernels()) && are_readable(t);
     const bool has_moments = backward || std::max(t.x.size(-1), d) > gemm::kMostFeatures;
     const int64_t of_kernels =

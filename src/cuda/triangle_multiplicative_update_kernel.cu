@@ -35,7 +35,7 @@ void make_a_and_b(const TriangleLayers& layers, const TriangleElement& e, const 
   if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
   for (const Tensor& made : {a, b}) layers.zero_columns(made);
   const auto of_a = layers.glu_of(detail::kPA, detail::kGA), of_b = layers.glu_of(detail::kPB, detail::kGB);
-  layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
+  layers.for_each_panel(layers.input_tensors(of_a, of_b, e.x), 0, [&](const TrianglePanel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
     layers.gated_to_channels(panel, z, of_a, a, e.mask, layers.scale());
     layers.gated_to_channels(panel, z, of_b, b, e.mask, 1);

@@ -10,6 +10,7 @@
 #include "cuda/channels.cuh"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
+#include "cuda/gemm/sm80_arguments.cuh"
 #include "cuda/gemm/sm80_float32_kernel.cuh"
 #include "cuda/gemm/sm80_launch.cuh"
 #include "cuda/gemm/sm80_tensors.h"
@@ -27,7 +28,7 @@ inline bool splits_float32() {
 }
 
 template <class Rule, InChannels in_channels = InChannels::kNothing>
-void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const Float32Channels& channels) {
+void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const ChannelRows<float>& channels) {
   const auto launch = [&]<bool splits>() {
     const auto launch_tile = [&]<int warps_m>() {
       using Tile = Float32Tile<Rule::kProducts, warps_m>;
@@ -45,39 +46,6 @@ void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const Float3
 /// Whether products of a dtype are computed in float32, as torch's settings want, on a device that has the kernel.
 inline bool is_exact_float32(at::ScalarType dtype) {
   return dtype == at::kFloat && !element_of(dtype) && at::cuda::getCurrentDeviceProperties()->major >= 8;
-}
-
-/// The arguments of the kernel but for the output, and the cotangent if that is in channels; nullopt if it cannot read
-/// them.
-template <class Rule, InChannels in_channels = InChannels::kNothing>
-std::optional<Sm80Arguments<float, Rule::kProducts>> float32_arguments(const Sm80Tensors& t) {
-  Sm80Arguments<float, Rule::kProducts> p{};
-  const auto reads = [](const at::Tensor& from, const float*& data, int64_t& stride) {
-    const auto of = operand(from);
-    if (!of) return false;
-    data = static_cast<const float*>(of->data);
-    stride = of->row_stride;
-    return true;
-  };
-  if (!reads(t.a, p.a, p.a_stride)) return std::nullopt;
-  p.m = static_cast<int>(t.a.size(0));
-  p.n = static_cast<int>(t.b.size(0));
-  p.k = static_cast<int>(t.a.size(1));
-  if (p.n % 4 != 0 || p.k == 0) return std::nullopt;
-  for (int of = 0; of < Rule::kProducts; ++of) {
-    const std::optional<at::Tensor>& bias = of == 0 ? t.bias : *t.bias2;
-    if (!reads(of == 0 ? t.b : *t.b2, p.b[of], p.b_stride[of])) return std::nullopt;
-    p.bias[of] = bias ? bias->const_data_ptr<float>() : nullptr;
-  }
-  if (Rule::kReadsC && !reads(*t.c, p.c, p.c_stride)) return std::nullopt;
-  constexpr bool reads_g = kMakesCotangents<Rule> && in_channels != InChannels::kCotangent;
-  if (reads_g && !reads(*t.g, p.g, p.g_stride)) return std::nullopt;
-  return p;
-}
-
-/// Whether the kernel can read these weights of a rule with two products, and contiguous rows with as many features.
-inline bool are_float32_weights(const at::Tensor& w, const at::Tensor& w2) {
-  return w.size(0) % 4 == 0 && w.size(1) % 4 == 0 && operand(w) && operand(w2);
 }
 
 /// Whether to compute such products, of m rows with k features, to n, by the kernel, if it can read them; if
@@ -103,7 +71,7 @@ bool set_float32_outputs(Sm80Arguments<float, products>& p, const Sm80Tensors& t
 template <class Rule>
 bool run_float32(const Sm80Tensors& t, bool automatic) {
   if (!wants_float32(t.a.scalar_type(), t.a.size(0), t.b.size(0), t.a.size(1), automatic)) return false;
-  auto p = float32_arguments<Rule>(t);
+  auto p = full_arguments<float, Rule>(t);
   if (!p || !set_float32_outputs(*p, t)) return false;
   launch_float32<Rule>(*p, {});
   return true;
@@ -113,14 +81,14 @@ bool run_float32(const Sm80Tensors& t, bool automatic) {
 inline bool are_float32_channels(const ChannelPanel<float>& of) {
   return operand(of.channels).has_value() && of.positions.padded % 4 == 0;
 }
-inline Float32Channels float32_channels(const ChannelPanel<float>& of) {
+inline ChannelRows<float> float32_channels(const ChannelPanel<float>& of) {
   return {of.channels.mutable_data_ptr<float>(), of.channels.stride(0), of.positions, of.factors};
 }
 
 /// The same for a rule with two products whose output is in channels; t.d is not used.
 template <class Rule>
 bool run_float32_to_channels(const Sm80Tensors& t, const ChannelPanel<float>& to) {
-  const auto p = float32_arguments<Rule>(t);
+  const auto p = full_arguments<float, Rule>(t);
   if (!p || !are_float32_channels(to)) return false;
   launch_float32<Rule, InChannels::kOutput>(*p, float32_channels(to));
   return true;
@@ -129,7 +97,7 @@ bool run_float32_to_channels(const Sm80Tensors& t, const ChannelPanel<float>& to
 /// The same for cotangents of which that of the output is in channels; t.g is not used.
 template <class Rule>
 bool run_float32_from_channels(const Sm80Tensors& t, const ChannelPanel<float>& from) {
-  auto p = float32_arguments<Rule, InChannels::kCotangent>(t);
+  auto p = full_arguments<float, Rule, /*reads_g=*/false>(t);
   if (!p || !are_float32_channels(from) || !set_float32_outputs(*p, t)) return false;
   launch_float32<Rule, InChannels::kCotangent>(*p, float32_channels(from));
   return true;

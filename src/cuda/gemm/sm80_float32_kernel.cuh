@@ -4,28 +4,19 @@
 
 #include <cstdint>
 
-#include "cuda/channels.cuh"
 #include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm80_float32_tile.cuh"
+#include "cuda/positions.cuh"
 #include "cuda/vector.cuh"
 
 namespace torchops::cuda::gemm {
-
-/// Where the outputs of a row are that has them in channels: at its position in the matrix of each channel, times the
-/// factor of the row. Rows of positions begin at multiples of 16 bytes.
-struct Float32Channels {
-  float* data;
-  int64_t channel_stride;
-  Positions positions;
-  RowFactors<float> factors;
-};
 
 /// Four neighbouring rows, of which `left` exist.
 struct RowsOfChannels {
   float factors[4];
   int64_t places[4];
 
-  __device__ RowsOfChannels(const Float32Channels& channels, int64_t first, int left) {
+  __device__ RowsOfChannels(const ChannelRows<float>& channels, int64_t first, int left) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       factors[i] = i < left ? channels.factors.of(first + i) : 0.f;
@@ -48,10 +39,11 @@ struct RuleSums<true, products, warps_m> {
   using Type = SplitSums<products, Major::kColumns, Major::kColumns, Tile::kRows, Tile::kColumns>;
 };
 
-/// Rows of operands and output are aligned to 16 bytes, and n is a multiple of 4. What is in channels is not in p.
+/// Rows of operands and output, and of positions, are aligned to 16 bytes, and n is a multiple of 4. What is in
+/// channels is not in p.
 template <class Rule, bool splits, int warps_m, InChannels in_channels>
 __global__ void __launch_bounds__(kSm80Threads, 2)
-    sm80_float32_kernel(const Sm80Arguments<float, Rule::kProducts> p, const Float32Channels channels) {
+    sm80_float32_kernel(const Sm80Arguments<float, Rule::kProducts> p, const ChannelRows<float> channels) {
   constexpr int products = Rule::kProducts;
   using Tile = Float32Tile<products, warps_m>;
   using Sums = typename RuleSums<splits, products, warps_m>::Type;
