@@ -109,7 +109,11 @@ constexpr Rule<NarrowTiling> kFeedForward[] = {{always, NarrowTiling::k64x128x12
 // The only tilings measured: for N = 768, c = d = 384, the kernels take 1138 and 682 us (H100, bfloat16).
 constexpr Rule<Tiling> kWidePairIn[] = {{always, Tiling::k128x64SharedA}};
 
-constexpr Rule<Tiling> kWidePairOut[] = {{always, Tiling::k128x128Cooperative}};
+// The larger tile, unless it would have more columns that don't exist (a Case has c as k).
+constexpr Rule<Tiling> kWidePairOut[] = {
+    {[](const Case& c) { return (c.k + 191) / 192 * 192 < (c.k + 255) / 256 * 256; }, Tiling::k128x192Cooperative},
+    {always, Tiling::k128x256},
+};
 
 constexpr Rule<GradientTiling> kPairGradients[] = {{always, GradientTiling::k128x128}};
 

@@ -3,8 +3,8 @@
 // Shared by both steps of a triangle update if x or the channels have more than 128 features. Their products are then
 // those of wide.cuh: sums of any length, with weights that stream through shared memory.
 //
-// Layer norms are folded into the weights as in pair.cuh, once per call. The moments of all positions come from a pass
-// of their own: many CTAs multiply the same tile, and each would have to measure it.
+// Layer norms are folded into the weights as in pair.cuh, once per call. The moments of x come from a pass of their
+// own: many CTAs multiply the same tile, and each would have to measure it.
 
 #include "cuda/gemm/sm90/pair.cuh"
 #include "cuda/gemm/sm90/wide.cuh"
@@ -78,7 +78,7 @@ void launch_row_moments(const PairProblem& p, ScaleAndShift* to, cudaStream_t st
 }
 
 /// A weight (rows x k) with a layer norm folded in, its rows from `rows` to `padded` being zeros,
-/// and their terms times `scale`.
+/// and their terms times `scale`. With `in_blocks`, rows are at place_in_blocks().
 template <class T>
 struct FoldedWeight {
   const T *weight, *bias, *norm_weight, *norm_bias;
@@ -87,12 +87,19 @@ struct FoldedWeight {
   float scale;
   T* to;
   ColumnTerms* terms;
+  bool in_blocks = false;
 };
 
 template <class T, int count>
 struct FoldedWeights {
   FoldedWeight<T> of[count];
 };
+
+/// The order of 32 columns of a product in which the pairs that a thread has in four blocks of 8 accumulator columns
+/// are 8 neighbouring columns of the result, 16 bytes: the place of a column.
+CUTLASS_HOST_DEVICE int place_in_blocks(int column) {
+  return column / 32 * 32 + column % 8 / 2 * 8 + column % 32 / 8 * 2 + column % 2;
+}
 
 constexpr int kWideFoldWarps = 4;
 
@@ -103,6 +110,7 @@ __global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const
   const int row = static_cast<int>(blockIdx.x) * kWideFoldWarps + threadIdx.y;
   if (row >= f.padded) return;
   const bool exists = row < f.rows;
+  const int place = f.in_blocks ? place_in_blocks(row) : row;
   float sum = 0.f, shift = 0.f;
   for (int column = threadIdx.x; column < f.k; column += 32) {
     T folded{};
@@ -113,7 +121,7 @@ __global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const
       folded = static_cast<T>(value * gamma);
       sum += static_cast<float>(folded);
     }
-    f.to[int64_t{row} * f.k + column] = folded;
+    f.to[int64_t{place} * f.k + column] = folded;
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -122,7 +130,7 @@ __global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const
   }
   if (threadIdx.x != 0) return;
   if (exists && f.bias != nullptr) shift += static_cast<float>(f.bias[row]);
-  f.terms[row] = {f.scale * sum, f.scale * shift};
+  f.terms[place] = {f.scale * sum, f.scale * shift};
 }
 
 template <class T, int count>
