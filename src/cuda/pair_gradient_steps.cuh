@@ -61,8 +61,17 @@ __global__ void __launch_bounds__(kUnfoldColumns* kUnfoldRows) unfold_norms_kern
     for (int i = 0; i < count; ++i) {
       const FoldedLayer<T>& layer = all.layers[i];
       if (!has(layer, row)) continue;
+      const float* const sums = all.sums + layer.offset;
       w[i] = static_cast<float>(layer.weight[row * layer.row_stride + column]);
-      for (int64_t element = 0; element < all.batch; ++element) {
+      m[i] = sums[int64_t{row} * layer.columns + column];
+      db[i] = sums[int64_t{layer.rows} * layer.columns + row];
+    }
+    // Apart from the first, so that its loads for all layers are in flight at once.
+    for (int64_t element = 1; element < all.batch; ++element) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        const FoldedLayer<T>& layer = all.layers[i];
+        if (!has(layer, row)) continue;
         const float* const sums = all.sums + element * all.batch_stride + layer.offset;
         m[i] += sums[int64_t{row} * layer.columns + column];
         db[i] += sums[int64_t{layer.rows} * layer.columns + row];

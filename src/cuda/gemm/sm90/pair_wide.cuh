@@ -1,10 +1,7 @@
 #pragma once
 
-// Shared by both steps of a triangle update if x or the channels have more than 128 features. Their products are then
-// those of wide.cuh: sums of any length, with weights that stream through shared memory.
-//
-// Layer norms are folded into the weights as in pair.cuh, once per call. The moments of x come from a pass of their
-// own: many CTAs multiply the same tile, and each would have to measure it.
+// Shared by both steps of a triangle update if x or the channels have more than 128 features. The weights then stream
+// through shared memory, and layer norms are folded into them once per call (see pair.cuh).
 
 #include "cuda/gemm/sm90/pair.cuh"
 #include "cuda/gemm/sm90/wide.cuh"
@@ -21,61 +18,6 @@ struct ScaleAndShift {
     return {moments.scale[0], moments.shift[0]};
   }
 };
-
-constexpr int kMomentRows = 4, kMomentWarps = 8;  // rows of a warp at a time, warps of a block
-
-/// The moments of n x n rows of c features; c is a multiple of 8. Sums are of differences to the first element.
-template <class T>
-__global__ void __launch_bounds__(32 * kMomentWarps)
-    row_moments_kernel(const T* x, int64_t plane_stride, int64_t row_stride, int n, int c, float eps,
-                       ScaleAndShift* to) {
-  using Piece = cutlass::AlignedArray<T, 8>;
-  const int lane = threadIdx.x;
-  const int64_t count = int64_t{n} * n, first = (int64_t{blockIdx.x} * kMomentWarps + threadIdx.y) * kMomentRows;
-  const cutlass::NumericArrayConverter<float, T, 8> widen;
-  const T* rows[kMomentRows];
-  float origins[kMomentRows], sums[kMomentRows] = {}, squares[kMomentRows] = {};
-#pragma unroll
-  for (int i = 0; i < kMomentRows; ++i) {
-    const int64_t at = first + i < count ? first + i : count - 1;
-    rows[i] = x + at / n * plane_stride + at % n * row_stride;
-    origins[i] = static_cast<float>(rows[i][0]);
-  }
-  for (int column = lane * 8; column < c; column += 32 * 8) {
-    Piece pieces[kMomentRows];
-#pragma unroll
-    for (int i = 0; i < kMomentRows; ++i) pieces[i] = *reinterpret_cast<const Piece*>(rows[i] + column);
-#pragma unroll
-    for (int i = 0; i < kMomentRows; ++i) {
-      const auto values = widen(pieces[i]);
-#pragma unroll
-      for (int v = 0; v < 8; ++v) {
-        const float difference = values[v] - origins[i];
-        sums[i] += difference;
-        squares[i] = fmaf(difference, difference, squares[i]);
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kMomentRows; ++i) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      sums[i] += __shfl_xor_sync(~0u, sums[i], distance);
-      squares[i] += __shfl_xor_sync(~0u, squares[i], distance);
-    }
-    if (lane == i && first + i < count) {
-      to[first + i] = ScaleAndShift::of(origins[i], sums[i], squares[i], c, eps);
-    }
-  }
-}
-
-template <class T>
-void launch_row_moments(const PairProblem& p, ScaleAndShift* to, cudaStream_t stream) {
-  const int64_t of_block = kMomentRows * kMomentWarps, count = int64_t{p.n} * p.n;
-  row_moments_kernel<T>
-      <<<static_cast<unsigned>((count + of_block - 1) / of_block), dim3(32, kMomentWarps), 0, stream>>>(
-          static_cast<const T*>(p.x.data), p.x.batch_stride, p.x.row_stride, p.n, p.c, p.norm_x.eps, to);
-}
 
 /// A weight (rows x k) with a layer norm folded in, its rows from `rows` to `padded` being zeros,
 /// and their terms times `scale`. With `in_blocks`, rows are at place_in_blocks().
@@ -140,21 +82,6 @@ void launch_fold_weights(const FoldedWeights<T, count>& all, cudaStream_t stream
   const dim3 blocks(static_cast<unsigned>((rows + kWideFoldWarps - 1) / kWideFoldWarps), count);
   fold_weights_kernel<T, count><<<blocks, dim3(32, kWideFoldWarps), 0, stream>>>(all);
 }
-
-/// Tiles of positions, numbered row after row, with `in_row` of them in each row; what TileMap is for a matrix.
-template <class Copy, class Element, int rows, int columns>
-struct PositionMap : PlaneMap<Copy, Element, rows, columns> {
-  using Planes = PlaneMap<Copy, Element, rows, columns>;
-  int in_row;
-
-  static PositionMap of(const PairProblem& p, int in_row) {
-    return {Planes::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n), in_row};
-  }
-  CUTLASS_DEVICE void load(Element* shared, int tile, int column, cutlass::arch::ClusterTransactionBarrier& barrier,
-                           uint16_t ctas = 0) const {
-    Planes::load(shared, tile % in_row, column, tile / in_row, barrier, ctas);
-  }
-};
 
 /// Parts of a workspace, each aligned to 16 bytes.
 class Workspace {

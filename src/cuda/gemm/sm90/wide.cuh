@@ -94,8 +94,7 @@ struct WideBias {
 ///   share()                  while the last of these products run; all threads synchronise between it and
 ///   finish(sums, sync)       when the products are complete
 ///   end()                    after the last tile
-/// MapOfA is TileMap, or another class with its interface that loads tiles of a.
-template <class Epilogue_, template <class Copy, class Element, int rows, int columns> class MapOfA = TileMap>
+template <class Epilogue_>
 struct WideKernel {
   using Epilogue = Epilogue_;
   using Tile = typename Epilogue::Tile;
@@ -129,7 +128,7 @@ struct WideKernel {
 
   using LoadOfA = std::conditional_t<(kCluster > 1), cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   struct Parameters {
-    MapOfA<LoadOfA, Element, kRowsOfA, kK> a;
+    TileMap<LoadOfA, Element, kRowsOfA, kK> a;
     TileMap<cute::SM90_TMA_LOAD, Element, kN, kK> w[kProducts];
     typename Epilogue::Parameters epilogue;
     int n, steps;
@@ -176,8 +175,8 @@ struct WideKernel {
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
 };
 
-template <class Epilogue, template <class, class, int, int> class MapOfA>
-CUTLASS_DEVICE void WideKernel<Epilogue, MapOfA>::compute(const Parameters& p, Shared& shared, int warpgroup) {
+template <class Epilogue>
+CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& shared, int warpgroup) {
   using namespace cute;
   const int thread = threadIdx.x % 128;
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
