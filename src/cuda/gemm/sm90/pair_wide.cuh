@@ -53,17 +53,26 @@ __global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const
   if (row >= f.padded) return;
   const bool exists = row < f.rows;
   const int place = f.in_blocks ? place_in_blocks(row) : row;
+  using Piece = cutlass::AlignedArray<T, 8>;
+  const cutlass::NumericArrayConverter<float, T, 8> widen;
+  const cutlass::NumericArrayConverter<T, float, 8> round;
   float sum = 0.f, shift = 0.f;
-  for (int column = threadIdx.x; column < f.k; column += 32) {
-    T folded{};
+  for (int column = threadIdx.x * 8; column < f.k; column += 32 * 8) {
+    Piece folded{};
     if (exists) {
-      const auto value = static_cast<float>(f.weight[row * f.row_stride + column]);
-      const float gamma = f.norm_weight == nullptr ? 1.f : static_cast<float>(f.norm_weight[column]);
-      if (f.norm_bias != nullptr) shift = fmaf(value, static_cast<float>(f.norm_bias[column]), shift);
-      folded = static_cast<T>(value * gamma);
-      sum += static_cast<float>(folded);
+      auto values = widen(*reinterpret_cast<const Piece*>(f.weight + row * f.row_stride + column));
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        const float gamma = f.norm_weight == nullptr ? 1.f : static_cast<float>(f.norm_weight[column + v]);
+        if (f.norm_bias != nullptr) shift = fmaf(values[v], static_cast<float>(f.norm_bias[column + v]), shift);
+        values[v] *= gamma;
+      }
+      static_cast<cutlass::Array<T, 8>&>(folded) = round(values);
+      values = widen(folded);
+#pragma unroll
+      for (int v = 0; v < 8; ++v) sum += values[v];
     }
-    f.to[int64_t{place} * f.k + column] = folded;
+    *reinterpret_cast<Piece*>(f.to + int64_t{place} * f.k + column) = folded;
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {

@@ -62,9 +62,6 @@ struct WidePairOutKernel {
   static constexpr int kM = kTiling.tile_m, kN = kTiling.tile_n, kK = 64, kCluster = kTiling.cluster_m;
   static constexpr int kWarpgroups = 2, kRows = kPairRows, kProducts = 2, kRowsOfW = kN / kCluster;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  // The second warpgroup begins a tile once the first has begun so many of its steps, so that an epilogue of one
-  // overlaps products of the other.
-  static constexpr int kLead = 2;
   static constexpr bool kPingPong = false;
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = (kM + kN) * kK * kSize;
@@ -81,9 +78,8 @@ struct WidePairOutKernel {
     struct Shared {
       alignas(16) ColumnTerms terms[kProducts][kN];
       ChannelSums::Partial partial;
-      cutlass::arch::ClusterBarrier ahead;  // of the first warpgroup: it leads by kLead steps
     };
-    CUTLASS_DEVICE static void init(Shared& shared) { shared.ahead.init(1); }
+    CUTLASS_DEVICE static void init(Shared&) {}
   };
   static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::Shared));
   static constexpr int kStages = (226 * 1024 - kWarpgroups * kEpilogueBytes) / kStageBytes;
@@ -230,9 +226,6 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
         release(former);
       }
       if constexpr (measures) measured->template add<kK>(rows, thread);
-      if constexpr (!measures) {
-        if (step == kLead - 1 && warpgroup == 0 && thread == 0) shared.epilogue[0].ahead.arrive();
-      }
       former = at.index();
     }
     if constexpr (measures) measured->share(epilogue.partial, thread);
@@ -243,14 +236,9 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
     release(former);
   };
 
-  const bool follows = warpgroup > 0 && p.steps[0] >= kLead;
-  for (int tile = first(), round = 0; tile < p.rows * p.columns; tile += clusters(), ++round) {
+  for (int tile = first(); tile < p.rows * p.columns; tile += clusters()) {
     int plane = 0, position = 0, column = 0;  // of this thread's first row, and 8 positions after it another
     ScaleAndShift of_x[2] = {};
-    if (follows) {
-      shared.epilogue[0].ahead.wait(round & 1);
-      sync();  // until all threads have seen this round
-    }
     // What one product shares with all threads, they have read before the other one's sync.
     const auto begin_tile = [&] {
       const Place place(p, tile);
