@@ -106,16 +106,14 @@ constexpr Rule<NarrowTiling> kPair[] = {
 
 constexpr Rule<NarrowTiling> kFeedForward[] = {{always, NarrowTiling::k64x128x128}};
 
-// The only tilings measured: for N = 768, c = d = 384, the kernels take 1138 and 682 us (H100, bfloat16).
+// The only tiling measured.
 constexpr Rule<Tiling> kWidePairIn[] = {{always, Tiling::k128x64SharedA}};
 
-// Few features take the smallest tile: for N = 512, c = 128, d = 256, it takes 115 us instead of 143. Beyond, the
-// largest is the fastest, even if a smaller one has fewer columns that don't exist: for c = d = 640, it takes 990 us,
-// and 1207 with 128 columns (H100, bfloat16). A Case has c as k.
+// The fewest columns that don't exist. A Case has c as k.
 constexpr Rule<Tiling> kWidePairOut[] = {
-    {[](const Case& c) { return c.k <= 128; }, Tiling::k128x128CooperativeTall},
-    {[](const Case& c) { return (c.k + 191) / 192 * 192 < (c.k + 255) / 256 * 256; }, Tiling::k128x192Cooperative},
-    {always, Tiling::k128x256},
+    {[](const Case& c) { return c.k <= 128; }, Tiling::k128x128OneByOne},
+    {[](const Case& c) { return (c.k + 383) / 384 * 384 < (c.k + 255) / 256 * 256; }, Tiling::k128x384OneByOne},
+    {always, Tiling::k128x256OneByOne},
 };
 
 constexpr Rule<GradientTiling> kPairGradients[] = {{always, GradientTiling::k128x128}};
