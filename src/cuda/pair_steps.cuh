@@ -14,7 +14,7 @@
 
 // The input and output steps of a triangle update by kernels. Up to 128 features and channels, each is one pass over
 // memory: by the kernels for compute capability 9.0, or by those for all from 8.0 on. Beyond that, there are only
-// kernels for 9.0, and another pass first measures the moments of their layer norms.
+// kernels for 9.0.
 namespace torchops::cuda {
 
 namespace pair_steps {

@@ -20,7 +20,7 @@ struct ScaleAndShift {
 };
 
 /// A weight (rows x k) with a layer norm folded in, its rows from `rows` to `padded` being zeros,
-/// and their terms times `scale`.
+/// and their terms times `scale`. With `in_blocks`, rows are at place_in_blocks().
 template <class T>
 struct FoldedWeight {
   const T *weight, *bias, *norm_weight, *norm_bias;
@@ -29,12 +29,19 @@ struct FoldedWeight {
   float scale;
   T* to;
   ColumnTerms* terms;
+  bool in_blocks = false;
 };
 
 template <class T, int count>
 struct FoldedWeights {
   FoldedWeight<T> of[count];
 };
+
+/// The order of 32 columns of a product in which the pairs that a thread has in four blocks of 8 accumulator columns
+/// are 8 neighbouring columns of the result, 16 bytes: the place of a column.
+CUTLASS_HOST_DEVICE int place_in_blocks(int column) {
+  return column / 32 * 32 + column % 8 / 2 * 8 + column % 32 / 8 * 2 + column % 2;
+}
 
 constexpr int kWideFoldWarps = 4;
 
@@ -45,17 +52,27 @@ __global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const
   const int row = static_cast<int>(blockIdx.x) * kWideFoldWarps + threadIdx.y;
   if (row >= f.padded) return;
   const bool exists = row < f.rows;
+  const int place = f.in_blocks ? place_in_blocks(row) : row;
+  using Piece = cutlass::AlignedArray<T, 8>;
+  const cutlass::NumericArrayConverter<float, T, 8> widen;
+  const cutlass::NumericArrayConverter<T, float, 8> round;
   float sum = 0.f, shift = 0.f;
-  for (int column = threadIdx.x; column < f.k; column += 32) {
-    T folded{};
+  for (int column = threadIdx.x * 8; column < f.k; column += 32 * 8) {
+    Piece folded{};
     if (exists) {
-      const auto value = static_cast<float>(f.weight[row * f.row_stride + column]);
-      const float gamma = f.norm_weight == nullptr ? 1.f : static_cast<float>(f.norm_weight[column]);
-      if (f.norm_bias != nullptr) shift = fmaf(value, static_cast<float>(f.norm_bias[column]), shift);
-      folded = static_cast<T>(value * gamma);
-      sum += static_cast<float>(folded);
+      auto values = widen(*reinterpret_cast<const Piece*>(f.weight + row * f.row_stride + column));
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        const float gamma = f.norm_weight == nullptr ? 1.f : static_cast<float>(f.norm_weight[column + v]);
+        if (f.norm_bias != nullptr) shift = fmaf(values[v], static_cast<float>(f.norm_bias[column + v]), shift);
+        values[v] *= gamma;
+      }
+      static_cast<cutlass::Array<T, 8>&>(folded) = round(values);
+      values = widen(folded);
+#pragma unroll
+      for (int v = 0; v < 8; ++v) sum += values[v];
     }
-    f.to[int64_t{row} * f.k + column] = folded;
+    *reinterpret_cast<Piece*>(f.to + int64_t{place} * f.k + column) = folded;
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -64,7 +81,7 @@ __global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const
   }
   if (threadIdx.x != 0) return;
   if (exists && f.bias != nullptr) shift += static_cast<float>(f.bias[row]);
-  f.terms[row] = {f.scale * sum, f.scale * shift};
+  f.terms[place] = {f.scale * sum, f.scale * shift};
 }
 
 template <class T, int count>
