@@ -157,4 +157,4 @@ def test_sigmoid() -> None:
     expected = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, nan], dtype=torch.float64)
     assert torch.equal(torchops.sigmoid(x.cuda()).cpu().nan_to_num(7), expected.nan_to_num(7))
     small = torch.linspace(-709, -707, 1001, dtype=torch.float64)
-    assert float((torchops.sigmoid(small.cuda()).cpu() - torch.sigmoid(small)).abs().max()) <= 1.5e-308
+    assert float((torchops.sigmoid(small.cuda()).cpu() - torch.sigmoid(small)).abs().max()) <= 2.3e-308
