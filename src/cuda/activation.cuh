@@ -73,14 +73,18 @@ struct Sigmoid {
     return (exact ? t < 0.f : t > 0.f) ? e * r : r;
   }
 
-  /// ATen's formula.
-  __device__ static float value(float z) { return 1 / (1 + exp(-z)); }
+  /// ATen's formula, so that float64 results are bitwise those of torch.sigmoid.
+  template <class A>
+  __device__ static A value(A z) {
+    return 1 / (1 + exp(-z));
+  }
 
-  /// With e = exp(-|z|), r = 1 / (1 + e) or e * r. What an approximate r lacks, in parts of it, is 1 - r - e * r, which
-  /// does not depend on how 1 + e was rounded. The relative error is at most 2.8e-16 for z < 0 and 1.6e-16 for others,
-  /// and that of ATen's formula, with an exp() that is an ulp off, 4.9e-16 and 2.7e-16. Its exp() and division have
-  /// branches, so a thread would compute one value after the other.
-  __device__ static double value(double z) {
+  /// The same without the branches of exp() and of the division, with which a thread computes one value after the
+  /// other. With e = exp(-|z|), r = 1 / (1 + e) or e * r. What an approximate r lacks, in parts of it, is 1 - r - e *
+  /// r, which does not depend on how 1 + e was rounded. The relative error is at most 2.8e-16 for z < 0, where the
+  /// result is at least 2^-1022, and 1.6e-16 for others; that of ATen's formula, with an exp() that is an ulp
+  /// off, 4.9e-16 and 2.7e-16.
+  __device__ static double without_branches(double z) {
     const double e = exp_of_minus_magnitude(z), near = reciprocal_approximate(1 + e);
     const double error = fma(-e, near, 1 - near);
     const double r = fma(near, fma(error, error, error), near);

@@ -103,7 +103,7 @@ inline bool PairSteps::wide_in(gemm::PairProblem& p, const at::Tensor& a) const 
   return false;
 }
 
-// Many CTAs read the same rows of x, so the update cannot overwrite x before it is complete.
+// Several CTAs may read the same rows of x, so the update cannot overwrite x before it is complete.
 inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& x, const at::Tensor& out) const {
   if (!moments_.defined()) return false;
   p.moments = moments_.mutable_data_ptr();

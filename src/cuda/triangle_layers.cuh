@@ -217,9 +217,9 @@ class TriangleLayers : public detail::TriangleLayout {
     const int64_t left = (backward ? 32 : 21) * (pair / 10) + 64 * mib - (backward ? 3 : 2) * padded - stacked_weights;
     // Panels consist of whole rows, and the allocator rounds all tensors up.
     constexpr int64_t rounding = 4 * mib;
-    // In float64 by cuBLAS, forward takes 3.98 ms at N = 512 with as large panels as possible, and 4.23 ms with 48 MiB.
-    // At N = 768, it takes 9.75 ms with 96 MiB, 10.1 ms with 48, and with 128, which leave little for a group, 10.5
-    // (H100).
+    // Forward in float64, with all products by cuBLAS, took 3.98 ms at N = 512 with as large panels as possible, and
+    // 4.23 ms with 48 MiB; at N = 768, 9.75 ms with 96 MiB, 10.1 ms with 48, and with 128, which leave little for a
+    // group, 10.5 (H100).
     const int64_t most_panels = t.dtype() == at::kDouble && !backward ? 96 * mib : 48 * mib;
     const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, most_panels);
     const bool by_kernels = (backward ? steps.have_gradient_kernels() : steps.have_kernels()) && are_readable(t);

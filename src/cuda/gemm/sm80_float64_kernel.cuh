@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kFloat64Threads, kFloat64Ctas)
 #pragma unroll
         for (int i = 0; i < Float64Sums::kRows; ++i) {
           const double value = sums.of(i, j, in_pair) + bias[0];
-          const double gate = F::value(sums.of(i, groups + j, in_pair) + bias[1]);
+          const double gate = F::without_branches(sums.of(i, groups + j, in_pair) + bias[1]);
           results[i][in_pair] = value * gate * factors[i];
         }
       }

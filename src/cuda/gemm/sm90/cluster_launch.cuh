@@ -8,6 +8,8 @@
 
 namespace torchops::cuda::gemm {
 
+inline int divided(int size, int tile) { return size / tile + (size % tile != 0); }
+
 /// Launches `kernel` in clusters of `ctas` CTAs. Kernel has its parameters,
 /// number of threads and shared memory.
 template <class Kernel, void (*kernel)(typename Kernel::Parameters), int ctas>

@@ -42,12 +42,11 @@ struct PlaneMap {
     const Tensor all = map.get_tma_tensor(make_shape(height, width, planes));
     return local_tile(all(_, _, plane), Shape<Int<rows>, Int<columns>>{}, make_coord(row, column));
   }
-  /// `ctas` is as in TileMap.
   CUTLASS_DEVICE void load(Element* shared, int row, int column, int plane,
-                           cutlass::arch::ClusterTransactionBarrier& barrier, uint16_t ctas = 0) const {
+                           cutlass::arch::ClusterTransactionBarrier& barrier) const {
     using namespace cute;
     const auto slice = map.get_slice(0);
-    copy(map.with(reinterpret_cast<uint64_t&>(barrier), ctas), slice.partition_S(tile(row, column, plane)),
+    copy(map.with(reinterpret_cast<uint64_t&>(barrier)), slice.partition_S(tile(row, column, plane)),
          slice.partition_D(make_tensor(make_smem_ptr(shared), Tile{})));
   }
   /// From memory to the second-level cache.

@@ -16,7 +16,6 @@ struct WidePairIn {
     using Kernel = WidePairInKernel<Gate, WideTile<T, tiling, 2>>;
     using Launch = ClusterLaunch<Kernel, wide_pair_in_kernel<Kernel>, Kernel::kCluster>;
 
-    static int divided(int size, int tile) { return size / tile + (size % tile != 0); }
     static int padded_channels(const PairProblem& p) { return divided(p.d, Kernel::kN) * Kernel::kN; }
 
     // The weights of values, then of gates, both sides each; and their terms.

@@ -196,9 +196,6 @@ struct WidePairInKernel {
     ScaleAndShift moments[2 * kBlocks];
     float halves[2 * kBlocks];  // half of the mask; 0 past the last position, where zeros add nothing to later products
   };
-  CUTLASS_DEVICE static int row_of(int thread, int i) {
-    return i / 2 * kPairRows + thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8;
-  }
 
   template <class Sums>
   CUTLASS_DEVICE static void write(const Parameters& p, Epilogue& shared, const Rows& rows, float scale,
@@ -223,7 +220,7 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
     Rows rows;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2 * kBlocks; ++i) {
-      const int position = unit.place * kM + row_of(thread, i);
+      const int position = unit.place * kM + row_of_sums(thread, i / 2, i % 2);
       rows.halves[i] = unit.plane < p.n && position < p.n ? 0.5f : 0.f;
       if (p.mask != nullptr && rows.halves[i] != 0.f) {
         rows.halves[i] *= static_cast<float>(p.mask[unit.plane * p.mask_row_stride + position * p.mask_stride]);
@@ -272,7 +269,8 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
       if (tile == warpgroup) {
         shared.measured[count % 2].wait(count / 2 & 1);
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2 * kBlocks; ++i) rows.moments[i] = shared.moments[count % 2][row_of(thread, i)];
+        for (int i = 0; i < 2 * kBlocks; ++i)
+          rows.moments[i] = shared.moments[count % 2][row_of_sums(thread, i / 2, i % 2)];
         shared.measure[count % 2].arrive();
       }
       cutlass::arch::NamedBarrier::sync(128, warpgroup);

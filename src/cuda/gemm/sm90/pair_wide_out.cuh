@@ -16,7 +16,6 @@ struct WidePairOut {
     using Launch = ClusterLaunch<Kernel, wide_pair_out_kernel<Kernel>, Kernel::kCluster>;
     static constexpr int kColumns = Kernel::kTiles * Kernel::kN;
 
-    static int divided(int size, int tile) { return size / tile + (size % tile != 0); }
     static int padded_features(const PairProblem& p) { return divided(p.c, kColumns) * kColumns; }
 
     // The gate and the projection, and their terms.
@@ -77,8 +76,8 @@ struct WidePairOut {
       parameters.of_x_row_stride = p.moments_row_stride;
       parameters.of_x_stride = p.moments_stride;
       parameters.out = static_cast<T*>(p.out);
-      parameters.out_row_stride = p.out_row_stride;
-      parameters.out_stride = p.out_stride;
+      parameters.out_plane_stride = p.out_stride;
+      parameters.out_position_stride = p.out_row_stride;
       parameters.eps_o = p.norm_o.eps;
       parameters.n = p.n;
       parameters.c = p.c;

@@ -29,13 +29,13 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
   WState w_at;
   uint32_t round = 0;
   // Some steps of a product, in one turn.
-  const auto run = [&](auto& product, const auto& slice, auto layout_of_a, int steps, bool begins, bool releases,
+  const auto run = [&](auto& product, const auto& slice, auto layout_of_a, int steps, bool begins, int arrivals,
                        const auto& begun) {
     // Of the last step before the current one.
     const auto release = [&] {
       const int block = a_at.index() == 0 ? kABlocks - 1 : a_at.index() - 1;
       const int stage = w_at.index() == 0 ? kStages - 1 : w_at.index() - 1;
-      if (releases && thread == 0) shared.a_free[block].arrive();
+      if (thread < arrivals) shared.a_free[block].arrive();
       if (thread < kCluster) shared.w_free[stage].arrive(thread);
     };
     shared.turns.wait(warpgroup, round++);  // until the other one has seen all of its stages
@@ -73,13 +73,15 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
   const auto multiply = [&](auto& product, const auto& slice, auto layout_of_a, int i, bool alone, const auto& begun) {
     const int steps = p.steps[i], in_turn = alone ? steps : p.in_turn[i];
     const bool stays = kTiles == 3 && alone == (i == 1) && Parameters::stays(steps);  // for the next product
-    const bool releases = kTiles == 1 || (!stays && (alone || warpgroup > 0));
+    // A block is free when both warpgroups have arrived, or the only one that reads it has twice.
+    const bool reads_again = kTiles == 3 && Parameters::stays(steps) && (i == 0 ? !alone && warpgroup == 0 : alone);
+    const int arrivals = reads_again ? 0 : kTiles == 1 || (alone && !Parameters::stays(steps)) ? 2 : 1;
     if (warpgroup > 0 && (kTiles == 1 || alone)) a_at.advance(p.steps[alone ? 0 : i]);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int begin = 0; begin < steps; begin += in_turn) {
       const int some = min(in_turn, steps - begin);
       if (warpgroup > 0) w_at.advance(alone ? p.steps[0] : some);
-      run(product, slice, layout_of_a, some, begin == 0, releases, begun);
+      run(product, slice, layout_of_a, some, begin == 0, arrivals, begun);
       if (warpgroup == 0) w_at.advance(alone ? p.steps[1] : some);
     }
     if (stays) {
@@ -117,7 +119,7 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
         ScaleAndShift moments[kBlocks][2];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2 * kBlocks; ++i) {
-          const int at = position + row_of(thread, i / 2, i % 2);
+          const int at = position + row_of_sums(thread, i / 2, i % 2);
           moments[i / 2][i % 2] = plane < p.n && at < p.n ? p.of_x[plane * p.of_x_row_stride + at * p.of_x_stride]
                                                           : ScaleAndShift{0.f, 0.f};
         }
@@ -185,16 +187,16 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::write(const Parame
                                                                     int column, int thread) {
   using cute::make_coord;
   column += thread % 4 * 8;
-  position += row_of(thread, 0, 0);
-  Element* const out = p.out + plane * p.out_row_stride + position * p.out_stride + column;
+  position += row_of_sums(thread, 0, 0);
+  Element* const out = p.out + plane * p.out_plane_stride + position * p.out_position_stride + column;
   const int left = plane < p.n ? p.n - position : 0, columns = p.c - column;  // that exist, from this thread's on
   CUTLASS_PRAGMA_UNROLL
   for (int m = 0; m < kBlocks; ++m) {
     ScaleAndShift of_rows[2];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      of_rows[r].scale = *const_cast<const volatile float*>(&of_o[row_of(thread, m, r)].scale);
-      of_rows[r].shift = *const_cast<const volatile float*>(&of_o[row_of(thread, m, r)].shift);
+      of_rows[r].scale = *const_cast<const volatile float*>(&of_o[row_of_sums(thread, m, r)].scale);
+      of_rows[r].shift = *const_cast<const volatile float*>(&of_o[row_of_sums(thread, m, r)].shift);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kN / 32; ++group) {
@@ -222,7 +224,7 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::write(const Parame
       for (int r = 0; r < 2; ++r) {
         const int row = m * kPairRows + r * 8;
         cutlass::arch::global_store<uint4, 16>(make_uint4(pieces[r][0], pieces[r][1], pieces[r][2], pieces[r][3]),
-                                               out + row * p.out_stride + group * 32,
+                                               out + row * p.out_position_stride + group * 32,
                                                row < left && group * 32 < columns);
       }
     }

@@ -74,7 +74,7 @@ struct WidePairOutKernel {
     CUTLASS_DEVICE void init() {
       for (int i = 0; i < kABlocks; ++i) {
         a_loaded[i].init(1);
-        a_free[i].init(1 + kBlocks);  // and the warps that measure
+        a_free[i].init(kWarpgroups + kBlocks);  // and the warps that measure
       }
       for (int i = 0; i < kStages; ++i) {
         w_loaded[i].init(1);
@@ -98,7 +98,7 @@ struct WidePairOutKernel {
     const ScaleAndShift* of_x;
     int64_t of_x_row_stride, of_x_stride;
     Element* out;
-    int64_t out_row_stride, out_stride;
+    int64_t out_plane_stride, out_position_stride;
     float eps_o;
     int n, c, d, in_row;       // tiles in a row of positions
     int steps[2], in_turn[2];  // of each product; at most so many in a turn
@@ -245,9 +245,6 @@ struct WidePairOutKernel {
                  : "=f"(terms.x), "=f"(terms.y), "=f"(terms.z), "=f"(terms.w)
                  : "r"(cute::cast_smem_ptr_to_uint(two)));
     return terms;
-  }
-  CUTLASS_DEVICE static int row_of(int thread, int m, int r) {
-    return m * kPairRows + thread / 32 * 16 + thread % 32 / 4 + r * 8;
   }
   template <class Sums, class Pairs>
   CUTLASS_DEVICE static void make_gates(const ColumnTerms* terms, const ScaleAndShift (&of_x)[kBlocks][2],

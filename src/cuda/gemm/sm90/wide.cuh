@@ -274,8 +274,6 @@ struct WideLaunch {
   using Parameters = typename Kernel::Parameters;
   using Launch = ClusterLaunch<Kernel, wide_kernel<Kernel>, Kernel::kCluster>;
 
-  static int divided(int size, int tile) { return size / tile + (size % tile != 0); }
-
   static Status prepare() {
     int clusters = 0;
     if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);

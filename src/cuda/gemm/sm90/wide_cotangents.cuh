@@ -176,7 +176,7 @@ struct WideCotangents {
 
     static bool wants_sums(const GradientProblem& p) { return p.dbias != nullptr || p.dbias2 != nullptr; }
     static int64_t sum_rows(const GradientProblem& p) {
-      return int64_t{Epilogue::kWarps} * Launch::divided(p.m, Kernel::kM) * (Kernel::kM / Kernel::kRows);
+      return int64_t{Epilogue::kWarps} * divided(p.m, Kernel::kM) * (Kernel::kM / Kernel::kRows);
     }
     static int64_t sum_columns(const GradientProblem& p) { return int64_t{Rule::kProducts} * p.n; }
 
