@@ -179,4 +179,14 @@ __device__ inline A activate(A z) {
   }
 }
 
+/// A gate: sigmoid(z) as exactly as elements of type T need.
+template <class T, class A>
+__device__ inline A gate_of(A z) {
+  if constexpr (sizeof(T) == 8) {
+    return Sigmoid::without_branches(z);
+  } else {
+    return activate<Sigmoid, T>(z);
+  }
+}
+
 }  // namespace torchops::cuda

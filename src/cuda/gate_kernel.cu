@@ -47,7 +47,7 @@ struct GatePass {
     biases.add_to(loaded.z, sums);
     unpack(loaded.v, values);
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] *= activate<Sigmoid, V>(sums[i]);
+    for (int i = 0; i < N; ++i) values[i] *= gate_of<V>(sums[i]);
     y.template store<N>(row, column, pack<V, N>(values));
   }
 };
