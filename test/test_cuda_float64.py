@@ -12,8 +12,8 @@ from cuda_checks import error, memory_of, splits_float32
 from test_cuda_triangle_gradients import parameters
 from test_cuda_triangle_padding import poison_all
 from test_cuda_triangle_panels import assert_close, results
+from test_profiler import events
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from triangle_reference import triangle_multiplicative_update
 
 import torchops
@@ -129,10 +129,7 @@ def test_gates_far_from_0(bias: float) -> None:
 
 def launched(call: Callable[[], object]) -> list[str]:
     call()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in profiler.events() or []]
+    return [event.name for event in events(call, cuda=True)]
 
 
 @pytest.mark.skipif(not splits_float32(), reason="tensor cores multiply float64 slowly, or not at all")

@@ -7,7 +7,6 @@ With z = layer_norm(x), a and b as in ``triangle_multiplicative_update`` and o[i
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 from typing import Any, NamedTuple
@@ -68,7 +67,6 @@ def fits(x: Tensor, weights: Weights, mask: Tensor | None = None) -> bool:
     )
 
 
-@functools.cache
 def _kernels() -> Any:
     """The module with the kernels, or None where Triton is not installed."""
     try:

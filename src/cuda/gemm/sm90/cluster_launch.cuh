@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/gemm/problem.h"
 #include "cuda/per_device.h"
 
 namespace torchops::cuda::gemm {
@@ -27,6 +28,13 @@ class ClusterLaunch {
       const cudaLaunchConfig_t one = config(1, nullptr, attribute);
       return cudaOccupancyMaxActiveClusters(&answer, kernel, &one);
     });
+  }
+
+  /// Whether a cluster can run on the current device.
+  static Status prepare() {
+    int clusters = 0;
+    if (const cudaError_t error = resident(clusters); error != cudaSuccess) return Status::of(error);
+    return clusters > 0 ? Status{} : Status::not_for_me();
   }
 
   /// Call resident() first.

@@ -31,9 +31,7 @@ struct WidePairIn {
       Workspace workspace(nullptr);
       const Folded folded(workspace, p);
       workspace_bytes = workspace.bytes();
-      int clusters = 0;
-      if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);
-      return p.moments == nullptr || clusters == 0 ? Status::not_for_me() : Status{};
+      return p.moments == nullptr ? Status::not_for_me() : Launch::prepare();
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {

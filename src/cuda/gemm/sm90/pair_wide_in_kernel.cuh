@@ -250,13 +250,7 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
             make_tensor(make_smem_ptr(shared.x[x_at.index()].data()), SwizzledRows<Element, kM, kK>{})));
         const Tensor w = slice.make_fragment_B(slice.partition_B(
             make_tensor(make_smem_ptr(shared.w[w_at.index()].data()), SwizzledRows<Element, kColumns, kK>{})));
-        warpgroup_arrive();
-        CUTLASS_PRAGMA_UNROLL
-        for (int block = 0; block < size<2>(a); ++block) {
-          cute::gemm(product, a(_, _, block), w(_, _, block), sums);
-          product.accumulate_ = GMMA::ScaleOut::One;
-        }
-        warpgroup_commit_batch();
+        start_products(product, a, w, sums);
         if (step > 0) {
           warpgroup_wait<1>();
           release(former_x, former_w);

@@ -32,9 +32,7 @@ struct WidePairOut {
       Workspace workspace(nullptr);
       const Scratch scratch(workspace, p);
       workspace_bytes = workspace.bytes();
-      int clusters = 0;
-      if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);
-      return p.moments == nullptr || p.adds || clusters == 0 ? Status::not_for_me() : Status{};
+      return p.moments == nullptr || p.adds ? Status::not_for_me() : Launch::prepare();
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {

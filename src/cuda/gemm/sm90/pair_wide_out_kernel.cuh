@@ -51,13 +51,7 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
           slice.partition_A(make_tensor(make_smem_ptr(shared.a[a_at.index()].data()), layout_of_a)));
       const Tensor w = slice.make_fragment_B(slice.partition_B(
           make_tensor(make_smem_ptr(shared.w[w_at.index()].data()), SwizzledRows<Element, kN, kK>{})));
-      warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < size<2>(rows); ++block) {
-        cute::gemm(product, rows(_, _, block), w(_, _, block), sums);
-        product.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
+      start_products(product, rows, w, sums);
       if (step > 0) {
         warpgroup_wait<1>();
         release();

@@ -366,10 +366,7 @@ struct FeedForward {
 
     static Status prepare(const TransitionProblem& p, int64_t& workspace_bytes) {
       workspace_bytes = 0;
-      int count = 0;
-      if (p.c > Kernel::kC || p.hidden > Kernel::kMostHidden) return Status::not_for_me();
-      if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
-      return count > 0 ? Status{} : Status::not_for_me();
+      return p.c > Kernel::kC || p.hidden > Kernel::kMostHidden ? Status::not_for_me() : Launch::prepare();
     }
 
     static Status run(const TransitionProblem& p, cudaStream_t stream) {

@@ -62,6 +62,19 @@ struct WideTile {
   }
 };
 
+/// Starts a stage's part of sums += a @ w.T as its own group of matrix instructions; all are fragments of a warpgroup.
+template <class Product, class A, class W, class Sums>
+CUTLASS_DEVICE void start_products(Product& product, const A& a, const W& w, Sums& sums) {
+  using namespace cute;
+  warpgroup_arrive();
+  CUTLASS_PRAGMA_UNROLL
+  for (int block = 0; block < size<2>(a); ++block) {
+    cute::gemm(product, a(_, _, block), w(_, _, block), sums);
+    product.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
 /// The biases of a tile's columns, scaled as the rule needs them; 0 for columns that do not exist.
 template <class Rule, class Tile>
 struct WideBias {
@@ -216,13 +229,7 @@ CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& s
                                         SwizzledRows<Element, kRows, kK>{})));
       const Tensor w = slice.make_fragment_B(
           slice.partition_B(make_tensor(make_smem_ptr(stage.w.data()), SwizzledRows<Element, kColumns, kK>{})));
-      warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < size<2>(a); ++block) {
-        cute::gemm(product, a(_, _, block), w(_, _, block), sums);
-        product.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
+      start_products(product, a, w, sums);
       if (step > 0) {
         warpgroup_wait<1>();
         release(former);
@@ -274,11 +281,7 @@ struct WideLaunch {
   using Parameters = typename Kernel::Parameters;
   using Launch = ClusterLaunch<Kernel, wide_kernel<Kernel>, Kernel::kCluster>;
 
-  static Status prepare() {
-    int clusters = 0;
-    if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);
-    return clusters > 0 ? Status{} : Status::not_for_me();
-  }
+  static Status prepare() { return Launch::prepare(); }
 
   /// a is m x k; both weights are n x k.
   static void describe(Parameters& parameters, int m, int n, int k, const Operand& a, const Operand& b,
