@@ -12,7 +12,7 @@ from cuda_checks import error, memory_of, splits_float32
 from test_cuda_triangle_gradients import parameters
 from test_cuda_triangle_padding import poison_all
 from test_cuda_triangle_panels import assert_close, results
-from test_profiler import events
+from test_profiler import kernels
 from torch import Tensor
 from triangle_reference import triangle_multiplicative_update
 
@@ -127,11 +127,6 @@ def test_gates_far_from_0(bias: float) -> None:
     torch.testing.assert_close(update(x, **given), reference(x, **given), rtol=1e-9, atol=1e-11, equal_nan=True)
 
 
-def launched(call: Callable[[], object]) -> list[str]:
-    call()
-    return [event.name for event in events(call, cuda=True)]
-
-
 @pytest.mark.skipif(not splits_float32(), reason="tensor cores multiply float64 slowly, or not at all")
 @pytest.mark.parametrize(("c", "d", "fits"), [(128, 128, True), (66, 130, True), (33, 32, False), (32, 33, False)])
 def test_products_and_channels_are_one_kernel(c: int, d: int, fits: bool) -> None:
@@ -139,6 +134,6 @@ def test_products_and_channels_are_one_kernel(c: int, d: int, fits: bool) -> Non
     given, x = parameters(c, d), random(64, 64, c)
     for path in PATHS:
         with torchops.cuda.dense_path(path):
-            names = launched(lambda: update(x, **given))
+            names = kernels(lambda: update(x, **given))
         taken = sum("glu_to_channels_float64" in name for name in names)
         assert taken == (2 if fits and path in ("auto", "fused") else 0)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_profiler import events
+from test_profiler import kernels
 from test_scaled import CUDA, arguments, linear, poison
 from test_scaled import assert_exact as assert_dense
 from test_scaled_gates import assert_exact
-from torch import Tensor
-from torch._C._autograd import DeviceType
 
 import torchops
 
@@ -46,11 +43,6 @@ def test_values(shape: Any, scales: str, bias: torch.dtype | None) -> None:
         poison(z.shape, torch.bfloat16, "cuda")
         y = torchops.glu_scaled(x, w, wg, scale_x, scale_w, scale_wg, b, other, activation="silu")
         assert_exact(y, z * F.silu(t), z, t, roundings=2)
-
-
-def kernels(function: Callable[[], Tensor]) -> list[str]:
-    function()
-    return [event.name for event in events(function, cuda=True) if event.device_type == DeviceType.CUDA]
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0")

@@ -24,6 +24,12 @@ def events(function: Callable[[], Any], *, cuda: bool = False) -> list[FunctionE
     return list(profiler.events())
 
 
+def kernels(function: Callable[[], Any]) -> list[str]:
+    """The names of what a second call runs on the GPU."""
+    function()
+    return [event.name for event in events(function, cuda=True) if event.device_type == DeviceType.CUDA]
+
+
 def named(name: str, recorded: list[FunctionEvent]) -> list[FunctionEvent]:
     return [event for event in recorded if event.name == name and event.device_type == DeviceType.CPU]
 
