@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_checks import assert_accurate, error, random
+from test_profiler import kernels
 
 import torchops
 from torchops import _build_info
@@ -122,3 +123,29 @@ def test_square_matmul_10000_times() -> None:
     for i in range(10_000):
         torchops.square_matmul_(a, permutation, transpose_b=bool(i & 1))
     assert torch.equal(a, start)
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(128, 256, 256), (3, 200, 72), (150, 40, 8), (200, 1, 64), (2, 300, 2048)], ids=str)
+def test_cuda_products_of_a_batch_are_one_kernel(
+    shape: tuple[int, int, int], dtype: torch.dtype, transpose_b: bool
+) -> None:
+    """No memset precedes them where there are tiles for all multiprocessors."""
+    batch, m, n = shape
+    a, b = random(batch, m, n, dtype=dtype), random(batch, n, n, dtype=dtype, scale=n**-0.5)
+    want = a @ (b.mT if transpose_b else b)
+    exact = a.double() @ (b.mT if transpose_b else b).double()
+    assert_accurate(torchops.square_matmul(a, b, transpose_b=transpose_b), want, exact)
+    launched = kernels(lambda: torchops.square_matmul(a, b, transpose_b=transpose_b))
+    if torch.cuda.get_device_capability() >= (9, 0) and batch > 100:
+        assert len(launched) == 1
+    # The next product of torch has its workspace again.
+    assert torch.equal(a @ (b.mT if transpose_b else b), want)
+
+
+def test_cuda_float16_products_of_a_batch_have_float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
+    a, b = random(150, 256, 1024, dtype=torch.float16), random(150, 1024, 1024, dtype=torch.float16)
+    exact = a.double() @ b.double()
+    assert error(torchops.square_matmul(a, b), exact) < 4e-4

@@ -5,7 +5,6 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
-#include <ATen/ops/bmm_cuda_dispatch.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
@@ -69,10 +68,6 @@ inline at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
 /// out += a @ b.
 inline void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b) {
   if (!split_product(out, a, b, /*accumulate=*/true)) at::cuda::addmm_(out, a, b);
-}
-/// product_out() for batches of matrices.
-inline at::Tensor& batched_product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
-  return split_product(out, a, b) ? out : at::cuda::bmm_out(out, a, b);
 }
 
 /// out = x @ w.T + b, rounded once.

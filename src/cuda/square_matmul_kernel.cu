@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/batched_product.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "cuda/linear.h"

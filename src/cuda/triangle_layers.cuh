@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/batched_product.h"
 #include "cuda/channels.cuh"
 #include "cuda/gemm/sm80_float32.cuh"
 #include "cuda/gemm/sm80_float64.cuh"
