@@ -117,6 +117,11 @@ class TriangleLayers : public detail::TriangleLayout {
     if (of_a.weight || of_b.weight || update().dtype() != at::kDouble) return 3;
     return x.is_contiguous() ? 1 : 2;
   }
+  /// How many tensors of a panel its update takes besides the result: z, then the normalised rows of o and, after
+  /// these, products of the gate. Only in float64 are larger panels faster.
+  int64_t output_tensors(const at::Tensor& x) const {
+    return update().dtype() == at::kDouble && x.is_contiguous() ? 2 : 3;
+  }
   /// Its channels for a panel of z, times the mask and a factor.
   void gated_to_channels(const detail::TrianglePanel& panel, const at::Tensor& z, const Glu& unit,
                          const at::Tensor& channels, const at::Tensor& mask, double factor) const {
@@ -218,10 +223,7 @@ class TriangleLayers : public detail::TriangleLayout {
     const int64_t left = (backward ? 32 : 21) * (pair / 10) + 64 * mib - (backward ? 3 : 2) * padded - stacked_weights;
     // Panels consist of whole rows, and the allocator rounds all tensors up.
     constexpr int64_t rounding = 4 * mib;
-    // Forward in float64, with all products by cuBLAS, took 3.98 ms at N = 512 with as large panels as possible, and
-    // 4.23 ms with 48 MiB; at N = 768, 9.75 ms with 96 MiB, 10.1 ms with 48, and with 128, which leave little for a
-    // group, 10.5 (H100).
-    const int64_t most_panels = t.dtype() == at::kDouble && !backward ? 96 * mib : 48 * mib;
+    const int64_t most_panels = t.dtype() == at::kDouble && !backward ? 64 * mib : 48 * mib;
     const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, most_panels);
     const bool by_kernels = (backward ? steps.have_gradient_kernels() : steps.have_kernels()) && are_readable(t);
     const bool has_moments = backward || std::max(t.x.size(-1), d) > gemm::kMostFeatures;

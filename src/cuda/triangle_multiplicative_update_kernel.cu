@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor> update_into(Tensor out, const TriangleUpdate& t, bool
     if (!out.defined()) out = layers.empty(t.x.sizes());
     const Tensor pair = detail::batch_element(t.x, 3, index), result = detail::batch_element(out, 3, index);
     if (layers.steps().out(o, pair, /*residual=*/{}, result, layers.eps_out())) return;
-    layers.for_each_panel(3, 0, [&](const TrianglePanel& panel) {
+    layers.for_each_panel(layers.output_tensors(pair), 0, [&](const TrianglePanel& panel) {
       update_panel(layers, panel, o, panel.rows_of(pair), panel.rows_of(result));
     });
   });
@@ -98,7 +98,7 @@ Tensor add_to(Tensor& sum, TriangleUpdate t, bool keep_product) {
       at::cuda::add_out(target, residual, pair);
       return;
     }
-    layers.for_each_panel(4, 0, [&](const TrianglePanel& panel) {
+    layers.for_each_panel(layers.output_tensors(pair) + 1, 0, [&](const TrianglePanel& panel) {
       const Tensor own = panel.of(residual), rows = panel.rows_of(pair), update = layers.empty(rows.sizes());
       update_panel(layers, panel, o, rows, update);
       Tensor to = panel.of(target);
