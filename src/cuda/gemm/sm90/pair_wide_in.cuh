@@ -2,6 +2,8 @@
 
 // The input step of a triangle update with more than 128 features or channels.
 
+#include <limits>
+
 #include "cuda/gemm/pair_padding.cuh"
 #include "cuda/gemm/sm90/pair_wide_in_kernel.cuh"
 
@@ -86,11 +88,18 @@ struct WidePairIn {
       parameters.columns = 2 * parameters.parts;
       int clusters = 0;
       if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);
-      // Only if there are too few rows for all clusters, several share the columns of each.
-      const int rows = divided(p.n * parameters.in_row, Kernel::kCluster);
-      parameters.of_unit = 2 * divided(parameters.parts, std::clamp(clusters / rows, 1, parameters.parts));
-      parameters.groups = divided(parameters.columns, parameters.of_unit);
-      parameters.units = rows * parameters.groups;
+      // The last rows are too few for all clusters: several share the columns of each, if that takes less time.
+      const int rows = divided(p.n * parameters.in_row, Kernel::kCluster), last = rows % clusters;
+      int least = std::numeric_limits<int>::max();
+      for (int of_group = parameters.parts; of_group > 0; --of_group) {  // in pairs of tiles
+        const int groups = divided(parameters.parts, of_group), time = divided(last * groups, clusters) * of_group;
+        if (time >= least) continue;
+        least = time;
+        parameters.groups = groups;
+        parameters.of_group = 2 * of_group;
+      }
+      parameters.whole = rows - last;
+      parameters.units = parameters.whole + last * parameters.groups;
       launch_fold_weights(all, stream);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
       return Status::of(Launch::run(parameters, std::min(clusters, parameters.units), stream));

@@ -77,9 +77,10 @@ struct WidePairInKernel {
     const Element* mask;
     int64_t mask_row_stride, mask_stride;
     float scale[2], eps;
-    int n, c, in_row, steps;              // positions, features; tiles of rows in a row of positions, of features
-    int parts, columns, groups, of_unit;  // tiles of columns in a side and in both; these in groups of so many
-    int units;                            // for each cluster of rows and each group of columns
+    int n, c, in_row, steps;  // positions, features; tiles of rows in a row of positions, of features
+    int parts, columns;       // tiles of columns in a side, and in both
+    int units;                // first so many with all columns; then some with groups of so many tiles of columns
+    int whole, groups, of_group;
 
     /// Whether x stays in shared memory for all columns of a unit.
     CUTLASS_DEVICE bool stays() const { return steps <= kXBlocks; }
@@ -93,11 +94,12 @@ struct WidePairInKernel {
     int plane, place, column, columns;
 
     CUTLASS_DEVICE Unit(const Parameters& p, int unit) {
-      const int row = unit / p.groups * kCluster + rank();
+      const int part = max(unit - p.whole, 0);
+      const int row = (min(unit, p.whole) + part / p.groups) * kCluster + rank();
       plane = row / p.in_row;
       place = row % p.in_row;
-      column = unit % p.groups * p.of_unit;
-      columns = min(p.of_unit, p.columns - column);
+      column = part % p.groups * p.of_group;
+      columns = unit < p.whole ? p.columns : min(p.of_group, p.columns - column);
     }
   };
   template <class F>
