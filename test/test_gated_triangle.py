@@ -183,7 +183,7 @@ def test_values_interpreted() -> None:
     ("n", "c", "batch", "masked", "cauchy"),
     [(33, 128, 2, True, False), (64, 384, 1, True, True), (50, 768, 1, False, False), (2, 64, 1, False, False)],
 )
-def test_values_by_the_kernels(n: int, c: int, batch: int, masked: bool, cauchy: bool) -> None:
+def test_values_by_the_kernels_on_cuda(n: int, c: int, batch: int, masked: bool, cauchy: bool) -> None:
     x, w = arguments(n, c, batch, "cuda", cauchy)
     mask = torch.randint(0, 2, (batch, n, n), device="cuda") if masked else None
     assert gated.fits(x, w)

@@ -254,9 +254,8 @@ class _Plan:
         weights, size = 6 * d * c, channels * positions
         self.begins = (0, 5 * d * c, weights, weights + size, weights + 2 * size)
         self.size = weights + 3 * size
-        # Views of a and of b transposed: shape, strides, begin.
-        self.a = ((channels, n, n), (positions, n, 1), weights)
-        self.b = ((channels, n, n), (positions, 1, n), weights + size)
+        # Views of a and b: shape, strides, begin.
+        self.a, self.b = [((channels, n, n), (positions, n, 1), begin) for begin in (weights, weights + size)]
 
     def run(self, x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int], eps: float) -> Tensor:
         """On the current device. The tensors, and their addresses, are those of x, the mask and the weights."""
@@ -271,9 +270,10 @@ class _Plan:
         self.pack(stream, watched, a, a_gate, b, b_gate, gate, p_out, w_in)
         to = (to_a, to_b, to_gate)
         self.step_in(stream, watched, at_x, norm, norm_bias, factors, w_in, *to, positions, scale, eps)
-        # Autocast would choose the dtype of a result that is not given.
-        o, out = memory.new_empty(self.a[0]), torch.empty_like(x)
-        torch.bmm(memory.as_strided(*self.a), memory.as_strided(*self.b), out=o)
+        matrices = [memory.as_strided(*view) for view in (self.a, self.b)]
+        with torch._C._DisableAutocast():
+            o = torch.ops.myops.square_matmul.default(*matrices, transpose_b=True)
+        out = torch.empty_like(x)
         at_o, at_out = (o.data_ptr(), out.data_ptr()) if known else (o, out)
         last = (positions, eps * scale * scale)
         self.step_out(stream, watched, norm_out, norm_out_bias, at_o, to_gate, w_out, at_out, *last)
