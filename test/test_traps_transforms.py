@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from op_db import OpCase
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
-from torch.func import grad, jacfwd, jvp, vmap
+from torch.func import grad, jacfwd, jvp, vjp, vmap
 
 import torchops
 
@@ -206,6 +207,52 @@ def test_trap_h_functorch(variant: Variant) -> None:
             ]
         )
     assert_all_close(*results)
+
+
+def by_grad(f: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    grad(f)(x)
+
+
+def by_vjp(f: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    vjp(f, x)
+
+
+def by_jvp(f: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    jvp(f, (x,), (torch.ones_like(x),))
+
+
+@variants
+@pytest.mark.parametrize("differentiate", [by_grad, by_vjp, by_jvp])
+@pytest.mark.parametrize("view", [False, True])
+def test_trap_h_captured_tensor(variant: Variant, differentiate: Callable[..., None], view: bool) -> None:
+    """ATen raises for its own in-place operators. Those that return nothing slip through the check of torch.func, and
+    their derivatives would be lost."""
+    captured = variant.input().detach()
+    before = captured.clone()
+    parameters = [p.detach() if isinstance(p, Tensor) else p for p in variant.parameters(captured)]
+
+    def f(x: Tensor) -> Tensor:
+        t = captured.view(captured.shape) if view else captured
+        return (InPlace(variant).whole(t, *parameters) * x).sum()
+
+    with pytest.raises(RuntimeError, match=f"{variant.case.name}.* that would mutate a captured Tensor"):
+        differentiate(f, torch.ones(6, 5, dtype=torch.float64))
+    assert torch.equal(captured, before)
+    assert captured._version == 0
+
+
+def test_trap_h_tensor_captured_by_an_inner_function() -> None:
+    def outer(y: Tensor) -> Tensor:
+        captured = y * 2
+
+        def inner(z: Tensor) -> Tensor:
+            torchops.sigmoid_(captured)
+            return (captured * z).sum()
+
+        return grad(inner)(y).sum()
+
+    with pytest.raises(RuntimeError, match="would mutate a captured Tensor"):
+        grad(outer)(torch.ones(6, 5))
 
 
 # --- I: symbolic sizes -----------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ bool reads_v(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
 }
 
 struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const OptionalTensor&> {
+  static constexpr const char* name = "gate_";
   static void check(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
     check_gate_(v, x, w, b);
   }
@@ -113,7 +114,7 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("_gate_backward", GateBackward::autograd);
 }
 
-TORCHOPS_MUTATING("gate_", GateInPlace)
+TORCHOPS_MUTATING(GateInPlace)
 
 // Casts w and b, but not a float32 x or v: the kernels read those as they are, without a 16-bit copy.
 template <auto function, class V>

@@ -32,6 +32,7 @@ struct LayerNormFunctional : FunctionalOp<LayerNormFunctional, functional> {
 
 struct LayerNormInPlace
     : MutatingOp<LayerNormInPlace, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double> {
+  static constexpr const char* name = "layer_norm_";
   static void check(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                     const OptionalTensor& bias, double) {
     check_layer_norm_(x, normalized_shape, weight, bias);
@@ -169,7 +170,7 @@ Tensor LayerNormInPlace::train(const Tensor& x, const Tensor& target, c10::SymIn
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("layer_norm", LayerNormFunctional::autograd); }
 
-TORCHOPS_MUTATING("layer_norm_", LayerNormInPlace)
+TORCHOPS_MUTATING(LayerNormInPlace)
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("_layer_norm_", layer_norm_with_moments_version_); }
 

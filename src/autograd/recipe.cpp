@@ -1,5 +1,7 @@
 #include "autograd/recipe.h"
 
+#include <ATen/functorch/DynamicLayer.h>
+#include <ATen/functorch/TensorWrapper.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mv.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -9,6 +11,20 @@ namespace torchops::autograd {
 
 bool functorch_active() {
   return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+void check_not_captured(const char* name, const Tensor& self) {
+  using at::functorch::TransformType;
+  const auto layer = at::functorch::maybeCurrentDynamicLayer();
+  if (!layer || (layer->key() != TransformType::Grad && layer->key() != TransformType::Jvp)) return;
+  const auto* const wrapper = at::functorch::maybeGetTensorWrapper(self);
+  TORCH_CHECK(
+      wrapper != nullptr && wrapper->level() == layer->layerId() && !wrapper->is_immutable(),
+      "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place operation "
+      "(myops::",
+      name,
+      ") that would mutate a captured Tensor. This is not supported; please rewrite the function being "
+      "transformed to explicitly accept the mutated Tensor(s) as inputs.");
 }
 
 bool is_traced(const Tensor& input) {

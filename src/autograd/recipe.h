@@ -28,6 +28,11 @@ using torch::autograd::variable_list;
 /// Whether a torch.func transform (grad, jvp, vmap, functionalize) is on. C++ autograd Functions don't run under one.
 bool functorch_active();
 
+/// Raises as ATen does if a transform of torch.func that differentiates (grad, vjp, jvp) runs the in-place operator
+/// `name` on a tensor that the transformed function has captured: the derivative would be lost. torch.func itself only
+/// looks at operators that return what they overwrite.
+void check_not_captured(const char* name, const Tensor& self);
+
 /// Whether this call is recorded rather than executed (torch.compile, export, a dispatch mode, a tensor subclass, a
 /// meta tensor), so that history cannot be moved by hand.
 bool is_traced(const Tensor& input);
@@ -131,6 +136,7 @@ auto bump_version_after(Tensor& self, InPlace in_place) {
 /// TORCHOPS_MUTATING registers, and `batched`.
 ///
 /// `Op` derives from this and provides
+///   static constexpr const char* name                      without its namespace
 ///   static void check(const Tensor& self, Args...)         the argument checks
 ///   static Tensor decomposed(const Tensor& self, Args...)  f in ATen operators
 ///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) if
@@ -151,6 +157,7 @@ struct MutatingOp {
   static void autograd(Tensor& self, Args... args) {
     Op::check(self, args...);
     if (needs_decomposition(self, args...)) {
+      check_not_captured(Op::name, self);
       decomposed_(self, args...);
     } else if (needs_grad(self, args...)) {
       record(self, without_alias(self, args)...);
@@ -192,7 +199,7 @@ struct MutatingOp {
 }  // namespace torchops::autograd
 
 /// Registers the kernels of `Op`, a MutatingOp, for the keys Autograd and ADInplaceOrView and those of lazy.h.
-#define TORCHOPS_MUTATING(name, Op)                                            \
-  TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl(name, Op::autograd); }       \
-  TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl(name, Op::version); } \
-  TORCHOPS_LAZY(name, Op::in_place)
+#define TORCHOPS_MUTATING(Op)                                                      \
+  TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl(Op::name, Op::autograd); }       \
+  TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl(Op::name, Op::version); } \
+  TORCHOPS_LAZY(Op::name, Op::in_place)

@@ -16,6 +16,7 @@ struct SigmoidFunctional : FunctionalOp<SigmoidFunctional, torchops::sigmoid> {
 
 // dx = g * y * (1 - y). Backward needs only the output, which in place is x itself.
 struct SigmoidInPlace : MutatingOp<SigmoidInPlace> {
+  static constexpr const char* name = "sigmoid_";
   static void check(const Tensor& x) { check_sigmoid_(x); }
   static Tensor decomposed(const Tensor& x) { return SigmoidFunctional::decomposed(x); }
   static Tensor traced(const Tensor& x) { return torchops::sigmoid(x); }
@@ -44,7 +45,7 @@ Tensor SigmoidInPlace::train(const Tensor& x, const Tensor& target) { return Sig
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("sigmoid", SigmoidFunctional::autograd); }
 
-TORCHOPS_MUTATING("sigmoid_", SigmoidInPlace)
+TORCHOPS_MUTATING(SigmoidInPlace)
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("sigmoid", SigmoidFunctional::batched);

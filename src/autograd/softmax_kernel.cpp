@@ -16,6 +16,7 @@ struct SoftmaxFunctional : FunctionalOp<SoftmaxFunctional, torchops::softmax> {
 };
 
 struct SoftmaxInPlace : MutatingOp<SoftmaxInPlace, int64_t> {
+  static constexpr const char* name = "softmax_";
   static void check(const Tensor& x, int64_t dim) { check_softmax_(x, dim); }
   static Tensor decomposed(const Tensor& x, int64_t dim) { return SoftmaxFunctional::decomposed(x, dim); }
   static Tensor traced(const Tensor& x, int64_t dim) { return torchops::softmax(x, dim); }
@@ -68,7 +69,7 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("_softmax_backward", SoftmaxBackward::autograd);
 }
 
-TORCHOPS_MUTATING("softmax_", SoftmaxInPlace)
+TORCHOPS_MUTATING(SoftmaxInPlace)
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("softmax", softmax_autocast);

@@ -16,6 +16,7 @@ struct SquareMatmulFunctional : FunctionalOp<SquareMatmulFunctional, square_matm
 };
 
 struct SquareMatmulInPlace : MutatingOp<SquareMatmulInPlace, const Tensor&, bool> {
+  static constexpr const char* name = "square_matmul_";
   static void check(const Tensor& a, const Tensor& b, bool) { check_square_matmul_(a, b); }
   static Tensor decomposed(const Tensor& a, const Tensor& b, bool transpose_b) {
     return SquareMatmulFunctional::decomposed(a, b, transpose_b);
@@ -71,7 +72,7 @@ Tensor SquareMatmulInPlace::train(const Tensor& a, const Tensor& target, const T
 
 TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("square_matmul", SquareMatmulFunctional::autograd); }
 
-TORCHOPS_MUTATING("square_matmul_", SquareMatmulInPlace)
+TORCHOPS_MUTATING(SquareMatmulInPlace)
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("square_matmul", autocast<CastTo::kLowerPrecision, square_matmul>);

@@ -159,6 +159,7 @@ struct InPlaceOf;
 
 template <class... Args, Tensor (*function)(const Tensor&, Args...)>
 struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
+  static constexpr const char* name = "transition_";
   static void check(const Tensor& x, Args... args) { detail::check_transition_({x, args...}); }
   static Tensor decomposed(const Tensor& x, Args... args) { return Sum::decomposed(x, args...); }
   static Tensor traced(const Tensor& x, Args... args) { return function(detail::keep(x), args...); }
@@ -206,7 +207,7 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("_transition_backward", Backward::autograd);
 }
 
-TORCHOPS_MUTATING("transition_", InPlace)
+TORCHOPS_MUTATING(InPlace)
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("transition", cast_parameters<transition>);

@@ -183,6 +183,7 @@ struct InPlaceOf;
 
 template <class... Args, Tensor (*function)(const Tensor&, Args...)>
 struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
+  static constexpr const char* name = "triangle_multiplicative_update_";
   static void check(const Tensor& x, Args... args) {
     detail::check_triangle("triangle_multiplicative_update_", {x, args...}, true);
   }
@@ -262,7 +263,7 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("_triangle_multiplicative_update_backward", Backward::autograd);
 }
 
-TORCHOPS_MUTATING("triangle_multiplicative_update_", InPlace)
+TORCHOPS_MUTATING(InPlace)
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("_triangle_multiplicative_update_", beneath_version_); }
 
