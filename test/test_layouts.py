@@ -201,6 +201,20 @@ def test_layout_is_named(op: OpCase, layout: str) -> None:
     assert x._version == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_sparse_inputs_after_a_swap(layout: str) -> None:
+    x = torch.eye(5, 8)
+    for after in (nn.Sigmoid(), nn.GLU()):
+        model = nn.Sequential(nn.Linear(8, 8), after)
+        expected = model(x)
+        if layout == "to_mkldnn" and isinstance(after, nn.GLU):
+            continue  # not supported by PyTorch's either
+        assert torchops.nn.replace(model).replaced == ("0",)
+        out = model(getattr(x, layout)())
+        torch.testing.assert_close(out.to_dense() if out.layout is not torch.strided else out, expected)
+
+
 def test_nested_inputs_after_a_swap() -> None:
     """A model that took them takes them still, forward and backward."""
     parts = [random_like(torch.empty(rows, 6)) for rows in (2, 5)]

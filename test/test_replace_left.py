@@ -116,6 +116,12 @@ class Asks(SwiGLU):
         return F.silu(u.float() if torch.is_autocast_enabled() else u) * self.up(x)
 
 
+class AsksForMode(SwiGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.gate(x)) * self.up(x)
+        return y + 1 if torch.compiler.is_compiling() else y
+
+
 def hook(module: nn.Module) -> None:
     module.register_forward_hook(lambda *a: None)
 
@@ -204,6 +210,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "its forward differs between training and evaluation, or between",
     ),
     "asks": (Asks, "its forward cannot be traced: it asks torch.is_autocast_enabled"),
+    "asks_for_mode": (AsksForMode, "its forward cannot be traced: it asks torch.compiler.is_compiling"),
+    "asks_for_dtype": (of_this_call(lambda m: torch.get_default_dtype().itemsize), ""),
     "catches": (catches(lambda size: size > 100), ""),
     "catches_index": (catches(lambda size: ([0] * 100 + [1] * 100)[size]), ""),
     "child_counts": (lambda: Buffered(counted), "its forward changes its attribute child.calls"),

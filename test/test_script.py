@@ -153,3 +153,13 @@ def test_error_text() -> None:
 
     with pytest.raises(RuntimeError, match=r"dense: expected w of shape \(out, in\) with in = 7 to match x"):
         call(torch.zeros(5, 7), torch.zeros(3, 6))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_swapped_glu(bias: bool) -> None:
+    """The one swapped layer without a forward that is made of a graph."""
+    model = nn.Sequential(nn.Linear(7, 12, bias=bias), nn.GLU())
+    x = random_like(torch.empty(5, 7))
+    expected = model(x)
+    assert torchops.nn.replace(model).replaced == ("0",)
+    torch.testing.assert_close(torch.jit.script(model)(x), expected)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from torchops.ops import gate, glu
+from torchops.ops import gate
 
-from .gates import Dense
+from .gates import Dense, is_dense
 from .replace import module_reason
 
 __all__ = ["Finder", "Tracer", "contents", "gated", "gated_linear", "packed_linear", "unchanged"]
@@ -22,8 +22,8 @@ __all__ = ["Finder", "Tracer", "contents", "gated", "gated_linear", "packed_line
 
 
 def gated(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """``v * sigmoid(linear(x))``, also if `v` is broadcast or sparse, which no graph shows."""
-    strided = isinstance(v, Tensor) and v.layout is torch.strided and not x.is_nested
+    """``v * sigmoid(linear(x))``, also if `v` is broadcast or `v` or `x` is sparse, which no graph shows."""
+    strided = isinstance(v, Tensor) and v.layout is torch.strided and is_dense(x)
     if strided and v.shape[:-1] == x.shape[:-1] and v.shape[-1:] == w.shape[:1]:
         stream = v.dtype == torch.float32 and w.dtype != torch.float64
         if stream or v.dtype == _dtype_of_product(w):
@@ -37,18 +37,22 @@ def _dtype_of_product(w: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if is_cast else w.dtype
 
 
-def gated_linear(x: Tensor, w: Tensor, wg: Tensor, b: Tensor | None, bg: Tensor | None, activation: Any) -> Tensor:
+def gated_linear(x: Tensor, w: Tensor, wg: Tensor, b: Tensor | None, bg: Tensor | None, activation: str) -> Tensor:
     """``linear(x) * activation(linear(x))``."""
-    if x.is_nested or w.shape != wg.shape:
+    if not is_dense(x) or w.shape != wg.shape:
         u = F.linear(x, wg, bg)
         return F.linear(x, w, b) * (torch.sigmoid(u) if activation == "sigmoid" else F.silu(u))
-    return glu(x, w, wg, b, bg, activation=activation)
+    out: Tensor = torch.ops.myops.glu(x, w, wg, b, bg, activation=activation)
+    return out
 
 
-def packed_linear(x: Tensor, w: Tensor, b: Tensor | None, activation: Any, gate_first: bool) -> Tensor:
+def packed_linear(x: Tensor, w: Tensor, b: Tensor | None, activation: str, gate_first: bool) -> Tensor:
     """The same for layers that are the halves of one layer."""
-    weights, biases = w.chunk(2), (None, None) if b is None else b.chunk(2)
+    weights = w.chunk(2)
     i, j = (1, 0) if gate_first else (0, 1)
+    if b is None:
+        return gated_linear(x, weights[i], weights[j], None, None, activation)
+    biases = b.chunk(2)
     return gated_linear(x, weights[i], weights[j], biases[i], biases[j], activation)
 
 

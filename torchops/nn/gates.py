@@ -14,8 +14,13 @@ __all__ = ["GLU", "Dense", "Gate"]
 torch.fx.wrap("_dense")
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether the operators support the layout of `x`. ``nn.Linear`` also supports sparse and nested tensors."""
+    return x.layout is torch.strided and not x.is_nested
+
+
 def _dense(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return torch.sigmoid(nn.functional.linear(x, w, b)) if x.is_nested else dense(x, w, b)
+    return dense(x, w, b) if is_dense(x) else torch.sigmoid(nn.functional.linear(x, w, b))
 
 
 class Dense(nn.Linear):

@@ -167,6 +167,13 @@ _QUERIES = (
     *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled"),
     *("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
 )
+# What torch asks itself in its own functions, without another result there.
+_MODES = (
+    *((torch.compiler, name) for name in ("is_compiling", "is_dynamo_compiling", "is_exporting")),
+    *((torch.jit, name) for name in ("is_tracing", "is_scripting")),
+    *((torch, name) for name in ("get_default_dtype", "are_deterministic_algorithms_enabled", "is_anomaly_enabled")),
+    (torch.onnx, "is_in_onnx_export"),
+)
 _PATCHING = threading.Lock()  # otherwise a second thread could save the first one's replacements as originals
 
 
@@ -176,11 +183,13 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
     checkpoint does, or calls a ``torch.autograd.Function``: the graph would not contain it, or not its backward."""
     tracing = threading.get_ident()
 
-    def refusing(function: Callable[..., Any], does: Callable[[Any], str]) -> Callable[..., Any]:
+    def refusing(
+        function: Callable[..., Any], does: Callable[[Any], str], own: tuple[str, ...] = _OWN_CALLERS
+    ) -> Callable[..., Any]:
         @functools.wraps(function)  # TorchDynamo, in another thread, may go by the name
         def called(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            if threading.get_ident() == tracing and not caller.startswith(_OWN_CALLERS):
+            if threading.get_ident() == tracing and not caller.startswith(own):
                 tracer.refused = True
                 raise RuntimeError(f"it {does(args)}, which no graph shows")
             return function(*args, **kwargs)
@@ -193,8 +202,8 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
     def calls(args: Any) -> str:
         return f"calls {args[0].__name__}, a torch.autograd.Function with a backward"
 
-    def asks(name: str) -> Callable[[Any], str]:
-        return lambda _: f"asks torch.{name}"
+    def asks(name: str, owner: Any = torch) -> Callable[[Any], str]:
+        return lambda _: f"asks {owner.__name__}.{name}"
 
     with _PATCHING:
         contexts: list[tuple[Any, str, Callable[..., Any], Any]] = [
@@ -208,6 +217,9 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
             *((owner, name, function, refusing(function, does)) for owner, name, function, does in contexts),
             (torch.autograd.Function, "apply", apply, classmethod(applied)),
         ]
+        for owner, name in _MODES:
+            mode = getattr(owner, name)
+            patches.append((owner, name, mode, refusing(mode, asks(name, owner), ("torch.",))))
         try:
             for owner, name, _, replacement in patches:
                 setattr(owner, name, replacement)
