@@ -19,18 +19,18 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     shared.w_loaded.init(1);
     for (int stage = 0; stage < Kernel::kStages; ++stage) {
       shared.loaded[stage].init(1);
+      shared.normalized[stage].init(128);
       shared.consumed[stage].init(Kernel::kConsumedArrivals);
     }
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  constexpr int load_warp = Kernel::kConsumers / 32;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= load_warp) {
-    cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (warp == load_warp && cute::elect_one_sync()) Kernel::load(p, shared);
+  if (warp >= Kernel::kConsumers / 32) {
+    cutlass::arch::warpgroup_reg_dealloc<40>();
+    Kernel::bring(p, shared);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<240>();
+    cutlass::arch::warpgroup_reg_alloc<232>();
     Kernel::compute(p, shared);
   }
 }

@@ -139,11 +139,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     }
   };
 
-  // Inputs per position of this thread are read one or two tiles ahead, so that nothing waits for them.
-  const auto read_moments = [&](PairPlace tile) {
-    const float2* const from = kOut ? nullptr : moments_of_row(p, tile, thread_here());
-    return from == nullptr ? make_float2(0.f, 0.f) : *from;
-  };
+  // The mask of a thread's positions is read one tile ahead, so that nothing waits for it.
   Element mask[2] = {Element(1.f), Element(1.f)};
   const auto read_mask = [&](PairPlace tile) {
     if (kOut || p.mask == nullptr || !p.tiles.has(tile)) return;
@@ -178,12 +174,15 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   PairPlace tile = p.tiles.first();
   read_mask(tile);
   PipelineState at, next;
-  normalize(p, shared, next, tile, read_moments(tile));  // every CTA has a tile
-  cutlass::arch::fence_view_async_shared();
-  sync();
+  if constexpr (kOut) {
+    normalize_x(p, shared, next, tile);  // every CTA has a tile
+    cutlass::arch::fence_view_async_shared();
+    sync();
+  }
   int former = -1;  // the stage that a store may still be reading
   while (p.tiles.has(tile)) {
     Stage& stage = shared.stages[at.index()];
+    shared.normalized[at.index()].wait(at.phase());
     warpgroup_fence_operand(u);
     warpgroup_fence_operand(t);
     warpgroup_arrive();
@@ -198,7 +197,6 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     const PairPlace following = p.tiles.after(tile);
     const float factors[2] = {p.scale * static_cast<float>(mask[0]), p.scale * static_cast<float>(mask[1])};
     read_mask(following);
-    const float2 moments = read_moments(following);
     Tensor du = make_tensor_like<Element>(u), dt = make_tensor_like<Element>(u);
     if constexpr (!kOut) {
       warpgroup_wait<1>();
@@ -265,9 +263,11 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     multiply(product_sums, shared.dt.data(), OfDzT{}, shared.ones, Ones{}, db1);
     warpgroup_commit_batch();
     Tensor residual = make_tensor_like<Element>(u);
-    // Arrives from the second-level cache while the next tile is normalised.
-    if constexpr (kAdds) read_residual(residual, tile);
-    if (++next; p.tiles.has(following)) normalize(p, shared, next, following, moments);
+    if constexpr (kOut) {
+      ++next;
+      if (p.tiles.has(following)) normalize_x(p, shared, next, following);
+    }
+    if constexpr (kAdds) read_residual(residual, tile);  // arrives from the second-level cache during the products
     Tensor other = make_tensor_like<Element>(u);
     if constexpr (kOut) {
       read(from_channels, stage.other.data(), InChannels{}, other);
@@ -280,14 +280,15 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
 
     Tensor result = make_tensor_like<Element>(u);
     if constexpr (kOut) {
+      Tensor result_x = make_tensor_like<Element>(u);
+      round_to(result_x, dx);  // now, because registers are few
       through_norm(d_o, other, shared.rstd[at.index()], p.d, [&] {
         warpgroup_wait<0>();  // both results overwrite what the products of dw have read
         fence_sums();
       });
       round_to(result, d_o);
       write(to_channels, result, stage.other.data(), InChannels{});
-      round_to(result, dx);
-      write(to_rows, result, stage.x.data(), InRows{});
+      write(to_rows, result_x, stage.x.data(), InRows{});
     } else {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(other(i));

@@ -14,9 +14,10 @@
 //
 // and, through the norms, do from dohat, and dx from the last dxhat.
 //
-//   load warp      tiles of 64 positions -> a stage of shared memory, by TMA, some ahead
-//   2 warpgroups   the products; they divide their columns, or for dw the rows. While those of a tile run, they
-//                  compute xhat and ohat of the next one, over x and o
+//   2 warpgroups   the products; they divide their columns, or for dw the rows. In the output step they also compute
+//                  xhat of the next tile, over x, while those of a tile run
+//   a third one    brings tiles of 64 positions: a thread loads them into a stage of shared memory, by TMA, some ahead,
+//                  and all compute ohat, over o, or in the input step xhat
 //
 // The sums of dw and of the columns of du and dt stay in registers for all positions, as in gated_gradients.cuh. The
 // column sums are products with ones: the warps that compute du and dt are busier than the matrix units.
@@ -70,7 +71,7 @@ struct PairGradientsKernel {
   static constexpr int kStages = 3;
   static constexpr bool kAdds = kDxHat == DxHat::kEndsAndAdds, kLast = kAdds || kDxHat == DxHat::kEnds;
   static_assert(kOut == (kDxHat == DxHat::kBegins));
-  static_assert(kSpec<tiling>.most_k == kFeatures && kWarpgroups == 2 && kColumns == 64);
+  static_assert(kSpec<tiling>.most_k == kFeatures && kWarpgroups == 2 && kFeatures == 128);
   using PipelineState = cutlass::PipelineState<kStages>;
 
   /// Positions in rows, or channels in rows: the same number of bytes.
@@ -90,7 +91,7 @@ struct PairGradientsKernel {
     float2 row_sums[kWarpgroups][kRows];
     alignas(16) Element ones[64];  // 8 x 8: products with it sum the columns of du and dt
     cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier consumed[kStages];
+    cutlass::arch::ClusterBarrier normalized[kStages], consumed[kStages];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
   // The thread whose store has read the stage; in the input step also each warp whose products have.
@@ -154,49 +155,84 @@ struct PairGradientsKernel {
   using OfDz = std::conditional_t<kOut, InRows, InChannels>;
   using OfDzT = std::conditional_t<kOut, InRowsT, InChannelsT>;
 
-  CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
-    shared.w_loaded.arrive_and_expect_tx(2 * sizeof(Matrix));
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) p.w[i].load(shared.w[i].data(), 0, 0, shared.w_loaded);
+  /// What the third warpgroup does.
+  CUTLASS_DEVICE static void bring(const Parameters& p, Shared& shared) {
+    const bool loads = threadIdx.x % 128 < 32 && cute::elect_one_sync();
+    if (loads) {
+      shared.w_loaded.arrive_and_expect_tx(2 * sizeof(Matrix));
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) p.w[i].load(shared.w[i].data(), 0, 0, shared.w_loaded);
+    }
+    PipelineState to;
+    PairPlace next = p.tiles.first();
+    const auto load_next = [&] {
+      if (loads && p.tiles.has(next)) {
+        shared.consumed[to.index()].wait(to.phase() ^ 1);  // doesn't block in the first round
+        load(p, shared.stages[to.index()], shared.loaded[to.index()], next);
+      }
+      next = p.tiles.after(next);
+      ++to;
+    };
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < kStages; ++i) load_next();
     PipelineState at;
-    for (PairPlace tile = p.tiles.first(); p.tiles.has(tile); tile = p.tiles.after(tile), ++at) {
-      Stage& stage = shared.stages[at.index()];
-      auto& loaded = shared.loaded[at.index()];
-      const auto [row, place] = tile;
-      shared.consumed[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-      loaded.arrive_and_expect_tx(3 * kTileBytes);
-      p.x.load(stage.x.data(), place, 0, row, loaded);
-      p.channels.load((kOut ? stage.other : stage.grad).data(), 0, place, row, loaded);
-      p.rows.load((kOut ? stage.grad : stage.other).data(), place, 0, row, loaded);
-      if (kAdds) p.residual.map.prefetch(place, 0, row);
+    PairPlace tile = p.tiles.first();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int count = 0; p.tiles.has(tile); tile = p.tiles.after(tile), ++at, ++count) {
+      if (count >= kStages) load_next();
+      normalize(p, shared, at, tile);
+      cutlass::arch::fence_view_async_shared();
+      shared.normalized[at.index()].arrive();
     }
   }
 
-  /// Where the moments of a thread's row of x are, for normalize_row(); null past the last row.
-  CUTLASS_DEVICE static float2* moments_of_row(const Parameters& p, PairPlace tile, int thread) {
-    const int position = tile.place * kRows + thread / 4;
-    if (!p.tiles.has(tile) || position >= p.tiles.n) return nullptr;
+  CUTLASS_DEVICE static void load(const Parameters& p, Stage& stage, cutlass::arch::ClusterTransactionBarrier& loaded,
+                                  PairPlace tile) {
+    const auto [row, place] = tile;
+    loaded.arrive_and_expect_tx(3 * kTileBytes);
+    p.x.load(stage.x.data(), place, 0, row, loaded);
+    p.channels.load((kOut ? stage.other : stage.grad).data(), 0, place, row, loaded);
+    p.rows.load((kOut ? stage.grad : stage.other).data(), place, 0, row, loaded);
+    if (kAdds) p.residual.map.prefetch(place, 0, row);
+  }
+
+  /// Where the moments of a row of x are; null past the last row.
+  CUTLASS_DEVICE static float2* moments_of(const Parameters& p, PairPlace tile, int row) {
+    const int position = tile.place * kRows + row;
+    if (position >= p.tiles.n) return nullptr;
     return p.moments + tile.row * p.moments_row_stride + position * p.moments_stride;
   }
 
-  /// Called by the warpgroups when the stage has been loaded. A fence and sync() must follow.
-  CUTLASS_DEVICE static void normalize(const Parameters& p, Shared& shared, const PipelineState& at, PairPlace tile,
-                                       float2 of_row) {
+  /// Of a tile that has been loaded, in the input step x; in the output step o.
+  CUTLASS_DEVICE static void normalize(const Parameters& p, Shared& shared, const PipelineState& at, PairPlace tile) {
     Stage& stage = shared.stages[at.index()];
     auto& rstd = shared.rstd[at.index()];
-    shared.loaded[at.index()].wait(at.phase());
-    const int thread = thread_here();
-    Moments moments;
-    moments.scale[0] = of_row.x;
-    moments.shift[0] = of_row.y;
-    normalize_row<kOut, kFeatures>(stage.x.data(), thread, p.c, p.eps_x, moments);
     if constexpr (kOut) {
-      float2* const to = moments_of_row(p, tile, thread);
-      if (thread % 4 == 0 && to != nullptr) *to = make_float2(moments.scale[0], moments.shift[0]);
-      normalize_channels<kFeatures>(stage.other.data(), thread, rstd, p.d, p.eps_o);
+      shared.loaded[at.index()].wait(at.phase());
+      normalize_channels<kFeatures>(stage.other.data(), rstd, p.d, p.eps_o);
     } else {
-      if (thread % 4 == 0) rstd[thread / 4] = of_row.x;
+      constexpr int of_row = 128 / kRows;
+      const int thread = threadIdx.x % 128, row = thread / of_row;
+      Moments moments{};
+      if (const float2* const from = moments_of(p, tile, row); from != nullptr) {
+        moments.scale[0] = from->x;
+        moments.shift[0] = from->y;
+      }
+      shared.loaded[at.index()].wait(at.phase());
+      normalize_row</*measures=*/false, of_row>(stage.x.data(), thread, p.c, p.eps_x, moments);
+      if (thread % of_row == 0) rstd[row] = moments.scale[0];
     }
+  }
+
+  /// In the output step the two other warpgroups normalise x, since the third one would be too slow for both.
+  CUTLASS_DEVICE static void normalize_x(const Parameters& p, Shared& shared, const PipelineState& at, PairPlace tile) {
+    constexpr int of_row = kConsumers / kRows;
+    const int thread = thread_here(), row = thread / of_row;
+    Moments moments;
+    shared.loaded[at.index()].wait(at.phase());
+    normalize_row</*measures=*/true, of_row>(shared.stages[at.index()].x.data(), thread, p.c, p.eps_x, moments);
+    float2* const to = moments_of(p, tile, row);
+    if (thread % of_row == 0 && to != nullptr) *to = make_float2(moments.scale[0], moments.shift[0]);
   }
 
   CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(kConsumers, 0); }
