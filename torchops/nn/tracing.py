@@ -172,7 +172,6 @@ _MODES = (
     *((torch.compiler, name) for name in ("is_compiling", "is_dynamo_compiling", "is_exporting")),
     *((torch.jit, name) for name in ("is_tracing", "is_scripting")),
     *((torch, name) for name in ("get_default_dtype", "are_deterministic_algorithms_enabled", "is_anomaly_enabled")),
-    (torch.onnx, "is_in_onnx_export"),
 )
 _PATCHING = threading.Lock()  # otherwise a second thread could save the first one's replacements as originals
 
@@ -217,7 +216,7 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
             *((owner, name, function, refusing(function, does)) for owner, name, function, does in contexts),
             (torch.autograd.Function, "apply", apply, classmethod(applied)),
         ]
-        for owner, name in _MODES:
+        for owner, name in (*_MODES, (torch.onnx, "is_in_onnx_export")):  # torch imports torch.onnx when it is asked for
             mode = getattr(owner, name)
             patches.append((owner, name, mode, refusing(mode, asks(name, owner), ("torch.",))))
         try:
