@@ -216,7 +216,8 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
             *((owner, name, function, refusing(function, does)) for owner, name, function, does in contexts),
             (torch.autograd.Function, "apply", apply, classmethod(applied)),
         ]
-        for owner, name in (*_MODES, (torch.onnx, "is_in_onnx_export")):  # torch imports torch.onnx when it is asked for
+        # torch imports torch.onnx when it is asked for.
+        for owner, name in (*_MODES, (torch.onnx, "is_in_onnx_export")):
             mode = getattr(owner, name)
             patches.append((owner, name, mode, refusing(mode, asks(name, owner), ("torch.",))))
         try:
