@@ -85,7 +85,9 @@ struct PairGradientsKernel {
   struct Shared {
     Matrix w[2];
     Stage stages[kStages];
-    Tile dt;  // written when all have read that of the previous tile
+    // Each warpgroup writes its columns, when nobody reads those of the previous tile any more: products of dx, which
+    // read all columns, are complete at the last sync(), and of those of dw a warpgroup reads only its own columns.
+    Tile dt;
     alignas(16) float bias[2][kFeatures];
     float rstd[kStages][kRows];  // of the norm that a gradient passes through: that of o, or of x
     float2 row_sums[kWarpgroups][kRows];
