@@ -172,6 +172,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling, lines>::compute(const Pa
          read_slice.partition_S(as_position_independent_swizzle_tensor(
              make_tensor(make_smem_ptr(shared.stages[stage].data()), SwizzledRows<Element, kRows, kK>{}))),
          read_slice.retile_D(x));
+    finish_reads();
     __syncwarp();
     if (thread % 32 == 0) shared.barriers.free[stage].arrive();
     float rstd[2];

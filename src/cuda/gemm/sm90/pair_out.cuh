@@ -229,7 +229,8 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       if (is_wide) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < size(y); i += 2) wide[i / 2 % 2].add(i / 4, update(i));
-        sync();  // until the products have read the tile
+        finish_reads();
+        sync();  // until all have read the tile
         if (part + 1 == parts && thread == 0) shared.barriers.free[at.index()].arrive();
         continue;
       }
@@ -246,12 +247,14 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
         pairs(i / 2) = to_element(values);
       }
       if (thread == 0) tma_store_wait<0>();
-      sync();  // until the products have read the tile, and TMA the previous results
-      if (part + 1 == parts && thread == 0) shared.barriers.free[at.index()].arrive();
+      sync();  // until TMA has read the previous results
       copy(write, write_slice.retile_S(result), to_results);
-      cutlass::arch::fence_view_async_shared();
+      cutlass::arch::fence_view_async_shared();  // of these writes, and of reads of the tile
       sync();
-      if (thread == 0) p.out.store(results, place, part, row);
+      if (thread == 0) {
+        if (part + 1 == parts) shared.barriers.free[at.index()].arrive();
+        p.out.store(results, place, part, row);
+      }
     }
     at.advance(kComputing);
   }

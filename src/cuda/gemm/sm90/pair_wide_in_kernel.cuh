@@ -148,6 +148,7 @@ struct WidePairInKernel {
     XState at;
     uint32_t count = 0;
     const auto release = [&] {
+      finish_reads();
       __syncwarp();
       if (row % 32 == 0) shared.x_free[at.index()].arrive();
     };

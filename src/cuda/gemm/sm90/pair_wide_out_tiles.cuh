@@ -195,6 +195,7 @@ struct WidePairOutKernel {
       for (int step = 0; step < p.steps[product]; ++step, ++at) {
         shared.a_loaded[at.index()].wait(at.phase());
         f(shared.a[at.index()].data() + warp * (kPairRows * kK));
+        finish_reads();
         __syncwarp();
         if (lane == 0) shared.a_free[at.index()].arrive();
       }

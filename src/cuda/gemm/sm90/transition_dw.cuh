@@ -253,6 +253,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add_grad(const Para
         for (int v = 0; v < 4; ++v) sums[v] += values[v];
       }
     }
+    finish_reads();
     __syncwarp();
     shared.free[at.index()].arrive(lane, lane < kCtas);
   }

@@ -328,12 +328,14 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(dx); i += 2) pairs(i / 2) = round(cutlass::Array<float, 2>{dx(i), dx(i + 1)});
     if (thread == 0) tma_store_wait<0>();  // the store of xhat
-    sync();                                // until all warps have read g
-    if (p.adds && thread == 0) shared.grad_free[warpgroup].arrive();
-    copy(write, write_slice.retile_S(result), write_slice.partition_D(in_rows(x)));
-    cutlass::arch::fence_view_async_shared();
     sync();
-    if (thread == 0) p.dx.store(x, place, 0);
+    copy(write, write_slice.retile_S(result), write_slice.partition_D(in_rows(x)));
+    cutlass::arch::fence_view_async_shared();  // of these writes, and of reads of g
+    sync();
+    if (thread == 0) {
+      if (p.adds) shared.grad_free[warpgroup].arrive();
+      p.dx.store(x, place, 0);
+    }
     stored = tile_at.index();
   }
   if (thread == 0) tma_store_wait<0>();
