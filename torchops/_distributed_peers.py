@@ -109,8 +109,9 @@ class _Workspace:
         self.used_by: torch.cuda.Event | None = None
 
     def barrier(self, channel: int) -> None:
-        """Of all ranks, on the current stream. Each purpose has its own channel: if ranks went different ways, because
-        one has raised, they wait in vain instead of reading what isn't there yet."""
+        """Of all ranks, on the current stream. Each purpose has its own channel: ranks that wait for different things,
+        because one has raised, wait in vain instead of reading what isn't there yet. As with collectives, a rank that
+        raised alone and goes on may still meet the others in another call."""
         self.handle.barrier(channel, _TIMEOUT_MS)
 
 
@@ -126,16 +127,18 @@ class Peers(Collectives):
         self.workspace, self.stream, self.used = workspace, _stream(device), 0
         self.others = [(self.rank + step) % self.count for step in range(1, self.count)]
 
+    def __enter__(self) -> Peers:
+        if self.workspace.used_by is not None:  # maybe on another stream
+            torch.cuda.current_stream().wait_event(self.workspace.used_by)
+        return self
+
     def __exit__(self, *_: Any) -> None:
         current = torch.cuda.current_stream()
         current.wait_stream(self.stream)  # before what was received is freed, even by an exception
         self.workspace.used_by = current.record_event()
 
     def begin(self) -> None:
-        current = torch.cuda.current_stream()
-        current.wait_stream(self.stream)
-        if self.workspace.used_by is not None:  # maybe on another stream
-            current.wait_event(self.workspace.used_by)
+        torch.cuda.current_stream().wait_stream(self.stream)
         self.workspace.barrier(_BEGIN)
         self.used = 0
 
