@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,19 @@ def kernels(call: Callable[[], object]) -> int:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or [])
+
+
+def assert_same_bits(call: Callable[[], Sequence[Tensor]], times: int = 100) -> None:
+    """Of all calls, beside products on another stream."""
+    first = call()
+    other, neighbour = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(times):
+        with torch.cuda.stream(other):
+            neighbour = neighbour @ neighbour * 1e-4
+        for one, again in zip(first, call(), strict=True):
+            differ += (one != again).any()
+    assert int(differ) == 0
 
 
 def error(got: Tensor, exact: Tensor) -> float:

@@ -1,5 +1,5 @@
-"""Every call of an operator has the same bits, whatever else runs on the GPU: what a kernel reads while other memory of
-the same tile is on its way, may differ from call to call in a few rows, where no norm of an error shows it."""
+"""Every call of an operator has the same bits, whatever else runs on the GPU. If a tile is overwritten while a kernel
+still reads it, a few rows of some calls are wrong, and no norm of an error shows it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,17 @@ from typing import Any
 import pytest
 import test_cuda_transition_gradients as of_transition
 import torch
+from cuda_checks import assert_same_bits, random
 from test_cuda_triangle_gradients import parameters
 from torch import Tensor
+from triangle_reference import rows_weights
 
 import torchops
+from torchops._distributed_triangle import _in_order as in_order
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DTYPES = [torch.float16, torch.bfloat16]
-
-
-def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
-def check(call: Callable[[], list[Tensor]], times: int = 100) -> None:
-    """Compares calls, beside products on another stream."""
-    first = call()
-    other, neighbour = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
-    differ = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(times):
-        with torch.cuda.stream(other):
-            neighbour = neighbour @ neighbour * 1e-4
-        for one, again in zip(first, call(), strict=True):
-            differ += (one != again).any()
-    assert int(differ) == 0
 
 
 def with_gradients(
@@ -69,26 +55,23 @@ def test_triangle_update(c: int, d: int, n: int, dtype: torch.dtype) -> None:
     low: Any = {name: w.to(dtype) for name, w in parameters(c, d, biases=True).items()}
     x, mask = random(n, n, c, dtype=dtype), torch.rand(n, n, device="cuda") > 0.1
     for direction in ("outgoing", "incoming"):
-        check(partial(update, x, direction, mask, low))
+        assert_same_bits(partial(update, x, direction, mask, low))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("c", "d", "rows", "n"), [(128, 64, 642, 130), (128, 32, 642, 130), (128, 128, 256, 642)])
 def test_rows_of_a_triangle_update(c: int, d: int, rows: int, n: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    low = {name: w.to(dtype) for name, w in parameters(c, d, norms=False, biases=False).items()}
-    (p_a, p_b), (g_a, g_b) = (low[name].chunk(2) for name in ("p_in_weight", "g_in_weight"))
-    weights = (None, p_a, p_b, g_a, g_b, None, low["p_out_weight"], low["g_out_weight"])
-    given = [t for weight in weights for t in (weight, None)]
+    weights = in_order(rows_weights(c, d, False, dtype))
     x, width = random(rows, n, c, dtype=dtype), -(-n // 16) * 16
 
     def call() -> list[Tensor]:
         a, b = (random(d, rows, width, dtype=dtype) for _ in range(2))
-        if not torch.ops.myops._triangle_rows_in(x, None, given, 1.0, 1e-5, a, b):
+        if not torch.ops.myops._triangle_rows_in(x, None, weights, 1.0, 1e-5, a, b):
             pytest.skip("has no kernels on this GPU")
         return [a, b]
 
-    check(call)
+    assert_same_bits(call)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,7 +85,7 @@ def test_gradients_of_a_triangle_update(c: int, d: int, n: int, dtype: torch.dty
         y: Tensor = torchops.triangle_multiplicative_update_(x.clone(), "outgoing", **low)
         return y
 
-    check(with_gradients(in_place, x, low, grad), 60)
+    assert_same_bits(with_gradients(in_place, x, low, grad), 60)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -117,7 +100,7 @@ def test_transition(c: int, hidden: int, adds: bool, dtype: torch.dtype) -> None
         y: Tensor = torchops.transition_(x.clone(), **low) if adds else torchops.transition(x, **low)
         return y
 
-    check(with_gradients(transition, x, low, grad), 60)
+    assert_same_bits(with_gradients(transition, x, low, grad), 60)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -135,4 +118,4 @@ def test_gates(name: str, c: int, n: int, dtype: torch.dtype) -> None:
         y: Tensor = function(v, x, **low) if name == "gate" else function(x, **low)
         return y
 
-    check(with_gradients(call, x, low, grad), 60)
+    assert_same_bits(with_gradients(call, x, low, grad), 60)

@@ -19,7 +19,7 @@ class Stream:
         self.after: set[Any] = set()
 
     def wait_event(self, event: Any) -> None:
-        self.after |= {event} | event
+        self.after |= event
 
     def wait_stream(self, other: Stream) -> None:
         self.after |= other.after
