@@ -230,7 +230,7 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
       }
     }
     for (int tile = warpgroup; tile < unit.columns; tile += kWarpgroups, ++round) {
-      const int column = unit.column + tile, side = column / p.parts;
+      const int column = unit.column + tile, side = column < p.parts ? 0 : 1;
       const ColumnTerms terms = p.terms[thread / kN][column * kN + thread % kN];
       XState x_at = x_of_unit;
       if (!stays) x_at.advance(tile * p.steps);
@@ -282,7 +282,8 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
       if (thread == 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int m = 0; m < kBlocks; ++m) {
-          p.channels[side].store(epilogue.results[m].data(), column % p.parts, unit.place * kBlocks + m, unit.plane);
+          p.channels[side].store(epilogue.results[m].data(), column - side * p.parts, unit.place * kBlocks + m,
+                                 unit.plane);
         }
       }
     }

@@ -80,9 +80,10 @@ struct WidePairOut {
       parameters.n = p.n;
       parameters.c = p.c;
       parameters.d = p.d;
-      parameters.in_row = divided(p.n, Kernel::kM);
-      parameters.groups = divided(p.c, kColumns);
-      parameters.units = parameters.groups * divided(p.n * parameters.in_row, Kernel::kCluster * Kernel::kRowTiles);
+      const int in_row = divided(p.n, Kernel::kM), groups = divided(p.c, kColumns);
+      parameters.by_row = cutlass::FastDivmod(in_row);
+      parameters.by_groups = cutlass::FastDivmod(groups);
+      parameters.units = groups * divided(p.n * in_row, Kernel::kCluster * Kernel::kRowTiles);
       int clusters = 0;
       if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);
       launch_fold_weights(all, stream);

@@ -22,6 +22,8 @@
 // So x and o are read once for all columns. Of three tiles, they stay in shared memory, where the gates of tile 0 also
 // pass from one warpgroup to the other. Long products of two tiles take turns several times each.
 
+#include <cutlass/fast_math.h>
+
 #include "cuda/gemm/sm90/pair_wide.cuh"
 
 namespace torchops::cuda::gemm {
@@ -100,9 +102,11 @@ struct WidePairOutKernel {
     Element* out;
     int64_t out_plane_stride, out_position_stride;
     float eps_o;
-    int n, c, d, in_row;       // tiles in a row of positions
+    int n, c, d;
     int steps[2], in_turn[2];  // of each product; at most so many in a turn
-    int groups, units;         // of kTiles tiles of columns; for each cluster of rows and each group
+    int units;                 // for each cluster of rows and each group of kTiles tiles of columns
+    // Divide by the tiles in a row of positions, and by these groups. An epilogue would wait for a true division.
+    cutlass::FastDivmod by_row, by_groups;
 
     /// Whether x, or o, stays in shared memory for all columns of a unit.
     CUTLASS_HOST_DEVICE static bool stays(int steps) { return kTiles < 3 || steps <= kABlocks; }
@@ -122,10 +126,13 @@ struct WidePairOutKernel {
   struct Unit {
     int row, column;
 
-    CUTLASS_DEVICE Unit(const Parameters& p, int unit)
-        : row((unit / p.groups * kCluster + rank()) * kRowTiles), column(unit % p.groups * kTiles) {}
-    CUTLASS_DEVICE int plane(const Parameters& p, int i) const { return (row + i) / p.in_row; }
-    CUTLASS_DEVICE int place(const Parameters& p, int i) const { return (row + i) % p.in_row; }
+    CUTLASS_DEVICE Unit(const Parameters& p, int unit) {
+      p.by_groups(row, column, unit);
+      row = (row * kCluster + rank()) * kRowTiles;
+      column *= kTiles;
+    }
+    CUTLASS_DEVICE int plane(const Parameters& p, int i) const { return p.by_row.div(row + i); }
+    CUTLASS_DEVICE int place(const Parameters& p, int i) const { return row + i - plane(p, i) * p.by_row.divisor; }
   };
   /// The index of a CTA's `count`th unit.
   CUTLASS_DEVICE static int unit_at(int count) {
@@ -191,11 +198,11 @@ struct WidePairOutKernel {
     const int lane = threadIdx.x % 32, position = warp * kPairRows + lane * 2;
     AState at;
     uint32_t count = 0;
+    // f calls finish_reads() if it reads.
     const auto each_block = [&](int product, const auto& f) {
       for (int step = 0; step < p.steps[product]; ++step, ++at) {
         shared.a_loaded[at.index()].wait(at.phase());
         f(shared.a[at.index()].data() + warp * (kPairRows * kK));
-        finish_reads();
         __syncwarp();
         if (lane == 0) shared.a_free[at.index()].arrive();
       }
@@ -206,16 +213,27 @@ struct WidePairOutKernel {
       for (int i = 0; i < kRowTiles; ++i) {
         float sums[2] = {}, squares[2] = {};
         each_block(1, [&](const Element* block) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int channel = 0; channel < kK; ++channel) {
-            const auto values = widen(*reinterpret_cast<const cutlass::Array<Element, 2>*>(
-                block + swizzled_piece<kK>(channel, lane / 4 * 8) + lane % 4 * 2));
+          // Every eighth channel has its pieces in the same order. Loads of several channels at once hide each other's
+          // latency.
+          CUTLASS_PRAGMA_NO_UNROLL
+          for (int channel = 0; channel < 8; ++channel) {
+            const Element* const first = block + swizzled_piece<kK>(channel, lane / 4 * 8) + lane % 4 * 2;
+            cutlass::Array<Element, 2> pairs[kK / 8];
             CUTLASS_PRAGMA_UNROLL
-            for (int v = 0; v < 2; ++v) {
-              sums[v] += values[v];
-              squares[v] = fmaf(values[v], values[v], squares[v]);
+            for (int j = 0; j < kK / 8; ++j) {
+              pairs[j] = *reinterpret_cast<const cutlass::Array<Element, 2>*>(first + j * (8 * kPairRows));
+            }
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < kK / 8; ++j) {
+              const auto values = widen(pairs[j]);
+              CUTLASS_PRAGMA_UNROLL
+              for (int v = 0; v < 2; ++v) {
+                sums[v] += values[v];
+                squares[v] = fmaf(values[v], values[v], squares[v]);
+              }
             }
           }
+          finish_reads();
         });
         shared.measure[i].wait((count & 1) ^ 1);
         CUTLASS_PRAGMA_UNROLL
