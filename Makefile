@@ -332,7 +332,7 @@ results-gpu: committed gpu-build ptx
 	$(GPU_BENCH); \
 	measure $(DENSE_IN_REGIME) --regime single $(DENSE_SINGLE:%=--shape %); \
 	measure $(DENSE_IN_REGIME) --regime hot $(DENSE_HOT:%=--shape %); \
-	for name in triangle triangle_attention gates stages trimul eight_bits boltz; do measure $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
+	for name in triangle triangle_attention gates stages power trimul eight_bits boltz; do measure $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
 	measure $(PYTHON) -m benchmarks.triangle --sections generic,dtypes --json $$here/triangle-paths.json; \
 	measure $(PYTHON) -m benchmarks.gates --path cublas --json $$here/gates-by-cublas.json; \
 	measure $(PYTHON) -m benchmarks.gates --path portable --json $$here/gates-portable.json; \

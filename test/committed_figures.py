@@ -69,6 +69,16 @@ def stage(kernel: str) -> float:
     return sum(time for name, time in found.items() if kernel in name) / 1e3
 
 
+def power_of_products() -> list[float]:
+    """Microseconds and megahertz of the triangle update's products, of zeros with TFLOP/s, and of the whole update."""
+    results = document(H100, "power")["results"]
+    random, zeros, update = (
+        [results[work][what] for what in ("microseconds", "megahertz")]
+        for work in ("its products", "its products, of zeros", "triangle update")
+    )
+    return [*random, *zeros, 128 * 2 * 1024**3 / zeros[0] / 1e6, update[0] / 1e3, update[1]]
+
+
 def released(task: str, scale: float, what: str, n: int = 768, precision: str = "bf16-mixed") -> list[float]:
     found = document(H100, "boltz")["results"]
     (result,) = (r for r in found if (r["n"], r["task"], r["precision"]) == (n, task, precision))

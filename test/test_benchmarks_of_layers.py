@@ -13,7 +13,18 @@ import pytest
 import torch
 from checks import assert_all_close
 
-from benchmarks import eight_bits, gates, pair_layer, pair_plots, parallel, plots, render, timing, triangle_attention
+from benchmarks import (
+    eight_bits,
+    gates,
+    pair_layer,
+    pair_plots,
+    parallel,
+    plots,
+    power,
+    render,
+    timing,
+    triangle_attention,
+)
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, Task
 
 CPU = torch.device("cpu")
@@ -81,6 +92,11 @@ def test_cases_are_prepared_in_processes_and_measured_in_turn(capsys: pytest.Cap
         "5: its process ended",
         "6: its process ended",
     ]
+
+
+def test_medians_of_clock_and_power() -> None:
+    complete = "1410, 700.5, 700.00, 1980\n1380, 690.0, 700.00, 1980\n1440, 710.0, 700.00, 1980\n"
+    assert power.medians(complete + "1200, 10") == [1410, 700.5, 700, 1980]
 
 
 def test_eight_bits_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

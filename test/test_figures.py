@@ -32,6 +32,7 @@ from committed_figures import (
     more,
     on_a_cpu,
     portable,
+    power_of_products,
     ratios,
     released,
     scaled,
@@ -252,6 +253,17 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "takes {:.0f} and {:.0f}% longer. `F.linear` alone takes {:.0f} and {:.0f}% less time than `dense` there, and"
         " {:.0f} and {:.0f}% less in queued calls",
         hot,
+    ),
+    (
+        "docs/triangle_update_stages.md",
+        "At the {:.0f} W that this card may take",
+        lambda: [document(H100, "power")["most watts"]],
+    ),
+    (
+        "docs/triangle_update_stages.md",
+        "the 128 products take {:.0f} µs at {:.0f} MHz; of zeros, {:.0f} µs at {:.0f} MHz, {:.0f} TFLOP/s. The whole"
+        " update then takes {:.2f} ms, at {:.0f} MHz",
+        power_of_products,
     ),
     (
         "docs/triangle_update_stages.md",
