@@ -357,11 +357,10 @@ def test_exceptions_by_cublas() -> None:
 
 
 def test_sharded_small() -> None:
-    """For N = 1024, docs/distributed.md says when two GPUs are faster."""
+    """docs/distributed.md says that for N = 1024, two GPUs are not faster."""
     found = [r for r in document(H100, "triangle_sharded")["results"] if r["n"] == 1024]
     assert len(found) == 4
-    faster = [(r["direction"], r["task"]) for r in found if r["microseconds"]["rows"] < r["microseconds"]["one"]]
-    assert faster == [("outgoing", BACKWARD)]
+    assert all(r["microseconds"]["rows"] >= r["microseconds"]["one"] for r in found)
 
 
 def test_memory_of_the_triangle_elsewhere() -> None:
