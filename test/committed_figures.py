@@ -11,7 +11,7 @@ from typing import Any
 
 from allreduce_bench import model as cost_model
 
-from benchmarks import render
+from benchmarks import power, render
 from benchmarks.render import EPYC, H100, RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ def power_of_products() -> list[float]:
         [results[work][what] for what in ("microseconds", "megahertz")]
         for work in ("its products", "its products, of zeros", "triangle update")
     )
-    return [*random, *zeros, 128 * 2 * 1024**3 / zeros[0] / 1e6, update[0] / 1e3, update[1]]
+    return [*random, *zeros, 2 * power.C * power.N**3 / zeros[0] / 1e6, update[0] / 1e3, update[1]]
 
 
 def released(task: str, scale: float, what: str, n: int = 768, precision: str = "bf16-mixed") -> list[float]:
