@@ -69,30 +69,16 @@ class Collectives:
 
         return Block(whole.unbind(), send, lambda: works.pop().wait())
 
-    def turned(self, rows: Tensor, columns: slice) -> Callable[[], Tensor]:
-        """These of a rank's own columns, as rows (columns, N, ...), from its rows (own, N, ...). The function that is
-        returned waits for them."""
-        rows = rows.resolve_neg()  # memory is sent as it is
-        sent = rows.unflatten(1, (self.count, -1))[:, :, columns].transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        work: Any = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-
-        def wait(_held: Tensor = sent) -> Tensor:
-            work.wait()
-            return received.flatten(0, 1).transpose(0, 1)
-
-        return wait
-
-    def summed(self, make: Make, like: Tensor, *shape: int) -> Callable[[], Tensor]:
-        """The sum of what all ranks make for this one, of this shape. The function that is returned waits for it."""
-        sent, received = like.new_empty(self.count, *shape), like.new_empty(shape)
+    def summed(self, make: Make, total: Tensor) -> Callable[[], None]:
+        """Writes the sum of what all ranks make for this one to `total`, which has no gaps. It is there after a call of
+        the function that is returned."""
+        sent = total.new_empty(self.count, *total.shape)
         for rank, part in enumerate(sent.unbind()):
             make(part, rank, False)
-        work: Any = _reduce_scatter(received, sent.flatten(0, 1), group=self.group, async_op=True)
+        work: Any = _reduce_scatter(total, sent.flatten(0, 1), group=self.group, async_op=True)
 
-        def wait(_held: Tensor = sent) -> Tensor:
+        def wait(_held: Tensor = sent) -> None:
             work.wait()
-            return received
 
         return wait
 
@@ -176,64 +162,24 @@ class Peers(Collectives):
 
         return Block(parts, send, lambda: waits.pop()())
 
-    def turned(self, rows: Tensor, columns: slice) -> Callable[[], Tensor]:
-        if rows.ndim < 3:  # little memory, in runs that are too short for a copy engine
-            return super().turned(rows, columns)
-        rows = rows.resolve_neg()
-        parts = rows.unflatten(1, (self.count, -1))[:, :, columns]
-        shape = (len(rows), parts.shape[2], *rows.shape[2:])
-        received = rows.new_empty(self.count, *shape)
-        at, sent = self._take(rows, self.count - 1, *shape)
-        for rank, part in zip(self.others, sent.unbind(), strict=True):
-            _copy(part, parts[:, rank])
-        self._publish()
-        self._pull_own(received, at)
-        arrived = self._arrival()
-
-        def wait() -> Tensor:
-            _copy(received[self.rank], parts[:, self.rank])
-            arrived()
-            return received.flatten(0, 1).transpose(0, 1)
-
-        return wait
-
-    def _pull_own(self, to: Any, at: int) -> None:
-        """What each of the others has sent to this rank, which it has in the order of its own `others`."""
-        for step, rank in enumerate(self.others, 1):
-            self._pull(to[rank], rank, at + (self.count - step - 1) * to[rank].numel())
-
-    def summed(self, make: Make, like: Tensor, *shape: int) -> Callable[[], Tensor]:
-        at, sent = self._take(like, self.count - 1, *shape)
+    def summed(self, make: Make, total: Tensor) -> Callable[[], None]:
+        at, sent = self._take(total, self.count - 1, *total.shape)
         for rank, part in zip(self.others, sent.unbind(), strict=True):
             make(part, rank, False)
-        received = {rank: like.new_empty(shape) for rank in self.others}  # before what other streams wait for
+        rest = [torch.empty_like(total) for _ in self.others[1:]]  # before what other streams wait for
         self._publish()
-        self._pull_own(received, at)
+        # A rank has what it sends to this one in the order of its own `others`.
+        for step, (rank, part) in enumerate(zip(self.others, (total, *rest), strict=True), 1):
+            self._pull(part, rank, at + (self.count - step - 1) * total.numel())
         arrived = self._arrival()
 
-        def wait() -> Tensor:
+        def wait() -> None:
             arrived()
-            total, *rest = received.values()
             for part in rest:
                 total.add_(part)
             make(total, self.rank, True)
-            return total
 
         return wait
-
-
-def _copy(to: Tensor, of: Tensor) -> None:
-    """In words of 8 bytes if the rows of both allow it. ATen copies strided rows element by element, which takes four
-    times as long for two bytes."""
-    size = 8 // of.element_size()
-    if all(
-        t.stride(-1) == 1
-        and t.data_ptr() % 8 == 0
-        and all(n % size == 0 for n in (*t.stride()[:-1], t.shape[-1], t.storage_offset()))
-        for t in (to, of)
-    ):
-        to, of = to.view(torch.int64), of.view(torch.int64)
-    to.copy_(of)
 
 
 def room(like: Tensor, *shape: int) -> int:

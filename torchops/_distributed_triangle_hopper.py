@@ -1,18 +1,23 @@
 """A rank's rows of the triangle update on GPUs of compute capability 9.0, in 16 bits: by the kernels that a whole pair
 tensor has there, through the private operators ``_triangle_rows_in`` and ``_triangle_rows_out``.
 
-Rows are made in blocks. As soon as one is made, its b goes to the other ranks, while the next block is made and this
-rank's own b is multiplied, and then while other blocks are (``_distributed_peers.py``).
+A rank makes its rows of a and b. With these as matrices of a channel, and ranks r, its rows of the product are
 
-Besides x and the result, a rank has b of all rows, and its own rows of a and o; incoming, before o, also x as it is
-sent and as it arrives. Channels are the outermost dimension of all blocks of a, b and o, whose rows begin at multiples
-of 32 or 128 bytes, as in the operator on one GPU.
+    outgoing:  a @ (b of r).T in the columns of r,    incoming:  sum over r of (a of r)[:, own columns].T @ (b of r).
+
+Outgoing, b is made in blocks of rows. As soon as one is made, it goes to the other ranks, while the next block is made
+and this rank's own b is multiplied, and then while other blocks are. Incoming, a rank makes its part of each rank's
+product, in groups of channels, which travel while other groups are multiplied (``_distributed_peers.py``).
+
+Besides x and the result, a rank has b of all rows, and its own rows of a and o; or, incoming, its own rows of a, b and
+o, and parts of o for the others. Channels are the outermost dimension of all of them, and rows begin at multiples of 32
+or 128 bytes, as in the operator on one GPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,13 +26,13 @@ from torch import Tensor
 
 from torchops import _attention_update_operators as operators
 from torchops import _build_info
-from torchops._distributed_peers import ALIGNMENT, Block, Collectives, peers, room
-from torchops._distributed_triangle_rows import P_OUT, arrived
+from torchops._distributed_peers import ALIGNMENT, Block, Collectives, Make, peers, room
+from torchops._distributed_triangle_rows import GROUPS, P_OUT, arrived
 
-__all__ = ["OwnRows", "elements", "own_rows", "update"]
+__all__ = ["OwnRows", "elements", "multiply", "own_rows", "update"]
 
-# A rank's rows are made in at most so many blocks, none of fewer rows, or all in one. Smaller blocks are sent earlier,
-# but a product has the rows of one block as its columns.
+# Outgoing, a rank's rows are made in at most so many blocks, none of fewer rows, or all in one. Smaller blocks are sent
+# earlier, but a product has the rows of one block as its columns.
 BLOCKS, LEAST_ROWS = 2, 256
 _MULTIPLE = 64
 
@@ -55,6 +60,14 @@ def _blocks(own: int) -> list[slice]:
     return [slice(first, min(first + size, own)) for first in range(0, own, size)]
 
 
+def multiply(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
+    """a @ b of each channel, added to `out` or written to it."""
+    if adds:
+        out.baddbmm_(a, b)
+    else:
+        torch.bmm(a, b, out=out)
+
+
 class OwnRows:
     """A rank's rows of a call: what the elements of a batch share. `call` is a TriangleCall with product_shape()."""
 
@@ -64,38 +77,75 @@ class OwnRows:
         self.scale, self.eps = call.scale(), call.eps
         self.eps_out = call.eps * self.scale**2
         *_, self.d, self.width, self.stride = call.product_shape()
-        self.own, self.n, self.c = x.shape[-3:]
+        self.own, self.n, _ = x.shape[-3:]
         self.channels_shape = (self.d, self.own, self.stride)  # of a, b and o, with columns after N
 
     def channels(self, *batch: int) -> Tensor:
         return self.x.new_empty(*batch, *self.channels_shape)
 
     def ranks(self, trains: bool) -> Collectives:
-        """To exchange b, or if the call `trains`, also its gradient; and, incoming, as much of x as others need."""
-        size = room(self.x, self.d, max(self.own, self.n - self.own) if trains else self.own, self.stride)
-        if not self.call.outgoing:
-            size += room(self.x, self.n - self.own, self.own, self.c)
-        return peers(self.group, self.x.device, size + 2 * BLOCKS * ALIGNMENT)
-
-    def inputs(
-        self, ranks: Collectives, x: Tensor, mask: Tensor | None, rows: slice
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """These rows of x and the mask, in the direction of the update. Both may be on their way until the result is
-        called."""
-        if self.call.outgoing:
-            return lambda: (x[rows], None if mask is None else mask[rows])
-        of_x, of_mask = ranks.turned(x, rows), None if mask is None else ranks.turned(mask, rows)
-        return lambda: (of_x(), None if of_mask is None else of_mask())
+        """To send a rank's own rows of b; incoming, what it makes for others. If the call `trains`, both: its gradient
+        sends own rows or what others need where this sends the other."""
+        sent = (self.own, self.n - self.own) if self.call.outgoing else (self.n - self.own, self.own)
+        size = room(self.x, self.d, max(sent) if trains else sent[0], self.stride)
+        return peers(self.group, self.x.device, size + max(BLOCKS, GROUPS) * ALIGNMENT)
 
     def make(self, x: Tensor, mask: Tensor | None, a: Tensor, b: Tensor) -> bool:
         """Writes rows of a and b, (d, rows, width). False if there are no kernels."""
         made: bool = _rows_in(x, mask, self.parameters, self.scale, self.eps, a, b)
         return made
 
-    def columns(self, rank: int, rows: slice) -> slice:
-        """Where these of a rank's rows are, as columns."""
-        first = rank * self.own
-        return slice(first + rows.start, first + rows.stop)
+    def part(self, block: Block, rank: int) -> Tensor:
+        return block.parts[rank][..., : self.width]
+
+    def columns(self, rank: int, rows: slice | None = None) -> slice:
+        """Where a rank's rows are, or these of them, as columns."""
+        start, stop = (0, self.own) if rows is None else (rows.start, rows.stop)
+        return slice(rank * self.own + start, rank * self.own + stop)
+
+
+def _outgoing(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor) -> bool:
+    """Writes this rank's rows of the product. False if there are no kernels."""
+    a = this.channels()[..., : this.width]
+    sent: list[tuple[slice, Block]] = []
+    for rows in _blocks(this.own):
+        block = ranks.block(x, this.d, rows.stop - rows.start, this.stride)
+        of_mask = None if mask is None else mask[rows]
+        if not this.make(x[rows], of_mask, a[:, rows], this.part(block, ranks.rank)):
+            return False
+        block.send()
+        sent.append((rows, block))
+
+    def multiply_by(rank: int, rows: slice, block: Block) -> None:
+        multiply(o[..., this.columns(rank, rows)], a, this.part(block, rank).mT, adds=False)
+
+    for each in sent:
+        multiply_by(ranks.rank, *each)
+    for rows, block in sent:
+        block.wait()
+        for rank in range(ranks.count):
+            if rank != ranks.rank:
+                multiply_by(rank, rows, block)
+    return True
+
+
+def _incoming(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor) -> bool:
+    """The same in the other direction."""
+    a, b = (this.channels()[..., : this.width] for _ in range(2))
+    if not this.make(x, mask, a, b):
+        return False
+
+    def part(group: slice) -> Make:
+        def make(out: Tensor, rank: int, adds: bool) -> None:
+            multiply(out[..., : this.width], a[group, :, this.columns(rank)].mT, b[group], adds)
+
+        return make
+
+    size = -(-this.d // GROUPS)
+    groups = [slice(first, first + size) for first in range(0, this.d, size)]
+    for wait in [ranks.summed(part(group), o[group]) for group in groups]:
+        wait()
+    return True
 
 
 def _element(
@@ -103,33 +153,10 @@ def _element(
 ) -> bool:
     """Writes the update of x (own, N, c) to `target`, and the product to `o`. False if there are no kernels."""
     ranks.begin()
-    a, blocks = this.channels()[..., : this.width], _blocks(this.own)
-    coming = [this.inputs(ranks, x, mask, rows) for rows in blocks]
-    sent: list[tuple[slice, Block]] = []
-    for rows in blocks:
-        y, of_y = coming.pop(0)()
-        block = ranks.block(x, this.d, rows.stop - rows.start, this.stride)
-        if not this.make(y, of_y, a[:, rows], block.parts[ranks.rank][..., : this.width]):
-            for left in coming:
-                left()
-            return False
-        block.send()
-        sent.append((rows, block))
-        del y, of_y
     if o is None:
         o = this.channels()
-
-    def multiply(rank: int, rows: slice, block: Block) -> None:
-        b = block.parts[rank][..., : this.width]
-        torch.bmm(a, b.mT, out=o[..., this.columns(rank, rows)])
-
-    for each in sent:
-        multiply(ranks.rank, *each)
-    for rows, block in sent:
-        block.wait()
-        for rank in range(ranks.count):
-            if rank != ranks.rank:
-                multiply(rank, rows, block)
+    if not (_outgoing if this.call.outgoing else _incoming)(this, ranks, x, mask, o):
+        return False
     if not _rows_out(o[..., : this.n], x, this.parameters, this.eps, this.eps_out, target, adds):
         raise RuntimeError("_triangle_rows_out: expected arguments like those of _triangle_rows_in, got others")
     return True

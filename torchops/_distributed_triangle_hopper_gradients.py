@@ -4,25 +4,28 @@ kernels that a whole pair tensor has, through the private operators ``_triangle_
 
 a and b are made again. With rows of a, b and d_o (the cotangent of the product) as matrices of a channel, and ranks r,
 
-    da = sum over r of d_o[:, columns of r] @ b of r,    db = sum over r of (d_o of r)[:, own columns].T @ (a of r),
+    outgoing:  da = sum over r of d_o[:, columns of r] @ b of r
+               db = sum over r of (d_o of r)[:, own columns].T @ (a of r)
+    incoming:  da = b @ (d_o of r).T in the columns of r
+               db = sum over r of a[:, columns of r] @ d_o of r
 
-so b is gathered again, and a rank makes a part of each rank's db. b arrives while the output step's gradients are made,
-and the parts of db while da is. Besides x, the cotangent and x's gradient, a rank has its own rows of a, o, d_o and da,
-b of all rows, and while that is there, the parts of db from all ranks (by collectives, also those for them); incoming,
-also x and its gradient in the other direction.
+Outgoing, b is gathered again, while the output step's gradients are made, and a rank makes a part of each rank's db,
+which arrives while da is made. Besides x, the cotangent and x's gradient, a rank has its own rows of a, o, d_o and da,
+b of all rows, and while that is there, the parts of db from all ranks (by collectives, also those for them).
+Incoming, d_o is gathered, while a and b are made, and a rank has its own rows of a, b, o, da and db, and d_o of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchops import _attention_update_operators as operators
-from torchops._distributed_peers import Block, Collectives
-from torchops._distributed_triangle_hopper import OwnRows, elements, own_rows
+from torchops._distributed_peers import Collectives
+from torchops._distributed_triangle_hopper import OwnRows, elements, multiply, own_rows
 from torchops._distributed_triangle_rows import apart, arrived
 
 __all__ = ["gradients"]
@@ -54,86 +57,94 @@ def _moments_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+class OutputStep(NamedTuple):
+    """What the gradients of an element's output step read, and what they write besides d_o."""
+
+    grad: Tensor
+    o: Tensor
+    dz: Tensor
+    sums: Tensor
+
+
 class _Element:
     """The gradients of one pair tensor."""
 
     def __init__(self, this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None) -> None:
         self.this, self.ranks, self.x, self.mask = this, ranks, x, mask
-        self.all_rows = slice(0, this.own)
-
-    def make_factors(self) -> bool:
-        """a and b again, in the direction of the update. False if there are no kernels."""
-        this = self.this
-        self.y, self.of_y = this.inputs(self.ranks, self.x, self.mask, self.all_rows)()
         self.a = this.channels()[..., : this.width]
-        self.block: Block = self.ranks.block(self.x, *this.channels_shape)
-        if not this.make(self.y, self.of_y, self.a, self._b(self.ranks.rank)):
-            return False
-        self.block.send()
-        return True
+        self.moments = this.x.new_empty(this.own, this.n, 2, dtype=_moments_dtype(this.x))
 
-    def output_step(self, grad: Tensor, o: Tensor, dz: Tensor, sums: Tensor) -> bool:
+    def _others(self) -> Iterator[int]:
+        return (rank for rank in range(self.ranks.count) if rank != self.ranks.rank)
+
+    def _make(self, b: Tensor) -> bool:
+        """a and b again. False if there are no kernels."""
+        return self.this.make(self.x, self.mask, self.a, b)
+
+    def _output_step(self, step: OutputStep, d_o: Tensor) -> bool:
         """d_o, the gate's part of dz, and the moments of x's rows. False if there are no kernels."""
         this = self.this
-        self.d_o = this.channels()[..., : this.width]
-        self.moments = this.x.new_empty(this.own, this.n, 2, dtype=_moments_dtype(this.x))
-        step = (grad, o, self.x, this.parameters, this.eps, this.eps_out, self.d_o, dz, self.moments, sums)
-        done: bool = _out_backward(*step)
-        if not done:
-            self.block.wait()
+        read = (step.grad, step.o, self.x, this.parameters, this.eps, this.eps_out)
+        done: bool = _out_backward(*read, d_o, step.dz, self.moments, step.sums)
         return done
 
-    def _b(self, rank: int) -> Tensor:
-        return self.block.parts[rank][..., : self.this.width]
-
-    def _columns(self, rank: int) -> Tensor:
-        return self.d_o[..., self.this.columns(rank, self.all_rows)]
-
-    def _db_of(self, part: Tensor, rank: int, adds: bool) -> None:
-        out, columns = part[..., : self.this.width], self._columns(rank).mT
-        if adds:
-            out.baddbmm_(columns, self.a)
-        else:
-            torch.bmm(columns, self.a, out=out)
-
-    def factor_gradients(self) -> tuple[Tensor, Tensor]:
-        """da and db."""
-        this, ranks = self.this, self.ranks
-        da = this.channels()[..., : this.width]
-        torch.bmm(self._columns(ranks.rank), self._b(ranks.rank), out=da)
-        self.block.wait()
+    def outgoing(self, step: OutputStep) -> tuple[Tensor, Tensor] | None:
+        """da and db, and what the output step makes. None if there are no kernels."""
+        this, ranks, own = self.this, self.ranks, self.ranks.rank
+        of_b = ranks.block(self.x, *this.channels_shape)
+        if not self._make(this.part(of_b, own)):
+            return None
+        of_b.send()
+        d_o = this.channels()[..., : this.width]
+        if not self._output_step(step, d_o):
+            of_b.wait()
+            return None
+        da, db = this.channels()[..., : this.width], this.channels()
+        multiply(da, d_o[..., this.columns(own)], this.part(of_b, own), adds=False)
+        of_b.wait()
         ranks.begin()  # all have b: what was sent may be overwritten
-        db = ranks.summed(self._db_of, self.x, *this.channels_shape)
-        for rank in range(ranks.count):
-            if rank != ranks.rank:
-                da.baddbmm_(self._columns(rank), self._b(rank))
-        del self.block
-        return da, db()[..., : this.width]
+
+        def part_of_db(out: Tensor, rank: int, adds: bool) -> None:
+            multiply(out[..., : this.width], d_o[..., this.columns(rank)].mT, self.a, adds)
+
+        arrive = ranks.summed(part_of_db, db)
+        for rank in self._others():
+            multiply(da, d_o[..., this.columns(rank)], this.part(of_b, rank), adds=True)
+        arrive()
+        return da, db[..., : this.width]
+
+    def incoming(self, step: OutputStep) -> tuple[Tensor, Tensor] | None:
+        """The same in the other direction."""
+        this, own = self.this, self.ranks.rank
+        of_d_o = self.ranks.block(self.x, *this.channels_shape)
+        if not self._output_step(step, this.part(of_d_o, own)):
+            return None
+        of_d_o.send()
+        b, da, db = (this.channels()[..., : this.width] for _ in range(3))
+        if not self._make(b):
+            of_d_o.wait()
+            return None
+        da[..., this.n :].zero_()
+
+        def multiply_by(rank: int) -> None:
+            d_o, columns = this.part(of_d_o, rank), this.columns(rank)
+            multiply(da[..., columns], b, d_o.mT, adds=False)
+            multiply(db, self.a[..., columns], d_o, adds=rank != own)
+
+        multiply_by(own)
+        of_d_o.wait()
+        for rank in self._others():
+            multiply_by(rank)
+        return da, db
 
     def input_step(self, da: Tensor, db: Tensor, dz: Tensor, residual: Tensor | None, sums: Tensor) -> None:
         """dx, which overwrites the gate's part of dz."""
-        this, ranks = self.this, self.ranks
-        step = (da, db, self.y, self.of_y, this.parameters, this.scale, this.eps)
-        if this.call.outgoing:
-            _took(_in_backward(*step, self.moments, dz, residual, sums))
-            return
-        # What comes from y, in columns of x, and from the gate, in rows, go through the layer norm apart. dz is the
-        # cotangent of the normalised rows, before their weight and bias.
-        of_y = self.y.new_zeros(self.y.shape)
-        _took(_in_backward(*step, ranks.turned(self.moments, self.all_rows)(), of_y, None, sums))
-        ranks.begin()
-        coming = ranks.turned(of_y, self.all_rows)
-        rstd, shift = (t.unsqueeze(-1).contiguous() for t in self.moments.unbind(-1))
-        norm = (self.x, (this.c,), -shift / rstd, rstd, None)
-        through_gate = torch.ops.myops._layer_norm_backward(dz, *norm, [True, False, False])[0]
-        torch.add(through_gate, coming(), out=dz)
-        if residual is not None:
-            dz.add_(residual)
-
-
-def _took(done: bool) -> None:
-    if not done:
-        raise RuntimeError("_triangle_rows_in_backward: expected arguments like those of the output step, got others")
+        this = self.this
+        step = (da, db, self.x, self.mask, this.parameters, this.scale, this.eps, self.moments)
+        if not _in_backward(*step, dz, residual, sums):
+            raise RuntimeError(
+                "_triangle_rows_in_backward: expected arguments like those of the output step, got others"
+            )
 
 
 def gradients(
@@ -152,10 +163,11 @@ def gradients(
     with operators._on(x.device), this.ranks(trains=True) as ranks:
         batch = zip(elements(x, x, this.mask, grad, product, dx), sums.unbind(), strict=True)
         for (x_i, mask, grad_i, o, dz), sums_i in batch:
-            element = _Element(this, ranks, x_i, mask)
             ranks.begin()
-            if not (element.make_factors() and element.output_step(grad_i, o, dz, sums_i)):
+            element, step = _Element(this, ranks, x_i, mask), OutputStep(grad_i, o, dz, sums_i)
+            made = (element.outgoing if call.outgoing else element.incoming)(step)
+            if made is None:
                 return None
-            element.input_step(*element.factor_gradients(), dz, grad_i if adds else None, sums_i)
+            element.input_step(*made, dz, grad_i if adds else None, sums_i)
         of_parameters = _parameter_gradients(sums, this.parameters, wanted[2:])
     return [dx, None, *(g if asked else None for g, asked in zip(of_parameters, wanted[2:], strict=True))]
