@@ -5,7 +5,8 @@ Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
 - replicated, or sharded along the batch: every rank calls the operator on its part;
 - sharded along rows, dimension -3: a rank only needs ``b`` from other ranks' rows, which is gathered. Row i of a and
   all of b give row i of ``o[i, j] = sum_k a[i, k] b[j, k]``. The incoming direction is the outgoing one of ``x``
-  transposed, so an all-to-all first takes x from rows to columns.
+  transposed, so an all-to-all first takes x from rows to columns; or, by the operator's own kernels, ranks add up
+  parts of ``o[i, j] = sum_k a[k, i] b[k, j]``.
 
 Anything else is redistributed to one of these. The operator itself needs whole pair matrices, so rows go through
 layer_norm, glu and gate (``_distributed_triangle_rows.py``), or kernels: those of the operator

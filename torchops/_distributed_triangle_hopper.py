@@ -106,6 +106,7 @@ class OwnRows:
 
 def _outgoing(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor) -> bool:
     """Writes this rank's rows of the product. False if there are no kernels."""
+    ranks.begin()
     a = this.channels()[..., : this.width]
     sent: list[tuple[slice, Block]] = []
     for rows in _blocks(this.own):
@@ -134,6 +135,7 @@ def _incoming(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None,
     a, b = (this.channels()[..., : this.width] for _ in range(2))
     if not this.make(x, mask, a, b):
         return False
+    ranks.begin()
 
     def part(group: slice) -> Make:
         def make(out: Tensor, rank: int, adds: bool) -> None:
@@ -152,7 +154,6 @@ def _element(
     this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor | None, target: Tensor, adds: bool
 ) -> bool:
     """Writes the update of x (own, N, c) to `target`, and the product to `o`. False if there are no kernels."""
-    ranks.begin()
     if o is None:
         o = this.channels()
     if not (_outgoing if this.call.outgoing else _incoming)(this, ranks, x, mask, o):
