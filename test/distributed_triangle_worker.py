@@ -55,9 +55,8 @@ def arguments(
 
 
 # Placement of x along one dimension of the mesh, the direction, N, the mask, whether without biases and norms: the
-# placement of the result, and what is communicated, forward and backward. Of rows only b is gathered, by groups of
-# channels; x and the mask go from rows to columns for the incoming direction, and gradients back, which gloo does by
-# gathering.
+# placement of the result, and what is communicated, forward and backward. By groups of channels, outgoing gathers b and
+# adds up parts of db; incoming adds up parts of o and gathers d_o.
 LINES = """
     R  outgoing 5 float full  -> R  : none / none
     S0 outgoing 5 float full  -> S0 : none / none
@@ -65,9 +64,9 @@ LINES = """
     S1 outgoing 7 float full  -> S1 : 4 all_gather / 4 all_gather, 4 reduce_scatter
     S1 outgoing 5 bool  plain -> S1 : 4 all_gather / 4 all_gather, 4 reduce_scatter
     S1 outgoing 5 none  full  -> S1 : 4 all_gather / 4 all_gather, 4 reduce_scatter
-    S1 incoming 8 float full  -> S1 : 6 all_gather / 8 all_gather, 4 reduce_scatter
-    S1 incoming 5 float plain -> S1 : 6 all_gather / 8 all_gather, 4 reduce_scatter
-    S1 incoming 7 none  full  -> S1 : 5 all_gather / 6 all_gather, 4 reduce_scatter
+    S1 incoming 8 float full  -> S1 : 4 reduce_scatter / 4 all_gather
+    S1 incoming 5 float plain -> S1 : 4 reduce_scatter / 4 all_gather
+    S1 incoming 7 none  full  -> S1 : 4 reduce_scatter / 4 all_gather
     S2 outgoing 8 float full  -> S1 :
     S2 incoming 5 none  full  -> S1 :
     S3 outgoing 5 float full  -> R  :
@@ -227,7 +226,8 @@ def check_mixed(mesh: DeviceMesh) -> None:
 
 
 def check_range_of_float16(mesh: DeviceMesh) -> None:
-    """Products that just fit, as they do in one process; 65 is above a power of 4."""
+    """Products that just fit, as they do in one process; 65 is above a power of 4. Their mean is far above what the
+    layer norm leaves of them, so roundings count: one in one process, and more where ranks add up parts."""
     torch.manual_seed(0)
     ones = torch.ones(2 * D)
     values: Any = {name: torch.randn(*shape) for name, shape in SHAPES.items()}
@@ -240,8 +240,9 @@ def check_range_of_float16(mesh: DeviceMesh) -> None:
         expected = torchops.triangle_multiplicative_update(x, direction, **values)
         assert expected.isfinite().all()
         out: Any = torchops.triangle_multiplicative_update(distribute(x, mesh, placement("S0")), direction, **ours)
-        error = (full(out).double() - expected.double()).norm() / expected.double().norm()
-        assert error < 0.02, error
+        exact = reference(x.double(), direction, **{name: t.double() for name, t in values.items()})
+        alone, shared = ((t.double() - exact).norm() for t in (expected, full(out)))
+        assert shared < (1.1 if direction == "outgoing" else 2) * alone, (shared, alone)
 
 
 def check_plain_tensors_among_them(mesh: DeviceMesh) -> None:

@@ -31,29 +31,28 @@ def by_two_ranks(
     x: Tensor, mask: Tensor | None, w: dict[str, Tensor], outgoing: bool, first: int, scale: float, adds: bool
 ) -> Tensor:
     n, dtype = x.shape[-2], w["p_out_weight"].dtype
-    y, of_y = (x, mask) if outgoing else (x.transpose(1, 2), None if mask is None else mask.mT)
     parts = slice(0, first), slice(first, n)
     sent: list[list[Tensor]] = [[], []]
 
-    def call(rank: int, gather: Callable[[Tensor], Callable[[], Tensor]], target: Tensor, adds: bool) -> Tensor:
+    def call(rank: int, exchange: Callable[[Tensor], Callable[[], Tensor]], target: Tensor, adds: bool) -> Tensor:
         rows = parts[rank]
-        own = target if adds else x[:, rows]
-        part = None if of_y is None else of_y[:, rows]
+        own, part = target if adds else x[:, rows], None if mask is None else mask[:, rows]
         return _distributed_triangle_triton.update(
-            own, y[:, rows], part, in_order(w), n, scale, 1e-5, GROUPS, gather, target, adds
+            own, part, in_order(w), n, outgoing, scale, 1e-5, GROUPS, exchange, target, adds
         )
 
     for rank in range(2):  # what they send
 
-        def gather(t: Tensor, rank: int = rank) -> Callable[[], Tensor]:
+        def exchange(t: Tensor, rank: int = rank) -> Callable[[], Tensor]:
             sent[rank].append(t)
-            return lambda: t.new_zeros((n, *t.shape[1:]))
+            rows = parts[rank]
+            return lambda: t.new_zeros((n if outgoing else rows.stop - rows.start, *t.shape[1:]))
 
-        call(rank, gather, torch.empty_like(x[:, parts[rank]], dtype=dtype), False)
+        call(rank, exchange, torch.empty_like(x[:, parts[rank]], dtype=dtype), False)
     targets = []
     for rank in range(2):
-        whole = iter([torch.cat(pair) for pair in zip(*sent, strict=True)])
         rows = parts[rank]
+        whole = iter([torch.cat(pair) if outgoing else sum(pair)[rows] for pair in zip(*sent, strict=True)])
         target = x[:, rows].clone() if adds else torch.empty_like(x[:, rows], dtype=dtype)
         o = call(rank, lambda t, whole=whole: lambda: next(whole), target, adds)  # type: ignore[misc]
         assert o.shape == (len(x), w["p_out_weight"].shape[1], rows.stop - rows.start, n)

@@ -3,10 +3,8 @@
 Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
 
 - replicated, or sharded along the batch: every rank calls the operator on its part;
-- sharded along rows, dimension -3: a rank only needs ``b`` from other ranks' rows, which is gathered. Row i of a and
-  all of b give row i of ``o[i, j] = sum_k a[i, k] b[j, k]``. The incoming direction is the outgoing one of ``x``
-  transposed, so an all-to-all first takes x from rows to columns; or, by the operator's own kernels, ranks add up
-  parts of ``o[i, j] = sum_k a[k, i] b[k, j]``.
+- sharded along rows, dimension -3. Outgoing, row i of a and all of b give row i of ``o[i, j] = sum_k a[i, k] b[j, k]``,
+  so b is gathered. Incoming, ``o[i, j] = sum_k a[k, i] b[k, j]`` is a sum over rows, of which ranks add up parts.
 
 Anything else is redistributed to one of these. The operator itself needs whole pair matrices, so rows go through
 layer_norm, glu and gate (``_distributed_triangle_rows.py``), or kernels: those of the operator
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchops import _attention_update_operators as operators
 from torchops import _distributed_triangle_hopper, _distributed_triangle_hopper_gradients
@@ -79,25 +77,21 @@ class _Call(TriangleCall):
         return None if kernels is None or not kernels.fits(apart(self.parameters)) else kernels
 
     def _by_kernels(self, kernels: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor]:
-        w, rows, n = apart(self.parameters), self.rows.dim, self.whole.shape[-2]
-        y, mask = self.x, self.mask
-        if not self.outgoing:
-            places = self.with_rows_as(self.columns)
-            y = local(self.dx, places).transpose(rows, rows + 1)
-            mask = None if mask is None else local(self.dmask, places).transpose(rows, rows + 1)
+        w, rows, n, mask = apart(self.parameters), self.rows.dim, self.whole.shape[-2], self.mask
         x, inside = self.x.contiguous(), adds and self.x.is_contiguous()
         target = x if inside else torch.empty(x.shape, dtype=w.p_out.dtype, device=x.device)
         sizes, batch = self.whole.shape[:rows], x.shape[:rows]
         flat = (math.prod(batch), *x.shape[rows:])
 
-        def gather(t: Tensor) -> Callable[[], Tensor]:
-            coming = self.moved_rows(t.unflatten(1, batch or (1,)), Shard(0), Replicate(), sizes or (1,))
+        def exchange(t: Tensor) -> Callable[[], Tensor]:
+            here, there = (Shard(0), Replicate()) if self.outgoing else (Partial(), Shard(0))
+            coming = self.moved_rows(t.unflatten(1, batch or (1,)), here, there, sizes or (1,))
             return lambda: arrived(coming).flatten(1, -3)
 
         with operators._on(x.device):
             product = kernels.update(
-                x.view(flat), y.reshape(flat), None if mask is None else mask.reshape(flat[:-1]), w, n, self.scale(),
-                self.eps, GROUPS, gather, target.view(flat), inside,
+                x.view(flat), None if mask is None else mask.reshape(flat[:-1]), w, n, self.outgoing, self.scale(),
+                self.eps, GROUPS, exchange, target.view(flat), inside,
             )  # fmt: skip
         product = product.unflatten(0, batch or (1,)).flatten(0, 0 if batch else 1) if keep else x.new_empty(0)
         return self.x.add_(target) if adds and not inside else target, product

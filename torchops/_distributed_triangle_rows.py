@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.functional import linear
 
 from torchops import attention
-from torchops._distributed_pair import PairCall, local, wrap
+from torchops._distributed_pair import PairCall, wrap
 from torchops._gated_triangle import scale_of_product
 
 _myops = torch.ops.myops
@@ -97,6 +97,11 @@ def _swapped(t: Tensor) -> Tensor:
     return kernels.transposed(t.contiguous())
 
 
+def _joined(groups: Sequence[Tensor]) -> Tensor:
+    """All channels, of groups that may be on their way."""
+    return torch.cat([arrived(t) for t in groups], -3)
+
+
 # Groups of channels. More would hide more of the first transfer, but make the products smaller.
 GROUPS = 4
 
@@ -132,44 +137,25 @@ class Rows:
         self.call, self.w = call, apart(call.parameters)
         self.dtype = self.w.p_out.dtype
         self.scale = call.scale()
-        self.z_moments = self._norm(call.x, self.w.norm_in, self.w.norm_in_bias, call.eps)
-        self.z = self.z_moments[0].to(self.dtype)
-        # This rank's rows of y, which is x or its transpose.
-        self.y = call.x if call.outgoing else self._transposed(call.dx)
-        self.y_moments = (
-            self.z_moments if call.outgoing else self._norm(self.y, self.w.norm_in, self.w.norm_in_bias, call.eps)
-        )
-        self.zy = self.y_moments[0].to(self.dtype)
-        self.mask: Tensor | None = None
-        if call.mask is not None:
-            self.mask = (call.mask if call.outgoing else self._transposed(call.dmask)).to(self.dtype).unsqueeze(-1)
+        self.moments = self._norm(call.x, self.w.norm_in, self.w.norm_in_bias, call.eps)
+        self.z = self.moments[0].to(self.dtype)
+        self.mask = None if call.mask is None else call.mask.to(self.dtype).unsqueeze(-1)
         w = self.w
         self.ungated = [
-            _myops.glu(self.zy, p, g, pb, gb)
+            _myops.glu(self.z, p, g, pb, gb)
             for p, g, pb, gb in ((w.p_a, w.g_a, w.p_a_bias, w.g_a_bias), (w.p_b, w.g_b, w.p_b_bias, w.g_b_bias))
         ]
         a, b = (t if self.mask is None else t * self.mask for t in self.ungated)
-        self.a = _channels(a if self.scale == 1 else a * self.scale)
-        self.b = self._gathered(_channels(b))
+        self.a, b = _channels(a if self.scale == 1 else a * self.scale), _channels(b)
+        self.b = self._gathered(b) if call.outgoing else self._in_groups(b)
 
     @staticmethod
     def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
         return _myops._layer_norm(x.contiguous(), x.shape[-1:], weight, bias, eps)
 
-    def _transposed(self, t: Any) -> Tensor:
-        """This rank's rows of the transpose of a pair tensor or a mask."""
-        rows = self.call.rows.dim
-        return local(t, self.call.with_rows_as(self.call.columns)).transpose(rows, rows + 1)
-
-    def _transposed_back(self, t: Tensor, shape: Sequence[int]) -> Tensor:
-        rows = self.call.rows.dim
-        columns = t.transpose(rows, rows + 1).contiguous()
-        whole = wrap(columns, self.call.whole, self.call.with_rows_as(self.call.columns), shape)
-        return whole.redistribute(placements=self.call.placements).to_local()
-
-    # b from other ranks, and their parts of its gradient, are sent as (rows, *batch, channels, N), so that each rank
-    # sends and receives contiguous memory. While one group of channels is on its way, another is multiplied.
+    # What ranks gather (b; incoming, d_o) or add up (db; incoming, o) is sent as (rows, *batch, channels, N), so that
+    # each rank sends and receives contiguous memory. While one group of channels is on its way, another is multiplied.
 
     def _in_groups(self, t: Tensor) -> tuple[Tensor, ...]:
         """Groups of the channels of (*batch, d, rows, N)."""
@@ -180,25 +166,36 @@ class Rows:
         blocks = t.movedim(-2, 0).contiguous()
         return self.call.moved_rows(blocks, here, there, self.call.whole.shape[:-3]).movedim(0, -2)
 
-    def _gathered(self, b: Tensor) -> list[Tensor]:
-        return [self._moved_rows(group, Shard(0), Replicate()) for group in self._in_groups(b)]
+    def _gathered(self, t: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self._moved_rows(group, Shard(0), Replicate()) for group in self._in_groups(t))
+
+    def _summed(self, part: Tensor) -> Tensor:
+        """This rank's rows of the sum of what all ranks have; on its way."""
+        return self._moved_rows(part, Partial(), Shard(0))
 
     def _product(self) -> Tensor:
         """o, (*batch, d, rows, N)."""
+        factors = zip(self._in_groups(self.a), self.b, strict=True)
+        if not self.call.outgoing:
+            return _joined([self._summed(a.mT @ b) for a, b in factors])
         o = self.a.new_empty(*self.a.shape[:-1], self.call.whole.shape[-2])
-        for out, a, b in zip(self._in_groups(o), self._in_groups(self.a), self.b, strict=True):
+        for out, (a, b) in zip(self._in_groups(o), factors, strict=True):
             torch.matmul(a, arrived(b).mT, out=out)
         return o
 
-    def _factor_gradients(self, do: Tensor) -> list[Tensor]:
+    def _factor_gradients(self, d_o: Tensor) -> list[Tensor]:
         """The gradients of this rank's rows of a and of b, in the layout of x."""
-        da, db = torch.empty_like(self.a), []
-        groups = zip(self._in_groups(da), self._in_groups(do), self._in_groups(self.a), self.b, strict=True)
-        for out, do_group, a, b in groups:
-            db.append(self._moved_rows(do_group.mT @ a, Partial(), Shard(0)))
-            torch.matmul(do_group, arrived(b), out=out)
-        parts = (da * self.scale if self.scale != 1 else da, torch.cat([arrived(t) for t in db], -3))
-        return [_features(t) for t in parts]
+        da, of_b = torch.empty_like(self.a), []
+        of_d_o = self._in_groups(d_o) if self.call.outgoing else self._gathered(d_o)
+        for out, a, b, d in zip(self._in_groups(da), self._in_groups(self.a), self.b, of_d_o, strict=True):
+            if self.call.outgoing:
+                of_b.append(self._summed(d.mT @ a))
+                torch.matmul(d, arrived(b), out=out)
+            else:
+                of_all = arrived(d)
+                of_b.append(a @ of_all)
+                torch.matmul(b, of_all.mT, out=out)
+        return [_features(t) for t in (da * self.scale if self.scale != 1 else da, _joined(of_b))]
 
     def _projected(self, o: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Rows of o, their layer norm with its moments, and its projection."""
@@ -235,10 +232,10 @@ class Rows:
             do, out["norm_out"], out["norm_out_bias"] = _myops._layer_norm_backward(
                 dv @ w.p_out, rows, rows.shape[-1:], mean, rstd, w.norm_out, norm_asked
             )
-        dzy = self._through_product(do, asked, out) if through_product else None
+        of_product = self._through_product(do, asked, out) if through_product else None
         if through_z:
-            assert dzy is not None
-            self._through_norm_in(dz, dzy, asked, out)
+            assert of_product is not None
+            self._through_norm_in(dz + of_product, asked, out)
         if packed:
             for name in _PACKED:
                 of_b = out.pop(name.replace("_a", "_b"), None)
@@ -247,41 +244,28 @@ class Rows:
         return [out.get(name) for name in _GRADIENTS]
 
     def _through_product(self, do: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> Tensor:
-        """Writes the gradients of the mask and the projections to `out`; returns that of z, in the layout of y."""
+        """Writes the gradients of the mask and the projections to `out`; returns that of z."""
         dab = self._factor_gradients(_channels(do))
         if asked.any("mask"):
             dmask = sum((t * ungated).sum(-1) for t, ungated in zip(dab, self.ungated, strict=True))
-            whole = self.call.dmask
-            assert whole is not None
-            out["mask"] = (dmask if self.call.outgoing else self._transposed_back(dmask, whole.shape)).to(whole.dtype)
+            out["mask"] = dmask.to(self.call.mask.dtype)
         parts = []
         for t, name in zip(dab, "ab", strict=True):
             names = (f"p_{name}", f"g_{name}", f"p_{name}_bias", f"g_{name}_bias")
             weights = [getattr(self.w, n) for n in names]
             masked = (t if self.mask is None else t * self.mask).contiguous()
-            part, *grads = _myops._glu_backward(masked, self.zy, *weights, "sigmoid", [True, *asked(*names)])
+            part, *grads = _myops._glu_backward(masked, self.z, *weights, "sigmoid", [True, *asked(*names)])
             out |= dict(zip(names, grads, strict=True))
             parts.append(part)
         return parts[0] + parts[1]
 
-    def _through_norm_in(self, dz: Tensor, dzy: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> None:
-        names = ("norm_in", "norm_in_bias")
+    def _through_norm_in(self, dz: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> None:
+        x, names = self.call.x, ("norm_in", "norm_in_bias")
+        weight = None if self.w.norm_in is None else self.w.norm_in.to(x.dtype)
         wanted = [asked.any("x"), *asked(*names)]
-        weight = None if self.w.norm_in is None else self.w.norm_in.to(self.call.x.dtype)
-
-        def backward(grad: Tensor, x: Tensor, moments: Sequence[Tensor]) -> list[Tensor]:
-            arguments = (grad.to(x.dtype), x.contiguous(), x.shape[-1:], *moments[1:], weight, wanted)
-            return list(_myops._layer_norm_backward(*arguments))
-
-        if self.call.outgoing:
-            dx, *affine = backward(dz + dzy, self.call.x, self.z_moments)
-        else:
-            dx, *affine = backward(dz, self.call.x, self.z_moments)
-            dy, *others = backward(dzy, self.y, self.y_moments)
-            affine = [t + u for t, u in zip(affine, others, strict=True)]
-            if asked.any("x"):
-                dx = dx + self._transposed_back(dy, self.call.whole.shape)
-        out["x"] = dx
+        out["x"], *affine = _myops._layer_norm_backward(
+            dz.to(x.dtype), x.contiguous(), x.shape[-1:], *self.moments[1:], weight, wanted
+        )
         out |= {name: t.to(self.dtype) for name, t in zip(names, affine, strict=True)}
 
 

@@ -6,7 +6,8 @@ operators, in three passes over memory.
 
 1. ``_ins`` computes the rank's rows of a and b from x, channels first; b in blocks of channels that are sent without a
    copy;
-2. one batched product per block gives o, while the next block arrives;
+2. one batched product per block gives o, while the next block arrives; or, incoming, a part of all of o, which travels
+   while the next block is multiplied;
 3. ``_outs`` reads o and x, and writes the update, or adds it to x.
 
 Rows of a, b and o end at a multiple of 16 elements, so that the products read whole vectors for any N. Beyond N, a and
@@ -26,7 +27,7 @@ from torch import Tensor
 from torchops._attention_triton import on
 from torchops._triton_launch import FP_FUSION
 
-__all__ = ["Gather", "fits", "transposed", "update"]
+__all__ = ["Exchange", "fits", "transposed", "update"]
 
 _PADDING = 16
 
@@ -152,8 +153,9 @@ def _transpose(source, target, own, n, BLOCK: tl.constexpr):
     )
 
 
-Gather = Callable[[Tensor], Callable[[], Tensor]]
-"""Starts to gather (rows, batch, channels, k) from all ranks, and returns a function that waits for the result."""
+Exchange = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts to gather (rows, batch, channels, k) from all ranks or, incoming, to add it up to this rank's rows of the sum,
+and returns a function that waits for the result."""
 
 
 def transposed(t: Tensor) -> Tensor:
@@ -177,12 +179,11 @@ def fits(w: Any) -> bool:
 
 
 def update(
-    x: Tensor, y: Tensor, mask: Tensor | None, w: Any, n: int, scale: float, eps: float, groups: int, gather: Gather,
-    target: Tensor, adds: bool,
+    x: Tensor, mask: Tensor | None, w: Any, n: int, outgoing: bool, scale: float, eps: float, groups: int,
+    exchange: Exchange, target: Tensor, adds: bool,
 ) -> Tensor:  # fmt: skip
     """Writes the update of x, (batch, rows, N, c) with contiguous features, to `target`; with `adds`, x plus the
-    update. Returns o, (batch, d, rows, N). `y` is x or, for the incoming direction, these rows of its transpose. The
-    mask is that of y."""
+    update. Returns o, (batch, d, rows, N)."""
     (batch, own, _, c), d, width = x.shape, w.p_out.shape[1], -(-n // _PADDING) * _PADDING
     group = d // groups
     w = w._replace(**{name: t.contiguous() for name, t in w._asdict().items() if t is not None})
@@ -193,21 +194,35 @@ def update(
     b = w.p_out.new_empty((groups, own, batch, group, width))
     if a.numel():
         _ins[grid](
-            y, w.norm_in, w.norm_in_bias, w.p_a, w.p_a_bias, w.g_a, w.g_a_bias, w.p_b, w.p_b_bias, w.g_b, w.g_b_bias,
+            x, w.norm_in, w.norm_in_bias, w.p_a, w.p_a_bias, w.g_a, w.g_a_bias, w.p_b, w.p_b_bias, w.g_b, w.g_b_bias,
             None if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask, a, b,
-            y.stride()[:3], (0, 0, 0) if mask is None else mask.stride(), b.stride()[:3], own, n, width, scale, eps,
+            x.stride()[:3], (0, 0, 0) if mask is None else mask.stride(), b.stride()[:3], own, n, width, scale, eps,
             **has, GROUP=group, HAS_P_BIAS=w.p_a_bias is not None, HAS_G_BIAS=w.g_a_bias is not None,
             HAS_MASK=mask is not None, **blocks,
         )  # fmt: skip
     o = torch.empty_like(a)
-    coming = gather(b[0])
+
+    def sent(g: int) -> Callable[[], Tensor]:
+        """b of all ranks; incoming, o."""
+        if outgoing:
+            return exchange(b[g])
+        part = b.new_empty(n, *b.shape[2:])
+        for each in range(batch):
+            of_a = a[each, g * group : (g + 1) * group, :, :n]
+            torch.bmm(of_a.mT, b[g, :, each].transpose(0, 1), out=part[:, each].transpose(0, 1))
+        return exchange(part)
+
+    coming = sent(0)
     for g in range(groups):
         arrives, channels = coming, slice(g * group, (g + 1) * group)
         if g + 1 < groups:  # one group ahead; more would take more memory
-            coming = gather(b[g + 1])
-        of_all = arrives()  # (N, batch, group, width)
+            coming = sent(g + 1)
+        arrived = arrives()  # (rows, batch, group, width)
         for each in range(batch):
-            torch.bmm(a[each, channels], of_all[:, each].permute(1, 2, 0), out=o[each, channels, :, :n])
+            if outgoing:
+                torch.bmm(a[each, channels], arrived[:, each].permute(1, 2, 0), out=o[each, channels, :, :n])
+            else:
+                o[each, channels] = arrived[:, each].transpose(0, 1)
     if o.numel():
         _outs[grid](
             o, x, w.norm_in, w.norm_in_bias, w.norm_out, w.norm_out_bias, w.p_out, w.p_out_bias, w.g_out, w.g_out_bias,
