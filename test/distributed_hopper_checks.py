@@ -45,14 +45,14 @@ def check_blocks(
             assert made == (blocks if direction == "outgoing" else [sum(blocks)]) * 8 + again, made
 
 
-def check_narrow(arguments: Arguments, mesh: Any) -> None:
-    """Rows that end in padding, no batch, and sizes that a block doesn't divide."""
+def check_narrow(shares: bool, arguments: Arguments, mesh: Any) -> None:
+    """Rows that end in padding, no batch, and sizes that a block doesn't divide; also in place."""
     for direction in ("outgoing", "incoming"):
         given: Any = arguments(20, "bool", dtype=torch.float32)
         given |= {"x": given["x"][0], "mask": given["mask"][0]}
         expected = torchops.triangle_multiplicative_update(**given, direction=direction)
         ours = {k: distribute(v, mesh, placement("S0" if k in ("x", "mask") else "R")) for k, v in given.items()}
-        with replaced() as made:
+        with replaced(shares=shares) as made:
             out: Any = torchops.triangle_multiplicative_update(**ours, direction=direction)
             torch.testing.assert_close(out.full_tensor(), expected)
             local, x = ours["x"].to_local().data_ptr(), given["x"]
@@ -156,7 +156,8 @@ def checks(against_reference: AgainstReference, arguments: Arguments) -> dict[st
         "blocks in shared memory": on_cpu(partial(check_blocks, 8, [1, 1], True, against_reference, arguments)),
         "uneven blocks": on_cpu(partial(check_blocks, 20, [3, 2], False, against_reference, arguments)),
         "uneven blocks in shared memory": on_cpu(partial(check_blocks, 20, [3, 2], True, against_reference, arguments)),
-        "blocks of padded rows": on_cpu(partial(check_narrow, arguments)),
+        "blocks of padded rows": on_cpu(partial(check_narrow, False, arguments)),
+        "blocks of padded rows in shared memory": on_cpu(partial(check_narrow, True, arguments)),
         "blocks of strided rows": on_cpu(partial(check_strided, arguments)),
         "blocks of rows whose memory is shared": on_cpu(partial(check_aliases, arguments)),
         "ranks without symmetric memory": on_cpu(check_ranks_without_memory),

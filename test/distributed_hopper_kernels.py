@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +22,8 @@ from torchops import _distributed_peers
 from torchops import _distributed_triangle_hopper as hopper
 from torchops import _distributed_triangle_hopper_gradients as hopper_gradients
 from torchops._distributed_triangle_rows import Layers, apart
+
+_own_rows = hopper.OwnRows.__init__
 
 # On a CPU, the operators themselves only check their arguments.
 _checked_in, _checked_out = hopper._rows_in, hopper._rows_out
@@ -203,23 +206,35 @@ def _peers(group: Any, device: torch.device, size: int) -> _distributed_peers.Pe
 @contextmanager
 def replaced(refuses: bool = False, shares: bool = False) -> Iterator[list[int]]:
     """Yields the numbers of rows of the blocks that were made. Memory that nobody wrote is NaN. With `shares`, ranks
-    read each other's memory."""
+    read each other's memory, and rows of channels have gaps, as for large N."""
     made: list[int] = []
+    of_factors: list[weakref.ref[Tensor]] = []  # da and db of earlier elements
 
     def rows_in(x: Tensor, *args: Any) -> bool:
+        assert not any(gradient() is not None for gradient in of_factors)
         made.append(len(x))
         return not refuses and _rows_in(x, *args)
+
+    def in_backward(da: Tensor, db: Tensor, *args: Any) -> bool:
+        of_factors.extend(weakref.ref(gradient) for gradient in (da, db))
+        return _in_backward(da, db, *args)
+
+    def far_apart(self: hopper.OwnRows, *args: Any) -> None:
+        _own_rows(self, *args)
+        self.stride += 4
+        self.channels_shape = (self.d, self.own, self.stride)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "_rows_in", rows_in)
         patch.setattr(hopper, "_rows_out", _rows_out)
         patch.setattr(hopper_gradients, "_out_backward", _out_backward)
-        patch.setattr(hopper_gradients, "_in_backward", _in_backward)
+        patch.setattr(hopper_gradients, "_in_backward", in_backward)
         patch.setattr(hopper_gradients, "_parameter_gradients", _parameter_gradients)
         patch.setattr(hopper, "_have_kernels", lambda x, p_out: x.dtype == p_out.dtype)
         patch.setattr(hopper, "LEAST_ROWS", 1)
         patch.setattr(hopper, "_MULTIPLE", 1)
         if shares:
+            patch.setattr(hopper.OwnRows, "__init__", far_apart)
             patch.setattr(hopper, "peers", _peers)
             patch.setattr(_distributed_peers, "_stream", lambda _: _Stream())
             patch.setattr(torch.cuda, "current_stream", _Stream)

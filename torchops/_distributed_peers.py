@@ -166,7 +166,7 @@ class Peers(Collectives):
         at, sent = self._take(total, self.count - 1, *total.shape)
         for rank, part in zip(self.others, sent.unbind(), strict=True):
             make(part, rank, False)
-        rest = [torch.empty_like(total) for _ in self.others[1:]]  # before what other streams wait for
+        rest = [torch.empty_like(total) for _ in self.others[1:]]  # before the other stream waits for this one
         self._publish()
         # A rank has what it sends to this one in the order of its own `others`.
         for step, (rank, part) in enumerate(zip(self.others, (total, *rest), strict=True), 1):

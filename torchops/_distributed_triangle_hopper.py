@@ -10,8 +10,10 @@ and this rank's own b is multiplied, and then while other blocks are. Incoming, 
 product, in groups of channels, which travel while other groups are multiplied (``_distributed_peers.py``).
 
 Besides x and the result, a rank has b of all rows, and its own rows of a and o; or, incoming, its own rows of a, b and
-o, and parts of o for the others. Channels are the outermost dimension of all of them, and rows begin at multiples of 32
-or 128 bytes, as in the operator on one GPU.
+o, parts of o for the others, and theirs for it but one (by collectives, parts for all). Parts are rounded before they
+are added. In float16 they must be finite where only their sum had to: they are, unless it is only because they cancel.
+Channels are the outermost dimension of all of these, and rows begin at multiples of 32 or 128 bytes, as in the operator
+on one GPU.
 """
 
 from __future__ import annotations
@@ -84,18 +86,18 @@ class OwnRows:
         return self.x.new_empty(*batch, *self.channels_shape)
 
     def ranks(self, trains: bool) -> Collectives:
-        """To send a rank's own rows of b; incoming, what it makes for others. If the call `trains`, both: its gradient
-        sends own rows or what others need where this sends the other."""
-        sent = (self.own, self.n - self.own) if self.call.outgoing else (self.n - self.own, self.own)
-        size = room(self.x, self.d, max(sent) if trains else sent[0], self.stride)
-        return peers(self.group, self.x.device, size + max(BLOCKS, GROUPS) * ALIGNMENT)
+        """To send a rank's own rows of b or d_o; and what it makes for others, which is at least as much: of o
+        (incoming) or of db (in the gradient of an outgoing call that `trains`)."""
+        rows = self.own if self.call.outgoing and not trains else self.n - self.own
+        size = room(self.x, self.d, rows, self.stride) + max(BLOCKS, GROUPS) * ALIGNMENT
+        return peers(self.group, self.x.device, size)
 
     def make(self, x: Tensor, mask: Tensor | None, a: Tensor, b: Tensor) -> bool:
         """Writes rows of a and b, (d, rows, width). False if there are no kernels."""
         made: bool = _rows_in(x, mask, self.parameters, self.scale, self.eps, a, b)
         return made
 
-    def part(self, block: Block, rank: int) -> Tensor:
+    def of_rank(self, block: Block, rank: int) -> Tensor:
         return block.parts[rank][..., : self.width]
 
     def columns(self, rank: int, rows: slice | None = None) -> slice:
@@ -104,21 +106,22 @@ class OwnRows:
         return slice(rank * self.own + start, rank * self.own + stop)
 
 
-def _outgoing(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor) -> bool:
-    """Writes this rank's rows of the product. False if there are no kernels."""
+def _outgoing(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor | None) -> Tensor | None:
+    """This rank's rows of the product, which are written to `o` if it is given. None if there are no kernels."""
     ranks.begin()
     a = this.channels()[..., : this.width]
     sent: list[tuple[slice, Block]] = []
     for rows in _blocks(this.own):
         block = ranks.block(x, this.d, rows.stop - rows.start, this.stride)
         of_mask = None if mask is None else mask[rows]
-        if not this.make(x[rows], of_mask, a[:, rows], this.part(block, ranks.rank)):
-            return False
+        if not this.make(x[rows], of_mask, a[:, rows], this.of_rank(block, ranks.rank)):
+            return None
         block.send()
         sent.append((rows, block))
+    product = this.channels() if o is None else o
 
     def multiply_by(rank: int, rows: slice, block: Block) -> None:
-        multiply(o[..., this.columns(rank, rows)], a, this.part(block, rank).mT, adds=False)
+        multiply(product[..., this.columns(rank, rows)], a, this.of_rank(block, rank).mT, adds=False)
 
     for each in sent:
         multiply_by(ranks.rank, *each)
@@ -127,38 +130,40 @@ def _outgoing(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None,
         for rank in range(ranks.count):
             if rank != ranks.rank:
                 multiply_by(rank, rows, block)
-    return True
+    return product
 
 
-def _incoming(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor) -> bool:
+def _incoming(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor | None) -> Tensor | None:
     """The same in the other direction."""
     a, b = (this.channels()[..., : this.width] for _ in range(2))
     if not this.make(x, mask, a, b):
-        return False
-    ranks.begin()
+        return None
+    ranks.begin()  # only now: a and b are no memory that others read
+    product = this.channels() if o is None else o
 
-    def part(group: slice) -> Make:
+    def maker_of(group: slice) -> Make:
         def make(out: Tensor, rank: int, adds: bool) -> None:
             multiply(out[..., : this.width], a[group, :, this.columns(rank)].mT, b[group], adds)
 
         return make
 
-    size = -(-this.d // GROUPS)
-    groups = [slice(first, first + size) for first in range(0, this.d, size)]
-    for wait in [ranks.summed(part(group), o[group]) for group in groups]:
+    size, waits = -(-this.d // GROUPS), []
+    for first in range(0, this.d, size):
+        group = slice(first, first + size)
+        waits.append(ranks.summed(maker_of(group), product[group]))
+    for wait in waits:
         wait()
-    return True
+    return product
 
 
 def _element(
     this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor | None, target: Tensor, adds: bool
 ) -> bool:
     """Writes the update of x (own, N, c) to `target`, and the product to `o`. False if there are no kernels."""
-    if o is None:
-        o = this.channels()
-    if not (_outgoing if this.call.outgoing else _incoming)(this, ranks, x, mask, o):
+    product = (_outgoing if this.call.outgoing else _incoming)(this, ranks, x, mask, o)
+    if product is None:
         return False
-    if not _rows_out(o[..., : this.n], x, this.parameters, this.eps, this.eps_out, target, adds):
+    if not _rows_out(product[..., : this.n], x, this.parameters, this.eps, this.eps_out, target, adds):
         raise RuntimeError("_triangle_rows_out: expected arguments like those of _triangle_rows_in, got others")
     return True
 

@@ -57,8 +57,8 @@ def _moments_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class OutputStep(NamedTuple):
-    """What the gradients of an element's output step read, and what they write besides d_o."""
+class _OutputStep(NamedTuple):
+    """What the gradients of an element's output step read and write, besides what they share with the others."""
 
     grad: Tensor
     o: Tensor
@@ -81,18 +81,18 @@ class _Element:
         """a and b again. False if there are no kernels."""
         return self.this.make(self.x, self.mask, self.a, b)
 
-    def _output_step(self, step: OutputStep, d_o: Tensor) -> bool:
+    def _output_step(self, step: _OutputStep, d_o: Tensor) -> bool:
         """d_o, the gate's part of dz, and the moments of x's rows. False if there are no kernels."""
         this = self.this
         read = (step.grad, step.o, self.x, this.parameters, this.eps, this.eps_out)
         done: bool = _out_backward(*read, d_o, step.dz, self.moments, step.sums)
         return done
 
-    def outgoing(self, step: OutputStep) -> tuple[Tensor, Tensor] | None:
-        """da and db, and what the output step makes. None if there are no kernels."""
+    def outgoing(self, step: _OutputStep) -> tuple[Tensor, Tensor] | None:
+        """Makes what the output step does; then da and db. None if there are no kernels."""
         this, ranks, own = self.this, self.ranks, self.ranks.rank
         of_b = ranks.block(self.x, *this.channels_shape)
-        if not self._make(this.part(of_b, own)):
+        if not self._make(this.of_rank(of_b, own)):
             return None
         of_b.send()
         d_o = this.channels()[..., : this.width]
@@ -100,7 +100,7 @@ class _Element:
             of_b.wait()
             return None
         da, db = this.channels()[..., : this.width], this.channels()
-        multiply(da, d_o[..., this.columns(own)], this.part(of_b, own), adds=False)
+        multiply(da, d_o[..., this.columns(own)], this.of_rank(of_b, own), adds=False)
         of_b.wait()
         ranks.begin()  # all have b: what was sent may be overwritten
 
@@ -109,25 +109,24 @@ class _Element:
 
         arrive = ranks.summed(part_of_db, db)
         for rank in self._others():
-            multiply(da, d_o[..., this.columns(rank)], this.part(of_b, rank), adds=True)
+            multiply(da, d_o[..., this.columns(rank)], this.of_rank(of_b, rank), adds=True)
         arrive()
         return da, db[..., : this.width]
 
-    def incoming(self, step: OutputStep) -> tuple[Tensor, Tensor] | None:
+    def incoming(self, step: _OutputStep) -> tuple[Tensor, Tensor] | None:
         """The same in the other direction."""
         this, own = self.this, self.ranks.rank
         of_d_o = self.ranks.block(self.x, *this.channels_shape)
-        if not self._output_step(step, this.part(of_d_o, own)):
+        if not self._output_step(step, this.of_rank(of_d_o, own)):
             return None
         of_d_o.send()
         b, da, db = (this.channels()[..., : this.width] for _ in range(3))
         if not self._make(b):
             of_d_o.wait()
             return None
-        da[..., this.n :].zero_()
 
         def multiply_by(rank: int) -> None:
-            d_o, columns = this.part(of_d_o, rank), this.columns(rank)
+            d_o, columns = this.of_rank(of_d_o, rank), this.columns(rank)
             multiply(da[..., columns], b, d_o.mT, adds=False)
             multiply(db, self.a[..., columns], d_o, adds=rank != own)
 
@@ -164,10 +163,11 @@ def gradients(
         batch = zip(elements(x, x, this.mask, grad, product, dx), sums.unbind(), strict=True)
         for (x_i, mask, grad_i, o, dz), sums_i in batch:
             ranks.begin()
-            element, step = _Element(this, ranks, x_i, mask), OutputStep(grad_i, o, dz, sums_i)
+            element, step = _Element(this, ranks, x_i, mask), _OutputStep(grad_i, o, dz, sums_i)
             made = (element.outgoing if call.outgoing else element.incoming)(step)
             if made is None:
                 return None
             element.input_step(*made, dz, grad_i if adds else None, sums_i)
+            del made  # before those of the next element
         of_parameters = _parameter_gradients(sums, this.parameters, wanted[2:])
     return [dx, None, *(g if asked else None for g, asked in zip(of_parameters, wanted[2:], strict=True))]
