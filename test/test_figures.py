@@ -277,8 +277,9 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "CHANGELOG.md",
-        "{:.1f} times the speed of one H100 with two, for N = 2048, outgoing, forward and backward",
-        lambda: sharded("outgoing", BACKWARD)[2:],
+        "{:.1f} (outgoing) and {:.1f} (incoming) times the speed of one H100 with two, for N = 2048,"
+        " forward and backward",
+        lambda: [sharded(way, BACKWARD)[2] for way in ("outgoing", "incoming")],
     ),
     (
         "docs/distributed.md",
