@@ -191,6 +191,9 @@ def inputs(line: Line, device: torch.device) -> tuple[Tensor, ...]:
     dtype = getattr(torch, line.dtype)
     make = _batched if line.op == "square_matmul_" else OPERATORS[line.op].make
     tensors = make(line.shape, dtype, device)
+    if line.op == "gate_":
+        # Nearly open: each call multiplies v, and products of what would soon be zeros take less power and time.
+        tensors[3].add_(8)
     if line.op in GLUS:
         _, w, wg, b, bg = tensors
         tensors = (*tensors, torch.cat([w, wg]), torch.cat([b, bg]))

@@ -68,7 +68,7 @@ def assert_same_bits(call: Callable[[], Sequence[Tensor]], times: int = 100) -> 
 
 
 def error(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact).norm() / exact.norm())
+    return float((got - exact).norm() / exact.norm())
 
 
 def splits_float32() -> bool:

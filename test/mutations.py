@@ -96,7 +96,7 @@ def _transition(x: Tensor) -> tuple[Any, ...]:
 
 VARIANTS = (
     Variant("sigmoid_", _BY_NAME["sigmoid_"], lambda x: (), saves_output=True),
-    Variant("gate_", _BY_NAME["gate_"], _gating, saves_input=True, row_parameters=(0,)),
+    Variant("gate_", _BY_NAME["gate_"], _gating, saves_output=True, row_parameters=(0,)),
     Variant("square_matmul_", _BY_NAME["square_matmul_"], _square, saves_input=True),
     Variant(
         "square_matmul_tb_", _BY_NAME["square_matmul_"], _square, keywords=(("transpose_b", True),), saves_input=True

@@ -23,13 +23,20 @@ OPS = torch.ops.myops
 DTYPES = [torch.bfloat16, torch.float16]
 PATHS = ["fused", "portable", "cublas"]
 # An operator with a private one for its gradients: inputs of (rows, k) to n features, and their number.
-OPERATORS = ["sigmoid", "silu", "gate"]
+GATES = ["gate", "gate_"]
+OPERATORS = ["sigmoid", "silu", *GATES]
 
 
 def operator(name: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
     """The operator, its reference, and its gradients (grad, inputs, mask)."""
     if name == "gate":
         return torchops.gate, gate_reference, lambda g, inputs, mask: OPS._gate_backward(g, *inputs, mask)
+    if name == "gate_":  # whose gradients read the result
+        return (
+            lambda v, *inputs: torchops.gate_(v * 1, *inputs),
+            gate_reference,
+            lambda g, inputs, mask: OPS._gate_backward(g, torchops.gate(*inputs), *inputs[1:], mask, True),
+        )
     return (
         lambda *inputs: torchops.glu(*inputs, activation=name),
         lambda *inputs: glu_reference(*inputs, activation=name),
@@ -42,7 +49,7 @@ def inputs_of(name: str, rows: int, k: int, n: int, dtype: torch.dtype, biased: 
     x, packed = random(rows, k, dtype=dtype), random(2 * n, k, dtype=dtype, scale=k**-0.5)
     w, wg = packed.chunk(2)
     b = random(n + 1, dtype=dtype)[1:] if biased else None  # of no alignment
-    if name == "gate":
+    if name in GATES:
         return [random(rows, n, dtype=dtype), x, w, b]
     return [x, w, wg.clone() if rows % 2 else wg, b, random(2 * n, dtype=dtype)[::2] if biased else None]
 
@@ -112,7 +119,7 @@ def test_no_row_is_missing_in_the_gradients_of_weights(
     for wide in (True, False):
         inputs = inputs_of(name, rows, n, n, dtype, biased=False)
         if wide:
-            inputs[1 if name == "gate" else 0] = random(rows, n, dtype=torch.float32)
+            inputs[1 if name in GATES else 0] = random(rows, n, dtype=torch.float32)
         grad = random(rows, n, dtype=dtype)
         last = rows - rows // 128 * 128
         grad[:-last] = 0  # so that the last ones are all that counts
@@ -163,9 +170,9 @@ def test_views(k: int, view: str, name: str, path: Any) -> None:
     of = VIEWS[view]
     rows, n, dtype = 1503, 200, torch.bfloat16
     inputs, grad = inputs_of(name, rows, k, n, dtype), of(random(rows, n + 8, dtype=dtype))
-    place = 1 if name == "gate" else 0
+    place = 1 if name in GATES else 0
     inputs[place] = of(random(rows, k + 8, dtype=dtype))
-    if name == "gate":
+    if name in GATES:
         inputs[0] = of(random(rows, n + 8, dtype=dtype))
     exact, eager = gradients(reference, double(inputs), grad.double()), gradients(reference, inputs, grad)
     with torchops.cuda.dense_path(path):
@@ -182,7 +189,7 @@ def test_special_values(name: str) -> None:
     grad[123, 45] = float("nan")
     with torchops.cuda.dense_path("fused"):
         got = operator(name)[2](grad, inputs, [True] * len(inputs))
-    by_name = dict(zip(["v", "x", "w", "b"] if name == "gate" else ["x", "w", "wg", "b", "bg"], got, strict=True))
+    by_name = dict(zip(["v", "x", "w", "b"] if name in GATES else ["x", "w", "wg", "b", "bg"], got, strict=True))
     for of, g in by_name.items():
         expected = torch.zeros_like(g, dtype=torch.bool)
         if of == "x":

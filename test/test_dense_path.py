@@ -247,7 +247,7 @@ def test_transitions_are_refused_in_graphs(residual: bool) -> None:
 def test_backward_of_gates_takes_the_path_of_forward() -> None:
     seen: list[str] = []
 
-    def gate_backward(grad: Tensor, v: Tensor, x: Tensor, w: Tensor, b: Any, mask: Any) -> tuple[Tensor, ...]:
+    def gate_backward(grad: Tensor, v: Tensor, x: Tensor, w: Tensor, b: Any, *rest: Any) -> tuple[Tensor, ...]:
         seen.append(f"gate {current()}")
         return v.clone(), x.clone(), w.clone(), w.new_empty(0)
 

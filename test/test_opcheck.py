@@ -54,7 +54,7 @@ def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
     def gate(dtype: torch.dtype, wide: torch.dtype, bias: bool, mask: list[bool]) -> tuple[str, tuple[Any, ...]]:
         grad, v = (random_like(torch.empty(3, 4, 6, dtype=wide), seed) for seed in (1, 2))
         x, w = random_like(torch.empty(3, 4, 5, dtype=wide), 3), random_like(torch.empty(6, 5, dtype=dtype), 4)
-        return "_gate_backward", (grad, v, x, w, w[:, 0] if bias else None, mask)
+        return "_gate_backward", (grad, v, x, w, w[:, 0] if bias else None, mask, bias)  # v is the result, or not
 
     def glu(dtype: torch.dtype, wide: torch.dtype, bias: bool, mask: list[bool]) -> tuple[str, tuple[Any, ...]]:
         grad, x = (random_like(torch.empty(4, n, dtype=d), n) for n, d in ((6, dtype), (5, wide)))

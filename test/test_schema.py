@@ -43,7 +43,7 @@ myops::_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Ten
 myops::_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)
 myops::_dense_on_path(Tensor x, Tensor w, Tensor? b, str path) -> Tensor
 myops::_dense_path(str? path=None) -> str
-myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask) -> (Tensor, Tensor, Tensor, Tensor)
+myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask, bool v_is_y=False) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_glu(Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation) -> (Tensor, Tensor, Tensor)
 myops::_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask, Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_glu_keeps_products(Tensor x, Tensor w) -> bool

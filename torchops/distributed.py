@@ -187,7 +187,7 @@ def _gate_(v: Any, x: Any, w: Any, b: Any = None) -> list[_Way]:
     return [([], arguments) for _, arguments in _gate(v, x, w, b)]
 
 
-def _gate_backward(grad: Any, v: Any, x: Any, w: Any, b: Any, mask: Sequence[bool]) -> list[_Way]:
+def _gate_backward(grad: Any, v: Any, x: Any, w: Any, b: Any, mask: Sequence[bool], v_is_y: bool = False) -> list[_Way]:
     ways = []
     for [p], arguments in _gate(v, x, w, b):
         columns = p == Shard(v.ndim - 1)

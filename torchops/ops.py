@@ -163,7 +163,8 @@ def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     unless ``x`` is ``v``.
 
     Memory: scratch of at most 4 MiB per thread on the CPU, or one row per thread if rows are longer, and of 32 MiB on a
-    GPU. Training keeps a copy of ``v`` only if ``x``, ``w`` or ``b`` requires a gradient, which reads the old ``v``.
+    GPU. Training keeps no copy of ``v``: the gradients of ``x``, ``w`` and ``b`` read the result, as that of
+    ``torch.sigmoid_`` does. So eager mode raises in backward if ``v`` has been overwritten again in between.
 
     Raises:
         RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf

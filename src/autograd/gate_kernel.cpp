@@ -24,7 +24,7 @@ struct GateFunctional : FunctionalOp<GateFunctional, gate> {
   static Tensor train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b);
 };
 
-// v is needed only for the gradient of the gate; the gradient of v needs x, w and b.
+// Whether a gradient reads v or the result; that of v needs only x, w and b.
 bool reads_v(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   return requires_grad(x) || requires_grad(w) || requires_grad(b);
 }
@@ -38,26 +38,29 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
     return GateFunctional::decomposed(v, x, w, b);
   }
   static Tensor traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-    return gate(reads_v(x, w, b) ? detail::keep(v) : v, x, w, b);
+    return train(v, std::nullopt, x, w, b);
   }
   static void in_place(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) { gate_(v, x, w, b); }
-  static Tensor train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w, const OptionalTensor& b);
+  static Tensor train(const Tensor& v, const OptionalTensor& target, const Tensor& x, const Tensor& w,
+                      const OptionalTensor& b);
 };
 
 // Doesn't save the gate: backward recomputes it from x, w and b, which costs one product and saves a tensor the size of
-// v.
+// v. In place it reads the result instead of v: with s = sigmoid(x @ w.T + b) and the cotangent g, the cotangent of the
+// product is g * v * s * (1 - s), and v * s is the result.
 struct Gate : torch::autograd::Function<Gate> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& v, const Tensor& x, const Tensor& w,
-                        const OptionalTensor& b, const OptionalTensor& target) {
+                        const OptionalTensor& b, const OptionalTensor& target, bool saves_result) {
     at::AutoDispatchBelowAutograd below_autograd;
     save_path(ctx);
-    variable_list saved{reads_v(x, w, b) ? v : Tensor(), x, w, b.value_or(Tensor())};
-    if (target) check_can_be_saved(saved);
-    ctx->save_for_backward(std::move(saved));
-    if (!target) return gate(v, x, w, b);
-    return overwrite(*target, [&](Tensor& self) { GateInPlace::in_place(self, x, w, b); });
+    ctx->saved_data["v_is_y"] = saves_result;
+    if (target) check_can_be_saved({x, w, b.value_or(Tensor())});
+    const Tensor y =
+        target ? overwrite(*target, [&](Tensor& self) { GateInPlace::in_place(self, x, w, b); }) : gate(v, x, w, b);
+    ctx->save_for_backward({!reads_v(x, w, b) ? Tensor() : saves_result ? y : v, x, w, b.value_or(Tensor())});
+    return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -68,34 +71,39 @@ struct Gate : torch::autograd::Function<Gate> {
     const std::array<bool, 4> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                    b && ctx->needs_input_grad(3)};
     if (!mask[1] && !mask[2] && !mask[3]) {
-      return {mask[0] ? gate(grads[0], x, w, b) : Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+      return {mask[0] ? gate(grads[0], x, w, b) : Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
     }
-    const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask);
-    return {mask[0] ? dv : Tensor(), mask[1] ? dx : Tensor(), mask[2] ? dw : Tensor(), mask[3] ? db : Tensor(),
+    const bool v_is_y = ctx->saved_data["v_is_y"].toBool();
+    const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask, v_is_y);
+    return {mask[0] ? dv : Tensor(),
+            mask[1] ? dx : Tensor(),
+            mask[2] ? dw : Tensor(),
+            mask[3] ? db : Tensor(),
+            Tensor(),
             Tensor()};
   }
 };
 
-Tensor GateInPlace::train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w,
+Tensor GateInPlace::train(const Tensor& v, const OptionalTensor& target, const Tensor& x, const Tensor& w,
                           const OptionalTensor& b) {
-  return Gate::apply(reads_v(x, w, b) ? v.clone() : v, x, w, b, target);
+  return Gate::apply(v, x, w, b, target, /*saves_result=*/true);
 }
 
 Tensor GateFunctional::train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  return Gate::apply(v, x, w, b, std::nullopt);
+  return Gate::apply(v, x, w, b, std::nullopt, /*saves_result=*/false);
 }
 
 // With s = sigmoid(x @ w.T + b) and the cotangent g: dv = g * s, dz = g * v * s * (1 - s), and the rest from dz.
-// Differentiated only by double backward.
+// Differentiated only by double backward, in which a result in v's place has a gradient of its own.
 struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
   static void check(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
-                    std::array<bool, 4> mask) {
+                    std::array<bool, 4> mask, bool) {
     detail::check_gate_backward(grad, v, x, w, b, mask);
   }
   static detail::GateGradients decomposed(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                          const OptionalTensor& b, std::array<bool, 4> mask) {
+                                          const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
     const Tensor s = at::sigmoid(linear(x, w, b).to(v.scalar_type())), dv = grad * s;
-    const Tensor dz = (dv * v * (1 - s)).to(w.scalar_type());
+    const Tensor dz = ((v_is_y ? grad : dv) * v * (1 - s)).to(w.scalar_type());
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
     return {mask[0] ? dv : none(v), mask[1] ? matmul(dz, w).to(x.scalar_type()) : none(x),
             mask[2] ? weight_gradient(dz, x) : none(w), mask[3] ? bias_gradient(dz) : none(w)};
@@ -104,8 +112,8 @@ struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
 
 // Returns the strides that the kernels promise.
 detail::GateGradients gate_backward_composite(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                              const OptionalTensor& b, std::array<bool, 4> mask) {
-  const auto [dv, dx, dw, db] = GateBackward::batched(grad, v, x, w, b, mask);
+                                              const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
+  const auto [dv, dx, dw, db] = GateBackward::batched(grad, v, x, w, b, mask, v_is_y);
   return {dv.contiguous(), dx.contiguous(), dw.contiguous(), db.contiguous()};
 }
 

@@ -73,9 +73,10 @@ void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor
 }
 
 // With z = x @ w.T + b, s = sigmoid(z) and the cotangent g:
-//   dv = g * s,  dz = g * v * s * (1 - s),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows.
+//   dv = g * s,  dz = g * v * s * (1 - s),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows,
+// where v * s is the result y, which is enough.
 detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                        const OptionalTensor& b, std::array<bool, 4> mask) {
+                                        const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
   detail::check_gate_backward(grad, v, x, w, b, mask);
   const detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
   const auto& [dv, dx, dw, db] = gradients;
@@ -94,7 +95,7 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
     const Tensor z = product(x_panel, w_t, b);
     const bool needs_dz = mask[1] || mask[2] || mask[3];
     gated_backward_out(mask[0] ? panel_of(dv_rows) : Tensor(), needs_dz ? z : Tensor(), g,
-                       needs_dz ? panel_of(v_rows) : Tensor(), z, kSigmoid);
+                       needs_dz ? panel_of(v_rows) : Tensor(), z, kSigmoid, v_is_y);
     if (!needs_dz) return;
     const Tensor& dz = z;
     if (mask[1]) input_gradient(panel_of(dx_rows), dz, w);

@@ -34,6 +34,7 @@ struct Written {
 struct Operands {
   Tensor grad{}, value{}, u{};
   Tensor out{}, dvalue{}, du{};
+  bool value_is_y = false;
 };
 
 // The grain size of ATen's pointwise kernels.
@@ -56,7 +57,7 @@ void run(const Operands& o, GatedRoutine routine) {
     const auto to = [&](const Tensor& t) {
       return t.defined() ? static_cast<char*>(t.mutable_data_ptr()) + bytes(t) : nullptr;
     };
-    routine({from(o.grad), from(o.value), from(o.u), to(o.out), to(o.dvalue), to(o.du), count});
+    routine({from(o.grad), from(o.value), from(o.u), to(o.out), to(o.dvalue), to(o.du), count, o.value_is_y});
   };
   if (contiguous) {
     at::parallel_for(0, rows * columns, kGrain, [&](int64_t begin, int64_t end) { span(0, begin, end - begin); });
@@ -80,18 +81,20 @@ void gated_out(const Tensor& out, const Tensor& value, const Tensor& u, GluActiv
 }
 
 void gated_backward_out(const Tensor& dvalue, const Tensor& du, const Tensor& grad, const Tensor& value,
-                        const Tensor& u, GluActivation activation) {
+                        const Tensor& u, GluActivation activation, bool value_is_y) {
   const GatedRoutine routine = TORCHOPS_FOR_THIS_PROCESSOR(find_gated_routine)(
       grad.scalar_type(), u.scalar_type(), activation == GluActivation::kSilu, /*backward=*/true);
   TORCH_INTERNAL_ASSERT(
-      routine && (!dvalue.defined() || dvalue.scalar_type() == grad.scalar_type()) &&
+      routine && (!value_is_y || activation == GluActivation::kSigmoid) &&
+      (!dvalue.defined() || dvalue.scalar_type() == grad.scalar_type()) &&
       (!du.defined() || (du.scalar_type() == u.scalar_type() && value.scalar_type() == grad.scalar_type())));
   const Written dvalue_to(dvalue), du_to(du);
   run({.grad = readable(grad),
        .value = readable(du.defined() ? value : Tensor()),
        .u = readable(u),
        .dvalue = dvalue_to.rows,
-       .du = du_to.rows},
+       .du = du_to.rows,
+       .value_is_y = value_is_y},
       routine);
   dvalue_to.finish();
   du_to.finish();

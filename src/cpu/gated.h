@@ -15,8 +15,9 @@ namespace torchops::cpu {
 void gated_out(const at::Tensor& out, const at::Tensor& value, const at::Tensor& u, detail::GluActivation activation);
 
 /// dvalue = grad * act(u) and du = grad * value * act'(u); either may be undefined, and value too if du is. Shapes and
-/// dtypes as above: dvalue has the dtype of grad and value, du that of u. Outputs may be inputs.
+/// dtypes as above: dvalue has the dtype of grad and value, du that of u. Outputs may be inputs. With sigmoid, value
+/// may be the result, value * sigmoid(u), if value_is_y.
 void gated_backward_out(const at::Tensor& dvalue, const at::Tensor& du, const at::Tensor& grad, const at::Tensor& value,
-                        const at::Tensor& u, detail::GluActivation activation);
+                        const at::Tensor& u, detail::GluActivation activation, bool value_is_y = false);
 
 }  // namespace torchops::cpu

@@ -88,7 +88,7 @@ void backward(const GatedSpan& span) {
     if (span.du) {
       const auto du = [&](const auto& grad, const auto& value, const auto& s, const auto& u) {
         if constexpr (silu) return grad * value * (s * (one + u * (one - s)));
-        return grad * value * (s * (one - s));
+        return grad * value * (span.value_is_y ? one - s : s * (one - s));
       };
       store<U>(span.du, i, count, map<C>(du, grad, value, s, u));
     }

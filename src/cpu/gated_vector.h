@@ -15,6 +15,7 @@ struct GatedSpan {
   const void *grad, *value, *u;
   void *out, *dvalue, *du;
   int64_t count;
+  bool value_is_y;  // of backward with sigmoid: value is that times the gate
 };
 
 using GatedRoutine = void (*)(const GatedSpan& span);

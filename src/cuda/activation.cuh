@@ -62,15 +62,24 @@ struct Sigmoid {
     return y;
   }
 
-  /// With e = 2^-|t| and r = 1 / (1 + e), the slope is e * r^2: no cancellation, unlike y * (1 - y).
+  /// The value y, and 1 - y: with e = 2^-|t|, they are 1 / (1 + e) and e / (1 + e), without cancellation.
   template <Exactness exactness>
-  __device__ static float with_slope(float t, float& slope) {
+  __device__ static float with_complement(float t, float& complement) {
     constexpr bool exact = exactness == Exactness::kExact;
     const float e = exact ? expf(-fabsf(t)) : exp2_approximate(-fabsf(t));
     float r = exactness == Exactness::kCoarse ? reciprocal_of_sum(e) : reciprocal_approximate(1.f + e);
     if constexpr (exact) r = fmaf(fmaf(-(1.f + e), r, 1.f), r, r);
-    slope = e * r * r;
-    return (exact ? t < 0.f : t > 0.f) ? e * r : r;
+    const bool below_half = exact ? t < 0.f : t > 0.f;
+    complement = below_half ? r : e * r;
+    return below_half ? e * r : r;
+  }
+
+  template <Exactness exactness>
+  __device__ static float with_slope(float t, float& slope) {
+    float complement;
+    const float y = with_complement<exactness>(t, complement);
+    slope = y * complement;
+    return y;
   }
 
   /// ATen's formula, so that float64 results are bitwise those of torch.sigmoid.

@@ -52,8 +52,20 @@ struct GatePass {
   }
 };
 
+// s = sigmoid(z) and 1 - s, as exactly as elements of type V need.
+template <class V, class A>
+__device__ inline A gate_and_complement(A z, A& complement) {
+  if constexpr (sizeof(V) == 2) {
+    return Sigmoid::with_complement<Exactness::kFast>(Sigmoid::kScale * z, complement);
+  } else {
+    const A s = Sigmoid::value(z);
+    complement = 1 - s;
+    return s;
+  }
+}
+
 // With s = sigmoid(z + bias): dv = g * s, unless dv is null, and dz = g * v * s * (1 - s), which overwrites z.
-// Sums dz.
+// Sums dz. If v_is_y, v is v * s.
 template <class T, class V, int N>
 struct GateBackwardPass {
   static constexpr int kSums = 1;
@@ -62,6 +74,7 @@ struct GateBackwardPass {
   MatrixRows<V> dv;
   MatrixRows<T> z;
   const T* bias;
+  bool v_is_y;
 
   using Columns = Biases<T, N>;
   struct Loaded {
@@ -82,11 +95,11 @@ struct GateBackwardPass {
     unpack(loaded.v, values);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      Accumulate<V> slope;
-      const Accumulate<V> s = activate<Sigmoid, V>(dz[i], slope);
-      dz[i] = gs[i] * values[i] * slope;
-      sums[0][i] += dz[i];
+      Accumulate<V> complement;
+      const Accumulate<V> s = gate_and_complement<V>(dz[i], complement), g = gs[i];
       gs[i] *= s;
+      dz[i] = (v_is_y ? g : gs[i]) * values[i] * complement;
+      sums[0][i] += dz[i];
     }
     if (dv.data != nullptr) dv.template store<N>(row, column, pack<V, N>(gs));
     z.template store<N>(row, column, pack<T, N>(dz));
@@ -157,7 +170,7 @@ bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, c
   }
   if (fused_aligned(y, v, x, w, b, automatic)) return true;
   if (x.const_data_ptr() == y.const_data_ptr() && y.size(1) > gemm::kSm80LeastColumns) return false;
-  return gemm::run_sm80<gemm::GateRule<Sigmoid>>({.d = y, .a = x, .b = w, .bias = b, .c = &v}, automatic);
+  return gemm::run_sm80<gemm::GateRule>({.d = y, .a = x, .b = w, .bias = b, .c = &v}, automatic);
 }
 
 Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
@@ -218,16 +231,16 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
 
 // Makes dv, if it is wanted, and dz, which overwrites z and is added to the sums.
 void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const Tensor& g, const Tensor& v,
-                        const OptionalTensor& b, bool wants_dv) {
+                        const OptionalTensor& b, bool wants_dv, bool v_is_y) {
   const int64_t rows = z.size(0), columns = z.size(1);
   dispatch(z, v, [&](auto weight, auto value) {
     using T = decltype(weight);
     using V = decltype(value);
     const MatrixRows<V> to = wants_dv ? write_rows<V>(dv) : MatrixRows<V>{nullptr, 0};
     const auto launch = [&](auto width) {
-      sums.launch<width()>(
-          GateBackwardPass<T, V, width()>{read_rows<V>(g), read_rows<V>(v), to, write_rows<T>(z), remaining_bias<T>(b)},
-          rows);
+      sums.launch<width()>(GateBackwardPass<T, V, width()>{read_rows<V>(g), read_rows<V>(v), to, write_rows<T>(z),
+                                                           remaining_bias<T>(b), v_is_y},
+                           rows);
     };
     constexpr int n = kVectorSize<V>;
     const bool in_vectors = columns % n == 0 && read_rows<V>(g).fits(n) && read_rows<V>(v).fits(n) && to.fits(n) &&
@@ -239,7 +252,7 @@ void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const
 // The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices.
 std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& v,
                                                                              const Tensor& x, const Tensor& w,
-                                                                             const OptionalTensor& b) {
+                                                                             const OptionalTensor& b, bool v_is_y) {
   const at::ScalarType dtype = w.scalar_type();
   if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || x.scalar_type() != dtype ||
       w.size(0) % 8 != 0 || w.size(1) == 0) {
@@ -253,7 +266,7 @@ std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(con
   problem.n = static_cast<int>(c->n);
   problem.k = static_cast<int>(c->k);
   problem.grad = *from_g;
-  problem.c = *from_v;
+  (v_is_y ? problem.y : problem.c) = *from_v;
   problem.x = *from_x;
   problem.w = *from_w;
   problem.bias = b ? b->const_data_ptr() : nullptr;
@@ -288,11 +301,12 @@ bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm
 
 // The same on every GPU from compute capability 8.0 on. Another pass sums dz, as it is rounded.
 bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const Tensor& g, const Tensor& v,
-                         const Tensor& x, const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask) {
+                         const Tensor& x, const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask,
+                         bool v_is_y) {
   const detail::DensePath path = detail::dense_path();
   if (path == detail::DensePath::kCublas || v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type() ||
-      !gemm::run_sm80<gemm::CotangentsOf<gemm::GateRule<Sigmoid>>>(
-          {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr},
+      !gemm::run_sm80<gemm::CotangentsOf<gemm::GateRule>>(
+          {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr, .c_is_y = v_is_y},
           detail::is_automatic(path))) {
     return false;
   }
@@ -305,7 +319,7 @@ bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, c
 // The formulas are in src/cpu/gate_kernel.cpp. dz is the only scratch of the result's size: if cuBLAS computes the
 // product, that is written there too. Each product that reads dz is one call of cuBLAS.
 void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const Tensor& v, const Tensor& x,
-                    const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask) {
+                    const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
   auto& [dv, dx, dw, db] = gradients;
   if (v.numel() == 0) {
     for (const Tensor& t : {dx, dw, db}) t.zero_();
@@ -314,20 +328,21 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), v_rows = unit_columns(detail::as_rows(v));
   const Tensor x_rows = detail::as_rows(x), dv_rows = mask[0] ? detail::as_rows(dv) : dv;
   const OptionalTensor bias = contiguous(b);
-  const auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias);
+  const auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias, v_is_y);
   if (problem && in_one_pass(gradients, problem->first, problem->second, mask)) return;
   const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
   const bool rounded = x.scalar_type() != w.scalar_type();
   const WeightGradient weight(w, mask[2] && rounded);
   if (!(problem && fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) &&
-      !portable_cotangents(dz, dv_rows, db, g_rows, v_rows, x_rows, w, bias, mask)) {
+      !portable_cotangents(dz, dv_rows, db, g_rows, v_rows, x_rows, w, bias, mask, v_is_y)) {
     const int64_t rows = dz.size(0), step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
     PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
       const Tensor z = panel(dz), x_panel = panel(x_rows).to(w.scalar_type());
       linear_out(z, x_panel, w, bias);
-      gate_backward_rows(sums, mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0]);
+      gate_backward_rows(sums, mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0],
+                         v_is_y);
       weight.add(z, x_panel);
     });
     if (mask[3]) sums.finish(db);
@@ -340,11 +355,11 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
 namespace {
 
 detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                         const OptionalTensor& b, std::array<bool, 4> mask) {
+                                         const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
   detail::check_gate_backward(grad, v, x, w, b, mask);
   const c10::cuda::CUDAGuard guard(v.device());
   detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
-  gate_gradients(gradients, grad, v, x, w, b, mask);
+  gate_gradients(gradients, grad, v, x, w, b, mask, v_is_y);
   return gradients;
 }
 

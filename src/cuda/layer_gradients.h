@@ -16,7 +16,8 @@ namespace torchops::cuda {
 
 /// detail::gate_backward(). Gradients that `mask` asks for are written to `out`, contiguous tensors.
 void gate_gradients(detail::GateGradients out, const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x,
-                    const at::Tensor& w, const std::optional<at::Tensor>& b, std::array<bool, 4> mask);
+                    const at::Tensor& w, const std::optional<at::Tensor>& b, std::array<bool, 4> mask,
+                    bool v_is_y = false);
 
 /// The same for detail::glu_backward(). With `adds`, dx is added to that of `out`, which may then be float32 even if
 /// the other tensors have 16 bits.

@@ -25,10 +25,10 @@ Tensor& gate_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor&
 }
 
 detail::GateGradients detail::gate_backward(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                            const OptionalTensor& b, std::array<bool, 4> mask) {
+                                            const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::_gate_backward", "").typed<decltype(gate_backward)>();
-  return op.call(grad, v, x, w, b, mask);
+  return op.call(grad, v, x, w, b, mask, v_is_y);
 }
 
 namespace {
@@ -81,7 +81,7 @@ Tensor gate_meta(const Tensor& v, const Tensor& x, const Tensor& w, const Option
 void gate_meta_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) { check_gate_(v, x, w, b); }
 
 detail::GateGradients gate_backward_meta(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                         const OptionalTensor& b, std::array<bool, 4> mask) {
+                                         const OptionalTensor& b, std::array<bool, 4> mask, bool) {
   detail::check_gate_backward(grad, v, x, w, b, mask);
   return detail::empty_gate_gradients(v, x, w, mask);
 }
@@ -91,8 +91,8 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   m.def("gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor", tags);
   m.def("gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()", tags);
   m.def(
-      "_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask) -> (Tensor, Tensor, Tensor, "
-      "Tensor)",
+      "_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask, bool v_is_y=False) -> "
+      "(Tensor, Tensor, Tensor, Tensor)",
       tags);
 }
 

@@ -19,9 +19,10 @@ namespace torchops {
 TORCHOPS_API at::Tensor gate(const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                              const std::optional<at::Tensor>& b = {});
 
-/// Overwrites v with gate(v, x, w, b) and returns v. x, w and b may overlap v; they are then read first. Training
-/// copies the old v only if x, w or b needs a gradient. A call with wrong arguments (also an expanded v) leaves v
-/// untouched; one that runs out of memory may have overwritten a part, and then moves the version counter.
+/// Overwrites v with gate(v, x, w, b) and returns v. x, w and b may overlap v; they are then read first. The gradients
+/// of x, w and b need the result, so v must not be overwritten again before backward. A call with wrong arguments (also
+/// an expanded v) leaves v untouched; one that runs out of memory may have overwritten a part, and then moves the
+/// version counter.
 TORCHOPS_API at::Tensor& gate_(at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                                const std::optional<at::Tensor>& b = {});
 
@@ -37,9 +38,9 @@ namespace detail {
 using GateGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The gradients of gate() for the cotangent grad, where `mask` asks for them, and empty tensors elsewhere. The gate is
-/// recomputed. dv alone is gate(grad, x, w, b).
+/// recomputed. dv alone is gate(grad, x, w, b). If v_is_y, v is the result of gate(), which is enough.
 GateGradients gate_backward(const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
-                            const std::optional<at::Tensor>& b, std::array<bool, 4> mask);
+                            const std::optional<at::Tensor>& b, std::array<bool, 4> mask, bool v_is_y);
 
 void check_gate_backward(const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                          const std::optional<at::Tensor>& b, std::array<bool, 4> mask);

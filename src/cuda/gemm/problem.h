@@ -35,10 +35,11 @@ struct Problem {
   void* workspace = nullptr;
 };
 
-/// The gradients of y = f(x @ w.T + bias, x @ w2.T + bias2, c), of which an operation reads what it needs: grad, y and
-/// c are m x n, x is m x k, the weights are n x k, n and k are multiples of 8. The gradients dx (m x k), dc (m x n), of
-/// weights (n x k) and of biases (n) are contiguous and aligned to 16 bytes. An operation that stops at the cotangents
-/// of the products writes them to dz and dz2 (m x n), or both to dz, alternating in groups of kTurn columns.
+/// The gradients of y = f(x @ w.T + bias, x @ w2.T + bias2, c), of which an operation reads what it needs (one that
+/// reads c may be given y instead, if y is c * f(..), and the other one is null): grad, y and c are m x n, x is m x k,
+/// the weights are n x k, n and k are multiples of 8. The gradients dx (m x k), dc (m x n), of weights (n x k) and of
+/// biases (n) are contiguous and aligned to 16 bytes. An operation that stops at the cotangents of the products writes
+/// them to dz and dz2 (m x n), or both to dz, alternating in groups of kTurn columns.
 struct GradientProblem {
   static constexpr int kTurn = 8;
   int m = 0, n = 0, k = 0;

@@ -34,31 +34,31 @@ struct GluRule {
 
   /// The cotangents of both products, given the cotangent g of y.
   template <Exactness exactness>
-  __device__ __forceinline__ static void backward(float g, float z, float t, float, float& dz, float& dt) {
+  __device__ __forceinline__ static void backward(float g, float z, float t, float, bool, float& dz, float& dt) {
     float slope;
     dz = g * F::template with_slope<exactness>(t, slope);
     dt = g * z * slope;
   }
 };
 
-/// y = c * F(a @ b.T + bias)
-template <class F>
+/// y = c * sigmoid(a @ b.T + bias)
 struct GateRule {
   static constexpr int kProducts = 1;
   static constexpr bool kReadsC = true;
-  __device__ __forceinline__ static constexpr float scale(int) { return F::kScale; }
+  __device__ __forceinline__ static constexpr float scale(int) { return Sigmoid::kScale; }
 
   template <Exactness exactness>
   __device__ __forceinline__ static float value(float t, float, float c) {
-    return c * F::template of_scaled<exactness>(t);
+    return c * Sigmoid::of_scaled<exactness>(t);
   }
 
-  /// The cotangents of the product and of c, given the cotangent g of y.
+  /// The cotangents of the product and of c, given the cotangent g of y. If is_y, c is y: a factor of the former
+  /// already.
   template <Exactness exactness>
-  __device__ __forceinline__ static void backward(float g, float t, float, float c, float& dt, float& dc) {
-    float slope;
-    dc = g * F::template with_slope<exactness>(t, slope);
-    dt = g * c * slope;
+  __device__ __forceinline__ static void backward(float g, float t, float, float c, bool is_y, float& dt, float& dc) {
+    float complement;
+    dc = g * Sigmoid::with_complement<exactness>(t, complement);
+    dt = (is_y ? g : dc) * c * complement;
   }
 };
 

@@ -78,6 +78,7 @@ bool launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
   if constexpr (Rule::kReadsC) {
     p.c = read(*t.c);
     p.c_stride = stride(*t.c);
+    p.c_is_y = t.c_is_y;
     p.store_vector = std::min(p.store_vector, row_vector(p.c, p.c_stride));
   }
   if constexpr (kMakesCotangents<Rule>) {

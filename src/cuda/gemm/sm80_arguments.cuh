@@ -36,6 +36,7 @@ std::optional<Sm80Arguments<T, Rule::kProducts>> full_arguments(const Sm80Tensor
     p.bias[of] = bias ? bias->const_data_ptr<T>() : nullptr;
   }
   if (Rule::kReadsC && !reads(*t.c, p.c, p.c_stride)) return std::nullopt;
+  p.c_is_y = t.c_is_y;
   if (reads_g && !reads(*t.g, p.g, p.g_stride)) return std::nullopt;
   return p;
 }

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2)
         for (int j = 0; j < 4; ++j) {
           const float first = z(0, i, j), second = z(products - 1, i, j);
           if constexpr (kMakesCotangents<Rule>) {
-            Rule::template backward<exact>(g[j], first, second, c[j], result[j], other[j]);
+            Rule::template backward<exact>(g[j], first, second, c[j], p.c_is_y, result[j], other[j]);
           } else {
             result[j] = Rule::template value<exact>(first, second, c[j]);
           }

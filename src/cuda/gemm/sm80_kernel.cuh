@@ -51,13 +51,14 @@ constexpr int kSm80LeastColumns = kSm80Spec<Sm80Tiling::k32x32>.tile_n;
 
 /// The tensors of a kernel, of m x k, n x k (b) and m x n elements; strides are those of rows. Up to store_vector
 /// neighbouring elements of the last kind may be accessed at once. Cotangents are made from that of the value, g, and
-/// written to d and, unless it is null, d2.
+/// written to d and, unless it is null, d2; instead of c, they may be made from the value (c_is_y).
 template <class T, int products>
 struct Sm80Arguments {
   const T *a, *b[products], *bias[products], *c, *g;
   T *d, *d2;
   int64_t a_stride, b_stride[products], c_stride, g_stride, d_stride, d2_stride;
   int m, n, k, tiles_n, store_vector;
+  bool c_is_y;
 };
 
 /// Where an element of a tile lies in shared memory, in bytes: the 16-byte pieces of a row are permuted, so that the
@@ -183,7 +184,7 @@ __device__ void write_tile(const Sm80Arguments<T, Rule::kProducts>& p, const flo
       const float t = fmaf(z[0][i], Rule::scale(0), bias[0][i]);
       const float t2 = fmaf(z[products - 1][i], Rule::scale(products - 1), bias[products - 1][i]);
       if constexpr (kMakesCotangents<Rule>) {
-        Rule::template backward<exactness>(g[i], t, t2, c[i], result[i], second[i]);
+        Rule::template backward<exactness>(g[i], t, t2, c[i], p.c_is_y, result[i], second[i]);
       } else {
         result[i] = Rule::template value<exactness>(t, t2, c[i]);
       }

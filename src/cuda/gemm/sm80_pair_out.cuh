@@ -83,7 +83,7 @@ template <class T>
 __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_out_kernel(const PairProblem p) {
   using Out = PairOut80<T>;
   using P = Pieces<T>;
-  using Rule = GateRule<Sigmoid>;
+  using Rule = GateRule;
   constexpr int vector = P::kElements;
   constexpr Exactness exactness = std::is_same_v<T, c10::BFloat16> ? Exactness::kCoarse : Exactness::kFast;
   extern __shared__ __align__(kTileAlignment) unsigned char tiles[];

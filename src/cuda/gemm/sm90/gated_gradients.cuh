@@ -40,13 +40,14 @@ struct GatedGradients {
       int count = 0;
       if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
       using Parameters = typename Kernel::Parameters;
-      if (!are_encodable<T>(p.x, p.grad, Rule::kReadsC ? p.c : p.grad, p.w, Kernel::kProducts == 2 ? p.w2 : p.w)) {
+      const bool c_is_y = Rule::kReadsC && p.c.data == nullptr;
+      const Operand c = !Rule::kReadsC ? p.grad : c_is_y ? p.y : p.c;
+      if (!are_encodable<T>(p.x, p.grad, c, p.w, Kernel::kProducts == 2 ? p.w2 : p.w)) {
         return Status::of(cudaErrorInvalidValue);
       }
       Parameters parameters{};
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.k);
       parameters.grad = decltype(Parameters::grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n);
-      const Operand c = Rule::kReadsC ? p.c : p.grad;
       const Operand dc = Rule::kReadsC ? Operand{p.dc, p.n, 0} : p.grad;
       parameters.c = decltype(Parameters::c)::of(c.data, c.row_stride, p.m, p.n);
       parameters.dc = decltype(Parameters::dc)::of(dc.data, dc.row_stride, p.m, p.n);
@@ -57,6 +58,7 @@ struct GatedGradients {
       parameters.dx = decltype(Parameters::dx)::of(p.dx, p.k, p.m, p.k);
       parameters.bias[0] = static_cast<const T*>(p.bias);
       parameters.bias[1] = static_cast<const T*>(p.bias2);
+      parameters.c_is_y = c_is_y;
       parameters.partial = static_cast<float*>(p.workspace);
       parameters.m = p.m;
       parameters.n = p.n;

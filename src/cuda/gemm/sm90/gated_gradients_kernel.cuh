@@ -82,6 +82,7 @@ struct GatedGradientsKernel {
     Store<kRows, kN> dc;
     const Element* bias[2];
     float* partial;  // for each group of each CTA, for each product: dw (n x k), dbias (n)
+    bool c_is_y;
     int m, n, k;
 
     CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
@@ -230,7 +231,8 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
           float scaled = 0.f;
           if constexpr (kProducts == 2) scaled = fmaf(Rule::scale(1), t(i + v), v == 0 ? bias[1].x : bias[1].y);
           const float c = Rule::kReadsC ? static_cast<float>(second(i + v)) : 0.f;
-          Rule::template backward<kExactness>(static_cast<float>(g(i + v)), first, scaled, c, first_dz[v], other[v]);
+          Rule::template backward<kExactness>(static_cast<float>(g(i + v)), first, scaled, c, p.c_is_y, first_dz[v],
+                                              other[v]);
           const int column = k / 4 * 2 + v;
           columns[0][column] += first_dz[v];
           if constexpr (kProducts == 2) columns[kProducts - 1][column] += other[v];

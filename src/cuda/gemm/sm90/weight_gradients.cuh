@@ -192,7 +192,7 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
       for (int v = 0; v < 2; ++v) {
         const float z = fmaf(Rule::scale(0), sums(4 * i + v), bias[0]);
         const float t = fmaf(Rule::scale(1), sums(4 * i + 2 + v), bias[1]);
-        Rule::template backward<kExactness>(g[v], z, t, 0.f, of_first[v], of_second[v]);
+        Rule::template backward<kExactness>(g[v], z, t, 0.f, /*is_y=*/false, of_first[v], of_second[v]);
         sums_b[0] += of_first[v];
         sums_b[1] += of_second[v];
       }

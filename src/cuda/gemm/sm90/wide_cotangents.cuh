@@ -31,7 +31,7 @@ struct CotangentEpilogue {
   struct Parameters {
     TileMap<cute::SM90_TMA_LOAD, Element, kRows, kN> grad, c;  // c: a copy of grad's if the rule reads none
     TileMap<cute::SM90_TMA_STORE, Element, kRows, kN> first, second;
-    bool writes_second;
+    bool writes_second, c_is_y;
     typename Bias::Pointers bias;
     float* sums;  // for each warp of each tile, for each product: n; or null
   };
@@ -124,7 +124,7 @@ CUTLASS_DEVICE void CotangentEpilogue<Rule, Tile>::finish(const Sums& sums, cons
                        v == 0 ? bias[1].x : bias[1].y);
             }
             const float c = Rule::kReadsC ? static_cast<float>(second(at)) : 0.f;
-            Rule::template backward<Tile::kExactness>(static_cast<float>(first(at)), z, t, c, of_first[v],
+            Rule::template backward<Tile::kExactness>(static_cast<float>(first(at)), z, t, c, p_.c_is_y, of_first[v],
                                                       of_second[v]);
             columns[0][2 * block_of_tile + v] += of_first[v];
             if constexpr (kProducts == 2) columns[kProducts - 1][2 * block_of_tile + v] += of_second[v];
@@ -186,7 +186,8 @@ struct WideCotangents {
     }
 
     static Status run(const GradientProblem& p, cudaStream_t stream) {
-      const Operand& c = Rule::kReadsC ? p.c : p.grad;
+      const bool c_is_y = Rule::kReadsC && p.c.data == nullptr;
+      const Operand& c = !Rule::kReadsC ? p.grad : c_is_y ? p.y : p.c;
       Operand second = Rule::kReadsC ? Operand{p.dc, p.n, 0} : p.dz2;
       const bool writes_second = second.data != nullptr;
       if (!writes_second) second = p.dz;
@@ -201,6 +202,7 @@ struct WideCotangents {
       epilogue.first = decltype(epilogue.first)::of(p.dz.data, p.dz.row_stride, p.m, p.n);
       epilogue.second = decltype(epilogue.second)::of(second.data, second.row_stride, p.m, p.n);
       epilogue.writes_second = writes_second;
+      epilogue.c_is_y = c_is_y;
       epilogue.bias[0] = static_cast<const T*>(p.bias);
       epilogue.bias[1] = static_cast<const T*>(p.bias2);
       float* const sums = static_cast<float*>(p.workspace);
