@@ -260,3 +260,25 @@ def test_pair_layer(strict: bool, tmp_path: Path) -> None:
     if not strict:
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
         assert_all_close([torch._inductor.aoti_load_package(package)(x, mask)], [layer(x, mask)], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+@pytest.mark.parametrize("keywords", [{}, {"inplace": True}, {"residual": True}], ids=["new", "in_place", "residual"])
+def test_triangle_update_of_any_size_that_could_train(keywords: dict[str, bool], strict: bool) -> None:
+    """With gradients on, the graph has the product that backward reads, whose rows are padded by rules of their own."""
+
+    class Update(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.update = torchops.nn.TriangleMultiplicativeUpdate(8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.update(x * 1, **keywords)
+
+    model, n = Update(), Dim("n")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    program = export(model, (torch.randn(2, 5, 5, 8),), dynamic_shapes=({1: n, 2: n},), strict=strict)
+    for size in (1, 17, 513):
+        x = random_like(torch.empty(2, size, size, 8), size)
+        torch.testing.assert_close(program.module()(x), model(x))

@@ -10,9 +10,10 @@ from typing import Literal
 import pytest
 import torch
 from checks import assert_all_close, random_like
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
-from torchops.nn import GLU, Dense, Gate
+from torchops.nn import GLU, Dense, Gate, Transition, TriangleAttention, TriangleMultiplicativeUpdate
 
 
 def pair(*args: object, **kwargs: object) -> tuple[Dense, nn.Linear]:
@@ -199,3 +200,39 @@ def test_gates_are_copied_pickled_and_trained_in_mixed_precision(module: nn.Modu
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in half.parameters())
+
+
+class Adapter(nn.Module):
+    """Shows the parameters of the layer that it adapts, as adapters of low rank do."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.change = layer, nn.Linear(layer.in_features, layer.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
+    @property
+    def bias(self) -> Tensor:
+        return self.layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.change(x)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [GLU(4, 4), Transition(4), TriangleMultiplicativeUpdate(4), TriangleAttention(4)],
+    ids=lambda module: type(module).__name__,
+)
+def test_another_layer_is_not_left_out(module: nn.Module) -> None:
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    assert layers
+    for path, layer in layers.items():
+        above, _, name = path.rpartition(".")
+        parent = module.get_submodule(above)
+        with pytest.raises(TypeError, match=rf"expected {name} to be a plain torch.nn.Linear .*, got Adapter"):
+            setattr(parent, name, Adapter(layer))
+        assert getattr(parent, name) is layer
+        setattr(parent, name, weight_norm(copy.deepcopy(layer)))

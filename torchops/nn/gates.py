@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from torchops.ops import dense, gate, glu
 
+from .layers import LayersRead
+
 __all__ = ["GLU", "Dense", "Gate"]
 
 torch.fx.wrap("_dense")
@@ -86,12 +88,12 @@ class Gate(nn.Linear):
         return gate(v, x, self.weight, self.bias)
 
 
-class GLU(nn.Module):
+class GLU(LayersRead):
     """A gated linear unit: ``value(x) * activation(gate(x))`` with two linear layers, ``value`` and ``gate``.
 
     Both are ``nn.Linear`` (parameters, initialisation, names in the state dict). One operator, :func:`torchops.glu`,
-    reads their parameters. The layers are not called, so their hooks do not run. With 16-bit parameters, ``x`` may be
-    float32.
+    reads their parameters. The layers are not called, so their hooks do not run, and to put another kind of layer in
+    their place raises a ``TypeError``. With 16-bit parameters, ``x`` may be float32.
 
     Args:
         in_features: size of each input row.

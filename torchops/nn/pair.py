@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import torchops
 from torchops.ops import with_type_errors
 
+from .layers import LayersRead
+
 __all__ = ["Transition", "TriangleMultiplicativeUpdate"]
 
 _add_transition = with_type_errors(torch.ops.myops._add_transition, "transition")
@@ -21,7 +23,7 @@ _add_triangle_update = with_type_errors(
 _TRUNCATED_STD = 0.87962566103423978
 
 
-class Transition(nn.Module):
+class Transition(LayersRead):
     """AlphaFold 3's transition, a gated feed-forward layer after a layer norm, computed by one operator:
     :func:`torchops.transition`.
 
@@ -43,7 +45,7 @@ class Transition(nn.Module):
     deviations; ``fc3`` 0, so the first transition is 0; the norm with weights of 1 and biases of 0; biases of 0.
 
     The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operator reads their parameters. The layers are
-    not called, so their hooks do not run.
+    not called, so their hooks do not run, and to put another kind of layer in their place raises a ``TypeError``.
 
     Shape:
         ``x`` of ``(..., c)``. The result has the shape of ``x`` and the dtype of the parameters. With 16-bit
@@ -118,7 +120,7 @@ class Transition(nn.Module):
         return f"{self.c}, {self.hidden}, eps={self.eps}"
 
 
-class TriangleMultiplicativeUpdate(nn.Module):
+class TriangleMultiplicativeUpdate(LayersRead):
     """AlphaFold's triangle multiplicative update, computed by one operator:
     :func:`torchops.triangle_multiplicative_update`.
 
@@ -145,7 +147,7 @@ class TriangleMultiplicativeUpdate(nn.Module):
     update is 0; norms with weights of 1 and biases of 0.
 
     The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operator reads their parameters. The layers are
-    not called, so their hooks do not run.
+    not called, so their hooks do not run, and to put another kind of layer in their place raises a ``TypeError``.
 
     Shape:
         ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``. The
@@ -265,7 +267,8 @@ class TriangleMultiplicativeUpdate(nn.Module):
 
         update = module if isinstance(module, TriangleUpdate) else known(module, {})
         if not isinstance(update, TriangleUpdate):
-            got = update if isinstance(update, str) else type(module).__name__
+            kind = type(module)
+            got = update if isinstance(update, str) else f"{kind.__module__}.{kind.__qualname__}"
             raise TypeError(f"TriangleMultiplicativeUpdate: expected a triangle update of a known package, got {got}")
         values = update.packed()
         p_out = values["p_out.weight"]

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
 
+from .layers import LayersRead
+
 __all__ = ["TriangleAttention"]
 
 
-class TriangleAttention(nn.Module):
+class TriangleAttention(LayersRead):
     """AlphaFold's triangle attention with its layer norm, gate and output product (`Jumper et al. 2021
     <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 13 and 14).
 
@@ -43,7 +45,7 @@ class TriangleAttention(nn.Module):
     ``linear_o`` 0, so the first update is 0; the norm with weights of 1 and biases of 0.
 
     The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. Only their parameters are read. The layers are not
-    called, so their hooks do not run.
+    called, so their hooks do not run, and to put another kind of layer in their place raises a ``TypeError``.
 
     Shape:
         ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``. A key
@@ -84,7 +86,7 @@ class TriangleAttention(nn.Module):
         where: Any = {"device": device, "dtype": dtype}
         self.layer_norm = nn.LayerNorm(c, eps, **where)
         self.linear = nn.Linear(c, heads, bias=False, **where)
-        self.mha = nn.Module()
+        self.mha = LayersRead()
         for name in ("q", "k", "v"):
             self.mha.add_module(f"linear_{name}", nn.Linear(c, heads * head_dim, bias=False, **where))
         self.mha.linear_o = nn.Linear(heads * head_dim, c, bias, **where)
