@@ -324,6 +324,11 @@ def test_refuses(change: str) -> None:
         TriangleMultiplicativeUpdate.from_module(kept)
 
 
+def test_from_module_of_another_kind() -> None:
+    with pytest.raises(TypeError, match=r"got torchops\.nn\.pair\.TriangleMultiplicativeUpdate$"):
+        TriangleMultiplicativeUpdate.from_module(TriangleMultiplicativeUpdate(8))
+
+
 @pytest.mark.parametrize("name", OPENFOLD)
 def test_refuses_a_linear_layer_with_a_precision_of_its_own(name: str) -> None:
     model: Any = Block(PACKAGES[name])

@@ -283,6 +283,22 @@ def test_probe_sees_another_computation(name: str, monkeypatch: pytest.MonkeyPat
     assert "it computes something else" in report.left["0"]
 
 
+@pytest.mark.skipif(find_spec("boltz") is None, reason="boltz is not installed")
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_probe_of_updates_has_empty_rows(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, an update by the operator is not 0."""
+    file = importlib.import_module(f"{BOLTZ}.triangular_mult")
+    model = nn.Sequential(randomised(file.TriangleMultiplicationOutgoing(C), 0))
+
+    def zeroed(self: Any, original: Any, x: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return original(self, x, mask, *args, **kwargs) * (mask.sum(dim, keepdim=True).unsqueeze(-1) != 0)
+
+    monkeypatch.setattr(type(model[0]), "forward", changed(model[0], zeroed))
+    report = replace(model)
+    assert report.replaced == ()
+    assert "it computes something else" in report.left["0"]
+
+
 RELU = {
     "openfold": ("openfold.model.pair_transition", lambda f: f.PairTransition(C, 2)),
     "openfold3": (f"{OPENFOLD3}.transition", lambda f: f.ReLUTransition(C, 2)),

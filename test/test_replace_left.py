@@ -163,6 +163,11 @@ class Residual(SwiGLU):
         return x + out if residual is True else out
 
 
+class Optional(SwiGLU):
+    def forward(self, x: Tensor, v: float = 2.0, w: float | None = None) -> Tensor:
+        return super().forward(x) * (v if w is None else w)
+
+
 class Remembers(SwiGLU):
     seen: tuple[Any, ...]
 
@@ -228,7 +233,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counts": (lambda: Functional(counts), "its forward changes its attribute calls"),
     "remembers": (Remembers, "its forward changes its attribute all"),
     "masked": (Masked, "its forward cannot be traced: it asks for the type of its argument mask"),
-    "residual": (Residual, "its graph does not read its argument residual"),
+    "residual": (Residual, "its graph does not read its argument residual, but calls with other arguments"),
+    "optional": (Optional, "its graph does not read its argument v, but calls with other arguments, such as None, may"),
     "glu_dim": (lambda: nn.Sequential(nn.Linear(6, 6), nn.GLU(1)), "the GLU is along dimension 1, not the last one"),
     "glu_hook": (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.GLU()).apply(hook),

@@ -79,9 +79,7 @@ void detail::check_triangle(const char* op, const TriangleArguments& t, bool wri
                     ": expected direction outgoing or incoming, got ", t.direction);
   check_pair(op, t.x, t.mask, "p_in_weight", t.p_in_weight);
   const c10::SymInt c = t.x.sym_size(-1);
-  const auto packed_shape = [&] {
-    return c10::str(detail::to_string(t.p_in_weight.sym_sizes()), " for c = ", c);
-  };
+  const auto packed_shape = [&] { return c10::str(detail::to_string(t.p_in_weight.sym_sizes()), " for c = ", c); };
   TORCH_CHECK(t.p_in_weight.dim() == 2, op, ": expected p_in_weight of shape (2d, c) to match x, got ", packed_shape());
   TORCH_SYM_CHECK(t.p_in_weight.sym_size(1).sym_eq(c), op, ": expected p_in_weight of shape (2d, c) to match x, got ",
                   packed_shape());

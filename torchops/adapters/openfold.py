@@ -8,7 +8,7 @@ are no pieces. Flags that choose other kernels are ignored here, except that ``u
 
 For a bfloat16 ``z``, they compute in bfloat16, whatever the dtype of the parameters, with or without autocast. In
 float16, OpenFold divides ``a`` and ``b`` by their standard deviation, which the layer norm cancels up to its ``eps``.
-The operator accumulates in float32 and doesn't need that.
+The operator scales ``a`` by about ``1 / sqrt(N)`` instead.
 """
 
 from __future__ import annotations

@@ -134,7 +134,11 @@ class TriangleUpdate(Replacement):
         mask[random(generator, 2, n, n) < -0.8] = 0
         for scale in SCALES:
             yield Call("", (x, mask * scale), {}, (0,))
-        for value in (mask, *([None] if self.takes_none else [])):
+        # A row and a column that the mask leaves empty, as in padding: there o is 0 and the update is not. Without
+        # gradients, because those of the norm of 0 are so large that they would hide all others.
+        padded = mask.clone()
+        padded[0, 1], padded[0, :, 2] = 0, 0
+        for value in (padded, *([None] if self.takes_none else [])):
             for arguments in self.probes():
                 said = [f"{name}={value}" for name, value in arguments.items()]
                 yield Call(", ".join(["without a mask"] * (value is None) + said), (x, value), arguments)

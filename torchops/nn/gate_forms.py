@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -124,15 +126,55 @@ class _Argument(_Value):
         return _Argument
 
 
+def no_compilation() -> AbstractContextManager[Any]:
+    """Has other threads wait before they compile, which torch.fx does not allow during a trace."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return getattr(dynamo, "compile_lock", nullcontext())
+
+
+class _Traces:
+    """Whether the thread that asks is the one that traces."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def __bool__(self) -> bool:
+        return self.tracer.thread == threading.get_ident()
+
+
 class Tracer(fx.Tracer):
-    """Keeps calls of modules as calls, except those of a plain nn.Sequential of `module`, whose parts are traced."""
+    """Keeps calls of modules as calls, except those of a plain nn.Sequential of `module`, whose parts are traced.
+
+    While it traces, torch.fx replaces ``nn.Module.__call__`` and ``__getattr__`` for all threads. Others than the one
+    that traces get what these did before."""
 
     proxy_buffer_attributes = True
+    thread: int | None = None  # the one that traces
     refused = False  # whether an exception was raised for something that no graph shows, which the forward may catch
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        with no_compilation():
+            self.call, self.thread = nn.Module.__call__, threading.get_ident()
+            try:
+                return super().trace(root, concrete_args)
+            finally:
+                self.thread = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        flag = "_is_fx_tracing_flag"  # which `trace` has just set to True, for which compiled functions raise
+        if name == "root" and flag in vars(fx._symbolic_trace):  # from torch 2.14 on, each thread has its own
+            setattr(fx._symbolic_trace, flag, _Traces(self))
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return super().call_module(m, forward, args, kwargs) if _Traces(self) else self.call(m, *args, **kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        return super().getattr(attr, attr_val, parameter_proxy_cache) if _Traces(self) else attr_val
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return (_Argument if node.op == "placeholder" else _Value)(node, self)

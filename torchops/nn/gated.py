@@ -160,7 +160,10 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
         finders.append(Finder(module, graph))
         finders[-1].rewrite()
         problems += [problem, _impurity(module, graph)]
-        problems += [f"its graph does not read its argument {target}" for target in unread]
+        problems += [  # fx gives all arguments, none of them None
+            f"its graph does not read its argument {target}, but calls with other arguments, such as None, may"
+            for target in unread
+        ]
     if not any(finder.count for finder in finders):
         return finders[0], "", {}
     if problem := next(filter(None, problems), None):

@@ -7,6 +7,7 @@ its parameters do more than their classes say.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from torch import nn
 from .gates import Dense
 
 __all__ = ["Replacements", "replace"]
+
+# Tracing and comparing change what the whole process sees: functions of torch, the default dtype, random states. One
+# thread does so at a time. A forward that is traced may itself call `replace`.
+ALONE = threading.RLock()
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -97,6 +102,9 @@ def replace(model: nn.Module) -> Replacements:
     - a module of a package is of no known class, has other layers, or computes something else. For each class and size,
       one module is compared with its replacement first, on a small problem with random parameters on the CPU.
 
+    Other threads may call modules meanwhile, but not those of ``model``. If several threads call ``replace``, one waits
+    for the other.
+
     It does not see code that takes a layer out of a module and calls it alone. :mod:`torchops.inductor` follows the
     computation itself and needs no such structure.
 
@@ -120,10 +128,11 @@ def replace(model: nn.Module) -> Replacements:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: expected model of type nn.Module, got {type(model).__name__}")
-    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    reports = [swap(model) for swap in _swappers]
-    known = {name for report in reports for name in (*report.replaced, *report.left)}
-    reports += [swap(model, known) for swap in _last_swappers]
+    with ALONE:
+        order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+        reports = [swap(model) for swap in _swappers]
+        known = {name for report in reports for name in (*report.replaced, *report.left)}
+        reports += [swap(model, known) for swap in _last_swappers]
     replaced = sorted((name for report in reports for name in report.replaced), key=order.__getitem__)
     return Replacements(tuple(replaced), {name: why for report in reports for name, why in report.left.items()})
 

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .gate_forms import Tracer
+from .gate_forms import Tracer, no_compilation
+from .replace import ALONE
 
 __all__ = ["Trace", "copied", "random_numbers_stay", "traces"]
 
@@ -44,20 +45,29 @@ def traces(module: nn.Module) -> list[Trace]:
         for training in (True, False):
             for part in copy.modules():
                 part.training = training
-            before, numbers = _state(copy), _random_states()
-            tracer = Tracer(module)
-            with _no_contexts(tracer):
-                graph = tracer.trace(copy)
-            if tracer.refused:
-                raise RuntimeError("it catches an exception, and goes on in another way")
-            after = _state(copy)
-            changed = [path for path in {**before, **after} if not _same(before.get(path), after.get(path))]
-            named = sorted(changed, key=lambda path: (path.endswith(" "), path))  # rather what it holds than its pickle
-            problem = f"its forward changes its attribute {named[0].strip()}" if named else None
-            if _random_states() != numbers:
-                problem = "its forward draws random numbers"
-            found.append(Trace(graph, problem))
+            found.append(_trace(copy, Tracer(module)))
+            for _ in range(3):
+                if found[-1].problem == _DRAWS:  # or another thread does
+                    found[-1] = _trace(copy, Tracer(module))
     return found
+
+
+_DRAWS = "its forward draws random numbers"
+
+
+def _trace(copy: nn.Module, tracer: Tracer) -> Trace:
+    before, numbers = _state(copy), _random_states()
+    with _no_contexts(tracer):
+        graph = tracer.trace(copy)
+    if tracer.refused:
+        raise RuntimeError("it catches an exception, and goes on in another way")
+    drew = _random_states() != numbers
+    after = _state(copy)
+    changed = [path for path in {**before, **after} if not _same(before.get(path), after.get(path))]
+    named = sorted(changed, key=lambda path: (path.endswith(" "), path))  # rather what it holds than its pickle
+    if named:
+        return Trace(graph, f"its forward changes its attribute {named[0].strip()}")
+    return Trace(graph, _DRAWS if drew else None)
 
 
 def copied(module: nn.Module, tensor_for: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -173,7 +183,6 @@ _MODES = (
     *((torch.jit, name) for name in ("is_tracing", "is_scripting")),
     *((torch, name) for name in ("get_default_dtype", "are_deterministic_algorithms_enabled", "is_anomaly_enabled")),
 )
-_PATCHING = threading.Lock()  # otherwise a second thread could save the first one's replacements as originals
 
 
 @contextlib.contextmanager
@@ -204,7 +213,7 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
     def asks(name: str, owner: Any = torch) -> Callable[[Any], str]:
         return lambda _: f"asks {owner.__name__}.{name}"
 
-    with _PATCHING:
+    with ALONE, no_compilation():  # otherwise a second thread could save the first one's replacements as originals
         contexts: list[tuple[Any, str, Callable[..., Any], Any]] = [
             (torch.autocast, "__init__", torch.autocast.__init__, enters),  # which asks what is on
             *((kind, "__enter__", kind.__enter__, enters) for kind in _CONTEXTS),
