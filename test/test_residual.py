@@ -382,8 +382,9 @@ def test_memory_cuda(name: str) -> None:
         return forward, whole
 
     of_sum, apart = peak(fused), peak(plain)
-    assert of_sum[0] <= apart[0]
-    assert of_sum[1] <= apart[1]
+    of_others = 2**20  # another test's leftovers may move: 64 KiB once. The pair tensor has 144 MiB.
+    assert of_sum[0] <= apart[0] + of_others
+    assert of_sum[1] <= apart[1] + of_others
 
 
 def additions(function: Callable[[], Any]) -> int:
