@@ -103,7 +103,7 @@ def lines(device_type: str) -> list[Line]:
         Line("gate", (million, 128, 128), most=290),
         Line("gate_", (million, 128, 128), most=290),
         Line("gate", (million, 128, 128), BACKWARD, 860),
-        Line("gate_", (million, 128, 128), BACKWARD, 1050),
+        Line("gate_", (million, 128, 128), BACKWARD, 860),
         Line("glu", (million, 128, 128), most=205),
         Line("glu", (262144, 128, 128), most=54),
         Line("glu", (65536, 128, 128), most=17),

@@ -49,6 +49,23 @@ def test_no_gate_is_saved(trained: str) -> None:
         assert [t.data_ptr() for t in in_place if t.shape == v.shape] == [v.data_ptr()] * (trained == "all")
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_where_float16_has_no_result(compiled: bool) -> None:
+    """The result is 0, and the gradient of a scaled loss is not. So a copy of v is kept."""
+    v = torch.full((4, 8), 1e-3, dtype=torch.float16)
+    x, w = torch.zeros(4, 3, dtype=torch.float16), torch.zeros(8, 3, dtype=torch.float16)
+    b = torch.full((8,), -11.0, dtype=torch.float16, requires_grad=True)
+
+    def gated(v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torchops.gate_(v * 1, x, w, b)
+
+    y = torch.compile(gated, backend="aot_eager", fullgraph=True)(v, b) if compiled else gated(v, b)
+    assert not y.any()
+    (db,) = torch.autograd.grad(y, b, torch.full_like(y, 8192))
+    s = torch.sigmoid(torch.tensor(-11.0))
+    torch.testing.assert_close(db.float(), (4 * 8192 * 1e-3 * s * (1 - s)).expand(8), rtol=1e-2, atol=0)
+
+
 def test_no_factor_is_saved() -> None:
     inputs = [t.requires_grad_() for t in make((6, 7), (5, 7), (5, 7), (5,), (5,))]
     kept = saved(lambda: torchops.glu(*inputs))

@@ -235,4 +235,19 @@ def test_another_layer_is_not_left_out(module: nn.Module) -> None:
         with pytest.raises(TypeError, match=rf"expected {name} to be a plain torch.nn.Linear .*, got Adapter"):
             setattr(parent, name, Adapter(layer))
         assert getattr(parent, name) is layer
+        with pytest.raises(TypeError, match=f"expected {name} to be"):
+            parent.add_module(name, Adapter(layer))
+        assert getattr(parent, name) is layer
         setattr(parent, name, weight_norm(copy.deepcopy(layer)))
+
+
+def test_subclasses_have_modules_of_their_own() -> None:
+    class Dropping(Transition):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.dropout = nn.Dropout(0.1)
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.dropout(super().forward(x))
+
+    assert Dropping()(torch.randn(3, 4)).shape == (3, 4)

@@ -75,7 +75,7 @@ def test_several_threads_replace() -> None:
 
 
 def test_compilation_waits() -> None:
-    """Without recompiling, or compiling what torch.fx has put in place."""
+    """Otherwise it would raise, or compile what torch.fx has put in place."""
     compiled = torch.compile(LAYER, backend="eager", fullgraph=True)
     compiled(X)
     done, errors = threading.Event(), []
@@ -95,6 +95,31 @@ def test_compilation_waits() -> None:
     thread.join()
     assert not errors
     assert [len(report.replaced) for report in reports] == [20] * 3
+
+
+def test_a_compiler_calls_it() -> None:
+    """While another thread does."""
+    begun = threading.Event()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        begun.set()
+        assert replace(nn.ModuleList(SwiGLU() for _ in range(5))).left == {}
+        return graph
+
+    def compiles() -> None:
+        torch.compile(nn.Sequential(nn.Linear(6, 6)), backend=backend)(X)
+
+    def replaces() -> None:
+        for _ in range(3):
+            replace(nn.ModuleList(SwiGLU() for _ in range(5)))
+
+    threads = [threading.Thread(target=function, daemon=True) for function in (replaces, compiles)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert begun.is_set()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 class Replacing(SwiGLU):

@@ -164,7 +164,8 @@ def gate_(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
     Memory: scratch of at most 4 MiB per thread on the CPU, or one row per thread if rows are longer, and of 32 MiB on a
     GPU. Training keeps no copy of ``v``: the gradients of ``x``, ``w`` and ``b`` read the result, as that of
-    ``torch.sigmoid_`` does. So eager mode raises in backward if ``v`` has been overwritten again in between.
+    ``torch.sigmoid_`` does. So eager mode raises in backward if ``v`` has been overwritten again in between. Of a
+    float16 ``v`` a copy is kept if ``x``, ``w`` or ``b`` requires a gradient, since small results are 0 there.
 
     Raises:
         RuntimeError: as :func:`gate`; ``v`` has several elements in one place, as after ``expand``; or ``v`` is a leaf

@@ -29,6 +29,10 @@ bool reads_v(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   return requires_grad(x) || requires_grad(w) || requires_grad(b);
 }
 
+// Whether the result is as good as v for that. In float16, the product of a small v and an almost closed gate is 0 or
+// has few digits, where a large cotangent (of a scaled loss) makes a gradient that is neither.
+bool result_suffices(const Tensor& v) { return v.scalar_type() != at::kHalf; }
+
 struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const OptionalTensor&> {
   static constexpr const char* name = "gate_";
   static void check(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
@@ -38,16 +42,21 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
     return GateFunctional::decomposed(v, x, w, b);
   }
   static Tensor traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-    return train(v, std::nullopt, x, w, b);
+    return apply(detail::keep, v, std::nullopt, x, w, b);
   }
   static void in_place(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) { gate_(v, x, w, b); }
-  static Tensor train(const Tensor& v, const OptionalTensor& target, const Tensor& x, const Tensor& w,
+  static Tensor train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w,
+                      const OptionalTensor& b) {
+    return apply([](const Tensor& old) { return old.clone(); }, v, target, x, w, b);
+  }
+  template <class Copy>
+  static Tensor apply(const Copy& copy, const Tensor& v, const OptionalTensor& target, const Tensor& x, const Tensor& w,
                       const OptionalTensor& b);
 };
 
 // Doesn't save the gate: backward recomputes it from x, w and b, which costs one product and saves a tensor the size of
-// v. In place it reads the result instead of v: with s = sigmoid(x @ w.T + b) and the cotangent g, the cotangent of the
-// product is g * v * s * (1 - s), and v * s is the result.
+// v. In place it reads the result instead of v, if that suffices: with s = sigmoid(x @ w.T + b) and the cotangent g,
+// the cotangent of the product is g * v * s * (1 - s), and v * s is the result.
 struct Gate : torch::autograd::Function<Gate> {
   static constexpr bool is_traceable = true;
 
@@ -84,9 +93,11 @@ struct Gate : torch::autograd::Function<Gate> {
   }
 };
 
-Tensor GateInPlace::train(const Tensor& v, const OptionalTensor& target, const Tensor& x, const Tensor& w,
-                          const OptionalTensor& b) {
-  return Gate::apply(v, x, w, b, target, /*saves_result=*/true);
+template <class Copy>
+Tensor GateInPlace::apply(const Copy& copy, const Tensor& v, const OptionalTensor& target, const Tensor& x,
+                          const Tensor& w, const OptionalTensor& b) {
+  const bool saves_result = result_suffices(v);
+  return Gate::apply(!saves_result && reads_v(x, w, b) ? copy(v) : v, x, w, b, target, saves_result);
 }
 
 Tensor GateFunctional::train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {

@@ -215,7 +215,7 @@ Int padded_size(const Int& n, at::ScalarType dtype, int64_t bytes = 32) {
 /// The row stride in the matrices of d channels: a multiple of 128 bytes if N is large, so that the padding is a small
 /// part. On an H100, the 128 products of N = 769 in bfloat16, padded to 784, take 266 us with rows 832 apart, and 284
 /// with rows 784 apart. For more than 128 channels this would take too much memory. Has no branches, which a graph with
-/// symbolic sizes would have to guard, and no difference, of which it would have to show that it is not negative.
+/// symbolic sizes would have to guard, and no difference of sizes, which it would have to show not to be negative.
 template <class Int>
 Int padded_row_stride(const Int& n, const Int& d, at::ScalarType dtype) {
   const auto at_most_one = [](const Int& value) {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchops.nn.replace import ALONE
+from torchops.nn.replace import alone
 
 if TYPE_CHECKING:
     from torchops.adapters.module import Call, Replacement
@@ -28,7 +28,7 @@ def probe(module: nn.Module, make: Callable[[nn.Module], Replacement]) -> str | 
     results, gradients, what happens to the arguments, and how many random numbers are drawn.
     """
     try:
-        with ALONE, _plain_float32():
+        with alone(), _plain_float32():
             generator = torch.Generator("cpu").manual_seed(0)
             original = copy.deepcopy(module).to_empty(device="cpu").float()
             for name, parameter in original.named_parameters():

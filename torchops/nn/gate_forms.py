@@ -6,7 +6,6 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -126,12 +125,6 @@ class _Argument(_Value):
         return _Argument
 
 
-def no_compilation() -> AbstractContextManager[Any]:
-    """Has other threads wait before they compile, which torch.fx does not allow during a trace."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return getattr(dynamo, "compile_lock", nullcontext())
-
-
 class _Traces:
     """Whether the thread that asks is the one that traces."""
 
@@ -157,12 +150,11 @@ class Tracer(fx.Tracer):
         self.module = module
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        with no_compilation():
-            self.call, self.thread = nn.Module.__call__, threading.get_ident()
-            try:
-                return super().trace(root, concrete_args)
-            finally:
-                self.thread = None
+        self.call, self.thread = nn.Module.__call__, threading.get_ident()
+        try:
+            return super().trace(root, concrete_args)
+        finally:
+            self.thread = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

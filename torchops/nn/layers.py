@@ -8,7 +8,8 @@ from torch import nn
 
 __all__ = ["LayersRead"]
 
-_PLAIN = (nn.Linear.forward, nn.LayerNorm.forward)
+_READ = (nn.Linear, nn.LayerNorm)
+_PLAIN = tuple(kind.forward for kind in _READ)
 
 
 class LayersRead(nn.Module):
@@ -22,9 +23,17 @@ class LayersRead(nn.Module):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module) and not isinstance(value, LayersRead) and type(value).forward not in _PLAIN:
+        self._check(name, value)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._check(name, module)
+        super().add_module(name, module)
+
+    def _check(self, name: str, value: Any) -> None:
+        former = vars(self).get("_modules", {}).get(name)
+        if isinstance(former, _READ) and isinstance(value, nn.Module) and type(value).forward not in _PLAIN:
             raise TypeError(
                 f"{type(self).__name__}: expected {name} to be a plain torch.nn.Linear or LayerNorm, because an "
                 f"operator reads its parameters and never calls it, got {type(value).__name__}"
             )
-        super().__setattr__(name, value)

@@ -7,8 +7,10 @@ its parameters do more than their classes say.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,9 +23,18 @@ from .gates import Dense
 
 __all__ = ["Replacements", "replace"]
 
-# Tracing and comparing change what the whole process sees: functions of torch, the default dtype, random states. One
-# thread does so at a time. A forward that is traced may itself call `replace`.
-ALONE = threading.RLock()
+_ALONE = threading.RLock()  # a forward that is traced may itself call `replace`
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One thread at a time. Tracing and comparing change what the whole process sees: functions of torch, the default
+    dtype, random states. Compilations of other threads wait, too, since torch.fx does not allow them during a trace;
+    their lock comes first, because a compiler may call :func:`replace`."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    with getattr(dynamo, "compile_lock", contextlib.nullcontext()), _ALONE:
+        yield
+
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -102,8 +113,9 @@ def replace(model: nn.Module) -> Replacements:
     - a module of a package is of no known class, has other layers, or computes something else. For each class and size,
       one module is compared with its replacement first, on a small problem with random parameters on the CPU.
 
-    Other threads may call modules meanwhile, but not those of ``model``. If several threads call ``replace``, one waits
-    for the other.
+    Other threads may call modules meanwhile, but not those of ``model``, and not if they draw random numbers, which may
+    come twice, compile, or depend on the default dtype: what is compared sets these for the whole process. If several
+    threads call ``replace``, one waits for the other.
 
     It does not see code that takes a layer out of a module and calls it alone. :mod:`torchops.inductor` follows the
     computation itself and needs no such structure.
@@ -128,7 +140,7 @@ def replace(model: nn.Module) -> Replacements:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: expected model of type nn.Module, got {type(model).__name__}")
-    with ALONE:
+    with alone():
         order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
         reports = [swap(model) for swap in _swappers]
         known = {name for report in reports for name in (*report.replaced, *report.left)}

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .gate_forms import Tracer, no_compilation
-from .replace import ALONE
+from .gate_forms import Tracer
+from .replace import alone
 
 __all__ = ["Trace", "copied", "random_numbers_stay", "traces"]
 
@@ -213,7 +213,7 @@ def _no_contexts(tracer: Tracer) -> Iterator[None]:
     def asks(name: str, owner: Any = torch) -> Callable[[Any], str]:
         return lambda _: f"asks {owner.__name__}.{name}"
 
-    with ALONE, no_compilation():  # otherwise a second thread could save the first one's replacements as originals
+    with alone():  # otherwise a second thread could save the first one's replacements as originals
         contexts: list[tuple[Any, str, Callable[..., Any], Any]] = [
             (torch.autocast, "__init__", torch.autocast.__init__, enters),  # which asks what is on
             *((kind, "__enter__", kind.__enter__, enters) for kind in _CONTEXTS),
