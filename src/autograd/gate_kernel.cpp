@@ -33,6 +33,11 @@ bool reads_v(const Tensor& x, const Tensor& w, const OptionalTensor& b) {
 // has few digits, where a large cotangent (of a scaled loss) makes a gradient that is neither.
 bool result_suffices(const Tensor& v) { return v.scalar_type() != at::kHalf; }
 
+// Whether training in place needs a copy of v.
+bool copies_v(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  return !result_suffices(v) && reads_v(x, w, b);
+}
+
 struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const OptionalTensor&> {
   static constexpr const char* name = "gate_";
   static void check(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
@@ -41,17 +46,9 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
   static Tensor decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
     return GateFunctional::decomposed(v, x, w, b);
   }
-  static Tensor traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-    return apply(detail::keep, v, std::nullopt, x, w, b);
-  }
+  static Tensor traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b);
   static void in_place(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) { gate_(v, x, w, b); }
-  static Tensor train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w,
-                      const OptionalTensor& b) {
-    return apply([](const Tensor& old) { return old.clone(); }, v, target, x, w, b);
-  }
-  template <class Copy>
-  static Tensor apply(const Copy& copy, const Tensor& v, const OptionalTensor& target, const Tensor& x, const Tensor& w,
-                      const OptionalTensor& b);
+  static Tensor train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w, const OptionalTensor& b);
 };
 
 // Doesn't save the gate: backward recomputes it from x, w and b, which costs one product and saves a tensor the size of
@@ -93,11 +90,13 @@ struct Gate : torch::autograd::Function<Gate> {
   }
 };
 
-template <class Copy>
-Tensor GateInPlace::apply(const Copy& copy, const Tensor& v, const OptionalTensor& target, const Tensor& x,
-                          const Tensor& w, const OptionalTensor& b) {
-  const bool saves_result = result_suffices(v);
-  return Gate::apply(!saves_result && reads_v(x, w, b) ? copy(v) : v, x, w, b, target, saves_result);
+Tensor GateInPlace::traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  return Gate::apply(copies_v(v, x, w, b) ? detail::keep(v) : v, x, w, b, std::nullopt, result_suffices(v));
+}
+
+Tensor GateInPlace::train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w,
+                          const OptionalTensor& b) {
+  return Gate::apply(copies_v(v, x, w, b) ? v.clone() : v, x, w, b, target, result_suffices(v));
 }
 
 Tensor GateFunctional::train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {

@@ -21,9 +21,8 @@ TORCHOPS_API at::Tensor gate(const at::Tensor& v, const at::Tensor& x, const at:
 
 /// Overwrites v with gate(v, x, w, b) and returns v. x, w and b may overlap v; they are then read first. The gradients
 /// of x, w and b need the result, so v must not be overwritten again before backward; if v is float16, they need a copy
-/// of the old v instead. A call with wrong arguments (also
-/// an expanded v) leaves v untouched; one that runs out of memory may have overwritten a part, and then moves the
-/// version counter.
+/// of the old v instead. A call with wrong arguments (also an expanded v) leaves v untouched; one that runs out of
+/// memory may have overwritten a part, and then moves the version counter.
 TORCHOPS_API at::Tensor& gate_(at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                                const std::optional<at::Tensor>& b = {});
 
