@@ -47,6 +47,9 @@ struct GradientProblem {
   const void *bias = nullptr, *bias2 = nullptr;
   void *dx = nullptr, *dc = nullptr, *dw = nullptr, *dw2 = nullptr, *dbias = nullptr, *dbias2 = nullptr;
   void* workspace = nullptr;
+
+  bool has_y_for_c() const { return c.data == nullptr && y.data != nullptr; }
+  const Operand& c_or_y() const { return has_y_for_c() ? y : c; }
 };
 
 /// A linear layer with up to 128 features in and out: its weight, and its bias or null.

@@ -40,8 +40,7 @@ struct GatedGradients {
       int count = 0;
       if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
       using Parameters = typename Kernel::Parameters;
-      const bool c_is_y = Rule::kReadsC && p.c.data == nullptr;
-      const Operand c = !Rule::kReadsC ? p.grad : c_is_y ? p.y : p.c;
+      const Operand& c = Rule::kReadsC ? p.c_or_y() : p.grad;
       if (!are_encodable<T>(p.x, p.grad, c, p.w, Kernel::kProducts == 2 ? p.w2 : p.w)) {
         return Status::of(cudaErrorInvalidValue);
       }
@@ -58,7 +57,7 @@ struct GatedGradients {
       parameters.dx = decltype(Parameters::dx)::of(p.dx, p.k, p.m, p.k);
       parameters.bias[0] = static_cast<const T*>(p.bias);
       parameters.bias[1] = static_cast<const T*>(p.bias2);
-      parameters.c_is_y = c_is_y;
+      parameters.c_is_y = p.has_y_for_c();
       parameters.partial = static_cast<float*>(p.workspace);
       parameters.m = p.m;
       parameters.n = p.n;

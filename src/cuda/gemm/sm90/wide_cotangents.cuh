@@ -186,8 +186,7 @@ struct WideCotangents {
     }
 
     static Status run(const GradientProblem& p, cudaStream_t stream) {
-      const bool c_is_y = Rule::kReadsC && p.c.data == nullptr;
-      const Operand& c = !Rule::kReadsC ? p.grad : c_is_y ? p.y : p.c;
+      const Operand& c = Rule::kReadsC ? p.c_or_y() : p.grad;
       Operand second = Rule::kReadsC ? Operand{p.dc, p.n, 0} : p.dz2;
       const bool writes_second = second.data != nullptr;
       if (!writes_second) second = p.dz;
@@ -202,7 +201,7 @@ struct WideCotangents {
       epilogue.first = decltype(epilogue.first)::of(p.dz.data, p.dz.row_stride, p.m, p.n);
       epilogue.second = decltype(epilogue.second)::of(second.data, second.row_stride, p.m, p.n);
       epilogue.writes_second = writes_second;
-      epilogue.c_is_y = c_is_y;
+      epilogue.c_is_y = p.has_y_for_c();
       epilogue.bias[0] = static_cast<const T*>(p.bias);
       epilogue.bias[1] = static_cast<const T*>(p.bias2);
       float* const sums = static_cast<float*>(p.workspace);
