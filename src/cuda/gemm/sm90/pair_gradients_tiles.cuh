@@ -249,15 +249,15 @@ struct PairGradientsKernel {
     norms[1].load(p.norm_x[0], p.norm_x[1], p.c, kConsumers);
     sync();
     shared.w_loaded.wait(0);
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * kFeatures; i += kConsumers) {
-      const int product = i / kFeatures, row = i % kFeatures;
-      const Element* const bias = p.bias[product];
-      shared.bias[product][row] =
-          fold_norm<kFeatures>(shared.w[product].data(), row, norms[kOut && product == 0 ? 0 : 1],
-                               bias == nullptr || row >= p.outputs() ? nullptr : bias + row,
-                               product == 0 ? 1.f : Gate::kTanhScale)
-              .bias;
-    }
+    // A row for each thread. After a loop whose length depends on the thread, the compiler keeps the address of shared
+    // memory in a register of each thread, and copies each descriptor from there before its matrix instruction.
+    static_assert(kConsumers == 2 * kFeatures);
+    const int product = static_cast<int>(threadIdx.x) / kFeatures, row = static_cast<int>(threadIdx.x) % kFeatures;
+    const Element* const bias = p.bias[product];
+    shared.bias[product][row] = fold_norm<kFeatures>(shared.w[product].data(), row, norms[kOut && product == 0 ? 0 : 1],
+                                                     bias == nullptr || row >= p.outputs() ? nullptr : bias + row,
+                                                     product == 0 ? 1.f : Gate::kTanhScale)
+                                    .bias;
     cutlass::arch::fence_view_async_shared();
     sync();
   }

@@ -129,7 +129,11 @@ struct PairInKernel {
     shared.norm.load(p.norm[0], p.norm[1], p.c, threads);
     sync_computing<kComputing>();
     shared.barriers.w_loaded.wait(0);
-    for (int i = static_cast<int>(threadIdx.x); i < kWeights * kColumns; i += threads) {
+    // As many rows for each thread, for the sake of the descriptors: see pair_gradients_tiles.cuh.
+    static_assert(kWeights * kColumns % threads == 0);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = 0; first < kWeights * kColumns; first += threads) {
+      const int i = first + static_cast<int>(threadIdx.x);
       const int side = i / (kWeights * kColumns / 2), part = i / (kProducts * kColumns) % kParts;
       const int product = i / kColumns % kProducts, row = i % kColumns, channel = part * kColumns + row;
       const Element* const bias = p.sides[side].bias[product];
