@@ -48,6 +48,7 @@ struct GradientProblem {
   void *dx = nullptr, *dc = nullptr, *dw = nullptr, *dw2 = nullptr, *dbias = nullptr, *dbias2 = nullptr;
   void* workspace = nullptr;
 
+  /// For operations that read c.
   bool has_y_for_c() const { return c.data == nullptr && y.data != nullptr; }
   const Operand& c_or_y() const { return has_y_for_c() ? y : c; }
 };

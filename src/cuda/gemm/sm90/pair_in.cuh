@@ -129,7 +129,7 @@ struct PairInKernel {
     shared.norm.load(p.norm[0], p.norm[1], p.c, threads);
     sync_computing<kComputing>();
     shared.barriers.w_loaded.wait(0);
-    // As many rows for each thread, for the sake of the descriptors: see pair_gradients_tiles.cuh.
+    // The same number of rows for each thread; why: fold_norms() of pair_gradients_tiles.cuh.
     static_assert(kWeights * kColumns % threads == 0);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = 0; first < kWeights * kColumns; first += threads) {
