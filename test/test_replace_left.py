@@ -255,6 +255,18 @@ def test_left(name: str) -> None:
         assert reason in "; ".join(report.left.values())
 
 
+def test_beside_scripted_modules() -> None:
+    """Their tables of modules and parameters are not dicts."""
+    scripted, traced = torch.jit.script(nn.Linear(3, 3)), torch.jit.trace(nn.Linear(3, 3), torch.zeros(1, 3))
+    model, x = nn.Sequential(nn.Linear(3, 6), nn.GLU(), scripted, traced), torch.randn(5, 3)
+    expected = model(x)
+    assert replace(model).replaced == ("0",)
+    torch.testing.assert_close(model(x), expected)
+    assert model[2] is scripted
+    assert model[3] is traced
+    assert replace(torch.jit.script(nn.Sequential(nn.Linear(3, 6), nn.GLU()))).replaced == ()
+
+
 @pytest.mark.parametrize("changes", [lambda m: None, lambda m: setattr(m, "forward", m.forward)])
 def test_nothing_of_the_tracing_stays(changes: Callable[[Any], None]) -> None:
     model = Remembers()

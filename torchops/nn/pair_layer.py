@@ -101,7 +101,7 @@ class PairLayer(nn.Module):
         """Returns ``x`` after the five updates, as a new tensor.
 
         With ``inplace``, it overwrites ``x`` and returns it. The updates are not further tensors; their
-        scratch remains. It is meant for inference."""
+        scratch remains. It is meant for inference. If one of the updates raises, ``x`` has those before it."""
         if x.dim() < 3:
             raise RuntimeError(f"PairLayer: expected x of shape (..., N, N, c), got {tuple(x.shape)}")
         for module, shared_along in (
