@@ -49,9 +49,9 @@ def triangle_attention(
         bias: of shape ``(batch, 1, H, N, N)``, and the dtype of ``q``, or float32 if that has 16 bits. Layouts other
             than rows of ``k`` are copied once.
         mask: bool, of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, ``True`` for keys to keep; or ``None``. Other
-            keys have no weight, but their ``k`` and ``v`` must be finite, since 0 times NaN is NaN. A row without any
-            key is computed as if all keys were kept, which is what the formula above says as long as its sums are
-            exact.
+            keys have no weight, but their ``v`` and the products of their ``k`` must be finite, since 0 times NaN is
+            NaN. A row without any key is computed as if all keys were kept, which is what the formula above says as
+            long as its sums are exact.
         scale: factor of the products of ``q`` and ``k``. Default: ``d ** -0.5``.
 
     Dtypes: float32, float64, float16 and bfloat16. Scores and their exponentials are float32 even if ``q`` has 16 bits.

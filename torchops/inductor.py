@@ -94,9 +94,9 @@ def enable() -> Enabled:
     Graphs compiled before stay as they are (``torch.compiler.reset()`` discards them). Passes that are already in the
     two hooks are kept and run first. A pass that you set later replaces this one. Graphs stay cacheable on disk.
 
-    From torch 2.13 on, Inductor's settings belong to a thread: other threads compile without the pass until they call
-    this as well, or pass :func:`options` to ``torch.compile``. What :func:`matches` and :func:`report` return is of the
-    whole process.
+    In torch 2.13 and 2.14, Inductor's settings belong to a thread: other threads compile without the pass until they
+    call this as well, or pass :func:`options` to ``torch.compile``. What :func:`matches` and :func:`report` return is
+    of the whole process.
 
     Returns:
         An object for use in a ``with`` statement. The model has to run for the first time inside the block.

@@ -32,7 +32,7 @@ def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False)
     for kind, reason in unfit():
         if type(module) is kind:
             return reason
-    children = set(module._modules.keys())  # a ScriptModule has a list of them, and no other way
+    children = set(module._modules.keys())  # a list, if it is a ScriptModule
     for names in (PACKED, SEPARATE, FUSED):
         if {name for name, role in names.layers.items() if not role.endswith("?")} <= children:
             return f"{name} has the layers of a triangle update, but is of no known package"

@@ -22,11 +22,11 @@
 // The sums of dw and of the columns of du and dt stay in registers for all positions, as in gated_gradients.cuh. The
 // column sums are products with ones: the warps that compute du and dt are busier than the matrix units.
 //
-// The gradients of the input step are bound by shared memory, whose pipe is busy for three quarters of the time (Nsight
-// Compute), rather than by device memory: with all tiles from the second-level cache they take 2% less time (N = 1024,
-// H100, bfloat16). So a cluster that makes both sides, and reads x and dxhat once, has little to win. Two variants were
-// slower: warpgroups that take turns with the matrix units, each of which makes all columns of dxhat from its own
-// columns of du and dt (2 to 3%), and u and t as one product of 128 columns (5%).
+// Device memory doesn't bound the gradients of the input step: with all tiles from the second-level cache they take 2%
+// less time (N = 1024, H100, bfloat16). So a cluster that makes both sides, and reads x and dxhat once, has little to
+// win. The pipe of shared memory is busy for 70 to 75% of the time (Nsight Compute). Two variants were slower:
+// warpgroups that take turns with the matrix units, each of which makes all columns of dxhat from its own columns of du
+// and dt (2 to 3%), and u and t as one product of 128 columns, which reads less shared memory (5%).
 
 #include "cuda/gemm/sm90/pair_norms.cuh"
 
