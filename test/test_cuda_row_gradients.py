@@ -28,7 +28,10 @@ SHAPES = [
     *((7, 8 * vectors) for vectors in (2, 5, 9, 17, 33, 65, 128, 129, 512, 513, 2048, 2049, 4097, 8200, 32768, 32769)),
     (3000, 72),
     (700, 1032),
+    # Clusters that have many rows each.
     (400, 32768),
+    (200, 65552),
+    (60, 262144),
 ]
 MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
 

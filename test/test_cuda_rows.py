@@ -145,6 +145,57 @@ def test_layouts_in_place(name: str, dtype: torch.dtype, columns: int, view: Cal
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kilobytes", "rows"), [(65, 301), (130, 290), (257, 130), (512, 90)])
+@pytest.mark.parametrize("name", ["softmax", "layer_norm"], indirect=True)
+def test_clusters_that_have_many_rows(name: str, dtype: torch.dtype, kilobytes: int, rows: int) -> None:
+    """Blocks go on to the next row before others have ended the last one; no row may depend on those around it."""
+    op, in_place, _ = OPERATORS[name]
+    columns = kilobytes * 1024 // dtype.itemsize
+    base = random(rows, columns + 16, dtype=dtype, scale=3.0)
+    x = base[:, 8:-8]
+    w, b = parameters(columns, dtype)
+    x[17], x[18, 5], x[23] = float("nan"), float("nan"), 0.37
+    before = base.clone()
+    y = op(x, w, b)
+    assert torch.equal(base.view(torch.uint8), before.view(torch.uint8))
+    assert y[17:19].isnan().all()
+    others = torch.ones(rows, device="cuda", dtype=torch.bool)
+    others[17:19] = False
+    assert_accurate(name, y[others], x[others], w, b, ratio=1.5, slack=0.5)
+    for i in (0, 1, 19, 23, rows // 2, rows - 1):
+        assert torch.equal(op(x[i : i + 1], w, b), y[i : i + 1]), i
+    in_place(x, w, b)
+    torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(base[:, :8], before[:, :8])
+    assert torch.equal(base[:, -8:], before[:, -8:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [40_960, 131_072])
+def test_long_rows_without_parameters_and_moments(dtype: torch.dtype, columns: int) -> None:
+    x = random(100, columns, dtype=dtype, scale=2.0) + 3
+    w, b = parameters(columns + 1, dtype)
+    # Parameters that don't begin at a 16-byte boundary are read one number at a time.
+    for weight, bias in ((None, None), (w[1:], None), (w[1:], b[:-1])):
+        wide = [None if p is None else p.double() for p in (weight, bias)]
+        exact = F.layer_norm(x.double(), (columns,), wide[0], wide[1])
+        theirs = F.layer_norm(x, (columns,), weight, bias)
+        y, mean, rstd = torch.ops.myops._layer_norm(x, [columns], weight, bias, 1e-5)
+        assert torch.equal(y, torchops.layer_norm(x, (columns,), weight, bias))
+        assert relative_error(y, exact) <= 1.5 * relative_error(theirs, exact) + torch.finfo(dtype).eps
+        var, center = torch.var_mean(x.double(), -1, correction=0, keepdim=True)
+        accurate = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(mean.double(), center, rtol=accurate, atol=0)
+        torch.testing.assert_close(rstd.double(), torch.rsqrt(var + 1e-5), rtol=accurate, atol=0)
+
+
+def test_a_constant_long_row_becomes_the_bias() -> None:
+    x = random(64, 1, dtype=torch.float32).expand(64, 100_000).contiguous()
+    w, b = parameters(100_000, torch.float32)
+    torch.testing.assert_close(torchops.layer_norm(x, w.shape, w, b), b.expand_as(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [6, 3000, 70_000, 600_000])
 def test_special_values(dtype: torch.dtype, columns: int) -> None:
     inf, nan, most = float("inf"), float("nan"), torch.finfo(dtype).max

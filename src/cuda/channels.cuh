@@ -160,6 +160,21 @@ constexpr int64_t tile_bytes(int64_t channel_count) {
 template <class T, int V>
 constexpr int64_t moment_bytes = 2 * kTileThreads * kTile<V> * static_cast<int64_t>(sizeof(Accumulate<T>));
 
+/// The number of elements, their mean, and the sum of their squared distances from it.
+template <class A>
+struct Spread {
+  A count, mean, squares;
+};
+
+/// Chan, Golub and LeVeque 1983.
+template <class A>
+struct Pooled {
+  __device__ Spread<A> operator()(const Spread<A>& a, const Spread<A>& b) const {
+    const A count = a.count + b.count, part = b.count / count, difference = b.mean - a.mean;
+    return {count, a.mean + difference * part, a.squares + b.squares + difference * difference * a.count * part};
+  }
+};
+
 /// rows[r] = the layer norm of channels[:][positions.of(r)]. A tile has all channels of its positions. Each thread
 /// measures its channels of V positions while it holds them, around their own mean. Then a warp puts together what all
 /// warps found for its rows, and writes these. weight and bias may be null.

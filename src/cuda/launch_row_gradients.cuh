@@ -42,17 +42,8 @@ struct RowDivision {
   int64_t parts;  // blocks or clusters of the grid, each with its own partial sums
 };
 
-/// The number of clusters of `cluster` full blocks of `kernel` that run at the same time; 0 if none fits.
-template <class Kernel>
-cudaError_t query_resident_clusters(Kernel kernel, int cluster, int& answer) {
-  answer = 0;
-  constexpr int bytes = kGradientThreads * kGradientSharedBytes;
-  int largest = 1;
-  cudaError_t error = allow_shared(kernel, bytes);
-  if (error == cudaSuccess) error = query_largest_cluster(kernel, kGradientThreads, bytes, largest);
-  if (error != cudaSuccess || largest < cluster) return error;
-  return query_clusters(kernel, cluster, kGradientThreads, bytes, answer);
-}
+template <class T, class Operator>
+constexpr auto kClusterGradients = row_gradients_kernel<T, GradientCluster<Accumulate<T>, Operator::kSums>, Operator>;
 
 /// The division of rows on the current device; nullopt if rows are too long, or not a whole number of vectors: loads of
 /// single elements would be many more, and ATen's kernels handle them better. Which threads add up a row, and in which
@@ -105,7 +96,8 @@ std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
     static_assert(Cluster::kMaxBlocks == 16);
     int resident = 0;
     C10_CUDA_CHECK(caches[log_half].get(resident, [&](int& answer) {
-      return query_resident_clusters(row_gradients_kernel<T, GradientCluster, Operator>, cluster, answer);
+      return query_clusters(kClusterGradients<T, Operator>, cluster, kGradientThreads,
+                            kGradientThreads * kGradientSharedBytes, answer);
     }));
     if (resident == 0) return std::nullopt;
     return RowDivision{RowDivision::By::kCluster, 1, threads_of(cluster), cluster, std::min<int64_t>(resident, rows)};
@@ -155,7 +147,7 @@ void launch_row_gradients(GradientRows<T> rows, const Operator& op, const RowDiv
   }
   if constexpr (!kShortRowsOnly<T>) {
     if (division.by == RowDivision::By::kCluster) {
-      return start(row_gradients_kernel<T, GradientCluster, Operator>, caches[2], kGradientThreads);
+      return start(kClusterGradients<T, Operator>, caches[2], kGradientThreads);
     }
     // The most that a block may have on this device, since the number of threads varies with the length of rows.
     const auto most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;

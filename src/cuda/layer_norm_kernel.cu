@@ -21,74 +21,68 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Reads N neighbouring elements of a parameter, at any alignment; `otherwise` if there is no parameter.
-template <class T, int N>
-__device__ inline void read_parameter(const T* parameter, int64_t column, Accumulate<T> otherwise,
-                                      Accumulate<T> (&out)[N]) {
-  if (parameter == nullptr) {
-    for (auto& value : out) value = otherwise;
-    return;
-  }
-  const T* const from = parameter + column;
-  if constexpr (N > 1) {
-    if (reinterpret_cast<uintptr_t>(from) % kVectorBytes == 0) {
-      const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
-      unpack(*reinterpret_cast<const Packed<T, N>*>(&bits), out);
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(from[i]);
-}
-
 // The variance is computed from the squared distances from the mean, not from the squares, so no digits cancel.
 template <class T>
 struct LayerNorm {
   using A = Accumulate<T>;
   // Shared memory for x would shrink L1, and each long row would read weight and bias from L2.
-  static constexpr int kStaged = 0;
+  static constexpr int kStaged = 0, kParameters = 2;
 
-  const T *weight, *bias;  // or null
-  A* mean;                 // null, or one number per row, with moment_stride; like rstd
+  // The number of elements, their mean, what that lacks beyond the precision of A, and the sum of their squared
+  // distances from it.
+  struct State {
+    A count, mean, rest, squares;
+  };
+
+  Parameters<T, kParameters> parameters;  // weight and bias
+  A* mean;                                // null, or one number per row, with moment_stride; like rstd
   A* rstd;
   int64_t moment_stride, rows;
   A columns, eps;
 
   template <class Row, class Group>
-  __device__ void operator()(const Row& row, Group& group) const {
-    A sum = 0, count = 0;
-    row.for_each([&](A x, int) {
-      sum += x;
-      if (!Group::kOneBlock) ++count;
-    });
-    count = Group::kOneBlock ? columns : group.template reduce<0>(count, Sum());
-    Spread<A> total{count, group.template reduce<1>(sum, Sum()) / count, 0};
+  __device__ State measure(const Row& row, Group& group) const {
+    A sums[kChains] = {};
+    row.for_each([&](A x, int i) { sums[i % kChains] += x; });
+    A count = columns;
+    if constexpr (!Group::kOneBlock) count = group.template reduce<0>(static_cast<A>(row.count()), Sum());
+    const A sum = group.template reduce<1>(reduce_chains(sums, Sum()), Sum());
+    const A inverse = count > 0 ? A{1} / count : A{0}, center = sum * inverse;
     // The rounding error of the mean: without it, the distances would add up to 0.
-    A rest = 0;
-    row.for_each([&](A x, int) {
-      const A distance = x - total.mean;
-      rest += distance;
-      total.squares += distance * distance;
+    A rests[kChains] = {}, squares[kChains] = {};
+    row.for_each([&](A x, int i) {
+      const A distance = x - center;
+      rests[i % kChains] += distance;
+      squares[i % kChains] += distance * distance;
     });
-    rest = group.template reduce<2>(rest, Sum()) / count;
-    total.squares = group.template reduce<3>(total.squares, Sum()) - rest * rest * count;
-    if (total.squares < 0) total.squares = 0;
-    if (!Group::kOneBlock) {
-      total.mean += rest;
-      rest = 0;
-      total = group.merge(total, Pooled<A>());
-    }
-    const A center = total.mean, scale = rsqrt(total.squares / columns + eps);
-    row.write([&](auto& values, int64_t column) {
+    const A rest = group.template reduce<2>(reduce_chains(rests, Sum()), Sum()) * inverse;
+    const A square = group.template reduce<3>(reduce_chains(squares, Sum()), Sum()) - rest * rest * count;
+    return {count, center, rest, square < 0 ? A{0} : square};
+  }
+
+  // Chan, Golub and LeVeque 1983.
+  template <class Reduce>
+  __device__ State pool(const State& part, const Reduce& reduce) const {
+    const A count = reduce(part.count, Sum()), inverse = A{1} / count;
+    const A mean = reduce(part.count * part.mean, Sum()) * inverse;
+    const A distance = (part.mean - mean) + part.rest, weighted = part.count * distance;
+    return {count, mean, reduce(weighted, Sum()) * inverse, reduce(part.squares + weighted * distance, Sum())};
+  }
+  __device__ State nothing() const { return {}; }
+
+  template <class Row, class Group>
+  __device__ void write(const Row& row, const Group& group, const State& total) const {
+    const A scale = rsqrt(total.squares / columns + eps), shift = -total.rest * scale;
+    row.write(parameters, [&](auto& values, const auto& read) {
       constexpr int kSize = sizeof(values) / sizeof(A);
       A w[kSize], b[kSize];
-      read_parameter(weight, column, A{1}, w);
-      read_parameter(bias, column, A{0}, b);
+      read(0, w);
+      read(1, b);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = (values[i] - center - rest) * scale * w[i] + b[i];
+      for (int i = 0; i < kSize; ++i) values[i] = ((values[i] - total.mean) * scale + shift) * w[i] + b[i];
     });
     if (mean != nullptr && group.rank == 0 && group.row < rows) {
-      mean[group.row * moment_stride] = center + rest;
+      mean[group.row * moment_stride] = total.mean + total.rest;
       rstd[group.row * moment_stride] = scale;
     }
   }
@@ -118,8 +112,12 @@ void layer_norm_rows(const Tensor& x, const Tensor& y, const Affine& affine, dou
     const auto written = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr<A>() : nullptr; };
     launch_rows(Rows<scalar_t>{x.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), x.size(0), x.size(1),
                                x.stride(0), y.stride(0)},
-                LayerNorm<scalar_t>{read(affine.weight), read(affine.bias), written(mean), written(rstd),
-                                    mean.defined() ? mean.stride(0) : 0, x.size(0), static_cast<A>(x.size(1)),
+                LayerNorm<scalar_t>{{{read(affine.weight), read(affine.bias)}, {scalar_t(1), scalar_t(0)}},
+                                    written(mean),
+                                    written(rstd),
+                                    mean.defined() ? mean.stride(0) : 0,
+                                    x.size(0),
+                                    static_cast<A>(x.size(1)),
                                     static_cast<A>(eps)});
   });
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/mailbox.cuh"
 #include "cuda/rows.cuh"
 
 // The device side of gradients that read two matrices once, x (or the output) and the cotangent, and write a third: a
@@ -38,6 +39,7 @@ struct GradientRows {
 class GradientLanes {
  public:
   static constexpr int kMaxThreads = 128;
+  static constexpr bool kLate = false;
 
   __device__ explicit GradientLanes(int lanes)
       : size(lanes), rank(threadIdx.x & (lanes - 1)), among(threadIdx.x / static_cast<unsigned>(lanes)) {}
@@ -56,7 +58,6 @@ class GradientLanes {
       for (A& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
   }
-  __device__ void leave() {}
 
   const int size, rank, among;
 };
@@ -81,6 +82,7 @@ __device__ inline void sum_block(A (&sums)[n], int turn) {
 class GradientBlock {
  public:
   static constexpr int kMaxThreads = kGradientThreads, among = 0;
+  static constexpr bool kLate = false;
 
   __device__ explicit GradientBlock(int) : size(blockDim.x), rank(threadIdx.x) {}
 
@@ -94,64 +96,80 @@ class GradientBlock {
   __device__ void reduce(A (&sums)[n], int turn) {
     sum_block(sums, turn);
   }
-  __device__ void leave() {}
 
   const int size, rank;
 };
 
-class GradientCluster : public Cluster {
+/// The blocks of a cluster (compute capability 9.0). The sums of a row are complete after the next row was added up, so
+/// what the blocks send to each other has time to arrive.
+template <class A, int n>
+class GradientCluster {
  public:
   static constexpr int kMaxThreads = kGradientThreads, among = 0;
+  static constexpr bool kLate = true;
 
-  __device__ explicit GradientCluster(int) {}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __device__ explicit GradientCluster(int)
+      : mailbox_(mail()), size(mailbox_.blocks * blockDim.x), rank(mailbox_.block * blockDim.x + threadIdx.x) {}
 
   static __device__ int threads() { return blockDim.x; }
   __device__ int groups() const { return 1; }
-  __device__ int64_t first() const { return row; }
-  __device__ unsigned step() const { return gridDim.x / (static_cast<unsigned>(size) / blockDim.x); }
-  __device__ int part() const { return static_cast<int>(row); }
+  __device__ int64_t first() const { return part(); }
+  __device__ unsigned step() const { return gridDim.x / static_cast<unsigned>(mailbox_.blocks); }
+  __device__ int part() const { return static_cast<int>(blockIdx.x / static_cast<unsigned>(mailbox_.blocks)); }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  template <class A, int n>
-  __device__ void reduce(A (&sums)[n], int turn) {
-    struct Sums {
-      A at[n];
-    };
-    __shared__ Sums of_block[kMaxBlocks];
-    sum_block(sums, turn);
-    Sums own;
+  __device__ void send(unsigned round, const A (&sums)[n]) {
+    // Two, so that a warp can write one while the first warp still reads the other.
+    __shared__ A of_warp[2][n][kWarp];
+    const int lane = threadIdx.x % kWarp;
 #pragma unroll
-    for (int i = 0; i < n; ++i) own.at[i] = sums[i];
-    wait();  // until all blocks run, and have read what was sent to them before
-    if (threadIdx.x < blocks_) put(&of_block[block_], threadIdx.x, own);
-    arrive();
-    wait();
-#pragma unroll
-    for (int i = 0; i < n; ++i) sums[i] = of_block[0].at[i];
-    for (int block = 1; block < blocks_; ++block) {
-#pragma unroll
-      for (int i = 0; i < n; ++i) sums[i] += of_block[block].at[i];
+    for (int i = 0; i < n; ++i) {
+      const A sum = reduce_lanes<kWarp>(sums[i], Sum());
+      if (lane == 0) of_warp[round & 1][i][threadIdx.x / kWarp] = sum;
     }
-    arrive();
+    __syncthreads();
+    if (threadIdx.x >= kWarp) return;
+    Sums message;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      message.at[i] = reduce_lanes<kWarp>(lane < blockDim.x / kWarp ? of_warp[round & 1][i][lane] : A{0}, Sum());
+    }
+    mailbox_.send(round, message);
   }
-  /// Waits for the last arrival: none may be left without a wait.
-  __device__ void leave() {
-    __syncwarp();
-    wait();
+
+  __device__ void receive(unsigned round, A (&sums)[n]) {
+    const Sums* const of_block = mailbox_.receive(round);
+    const int lane = threadIdx.x % Cluster::kMaxBlocks;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      sums[i] = reduce_lanes<Cluster::kMaxBlocks>(lane < mailbox_.blocks ? of_block[lane].at[i] : A{0}, Sum());
+    }
   }
 
  private:
-  static __device__ void arrive() {
-    __syncwarp();  // .aligned: the whole warp arrives together
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  struct Sums {
+    A at[n];
+  };
+  static __device__ typename Mailbox<Sums>::Shared& mail() {
+    __shared__ typename Mailbox<Sums>::Shared shared;
+    return shared;
   }
+
+  Mailbox<Sums> mailbox_;
 
  public:
 #else
-  template <class A, int n>
-  __device__ void reduce(A (&)[n], int) {}
-  __device__ void leave() {}
+  // Never launched: the host checks which architecture the code was compiled for.
+  __device__ explicit GradientCluster(int) : size(1), rank(0) { __trap(); }
+  static __device__ int threads() { return 1; }
+  __device__ int groups() const { return 1; }
+  __device__ int64_t first() const { return 0; }
+  __device__ unsigned step() const { return 1; }
+  __device__ int part() const { return 0; }
+  __device__ void send(unsigned, const A (&)[n]) {}
+  __device__ void receive(unsigned, A (&)[n]) {}
 #endif
+  const int size, rank;
 };
 
 /// An operator works on vectors of x and grad, arrays of Accumulate<T>, and has
@@ -195,7 +213,7 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
   // The same number for all threads that meet at a barrier, so the last rows of some groups may not exist.
   const unsigned step = group.step();
   const int64_t first = group.first();
-  int left = first < rows.rows ? static_cast<int>((rows.rows - first - 1) / step) + 1 : 0;
+  const int count = first < rows.rows ? static_cast<int>((rows.rows - first - 1) / step) + 1 : 0;
   int64_t row = first + group.among;
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) fetch(row + int64_t{step} * stage, stage);
@@ -205,12 +223,9 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
     if (column(k) < columns) parameters[k] = op.columns(column(k));
   }
   A column_sums[kVectors][kColumnSums > 0 ? kColumnSums : 1][kSize] = {};
-  for (int stage = 0; left > 0; --left, row += step) {
-    const bool exists = row < rows.rows;
-    const auto of_row = op.of_row(exists ? row : rows.rows - 1);
-    fetch(row + int64_t{step} * (kStages - 1), stage == 0 ? kStages - 1 : stage - 1);
-    wait_for_copies_before<kStages - 1>();
-    A sums[Operator::kSums] = {};
+  using OfRow = typename Operator::OfRow;
+  using Sums = A[Operator::kSums];
+  const auto add = [&](bool exists, const OfRow& of_row, int stage, Sums& sums) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if (exists && column(k) < columns) {
@@ -220,21 +235,53 @@ __global__ __launch_bounds__(Group::kMaxThreads, kGradientThreads / Group::kMaxT
         asm volatile("" ::: "memory");  // one vector after the other, to save registers
       }
     }
-    if (rows.dx != nullptr) {
-      group.reduce(sums, left & 1);
+  };
+  const auto write = [&](bool exists, int64_t row, const OfRow& of_row, int stage, const Sums& sums) {
 #pragma unroll
-      for (int k = 0; k < kVectors; ++k) {
-        if (exists && column(k) < columns) {
-          A x[kSize], grad[kSize];
-          read(stage, k, x, grad);
-          op.gradient(of_row, parameters[k], x, grad, sums);
-          store(rows.dx + row * columns + column(k), pack<T, kSize>(grad));
-        }
+    for (int k = 0; k < kVectors; ++k) {
+      if (exists && column(k) < columns) {
+        A x[kSize], grad[kSize];
+        read(stage, k, x, grad);
+        op.gradient(of_row, parameters[k], x, grad, sums);
+        store(rows.dx + row * columns + column(k), pack<T, kSize>(grad));
       }
     }
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+  };
+  const auto after = [](int stage) { return stage == kStages - 1 ? 0 : stage + 1; };
+  const auto before = [](int stage) { return stage == 0 ? kStages - 1 : stage - 1; };
+  if constexpr (Group::kLate) {
+    // A row stays in shared memory for one turn more, so one row less is on its way.
+    OfRow of_row{}, of_row_before{};
+    for (int i = 0, stage = 0; i <= count; ++i, row += step, stage = after(stage)) {
+      if (i < count) {
+        of_row = op.of_row(row);
+        wait_for_copies_before<kStages - 2>();
+        Sums sums = {};
+        add(true, of_row, stage, sums);
+        if (rows.dx != nullptr) group.send(i, sums);
+      }
+      if (i > 0 && rows.dx != nullptr) {
+        Sums sums;
+        group.receive(i - 1, sums);
+        write(true, row - step, of_row_before, before(stage), sums);
+      }
+      fetch(row + int64_t{step} * (kStages - 1), before(stage));
+      of_row_before = of_row;
+    }
+  } else {
+    for (int i = 0, stage = 0; i < count; ++i, row += step, stage = after(stage)) {
+      const bool exists = row < rows.rows;
+      const OfRow of_row = op.of_row(exists ? row : rows.rows - 1);
+      fetch(row + int64_t{step} * (kStages - 1), before(stage));
+      wait_for_copies_before<kStages - 1>();
+      Sums sums = {};
+      add(exists, of_row, stage, sums);
+      if (rows.dx != nullptr) {
+        group.reduce(sums, i & 1);
+        write(exists, row, of_row, stage, sums);
+      }
+    }
   }
-  group.leave();
 
   if constexpr (kColumnSums > 0) {
     A* const partial = rows.partial + int64_t{group.part()} * kColumnSums * columns;

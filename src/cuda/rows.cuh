@@ -1,14 +1,21 @@
 #pragma once
 
-#include <limits>
-
+#include "cuda/row_groups.cuh"
 #include "cuda/vector.cuh"
 
 // The device side of operators that reduce the rows of a matrix and write rows of the same length. An operator is
 // written once, for two types that the launch chooses by the length of the rows:
 //   Group  the threads that share a row: some lanes of a warp, a block, or the blocks of a cluster
 //   Row    their view of it: for_each() reads it, possibly again, and write() writes the output
-// Every reduction has a fixed order, so equal inputs give equal bits.
+//
+// An operator on elements of type T has
+//   State                                what the output depends on, beside the element and the parameters
+//   State measure(row, group)            State of the elements of this group, or of this block if it is a cluster
+//   State pool(State part, reduce)       State of all of a row, from those of its parts; reduce(value, op) reduces a
+//                                        number of each
+//   State nothing()                      State of no elements
+//   void write(row, group, State)        writes the row, from State of all of it
+//   kParameters, parameters              vectors with a number per column, which write() reads
 namespace torchops::cuda {
 
 /// Rows with unit column stride. y may be x.
@@ -19,196 +26,34 @@ struct Rows {
   int64_t rows, columns, x_stride, y_stride;
 };
 
-struct Sum {
-  template <class A>
-  static constexpr A identity = A{0};
-  template <class A>
-  __device__ A operator()(A a, A b) const {
-    return a + b;
-  }
-};
+/// Vectors with a number per column, at any alignment. One that is null has the same number, `otherwise`, everywhere.
+template <class T, int n>
+struct Parameters {
+  const T* at[n];
+  T otherwise[n];
 
-/// Ignores NaN unless all values are NaN.
-struct Max {
-  template <class A>
-  static constexpr A identity = -std::numeric_limits<A>::infinity();
-  template <class A>
-  __device__ A operator()(A a, A b) const {
-    return fmax(a, b);
-  }
-};
-
-template <int kWidth, class A, class Op>
-__device__ inline A reduce_lanes(A value, Op op) {
-#pragma unroll
-  for (int distance = kWidth / 2; distance > 0; distance /= 2) {
-    value = op(value, __shfl_xor_sync(0xffffffffu, value, distance));
-  }
-  return value;
-}
-
-/// The number of elements, their mean, and the sum of their squared distances from it.
-template <class A>
-struct Spread {
-  A count, mean, squares;
-};
-
-/// Chan, Golub and LeVeque 1983.
-template <class A>
-struct Pooled {
-  __device__ Spread<A> operator()(const Spread<A>& a, const Spread<A>& b) const {
-    const A count = a.count + b.count, part = b.count / count, difference = b.mean - a.mean;
-    return {count, a.mean + difference * part, a.squares + b.squares + difference * difference * a.count * part};
-  }
-};
-
-constexpr int kWarp = 32;
-
-/// The number of this block. A grid with more blocks than its x dimension allows continues along y.
-__device__ inline int64_t block_number() { return int64_t{blockIdx.y} * gridDim.x + blockIdx.x; }
-
-/// kLanes neighbouring threads of a warp; a block has kMaxThreads / kLanes rows.
-template <int kLanes>
-class Lanes {
- public:
-  static constexpr bool kOneBlock = true, kWholeBlocks = false;
-  static constexpr int kMinSize = kLanes, kMaxThreads = 128, kMinBlocks = 8;
-
-  __device__ Lanes()
-      : row(block_number() * (kMaxThreads / kLanes) + threadIdx.x / kLanes), rank(threadIdx.x % kLanes) {}
-
-  /// Reduces one value per thread of this block with `op`; all threads get the result. Each use needs its own kUse.
-  template <int kUse, class A, class Op>
-  __device__ A reduce(A value, Op op) {
-    return reduce_lanes<kLanes>(value, op);
-  }
-
-  /// Combines what reduce() returned in each block of the group by op(total, part). At most once in a kernel.
-  template <class State, class Op>
-  __device__ State merge(State state, Op) {
-    return state;
-  }
-
-  static constexpr int size = kLanes;
-  const int64_t row;
-  const int rank;
-};
-
-// Each kUse has its own array, so two reductions need no barrier between them.
-template <int kUse, class A, class Op>
-__device__ inline A reduce_block(A value, Op op) {
-  __shared__ A partial[kWarp];
-  value = reduce_lanes<kWarp>(value, op);
-  const int lane = threadIdx.x % kWarp;
-  if (lane == 0) partial[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  value = lane < blockDim.x / kWarp ? partial[lane] : Op::template identity<A>;
-  return reduce_lanes<kWarp>(value, op);
-}
-
-/// A block of up to 512 threads, a multiple of 32, per row. At least two blocks run on a multiprocessor: one moves
-/// memory while the other reduces.
-class Block {
- public:
-  static constexpr bool kOneBlock = true, kWholeBlocks = true;
-  static constexpr int kMinSize = kWarp, kMaxThreads = 512, kMinBlocks = 2;
-
-  __device__ Block() : row(block_number()), size(blockDim.x), rank(threadIdx.x) {}
-
-  template <int kUse, class A, class Op>
-  __device__ A reduce(A value, Op op) {
-    return reduce_block<kUse>(value, op);
-  }
-
-  template <class State, class Op>
-  __device__ State merge(State state, Op) {
-    return state;
-  }
-
-  const int64_t row;
-  const int size, rank;
-};
-
-/// The blocks of a cluster (compute capability 9.0). Each block sends its state to the shared memory of all others.
-class Cluster {
- public:
-  // A grid of clusters is never too long for x: its rows have at least 64 KiB.
-  static constexpr bool kOneBlock = false, kWholeBlocks = false;
-  static constexpr int kMinSize = kWarp, kMaxThreads = 512, kMinBlocks = 2;
-  static constexpr int kMaxBlocks = 16;
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __device__ Cluster()
-      : blocks_(special_blocks()),
-        block_(special_rank()),
-        row(block_number() / blocks_),
-        size(blocks_ * blockDim.x),
-        rank(block_ * blockDim.x + threadIdx.x) {
-    // A block must run before others write to it. merge() waits for this, after the loads.
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  }
-
-  template <int kUse, class A, class Op>
-  __device__ A reduce(A value, Op op) {
-    return reduce_block<kUse>(value, op);
-  }
-
-  template <class State, class Op>
-  __device__ State merge(State state, Op op) {
-    static_assert(sizeof(State) % sizeof(uint32_t) == 0);
-    __shared__ State from_block[kMaxBlocks];
-    wait();
-    if (threadIdx.x < blocks_) put(&from_block[block_], threadIdx.x, state);
-    __syncwarp();  // .aligned: the whole warp arrives together
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    wait();
-    State total = from_block[0];
-    for (int i = 1; i < blocks_; ++i) total = op(total, from_block[i]);
-    return total;
-  }
-
- protected:
-  static __device__ int special_blocks() {
-    int value;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value));
-    return value;
-  }
-  static __device__ int special_rank() {
-    int value;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));
-    return value;
-  }
-  static __device__ void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-  template <class State>
-  static __device__ void put(State* shared, int block, const State& state) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(address)
-        : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(block));
-    const auto* const words = reinterpret_cast<const uint32_t*>(&state);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(State) / sizeof(uint32_t)); ++i) {
-      asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address + 4 * i), "r"(words[i]) : "memory");
+  template <int N>
+  __device__ void read(int which, int64_t column, Accumulate<T> (&out)[N]) const {
+    if (at[which] == nullptr) {
+      for (auto& value : out) value = static_cast<Accumulate<T>>(otherwise[which]);
+      return;
     }
+    const T* const from = at[which] + column;
+    if constexpr (N > 1) {
+      if (reinterpret_cast<uintptr_t>(from) % kVectorBytes == 0) {
+        const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
+        unpack(*reinterpret_cast<const Packed<T, N>*>(&bits), out);
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(from[i]);
   }
-
-  const int blocks_, block_;
-
- public:
-#else
-  // Never launched: the host checks which architecture the code was compiled for.
-  __device__ Cluster() : row(0), size(1), rank(0) { __trap(); }
-  template <int kUse, class A, class Op>
-  __device__ A reduce(A value, Op) {
-    return value;
-  }
-  template <class State, class Op>
-  __device__ State merge(State state, Op) {
-    return state;
-  }
-#endif
-  const int64_t row;
-  const int size, rank;
+};
+template <class T>
+struct Parameters<T, 0> {
+  template <class Out>
+  __device__ void read(int, int64_t, Out&) const {}
 };
 
 /// A row that is read once. Per thread, up to kVectors vectors stay in registers, as in memory, and up to kStaged more
@@ -242,6 +87,16 @@ class RowInRegisters {
     }
   }
 
+  /// The number of elements of this thread.
+  __device__ int count() const {
+    int vectors = 0, edges = 0;
+#pragma unroll
+    for (int k = 0; k < kCapacity; ++k) vectors += vector(k) < vectors_;
+#pragma unroll
+    for (int k = 0; k < kEdges; ++k) edges += edge(k) < edges_;
+    return vectors * kSize + edges;
+  }
+
   /// Calls f(value, index in its vector) for every element of this thread.
   template <class F>
   __device__ void for_each(F f) const {
@@ -270,15 +125,16 @@ class RowInRegisters {
     }
   }
 
-  /// Calls f(values, column) with arrays of neighbouring elements, which start at `column`; f makes them the output.
-  template <class F>
-  __device__ void write(F f) const {
+  /// Calls f(values, read) with arrays of neighbouring elements; f makes them the output. read(i, out) reads their
+  /// parameters number i.
+  template <int n, class F>
+  __device__ void write(const Parameters<T, n>& parameters, F f) const {
 #pragma unroll
     for (int k = 0; k < kCapacity; ++k) {
       if (vector(k) < vectors_) {
         A values[kSize];
         unpack(k < kVectors ? body_[k < kVectors ? k : 0] : *staged(k), values);
-        f(values, int64_t{column(k)});
+        f(values, [&](int i, auto& out) { parameters.read(i, column(k), out); });
         store(y_ + column(k), pack<T, kSize>(values));
       }
     }
@@ -286,7 +142,7 @@ class RowInRegisters {
     for (int k = 0; k < kEdges; ++k) {
       if (edge(k) < edges_) {
         A values[1] = {static_cast<A>(edge_[k])};
-        f(values, int64_t{edge_column(k)});
+        f(values, [&](int i, auto& out) { parameters.read(i, edge_column(k), out); });
         y_[edge_column(k)] = static_cast<T>(values[0]);
       }
     }
@@ -340,18 +196,18 @@ class RowInMemory {
     if (rank_ < edges_) f(static_cast<A>(x_[edge_column()]), 0);
   }
 
-  template <class F>
-  __device__ void write(F f) const {
+  template <int n, class F>
+  __device__ void write(const Parameters<T, n>& parameters, F f) const {
     for (int64_t i = rank_; i < vectors_; i += size_) {
       const int64_t column = head_ + i * kSize;
       A values[kSize];
       unpack(load<T, kSize>(x_ + column), values);
-      f(values, column);
+      f(values, [&](int which, auto& out) { parameters.read(which, column, out); });
       store(y_ + column, pack<T, kSize>(values));
     }
     if (rank_ < edges_) {
       A values[1] = {static_cast<A>(x_[edge_column()])};
-      f(values, edge_column());
+      f(values, [&](int which, auto& out) { parameters.read(which, edge_column(), out); });
       y_[edge_column()] = static_cast<T>(values[0]);
     }
   }
@@ -369,7 +225,6 @@ class RowInMemory {
   int64_t vectors_;
 };
 
-/// An operator is a function object, called with the Row and the Group of each thread.
 template <class T, class Row, class Group, class Operator>
 __global__ __launch_bounds__(Group::kMaxThreads,
                              sizeof(T) == 8 ? 1 : Group::kMinBlocks) void rows_kernel(const Rows<T> rows,
@@ -380,8 +235,8 @@ __global__ __launch_bounds__(Group::kMaxThreads,
   if constexpr (Group::kWholeBlocks) {
     if (group.row >= rows.rows) return;
   }
-  Row row(rows, group);
-  op(row, group);
+  const Row row(rows, group);
+  op.write(row, group, group.pool(op.measure(row, group), op));
 }
 
 }  // namespace torchops::cuda

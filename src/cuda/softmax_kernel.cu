@@ -24,40 +24,41 @@ struct Denominator {
   __device__ A shift() const { return max == Max::identity<A> ? A{0} : max; }
 };
 
-template <class T>
-struct Together {
-  using State = Denominator<Accumulate<T>>;
-
-  __device__ State operator()(const State& a, const State& b) const {
-    State both{Max()(a.max, b.max), 0};
-    both.sum = a.sum * exp_nonpositive<T>(a.max - both.shift()) + b.sum * exp_nonpositive<T>(b.max - both.shift());
-    return both;
-  }
-};
-
 // The output computes the exponentials a second time, which is cheaper than keeping them in registers.
 template <class T>
 struct Softmax {
+  using A = Accumulate<T>;
+  using State = Denominator<A>;
   static constexpr int kStaged = 8;  // vectors per thread
+  static constexpr int kParameters = 0;
+
+  Parameters<T, kParameters> parameters;
 
   template <class Row, class Group>
-  __device__ void operator()(const Row& row, Group& group) const {
-    using A = Accumulate<T>;
-    Denominator<A> total{Max::identity<A>, 0};
-    row.for_each([&](A x, int) { total.max = Max()(total.max, x); });
-    total.max = group.template reduce<0>(total.max, Max());
-    A shift = total.shift();
-    // In float32, roundings show: four sums have shorter chains of them.
-    constexpr int kSums = std::is_same_v<T, float> ? 4 : 1;
-    A sums[kSums] = {};
-    row.for_each([&](A x, int i) { sums[i % kSums] += exp_nonpositive<T>(x - shift); });
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) total.sum += sums[i];
-    total.sum = group.template reduce<1>(total.sum, Sum());
-    total = group.merge(total, Together<T>());
-    shift = total.shift();
+  __device__ State measure(const Row& row, Group& group) const {
+    A maxima[kChains], sums[kChains] = {};
+    for (A& max : maxima) max = Max::identity<A>;
+    row.for_each([&](A x, int i) { maxima[i % kChains] = Max()(maxima[i % kChains], x); });
+    State total{group.template reduce<0>(reduce_chains(maxima, Max()), Max()), 0};
+    const A shift = total.shift();
+    row.for_each([&](A x, int i) { sums[i % kChains] += exp_nonpositive<T>(x - shift); });
+    total.sum = group.template reduce<1>(reduce_chains(sums, Sum()), Sum());
+    return total;
+  }
+
+  template <class Reduce>
+  __device__ State pool(const State& part, const Reduce& reduce) const {
+    State total{reduce(part.max, Max()), 0};
+    total.sum = reduce(part.sum * exp_nonpositive<T>(part.max - total.shift()), Sum());
+    return total;
+  }
+  __device__ State nothing() const { return {Max::identity<A>, 0}; }
+
+  template <class Row, class Group>
+  __device__ void write(const Row& row, const Group&, const State& total) const {
+    const A shift = total.shift();
     // If all of a row is -inf, this is 0 / 0, as in ATen.
-    row.write([&](auto& values, int64_t) {
+    row.write(parameters, [&](auto& values, const auto&) {
       for (A& value : values) value = divide<T>(exp_nonpositive<T>(value - shift), total.sum);
     });
   }

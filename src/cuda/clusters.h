@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+// How many clusters of blocks a GPU can hold. No torch headers.
+namespace torchops::cuda {
+
+template <class Kernel>
+cudaError_t allow_shared(Kernel kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+/// The number of clusters of `kernel`, of this many blocks each, that the current GPU can hold at the same time; 0 if
+/// the code that runs there was compiled for an architecture without clusters (below 9.0). If it isn't 0, the kernel
+/// may be launched so.
+template <class Kernel>
+cudaError_t query_clusters(Kernel kernel, int blocks, int threads, int shared_bytes, int& clusters) {
+  clusters = 0;
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || attributes.ptxVersion < 90) return error;
+  int device = 0, most = 0;
+  error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess || shared_bytes + static_cast<int>(attributes.sharedSizeBytes) > most) return error;
+  error = allow_shared(kernel, shared_bytes);
+  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (error == cudaSuccess) return error;
+  // An error for a cluster that is too large is an answer. If an error remains after it is cleared, that one is real.
+  clusters = 0;
+  cudaGetLastError();
+  return cudaPeekAtLastError() != cudaSuccess ? error : cudaSuccess;
+}
+
+/// The largest cluster, a power of two up to `most`, that this GPU can hold; 1 if there is none.
+template <class Kernel>
+cudaError_t query_largest_cluster(Kernel kernel, int most, int threads, int shared_bytes, int& largest) {
+  for (largest = most; largest > 1; largest /= 2) {
+    int clusters = 0;
+    const cudaError_t error = query_clusters(kernel, largest, threads, shared_bytes, clusters);
+    if (error != cudaSuccess || clusters > 0) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace torchops::cuda

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <array>
+
+#include "cuda/clusters.h"
+#include "cuda/per_device.h"
+#include "cuda/streamed_rows.cuh"
+
+// The host side of streamed_rows.cuh.
+namespace torchops::cuda {
+
+/// Applies `op` to every row, on the current stream, if this device can hold clusters for rows of this length; returns
+/// false otherwise. `rows` is not empty; they begin at 16-byte boundaries and are whole vectors.
+template <class T, class Operator>
+bool launch_streamed_rows(const Rows<T>& rows, const Operator& op) {
+  const auto kernel = streamed_rows_kernel<T, Operator>;
+  const auto threads_of = [&](int blocks) {
+    const int64_t vectors = ceil_div(rows.columns / kVectorSize<T>, int64_t{kStreamVectors} * blocks);
+    return static_cast<int>(ceil_div(vectors, kWarp) * kWarp);
+  };
+  static std::array<PerDevice, 5> caches;  // for 1, 2, 4, 8 and 16 blocks
+  static_assert(Cluster::kMaxBlocks == 16);
+  size_t log = 0;
+  while (log < caches.size() && threads_of(1 << log) > kStreamThreads) ++log;
+  if (log == caches.size()) return false;
+  const int blocks = 1 << log, threads = threads_of(blocks);
+  int resident = 0;
+  C10_CUDA_CHECK(caches[log].get(resident, [&](int& answer) {
+    return query_clusters(kernel, blocks, kStreamThreads, kStreamThreads * kStreamSharedBytes, answer);
+  }));
+  if (resident == 0) return false;
+  const int64_t clusters = std::min<int64_t>(resident, rows.rows);
+
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(threads) * kStreamSharedBytes;
+  config.stream = c10::cuda::getCurrentCUDAStream();
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, rows, op));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return true;
+}
+
+}  // namespace torchops::cuda
