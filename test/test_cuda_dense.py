@@ -64,6 +64,18 @@ def _without_tf32_again() -> Iterator[None]:
         (10000, 104, 264),
         (5000, 520, 64),
         (2049, 2048, 4104),
+        # Each rule of the kernel that keeps its columns of w in shared memory.
+        (70001, 64, 40),
+        (9001, 184, 64),
+        (8191, 192, 192),
+        (20011, 1536, 136),
+        (30001, 96, 96),
+        (5003, 384, 128),
+        (4099, 1000, 128),
+        (6001, 336, 256),
+        (5003, 640, 200),
+        (20001, 120, 224),
+        (1100, 16384, 256),
     ],
     ids=str,
 )
@@ -101,16 +113,17 @@ DENSE_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "offset_8": lambda t: t[:, 8:264],
     "row_step": lambda t: t[::2, 100:356],
     "column_step": lambda t: t[:, ::2],
-    "expanded": lambda t: t[:1, :256].expand(300, 256),
+    "expanded": lambda t: t[:1, :256].expand(len(t), 256),
     "odd_columns": lambda t: t[:, :250],
     "vector": lambda t: t[0, :256],
 }
 
 
 @pytest.mark.parametrize("path", ["fused", "cublas"])
+@pytest.mark.parametrize("rows", [300, 17001])
 @pytest.mark.parametrize("view", DENSE_VIEWS)
-def test_dense_of_views(view: str, path: Any) -> None:
-    x = DENSE_VIEWS[view](random(300, 512, dtype=torch.bfloat16))
+def test_dense_of_views(view: str, rows: int, path: Any) -> None:
+    x = DENSE_VIEWS[view](random(rows, 512, dtype=torch.bfloat16))
     w = random(128, 256, dtype=torch.bfloat16, scale=0.06)[:, : x.shape[-1]]
     b = random(256, dtype=torch.bfloat16)[::2]
     with torchops.cuda.dense_path(path):
@@ -119,14 +132,15 @@ def test_dense_of_views(view: str, path: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["fused", "cublas"])
-def test_dense_of_special_values(path: Any) -> None:
+@pytest.mark.parametrize("rows", [100, 20000])
+def test_dense_of_special_values(rows: int, path: Any) -> None:
     w = random(64, 64, dtype=torch.bfloat16)
     w[5, 5] = float("nan")
     with torchops.cuda.dense_path(path):
-        y = torchops.dense(random(100, 64, dtype=torch.bfloat16), w)
+        y = torchops.dense(random(rows, 64, dtype=torch.bfloat16), w)
         tail = torchops.dense(torch.full((1, 8), -8.0, device=DEVICE, dtype=w.dtype), torch.eye(8, device=DEVICE).to(w))
     assert bool(y[:, 5].isnan().all())
-    assert int(y.isnan().sum()) == 100
+    assert int(y.isnan().sum()) == rows
     expected = torch.sigmoid(torch.full_like(tail, -8.0).double())
     torch.testing.assert_close(tail.double(), expected, rtol=5e-3, atol=0)
 

@@ -41,7 +41,8 @@ bool fused_aligned(const Tensor& y, const Tensor& x, const Tensor& w, const std:
   const auto c = gemm::sm90_case(problem.m, problem.n, problem.k, x.scalar_type());
   if (!d || !c || (automatic && (gemm::prefers_cublas(*c) || gemm::prefers_sm80(*c)))) return false;
   problem.d = *d;
-  return gemm::run_chosen<gemm::Dense>(problem, *c, y);
+  return (gemm::prefers_narrow(*c) && gemm::run_chosen<gemm::NarrowDense>(problem, *c, y)) ||
+         gemm::run_chosen<gemm::Dense>(problem, *c, y);
 }
 
 // The same by any fused kernel, if that is wanted.

@@ -30,6 +30,9 @@ struct Rule {
 template <class Operation>
 std::span<const Rule<typename Operation::Tiling>> rules();
 
+/// Whether, for dense, narrow.cuh is faster than the other kernels of sm90/.
+bool prefers_narrow(const Case& c);
+
 /// Whether cuBLAS is faster for dense than the kernels of sm90/.
 bool prefers_cublas(const Case& c);
 
