@@ -189,10 +189,22 @@ def test_long_rows_without_parameters_and_moments(dtype: torch.dtype, columns: i
         torch.testing.assert_close(rstd.double(), torch.rsqrt(var + 1e-5), rtol=accurate, atol=0)
 
 
-def test_a_constant_long_row_becomes_the_bias() -> None:
-    x = random(64, 1, dtype=torch.float32).expand(64, 100_000).contiguous()
-    w, b = parameters(100_000, torch.float32)
-    torch.testing.assert_close(torchops.layer_norm(x, w.shape, w, b), b.expand_as(x), rtol=0, atol=1e-6)
+@pytest.mark.parametrize("columns", [1000, 20_000, 40_001, 100_000, 130_000])
+@pytest.mark.parametrize("center", [0.37, 12345.0, 123450.0])
+def test_rows_far_from_zero(center: float, columns: int) -> None:
+    """Their mean has too few digits in float32, which shows in the variance unless it is corrected."""
+    w, b = parameters(columns, torch.float32)
+    constant = torch.full((40, columns), center, device="cuda")
+    y, mean, rstd = torch.ops.myops._layer_norm(constant, [columns], w, b, 1e-5)
+    torch.testing.assert_close(y, b.expand_as(y), rtol=0, atol=1e-6)
+    torch.testing.assert_close(mean, torch.full_like(mean, center), rtol=1e-7, atol=0)
+    torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5**-0.5), rtol=1e-5, atol=0)
+    x = constant + 1e-5 * center * torch.randn(40, columns, device="cuda")
+    y, mean, rstd = torch.ops.myops._layer_norm(x, [columns], w, b, 1e-12)
+    var = torch.var(x.double(), -1, correction=0, keepdim=True)
+    torch.testing.assert_close(rstd.double(), torch.rsqrt(var + 1e-12), rtol=2e-4, atol=0)
+    exact = F.layer_norm(x.double(), (columns,), w.double(), b.double(), 1e-12)
+    assert relative_error(y, exact) < 2e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

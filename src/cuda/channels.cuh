@@ -168,12 +168,10 @@ struct Spread {
 
 /// Chan, Golub and LeVeque 1983.
 template <class A>
-struct Pooled {
-  __device__ Spread<A> operator()(const Spread<A>& a, const Spread<A>& b) const {
-    const A count = a.count + b.count, part = b.count / count, difference = b.mean - a.mean;
-    return {count, a.mean + difference * part, a.squares + b.squares + difference * difference * a.count * part};
-  }
-};
+__device__ inline Spread<A> pooled(const Spread<A>& a, const Spread<A>& b) {
+  const A count = a.count + b.count, part = b.count / count, difference = b.mean - a.mean;
+  return {count, a.mean + difference * part, a.squares + b.squares + difference * difference * a.count * part};
+}
 
 /// rows[r] = the layer norm of channels[:][positions.of(r)]. A tile has all channels of its positions. Each thread
 /// measures its channels of V positions while it holds them, around their own mean. Then a warp puts together what all
@@ -224,7 +222,7 @@ __global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
           const Wide by = rest[j] / batch[j].count;
           batch[j].mean += by;
           batch[j].squares -= rest[j] * by;
-          own[j] = own[j].count == 0 ? batch[j] : Pooled<Wide>()(own[j], batch[j]);
+          own[j] = own[j].count == 0 ? batch[j] : pooled(own[j], batch[j]);
         }
       });
 #pragma unroll

@@ -11,8 +11,8 @@ cudaError_t allow_shared(Kernel kernel, int bytes) {
 }
 
 /// The number of clusters of `kernel`, of this many blocks each, that the current GPU can hold at the same time; 0 if
-/// the code that runs there was compiled for an architecture without clusters (below 9.0). If it isn't 0, the kernel
-/// may be launched so.
+/// they don't fit, or the code that runs there was compiled for an architecture without clusters (below 9.0). If it
+/// isn't 0, the kernel may be launched so.
 template <class Kernel>
 cudaError_t query_clusters(Kernel kernel, int blocks, int threads, int shared_bytes, int& clusters) {
   clusters = 0;

@@ -14,7 +14,7 @@
 namespace torchops::cuda {
 
 /// Applies `op` to every row, on the current stream, if this device can hold clusters for rows of this length; returns
-/// false otherwise. `rows` is not empty; they begin at 16-byte boundaries and are whole vectors.
+/// false otherwise. `rows` is not empty; they have more than 64 KiB, begin at 16-byte boundaries and are whole vectors.
 template <class T, class Operator>
 bool launch_streamed_rows(const Rows<T>& rows, const Operator& op) {
   const auto kernel = streamed_rows_kernel<T, Operator>;
@@ -22,12 +22,12 @@ bool launch_streamed_rows(const Rows<T>& rows, const Operator& op) {
     const int64_t vectors = ceil_div(rows.columns / kVectorSize<T>, int64_t{kStreamVectors} * blocks);
     return static_cast<int>(ceil_div(vectors, kWarp) * kWarp);
   };
-  static std::array<PerDevice, 5> caches;  // for 1, 2, 4, 8 and 16 blocks
+  static std::array<PerDevice, 3> caches;  // for 4, 8 and 16 blocks: two have room for 64 KiB
   static_assert(Cluster::kMaxBlocks == 16);
   size_t log = 0;
-  while (log < caches.size() && threads_of(1 << log) > kStreamThreads) ++log;
+  while (log < caches.size() && threads_of(4 << log) > kStreamThreads) ++log;
   if (log == caches.size()) return false;
-  const int blocks = 1 << log, threads = threads_of(blocks);
+  const int blocks = 4 << log, threads = threads_of(blocks);
   int resident = 0;
   C10_CUDA_CHECK(caches[log].get(resident, [&](int& answer) {
     return query_clusters(kernel, blocks, kStreamThreads, kStreamThreads * kStreamSharedBytes, answer);

@@ -28,8 +28,8 @@ struct LayerNorm {
   // Shared memory for x would shrink L1, and each long row would read weight and bias from L2.
   static constexpr int kStaged = 0, kParameters = 2;
 
-  // The number of elements, their mean, what that lacks beyond the precision of A, and the sum of their squared
-  // distances from it.
+  // The number of elements, their mean in two parts, which add up to more digits than A has, and the sum of their
+  // squared distances from it.
   struct State {
     A count, mean, rest, squares;
   };
@@ -45,7 +45,7 @@ struct LayerNorm {
     A sums[kChains] = {};
     row.for_each([&](A x, int i) { sums[i % kChains] += x; });
     A count = columns;
-    if constexpr (!Group::kOneBlock) count = group.template reduce<0>(static_cast<A>(row.count()), Sum());
+    if constexpr (!Group::kWholeRow) count = group.template reduce<0>(static_cast<A>(row.count()), Sum());
     const A sum = group.template reduce<1>(reduce_chains(sums, Sum()), Sum());
     const A inverse = count > 0 ? A{1} / count : A{0}, center = sum * inverse;
     // The rounding error of the mean: without it, the distances would add up to 0.
@@ -66,7 +66,9 @@ struct LayerNorm {
     const A count = reduce(part.count, Sum()), inverse = A{1} / count;
     const A mean = reduce(part.count * part.mean, Sum()) * inverse;
     const A distance = (part.mean - mean) + part.rest, weighted = part.count * distance;
-    return {count, mean, reduce(weighted, Sum()) * inverse, reduce(part.squares + weighted * distance, Sum())};
+    const A rest = reduce(weighted, Sum()) * inverse;
+    const A square = reduce(part.squares + weighted * distance, Sum()) - rest * rest * count;
+    return {count, mean, rest, square < 0 ? A{0} : square};
   }
   __device__ State nothing() const { return {}; }
 

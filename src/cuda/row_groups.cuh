@@ -26,8 +26,8 @@ struct Max {
   }
 };
 
-/// Each thread has kChains results of its elements, for the first, second, ... of every kChains neighbours: one result
-/// would be a chain of operations that wait for each other, and of sums with more roundings.
+/// A thread has up to kChains results of its elements, for the first, second, ... of every kChains neighbours in a
+/// vector: one result would be a chain of operations that wait for each other, and of sums with more roundings.
 constexpr int kChains = 4;
 
 template <class A, class Op>
@@ -47,7 +47,7 @@ __device__ inline A reduce_lanes(A value, Op op) {
 
 constexpr int kWarp = 32;
 
-/// The State of all of the first `count` <= kWidth parts, for all threads of a warp.
+/// The State of the first `count` parts together, from 1 to kWidth, for all threads of a warp.
 template <int kWidth, class State, class Operator>
 __device__ inline State pool_lanes(const State* parts, int count, const Operator& op) {
   const int lane = threadIdx.x % kWidth;
@@ -58,17 +58,19 @@ __device__ inline State pool_lanes(const State* parts, int count, const Operator
 /// The number of this block. A grid with more blocks than its x dimension allows continues along y.
 __device__ inline int64_t block_number() { return int64_t{blockIdx.y} * gridDim.x + blockIdx.x; }
 
-/// kLanes neighbouring threads of a warp; a block has kMaxThreads / kLanes rows.
+/// kLanes neighbouring threads of a warp; a block has kMaxThreads / kLanes rows. kWholeRow: measure() sees all of a
+/// row.
 template <int kLanes>
 class Lanes {
  public:
-  static constexpr bool kOneBlock = true, kWholeBlocks = false;
+  static constexpr bool kWholeRow = true, kWholeBlocks = false;
   static constexpr int kMinSize = kLanes, kMaxThreads = 128, kMinBlocks = 8;
 
   __device__ Lanes()
       : row(block_number() * (kMaxThreads / kLanes) + threadIdx.x / kLanes), rank(threadIdx.x % kLanes) {}
 
-  /// Reduces one value per thread of this block with `op`; all threads get the result. Each use needs its own kUse.
+  /// Reduces one value per thread of this group, or of this block of it, with `op`; all threads get the result. Each
+  /// use needs its own kUse.
   template <int kUse, class A, class Op>
   __device__ A reduce(A value, Op op) {
     return reduce_lanes<kLanes>(value, op);
@@ -101,7 +103,7 @@ __device__ inline A reduce_block(A value, Op op) {
 /// memory while the other reduces.
 class Block {
  public:
-  static constexpr bool kOneBlock = true, kWholeBlocks = true;
+  static constexpr bool kWholeRow = true, kWholeBlocks = true;
   static constexpr int kMinSize = kWarp, kMaxThreads = 512, kMinBlocks = 2;
 
   __device__ Block() : row(block_number()), size(blockDim.x), rank(threadIdx.x) {}
@@ -148,7 +150,7 @@ __device__ inline uint32_t address_in_block(const void* shared, int block) {
 class Cluster {
  public:
   // A grid of clusters is never too long for x: its rows have at least 64 KiB.
-  static constexpr bool kOneBlock = false, kWholeBlocks = false;
+  static constexpr bool kWholeRow = false, kWholeBlocks = false;
   static constexpr int kMinSize = kWarp, kMaxThreads = 512, kMinBlocks = 2;
   static constexpr int kMaxBlocks = 16;
 

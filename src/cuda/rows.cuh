@@ -5,14 +5,15 @@
 
 // The device side of operators that reduce the rows of a matrix and write rows of the same length. An operator is
 // written once, for two types that the launch chooses by the length of the rows:
-//   Group  the threads that share a row: some lanes of a warp, a block, or the blocks of a cluster
+//   Group  the threads that share a row: some lanes of a warp, a block, or the blocks of a cluster (row_groups.cuh)
 //   Row    their view of it: for_each() reads it, possibly again, and write() writes the output
+// or, if rows are long and have parameters, for those of streamed_rows.cuh.
 //
 // An operator on elements of type T has
 //   State                                what the output depends on, beside the element and the parameters
 //   State measure(row, group)            State of the elements of this group, or of this block if it is a cluster
-//   State pool(State part, reduce)       State of all of a row, from those of its parts; reduce(value, op) reduces a
-//                                        number of each
+//   State pool(State part, reduce)       State of several parts together, which are not all empty; reduce(value, op)
+//                                        reduces a number of each
 //   State nothing()                      State of no elements
 //   void write(row, group, State)        writes the row, from State of all of it
 //   kParameters, parameters              vectors with a number per column, which write() reads

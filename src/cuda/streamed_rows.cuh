@@ -21,7 +21,7 @@ constexpr int kStreamSharedBytes = kStreamStages * kStreamVectors * kVectorBytes
 
 /// A warp, as a part of the threads that share a row.
 struct StreamWarp {
-  static constexpr bool kOneBlock = false;
+  static constexpr bool kWholeRow = false;
 
   template <int kUse, class A, class Op>
   __device__ A reduce(A value, Op op) const {

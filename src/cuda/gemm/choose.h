@@ -30,7 +30,8 @@ struct Rule {
 template <class Operation>
 std::span<const Rule<typename Operation::Tiling>> rules();
 
-/// Whether, for dense, narrow.cuh is faster than the other kernels of sm90/.
+/// Whether, for dense, the rules of NarrowDense come first: where one suits, narrow.cuh is faster than the other
+/// kernels of sm90/.
 bool prefers_narrow(const Case& c);
 
 /// Whether cuBLAS is faster for dense than the kernels of sm90/.

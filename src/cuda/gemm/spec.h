@@ -39,7 +39,8 @@ struct TilingSpec {
   int epilogue_n, resident_k, stages;
 };
 
-/// A warpgroup computes rows x tile_n of the output; k is at most most_k. The loads have at most `stages` buffers.
+/// A warpgroup computes rows x tile_n of the output; k is at most most_k. The loads have at most `stages` buffers, but
+/// more in some kernels (see narrow.cuh).
 struct NarrowSpec {
   int rows, tile_n, most_k, stages;
 };

@@ -4,7 +4,7 @@
 //
 // With few features, such a product is bound by memory, and each additional tensor (a second product that it is
 // multiplied by, a tensor that it gates) costs as much as the product itself. Here a CTA keeps its columns of all
-// weights in shared memory for its whole life; only rows stream through it, each once:
+// weights in shared memory for its whole life; only rows stream through it, each once for a tile's width of features:
 //
 //   load warp     a tile of rows of a, and of c if the rule reads it -> a stage of shared memory, by TMA, several ahead
 //   warpgroups    in turn, a tile each: all its products, side by side in registers; the rule, which turns the sums of
@@ -46,8 +46,9 @@ struct NarrowKernel {
   static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
   static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kProducts * kN * 4;
   // If two tensors are read for each one written, the loads may run further ahead of the stores; and a third warpgroup
-  // has stages of its own.
-  static constexpr int kStages = std::min(kSpec<tiling>.stages + (kProducts == 1 ? 2 : 0), kRoom / kStageBytes);
+  // holds a stage, too.
+  static constexpr int kMoreStages = Rule::kReadsC || kWarpgroups == 3 ? 2 : 0;
+  static constexpr int kStages = std::min(kSpec<tiling>.stages + kMoreStages, kRoom / kStageBytes);
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
   static_assert(kStages >= kWarpgroups && kN % kColumns == 0 && (Rule::kReadsC || kN <= kK));
