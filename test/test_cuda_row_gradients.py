@@ -30,8 +30,7 @@ SHAPES = [
     (700, 1032),
     # Clusters that have many rows each.
     (400, 32768),
-    (200, 65552),
-    (60, 262144),
+    (64, 131072),
 ]
 MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
 
