@@ -7,8 +7,8 @@ namespace torchops::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 /// In each round, every block of the cluster sends a message to all; it receives those of a round after it has sent its
-/// own of the next one. Before a block sends round i + 4, it has received round i + 2 from all blocks, and they sent
-/// that after they had read round i: so its slot, and its barrier, can be used again.
+/// own of the next one, if there is one. Before a block sends round i + 4, it has received round i + 2 from all blocks,
+/// and they sent that after they had read round i: so its slot, and its barrier, can be used again.
 template <class Message>
 class Mailbox {
  public:

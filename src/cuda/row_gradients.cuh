@@ -11,8 +11,8 @@
 // over rows in registers. Before the block works on a row, copies of the next two rows to shared memory are started. A
 // thread only reads what it copied itself, so this needs no barrier. Each of the kGradientThreads threads of a
 // multiprocessor has kGradientVectors vectors of both inputs in flight for each of two rows: 128 KiB if rows fill them,
-// and at least a quarter of that (rows of one vector, or of nine). 512 threads have 128 registers each. Two column sums
-// of a thread's vectors take half of those.
+// and at least a quarter of that (rows of one vector, or of nine); half of it where clusters share rows. 512 threads
+// have 128 registers each. Two column sums of a thread's vectors take half of those.
 //
 // Every sum has a fixed order, which depends on the shape and the number of multiprocessors.
 namespace torchops::cuda {
@@ -34,7 +34,9 @@ struct GradientRows {
 };
 
 // The groups of threads that share a row, as in rows.cuh. A block has `groups` of them. Group number `among` starts at
-// row `first` + `among` and goes on in steps of `step`. All threads that meet at a barrier have the same `first`.
+// row `first` + `among` and goes on in steps of `step`. All threads that meet at a barrier have the same `first`. The
+// sums of a row are there at once, by reduce(), or, if kLate, after those of the next one were sent, by send() and
+// receive().
 
 class GradientLanes {
  public:
