@@ -43,8 +43,8 @@ constexpr Rule<NarrowTiling> kNarrowDense[] = {
     {[](const Case& c) { return c.k <= 64 && (c.n <= 192 || c.m <= 16384); }, NarrowTiling::k128x64x64},
     {[](const Case& c) { return c.k <= 192 && c.n > 128 && c.n <= 192; }, NarrowTiling::k64x192x192},
     {[](const Case& c) { return c.k <= 96 || (c.k <= 128 && c.n > 64); }, NarrowTiling::k64x128x128},
-    {[](const Case& c) { return c.k > 128 && c.k <= 192 && c.n > 1024 && c.m > 8192; }, NarrowTiling::k64x192x192},
-    {[](const Case& c) { return c.k > 128 && c.k <= 192 && c.n > 256; }, NarrowTiling::k64x128x256},
+    {[](const Case& c) { return c.k <= 192 && c.n > 1024 && c.m > 8192; }, NarrowTiling::k64x192x192},
+    {[](const Case& c) { return c.k <= 192 && c.n > 256; }, NarrowTiling::k64x128x256},
     {[](const Case& c) { return c.k > 192 && (c.n > 192 || (c.n > 64 && c.n <= 128)); }, NarrowTiling::k64x128x256},
 };
 
