@@ -64,21 +64,30 @@ class GradientLanes {
   const int size, rank, among;
 };
 
-// With two arrays in turn, a thread that writes one again has passed the barrier after which all had read it.
+/// The sums of each warp of a block.
 template <class A, int n>
-__device__ inline void sum_block(A (&sums)[n], int turn) {
-  __shared__ A of_warp[2][n][kWarp];
-  const int lane = threadIdx.x % kWarp;
+struct SumsOfWarps {
+  A at[n][kWarp];
+
+  /// The i-th sum over the block. All lanes of the calling warp get it.
+  __device__ A total(int i) const {
+    const int lane = threadIdx.x % kWarp;
+    return reduce_lanes<kWarp>(lane < blockDim.x / kWarp ? at[i][lane] : A{0}, Sum());
+  }
+};
+
+/// Adds up `sums` of the lanes of each warp, all of which are there for the whole block on return. With two arrays in
+/// turn, a thread that writes one again has passed the barrier after which all had read it.
+template <class A, int n>
+__device__ inline const SumsOfWarps<A, n>& sum_warps(const A (&sums)[n], int turn) {
+  __shared__ SumsOfWarps<A, n> of_warps[2];
 #pragma unroll
   for (int i = 0; i < n; ++i) {
-    sums[i] = reduce_lanes<kWarp>(sums[i], Sum());
-    if (lane == 0) of_warp[turn][i][threadIdx.x / kWarp] = sums[i];
+    const A sum = reduce_lanes<kWarp>(sums[i], Sum());
+    if (threadIdx.x % kWarp == 0) of_warps[turn].at[i][threadIdx.x / kWarp] = sum;
   }
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    sums[i] = reduce_lanes<kWarp>(lane < blockDim.x / kWarp ? of_warp[turn][i][lane] : A{0}, Sum());
-  }
+  return of_warps[turn];
 }
 
 class GradientBlock {
@@ -96,7 +105,9 @@ class GradientBlock {
 
   template <class A, int n>
   __device__ void reduce(A (&sums)[n], int turn) {
-    sum_block(sums, turn);
+    const SumsOfWarps<A, n>& of_warps = sum_warps(sums, turn);
+#pragma unroll
+    for (int i = 0; i < n; ++i) sums[i] = of_warps.total(i);
   }
 
   const int size, rank;
@@ -121,21 +132,11 @@ class GradientCluster {
   __device__ int part() const { return static_cast<int>(blockIdx.x / static_cast<unsigned>(mailbox_.blocks)); }
 
   __device__ void send(unsigned round, const A (&sums)[n]) {
-    // Two, so that a warp can write one while the first warp still reads the other.
-    __shared__ A of_warp[2][n][kWarp];
-    const int lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const A sum = reduce_lanes<kWarp>(sums[i], Sum());
-      if (lane == 0) of_warp[round & 1][i][threadIdx.x / kWarp] = sum;
-    }
-    __syncthreads();
+    const SumsOfWarps<A, n>& of_warps = sum_warps(sums, static_cast<int>(round & 1));
     if (threadIdx.x >= kWarp) return;
     Sums message;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      message.at[i] = reduce_lanes<kWarp>(lane < blockDim.x / kWarp ? of_warp[round & 1][i][lane] : A{0}, Sum());
-    }
+    for (int i = 0; i < n; ++i) message.at[i] = of_warps.total(i);
     mailbox_.send(round, message);
   }
 
