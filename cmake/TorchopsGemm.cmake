@@ -122,6 +122,11 @@ if(TORCHOPS_SM90A)
     endforeach()
     configure_file(src/cuda/gemm/unit.cu.in ${_gemm_dir}/${_unit}.cu @ONLY)
     target_sources(torchops_gemm PRIVATE ${_gemm_dir}/${_unit}.cu)
+    # CUTLASS has the matrix instructions of these columns in a header that takes the compiler half a minute.
+    if(_unit MATCHES "x(112|144|160)SharedA")
+      set_source_files_properties(${_gemm_dir}/${_unit}.cu PROPERTIES
+        COMPILE_DEFINITIONS CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+    endif()
   endforeach()
   target_include_directories(torchops_gemm PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
   target_compile_features(torchops_gemm PRIVATE cxx_std_20 cuda_std_20)

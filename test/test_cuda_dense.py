@@ -76,6 +76,15 @@ def _without_tf32_again() -> Iterator[None]:
         (6001, 336, 256),
         (9501, 112, 224),
         (70, 16384, 256),
+        # Each width of tiles whose CTAs work in pairs.
+        (9001, 184, 328),
+        (9001, 208, 520),
+        (9001, 248, 520),
+        (17001, 264, 392),
+        (17001, 312, 328),
+        (13001, 376, 264),
+        (6001, 264, 136),
+        (4100, 2000, 264),
     ],
     ids=str,
 )
@@ -98,10 +107,13 @@ def test_dense(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -> No
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("interface", "tf32"), [("allow_tf32", True), ("fp32_precision", "tf32")])
-def test_dense_in_tf32(interface: str, tf32: Any, path: Any) -> None:
+@pytest.mark.parametrize(
+    ("rows", "out_features"), [(1000, 520), (9001, 184), (9001, 248), (17001, 312), (13001, 376)], ids=str
+)
+def test_dense_in_tf32(rows: int, out_features: int, interface: str, tf32: Any, path: Any) -> None:
     setattr(torch.backends.cuda.matmul, interface, tf32)
-    x, w = random(1000, 264, dtype=torch.float32), random(520, 264, dtype=torch.float32, scale=0.06)
-    b = random(520, dtype=torch.float32)
+    x, w = random(rows, 264, dtype=torch.float32), random(out_features, 264, dtype=torch.float32, scale=0.06)
+    b = random(out_features, dtype=torch.float32)
     with torchops.cuda.dense_path(path):
         y = torchops.dense(x, w, b)
     assert_accurate(y, torch.sigmoid(F.linear(x, w, b)), torch.sigmoid(F.linear(x.double(), w.double(), b.double())))

@@ -32,8 +32,8 @@ struct Gemm {
   static constexpr int kTileK = 128 / sizeof(Element);
   static constexpr int kAlignment = 16 / sizeof(Element), kAlignmentOut = 16 / sizeof(Out);
   using Tile = cute::Shape<cute::Int<kTiling.tile_m>, cute::Int<kTiling.tile_n>, cute::Int<kTileK>>;
-  using EpilogueTile =
-      cute::Shape<cute::Int<kPingPong ? 64 : 128>, cute::Int<kTiling.epilogue_n * 2 / static_cast<int>(sizeof(Out))>>;
+  static constexpr int kEpilogueN = std::max(kTiling.epilogue_n * 2 / static_cast<int>(sizeof(Out)), 32);
+  using EpilogueTile = cute::Shape<cute::Int<kPingPong ? 64 : 128>, cute::Int<kEpilogueN>>;
   using Cluster = cute::Shape<cute::Int<kTiling.cluster_m>, cute::Int<kTiling.cluster_n>, cute::_1>;
   using RowMajor = cutlass::layout::RowMajor;
   using LayoutB = std::conditional_t<b_k_major, cutlass::layout::ColumnMajor, RowMajor>;
