@@ -175,3 +175,6 @@ def _same_start() -> Iterator[None]:
     torch.set_num_threads(max(2, torch.get_num_threads()))
     yield
     torch._dynamo.reset()
+    # Test processes share a device, and what Triton and NCCL allocate there can't come from PyTorch's cache.
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
