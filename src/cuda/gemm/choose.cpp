@@ -1,6 +1,7 @@
 #include "cuda/gemm/choose.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace torchops::cuda::gemm {
 namespace {
@@ -24,16 +25,19 @@ int columns_in_pairs(const Case& c) {
   if (c.n <= 128 || c.n > 2304 || c.m < c.n) return 0;
   // Of 16 bits, k128x128ResidentB and NarrowDense win with few input features, if they divide the columns well.
   if (!is_tf32 && (c.k <= 64 || (c.k <= 256 && c.columns(128) % 2 == 0))) return 0;
-  // Among equals, large tiles load less.
-  int best = 192;
-  for (const int columns : {160, 144, 128, 112, 96}) {
+  int best = 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (const int columns : {192, 160, 144, 128, 112, 96}) {  // among equals, large tiles load less
     // There is no epilogue of 112 or 144 columns for 32 bits, and that of 112 is slow.
     if (is_tf32 ? columns % 32 != 0 : columns == 112 && c.k <= 512) continue;
-    if (time_in_pairs(c, columns) < time_in_pairs(c, best)) best = columns;
+    if (const double time = time_in_pairs(c, columns); time < least) {
+      best = columns;
+      least = time;
+    }
   }
   // One wave of large tiles, in which two warpgroups share an epilogue.
   const bool one_wave = c.m >= 2048 && c.tiles(128, 256) <= c.sm_count && c.tiles(128, 128) > c.sm_count;
-  return one_wave && time_in_pairs(c, 256) < time_in_pairs(c, best) ? 0 : best;
+  return one_wave && time_in_pairs(c, 256) < least ? 0 : best;
 }
 
 template <int columns>
@@ -48,8 +52,7 @@ constexpr Rule<Tiling> kDense[] = {
     // A long and narrow result is bound by memory: many small tiles keep more loads and stores in flight.
     {[](const Case& c) { return c.n <= 128 && c.k <= 512; }, Tiling::k64x128},
     // Share the loads of a, the larger operand, and leave few columns of tiles empty: (262144, 384) to 264 features
-    // takes 149 us with two tiles of 144 columns, and 271 with three of 128 (one of which is almost empty, and a no
-    // longer stays in the second-level cache).
+    // takes 149 us with two tiles of 144 columns, and 271 with three of 128, one of which is almost empty.
     {suit_in_pairs<96>, Tiling::k128x96SharedA},
     {suit_in_pairs<112>, Tiling::k128x112SharedA},
     {suit_in_pairs<128>, Tiling::k128x128SharedA},
