@@ -417,7 +417,7 @@ def layer_norm_(
 
     Memory: two numbers per row, and scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. On a GPU, a
     longer row whose elements are not adjacent is copied as a whole. Training copies the old ``x``, except without
-    ``weight`` and ``bias``.
+    ``weight`` and ``bias``, where backward reads the result as it was rounded.
 
     Raises:
         RuntimeError: as :func:`layer_norm`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
