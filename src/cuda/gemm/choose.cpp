@@ -10,9 +10,10 @@ bool always(const Case&) { return true; }
 
 // For tilings of 128 rows whose CTAs work in pairs, side by side: the time that the waves of pairs take, and one
 // epilogue that nothing overlaps, in multiples of what a column takes. 32 columns are what loading the rows costs.
-// Fitted to 697 shapes (H100, bfloat16; 1024 to 262144 rows, k from 320 to 8192, n from 136 to 2304): the tiling of the
-// least time took 1.01 times as long as the fastest in the mean, and 0.92 of what k128x128, k128x128SharedA and
-// k128x256 took by the rules for them alone. In TF32 (288 shapes) that was 0.91.
+// Fitted to 697 shapes (H100, bfloat16; 512 to 262144 rows, k from 320 to 8192, n from 136 to 2304), of which those
+// that columns_in_pairs() accepts took 1.01 times as long as with the fastest of the tilings in the mean, and 0.92 of
+// what k128x128, k128x128SharedA and k128x256 took by rules of their own. In TF32 (276 shapes), that was 0.90 in the
+// median.
 double time_in_pairs(const Case& c, int columns) {
   const int64_t pairs = c.tiles(128, 2 * columns), at_once = std::max(c.sm_count / 2, 1);
   const double epilogue = 400. / static_cast<double>(c.k * (c.element == Element::kTF32 ? 4 : 2));
@@ -52,7 +53,7 @@ constexpr Rule<Tiling> kDense[] = {
     // A long and narrow result is bound by memory: many small tiles keep more loads and stores in flight.
     {[](const Case& c) { return c.n <= 128 && c.k <= 512; }, Tiling::k64x128},
     // Share the loads of a, the larger operand, and leave few columns of tiles empty: (262144, 384) to 264 features
-    // takes 149 us with two tiles of 144 columns, and 271 with three of 128, one of which is almost empty.
+    // takes 158 us with two tiles of 144 columns, and 271 with three of 128, one of which is almost empty.
     {suit_in_pairs<96>, Tiling::k128x96SharedA},
     {suit_in_pairs<112>, Tiling::k128x112SharedA},
     {suit_in_pairs<128>, Tiling::k128x128SharedA},
