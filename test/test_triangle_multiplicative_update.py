@@ -43,7 +43,6 @@ def test_values_and_gradients(shape: str, direction: str, dtype: torch.dtype, de
     exact = run(reference, exact_leaves[0], direction, exact_leaves[1], cotangent)
     aten = run(reference, aten_leaves[0], direction, aten_leaves[1], cotangent)
     eps = torch.finfo(dtype).eps
-    least = 128 * eps if dtype == torch.float64 else 0.0  # what is exact was computed in float64, too
     for name, expected in exact.items():
         assert got[name].dtype == dtype, name
         # Gradients add rounded terms in another order than ATen's. In the smallest tensors, where a layer norm is over
@@ -51,13 +50,15 @@ def test_values_and_gradients(shape: str, direction: str, dtype: torch.dtype, de
         strict = name == "out" and x.shape[-2] >= 64
         times = 1.1 if strict else 2 if x.numel() > 1000 else 5
         allowed = times * distance(aten[name], expected) + (0.25 if strict else 4) * eps
-        assert distance(got[name], expected) <= max(allowed, least), name
+        assert distance(got[name], expected) <= max(allowed, 128 * eps if dtype == torch.float64 else 0), name
     in_place = x.clone()
     overwrite: Any = torchops.triangle_multiplicative_update_
     assert overwrite(in_place, direction, **given) is in_place
     if x.numel():
-        allowed = 2 * eps + (1.1 if x.numel() > 1000 else 5) * distance(aten["out"], exact["out"])
-        assert distance(in_place, x.double() + exact["out"]) <= max(allowed, least)
+        # In float64, what is called exact has errors of its own, and ATen's distance from it is 0.
+        roundings = 8 if dtype == torch.float64 else 2
+        allowed = roundings * eps + (1.1 if x.numel() > 1000 else 5) * distance(aten["out"], exact["out"])
+        assert distance(in_place, x.double() + exact["out"]) <= allowed
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])

@@ -8,6 +8,11 @@ namespace {
 
 bool always(const Case&) { return true; }
 
+// One wave of large tiles, where small ones would take two.
+bool fits_one_wave(const Case& c) {
+  return c.n > 128 && c.m >= 2048 && c.tiles(128, 128) > c.sm_count && c.tiles(128, 256) <= c.sm_count;
+}
+
 // For tilings of 128 rows whose CTAs work in pairs, side by side: the time that the waves of pairs take, and one
 // epilogue that nothing overlaps, in multiples of what a column takes. 32 columns are what loading the rows costs.
 // Fitted to 697 shapes (H100, bfloat16; 512 to 262144 rows, k from 320 to 8192, n from 136 to 2304), of which those
@@ -36,9 +41,7 @@ int columns_in_pairs(const Case& c) {
       least = time;
     }
   }
-  // One wave of large tiles, in which two warpgroups share an epilogue.
-  const bool one_wave = c.m >= 2048 && c.tiles(128, 256) <= c.sm_count && c.tiles(128, 128) > c.sm_count;
-  return one_wave && time_in_pairs(c, 256) < least ? 0 : best;
+  return fits_one_wave(c) && time_in_pairs(c, 256) < least ? 0 : best;
 }
 
 template <int columns>
@@ -73,11 +76,7 @@ constexpr Rule<Tiling> kDense[] = {
               (c.k >= 4096 && tiles >= int64_t{c.sm_count} * 3);
      },
      Tiling::k128x256},
-    // One wave of large tiles instead of two of small ones.
-    {[](const Case& c) {
-       return c.n > 128 && c.m >= 2048 && c.tiles(128, 128) > c.sm_count && c.tiles(128, 256) <= c.sm_count;
-     },
-     Tiling::k128x256},
+    {fits_one_wave, Tiling::k128x256},
     {always, Tiling::k128x128},
 };
 
