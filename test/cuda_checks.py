@@ -45,13 +45,18 @@ def memory_of(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def kernels(call: Callable[[], object]) -> int:
-    """How many kernels, copies and fills a second call runs; the first may make what is kept."""
+def kernel_names(call: Callable[[], object]) -> list[str]:
+    """The kernels, copies and fills that a second call runs; the first may make what is kept."""
     call()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or [])
+    return [event.name for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
+
+
+def kernels(call: Callable[[], object]) -> int:
+    """How many they are."""
+    return len(kernel_names(call))
 
 
 def assert_same_bits(call: Callable[[], Sequence[Tensor]], times: int = 100) -> None:

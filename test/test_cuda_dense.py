@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_checks import assert_accurate, error, poison, random
+from cuda_checks import assert_accurate, error, kernel_names, poison, random
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -244,12 +244,52 @@ def test_dense_gradients_in_one_pass(shape: tuple[int, ...], dtype: torch.dtype)
 
 
 @needs_one_pass
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 256, 136),
+        (63, 256, 264),
+        (7, 9, 8, 264),
+        (129, 136, 1000),
+        (1000, 40, 328),
+        (8449, 136, 1024),
+        (17000, 200, 200),
+        (33000, 128, 320),
+    ],
+    ids=str,
+)
+def test_dense_gradients_with_dz(shape: tuple[int, ...], dtype: torch.dtype, has_bias: bool) -> None:
+    *rows, k, n = shape
+    x, grad = random(*rows, k, dtype=dtype), random(*rows, n, dtype=dtype)
+    w, b = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype) if has_bias else None
+    with torchops.cuda.dense_path("fused"):
+        y = torchops.dense(x, w, b)
+        poison(*rows, max(n, k), dtype=dtype)
+        got, again = gradients(x, w, b, grad), gradients(x, w, b, grad)
+        names = kernel_names(lambda: gradients(x, w, b, grad))
+    assert sum("input_gradients_kernel" in name for name in names) == 1
+    assert all(torch.equal(g, a) for g, a in zip(got, again, strict=True))
+    dz, db = torch.ops.myops._dense_backward(grad, y)
+    parts = dz @ w, dz.flatten(0, -2).T @ x.flatten(0, -2), db
+    exact_dz = (grad.double() * y.double() * (1 - y.double())).flatten(0, -2)
+    exact = exact_dz @ w.double(), exact_dz.T @ x.double().flatten(0, -2), exact_dz.sum(0)
+    for one, part, value in zip(got, parts, exact, strict=False):
+        assert one.shape == part.shape
+        assert one.stride() == part.stride()
+        assert_accurate(one, part, value.view(one.shape))
+
+
+@needs_one_pass
 def test_when_dense_gradients_are_one_pass() -> None:
     x, w = random(3000, 128, dtype=torch.bfloat16), random(64, 128, dtype=torch.bfloat16, scale=0.09)
     b, grad = random(64, dtype=torch.bfloat16), random(3000, 64, dtype=torch.bfloat16)
     assert takes_one_pass(x, w, b, grad)
     assert takes_one_pass(x, w, None, grad)
     assert takes_one_pass(x, w, b, grad[:1].expand(3000, 64))
+    assert takes_one_pass(x, w.repeat(9, 1), b.repeat(9), grad.repeat(1, 9))
+    assert not takes_one_pass(x.repeat(1, 3), w.repeat(9, 3), b.repeat(9), grad.repeat(1, 9))
     assert not takes_one_pass(x, w[:63], b[:63], grad[:, :63])
     assert not takes_one_pass(x.float(), w.float(), b.float(), grad.float())
     assert not takes_one_pass(x, w, b, grad, path="cublas")

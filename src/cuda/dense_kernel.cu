@@ -14,6 +14,7 @@
 #include "cuda/gemm/operand.h"
 #include "cuda/gemm/pointwise.cuh"
 #include "cuda/gemm/sm80.cuh"
+#include "cuda/linear.h"
 #include "ops/common.h"
 #include "ops/dense.h"
 #include "ops/dense_path.h"
@@ -91,14 +92,15 @@ bool has_one_pass_kernel(c10::Device device, at::ScalarType dtype, int64_t n, in
   if (!device.is_cuda() || n % 8 != 0 || k % 8 != 0 || n == 0 || k == 0) return false;
   const c10::cuda::CUDAGuard guard(device);
   const auto c = gemm::sm90_case(/*m=*/1, n, k, dtype);
-  return c && gemm::has_kernel<gemm::DenseGradients>(*c);
+  return c && (gemm::has_kernel<gemm::DenseGradients>(*c) || gemm::has_kernel<gemm::DenseInputGradients>(*c));
 }
 
 [[maybe_unused]] const auto former = detail::set_one_pass_kernel(has_one_pass_kernel);
 
-// All gradients by the kernel that makes them in one pass over the rows; nullopt if that cannot run. db may be empty.
-std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tensor& grad, const Tensor& y,
-                                                                     const Tensor& x, const Tensor& w, bool db_wanted) {
+// All gradients by a kernel that makes dx while it reads grad and y: with few features dw, too, otherwise dz for it;
+// nullopt if none can run, or none is faster. db may be empty.
+std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_gradients(const Tensor& grad, const Tensor& y, const Tensor& x,
+                                                                  const Tensor& w, bool db_wanted) {
   const int64_t n = w.size(0), k = w.size(1);
   if (!detail::has_one_pass_gradients(w) || y.numel() == 0) return std::nullopt;
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
@@ -108,7 +110,6 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tenso
   const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());
   if (!from_g || !from_y || !from_x || !from_w || !c) return std::nullopt;
   const Tensor dx = at::detail::empty_cuda(x.sizes(), x.options());
-  const Tensor dw = at::detail::empty_cuda({n, k}, w.options());
   const Tensor db = at::detail::empty_cuda({db_wanted ? n : 0}, w.options());
   gemm::GradientProblem problem;
   problem.m = static_cast<int>(y_rows.size(0));
@@ -119,10 +120,19 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> one_pass_gradients(const Tenso
   problem.x = *from_x;
   problem.w = *from_w;
   problem.dx = dx.mutable_data_ptr();
-  problem.dw = dw.mutable_data_ptr();
   problem.dbias = db_wanted ? db.mutable_data_ptr() : nullptr;
-  if (!gemm::run_chosen<gemm::DenseGradients>(problem, *c, y)) return std::nullopt;
-  return std::tuple(dx, dw, db);
+  if (gemm::has_kernel<gemm::DenseGradients>(*c)) {
+    const Tensor dw = at::detail::empty_cuda({n, k}, w.options());
+    problem.dw = dw.mutable_data_ptr();
+    if (gemm::run_chosen<gemm::DenseGradients>(problem, *c, y)) return std::tuple(dx, dw, db);
+  } else if (!detail::is_automatic(detail::dense_path()) || gemm::prefers_input_gradients(*c)) {
+    const Tensor dz = at::detail::empty_cuda(y_rows.sizes(), y.options());
+    problem.dz = {dz.mutable_data_ptr(), n};
+    if (gemm::run_chosen<gemm::DenseInputGradients>(problem, *c, y)) {
+      return std::tuple(dx, weight_gradient(dz, x_rows), db);
+    }
+  }
+  return std::nullopt;
 }
 
 std::tuple<Tensor, Tensor, Tensor> dense_gradients_cuda(const Tensor& grad, const Tensor& y, const Tensor& x,
@@ -130,7 +140,7 @@ std::tuple<Tensor, Tensor, Tensor> dense_gradients_cuda(const Tensor& grad, cons
   detail::check_dense_gradients(grad, y, x, w);
   const c10::cuda::CUDAGuard guard(y.device());
   if (mask[0] && mask[1]) {
-    if (auto all = one_pass_gradients(grad, y, x, w, mask[2])) return *std::move(all);
+    if (auto all = fused_gradients(grad, y, x, w, mask[2])) return *std::move(all);
   }
   const auto [dx, dw, db] = detail::dense_gradients_in_parts(grad, y, x, w, mask);
   const Tensor none = at::detail::empty_cuda({0}, y.options());

@@ -43,9 +43,9 @@ std::array<at::Tensor, 3> dense_gradients_in_parts(const at::Tensor& grad, const
 void check_dense_backward(const at::Tensor& grad, const at::Tensor& y);
 void check_dense_gradients(const at::Tensor& grad, const at::Tensor& y, const at::Tensor& x, const at::Tensor& w);
 
-/// Whether dense_gradients() computes dx and dw for such a w in one pass over the rows, rather than one after the
-/// other: there is a kernel for its device, dtype and shape, and the path is not kCublas. The number of rows makes no
-/// difference, so a graph traced for any number of rows takes one way or the other without a guard.
+/// Whether dense_gradients() has a kernel that computes dx, at least, while it reads grad and y, rather than by a
+/// product of its own: there is one for w's device, dtype and shape, and the path is not kCublas. The number of rows
+/// makes no difference, so a graph traced for any number of rows takes one way or the other without a guard.
 bool has_one_pass_gradients(const at::Tensor& w);
 
 /// Sets the function that tells whether there is such a kernel for w (n x k), and returns the previous one. The CUDA

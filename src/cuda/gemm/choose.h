@@ -37,6 +37,9 @@ bool prefers_narrow(const Case& c);
 /// Whether cuBLAS is faster for dense than the kernels of sm90/.
 bool prefers_cublas(const Case& c);
 
+/// Whether DenseInputGradients and the product of its dz are faster than a pass for dz and two products.
+bool prefers_input_gradients(const Case& c);
+
 /// The tilings of sm80.cuh, by the outputs of a CTA.
 enum class Sm80Tiling { k128x128, k128x64, k64x64, k64x32, k32x32 };
 

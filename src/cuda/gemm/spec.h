@@ -45,7 +45,8 @@ struct NarrowSpec {
   int rows, tile_n, most_k, stages;
 };
 
-/// n and k are at most most_n and most_k; `consumers` warpgroups split n.
+/// n and k are at most most_n and most_k; `consumers` warpgroups split n. With most_n = 0, n is any, and they split the
+/// rows.
 struct GradientSpec {
   int most_n, most_k, consumers;
 };

@@ -22,8 +22,8 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
-#include "cuda/activation.cuh"
 #include "cuda/gemm/column_sum.cuh"
+#include "cuda/gemm/sm90/cotangent.cuh"
 #include "cuda/gemm/sm90/cutlass.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
 #include "cuda/per_device.h"
@@ -35,7 +35,6 @@ template <class F_, class Element_, GradientTiling tiling>
 struct OnePassTiling {
   using F = F_;
   using Element = Element_;
-  static_assert(F::kFromOutput);
   static constexpr int kRows = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
   static constexpr int kWarpgroups = kSpec<tiling>.consumers;
   static constexpr int kConsumers = 128 * kWarpgroups, kLoadWarp = kConsumers / 32, kStoreWarp = kLoadWarp + 1;
@@ -65,14 +64,8 @@ struct OnePassTiling {
   using ProductW = decltype(cute::make_tiled_mma(Product<kN, kK, kRows, cute::GMMA::Major::MN>{},
                                                  cute::Layout<cute::Shape<Division, cute::_1, cute::_1>>{}));
 
-  /// How the consumers divide a tile of rows for dz: 16 bytes each, side by side in a row.
-  static constexpr int kVector = 16 / sizeof(Element);
-  using Pointwise = decltype(cute::make_tiled_copy(
-      cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, Element>{},
-      cute::Layout<cute::Shape<cute::Int<kConsumers * kVector / kN>, cute::Int<kN / kVector>>,
-                   cute::Stride<cute::Int<kN / kVector>, cute::_1>>{},
-      cute::Layout<cute::Shape<cute::_1, cute::Int<kVector>>>{}));
-  static_assert(kConsumers * kVector % kN == 0);
+  using Cotangent = CotangentTile<F, Element, kRows, kN, kConsumers>;
+  static constexpr int kVector = Cotangent::kVector;
 
   struct Shared {
     struct Stage {
@@ -126,41 +119,6 @@ CUTLASS_DEVICE void store_tiles(const typename Tiling::Parameters& p, typename T
   }
 }
 
-/// dz, written over grad, by all consumers. A thread has the same columns of every tile, which it adds to `sums`.
-template <class Tiling>
-CUTLASS_DEVICE void make_dz(typename Tiling::Element* grad, typename Tiling::Element* y, float (&sums)[Tiling::kVector],
-                            int thread) {
-  using namespace cute;
-  using Element = typename Tiling::Element;
-  constexpr int count = Tiling::kVector;
-  const auto in_rows = [&](Element* data) {
-    return as_position_independent_swizzle_tensor(
-        make_tensor(make_smem_ptr(data), typename Tiling::template Rows<Tiling::kRows, Tiling::kN>{}));
-  };
-  const auto slice = typename Tiling::Pointwise{}.get_slice(thread);
-  Tensor to = slice.partition_D(in_rows(grad));
-  const Tensor from = slice.partition_S(in_rows(y));
-  Tensor g = make_fragment_like(to), s = make_fragment_like(to);
-  copy(typename Tiling::Pointwise{}, to, g);
-  copy(typename Tiling::Pointwise{}, from, s);
-  const cutlass::NumericArrayConverter<float, Element, count> widen;
-  const cutlass::NumericArrayConverter<Element, float, count> round;
-  Tensor gs = recast<cutlass::Array<Element, count>>(g);
-  const Tensor ys = recast<cutlass::Array<Element, count>>(s);
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < size(gs); ++i) {
-    auto dz = widen(gs(i));
-    const auto outputs = widen(ys(i));
-    CUTLASS_PRAGMA_UNROLL
-    for (int v = 0; v < count; ++v) {
-      dz[v] = Tiling::F::backward(dz[v], 0.f, outputs[v]);
-      sums[v] += dz[v];
-    }
-    gs(i) = round(dz);
-  }
-  copy(typename Tiling::Pointwise{}, g, to);
-}
-
 /// Writes the sums of dbias of all consumers, added in the order of their rows, to `to`. scratch has room
 /// for kVector floats per consumer.
 template <class Tiling>
@@ -204,7 +162,7 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
     auto& stage = shared.stages[at.index()];
     shared.loaded[at.index()].wait(at.phase());
-    make_dz<Tiling>(stage.grad.data(), stage.y.data(), sums_b, thread);
+    Tiling::Cotangent::make(stage.grad.data(), stage.y.data(), sums_b, thread);
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);
 
