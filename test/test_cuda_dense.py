@@ -6,6 +6,7 @@ Values, gradients and transforms are tested by the generic suites; sizes here li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -279,6 +280,34 @@ def test_dense_gradients_with_dz(shape: tuple[int, ...], dtype: torch.dtype, has
         assert one.shape == part.shape
         assert one.stride() == part.stride()
         assert_accurate(one, part, value.view(one.shape))
+
+
+@needs_one_pass
+@pytest.mark.parametrize(
+    ("m", "k", "n", "path", "expected"),
+    [
+        (1000, 128, 512, "auto", True),
+        (1000, 128, 520, "auto", False),
+        (1000, 128, 520, "fused", True),
+        (9000, 128, 520, "auto", True),
+        (9000, 128, 520, "portable", False),
+        (9000, 264, 520, "fused", False),
+    ],
+)
+@pytest.mark.parametrize("view", ["contiguous", "unaligned", "expanded"])
+def test_when_dx_comes_with_dz(view: str, m: int, k: int, n: int, path: Any, expected: bool) -> None:
+    x, w = random(m, k + 1, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16, scale=k**-0.5)
+    x = x[:, :k].contiguous() if view == "contiguous" else x[:, 1:] if view == "unaligned" else x[:1, :k].expand(m, k)
+    b, grad = random(n, dtype=torch.bfloat16), random(m, n, dtype=torch.bfloat16)
+    y = torchops.dense(x, w, b)
+    with torchops.cuda.dense_path(path):
+        call = partial(torch.ops.myops._dense_gradients, grad, y, x, w, [True, True, True])
+        assert any("input_gradients_kernel" in name for name in kernel_names(call)) == expected
+        got = call()
+    with torchops.cuda.dense_path("cublas"):
+        parts = call()
+    for one, part in zip(got, parts, strict=True):
+        assert error(one, part.double()) < 4e-3
 
 
 @needs_one_pass

@@ -34,7 +34,7 @@ class Device(ctypes.Structure):
 
 
 def has_kernel(device: Device, dtype: int, n: int, k: int) -> bool:
-    """On every device, within limits like those of the kernel."""
+    """On every device, within limits like those of the kernel of few features."""
     half, bfloat16 = 5, 15
     return dtype in (half, bfloat16) and n % 8 == 0 and k % 8 == 0 and max(n, k) <= 256 and min(n, k) <= 128
 

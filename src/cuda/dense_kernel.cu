@@ -104,11 +104,15 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_gradients(const Tensor& 
   const int64_t n = w.size(0), k = w.size(1);
   if (!detail::has_one_pass_gradients(w) || y.numel() == 0) return std::nullopt;
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
+  const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());
+  if (!c) return std::nullopt;
+  const bool makes_dw = gemm::has_kernel<gemm::DenseGradients>(*c);
+  const bool automatic = detail::is_automatic(detail::dense_path());
+  if (!makes_dw && automatic && !gemm::prefers_input_gradients(*c)) return std::nullopt;
   const Tensor g = gemm::readable(detail::as_rows(grad));  // the cotangent of a sum has strides of 0
   const auto from_g = gemm::operand(g), from_y = gemm::operand(y_rows), from_x = gemm::operand(x_rows),
              from_w = gemm::operand(w);
-  const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());
-  if (!from_g || !from_y || !from_x || !from_w || !c) return std::nullopt;
+  if (!from_g || !from_y || !from_w || (makes_dw && !from_x)) return std::nullopt;
   const Tensor dx = at::detail::empty_cuda(x.sizes(), x.options());
   const Tensor db = at::detail::empty_cuda({db_wanted ? n : 0}, w.options());
   gemm::GradientProblem problem;
@@ -117,22 +121,20 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_gradients(const Tensor& 
   problem.k = static_cast<int>(k);
   problem.grad = *from_g;
   problem.y = *from_y;
-  problem.x = *from_x;
   problem.w = *from_w;
   problem.dx = dx.mutable_data_ptr();
   problem.dbias = db_wanted ? db.mutable_data_ptr() : nullptr;
-  if (gemm::has_kernel<gemm::DenseGradients>(*c)) {
+  if (makes_dw) {
     const Tensor dw = at::detail::empty_cuda({n, k}, w.options());
+    problem.x = *from_x;
     problem.dw = dw.mutable_data_ptr();
-    if (gemm::run_chosen<gemm::DenseGradients>(problem, *c, y)) return std::tuple(dx, dw, db);
-  } else if (!detail::is_automatic(detail::dense_path()) || gemm::prefers_input_gradients(*c)) {
-    const Tensor dz = at::detail::empty_cuda(y_rows.sizes(), y.options());
-    problem.dz = {dz.mutable_data_ptr(), n};
-    if (gemm::run_chosen<gemm::DenseInputGradients>(problem, *c, y)) {
-      return std::tuple(dx, weight_gradient(dz, x_rows), db);
-    }
+    if (!gemm::run_chosen<gemm::DenseGradients>(problem, *c, y)) return std::nullopt;
+    return std::tuple(dx, dw, db);
   }
-  return std::nullopt;
+  const Tensor dz = at::detail::empty_cuda(y_rows.sizes(), y.options());
+  problem.dz = {dz.mutable_data_ptr(), n};
+  if (!gemm::run_chosen<gemm::DenseInputGradients>(problem, *c, y)) return std::nullopt;
+  return std::tuple(dx, weight_gradient(dz, x_rows), db);
 }
 
 std::tuple<Tensor, Tensor, Tensor> dense_gradients_cuda(const Tensor& grad, const Tensor& y, const Tensor& x,

@@ -166,7 +166,7 @@ CUTLASS_DEVICE void InputGradientsKernel<F, Element, tiling>::compute(const Para
         to[0] = make_float4(of_thread[0], of_thread[1], of_thread[2], of_thread[3]);
         to[1] = make_float4(of_thread[4], of_thread[5], of_thread[6], of_thread[7]);
       }
-      cutlass::arch::fence_view_async_shared();
+      finish_reads();  // and writes, which the products and the store read
       sync();
       if (thread == 0) shared.computed[at.index()].arrive();
       shared.w_loaded[w_at.index()].wait(w_at.phase());
