@@ -8,6 +8,7 @@
 
 #include "autograd/recipe.h"
 #include "ops/layer_norm.h"
+#include "ops/matrices.h"
 
 namespace torchops::autograd {
 
@@ -19,7 +20,18 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) 
 }
 
 Tensor weight_gradient(const Tensor& dz, const Tensor& x) {
-  return at::mm(detail::as_rows(dz).t(), detail::as_rows(x.to(dz.scalar_type())));
+  const Tensor a = detail::as_rows(dz), b = detail::as_rows(x.to(dz.scalar_type()));
+  // Products of two dtypes have no derivatives.
+  const bool is_plain =
+      a.is_cuda() && !is_traced(a) && !is_traced(b) && !needs_decomposition(a, b) && !needs_grad(a, b);
+  const int64_t rest = is_plain ? detail::rows_cublas_may_leave_out(a) : 0;
+  if (rest == 0) return at::mm(a.t(), b);
+  // In float32, because the sum should be rounded once. A 16-bit addmm() may round its product before it adds.
+  const auto product = [&](int64_t begin, int64_t count) {
+    return at::mm(a.narrow(0, begin, count).t(), b.narrow(0, begin, count), at::kFloat);
+  };
+  const int64_t whole = a.size(0) - rest;
+  return product(0, whole).add_(product(whole, rest)).to(a.scalar_type());
 }
 
 Tensor bias_gradient(const Tensor& dz) { return detail::as_rows(dz).sum(0); }

@@ -1,5 +1,6 @@
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
+#include "autograd/linear.h"
 #include "autograd/path.h"
 #include "autograd/recipe.h"
 #include "ops/square_matmul.h"
@@ -55,8 +56,8 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
     if (ctx->needs_input_grad(0)) da = square_matmul(grad, b, !transpose_b);
     if (ctx->needs_input_grad(1)) {
       // A batched b has one gradient per matrix; otherwise one product covers all rows.
-      const Tensor left = batched ? a : detail::as_rows(a), right = batched ? grad : detail::as_rows(grad);
-      db = transpose_b ? matmul(right.mT(), left) : matmul(left.mT(), right);
+      const Tensor &left = transpose_b ? grad : a, &right = transpose_b ? a : grad;
+      db = batched ? matmul(left.mT(), right) : weight_gradient(left, right);
     }
     return {da, db, Tensor(), Tensor()};
   }

@@ -16,6 +16,7 @@
 
 #include "cuda/overwrite_rows.h"
 #include "cuda/split_product.h"
+#include "ops/matrices.h"
 
 // Linear layers and their gradients, by cuBLAS or, in float32, split products, for operators whose own kernel is the
 // pass after the products. All tensors are matrices of rows. With 16-bit weights, float32 rows are rounded panel by
@@ -115,19 +116,15 @@ inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor
   }
 }
 
-/// dw = dz.T @ x, rounded once; dw has the dtype of dz, or float32. cuBLAS may sum over the rows in parallel parts, and
-/// for some sizes these leave out the rows beyond the last multiple of their tile
-/// (https://github.com/facebookexperimental/triton/pull/2767). With 82965 rows of 256 features in float16, to float32,
-/// the result was off by 1.6% (CUDA 13.0, H100). So the last rows are a product of their own.
+/// dw = dz.T @ x of all rows, rounded once; dw has the dtype of dz, or float32.
 inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, const at::Tensor& x) {
-  constexpr int64_t tile = 128;
-  const int64_t rows = x.size(0), rest = dz.element_size() == 2 ? rows % tile : 0;
+  const int64_t rows = x.size(0), rest = detail::rows_cublas_may_leave_out(dz);
   const auto product = [&](at::Tensor out, int64_t begin, int64_t end) {
     const at::Tensor left = dz.narrow(0, begin, end - begin).t(), right = x.narrow(0, begin, end - begin);
     const bool wide = out.scalar_type() != dz.scalar_type();
     wide ? at::cuda::mm_out(out, left, right, out.scalar_type()) : product_out(out, left, right);
   };
-  if (rest == 0 || rest == rows) return product(dw, 0, rows);
+  if (rest == 0) return product(dw, 0, rows);
   const at::Tensor parts = at::detail::empty_cuda({2, dw.size(0), dw.size(1)}, dw.options().dtype(at::kFloat));
   const at::Tensor first = parts.select(0, 0), last = parts.select(0, 1);
   product(first, 0, rows - rest);
