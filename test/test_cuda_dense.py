@@ -327,7 +327,7 @@ def test_when_dense_gradients_are_one_pass() -> None:
 @pytest.mark.parametrize("op", ["dense_dw", "dense_all", "square_matmul", "square_matmul_t"])
 @pytest.mark.parametrize("shape", [(16897, 304, 784), (16897, 264, 224), (17089, 256, 1160), (2049, 200, 136)], ids=str)
 def test_weight_gradients_have_all_rows(op: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of integers, the sums are exact, so a row that is left out shows. cuBLAS leaves out the last one of 16897."""
+    """Of integers, the sums are exact, so a row that is left out shows, as in products of cuBLAS."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     m, k, n = shape
     if op.startswith("square_matmul"):
