@@ -181,6 +181,23 @@ def gradients(x: Tensor, w: Tensor, b: Tensor | None, grad: Tensor, **kwargs: An
     return torch.autograd.grad(torchops.dense(*leaves), leaves, grad, **kwargs)
 
 
+def assert_accurate_gradients(x: Tensor, w: Tensor, b: Tensor | None, grad: Tensor) -> None:
+    """As accurate as the products of a dz in memory, laid out like them, and the same bits in another call."""
+    y = torchops.dense(x, w, b)
+    dz, db = torch.ops.myops._dense_backward(grad, y)
+    parts = dz @ w, dz.flatten(0, -2).T @ x.flatten(0, -2), db
+    poison(*x.shape, dtype=x.dtype)
+    poison(*y.shape, dtype=y.dtype)
+    got, again = gradients(x, w, b, grad), gradients(x, w, b, grad)
+    assert all(torch.equal(g, a) for g, a in zip(got, again, strict=True))
+    exact_dz = (grad.double() * y.double() * (1 - y.double())).flatten(0, -2)
+    exact = exact_dz @ w.double(), exact_dz.T @ x.double().flatten(0, -2), exact_dz.sum(0)
+    for one, part, value in zip(got, parts[: len(got)], exact[: len(got)], strict=True):
+        assert one.shape == part.shape
+        assert one.stride() == part.stride()
+        assert_accurate(one, part, value.view(one.shape))
+
+
 class Calls(TorchDispatchMode):
     """The names of the operators that are called."""
 
@@ -230,18 +247,7 @@ def test_dense_gradients_in_one_pass(shape: tuple[int, ...], dtype: torch.dtype)
     *rows, k, n = shape
     x, grad = random(*rows, k, dtype=dtype), random(*rows, n, dtype=dtype)
     w, b = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)
-    y = torchops.dense(x, w, b)
-    dz, db = torch.ops.myops._dense_backward(grad, y)
-    parts = dz @ w, dz.flatten(0, -2).T @ x.flatten(0, -2), db
-    poison(*rows, k, dtype=dtype)
-    got, again = gradients(x, w, b, grad), gradients(x, w, b, grad)
-    assert all(torch.equal(g, a) for g, a in zip(got, again, strict=True))
-    exact_dz = (grad.double() * y.double() * (1 - y.double())).flatten(0, -2)
-    exact = exact_dz @ w.double(), exact_dz.T @ x.double().flatten(0, -2), exact_dz.sum(0)
-    for one, part, value in zip(got, parts, exact, strict=True):
-        assert one.shape == part.shape
-        assert one.stride() == part.stride()
-        assert_accurate(one, part, value.view(one.shape))
+    assert_accurate_gradients(x, w, b, grad)
 
 
 @needs_one_pass
@@ -266,20 +272,9 @@ def test_dense_gradients_with_dz(shape: tuple[int, ...], dtype: torch.dtype, has
     x, grad = random(*rows, k, dtype=dtype), random(*rows, n, dtype=dtype)
     w, b = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype) if has_bias else None
     with torchops.cuda.dense_path("fused"):
-        y = torchops.dense(x, w, b)
-        poison(*rows, max(n, k), dtype=dtype)
-        got, again = gradients(x, w, b, grad), gradients(x, w, b, grad)
+        assert_accurate_gradients(x, w, b, grad)
         names = kernel_names(lambda: gradients(x, w, b, grad))
     assert sum("input_gradients_kernel" in name for name in names) == 1
-    assert all(torch.equal(g, a) for g, a in zip(got, again, strict=True))
-    dz, db = torch.ops.myops._dense_backward(grad, y)
-    parts = dz @ w, dz.flatten(0, -2).T @ x.flatten(0, -2), db
-    exact_dz = (grad.double() * y.double() * (1 - y.double())).flatten(0, -2)
-    exact = exact_dz @ w.double(), exact_dz.T @ x.double().flatten(0, -2), exact_dz.sum(0)
-    for one, part, value in zip(got, parts, exact, strict=False):
-        assert one.shape == part.shape
-        assert one.stride() == part.stride()
-        assert_accurate(one, part, value.view(one.shape))
 
 
 @needs_one_pass
