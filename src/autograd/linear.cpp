@@ -21,7 +21,8 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) 
 
 Tensor weight_gradient(const Tensor& dz, const Tensor& x) {
   const Tensor a = detail::as_rows(dz), b = detail::as_rows(x.to(dz.scalar_type()));
-  // Products of two dtypes have no derivatives.
+  // Elsewhere the plain product stays: in what is traced, and where a derivative may be taken, which products of two
+  // dtypes don't have.
   const bool is_plain =
       a.is_cuda() && !is_traced(a) && !is_traced(b) && !needs_decomposition(a, b) && !needs_grad(a, b);
   const int64_t rest = is_plain ? detail::rows_cublas_may_leave_out(a) : 0;
