@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <span>
 
 #include "cuda/gemm/spec.h"
@@ -44,6 +45,15 @@ bool prefers_input_gradients(const Case& c);
 enum class Sm80Tiling { k128x128, k128x64, k64x64, k64x32, k32x32 };
 
 Sm80Tiling sm80_tiling(const Case& c);
+
+/// The tilings of sm80_resident.cuh, by the rows that a warp multiplies at a time.
+enum class ResidentTiling { k64Rows, k16Rows };
+
+/// What an epilogue does besides applying a function to sums: nothing, reading another factor, or making cotangents.
+enum class EpilogueReads { kNothing, kFactor, kCotangent };
+
+/// The tiling of sm80_resident.cuh that is faster than sm80_kernel.cuh for so many products, if one is.
+std::optional<ResidentTiling> resident_tiling(const Case& c, int products, EpilogueReads reads);
 
 /// Whether sm80.cuh is faster than the kernels of sm90/, too.
 bool prefers_sm80(const Case& c);

@@ -1,6 +1,6 @@
 #pragma once
 
-// From torch to the kernel of sm80_kernel.cuh.
+// From torch to the kernels of sm80_kernel.cuh and sm80_resident.cuh.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -13,6 +13,7 @@
 #include "cuda/gemm/sm80_float32.cuh"
 #include "cuda/gemm/sm80_kernel.cuh"
 #include "cuda/gemm/sm80_launch.cuh"
+#include "cuda/gemm/sm80_resident.cuh"
 #include "cuda/gemm/sm80_tensors.h"
 
 namespace torchops::cuda::gemm {
@@ -59,9 +60,48 @@ void launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling t
   launch_sm80_kernel<Rule, T, k64x64, vector>(p);
 }
 
+/// Returns false, with nothing done, if shared memory has no room for w.
+template <class Rule, class T, ResidentTiling tiling>
+bool launch_resident_kernel(Sm80Arguments<T, Rule::kProducts> p) {
+  constexpr ResidentSpec spec = kResidentSpec<tiling>;
+  constexpr auto kernel = sm80_resident_kernel<Rule, T, tiling>;
+  constexpr size_t reserved_bytes = 1024;  // of shared memory, by each CTA
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const auto shared_bytes = static_cast<size_t>(spec.shared_bytes(static_cast<int>(ceil_div(p.k, kResidentStep))));
+  if (shared_bytes > device.sharedMemPerBlockOptin) return false;
+  static PerDevice granted;
+  int multiprocessors = 0;
+  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, device.sharedMemPerBlockOptin, multiprocessors));
+  const int resident =
+      std::min(spec.ctas, static_cast<int>(device.sharedMemPerMultiprocessor / (shared_bytes + reserved_bytes)));
+  p.tiles_n = static_cast<int>(ceil_div(p.n, spec.tile_n(Rule::kProducts)));
+  const int64_t of_rows = ceil_div(p.m, spec.rows * spec.groups());
+  const int64_t of_columns = std::clamp<int64_t>(resident * multiprocessors / p.tiles_n, 1, of_rows);
+  kernel<<<static_cast<unsigned>(of_columns * p.tiles_n), kSm80Threads, shared_bytes,
+           at::cuda::getCurrentCUDAStream()>>>(p);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return true;
+}
+
+/// Returns false, with nothing done, if another kernel is faster, or there is no room for w.
+template <class Rule, class T>
+bool launch_resident(const Sm80Arguments<T, Rule::kProducts>& p, const Case& c) {
+  using enum ResidentTiling;
+  constexpr EpilogueReads reads = kMakesCotangents<Rule> ? EpilogueReads::kCotangent
+                                  : Rule::kReadsC        ? EpilogueReads::kFactor
+                                                         : EpilogueReads::kNothing;
+  if constexpr (Rule::kReadsC && kMakesCotangents<Rule>) return false;
+  const std::optional<ResidentTiling> tiling = resident_tiling(c, Rule::kProducts, reads);
+  if (!tiling) return false;
+  if constexpr (reads == EpilogueReads::kNothing) {
+    if (tiling == k64Rows && launch_resident_kernel<Rule, T, k64Rows>(p)) return true;
+  }
+  return launch_resident_kernel<Rule, T, k16Rows>(p);
+}
+
 // Returns false, with nothing done, if there is no kernel for rows of this alignment.
 template <class Rule, class T>
-bool launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
+bool launch_sm80(const Sm80Tensors& t, const Case& of) {
   const auto read = [](const at::Tensor& from) { return static_cast<const T*>(from.const_data_ptr()); };
   // A single row may have any stride. The kernel computes aligned addresses with it, even of rows that it doesn't read.
   const auto stride = [](const at::Tensor& of) { return of.size(0) > 1 ? of.stride(0) : 0; };
@@ -100,6 +140,8 @@ bool launch_sm80(const Sm80Tensors& t, Sm80Tiling tiling) {
     p.bias[of] = bias ? read(*bias) : nullptr;
     vector = std::min(vector, row_vector(p.b[of], p.b_stride[of]));
   }
+  if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T>(p, of)) return true;
+  const Sm80Tiling tiling = sm80_tiling(of);
   if constexpr (kMakesCotangents<Rule>) {
     if (vector < 8 || p.store_vector < 8) return false;
     launch_sm80_tiling<Rule, T, 8>(p, tiling);
@@ -130,9 +172,8 @@ bool run_sm80(const Sm80Tensors& t, bool automatic) {
     return false;
   }
   if (automatic && (prefers_cublas_to_sm80(*c) || (gated && prefers_cublas_for_glu(*c)))) return false;
-  const Sm80Tiling tiling = sm80_tiling(*c);
-  return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, tiling)
-                                          : launch_sm80<Rule, c10::Half>(t, tiling);
+  return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, *c)
+                                          : launch_sm80<Rule, c10::Half>(t, *c);
 }
 
 }  // namespace torchops::cuda::gemm
