@@ -33,7 +33,7 @@ from .run import precision
 
 BANDWIDTH, RATE = 2.98e12, 800e12
 OURS, COMPILED, PACKED, EAGER, TRITON = "torchops", "torch.compile", "torch.compile, packed", "eager", "Triton"
-PRODUCT, SECOND = "packed product alone", "torch.bmm, new tensor"
+PRODUCT, SECOND, LINEAR = "packed product alone", "torch.bmm, new tensor", "F.linear alone"
 GLUS = ("glu", "swiglu")
 
 
@@ -159,6 +159,20 @@ def cublas_lines() -> list[Line]:
     ]
 
 
+def portable_lines() -> list[Line]:
+    """What has a goal, and dense of few features, beside its product."""
+    return [
+        *(line for line in lines("cuda") if line.most),
+        *(
+            Line("dense", (rows, n_in, n_out), compiled=False)
+            for rows in (65536, 1048576)
+            for n_in in (64, 128, 256)
+            for n_out in (64, 128, 256)
+        ),
+        *(Line("dense", (rows, 256, 256), dtype="float16", compiled=False) for rows in (65536, 1048576)),
+    ]
+
+
 def _packed(activation: str, x: Tensor, p: Tensor, pb: Tensor) -> Tensor:
     value, gate = F.linear(x, p, pb).chunk(2, -1)
     return value * (F.silu(gate) if activation == "silu" else torch.sigmoid(gate))
@@ -231,6 +245,8 @@ def contenders(line: Line, device: torch.device) -> dict[str, Callable[..., Any]
             ways[PACKED] = _on(packed, (x, p, pb))
         if line.task == FORWARD:
             ways[PRODUCT] = _on(F.linear, (x, p))
+    if op == "dense" and line.task == FORWARD:
+        ways[LINEAR] = _on_first(F.linear, 3)
     return {name: _task(way, line.task) for name, way in ways.items()}
 
 
@@ -362,9 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(page(json.loads(options.table.read_text())), end="")
         return 0
     device = torch.device(options.device)
-    chosen = cublas_lines() if options.path == "cublas" else lines(device.type)
-    if options.path == "portable":
-        chosen = [line for line in chosen if line.most]
+    chosen = {"portable": portable_lines, "cublas": cublas_lines}.get(options.path, partial(lines, device.type))()
     chosen = [line for line in chosen if any(text in line.name for text in options.case)]
     seconds = options.seconds or (0.03 if device.type == "cuda" else 1.0)
     prepare = partial(prepared, device=device, path=options.path, seconds=seconds, without=options.without)

@@ -324,7 +324,10 @@ TABLES: dict[str, Callable[[], str]] = {
         gated, H100, "gates-by-cublas", _CONTENDERS[:3], lambda line: line["shape"][0] in (65536, 1048576)
     ),
     "gates-portable-h100": partial(
-        gated, H100, "gates-portable", _CONTENDERS[:3], lambda line: line["op"] != "square_matmul_"
+        gated, H100, "gates-portable", _CONTENDERS[:3], lambda line: line["op"] not in ("dense", "square_matmul_")
+    ),
+    "dense-portable-h100": partial(
+        gated, H100, "gates-portable", (gates.OURS, gates.LINEAR, gates.EAGER), lambda line: line["op"] == "dense"
     ),
     "eight-bits-h100": partial(scaled, H100),
     "models-h100": partial(models, H100),

@@ -182,6 +182,13 @@ def exact(op: str, task: str, against: str = "torch.compile") -> float:
     return (found["torchops"] / found[against] - 1) * 100
 
 
+def portable_gains() -> list[float]:
+    """By how many percent less time than torch.compile, packed or not, the kernels for other GPUs take: least and most."""
+    times = [r["microseconds"] for r in document(H100, "gates-portable")["results"] if r["line"]["compiled"]]
+    gains = [(1 - t["torchops"] / min(t["torch.compile"], t.get(PACKED, math.inf))) * 100 for t in times]
+    return [min(gains), max(gains)]
+
+
 def longest() -> float:
     """By how many percent more time any call of the table takes at most than with torch.compile, packed or not."""
     times = [r["microseconds"] for r in document(H100, "gates")["results"] if r["line"]["compiled"]]

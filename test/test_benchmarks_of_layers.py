@@ -28,7 +28,7 @@ from benchmarks import (
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, Task
 
 CPU = torch.device("cpu")
-GATES = [*gates.lines("cuda"), *gates.cublas_lines()]
+GATES = [*gates.lines("cuda"), *gates.portable_lines(), *gates.cublas_lines()]
 
 
 @pytest.mark.parametrize("op", dict.fromkeys(line.op for line in GATES))
@@ -42,7 +42,8 @@ def test_contenders_of_gates(op: str) -> None:
             for name, way in gates.contenders(small, CPU).items():
                 copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
                 values[name] = way(*copies)
-        assert values.pop(gates.PRODUCT, torch.empty(3, 10)).shape == (3, 10)
+        for product, columns in ((gates.PRODUCT, 10), (gates.LINEAR, 5)):
+            assert values.pop(product, torch.empty(3, columns)).shape == (3, columns)
         assert len(values) > 1
         assert_all_close(list(values.values()), [values[gates.OURS]] * len(values))
 
