@@ -183,7 +183,7 @@ def exact(op: str, task: str, against: str = "torch.compile") -> float:
 
 
 def portable_gains() -> list[float]:
-    """By how many percent less time than torch.compile, packed or not, the kernels for other GPUs take: least and most."""
+    """By how many percent less time than torch.compile, packed or not, kernels for other GPUs take: least and most."""
     times = [r["microseconds"] for r in document(H100, "gates-portable")["results"] if r["line"]["compiled"]]
     gains = [(1 - t["torchops"] / min(t["torch.compile"], t.get(PACKED, math.inf))) * 100 for t in times]
     return [min(gains), max(gains)]

@@ -170,6 +170,9 @@ def test_dense_backward_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None
     again = torch.ops.myops._dense_backward(grad, y)
     assert torch.equal(dz, again[0])
     assert torch.equal(db, again[1])
+    alone, none = torch.ops.myops._dense_backward(grad, y, [True, False])
+    assert torch.equal(dz, alone)
+    assert none.shape == (0,)
     assert error(dz, exact) <= 2 * torch.finfo(dtype).eps
     total = exact.reshape(-1, shape[-1])
     allowed = 4 * torch.finfo(dtype).eps * (total.abs().sum(0) + 1e-30)
@@ -370,6 +373,21 @@ def test_dense_gradients_are_counted_and_batched() -> None:
     batched = gradients(x, w, None, grad.expand(2, 3000, 64), is_grads_batched=True)
     for both, value in zip(batched, expected, strict=True):
         assert error(both[1], value.double()) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("features", [(64, 64), (520, 264), (33, 17)], ids=str)
+def test_dense_without_a_bias_rounds_dz_once(features: tuple[int, int], dtype: torch.dtype) -> None:
+    """And so do its gradients if not all of them are wanted."""
+    k, n = features
+    x, w, grad = random(4096, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5), random(4096, n, dtype=dtype)
+    y = torchops.dense(x, w)
+    dz = (grad.double() * y.double() * (1 - y.double())).to(dtype)
+    for leaf, product in ((x, lambda: dz @ w), (w, lambda: dz.T @ x)):
+        leaf.requires_grad_()
+        (got,) = torch.autograd.grad(torchops.dense(x, w), leaf, grad)
+        leaf.requires_grad_(requires_grad=False)
+        assert error(got.double(), product().double()) <= torch.finfo(dtype).eps / 8
 
 
 def test_dense_bias_gradient_has_no_dz() -> None:

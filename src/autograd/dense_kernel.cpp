@@ -133,9 +133,13 @@ std::array<at::Tensor, 3> detail::dense_gradients_in_parts(const at::Tensor& gra
                                                            const at::Tensor& x, const at::Tensor& w,
                                                            std::array<bool, 3> mask) {
   at::Tensor dz, dx, dw, db;
-  if (mask[2]) {
-    std::tie(dz, db) = dense_backward(grad, y, {mask[0] || mask[1], true});
-  } else if (mask[0] || mask[1]) {
+  const bool dz_wanted = mask[0] || mask[1];
+  // In 16 bits on CUDA, at::sigmoid_backward() rounds three times.
+  if (mask[2] || (dz_wanted && y.element_size() == 2 && autograd::is_eager_on_cuda(grad, y))) {
+    at::Tensor sum;
+    std::tie(dz, sum) = dense_backward(grad, y, {dz_wanted, mask[2]});
+    if (mask[2]) db = sum;
+  } else if (dz_wanted) {
     dz = at::sigmoid_backward(grad, y);
   }
   if (mask[0]) dx = autograd::matmul(dz, w);

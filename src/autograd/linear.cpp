@@ -19,13 +19,14 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) 
   return b ? z + *b : z;
 }
 
+bool is_eager_on_cuda(const Tensor& a, const Tensor& b) {
+  return a.is_cuda() && !is_traced(a) && !is_traced(b) && !needs_decomposition(a, b) && !needs_grad(a, b);
+}
+
 Tensor weight_gradient(const Tensor& dz, const Tensor& x) {
   const Tensor a = detail::as_rows(dz), b = detail::as_rows(x.to(dz.scalar_type()));
-  // Elsewhere the plain product stays: in what is traced, and where a derivative may be taken, which products of two
-  // dtypes don't have.
-  const bool is_plain =
-      a.is_cuda() && !is_traced(a) && !is_traced(b) && !needs_decomposition(a, b) && !needs_grad(a, b);
-  const int64_t rest = is_plain ? detail::rows_cublas_may_leave_out(a) : 0;
+  // Elsewhere the plain product stays: products of two dtypes have no derivative.
+  const int64_t rest = is_eager_on_cuda(a, b) ? detail::rows_cublas_may_leave_out(a) : 0;
   if (rest == 0) return at::mm(a.t(), b);
   // In float32, because the sum should be rounded once. A 16-bit addmm() may round its product before it adds.
   const auto product = [&](int64_t begin, int64_t count) {

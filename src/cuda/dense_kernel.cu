@@ -3,7 +3,6 @@
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/as_strided_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
-#include <ATen/ops/sigmoid_backward_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -82,9 +81,9 @@ Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
 std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
   detail::check_dense_backward(grad, y);
   const c10::cuda::CUDAGuard guard(y.device());
-  if (mask[1]) return gemm::backward_pass<Sigmoid>(grad, y, mask[0]);
+  if (mask[0] || mask[1]) return gemm::backward_pass<Sigmoid>(grad, y, mask[0], mask[1]);
   const Tensor none = at::detail::empty_cuda({0}, y.options());
-  return {mask[0] ? at::cuda::sigmoid_backward(grad, y).contiguous() : none, none};
+  return {none, none};
 }
 
 // The answer is the same for any number of rows.

@@ -107,7 +107,7 @@ void bias_activation_(const at::Tensor& y, const std::optional<at::Tensor>& b) {
 
 constexpr int kBackwardThreads = 256;
 
-/// dz = F::backward(grad, y), unless dz is null, and in partial[blockIdx.y] the column sums of this block's rows. The
+/// dz = F::backward(grad, y), and in partial[blockIdx.y] the column sums of this block's rows; either may be null. The
 /// threads of a block are `width` columns (of `count` elements each) by kBackwardThreads / width rows. The order of the
 /// additions depends only on the shape.
 template <class F, class T, int count>
@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
       }
     }
   }
+  if (partial == nullptr) return;
   __shared__ Wide shared[kBackwardThreads * count];
 #pragma unroll
   for (int v = 0; v < count; ++v) shared[threadIdx.x * count + v] = sums[v];
@@ -181,14 +182,15 @@ struct BackwardGrid {
   }
 };
 
-/// (dz, dz summed over the rows before it is rounded) for the cotangent grad of the output y of F. dz is contiguous, or
-/// empty if only the sum is wanted.
+/// (dz, dz summed over the rows before it is rounded) for the cotangent grad of the output y of F; empty what is not
+/// wanted. dz is contiguous.
 template <class F>
-std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const at::Tensor& y, bool dz_wanted) {
+std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const at::Tensor& y, bool dz_wanted,
+                                                 bool sum_wanted) {
   const int64_t columns = y.size(-1);
   const at::Tensor dz = at::detail::empty_cuda(dz_wanted ? y.sizes() : at::IntArrayRef({0}), y.options());
-  if (y.numel() == 0) return {dz, at::zeros({columns}, y.options())};
-  const at::Tensor db = at::detail::empty_cuda({columns}, y.options());
+  if (y.numel() == 0) return {dz, at::zeros({sum_wanted ? columns : 0}, y.options())};
+  const at::Tensor db = at::detail::empty_cuda({sum_wanted ? columns : 0}, y.options());
   const int64_t rows = y.numel() / columns;
   const at::Tensor g = grad.contiguous(), s = y.contiguous();
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
@@ -197,9 +199,9 @@ std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const a
     const bool in_vectors =
         columns % kVectorSize<scalar_t> == 0 && is_aligned(g.const_data_ptr()) && is_aligned(s.const_data_ptr());
     const BackwardGrid grid(rows, columns, in_vectors ? kVectorSize<scalar_t> : 1);
-    const at::Tensor partial =
-        at::detail::empty_cuda({grid.row_blocks, columns}, y.options().dtype(c10::CppTypeToScalarType<Wide>::value));
-    Wide* const sums = partial.mutable_data_ptr<Wide>();
+    const at::Tensor partial = at::detail::empty_cuda({sum_wanted ? grid.row_blocks : 0, columns},
+                                                      y.options().dtype(c10::CppTypeToScalarType<Wide>::value));
+    Wide* const sums = sum_wanted ? partial.mutable_data_ptr<Wide>() : nullptr;
     const auto kernel =
         in_vectors ? backward_pass_kernel<F, scalar_t, kVectorSize<scalar_t>> : backward_pass_kernel<F, scalar_t, 1>;
     const dim3 blocks(static_cast<unsigned>(grid.column_blocks), static_cast<unsigned>(grid.row_blocks));
@@ -207,6 +209,7 @@ std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const a
                                                     dz_wanted ? dz.mutable_data_ptr<scalar_t>() : nullptr, sums, rows,
                                                     columns, grid.rows_per_block, grid.width);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
+    if (!sum_wanted) return;
     launch_column_sum<scalar_t, Wide, 1, 32, 32>(sums, db.mutable_data_ptr<scalar_t>(), nullptr, grid.row_blocks,
                                                  columns, columns, columns, stream);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
