@@ -160,11 +160,17 @@ def test_same_bits() -> None:
 
 
 def test_when_it_is_taken() -> None:
-    """Not of few rows, of rows that are not aligned to 16 bytes, or of long sums."""
+    """Not of few rows, of rows that are not aligned to 16 bytes, of long sums, or where the columns of the result leave
+    multiprocessors idle."""
     x, w = random(70001, 520, dtype=torch.bfloat16), random(128, 520, dtype=torch.bfloat16)
     assert is_resident(lambda: torchops.dense(x[:, :512], w[:, :512]))
     assert is_resident(lambda: torchops.dense(x[:, :61], w[:, :61]))
     for a, b in [(x[:2000, :64], w[:, :64]), (x[:, 4:68], w[:, :64]), (x[:, :64], w[:126, :64]), (x, w)]:
         assert not is_resident(partial(torchops.dense, a, b))
+    columns = 128 * (torch.cuda.get_device_properties("cuda").multi_processor_count // 2 + 1)
+    assert not is_resident(lambda: torchops.dense(x[:5000, :8], random(columns, 8, dtype=torch.bfloat16)))
+    # Equal rows are none that Hopper's kernels could read.
+    with torchops.cuda.dense_path("auto"):
+        assert is_resident(lambda: torchops.dense(x[:1, :512].expand(70001, 512), w[:, :512]))
     with torchops.cuda.dense_path("cublas"):
         assert not is_resident(lambda: torchops.dense(x[:, :512], w[:, :512]))

@@ -275,16 +275,15 @@ Sm80Tiling sm80_tiling(const Case& c) {
   return std::ranges::find_if(kSm80, [&](const auto& rule) { return rule.suits(c); })->tiling;
 }
 
-// The outputs from which on, and the tiling, as measured on an H100 (bfloat16; 2048 to 1048576 rows, 64 to 512 features
-// in, 64 to 1024 out). With few rows of w, several CTAs fit a multiprocessor. Longer sums were not measured.
-std::optional<ResidentTiling> resident_tiling(const Case& c, int products, EpilogueReads reads) {
+// From so many outputs on, and with this tiling, it was the fastest for 2048 to 1048576 rows, 64 to 512 features in and
+// 64 to 1024 out (H100, bfloat16). With few rows of w, several CTAs fit a multiprocessor.
+std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool reads_factor, bool makes_cotangents) {
   using enum ResidentTiling;
   if (c.k > 512) return std::nullopt;
-  if (products == 1 && reads == EpilogueReads::kCotangent) return std::nullopt;
-  if (reads == EpilogueReads::kFactor) return c.m >= int64_t{62} * c.sm_count ? std::optional(k16Rows) : std::nullopt;
+  if (reads_factor) return c.m >= int64_t{62} * c.sm_count ? std::optional(k16Rows) : std::nullopt;
   const int64_t w_rows = c.n * products, least = (w_rows <= 64 ? 15'000 : 60'000) * int64_t{c.sm_count};
   if (c.m * w_rows < least) return std::nullopt;
-  return w_rows <= 128 || reads == EpilogueReads::kCotangent ? k16Rows : k64Rows;
+  return w_rows <= 128 || makes_cotangents ? k16Rows : k64Rows;
 }
 
 // The warps of a CTA share a long sum, so few outputs occupy more multiprocessors.

@@ -41,7 +41,7 @@ bool prefers_cublas(const Case& c);
 /// Whether DenseInputGradients and the product of its dz are faster than a pass for dz and two products.
 bool prefers_input_gradients(const Case& c);
 
-/// The tilings of sm80.cuh, by the outputs of a CTA.
+/// The tilings of sm80_kernel.cuh, by the outputs of a CTA.
 enum class Sm80Tiling { k128x128, k128x64, k64x64, k64x32, k32x32 };
 
 Sm80Tiling sm80_tiling(const Case& c);
@@ -49,11 +49,9 @@ Sm80Tiling sm80_tiling(const Case& c);
 /// The tilings of sm80_resident.cuh, by the rows that a warp multiplies at a time.
 enum class ResidentTiling { k64Rows, k16Rows };
 
-/// What an epilogue does besides applying a function to sums: nothing, reading another factor, or making cotangents.
-enum class EpilogueReads { kNothing, kFactor, kCotangent };
-
-/// The tiling of sm80_resident.cuh that is faster than sm80_kernel.cuh for so many products, if one is.
-std::optional<ResidentTiling> resident_tiling(const Case& c, int products, EpilogueReads reads);
+/// The tiling of sm80_resident.cuh that is faster than sm80_kernel.cuh, if one is, for so many products. The epilogue
+/// may read another factor, or make the cotangents of two products.
+std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool reads_factor, bool makes_cotangents);
 
 /// Whether sm80.cuh is faster than the kernels of sm90/, too.
 bool prefers_sm80(const Case& c);

@@ -60,7 +60,8 @@ void launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling t
   launch_sm80_kernel<Rule, T, k64x64, vector>(p);
 }
 
-/// Returns false, with nothing done, if shared memory has no room for w.
+/// Returns false, with nothing done, if shared memory has no room for w, or the columns would leave more than a quarter
+/// of the multiprocessors idle.
 template <class Rule, class T, ResidentTiling tiling>
 bool launch_resident_kernel(Sm80Arguments<T, Rule::kProducts> p) {
   constexpr ResidentSpec spec = kResidentSpec<tiling>;
@@ -72,12 +73,13 @@ bool launch_resident_kernel(Sm80Arguments<T, Rule::kProducts> p) {
   static PerDevice granted;
   int multiprocessors = 0;
   C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, device.sharedMemPerBlockOptin, multiprocessors));
-  const int resident =
-      std::min(spec.ctas, static_cast<int>(device.sharedMemPerMultiprocessor / (shared_bytes + reserved_bytes)));
+  const auto fit = static_cast<int64_t>(device.sharedMemPerMultiprocessor / (shared_bytes + reserved_bytes));
+  const int64_t ctas = std::min<int64_t>(spec.ctas, fit) * multiprocessors;
   p.tiles_n = static_cast<int>(ceil_div(p.n, spec.tile_n(Rule::kProducts)));
+  const int64_t of_columns = ctas / p.tiles_n;
+  if (of_columns * p.tiles_n * 4 < ctas * 3 || of_columns == 0) return false;
   const int64_t of_rows = ceil_div(p.m, spec.rows * spec.groups());
-  const int64_t of_columns = std::clamp<int64_t>(resident * multiprocessors / p.tiles_n, 1, of_rows);
-  kernel<<<static_cast<unsigned>(of_columns * p.tiles_n), kSm80Threads, shared_bytes,
+  kernel<<<static_cast<unsigned>(std::min(of_columns, of_rows) * p.tiles_n), kSm80Threads, shared_bytes,
            at::cuda::getCurrentCUDAStream()>>>(p);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return true;
@@ -87,16 +89,17 @@ bool launch_resident_kernel(Sm80Arguments<T, Rule::kProducts> p) {
 template <class Rule, class T>
 bool launch_resident(const Sm80Arguments<T, Rule::kProducts>& p, const Case& c) {
   using enum ResidentTiling;
-  constexpr EpilogueReads reads = kMakesCotangents<Rule> ? EpilogueReads::kCotangent
-                                  : Rule::kReadsC        ? EpilogueReads::kFactor
-                                                         : EpilogueReads::kNothing;
-  if constexpr (Rule::kReadsC && kMakesCotangents<Rule>) return false;
-  const std::optional<ResidentTiling> tiling = resident_tiling(c, Rule::kProducts, reads);
-  if (!tiling) return false;
-  if constexpr (reads == EpilogueReads::kNothing) {
-    if (tiling == k64Rows && launch_resident_kernel<Rule, T, k64Rows>(p)) return true;
+  constexpr bool makes_cotangents = kMakesCotangents<Rule>;
+  if constexpr (Rule::kReadsC && makes_cotangents) {
+    return false;  // sm80_kernel.cuh is as fast: memory takes all the time
+  } else {
+    const std::optional<ResidentTiling> tiling = resident_tiling(c, Rule::kProducts, Rule::kReadsC, makes_cotangents);
+    if (!tiling) return false;
+    if constexpr (!Rule::kReadsC && !makes_cotangents) {
+      if (tiling == k64Rows) return launch_resident_kernel<Rule, T, k64Rows>(p);
+    }
+    return launch_resident_kernel<Rule, T, k16Rows>(p);
   }
-  return launch_resident_kernel<Rule, T, k16Rows>(p);
 }
 
 // Returns false, with nothing done, if there is no kernel for rows of this alignment.

@@ -101,18 +101,26 @@ __device__ inline void copy_weights(const Sm80Arguments<T, products>& p, Residen
   }
 }
 
-/// Copies the rows of a group to its buffers, step by step: `rows` of them, then those `stride` times as many further
-/// on.
+/// Copies the rows of a group to its buffers, step by step: those of first_tile, then of the tile `stride` further on,
+/// up to the last of `tiles`. Tiles are counted, because rows this far beyond the last may not fit an int.
 template <class T, int rows, int warps, int stages>
 class RowCopies {
  public:
-  __device__ RowCopies(const T* a, int64_t a_stride, int m, int k, int first_tile, int stride, uint32_t buffers)
-      : a_(a), a_stride_(a_stride), m_(m), k_(k), tile_(first_tile), stride_(stride), buffers_(buffers) {}
+  __device__ RowCopies(const T* a, int64_t a_stride, int m, int k, int first_tile, int tiles, int stride,
+                       uint32_t buffers)
+      : a_(a),
+        a_stride_(a_stride),
+        m_(m),
+        k_(k),
+        tile_(first_tile),
+        tiles_(tiles),
+        stride_(stride),
+        buffers_(buffers) {}
 
   /// Starts the next step. Without one, the number of copies that end_copies() has counted grows all the same.
   __device__ void start() {
-    const int row = tile_ * rows + row_, column = step_ * kResidentStep + column_, valid = valid_bytes(column, k_);
-    if (tile_ * rows < m_) {
+    if (tile_ < tiles_) {
+      const int row = tile_ * rows + row_, column = step_ * kResidentStep + column_, valid = valid_bytes(column, k_);
       const T* const from = a_ + row * a_stride_ + column;
       const uint32_t to = buffers_ + static_cast<uint32_t>(slot_ * rows * kResidentStep * 2);
 #pragma unroll
@@ -134,7 +142,7 @@ class RowCopies {
   const int column_ = static_cast<int>(threadIdx.x) % kPieces * 8;
   const T* a_;
   int64_t a_stride_;
-  int m_, k_, tile_, stride_, step_ = 0, slot_ = 0;
+  int m_, k_, tile_, tiles_, stride_, step_ = 0, slot_ = 0;
   uint32_t buffers_;
 };
 
@@ -197,7 +205,7 @@ __device__ inline void write_rows(const Sm80Arguments<T, Rule::kProducts>& p,
 template <class Rule, class T, ResidentTiling tiling>
 __global__ void __launch_bounds__(kSm80Threads, kResidentSpec<tiling>.ctas)
     sm80_resident_kernel(const Sm80Arguments<T, Rule::kProducts> p) {
-  static_assert(sizeof(T) == 2);
+  static_assert(sizeof(T) == 2 && kResidentSpec<tiling>.tile_n(Rule::kProducts) >= kSm80LeastColumns);
   constexpr ResidentSpec spec = kResidentSpec<tiling>;
   constexpr int products = Rule::kProducts, tile_n = spec.tile_n(products), warp_n = kResidentWarpRows / products;
   constexpr int warps = spec.group_warps(), groups = spec.groups(), stages = spec.stages;
@@ -210,10 +218,11 @@ __global__ void __launch_bounds__(kSm80Threads, kResidentSpec<tiling>.ctas)
   // Groups take turns, and so do CTAs with the same columns.
   const int stride = static_cast<int>(gridDim.x) / p.tiles_n * groups;
   const int first_tile = static_cast<int>(blockIdx.x) / p.tiles_n * groups + group;
+  const int tiles = (p.m + spec.rows - 1) / spec.rows;
   const uint32_t buffers =
       w + static_cast<uint32_t>(steps * spec.w_step_bytes() + group * stages * spec.buffer_bytes());
 
-  RowCopies<T, spec.rows, warps, stages> copies(p.a, p.a_stride, p.m, p.k, first_tile, stride, buffers);
+  RowCopies<T, spec.rows, warps, stages> copies(p.a, p.a_stride, p.m, p.k, first_tile, tiles, stride, buffers);
   copy_weights(p, spec, w, steps, first_column);
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) copies.start();
@@ -226,7 +235,7 @@ __global__ void __launch_bounds__(kSm80Threads, kResidentSpec<tiling>.ctas)
   const int a_row = lane % 16, a_piece = lane / 16;
   const int b_row = of_n * warp_n + lane % 8 + lane / 16 * 8, b_piece = lane / 8 % 2;
   int slot = 0;
-  for (int tile = first_tile; tile * spec.rows < p.m; tile += stride) {
+  for (int tile = first_tile; tile < tiles; tile += stride) {
     const int row = tile * spec.rows + lane / 4;
     Others<Rule, T, in_n / 4> next;
     next.read(p, row, first_of_lane);  // it arrives during the products
