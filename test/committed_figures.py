@@ -189,6 +189,14 @@ def portable_gains() -> list[float]:
     return [min(gains), max(gains)]
 
 
+def portable_dense() -> list[float]:
+    """The least and the most time of bfloat16 dense by the kernels for other GPUs, in terms of the product alone."""
+    found = (r for r in document(H100, "gates-portable")["results"] if r["line"]["op"] == "dense")
+    times = [r["microseconds"] for r in found if r["line"]["dtype"] == "bfloat16"]
+    ratios = [t["torchops"] / t["F.linear alone"] for t in times]
+    return [min(ratios), max(ratios)]
+
+
 def longest() -> float:
     """By how many percent more time any call of the table takes at most than with torch.compile, packed or not."""
     times = [r["microseconds"] for r in document(H100, "gates")["results"] if r["line"]["compiled"]]
