@@ -321,9 +321,11 @@ def to_markdown(
     keep: Callable[[dict[str, Any]], bool] = lambda line: True,
     memory: bool = False,
 ) -> str:
-    """A row for each line to `keep`, and the machine: microseconds, and with `memory` the extra MiB at the peak."""
+    """A row for each line to `keep`, and the machine: microseconds, with `memory` also our goals and extra MiB at the
+    peak."""
     ways = contenders or document["contenders"]
-    rows = [f"| | bound | at most | {' | '.join(ways)} |", "|---" * (3 + len(ways)) + "|"]
+    heads = ["", "bound", *(["at most"] if memory else []), *ways]
+    rows = [f"|{' | '.join(heads)} |", "|---" * len(heads) + "|"]
 
     def rounded(value: float | None) -> str:
         return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
@@ -334,7 +336,7 @@ def to_markdown(
             continue
         sizes = ", ".join(map(str, line["shape"]))
         cells = [f"`{line['op']}` ({sizes}) {line['dtype']}{' (TF32)' * line['tf32']}, {line['task']}"]
-        cells += [rounded(result["bound"]), rounded(line["most"])]
+        cells += [rounded(result["bound"]), *([rounded(line["most"])] if memory else [])]
         for way in ways:
             peak = result["peak_bytes"].get(way) if memory else None
             cells.append(rounded(result["microseconds"].get(way)) + (f" ({peak / 2**20:.0f})" if peak else ""))

@@ -34,6 +34,7 @@ PAGES = tuple(
         "benchmarks",
         "eight_bits",
         "existing_models",
+        "fused_epilogue",
         "gates",
         "ladder",
         "pair_layer",

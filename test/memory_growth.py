@@ -52,7 +52,8 @@ def growth(program: str) -> float:
 
 @functools.cache
 def growths(*programs: str) -> list[float]:
-    """Of each, measured one after the other in one process, whose start takes longer than most of them."""
+    """Of each, measured one after the other in one process, whose start takes longer than most of them. Tests that
+    share a call should be of one xdist_group, or each worker runs it."""
     program = "\n".join(map(textwrap.dedent, programs))
     code = PREAMBLE + program
     # Not in the root folder, where the package's source would stand in for the installed one.

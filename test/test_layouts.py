@@ -312,6 +312,26 @@ def test_views_without_overlap_go_on_working(op: OpCase, view: str) -> None:
     assert_all_close([x], [expected])
 
 
+@mutating
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_overlap_between_examples(op: OpCase, dim: int) -> None:
+    """Under vmap, there may be no example, and none may share its memory with another."""
+    shape = [5, 5]
+    shape.insert(dim, 0)
+    args = arguments_of(op, random_like(torch.empty(5, 5)))
+
+    def overwritten(x: Tensor) -> Tensor:
+        x = x * 1
+        op.call(op.wrapper, x, *args[1:])
+        return x
+
+    assert torch.func.vmap(overwritten, dim)(torch.zeros(shape)).shape == (0, 5, 5)
+    for strides in ((0, 5, 1), (5, 5, 1)):
+        x = torch.zeros(100).as_strided((4, 5, 5), strides)
+        with pytest.raises(RuntimeError, match=r"expected . without internal overlap, got shape \(4, 5, 5\)"):
+            torch.func.vmap(lambda x: op.call(op.wrapper, x, *args[1:]))(x)
+
+
 # --- strides of results ----------------------------------------------------------------------------------------------
 
 

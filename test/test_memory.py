@@ -38,6 +38,7 @@ growth(lambda: {call})
 """
 
 
+@pytest.mark.xdist_group("memory of inference")
 @pytest.mark.parametrize("name", CALLS)
 def test_inference(name: str) -> None:
     """256 MiB, without gradients, after a call on a small tensor."""
@@ -126,6 +127,7 @@ growth(lambda: {call})
 """
 
 
+@pytest.mark.xdist_group("memory of few gates")
 @pytest.mark.parametrize("name", ROUNDED_X)
 @pytest.mark.parametrize("features", [2**7, 2**13])
 def test_float32_input_of_few_gates(name: str, features: int) -> None:
@@ -139,6 +141,7 @@ def test_float32_input_of_few_gates(name: str, features: int) -> None:
 IN_16_BITS = ("gate_", "sigmoid_", "square_matmul_", "softmax_", "layer_norm_")
 
 
+@pytest.mark.xdist_group("memory in 16 bits")
 @pytest.mark.parametrize("name", IN_16_BITS)
 def test_bfloat16(name: str) -> None:
     programs = (INFERENCE.format(call=CALLS[name], dtype="torch.bfloat16", rows=2**19) for name in IN_16_BITS)

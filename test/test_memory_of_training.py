@@ -65,6 +65,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.xdist_group("memory of training")
 @pytest.mark.parametrize("name", FROZEN)
 def test_training(name: str) -> None:
     programs = (training(call, trained=False) for call in FROZEN.values())

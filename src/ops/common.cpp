@@ -112,7 +112,8 @@ at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::Tensor& li
   return wanted ? at::empty_symint(shape, like.options()) : at::empty({0}, like.options());
 }
 
-void check_writable(const char* op, const char* name, const at::Tensor& tensor) {
+void check_writable(const char* op, const char* name, const at::Tensor& wrapped) {
+  const at::Tensor tensor = unwrapped(wrapped);
   const Overlap overlap = internal_overlap(tensor);
   TORCH_CHECK(overlap == Overlap::kNo, op, ": expected ", name, " without internal overlap, got shape ",
               to_string(tensor.sym_sizes()), " with strides ", to_string(tensor.sym_strides()), ": ",

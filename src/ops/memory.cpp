@@ -1,6 +1,8 @@
 #include "ops/memory.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/functorch/TensorWrapper.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -85,6 +87,18 @@ Overlap internal_overlap(at::IntArrayRef sizes, at::IntArrayRef strides) {
     return meets ? Overlap::kYes : Overlap::kNo;
   }
   return Search(dims).run();
+}
+
+at::Tensor unwrapped(at::Tensor tensor) {
+  while (true) {
+    if (const auto* const batched = at::functorch::maybeGetBatchedImpl(tensor)) {
+      tensor = batched->value();
+    } else if (const auto* const wrapper = at::functorch::maybeGetTensorWrapper(tensor)) {
+      tensor = wrapper->value();
+    } else {
+      return tensor;
+    }
+  }
 }
 
 Overlap internal_overlap(const at::Tensor& tensor) {

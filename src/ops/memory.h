@@ -14,6 +14,9 @@ Overlap internal_overlap(at::IntArrayRef sizes, at::IntArrayRef strides);
 /// The same for a tensor. If its sizes are symbolic, only expansion is detected.
 Overlap internal_overlap(const at::Tensor& tensor);
 
+/// What functorch's wrappers hold. Under vmap, that is all examples, which may be none and may overlap each other.
+at::Tensor unwrapped(at::Tensor tensor);
+
 /// Whether writing `written` could change the values of `read`: they have the same storage, or two over the same memory
 /// (two from_dlpack() of one array), and their address ranges meet.
 bool may_alias(const at::Tensor& written, const at::Tensor& read);
