@@ -181,9 +181,9 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "docs/gates.md",
-        "In float32, `gate` and `glu` take {:.0f} and {:.0f}% less time forward. Forward and backward, they take"
-        " only {:.0f} and {:.0f}% less, because the gradients compute the products again, and `glu` takes {:.0f}% less than with"
-        " value and gate packed",
+        "In float32, `gate` and `glu` take {:.0f} and {:.0f}% less time forward. Forward and backward, they take only"
+        " {:.0f} and {:.0f}% less, because the gradients compute the products again, and `glu` takes {:.0f}% less than"
+        " with value and gate packed",
         lambda: [
             *(-exact(op, task) for task in (FORWARD, BACKWARD) for op in ("gate", "glu")),
             -exact("glu", BACKWARD, PACKED),
