@@ -319,12 +319,12 @@ def to_markdown(
     document: dict[str, Any],
     contenders: Sequence[str] | None = None,
     keep: Callable[[dict[str, Any]], bool] = lambda line: True,
-    memory: bool = False,
+    full: bool = False,
 ) -> str:
-    """A row for each line to `keep`, and the machine: microseconds, with `memory` also our goals and extra MiB at the
+    """A row for each line to `keep`, and the machine: microseconds, with `full` also our goals and extra MiB at the
     peak."""
     ways = contenders or document["contenders"]
-    heads = ["", "bound", *(["at most"] if memory else []), *ways]
+    heads = ["", "bound", *(["at most"] if full else []), *ways]
     rows = [f"|{' | '.join(heads)} |", "|---" * len(heads) + "|"]
 
     def rounded(value: float | None) -> str:
@@ -336,9 +336,9 @@ def to_markdown(
             continue
         sizes = ", ".join(map(str, line["shape"]))
         cells = [f"`{line['op']}` ({sizes}) {line['dtype']}{' (TF32)' * line['tf32']}, {line['task']}"]
-        cells += [rounded(result["bound"]), *([rounded(line["most"])] if memory else [])]
+        cells += [rounded(result["bound"]), *([rounded(line["most"])] if full else [])]
         for way in ways:
-            peak = result["peak_bytes"].get(way) if memory else None
+            peak = result["peak_bytes"].get(way) if full else None
             cells.append(rounded(result["microseconds"].get(way)) + (f" ({peak / 2**20:.0f})" if peak else ""))
         rows.append(f"| {' | '.join(cells)} |")
     where = f"{document['machine']}, torch {document['torch']}, {machine.revisions(document)}."
@@ -350,7 +350,7 @@ def page(document: dict[str, Any]) -> str:
     return (
         f"# {document['title']}\n\nMicroseconds on the device, or of the host's time per call if the task is an"
         f" overhead. In brackets are the MiB\nthat a call takes beside its inputs, results included.\n\n"
-        f"{to_markdown(document, memory=True)}\n"
+        f"{to_markdown(document, full=True)}\n"
         + "".join(f"    {command}\n" for command in document["command"].split("; "))
         + "".join(f"\n{note}\n" for note in document.get("notes", []))
     )

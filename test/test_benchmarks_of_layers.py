@@ -68,7 +68,7 @@ def test_gates_measured_and_shown() -> None:
     results = [json.loads(json.dumps(asdict(result)))]
     results[0]["peak_bytes"][gates.OURS] = 3 << 20
     document = {**about, "contenders": [*result.microseconds], "results": results}
-    _, _, row, _, where = gates.to_markdown(document, memory=True).splitlines()
+    _, _, row, _, where = gates.to_markdown(document, full=True).splitlines()
     assert row.startswith("| `gate` (3, 7, 5) float32, forward |  | 1 | ")
     assert " (3) | " in row
     assert where == "M, torch 2, revision abc of `src`."

@@ -118,7 +118,7 @@ def test_gradients_of_glu(shape: tuple[int, int, int], dtype: torch.dtype, activ
 
 
 def test_strides() -> None:
-    """Equal rows, rows that overlap, and results whose rows are far apart."""
+    """Equal rows, of x or of w, rows that overlap, and rows that are far apart."""
     x, w = random(40000, 264, dtype=torch.bfloat16), random(128, 128, dtype=torch.bfloat16, scale=0.1)
     for strides in ((0, 1), (8, 1), (136, 1)):
         rows = x.as_strided((70000, 128), strides)
@@ -139,14 +139,15 @@ def test_gate_of_its_own_rows(n: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_values(dtype: torch.dtype) -> None:
     """They stay in their rows and columns. What lies beyond the operands, here infinity, is not read."""
-    x, w = (torch.full((rows, 80), float("inf"), device="cuda", dtype=dtype)[:, :72] for rows in (70001, 72))
-    x.copy_(random(70001, 72, dtype=dtype))
+    x, w = (torch.full((rows, 80), float("inf"), device="cuda", dtype=dtype)[:, :72] for rows in (120001, 72))
+    x.copy_(random(120001, 72, dtype=dtype))
     w.copy_(random(72, 72, dtype=dtype))
-    x[70000, 3], w[5, 71] = float("nan"), float("inf")
+    x[120000, 3], w[5, 71] = float("nan"), float("inf")
     y, expected = torchops.dense(x, w), torch.sigmoid(x @ w.T)
     assert torch.equal(y.isnan(), expected.isnan())
-    assert bool(y[70000].isnan().all())
+    assert bool(y[120000].isnan().all())
     assert torch.equal(y[:, 5].nan_to_num(), expected[:, 5].nan_to_num())
+    assert is_resident(lambda: torchops.dense(x, w))
 
 
 def test_same_bits() -> None:
