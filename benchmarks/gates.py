@@ -2,7 +2,8 @@
 
 `benchmarks run` compares the ways to write an operator. This goes through sizes, dtypes and gradients of a few of them:
 torchops, `torch.compile` with the weights apart and packed into one, eager mode, a Triton kernel. `--path portable`
-measures the kernels that GPUs of other architectures get, and `--path cublas` those of dtypes that have no kernel.
+measures the kernels that GPUs of other architectures get, `--path cublas` those of dtypes that have no kernel, and
+`--stream` float32 rows beside 16-bit weights.
 
 The bound is the sum over forward and backward of max(bytes / bandwidth, operations / rate), each tensor moved once, at
 the rates that a copy and the best product reach on one H100; backward makes the products of the gates again.
@@ -27,31 +28,14 @@ from torch import Tensor
 import torchops
 
 from . import implementations, machine, parallel, timing
-from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD, Shape, Task
+from .case import BACKWARD, FORWARD, OVERHEAD_GRAD, Shape, Task
+from .gate_lines import GLUS, Line, bound, cublas_lines, lines, portable_lines, stream_lines
 from .operators import OPERATORS
 from .run import precision
 
-BANDWIDTH, RATE = 2.98e12, 800e12
 OURS, COMPILED, PACKED, EAGER, TRITON = "torchops", "torch.compile", "torch.compile, packed", "eager", "Triton"
 PRODUCT, SECOND, LINEAR = "packed product alone", "torch.bmm, new tensor", "F.linear alone"
-GLUS = ("glu", "swiglu")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One operator at one size. `most` is the time in microseconds that we want to stay below, if any."""
-
-    op: str
-    shape: Shape
-    task: Task = FORWARD
-    most: float | None = None
-    dtype: str = "bfloat16"
-    tf32: bool = False
-    compiled: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"{self.op} {self.shape} {self.task} {self.dtype}{' (TF32)' * self.tf32}"
+CAST = "torchops, x cast before"
 
 
 @dataclass
@@ -64,113 +48,6 @@ class Result:
     over_ours: dict[str, float]
     peak_bytes: dict[str, int]
     errors: dict[str, str]
-
-
-def bound(line: Line) -> float | None:
-    """Microseconds, for 16-bit dtypes."""
-    if line.dtype not in ("bfloat16", "float16") or line.task in (OVERHEAD, OVERHEAD_GRAD):
-        return None
-    if line.op == "square_matmul_":
-        batch, rows, n = line.shape
-        stages = [(2 * batch * rows * n + batch * n * n, 2 * batch * rows * n * n)]
-    else:
-        rows, n_in, n_out = line.shape
-        x, y, product = rows * n_in, rows * n_out, 2 * rows * n_in * n_out
-        products = 2 if line.op in GLUS else 1
-        v = 0 if line.op in (*GLUS, "dense") else y
-        w = products * n_in * n_out
-        stages = [(x + w + v + y, products * product)]
-        if line.task == BACKWARD:
-            # Reads g, x and v, writes dx and dv. dense reads its result instead of recomputing the product.
-            again = 0 if line.op == "dense" else products
-            stages.append(
-                (y + 2 * x + 2 * v + (y if line.op == "dense" else 0) + 2 * w, (2 * products + again) * product)
-            )
-    return sum(max(2 * elements / BANDWIDTH, flops / RATE) for elements, flops in stages) * 1e6
-
-
-def lines(device_type: str) -> list[Line]:
-    """What is measured by default."""
-    if device_type == "cpu":
-        return [
-            Line(op, (65536, 128, 128), task, dtype=dtype)
-            for op in ("gate", "glu")
-            for dtype in ("float32", "bfloat16")
-            for task in (FORWARD, BACKWARD)
-        ]
-    million, eager = 1048576, partial(Line, compiled=False)
-    return [
-        Line("gate", (million, 128, 128), most=290),
-        Line("gate_", (million, 128, 128), most=290),
-        Line("gate", (million, 128, 128), BACKWARD, 860),
-        Line("gate_", (million, 128, 128), BACKWARD, 860),
-        Line("glu", (million, 128, 128), most=205),
-        Line("glu", (262144, 128, 128), most=54),
-        Line("glu", (65536, 128, 128), most=17),
-        Line("glu", (million, 64, 64), most=104),
-        Line("glu", (million, 256, 256), most=470),
-        Line("glu", (million, 128, 128), BACKWARD, 660),
-        Line("glu", (million, 64, 64), BACKWARD, 300),
-        Line("glu", (million, 256, 256), BACKWARD, 2000),
-        Line("swiglu", (8192, 4096, 11008)),
-        Line("swiglu", (4096, 1024, 4096)),
-        Line("swiglu", (8192, 4096, 11008), BACKWARD),
-        Line("swiglu", (4096, 1024, 4096), BACKWARD),
-        Line("square_matmul_", (128, 1024, 1024), most=400, compiled=False),
-        *(
-            eager("glu", (million // (1 + n // 200), n, n), task)
-            for n in (48, 96, 192, 384, 512)
-            for task in (FORWARD, BACKWARD)
-        ),
-        *(eager("gate", (million // (1 + n // 200), n, n)) for n in (48, 96, 192, 256, 384, 512)),
-        *(
-            eager(op, (million, 128, 128), task, dtype="float16")
-            for op in ("gate", "glu")
-            for task in (FORWARD, BACKWARD)
-        ),
-        *(
-            Line(op, (262144, 128, 128), task, dtype="float32")
-            for op in ("gate", "glu")
-            for task in (FORWARD, BACKWARD)
-        ),
-        *(eager(op, (16, 64, 64), OVERHEAD) for op in ("gate", "gate_", "glu")),
-        *(eager(op, (16, 64, 64), OVERHEAD_GRAD) for op in ("gate", "glu")),
-    ]
-
-
-def cublas_lines() -> list[Line]:
-    """What has no kernel of its own: other dtypes, unaligned rows, and gates for comparison."""
-    tasks, eager = (FORWARD, BACKWARD), partial(Line, compiled=False)
-    return [
-        *(
-            Line(op, (rows, n, n), task)
-            for op in ("gate", "glu", "dense")
-            for task in tasks
-            for n, all_rows in ((128, (65536, 262144, 1048576)), (64, (65536, 1048576)), (256, (65536, 1048576)))
-            for rows in all_rows
-        ),
-        *(
-            eager(op, (262144, 128, 128), task, dtype=dtype, tf32=tf32)
-            for op in ("gate", "glu")
-            for dtype, tf32 in (("float32", True), ("float64", False))
-            for task in tasks
-        ),
-        *(eager(op, (262143, 129, 127), task) for op in ("gate", "glu") for task in tasks),
-    ]
-
-
-def portable_lines() -> list[Line]:
-    """What has a goal, and dense of few features, beside its product."""
-    return [
-        *(line for line in lines("cuda") if line.most),
-        *(
-            Line("dense", (rows, n_in, n_out), compiled=False)
-            for rows in (65536, 1048576)
-            for n_in in (64, 128, 256)
-            for n_out in (64, 128, 256)
-        ),
-        *(Line("dense", (rows, 256, 256), dtype="float16", compiled=False) for rows in (65536, 1048576)),
-    ]
 
 
 def _packed(activation: str, x: Tensor, p: Tensor, pb: Tensor) -> Tensor:
@@ -211,13 +88,38 @@ def inputs(line: Line, device: torch.device) -> tuple[Tensor, ...]:
     if line.op in GLUS:
         _, w, wg, b, bg = tensors
         tensors = (*tensors, torch.cat([w, wg]), torch.cat([b, bg]))
+    if line.stream:
+        wide = range(1) if line.op in GLUS else range(2)
+        tensors = tuple(tensor.float() if i in wide else tensor for i, tensor in enumerate(tensors))
     if line.task in (BACKWARD, OVERHEAD_GRAD):
         for tensor in tensors:
             tensor.requires_grad_()
     if line.task == BACKWARD:
         rows, _, n_out = line.shape
-        tensors = (*tensors, torch.randn(rows, n_out, device=device, dtype=dtype))
+        of_result = torch.float32 if line.stream and line.op not in GLUS else dtype
+        tensors = (*tensors, torch.randn(rows, n_out, device=device, dtype=of_result))
     return tensors
+
+
+def _cast_first(op: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function of an x in the dtype of the weights, which follow it."""
+    at = 0 if op in GLUS else 1
+
+    def of_cast(*tensors: Tensor) -> Tensor:
+        return function(*tensors[:at], tensors[at].to(tensors[at + 1].dtype), *tensors[at + 1 :])
+
+    return of_cast
+
+
+def _stream_contenders(line: Line, ours: str) -> dict[str, Callable[..., Any]]:
+    op, fused = line.op, implementations.find(line.op, ours)
+    formula = implementations.find("gate" if op == "gate_" else op, "eager")
+    assert fused
+    assert formula
+    ways = {OURS: fused, EAGER: _cast_first(op, formula), CAST: _cast_first(op, fused)}
+    if line.compiled:
+        ways[COMPILED] = torch.compile(ways[EAGER], dynamic=False, fullgraph=True)
+    return {name: _task(_on_first(way, 5 if op in GLUS else 4), line.task) for name, way in ways.items()}
 
 
 def contenders(line: Line, device: torch.device) -> dict[str, Callable[..., Any]]:
@@ -225,6 +127,8 @@ def contenders(line: Line, device: torch.device) -> dict[str, Callable[..., Any]
     op, ours = line.op, "cuda" if device.type == "cuda" else "cpp"
     if op == "square_matmul_":
         return {OURS: torchops.square_matmul_, SECOND: torch.bmm}
+    if line.stream:
+        return _stream_contenders(line, ours)
     trains = line.task in (BACKWARD, OVERHEAD_GRAD)
     # PyTorch cannot differentiate what it has overwritten, so its gate makes a new tensor in training.
     formula = "gate" if op == "gate_" and trains else op
@@ -335,7 +239,8 @@ def to_markdown(
         if not keep(line):
             continue
         sizes = ", ".join(map(str, line["shape"]))
-        cells = [f"`{line['op']}` ({sizes}) {line['dtype']}{' (TF32)' * line['tf32']}, {line['task']}"]
+        suffix = " (TF32)" * line["tf32"] + ", float32 stream" * line.get("stream", False)
+        cells = [f"`{line['op']}` ({sizes}) {line['dtype']}{suffix}, {line['task']}"]
         cells += [rounded(result["bound"]), *([rounded(line["most"])] if full else [])]
         for way in ways:
             peak = result["peak_bytes"].get(way) if full else None
@@ -361,12 +266,14 @@ TITLES = {
     "portable": "Gates by the kernels for every GPU from compute capability 8.0 on",
     "cublas": "Gates by cuBLAS",
 }
+STREAM_TITLE = "Gates of a float32 stream with 16-bit weights"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--path", choices=[*TITLES], default="auto", help="torchops.cuda.dense_path")
+    parser.add_argument("--stream", action="store_true", help="float32 x and v beside 16-bit weights")
     parser.add_argument("--case", nargs="+", default=[""], help="only lines whose name contains one of these")
     parser.add_argument("--without", nargs="+", default=[], help="contenders to leave out: torch.compile Triton")
     parser.add_argument("--seconds", type=float, help="to measure a contender for")
@@ -380,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(page(json.loads(options.table.read_text())), end="")
         return 0
     device = torch.device(options.device)
-    chosen = {"portable": portable_lines, "cublas": cublas_lines}.get(options.path, partial(lines, device.type))()
+    lines_of_path = {"portable": portable_lines, "cublas": cublas_lines}.get(options.path, partial(lines, device.type))
+    chosen = stream_lines() if options.stream else lines_of_path()
     chosen = [line for line in chosen if any(text in line.name for text in options.case)]
     seconds = options.seconds or (0.03 if device.type == "cuda" else 1.0)
     prepare = partial(prepared, device=device, path=options.path, seconds=seconds, without=options.without)
@@ -396,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             **machine.describe(device),
             "command": machine.command("benchmarks.gates", arguments),
             "path": options.path,
-            "title": TITLES[options.path],
+            "title": STREAM_TITLE if options.stream else TITLES[options.path],
             "contenders": [*names],
             "results": [*map(asdict, results)],
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import plots, stages
 from .case import FORWARD
-from .gates import RATE
+from .gate_lines import RATE
 
 # The kernels of a stage, by parts of their names; a name must contain all parts of one tuple. Anything else is the
 # rest.

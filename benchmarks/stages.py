@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from . import machine, timing
 from .case import BACKWARD, FORWARD, Task
-from .gates import BANDWIDTH, RATE
+from .gate_lines import BANDWIDTH, RATE
 from .triangle import Arguments, Line, make, ours
 
 CALLS = 7
@@ -84,7 +84,7 @@ def ours_of(results: dict[str, dict[str, float]], stage: str, task: Task) -> flo
 
 
 def bound(n: int, c: int, stage: str, task: Task) -> float:
-    """Microseconds at the rates of `benchmarks.gates`, if forward and backward move every tensor once."""
+    """Microseconds at the rates of `gate_lines`, if forward and backward move every tensor once."""
     passes = {  # tensors of n * n * c elements, and products of as many elements over c
         (GLUS, FORWARD): [(3, 4)],
         (GLUS, BACKWARD): [(3, 4), (4, 12)],

@@ -164,11 +164,9 @@ bool fused_aligned(const Tensor& y, const Tensor& v, const Tensor& x, const Tens
 bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   const detail::DensePath path = detail::dense_path();
   const bool automatic = detail::is_automatic(path);
-  if (path == detail::DensePath::kCublas || v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type() ||
-      x.size(1) == 0) {
-    return false;
-  }
-  if (fused_aligned(y, v, x, w, b, automatic)) return true;
+  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
+  const bool mixed = v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type();
+  if (!mixed && fused_aligned(y, v, x, w, b, automatic)) return true;
   if (x.const_data_ptr() == y.const_data_ptr() && y.size(1) > gemm::kSm80LeastColumns) return false;
   return gemm::run_sm80<gemm::GateRule>({.d = y, .a = x, .b = w, .bias = b, .c = &v}, automatic);
 }
@@ -182,15 +180,16 @@ Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const Option
   const OptionalTensor bias = contiguous(b);
   if (fused(y_rows, v_rows, x_rows, w, bias)) return y;
   // If v has the dtype of w, the product can be written to the result.
-  const bool scratch = v.scalar_type() != w.scalar_type();
+  const bool scratch = v.scalar_type() != w.scalar_type(), rounded = x.scalar_type() != w.scalar_type();
   const int64_t product_bytes = scratch ? product_row_bytes(w) : 0;
   const int64_t rows = y_rows.size(0);
   const int64_t step = rows_of_panel(rows, product_row_bytes(w), product_bytes + rounded_row_bytes(x, w));
   for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    const Tensor out = panel(y_rows);
+    const Tensor out = panel(y_rows), x_panel = panel(x_rows).to(w.scalar_type());
+    if (rounded && fused(out, panel(v_rows), x_panel, w, bias)) return;
     const Tensor z = scratch ? Tensor(at::detail::empty_cuda(out.sizes(), w.options())) : out;
-    linear_out(z, panel(x_rows).to(w.scalar_type()), w, bias);
+    linear_out(z, x_panel, w, bias);
     gate_rows(out, panel(v_rows), z, bias);
   });
   return y;
@@ -222,7 +221,9 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
       }
       const Tensor out = target.narrow(0, begin, rows), x_panel = x_rows.narrow(0, begin, rows);
       const Tensor z = products.narrow(0, 0, rows);
-      linear_out(z, rounded ? rounded_rows.narrow(0, 0, rows).copy_(x_panel) : x_panel, weight, bias);
+      const Tensor factor = rounded ? rounded_rows.narrow(0, 0, rows).copy_(x_panel) : x_panel;
+      if (rounded && fused(out, out, factor, weight, bias)) return;
+      linear_out(z, factor, weight, bias);
       gate_rows(out, out, z, bias);
     });
   };
@@ -304,7 +305,7 @@ bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, c
                          const Tensor& x, const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask,
                          bool v_is_y) {
   const detail::DensePath path = detail::dense_path();
-  if (path == detail::DensePath::kCublas || v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type() ||
+  if (path == detail::DensePath::kCublas ||
       !gemm::run_sm80<gemm::CotangentsOf<gemm::GateRule>>(
           {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr, .c_is_y = v_is_y},
           detail::is_automatic(path))) {
@@ -331,25 +332,21 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
   const auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias, v_is_y);
   if (problem && in_one_pass(gradients, problem->first, problem->second, mask)) return;
   const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
-  const bool rounded = x.scalar_type() != w.scalar_type();
-  const WeightGradient weight(w, mask[2] && rounded);
   if (!(problem && fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) &&
       !portable_cotangents(dz, dv_rows, db, g_rows, v_rows, x_rows, w, bias, mask, v_is_y)) {
     const int64_t rows = dz.size(0), step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
     PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-      const Tensor z = panel(dz), x_panel = panel(x_rows).to(w.scalar_type());
-      linear_out(z, x_panel, w, bias);
+      const Tensor z = panel(dz);
+      linear_out(z, panel(x_rows).to(w.scalar_type()), w, bias);
       gate_backward_rows(sums, mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0],
                          v_is_y);
-      weight.add(z, x_panel);
     });
     if (mask[3]) sums.finish(db);
   }
   if (mask[1]) input_gradient(detail::as_rows(dx), dz, w);
-  if (mask[2] && !rounded) weight_gradient_out(dw, dz, x_rows);
-  weight.finish(dw);
+  if (mask[2]) weight_gradient_out(dw, dz, x_rows);
 }
 
 namespace {

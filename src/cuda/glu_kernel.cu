@@ -108,8 +108,9 @@ bool fused(const Tensor& y, const Products& products, const Tensor& x, const Ten
            const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
   const detail::DensePath path = detail::dense_path();
   const bool automatic = detail::is_automatic(path);
-  if (path == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || x.size(1) == 0) return false;
-  if (fused_aligned(y, products, x, w, wg, b, bg, activation, automatic)) return true;
+  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
+  if (x.scalar_type() == w.scalar_type() && fused_aligned(y, products, x, w, wg, b, bg, activation, automatic))
+    return true;
   if (products) return false;
   const gemm::Sm80Tensors tensors{.d = y, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg};
   return activation == GluActivation::kSilu ? gemm::run_sm80<gemm::GluRule<Silu>>(tensors, automatic)
@@ -122,13 +123,16 @@ void glu_out(const Tensor& y, const Products& products, const Tensor& x, const T
   const GluActivation act = detail::glu_activation(activation);
   const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
   if (fused(y, products, x, w, wg, bias, gate_bias, act)) return;
+  const bool rounded = x.scalar_type() != w.scalar_type();
   const int64_t product_bytes = products ? 0 : product_row_bytes(w);
   const int64_t step = rows_of_panel(y.size(0), product_row_bytes(w), product_bytes + rounded_row_bytes(x, w));
   for_each_panel_of(y.size(0), step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor out = panel(y), x_panel = panel(x).to(w.scalar_type());
+    const Products products_panel = products ? Products(products->narrow(begin, end)) : std::nullopt;
+    if (rounded && fused(out, products_panel, x_panel, w, wg, bias, gate_bias, act)) return;
     if (products) {
-      const auto [z, u] = products->narrow(begin, end);
+      const auto& [z, u] = *products_panel;
       linear_with_bias_out(z, x_panel, w, bias);
       linear_with_bias_out(u, x_panel, wg, gate_bias);
       glu_rows(out, z, u, std::nullopt, std::nullopt, act);
@@ -276,7 +280,7 @@ bool portable_cotangents(const detail::GluGradients& gradients, const Tensor& bo
                          const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
                          GluActivation activation, std::array<bool, 5> mask) {
   const detail::DensePath path = detail::dense_path();
-  if (path == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type()) return false;
+  if (path == detail::DensePath::kCublas) return false;
   const auto [dz, du] = Pair::halves(both);
   const gemm::Sm80Tensors tensors{.d = dz, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg, .g = &g, .d2 = &du};
   const bool automatic = detail::is_automatic(path);
@@ -343,11 +347,10 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
     return;
   }
   const Pair cotangents = Pair::halves(both);
-  const bool rounded = x.scalar_type() != w.scalar_type(), stacks = stacks_weights(rows, n);
+  const bool stacks = stacks_weights(rows, n);
   const bool are_made =
       (problem && fused_cotangents(cotangents, db, dbg, problem->first, problem->second, act, mask)) ||
       (!z && portable_cotangents(gradients, both, g_rows, x_rows, w, wg, bias, gate_bias, act, mask));
-  const WeightGradient value(w, mask[1] && rounded), gate(wg, mask[2] && rounded);
   const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
   const bool recomputes = !are_made && !kept;
   const Tensor stack = stacks && (mask[0] || recomputes) ? stacked(w, wg) : Tensor();
@@ -358,27 +361,20 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
       const Pair to = cotangents.narrow(begin, end);
-      const Tensor x_panel = panel(x_rows).to(w.scalar_type());
       if (kept) {
         glu_backward_rows(sums, to, panel(g_rows), kept->narrow(begin, end), std::nullopt, std::nullopt, act);
-      } else {
-        if (stacks) {
-          linear_out(panel(both), x_panel, stack, stacked_bias);
-        } else {
-          linear_out(to.z, x_panel, w, bias);
-          linear_out(to.u, x_panel, wg, gate_bias);
-        }
-        glu_backward_rows(sums, to, panel(g_rows), to, bias, gate_bias, act);
+        return;
       }
-      value.add(to.z, x_panel);
-      gate.add(to.u, x_panel);
+      const Tensor x_panel = panel(x_rows).to(w.scalar_type());
+      if (stacks) {
+        linear_out(panel(both), x_panel, stack, stacked_bias);
+      } else {
+        linear_out(to.z, x_panel, w, bias);
+        linear_out(to.u, x_panel, wg, gate_bias);
+      }
+      glu_backward_rows(sums, to, panel(g_rows), to, bias, gate_bias, act);
     });
     sums.finish(mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor());
-  }
-  if (rounded) {
-    value.finish(dw);
-    gate.finish(dwg);
-    mask[1] = mask[2] = false;
   }
   from_cotangents(gradients, both, x_rows, w, wg, stack, mask, adds);
 }

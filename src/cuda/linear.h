@@ -6,6 +6,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -22,6 +23,8 @@
 // pass after the products. All tensors are matrices of rows. With 16-bit weights, float32 rows are rounded panel by
 // panel.
 namespace torchops::cuda {
+
+using detail::rounded_row_bytes;
 
 /// Calls f(begin, end) for panels of `step` rows.
 inline void for_each_panel_of(int64_t rows, int64_t step, c10::function_ref<void(int64_t, int64_t)> f) {
@@ -116,9 +119,24 @@ inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor
   }
 }
 
-/// dw = dz.T @ x of all rows, rounded once; dw has the dtype of dz, or float32.
+/// dw = dz.T @ x of all rows, rounded once; dw has the dtype of dz, or float32. A float32 x is rounded to the dtype of
+/// dz panel by panel, whose products are added in float32.
 inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, const at::Tensor& x) {
-  const int64_t rows = x.size(0), rest = detail::rows_cublas_may_leave_out(dz);
+  const int64_t rows = x.size(0);
+  if (x.scalar_type() != dz.scalar_type()) {
+    constexpr int64_t tile = 128;  // of which panels should be multiples, see rows_cublas_may_leave_out()
+    const int64_t row_bytes = rounded_row_bytes(x, dz), step = rows_of_panel(rows, row_bytes, row_bytes);
+    const at::Tensor sum = at::zeros(dw.sizes(), dw.options().dtype(at::kFloat));
+    const at::Tensor product = at::empty_like(sum);
+    for_each_panel_of(rows, (step + tile - 1) / tile * tile, [&](int64_t begin, int64_t end) {
+      weight_gradient_out(product, dz.narrow(0, begin, end - begin),
+                          x.narrow(0, begin, end - begin).to(dz.scalar_type()));
+      sum.add_(product);
+    });
+    dw.copy_(sum);
+    return;
+  }
+  const int64_t rest = detail::rows_cublas_may_leave_out(dz);
   const auto product = [&](at::Tensor out, int64_t begin, int64_t end) {
     const at::Tensor left = dz.narrow(0, begin, end - begin).t(), right = x.narrow(0, begin, end - begin);
     const bool wide = out.scalar_type() != dz.scalar_type();
@@ -131,31 +149,11 @@ inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, cons
   product(last, rows - rest, rows);
   dw.copy_(first.add_(last));
 }
-inline at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x, at::ScalarType dtype) {
-  const at::Tensor dw = at::detail::empty_cuda({dz.size(1), x.size(1)}, dz.options().dtype(dtype));
+inline at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x) {
+  const at::Tensor dw = at::detail::empty_cuda({dz.size(1), x.size(1)}, dz.options());
   weight_gradient_out(dw, dz, x);
   return dw;
 }
-inline at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x) {
-  return weight_gradient(dz, x, dz.scalar_type());
-}
-
-/// dw = dz.T @ x for rows that come in panels, accumulated in float32.
-class WeightGradient {
- public:
-  WeightGradient(const at::Tensor& w, bool wanted) {
-    if (wanted) sum_ = at::zeros(w.sizes(), w.options().dtype(at::kFloat));
-  }
-  void add(const at::Tensor& dz, const at::Tensor& x) const {
-    if (sum_.defined()) sum_.add_(weight_gradient(dz, x, at::kFloat));
-  }
-  void finish(const at::Tensor& dw) const {
-    if (sum_.defined()) dw.copy_(sum_);
-  }
-
- private:
-  at::Tensor sum_;
-};
 
 /// t with unit column stride, as the passes need it.
 inline at::Tensor unit_columns(const at::Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); }
@@ -163,7 +161,5 @@ inline at::Tensor unit_columns(const at::Tensor& t) { return t.stride(1) == 1 ||
 inline std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& b) {
   return b ? std::optional<at::Tensor>(b->contiguous()) : b;
 }
-
-using detail::rounded_row_bytes;
 
 }  // namespace torchops::cuda

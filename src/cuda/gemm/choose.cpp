@@ -279,7 +279,7 @@ Sm80Tiling sm80_tiling(const Case& c) {
 // 64 to 1024 out (H100, bfloat16). With few rows of w, several CTAs fit a multiprocessor.
 std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool reads_factor, bool makes_cotangents) {
   using enum ResidentTiling;
-  if (c.k > 512) return std::nullopt;
+  if (c.k > kMostResidentColumns) return std::nullopt;
   if (reads_factor) return c.m >= int64_t{62} * c.sm_count ? std::optional(k16Rows) : std::nullopt;
   const int64_t w_rows = c.n * products, least = (w_rows <= 64 ? 15'000 : 60'000) * int64_t{c.sm_count};
   if (c.m * w_rows < least) return std::nullopt;

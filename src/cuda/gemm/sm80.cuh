@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <type_traits>
 
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/sm80_float32.cuh"
@@ -25,9 +26,10 @@ inline bool has_unit_columns(const at::Tensor& t) {
   return t.size(0) <= most_extent && t.size(1) <= most_extent && (t.stride(1) == 1 || t.size(1) == 1);
 }
 
-/// How many elements of 16 bits, up to 8, may be accessed at once at any multiple of that number in a row.
-inline int row_vector(const void* data, int64_t stride) {
-  const auto steps = reinterpret_cast<uintptr_t>(data) / 2 | static_cast<uintptr_t>(stride) | 8;
+/// How many elements, of up to 16 bytes, may be accessed at once at any multiple of that number in a row.
+template <class T>
+int row_vector(const T* data, int64_t stride) {
+  const auto steps = reinterpret_cast<uintptr_t>(data) / sizeof(T) | static_cast<uintptr_t>(stride) | kVectorSize<T>;
   return static_cast<int>(steps & ~(steps - 1));
 }
 
@@ -62,13 +64,13 @@ void launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling t
 
 /// Returns false, with nothing done, if shared memory has no room for w, or the columns would leave more than a quarter
 /// of the multiprocessors idle.
-template <class Rule, class T, ResidentTiling tiling>
-bool launch_resident_kernel(Sm80Arguments<T, Rule::kProducts> p) {
+template <class Rule, class T, ResidentTiling tiling, class X, class V>
+bool launch_resident_kernel(ResidentArguments<Rule, T, X, V> p) {
   constexpr ResidentSpec spec = kResidentSpec<tiling>;
-  constexpr auto kernel = sm80_resident_kernel<Rule, T, tiling>;
+  constexpr auto kernel = sm80_resident_kernel<Rule, T, tiling, X, V>;
   constexpr size_t reserved_bytes = 1024;  // of shared memory, by each CTA
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-  const auto shared_bytes = static_cast<size_t>(spec.shared_bytes(static_cast<int>(ceil_div(p.k, kResidentStep))));
+  const auto shared_bytes = static_cast<size_t>(spec.shared_bytes(p.k));
   if (shared_bytes > device.sharedMemPerBlockOptin) return false;
   static PerDevice granted;
   int multiprocessors = 0;
@@ -85,67 +87,78 @@ bool launch_resident_kernel(Sm80Arguments<T, Rule::kProducts> p) {
   return true;
 }
 
-/// Returns false, with nothing done, if another kernel is faster, or there is no room for w.
-template <class Rule, class T>
-bool launch_resident(const Sm80Arguments<T, Rule::kProducts>& p, const Case& c) {
+/// Returns false, with nothing done, if another kernel is faster, or there is no room for w. Other kernels don't read
+/// float32, so for X or V of it, this one is.
+template <class Rule, class T, class X, class V>
+bool launch_resident(const ResidentArguments<Rule, T, X, V>& p, const Case& c) {
   using enum ResidentTiling;
-  constexpr bool makes_cotangents = kMakesCotangents<Rule>;
-  if constexpr (Rule::kReadsC && makes_cotangents) {
+  constexpr bool mixed = !std::is_same_v<X, T> || !std::is_same_v<V, T>, makes_cotangents = kMakesCotangents<Rule>;
+  if constexpr (Rule::kReadsC && makes_cotangents && !mixed) {
     return false;  // sm80_kernel.cuh is as fast: memory takes all the time
   } else {
     const std::optional<ResidentTiling> tiling = resident_tiling(c, Rule::kProducts, Rule::kReadsC, makes_cotangents);
-    if (!tiling) return false;
+    if (!tiling && (!mixed || c.k > kMostResidentColumns)) return false;
     if constexpr (!Rule::kReadsC && !makes_cotangents) {
-      if (tiling == k64Rows && launch_resident_kernel<Rule, T, k64Rows>(p)) return true;
+      if (tiling == k64Rows && launch_resident_kernel<Rule, T, k64Rows, X, V>(p)) return true;
     }
+    constexpr ResidentTiling small =
+        Rule::kReadsC && makes_cotangents && std::is_same_v<V, float> ? k16RowsAlone : k16Rows;
     // Less shared memory has room for one CTA. With as little on an H100, this took 0.45 to 0.89 of the time of
     // sm80_kernel.cuh (65536 and 524288 rows, 64 to 256 features).
-    return launch_resident_kernel<Rule, T, k16Rows>(p);
+    return launch_resident_kernel<Rule, T, small, X, V>(p);
   }
+}
+
+/// The arguments, and how many neighbouring elements of rows of a and of b may be read at once.
+template <class Rule, class T, class X, class V>
+struct AlignedArguments {
+  ResidentArguments<Rule, T, X, V> p{};
+  int a_vector = 0, b_vector = kVectorSize<T>;
+};
+
+template <class Rule, class T, class X = T, class V = T>
+AlignedArguments<Rule, T, X, V> aligned_arguments(const Sm80Tensors& t) {
+  AlignedArguments<Rule, T, X, V> of;
+  auto& p = of.p;
+  p.m = static_cast<int>(t.d.size(0));
+  p.n = static_cast<int>(t.d.size(1));
+  p.k = static_cast<int>(t.a.size(1));
+  // A single row may have any stride. The kernel computes aligned addresses with it, even of rows that it doesn't read.
+  const auto vector = [](const auto* data, const at::Tensor& rows, int64_t& stride) {
+    stride = rows.size(0) > 1 ? rows.stride(0) : 0;
+    return row_vector(data, stride);
+  };
+  const auto reads = [&]<class E>(const at::Tensor& from, const E*& data, int64_t& stride) {
+    return vector(data = static_cast<const E*>(from.const_data_ptr()), from, stride);
+  };
+  const auto writes = [&]<class E>(const at::Tensor& to, E*& data, int64_t& stride) {
+    return vector(data = static_cast<E*>(to.mutable_data_ptr()), to, stride);
+  };
+  of.a_vector = reads(t.a, p.a, p.a_stride);
+  for (int i = 0; i < Rule::kProducts; ++i) {
+    const std::optional<at::Tensor>& bias = i == 0 ? t.bias : *t.bias2;
+    of.b_vector = std::min(of.b_vector, reads(i == 0 ? t.b : *t.b2, p.b[i], p.b_stride[i]));
+    p.bias[i] = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
+  }
+  p.store_vector = std::min({kVectorSize<V>, writes(t.d, p.d, p.d_stride), row_vector<T>(nullptr, p.n)});
+  if constexpr (Rule::kReadsC) {
+    p.store_vector = std::min(p.store_vector, reads(*t.c, p.c, p.c_stride));
+    p.c_is_y = t.c_is_y;
+  }
+  if constexpr (kMakesCotangents<Rule>) {
+    p.store_vector = std::min(p.store_vector, reads(*t.g, p.g, p.g_stride));
+    if (t.d2 != nullptr) p.store_vector = std::min(p.store_vector, writes(*t.d2, p.d2, p.d2_stride));
+  }
+  return of;
 }
 
 // Returns false, with nothing done, if there is no kernel for rows of this alignment.
 template <class Rule, class T>
 bool launch_sm80(const Sm80Tensors& t, const Case& of) {
-  const auto read = [](const at::Tensor& from) { return static_cast<const T*>(from.const_data_ptr()); };
-  // A single row may have any stride. The kernel computes aligned addresses with it, even of rows that it doesn't read.
-  const auto stride = [](const at::Tensor& of) { return of.size(0) > 1 ? of.stride(0) : 0; };
-  Sm80Arguments<T, Rule::kProducts> p{};
-  p.m = static_cast<int>(t.d.size(0));
-  p.n = static_cast<int>(t.d.size(1));
-  p.k = static_cast<int>(t.a.size(1));
-  p.a = read(t.a);
-  p.a_stride = stride(t.a);
-  p.d = static_cast<T*>(t.d.mutable_data_ptr());
-  p.d_stride = stride(t.d);
-  int vector = row_vector(p.a, p.a_stride);
-  p.store_vector = std::min(row_vector(p.d, p.d_stride), row_vector(nullptr, p.n));
-  if constexpr (Rule::kReadsC) {
-    p.c = read(*t.c);
-    p.c_stride = stride(*t.c);
-    p.c_is_y = t.c_is_y;
-    p.store_vector = std::min(p.store_vector, row_vector(p.c, p.c_stride));
-  }
-  if constexpr (kMakesCotangents<Rule>) {
-    p.g = read(*t.g);
-    p.g_stride = stride(*t.g);
-    p.store_vector = std::min(p.store_vector, row_vector(p.g, p.g_stride));
-    if (t.d2 != nullptr) {
-      p.d2 = static_cast<T*>(t.d2->mutable_data_ptr());
-      p.d2_stride = stride(*t.d2);
-      p.store_vector = std::min(p.store_vector, row_vector(p.d2, p.d2_stride));
-    }
-  }
+  auto [p, a_vector, b_vector] = aligned_arguments<Rule, T>(t);
+  const int vector = std::min(a_vector, b_vector);
+  if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T, T, T>(p, of)) return true;
   if (p.store_vector == 4) p.store_vector = 2;
-  for (int of = 0; of < Rule::kProducts; ++of) {
-    const at::Tensor& b = of == 0 ? t.b : *t.b2;
-    const std::optional<at::Tensor>& bias = of == 0 ? t.bias : *t.bias2;
-    p.b[of] = read(b);
-    p.b_stride[of] = stride(b);
-    p.bias[of] = bias ? read(*bias) : nullptr;
-    vector = std::min(vector, row_vector(p.b[of], p.b_stride[of]));
-  }
-  if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T>(p, of)) return true;
   const Sm80Tiling tiling = sm80_tiling(of);
   if constexpr (kMakesCotangents<Rule>) {
     if (vector < 8 || p.store_vector < 8) return false;
@@ -162,19 +175,42 @@ bool launch_sm80(const Sm80Tensors& t, const Case& of) {
   return true;
 }
 
+// The same where a, or c and the output, are float32; a is rounded to T as it is read.
+template <class Rule, class T>
+bool launch_mixed(const Sm80Tensors& t, const Case& of) {
+  const auto launch = [&]<class X, class V>() {
+    const auto [p, a_vector, b_vector] = aligned_arguments<Rule, T, X, V>(t);
+    constexpr int least_b_vector = std::is_same_v<X, float> ? 2 : kVectorSize<T>;
+    return a_vector == kVectorSize<X> && b_vector >= least_b_vector && p.store_vector == kVectorSize<V> &&
+           launch_resident<Rule, T, X, V>(p, of);
+  };
+  if constexpr (Rule::kReadsC) {
+    if (t.a.scalar_type() != at::kFloat) return launch.template operator()<T, float>();
+    if (t.c->scalar_type() == at::kFloat) return launch.template operator()<float, float>();
+  }
+  return launch.template operator()<float, T>();
+}
+
 /// d = rule(a @ b.T + bias, a @ b2.T + bias2, c) for rows of any alignment; d may be c. With CotangentsOf<rule>, d and
-/// d2 are what its backward() makes of g, for rows aligned to 16 bytes; float32 rows always must be. Returns false,
-/// with nothing done, if the elements are neither of 16 bits nor exact float32, if a tensor has no unit column stride
-/// or no such rows, or if `automatic` and cuBLAS is faster.
+/// d2 are what its backward() makes of g, for rows aligned to 16 bytes; rows of float32, and those beside them, always
+/// must be. With b of 16 bits, a, or c and the output, may be float32. Returns false, with nothing done, if the
+/// elements are neither of 16 bits nor exact float32, if a tensor has no unit column stride or no such rows, or if
+/// `automatic` and cuBLAS is faster.
 template <class Rule>
 bool run_sm80(const Sm80Tensors& t, bool automatic) {
-  if (t.a.scalar_type() == at::kFloat) return run_float32<Rule>(t, automatic);
+  if (t.b.scalar_type() == at::kFloat) return run_float32<Rule>(t, automatic);
   constexpr bool gated = Rule::kProducts > 1 || Rule::kReadsC;
-  const auto c = sm80_case(t.d.size(0), t.d.size(1), t.a.size(1), t.a.scalar_type());
+  const auto c = sm80_case(t.d.size(0), t.d.size(1), t.a.size(1), t.b.scalar_type());
   if (!c || c->k == 0 || !has_unit_columns(t.a) || !has_unit_columns(t.b) || !has_unit_columns(t.d) ||
       (t.b2 && !has_unit_columns(*t.b2)) || (t.c && !has_unit_columns(*t.c)) || (t.g && !has_unit_columns(*t.g)) ||
       (t.d2 && !has_unit_columns(*t.d2))) {
     return false;
+  }
+  if constexpr (gated) {
+    if (t.a.scalar_type() != t.b.scalar_type() || (t.c && t.c->scalar_type() != t.b.scalar_type())) {
+      return c->element == Element::kBFloat16 ? launch_mixed<Rule, c10::BFloat16>(t, *c)
+                                              : launch_mixed<Rule, c10::Half>(t, *c);
+    }
   }
   if (automatic && (prefers_cublas_to_sm80(*c) || (gated && prefers_cublas_for_glu(*c)))) return false;
   return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, *c)

@@ -51,11 +51,15 @@ constexpr int kSm80LeastColumns = kSm80Spec<Sm80Tiling::k32x32>.tile_n;
 
 /// The tensors of a kernel, of m x k, n x k (b) and m x n elements; strides are those of rows. Up to store_vector
 /// neighbouring elements of the last kind may be accessed at once. Cotangents are made from that of the value, g, and
-/// written to d and, unless it is null, d2; instead of c, they may be made from the value (c_is_y).
-template <class T, int products>
+/// written to d and, unless it is null, d2; instead of c, they may be made from the value (c_is_y). With elements T of
+/// b and the biases, those of a (X), and of what the rule reads and writes (V), may be float; D are those of d.
+template <class T, int products, class X = T, class V = T, class D = V>
 struct Sm80Arguments {
-  const T *a, *b[products], *bias[products], *c, *g;
-  T *d, *d2;
+  const X* a;
+  const T *b[products], *bias[products];
+  const V *c, *g;
+  D* d;
+  V* d2;
   int64_t a_stride, b_stride[products], c_stride, g_stride, d_stride, d2_stride;
   int m, n, k, tiles_n, store_vector;
   bool c_is_y;
