@@ -13,8 +13,8 @@ GLUS = ("glu", "swiglu")
 
 @dataclass(frozen=True)
 class Line:
-    """One operator at one size. `most` is the time in microseconds that we want to stay below, if any. With `stream`,
-    x and v are float32, and dtype is that of the weights."""
+    """One operator at one size. `most` is the time in microseconds that we want to stay below, if any. What `stream`
+    names, x or v, is float32, and dtype is that of the weights."""
 
     op: str
     shape: Shape
@@ -23,11 +23,11 @@ class Line:
     dtype: str = "bfloat16"
     tf32: bool = False
     compiled: bool = True
-    stream: bool = False
+    stream: str = ""
 
     @property
     def name(self) -> str:
-        suffix = " (TF32)" * self.tf32 + " float32 stream" * self.stream
+        suffix = " (TF32)" * self.tf32 + (f" float32 {self.stream}" if self.stream else "")
         return f"{self.op} {self.shape} {self.task} {self.dtype}{suffix}"
 
 
@@ -41,9 +41,9 @@ def bound(line: Line) -> float | None:
     else:
         rows, n_in, n_out = line.shape
         products = 2 if line.op in GLUS else 1
-        width = 4 if line.stream else 2  # bytes of an element of x and v
-        x, w, product = width * rows * n_in, 2 * products * n_in * n_out, 2 * rows * n_in * n_out
-        v = 0 if line.op in (*GLUS, "dense") else width * rows * n_out
+        of_x, of_v = (4 if name in line.stream else 2 for name in "xv")  # bytes of an element
+        x, w, product = of_x * rows * n_in, 2 * products * n_in * n_out, 2 * rows * n_in * n_out
+        v = 0 if line.op in (*GLUS, "dense") else of_v * rows * n_out
         y = v or 2 * rows * n_out
         stages = [(x + w + v + y, products * product)]
         if line.task == BACKWARD:
@@ -140,17 +140,20 @@ def portable_lines() -> list[Line]:
 
 
 def stream_lines() -> list[Line]:
-    """A float32 x, and v, beside 16-bit weights."""
-    of_stream = partial(Line, stream=True)
+    """A float32 x, or x and v, beside 16-bit weights."""
+    wide, both = partial(Line, stream="x"), partial(Line, stream="x, v")
     return [
         *(
             of_stream(op, (1048576 // (n // 128 or 1), n, n), task)
-            for op in ("gate", "glu")
+            for op, of_stream in (("glu", wide), ("gate", wide), ("gate", both))
             for n in (64, 128, 256)
             for task in (FORWARD, BACKWARD)
         ),
-        *(of_stream("gate_", (1048576, n, n)) for n in (64, 128)),
-        *(of_stream(op, (rows, 128, 128), compiled=False) for op in ("gate", "glu") for rows in (256, 4096, 65536)),
-        *(of_stream(op, (262144, n, n), compiled=False) for op in ("gate", "glu") for n in (384, 512, 768)),
-        *(of_stream(op, (16, 64, 64), OVERHEAD, compiled=False) for op in ("gate", "glu")),
+        *(both("gate_", (1048576, n, n)) for n in (64, 128)),
+        *(
+            of_stream(op, (rows, n, n), compiled=False)
+            for op, of_stream in (("glu", wide), ("gate", both))
+            for rows, n in ((256, 128), (4096, 128), (65536, 128), (262144, 384), (262144, 512), (262144, 768))
+        ),
+        *(wide(op, (16, 64, 64), OVERHEAD, compiled=False) for op in ("gate", "glu")),
     ]

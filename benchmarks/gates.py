@@ -89,14 +89,15 @@ def inputs(line: Line, device: torch.device) -> tuple[Tensor, ...]:
         _, w, wg, b, bg = tensors
         tensors = (*tensors, torch.cat([w, wg]), torch.cat([b, bg]))
     if line.stream:
-        wide = range(1) if line.op in GLUS else range(2)
-        tensors = tuple(tensor.float() if i in wide else tensor for i, tensor in enumerate(tensors))
+        names = "x" if line.op in GLUS else "vx"  # of the first tensors
+        wide = [name in line.stream for name in names]
+        tensors = (*(t.float() if of else t for t, of in zip(tensors, wide, strict=False)), *tensors[len(wide) :])
     if line.task in (BACKWARD, OVERHEAD_GRAD):
         for tensor in tensors:
             tensor.requires_grad_()
     if line.task == BACKWARD:
         rows, _, n_out = line.shape
-        of_result = torch.float32 if line.stream and line.op not in GLUS else dtype
+        of_result = torch.float32 if "v" in line.stream else dtype
         tensors = (*tensors, torch.randn(rows, n_out, device=device, dtype=of_result))
     return tensors
 
@@ -239,7 +240,7 @@ def to_markdown(
         if not keep(line):
             continue
         sizes = ", ".join(map(str, line["shape"]))
-        suffix = " (TF32)" * line["tf32"] + ", float32 stream" * line.get("stream", False)
+        suffix = " (TF32)" * line["tf32"] + (f", float32 {line['stream']}" if line.get("stream") else "")
         cells = [f"`{line['op']}` ({sizes}) {line['dtype']}{suffix}, {line['task']}"]
         cells += [rounded(result["bound"]), *([rounded(line["most"])] if full else [])]
         for way in ways:
@@ -273,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--path", choices=[*TITLES], default="auto", help="torchops.cuda.dense_path")
-    parser.add_argument("--stream", action="store_true", help="float32 x and v beside 16-bit weights")
+    parser.add_argument("--stream", action="store_true", help="float32 x, or x and v, beside 16-bit weights")
     parser.add_argument("--case", nargs="+", default=[""], help="only lines whose name contains one of these")
     parser.add_argument("--without", nargs="+", default=[], help="contenders to leave out: torch.compile Triton")
     parser.add_argument("--seconds", type=float, help="to measure a contender for")

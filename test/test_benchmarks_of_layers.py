@@ -34,7 +34,7 @@ GATES = [*gate_lines.lines("cuda"), *(line for lines in LINES for line in lines(
 
 
 @pytest.mark.parametrize(("op", "stream"), dict.fromkeys((line.op, line.stream) for line in GATES))
-def test_contenders_of_gates(op: str, stream: bool) -> None:
+def test_contenders_of_gates(op: str, stream: str) -> None:
     """They compute the same of the same inputs, the packed weight included."""
     for line in {line.task: line for line in GATES if (line.op, line.stream) == (op, stream)}.values():
         shape, dtype = (2, 3, 5) if op == "square_matmul_" else (3, 7, 5), "bfloat16" if stream else "float64"
@@ -59,7 +59,7 @@ def test_bounds_of_gates() -> None:
         assert bounds[line.name] == pytest.approx(8 * 2**28 / gate_lines.BANDWIDTH * 1e6, rel=1e-3)
     wide = gate_lines.Line("glu", (1048576, 256, 256), BACKWARD)
     products = 6 * 2 * 1048576 * 256 * 256 / gate_lines.RATE
-    float32 = gate_lines.Line("gate", (1048576, 128, 128), stream=True)
+    float32 = gate_lines.Line("gate", (1048576, 128, 128), stream="x, v")
     assert bounds[float32.name] == pytest.approx(3 * 2**29 / gate_lines.BANDWIDTH * 1e6, rel=1e-3)
     assert bounds[wide.name] == pytest.approx((2 * 2**29 / gate_lines.BANDWIDTH + products) * 1e6, rel=1e-3)
     assert bounds[gate_lines.Line("gate", (16, 64, 64), OVERHEAD).name] is None

@@ -4,6 +4,7 @@ cuBLAS; where it cannot run, panels of x are rounded before."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,15 +32,19 @@ MIXTURES = [(True, False), (False, True), (True, True)]
 
 
 @pytest.fixture(autouse=True, params=["auto", "portable"])
-def _path(request: pytest.FixtureRequest) -> Iterator[None]:
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.manual_seed(0)
     with torchops.cuda.dense_path(request.param):
-        yield
+        yield request.param
 
 
 def residents(call: Callable[[], object]) -> int:
     """How many kernels that read float32 rows beside 16-bit weights run."""
     return sum("sm80_resident_kernel" in name and ", float" in name for name in kernel_names(call))
+
+
+def has_hopper_kernels(path: str) -> bool:
+    return path == "auto" and torch.cuda.get_device_capability() == (9, 0)
 
 
 def rows_of(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -121,7 +126,7 @@ def assert_gradients(ours: Any, reference: Any, dtype: torch.dtype, leaves: list
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients_of_glu(shape: tuple[int, int, int], dtype: torch.dtype, activation: Any) -> None:
+def test_gradients_of_glu(path: str, shape: tuple[int, int, int], dtype: torch.dtype, activation: Any) -> None:
     rows, k, n = shape
     x, (w, b), (wg, bg) = (rows_of(rows, k, torch.float32), *(weights(n, k, dtype, True) for _ in range(2)))
     cotangent = random(rows, n, dtype=dtype)
@@ -134,7 +139,9 @@ def test_gradients_of_glu(shape: tuple[int, int, int], dtype: torch.dtype, activ
 
     poison(rows, 2 * n, dtype=dtype)
     assert_gradients(ours, reference, dtype, [x, w, wg, b, bg], cotangent)
-    assert residents(lambda: gradients(ours, [x, w, wg, b, bg], cotangent)) == 2
+    # In backward, Hopper's kernels for few features take panels of x that are rounded before.
+    of_panels = has_hopper_kernels(path) and k % 8 == 0 and (max(n, k) <= 128 or (128 < n <= 256 and 128 < k <= 256))
+    assert residents(lambda: gradients(ours, [x, w, wg, b, bg], cotangent)) == 2 - of_panels
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -142,7 +149,7 @@ def test_gradients_of_glu(shape: tuple[int, int, int], dtype: torch.dtype, activ
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients_of_gate(
-    shape: tuple[int, int, int], dtype: torch.dtype, float32_x: bool, float32_v: bool, biased: bool
+    path: str, shape: tuple[int, int, int], dtype: torch.dtype, float32_x: bool, float32_v: bool, biased: bool
 ) -> None:
     rows, k, n = shape
     x, v = (rows_of(rows, of, torch.float32 if wide else dtype) for of, wide in [(k, float32_x), (n, float32_v)])
@@ -154,7 +161,8 @@ def test_gradients_of_gate(
 
     poison(rows, n, dtype=dtype)
     assert_gradients(ours, gate_of_x, dtype, [x, v, w, b], cotangent)
-    assert residents(lambda: gradients(ours, [x, v, w, b], cotangent)) == 2
+    of_panels = has_hopper_kernels(path) and not float32_v and k % 8 == 0 and max(n, k) <= 128
+    assert residents(lambda: gradients(ours, [x, v, w, b], cotangent)) == 2 - of_panels
 
 
 @pytest.mark.parametrize("n", [8, 32, 40, 128])
@@ -176,14 +184,15 @@ def test_special_values(dtype: torch.dtype) -> None:
     for t in (x, w, wg):
         t.copy_(torch.randn_like(t))
     x[5000, 3], x[17, 5], x[18, 69], w[5, 69] = float("nan"), 3.4e38, float("inf"), float("inf")
-    y, expected = torchops.glu(x, w, wg), glu_reference(x.to(dtype), w, wg)
+    y, expected = torchops.glu(x, w, wg), exactly(glu_reference, dtype, x, w, wg)
     assert torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(y.isinf(), expected.isinf())
     assert residents(lambda: torchops.glu(x, w, wg)) == 1
 
 
-def test_memory() -> None:
-    """No cast tensor of x's size: forward, only the result; backward, panels of x for the gradient of the weights."""
+def test_memory(path: str) -> None:
+    """No cast tensor of x's size: forward, only the result; backward, panels of x, and both cotangents where Hopper's
+    kernel doesn't keep them to itself."""
     rows, n = 1 << 19, 128
     x, v = (random(rows, n, dtype=torch.float32) for _ in range(2))
     w = random(n, n, dtype=torch.bfloat16, scale=0.1)
@@ -192,10 +201,10 @@ def test_memory() -> None:
     assert memory_of(lambda: torchops.glu(x, w, w)) <= bytes_of_y + slack
     assert memory_of(lambda: torchops.gate(v, x, w)) <= 2 * bytes_of_y + slack
     assert memory_of(lambda: torchops.gate_(v, x, w)) <= slack
-    grad, panel = random(rows, n, dtype=torch.bfloat16), 32 << 20
+    grad, scratch = random(rows, n, dtype=torch.bfloat16), 36 << 20  # a panel, and sums of all multiprocessors
     arguments = (grad, x, w, w, None, None, "silu", [True] * 3 + [False] * 2)
     of_glu = memory_of(lambda: torch.ops.myops._glu_backward(*arguments))
-    assert of_glu <= 4 * bytes_of_y + panel + slack  # dx in float32, and both cotangents
+    assert of_glu <= (2 if has_hopper_kernels(path) else 4) * bytes_of_y + scratch  # dx is float32
 
 
 @pytest.mark.parametrize(("k", "start"), [(520, 0), (640, 0), (127, 0), (128, 1)])
@@ -225,6 +234,27 @@ def test_overlapping_rows() -> None:
         y, rounded = torchops.glu(rows, w, w), rows.bfloat16()
         assert_accurate(y, glu_reference(rounded, w, w), glu_reference(rounded.double(), w.double(), w.double()))
         assert residents(lambda rows=rows: torchops.glu(rows, w, w)) == 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("wanted", ["wv", "xw", "x", "b", "xwvb"])
+@pytest.mark.parametrize("n", [64, 128, 192])
+def test_some_gradients(n: int, wanted: str) -> None:
+    """Only what is asked for, in panels, of which the last is shorter."""
+    rows = 140_001
+    x, w, wg = (
+        random(*of, dtype=dtype, scale=scale)
+        for of, dtype, scale in [((rows, n), torch.float32, 1.0), *[((n, n), torch.bfloat16, n**-0.5)] * 2]
+    )
+    b, bg, grad = random(n, dtype=w.dtype), random(n, dtype=w.dtype), random(rows, n, dtype=w.dtype)
+    mask = [c in wanted for c in ("x", "w", "v", "b", "b")]
+    got = torch.ops.myops._glu_backward(grad, x, w, wg, b, bg, "silu", mask)
+    leaves = [x.bfloat16(), w, wg, b, bg]
+    silu = partial(glu_reference, activation="silu")
+    eager, exact = gradients(silu, leaves, grad), gradients(silu, [t.double() for t in leaves], grad.double())
+    for one, other, value, asked in zip(got, eager, exact, mask, strict=True):
+        assert one.numel() == (value.numel() if asked else 0)
+        if asked:
+            assert_accurate(one.to(other.dtype), other, value)
 
 
 def test_same_bits() -> None:

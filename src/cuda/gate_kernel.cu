@@ -10,6 +10,7 @@
 #include "cuda/layer_gradients.h"
 #include "cuda/linear.h"
 #include "cuda/pass.cuh"
+#include "cuda/rounded_panels.h"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/gate.h"
@@ -287,6 +288,27 @@ bool in_one_pass(const detail::GateGradients& gradients, gemm::GradientProblem p
   return gemm::run_chosen<gemm::GateGradients>(problem, c, dx);
 }
 
+// The same for a float32 x and a v of 16 bits: panels of x are rounded.
+bool of_rounded_panels(const detail::GateGradients& gradients, const Tensor& g, const Tensor& v, const Tensor& x,
+                       const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
+  const auto& [dv, dx, dw, db] = gradients;
+  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
+  if (!c || !gemm::has_kernel<gemm::GateGradients>(*c) || !mask[0] || !mask[1] || !mask[2] || c->k % 8 != 0) {
+    return false;
+  }
+  const RoundedPanels panels(x, w, dx, 1);
+  const bool done = panels.for_each([&](const Tensor& rounded, int64_t begin) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, rounded.size(0)); };
+    auto problem = gradient_problem(panel(g), panel(v), rounded, w, b, v_is_y);
+    if (!problem) return false;
+    panels.set_outputs(problem->first, begin);
+    problem->first.dc = panel(detail::as_rows(dv)).mutable_data_ptr();
+    return gemm::run_chosen<gemm::GateGradients>(problem->first, problem->second, dx);
+  });
+  if (done) panels.finish(0, dw, mask[3] ? db : Tensor());
+  return done;
+}
+
 // dz, and dv and db if they are wanted, by a kernel that recomputes the product without storing it. Returns false, with
 // nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm::GradientProblem problem,
@@ -331,6 +353,10 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
   const OptionalTensor bias = contiguous(b);
   const auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias, v_is_y);
   if (problem && in_one_pass(gradients, problem->first, problem->second, mask)) return;
+  if (x.scalar_type() != w.scalar_type() &&
+      of_rounded_panels(gradients, g_rows, v_rows, x_rows, w, bias, mask, v_is_y)) {
+    return;
+  }
   const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
   if (!(problem && fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) &&
       !portable_cotangents(dz, dv_rows, db, g_rows, v_rows, x_rows, w, bias, mask, v_is_y)) {

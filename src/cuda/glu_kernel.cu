@@ -11,6 +11,7 @@
 #include "cuda/glu_pass.cuh"
 #include "cuda/layer_gradients.h"
 #include "cuda/linear.h"
+#include "cuda/rounded_panels.h"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/glu.h"
@@ -248,6 +249,43 @@ Tensor by_turns(const Tensor& w, const Tensor& wg) {
   return at::cuda::cat(at::TensorList({turns(w), turns(wg)}), 1).view({-1, w.size(1)});
 }
 
+// Both for a float32 x, whose panels are rounded.
+bool of_rounded_panels(const detail::GluGradients& gradients, const Tensor& g, const Tensor& x, const Tensor& w,
+                       const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation,
+                       std::array<bool, 5> mask) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
+  const bool makes_dx = c && mask[0] && gemm::has_kernel<gemm::GluSiluGradients>(*c);
+  if (!c || !mask[1] || !mask[2] || c->k % 8 != 0 ||
+      !(makes_dx || gemm::has_kernel<gemm::GluSiluWeightGradients>(*c))) {
+    return false;
+  }
+  const RoundedPanels panels(x, w, makes_dx ? dx : Tensor(), 2);
+  const Tensor both = makes_dx ? Tensor() : at::detail::empty_cuda({panels.rows(), 2 * w.size(0)}, w.options());
+  const Tensor weights = mask[0] && !makes_dx ? by_turns(w, wg) : Tensor();
+  const bool done = panels.for_each([&](const Tensor& rounded, int64_t begin) {
+    const int64_t rows = rounded.size(0);
+    auto problem = gradient_problem(g.narrow(0, begin, rows), rounded, w, wg, b, bg);
+    if (!problem) return false;
+    auto& [of_panel, case_of_panel] = *problem;
+    panels.set_outputs(of_panel, begin);
+    const auto run = [&]<class Silu, class Sigmoid>() {
+      return activation == GluActivation::kSilu ? gemm::run_chosen<Silu>(of_panel, case_of_panel, dw)
+                                                : gemm::run_chosen<Sigmoid>(of_panel, case_of_panel, dw);
+    };
+    if (makes_dx) return run.template operator()<gemm::GluSiluGradients, gemm::GluSigmoidGradients>();
+    const Tensor cotangents = both.narrow(0, 0, rows);
+    if (mask[0]) of_panel.dz = *gemm::operand(cotangents);
+    if (!run.template operator()<gemm::GluSiluWeightGradients, gemm::GluSigmoidWeightGradients>()) return false;
+    if (mask[0]) input_gradient(detail::as_rows(dx).narrow(0, begin, rows), cotangents, weights);
+    return true;
+  });
+  if (!done) return false;
+  panels.finish(0, dw, mask[3] ? db : Tensor());
+  panels.finish(1, dwg, mask[4] ? dbg : Tensor());
+  return true;
+}
+
 // dz, du and the gradients of biases by a kernel that recomputes both products without storing them. Returns false,
 // with nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& dbg, gemm::GradientProblem problem,
@@ -339,6 +377,10 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
       if (adds) dx.add_(own);
       return;
     }
+  }
+  if (!z && !adds && x.scalar_type() != w.scalar_type() &&
+      of_rounded_panels(gradients, g_rows, x_rows, w, wg, bias, gate_bias, act, mask)) {
+    return;
   }
   const int64_t rows = g_rows.size(0), n = w.size(0);
   const Tensor both = at::detail::empty_cuda({rows, 2 * n}, w.options());

@@ -46,6 +46,8 @@ struct GradientProblem {
   Operand grad, y, c, x, w, w2, dz, dz2;
   const void *bias = nullptr, *bias2 = nullptr;
   void *dx = nullptr, *dc = nullptr, *dw = nullptr, *dw2 = nullptr, *dbias = nullptr, *dbias2 = nullptr;
+  /// Whether dx, and those of weights and biases, are float32. Only for the operations with one or two weights.
+  bool is_wide = false;
   void* workspace = nullptr;
 
   /// For operations that read c.

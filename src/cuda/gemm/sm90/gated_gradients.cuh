@@ -2,7 +2,6 @@
 
 // The launch of gated_gradients_kernel.cuh, and of the kernel that adds the sums of its CTAs.
 
-#include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/gated_gradients_kernel.cuh"
 #include "cuda/per_device.h"
 
@@ -54,7 +53,9 @@ struct GatedGradients {
         const Operand& w = i == 0 ? p.w : p.w2;
         parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(w.data, w.row_stride, p.n, p.k);
       }
-      parameters.dx = decltype(Parameters::dx)::of(p.dx, p.k, p.m, p.k);
+      // A float32 dx is not stored by TMA, so any map will do.
+      parameters.dx = decltype(Parameters::dx)::of(p.is_wide ? p.x.data : p.dx, p.k, p.m, p.k);
+      parameters.wide_dx = p.is_wide ? static_cast<float*>(p.dx) : nullptr;
       parameters.bias[0] = static_cast<const T*>(p.bias);
       parameters.bias[1] = static_cast<const T*>(p.bias2);
       parameters.c_is_y = p.has_y_for_c();
@@ -68,14 +69,7 @@ struct GatedGradients {
       }
       gated_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
-      for (int i = 0; i < Kernel::kProducts; ++i) {
-        launch_column_sum<T, float, 4, 32, 16>(parameters.partial + i * columns(p),
-                                               static_cast<T*>(i == 0 ? p.dw : p.dw2),
-                                               static_cast<T*>(i == 0 ? p.dbias : p.dbias2), count * Kernel::kGroups,
-                                               int64_t{p.n} * p.k, columns(p), Kernel::kProducts * columns(p), stream);
-        if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
-      }
-      return {};
+      return Status::of(add_weight_sums<T>(p, parameters.partial, count * Kernel::kGroups, Kernel::kProducts, stream));
     }
   };
 };

@@ -9,7 +9,8 @@
 //              dx = sum of dz @ w, to its own buffer;  dw += dz.T @ x;  dbias += dz
 //
 // The sums of dw and of dbias stay in registers for all rows. At the end each CTA writes them, and a second kernel adds
-// them in the order of the CTAs. dx and dc are stored by TMA while the products of dw run.
+// them in the order of the CTAs. dx and dc are stored by TMA while the products of dw run; a float32 dx is stored from
+// registers instead.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -80,6 +81,7 @@ struct GatedGradientsKernel {
     Load<kN, kK> w[kProducts];
     Store<kRows, kK> dx;
     Store<kRows, kN> dc;
+    float* wide_dx;  // dx in float32, or null
     const Element* bias[2];
     float* partial;  // for each group of each CTA, for each product: dw (n x k), dbias (n)
     bool c_is_y;
@@ -161,6 +163,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
   float sums_b[kProducts][kSums] = {};
   const Tensor places = product_z.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kN>>{}));
 
+  const Tensor places_x = product_x.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kK>>{}));
   const auto read_z = make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product_z).get_slice(thread);
   const auto write_z = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_z).get_slice(thread);
   const auto write_x = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x).get_slice(thread);
@@ -284,6 +287,18 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
     warpgroup_wait<1>();
     warpgroup_fence_operand(sums_x);
 
+    if (p.wide_dx != nullptr) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(sums_x); i += 2) {  // four threads have 32 neighbouring bytes
+        const int row = tile * kRows + get<0>(places_x(i)), column = get<1>(places_x(i));
+        if (row < p.m && column < p.k) {
+          *reinterpret_cast<float2*>(p.wide_dx + int64_t{row} * p.k + column) = make_float2(sums_x(i), sums_x(i + 1));
+        }
+      }
+      if (Rule::kReadsC && thread == 0) p.dc.store(stage.second.data(), tile, 0);
+      former = at.index();
+      continue;
+    }
     Tensor result = make_tensor_like<Element>(sums_x);
     Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
     CUTLASS_PRAGMA_UNROLL
