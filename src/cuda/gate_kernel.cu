@@ -10,7 +10,6 @@
 #include "cuda/layer_gradients.h"
 #include "cuda/linear.h"
 #include "cuda/pass.cuh"
-#include "cuda/rounded_panels.h"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/gate.h"
@@ -251,13 +250,14 @@ void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const
   });
 }
 
-// The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices.
+// The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices. With a float32 x, only
+// in_one_pass() can use them.
 std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& v,
                                                                              const Tensor& x, const Tensor& w,
                                                                              const OptionalTensor& b, bool v_is_y) {
   const at::ScalarType dtype = w.scalar_type();
-  if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || x.scalar_type() != dtype ||
-      w.size(0) % 8 != 0 || w.size(1) == 0) {
+  if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || w.size(0) % 8 != 0 ||
+      w.size(1) == 0) {
     return std::nullopt;
   }
   const auto from_g = gemm::operand(g), from_v = gemm::operand(v), from_x = gemm::operand(x), from_w = gemm::operand(w);
@@ -272,6 +272,7 @@ std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(con
   problem.x = *from_x;
   problem.w = *from_w;
   problem.bias = b ? b->const_data_ptr() : nullptr;
+  problem.is_wide = x.scalar_type() != dtype;
   return std::pair(problem, *c);
 }
 
@@ -286,27 +287,6 @@ bool in_one_pass(const detail::GateGradients& gradients, gemm::GradientProblem p
   problem.dw = dw.mutable_data_ptr();
   problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
   return gemm::run_chosen<gemm::GateGradients>(problem, c, dx);
-}
-
-// The same for a float32 x and a v of 16 bits: panels of x are rounded.
-bool of_rounded_panels(const detail::GateGradients& gradients, const Tensor& g, const Tensor& v, const Tensor& x,
-                       const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
-  const auto& [dv, dx, dw, db] = gradients;
-  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
-  if (!c || !gemm::has_kernel<gemm::GateGradients>(*c) || !mask[0] || !mask[1] || !mask[2] || c->k % 8 != 0) {
-    return false;
-  }
-  const RoundedPanels panels(x, w, dx, 1);
-  const bool done = panels.for_each([&](const Tensor& rounded, int64_t begin) {
-    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, rounded.size(0)); };
-    auto problem = gradient_problem(panel(g), panel(v), rounded, w, b, v_is_y);
-    if (!problem) return false;
-    panels.set_outputs(problem->first, begin);
-    problem->first.dc = panel(detail::as_rows(dv)).mutable_data_ptr();
-    return gemm::run_chosen<gemm::GateGradients>(problem->first, problem->second, dx);
-  });
-  if (done) panels.finish(0, dw, mask[3] ? db : Tensor());
-  return done;
 }
 
 // dz, and dv and db if they are wanted, by a kernel that recomputes the product without storing it. Returns false, with
@@ -351,12 +331,9 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), v_rows = unit_columns(detail::as_rows(v));
   const Tensor x_rows = detail::as_rows(x), dv_rows = mask[0] ? detail::as_rows(dv) : dv;
   const OptionalTensor bias = contiguous(b);
-  const auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias, v_is_y);
+  auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias, v_is_y);
   if (problem && in_one_pass(gradients, problem->first, problem->second, mask)) return;
-  if (x.scalar_type() != w.scalar_type() &&
-      of_rounded_panels(gradients, g_rows, v_rows, x_rows, w, bias, mask, v_is_y)) {
-    return;
-  }
+  if (problem && problem->first.is_wide) problem = std::nullopt;
   const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
   if (!(problem && fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) &&
       !portable_cotangents(dz, dv_rows, db, g_rows, v_rows, x_rows, w, bias, mask, v_is_y)) {

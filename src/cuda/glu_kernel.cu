@@ -11,7 +11,6 @@
 #include "cuda/glu_pass.cuh"
 #include "cuda/layer_gradients.h"
 #include "cuda/linear.h"
-#include "cuda/rounded_panels.h"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/glu.h"
@@ -187,15 +186,13 @@ void glu_backward_rows(PassSums& sums, const Pair& cotangents, const Tensor& g, 
   });
 }
 
-// The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices.
+// The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices. With a float32 x, only
+// in_one_pass() can use them.
 std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& x,
                                                                              const Tensor& w, const Tensor& wg,
                                                                              const OptionalTensor& b,
                                                                              const OptionalTensor& bg) {
-  if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != w.scalar_type() || w.size(0) % 8 != 0 ||
-      w.size(1) == 0) {
-    return std::nullopt;
-  }
+  if (detail::dense_path() == detail::DensePath::kCublas || w.size(0) % 8 != 0 || w.size(1) == 0) return std::nullopt;
   const auto from_g = gemm::operand(g), from_x = gemm::operand(x), from_w = gemm::operand(w),
              from_wg = gemm::operand(wg);
   const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
@@ -210,6 +207,7 @@ std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(con
   problem.w2 = *from_wg;
   problem.bias = b ? b->const_data_ptr() : nullptr;
   problem.bias2 = bg ? bg->const_data_ptr() : nullptr;
+  problem.is_wide = x.scalar_type() != w.scalar_type();
   return std::pair(problem, *c);
 }
 
@@ -247,43 +245,6 @@ bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& co
 Tensor by_turns(const Tensor& w, const Tensor& wg) {
   const auto turns = [](const Tensor& t) { return t.reshape({-1, gemm::GradientProblem::kTurn, t.size(1)}); };
   return at::cuda::cat(at::TensorList({turns(w), turns(wg)}), 1).view({-1, w.size(1)});
-}
-
-// Both for a float32 x, whose panels are rounded.
-bool of_rounded_panels(const detail::GluGradients& gradients, const Tensor& g, const Tensor& x, const Tensor& w,
-                       const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation,
-                       std::array<bool, 5> mask) {
-  const auto& [dx, dw, dwg, db, dbg] = gradients;
-  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
-  const bool makes_dx = c && mask[0] && gemm::has_kernel<gemm::GluSiluGradients>(*c);
-  if (!c || !mask[1] || !mask[2] || c->k % 8 != 0 ||
-      !(makes_dx || gemm::has_kernel<gemm::GluSiluWeightGradients>(*c))) {
-    return false;
-  }
-  const RoundedPanels panels(x, w, makes_dx ? dx : Tensor(), 2);
-  const Tensor both = makes_dx ? Tensor() : at::detail::empty_cuda({panels.rows(), 2 * w.size(0)}, w.options());
-  const Tensor weights = mask[0] && !makes_dx ? by_turns(w, wg) : Tensor();
-  const bool done = panels.for_each([&](const Tensor& rounded, int64_t begin) {
-    const int64_t rows = rounded.size(0);
-    auto problem = gradient_problem(g.narrow(0, begin, rows), rounded, w, wg, b, bg);
-    if (!problem) return false;
-    auto& [of_panel, case_of_panel] = *problem;
-    panels.set_outputs(of_panel, begin);
-    const auto run = [&]<class Silu, class Sigmoid>() {
-      return activation == GluActivation::kSilu ? gemm::run_chosen<Silu>(of_panel, case_of_panel, dw)
-                                                : gemm::run_chosen<Sigmoid>(of_panel, case_of_panel, dw);
-    };
-    if (makes_dx) return run.template operator()<gemm::GluSiluGradients, gemm::GluSigmoidGradients>();
-    const Tensor cotangents = both.narrow(0, 0, rows);
-    if (mask[0]) of_panel.dz = *gemm::operand(cotangents);
-    if (!run.template operator()<gemm::GluSiluWeightGradients, gemm::GluSigmoidWeightGradients>()) return false;
-    if (mask[0]) input_gradient(detail::as_rows(dx).narrow(0, begin, rows), cotangents, weights);
-    return true;
-  });
-  if (!done) return false;
-  panels.finish(0, dw, mask[3] ? db : Tensor());
-  panels.finish(1, dwg, mask[4] ? dbg : Tensor());
-  return true;
 }
 
 // dz, du and the gradients of biases by a kernel that recomputes both products without storing them. Returns false,
@@ -370,17 +331,14 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
   const GluActivation act = detail::glu_activation(activation);
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), x_rows = detail::as_rows(x);
   const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
-  const auto problem = z ? std::nullopt : gradient_problem(g_rows, x_rows, w, wg, bias, gate_bias);
+  auto problem = z ? std::nullopt : gradient_problem(g_rows, x_rows, w, wg, bias, gate_bias);
   if (problem) {
     const Tensor own = adds && mask[0] ? at::empty_like(x_rows, at::MemoryFormat::Contiguous) : dx;
     if (in_one_pass({own, dw, dwg, db, dbg}, problem->first, problem->second, act, mask)) {
       if (adds) dx.add_(own);
       return;
     }
-  }
-  if (!z && !adds && x.scalar_type() != w.scalar_type() &&
-      of_rounded_panels(gradients, g_rows, x_rows, w, wg, bias, gate_bias, act, mask)) {
-    return;
+    if (problem->first.is_wide) problem = std::nullopt;
   }
   const int64_t rows = g_rows.size(0), n = w.size(0);
   const Tensor both = at::detail::empty_cuda({rows, 2 * n}, w.options());

@@ -46,7 +46,7 @@ struct GradientProblem {
   Operand grad, y, c, x, w, w2, dz, dz2;
   const void *bias = nullptr, *bias2 = nullptr;
   void *dx = nullptr, *dc = nullptr, *dw = nullptr, *dw2 = nullptr, *dbias = nullptr, *dbias2 = nullptr;
-  /// Whether dx, and those of weights and biases, are float32. Only for the operations with one or two weights.
+  /// Whether x and dx are float32, which only the operations for all gradients of gate and glu support.
   bool is_wide = false;
   void* workspace = nullptr;
 

@@ -2,6 +2,7 @@
 
 // The launch of gated_gradients_kernel.cuh, and of the kernel that adds the sums of its CTAs.
 
+#include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/sm90/gated_gradients_kernel.cuh"
 #include "cuda/per_device.h"
 
@@ -14,9 +15,20 @@ struct GatedGradients {
   template <Element element, GradientTiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    using Kernel = GatedGradientsKernel<Rule, T, tiling>;
+    template <bool wide>
+    using KernelOf = GatedGradientsKernel<Rule, T, tiling, wide>;
 
+    static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
+      return p.is_wide ? prepare<KernelOf<true>>(p, workspace_bytes) : prepare<KernelOf<false>>(p, workspace_bytes);
+    }
+
+    static Status run(const GradientProblem& p, cudaStream_t stream) {
+      return p.is_wide ? run<KernelOf<true>>(p, stream) : run<KernelOf<false>>(p, stream);
+    }
+
+   private:
     // As many CTAs as run at once, or as have work. The order of additions depends on this number.
+    template <class Kernel>
     static cudaError_t blocks(const GradientProblem& p, int& blocks) {
       static PerDevice sm_count;
       const cudaError_t error =
@@ -27,20 +39,23 @@ struct GatedGradients {
 
     static int64_t columns(const GradientProblem& p) { return int64_t{p.n} * p.k + p.n; }
 
+    template <class Kernel>
     static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
       if (p.n > Kernel::kN || p.k > Kernel::kK) return Status::not_for_me();
       int count = 0;
-      const cudaError_t error = blocks(p, count);
+      const cudaError_t error = blocks<Kernel>(p, count);
       workspace_bytes = int64_t{4} * count * Kernel::kGroups * Kernel::kProducts * columns(p);
       return Status::of(error);
     }
 
+    template <class Kernel>
     static Status run(const GradientProblem& p, cudaStream_t stream) {
       int count = 0;
-      if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = blocks<Kernel>(p, count); error != cudaSuccess) return Status::of(error);
       using Parameters = typename Kernel::Parameters;
       const Operand& c = Rule::kReadsC ? p.c_or_y() : p.grad;
-      if (!are_encodable<T>(p.x, p.grad, c, p.w, Kernel::kProducts == 2 ? p.w2 : p.w)) {
+      if (!are_encodable<typename Kernel::BufferElement>(p.x) ||
+          !are_encodable<T>(p.grad, c, p.w, Kernel::kProducts == 2 ? p.w2 : p.w)) {
         return Status::of(cudaErrorInvalidValue);
       }
       Parameters parameters{};
@@ -53,9 +68,8 @@ struct GatedGradients {
         const Operand& w = i == 0 ? p.w : p.w2;
         parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(w.data, w.row_stride, p.n, p.k);
       }
-      // A float32 dx is not stored by TMA, so any map will do.
-      parameters.dx = decltype(Parameters::dx)::of(p.is_wide ? p.x.data : p.dx, p.k, p.m, p.k);
-      parameters.wide_dx = p.is_wide ? static_cast<float*>(p.dx) : nullptr;
+      parameters.dx = decltype(Parameters::dx)::of(Kernel::kIsWide ? p.w.data : p.dx, p.k, p.m, p.k);
+      parameters.wide_dx = Kernel::kIsWide ? static_cast<float*>(p.dx) : nullptr;
       parameters.bias[0] = static_cast<const T*>(p.bias);
       parameters.bias[1] = static_cast<const T*>(p.bias2);
       parameters.c_is_y = p.has_y_for_c();
@@ -69,7 +83,14 @@ struct GatedGradients {
       }
       gated_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
-      return Status::of(add_weight_sums<T>(p, parameters.partial, count * Kernel::kGroups, Kernel::kProducts, stream));
+      for (int i = 0; i < Kernel::kProducts; ++i) {
+        launch_column_sum<T, float, 4, 32, 16>(parameters.partial + i * columns(p),
+                                               static_cast<T*>(i == 0 ? p.dw : p.dw2),
+                                               static_cast<T*>(i == 0 ? p.dbias : p.dbias2), count * Kernel::kGroups,
+                                               int64_t{p.n} * p.k, columns(p), Kernel::kProducts * columns(p), stream);
+        if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+      }
+      return {};
     }
   };
 };

@@ -9,8 +9,10 @@
 //              dx = sum of dz @ w, to its own buffer;  dw += dz.T @ x;  dbias += dz
 //
 // The sums of dw and of dbias stay in registers for all rows. At the end each CTA writes them, and a second kernel adds
-// them in the order of the CTAs. dx and dc are stored by TMA while the products of dw run; a float32 dx is stored from
-// registers instead.
+// them in the order of the CTAs. dx and dc are stored by TMA while the products of dw run.
+//
+// Or x and dx are float32 (`wide`): the load warp's tiles of x are ahead in buffers of their own, from which the other
+// warps of its warpgroup round them to a stage; dx is stored from registers.
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
@@ -24,10 +26,11 @@
 
 namespace torchops::cuda::gemm {
 
-template <class Rule_, class Element_, GradientTiling tiling>
+template <class Rule_, class Element_, GradientTiling tiling, bool wide>
 struct GatedGradientsKernel {
   using Rule = Rule_;
   using Element = Element_;
+  static constexpr bool kIsWide = wide;
   static constexpr int kRows = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
   static constexpr int kProducts = Rule::kProducts, kSize = static_cast<int>(sizeof(Element));
   static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
@@ -37,17 +40,23 @@ struct GatedGradientsKernel {
   // overlaps the products of another.
   static constexpr int kDivision = std::min(kN / 64, kWarpgroups), kGroups = kWarpgroups / kDivision;
   static constexpr int kGroupThreads = 128 * kDivision;
-  static constexpr int kLoadBytes = kRows * (kK + kN + (Rule::kReadsC ? kN : 0)) * kSize;
+  static constexpr int kLoadBytes = kRows * ((wide ? 0 : kK) + kN + (Rule::kReadsC ? kN : 0)) * kSize;
+  // Of dx, one for each group; or of x in float32.
+  using BufferElement = std::conditional_t<wide, float, Element>;
+  static constexpr int kBuffers = wide ? 2 : kGroups,
+                       kBufferBytes = kRows * kK * static_cast<int>(sizeof(BufferElement));
+  static constexpr int kRoundingWarps = 3, kRoundingThreads = 32 * kRoundingWarps;
   // Besides x and grad: the second of two dz, or c.
   static constexpr int kStageBytes = kRows * (kK + 2 * kN) * kSize;
   static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
-  static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kGroups * kRows * kK * kSize - kProducts * kN * 4;
+  static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kBuffers * kBufferBytes - kProducts * kN * 4;
   // A group always uses the same stages, so that the parity of a barrier tells its phases apart.
   static constexpr int kStages = std::min(kRoom / kStageBytes, 6) / kGroups * kGroups;
   static constexpr Exactness kExactness =
       std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
   static_assert(kStages >= 2 * kGroups && (kProducts == 2) != Rule::kReadsC);
   using PipelineState = cutlass::PipelineState<kStages>;
+  using BufferState = cutlass::PipelineState<kBuffers>;
 
   template <int rows, int columns>
   using Rows = SwizzledRows<Element, rows, columns>;
@@ -62,12 +71,14 @@ struct GatedGradientsKernel {
     };
     cute::array_aligned<Element, kN * kK, 1024> w[kProducts];
     Stage stages[kStages];
-    cute::array_aligned<Element, kRows * kK, 1024> dx[kGroups];
+    cute::array_aligned<BufferElement, kRows * kK, 1024> buffers[kBuffers];
     alignas(16) float bias[kProducts][kN];  // scaled as the rule needs it
-    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier consumed[kStages];
+    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages], buffered[kBuffers];
+    cutlass::arch::ClusterBarrier consumed[kStages], rounded[kBuffers];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
+  // That of the bytes, and each thread that rounds.
+  static constexpr int kLoadedArrivals = 1 + (wide ? kRoundingThreads : 0);
   // Each warp, after its products have read the stage; for dc also the thread whose store has read it.
   static constexpr int kConsumedArrivals = kGroupThreads / 32 + (Rule::kReadsC ? 1 : 0);
 
@@ -76,12 +87,12 @@ struct GatedGradientsKernel {
   template <int rows, int columns>
   using Store = TileMap<cute::SM90_TMA_STORE, Element, rows, columns>;
   struct Parameters {
-    Load<kRows, kK> x;
+    TileMap<cute::SM90_TMA_LOAD, BufferElement, kRows, kK> x;
     Load<kRows, kN> grad, c;  // c and dc; a copy of grad's if the rule has none
     Load<kN, kK> w[kProducts];
-    Store<kRows, kK> dx;
+    Store<kRows, kK> dx;  // if not wide
+    float* wide_dx;
     Store<kRows, kN> dc;
-    float* wide_dx;  // dx in float32, or null
     const Element* bias[2];
     float* partial;  // for each group of each CTA, for each product: dw (n x k), dbias (n)
     bool c_is_y;
@@ -110,14 +121,49 @@ struct GatedGradientsKernel {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kProducts; ++i) p.w[i].load(shared.w[i].data(), 0, 0, shared.w_loaded);
     PipelineState at;
+    BufferState of_x;
+    const auto load_x = [&](int tile) {
+      if (tile >= p.tiles()) return;
+      shared.rounded[of_x.index()].wait(of_x.phase() ^ 1);
+      shared.buffered[of_x.index()].arrive_and_expect_tx(kBufferBytes);
+      if constexpr (wide) p.x.load(shared.buffers[of_x.index()].data(), tile, 0, shared.buffered[of_x.index()]);
+      ++of_x;
+    };
+    if constexpr (wide) load_x(blockIdx.x);
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x, ++at) {
+      if constexpr (wide) load_x(tile + gridDim.x);  // one tile further, because rounding takes time
       auto& stage = shared.stages[at.index()];
       auto& loaded = shared.loaded[at.index()];
       shared.consumed[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
       loaded.arrive_and_expect_tx(kLoadBytes);
-      p.x.load(stage.x.data(), tile, 0, loaded);
+      if constexpr (!wide) p.x.load(stage.x.data(), tile, 0, loaded);
       p.grad.load(stage.grad.data(), tile, 0, loaded);
       if constexpr (Rule::kReadsC) p.c.load(stage.second.data(), tile, 0, loaded);
+    }
+  }
+
+  /// Called by kRoundingThreads threads if wide: x from float32 to its stage.
+  CUTLASS_DEVICE static void round(const Parameters& p, Shared& shared, int thread) {
+    using namespace cute;
+    constexpr int vectors = kK / 4;
+    const cutlass::NumericArrayConverter<Element, float, 4> to_element;
+    PipelineState at;
+    BufferState of_x;
+    for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x, ++at, ++of_x) {
+      shared.buffered[of_x.index()].wait(of_x.phase());
+      shared.consumed[at.index()].wait(at.phase() ^ 1);
+      const Tensor from =
+          make_tensor(make_smem_ptr(shared.buffers[of_x.index()].data()), SwizzledRows<BufferElement, kRows, kK>{});
+      const Tensor to = make_tensor(make_smem_ptr(shared.stages[at.index()].x.data()), Rows<kRows, kK>{});
+      _Pragma("unroll 4") for (int i = thread; i < kRows * vectors; i += kRoundingThreads) {
+        const int row = i / vectors, column = i % vectors * 4;  // four neighbours stay neighbours
+        *reinterpret_cast<cutlass::Array<Element, 4>*>(&to(row, column)) =
+            to_element(*reinterpret_cast<const cutlass::Array<float, 4>*>(&from(row, column)));
+      }
+      // TMA may overwrite what was read, and products read what was written.
+      finish_reads();
+      shared.loaded[at.index()].arrive();
+      shared.rounded[of_x.index()].arrive();
     }
   }
 
@@ -136,9 +182,9 @@ struct GatedGradientsKernel {
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int group);
 };
 
-template <class Rule, class Element, GradientTiling tiling>
-CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const Parameters& p, Shared& shared,
-                                                                         int group) {
+template <class Rule, class Element, GradientTiling tiling, bool wide>
+CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(const Parameters& p, Shared& shared,
+                                                                               int group) {
   using namespace cute;
   const int thread = threadIdx.x % kGroupThreads;
   // The same for all of a warpgroup, as descriptors must be; the shuffle tells the compiler.
@@ -163,7 +209,6 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
   float sums_b[kProducts][kSums] = {};
   const Tensor places = product_z.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kN>>{}));
 
-  const Tensor places_x = product_x.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kK>>{}));
   const auto read_z = make_tiled_copy_C(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, product_z).get_slice(thread);
   const auto write_z = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_z).get_slice(thread);
   const auto write_x = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x).get_slice(thread);
@@ -287,7 +332,9 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
     warpgroup_wait<1>();
     warpgroup_fence_operand(sums_x);
 
-    if (p.wide_dx != nullptr) {
+    if constexpr (wide) {
+      const Tensor places_x =
+          product_x.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kK>>{}));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(sums_x); i += 2) {  // four threads have 32 neighbouring bytes
         const int row = tile * kRows + get<0>(places_x(i)), column = get<1>(places_x(i));
@@ -296,22 +343,21 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
         }
       }
       if (Rule::kReadsC && thread == 0) p.dc.store(stage.second.data(), tile, 0);
-      former = at.index();
-      continue;
-    }
-    Tensor result = make_tensor_like<Element>(sums_x);
-    Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < size(sums_x); i += 2) {
-      pairs(i / 2) = round(cutlass::Array<float, 2>{sums_x(i), sums_x(i + 1)});
-    }
-    copy(make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x), write_x.retile_S(result),
-         write_x.partition_D(swizzled(shared.dx[group].data(), Rows<kRows, kK>{})));
-    cutlass::arch::fence_view_async_shared();
-    sync();
-    if (thread == 0) {
-      p.dx.store(shared.dx[group].data(), tile, 0);
-      if constexpr (Rule::kReadsC) p.dc.store(stage.second.data(), tile, 0);
+    } else {
+      Tensor result = make_tensor_like<Element>(sums_x);
+      Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(sums_x); i += 2) {
+        pairs(i / 2) = round(cutlass::Array<float, 2>{sums_x(i), sums_x(i + 1)});
+      }
+      copy(make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x), write_x.retile_S(result),
+           write_x.partition_D(swizzled(shared.buffers[group].data(), Rows<kRows, kK>{})));
+      cutlass::arch::fence_view_async_shared();
+      sync();
+      if (thread == 0) {
+        p.dx.store(shared.buffers[group].data(), tile, 0);
+        if constexpr (Rule::kReadsC) p.dc.store(stage.second.data(), tile, 0);
+      }
     }
     former = at.index();
   }
@@ -320,12 +366,15 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling>::compute(const P
   if constexpr (kProducts == 2) warpgroup_fence_operand(sums_w2);
   if (thread == 0) tma_store_wait<0>();
 
-  // dx of this group has been stored, so its buffer is free.
+  // dx of this group has been stored, so its buffer is free; or else a stage that only this group uses.
   const int64_t weights = int64_t{p.n} * p.k;
   float* const partial = p.partial + (blockIdx.x * kGroups + group) * (kProducts * (weights + p.n));
   write_weight_sums(product_w, sums_w, thread, partial, p.n, p.k);
   if constexpr (kProducts == 2) write_weight_sums(product_w, sums_w2, thread, partial + weights + p.n, p.n, p.k);
-  auto* const scratch = reinterpret_cast<float*>(shared.dx[group].data());
+  auto* const scratch = [&] {
+    if constexpr (wide) return reinterpret_cast<float*>(shared.stages[group].x.data());
+    if constexpr (!wide) return reinterpret_cast<float*>(shared.buffers[group].data());
+  }();
   static_assert(4 * kProducts * kN * 4 <= kRows * kK * kSize);
   CUTLASS_PRAGMA_UNROLL
   for (int j = 0; j < kProducts; ++j) {
@@ -342,8 +391,12 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   if (threadIdx.x == 0) {
     shared.w_loaded.init(1);
     for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      shared.loaded[stage].init(1);
+      shared.loaded[stage].init(Kernel::kLoadedArrivals);
       shared.consumed[stage].init(Kernel::kConsumedArrivals);
+    }
+    for (int buffer = 0; buffer < Kernel::kBuffers; ++buffer) {
+      shared.buffered[buffer].init(1);
+      shared.rounded[buffer].init(Kernel::kRoundingThreads);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -351,7 +404,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp >= Kernel::kConsumers / 32) {
     cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == Kernel::kConsumers / 32 && cute::elect_one_sync()) Kernel::load(p, shared);
+    if (warp == Kernel::kConsumers / 32) {
+      if (cute::elect_one_sync()) Kernel::load(p, shared);
+    } else if constexpr (Kernel::kIsWide) {
+      Kernel::round(p, shared, threadIdx.x - Kernel::kConsumers - 32);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<232>();
     Kernel::load_bias(p, shared);

@@ -21,10 +21,10 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
+#include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/cluster_launch.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
-#include "cuda/gemm/sm90/weight_sums.cuh"
 
 namespace torchops::cuda::gemm {
 
@@ -331,7 +331,14 @@ struct WeightGradients {
       if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
         return Status::of(error);
       }
-      return Status::of(add_weight_sums<T>(p, parameters.partial, count, 2, stream));
+      for (int i = 0; i < 2; ++i) {
+        launch_column_sum<T, float, 4, 32, 16>(parameters.partial + i * columns(p),
+                                               static_cast<T*>(i == 0 ? p.dw : p.dw2),
+                                               static_cast<T*>(i == 0 ? p.dbias : p.dbias2), count, int64_t{p.n} * p.k,
+                                               columns(p), 2 * columns(p), stream);
+        if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+      }
+      return {};
     }
   };
 };

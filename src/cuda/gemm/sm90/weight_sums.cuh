@@ -6,8 +6,6 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cute/tensor.hpp>
 
-#include "cuda/gemm/column_sum.cuh"
-#include "cuda/gemm/problem.h"
 #include "cuda/gemm/sm90/cutlass.cuh"
 
 namespace torchops::cuda::gemm {
@@ -67,26 +65,6 @@ CUTLASS_DEVICE void write_column_sums(const float (&sums)[kSums], int thread, fl
     for (int other = 0; other < 4; ++other) sum += scratch[other * kN + i];
     to[i] = sum;
   }
-}
-
-/// Adds what `count` groups of CTAs wrote to `partial`, for each product dw (n x k) and dbias (n), in their order.
-template <class T>
-cudaError_t add_weight_sums(const GradientProblem& p, const float* partial, int count, int products,
-                            cudaStream_t stream) {
-  const int64_t weights = int64_t{p.n} * p.k, columns = weights + p.n;
-  const auto add = [&]<class To>(const float* from, void* dw, void* dbias) {
-    launch_column_sum<To, float, 4, 32, 16>(from, static_cast<To*>(dw), static_cast<To*>(dbias), count, weights,
-                                            columns, products * columns, stream);
-    return cudaGetLastError();
-  };
-  for (int i = 0; i < products; ++i) {
-    const float* const from = partial + i * columns;
-    void *const dw = i == 0 ? p.dw : p.dw2, *const dbias = i == 0 ? p.dbias : p.dbias2;
-    const cudaError_t error =
-        p.is_wide ? add.template operator()<float>(from, dw, dbias) : add.template operator()<T>(from, dw, dbias);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
 }
 
 }  // namespace torchops::cuda::gemm
