@@ -123,6 +123,7 @@ inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor
 /// dz panel by panel, whose products are added in float32.
 inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, const at::Tensor& x) {
   const int64_t rows = x.size(0);
+  if (dw.numel() == 0) return;  // no features
   if (x.scalar_type() != dz.scalar_type()) {
     constexpr int64_t tile = 128;  // of which panels should be multiples, see rows_cublas_may_leave_out()
     const int64_t row_bytes = rounded_row_bytes(x, dz), step = rows_of_panel(rows, row_bytes, row_bytes);
