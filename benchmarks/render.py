@@ -327,6 +327,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "gates-portable-h100": partial(
         gated, H100, "gates-portable", _CONTENDERS[:3], lambda line: line["op"] not in ("dense", "square_matmul_")
     ),
+    "gates-stream-h100": partial(
+        gated, H100, "gates-stream", (gates.OURS, gates.CAST, gates.COMPILED), lambda line: line["compiled"]
+    ),
     "dense-portable-h100": partial(
         gated, H100, "gates-portable", (gates.OURS, gates.LINEAR, gates.EAGER), lambda line: line["op"] == "dense"
     ),
