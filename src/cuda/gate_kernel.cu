@@ -320,7 +320,7 @@ bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, c
 }  // namespace
 
 // The formulas are in src/cpu/gate_kernel.cpp. dz is the only scratch of the result's size: if cuBLAS computes the
-// product, that is written there too. Each product that reads dz is one call of cuBLAS.
+// product, that is written there too. Each product that reads dz is one call of cuBLAS, if x needs no rounding.
 void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const Tensor& v, const Tensor& x,
                     const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
   auto& [dv, dx, dw, db] = gradients;

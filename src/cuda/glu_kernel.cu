@@ -318,7 +318,7 @@ void from_cotangents(const detail::GluGradients& gradients, const Tensor& both, 
 }  // namespace
 
 // The formulas are in src/cpu/glu_kernel.cpp. dz and du are side by side, so that the products that make or read them
-// are one call of cuBLAS each.
+// are one call of cuBLAS each, if x needs no rounding.
 void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Tensor& x, const Tensor& w,
                    const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
                    std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u, bool adds) {

@@ -127,9 +127,10 @@ inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, cons
   if (x.scalar_type() != dz.scalar_type()) {
     constexpr int64_t tile = 128;  // of which panels should be multiples, see rows_cublas_may_leave_out()
     const int64_t row_bytes = rounded_row_bytes(x, dz), step = rows_of_panel(rows, row_bytes, row_bytes);
+    const int64_t whole_tiles = step >= tile ? step / tile * tile : step;
     const at::Tensor sum = at::zeros(dw.sizes(), dw.options().dtype(at::kFloat));
     const at::Tensor product = at::empty_like(sum);
-    for_each_panel_of(rows, (step + tile - 1) / tile * tile, [&](int64_t begin, int64_t end) {
+    for_each_panel_of(rows, whole_tiles, [&](int64_t begin, int64_t end) {
       weight_gradient_out(product, dz.narrow(0, begin, end - begin),
                           x.narrow(0, begin, end - begin).to(dz.scalar_type()));
       sum.add_(product);

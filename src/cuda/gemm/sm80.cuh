@@ -192,10 +192,10 @@ bool launch_mixed(const Sm80Tensors& t, const Case& of) {
 }
 
 /// d = rule(a @ b.T + bias, a @ b2.T + bias2, c) for rows of any alignment; d may be c. With CotangentsOf<rule>, d and
-/// d2 are what its backward() makes of g, for rows aligned to 16 bytes; rows of float32, and those beside them, always
-/// must be. With b of 16 bits, a, or c and the output, may be float32. Returns false, with nothing done, if the
-/// elements are neither of 16 bits nor exact float32, if a tensor has no unit column stride or no such rows, or if
-/// `automatic` and cuBLAS is faster.
+/// d2 are what its backward() makes of g, for rows aligned to 16 bytes, as rows of float32 always must be. With b of 16
+/// bits, a, or c and the output, may be float32; see sm80_resident_kernel() for what is beside it. Returns false, with
+/// nothing done, if the elements are neither of 16 bits nor exact float32, if a tensor has no unit column stride or no
+/// such rows, or if `automatic` and cuBLAS is faster.
 template <class Rule>
 bool run_sm80(const Sm80Tensors& t, bool automatic) {
   if (t.b.scalar_type() == at::kFloat) return run_float32<Rule>(t, automatic);

@@ -146,19 +146,29 @@ struct GatedGradientsKernel {
   CUTLASS_DEVICE static void round(const Parameters& p, Shared& shared, int thread) {
     using namespace cute;
     constexpr int vectors = kK / 4;
-    const cutlass::NumericArrayConverter<Element, float, 4> to_element;
+    const cutlass::NumericArrayConverter<Element, float, 2> to_elements;
     PipelineState at;
     BufferState of_x;
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x, ++at, ++of_x) {
       shared.buffered[of_x.index()].wait(of_x.phase());
       shared.consumed[at.index()].wait(at.phase() ^ 1);
-      const Tensor from =
-          make_tensor(make_smem_ptr(shared.buffers[of_x.index()].data()), SwizzledRows<BufferElement, kRows, kK>{});
-      const Tensor to = make_tensor(make_smem_ptr(shared.stages[at.index()].x.data()), Rows<kRows, kK>{});
-      _Pragma("unroll 4") for (int i = thread; i < kRows * vectors; i += kRoundingThreads) {
+      const Tensor from = as_position_independent_swizzle_tensor(
+          make_tensor(make_smem_ptr(shared.buffers[of_x.index()].data()), SwizzledRows<BufferElement, kRows, kK>{}));
+      const Tensor to = as_position_independent_swizzle_tensor(
+          make_tensor(make_smem_ptr(shared.stages[at.index()].x.data()), Rows<kRows, kK>{}));
+#pragma unroll 4
+      for (int i = thread; i < kRows * vectors; i += kRoundingThreads) {
         const int row = i / vectors, column = i % vectors * 4;  // four neighbours stay neighbours
-        *reinterpret_cast<cutlass::Array<Element, 4>*>(&to(row, column)) =
-            to_element(*reinterpret_cast<const cutlass::Array<float, 4>*>(&from(row, column)));
+        // By addresses: the compiler doesn't see that a swizzled pointer is one to aligned shared memory.
+        float four[4];
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
+                     : "r"(cast_smem_ptr_to_uint(&from(row, column)))
+                     : "memory");
+        const cutlass::Array<Element, 2> pairs[] = {to_elements({four[0], four[1]}), to_elements({four[2], four[3]})};
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(cast_smem_ptr_to_uint(&to(row, column))),
+                     "r"(reinterpret_cast<const uint32_t&>(pairs[0])), "r"(reinterpret_cast<const uint32_t&>(pairs[1]))
+                     : "memory");
       }
       // TMA may overwrite what was read, and products read what was written.
       finish_reads();

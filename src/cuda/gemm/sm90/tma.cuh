@@ -45,8 +45,8 @@ bool are_encoded(const Copy&... copies) {
   return (is_encoded(copies.get_tma_descriptor()) && ...);
 }
 
-/// A matrix in boxes of 64 columns of 16 bits, whose rows of 128 bytes are swizzled at that width, as TMA delivers
-/// them; and the same bytes as the transposed matrix.
+/// A matrix in boxes of 64 columns of 16 bits, or 32 of 32, whose rows of 128 bytes are swizzled at that width, as TMA
+/// delivers them; and the same bytes as the transposed matrix.
 template <class Element, int rows, int columns>
 using SwizzledRows = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
                                                   cute::Shape<cute::Int<rows>, cute::Int<columns>>{}));
