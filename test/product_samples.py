@@ -291,6 +291,12 @@ def _packed(t: Make, activation: str) -> Arguments:
     return arguments(t(5, 7), *t(6, 7).chunk(2), *t(6).chunk(2), activation=activation)
 
 
+def _side_by_side(t: Make, activation: str) -> Arguments:
+    """Halves of a row: the next one of each is in no half."""
+    weights, biases = t(2, 14)[:1], t(2, 2)[:1]
+    return arguments(t(5, 7), *weights.chunk(2, 1), *biases.squeeze(0).chunk(2), activation=activation)
+
+
 def glu_samples(activation: str) -> tuple[Sample, ...]:
     kwargs = {"activation": activation}
     samples = (
@@ -304,6 +310,7 @@ def glu_samples(activation: str) -> tuple[Sample, ...]:
         Sample("zero_out", lambda t: arguments(t(5, 7), t(0, 7), t(0, 7), t(0), t(0), **kwargs)),
         Sample("float32_x", lambda t: arguments(_wide(t, 2, 5, 7), t(3, 7), t(3, 7), t(3), t(3), **kwargs)),
         Sample("packed", lambda t: _packed(t, activation), leaves=False),
+        Sample("side_by_side", lambda t: _side_by_side(t, activation), leaves=False),
         Sample("same_weight", lambda t: arguments(t(5, 7), *[t(3, 7)] * 2, **kwargs), leaves=False),
         Sample("tall", lambda t: arguments(t(40_009, 19), t(61, 19), t(61, 19), t(61), t(61), **kwargs), large=True),
         Sample("tall_mixed", lambda t: arguments(_wide(t, 9001, 19), t(61, 19), t(61, 19), **kwargs), large=True),

@@ -11,6 +11,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/FunctionRef.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <optional>
@@ -100,7 +101,7 @@ inline at::Tensor stacked(const at::Tensor& a, const at::Tensor& b) {
   if (!adjacent) return at::cuda::cat(at::TensorList({a, b}));
   at::DimVector sizes(a.sizes());
   sizes[0] *= 2;
-  return a.as_strided(sizes, a.strides());
+  return a.as_strided(sizes, c10::contiguous_strides(sizes));  // that of a single row in a may be any
 }
 /// The same for biases; one that is missing is 0.
 inline std::optional<at::Tensor> stacked(const std::optional<at::Tensor>& a, const std::optional<at::Tensor>& b) {
