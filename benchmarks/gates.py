@@ -89,9 +89,8 @@ def inputs(line: Line, device: torch.device) -> tuple[Tensor, ...]:
         _, w, wg, b, bg = tensors
         tensors = (*tensors, torch.cat([w, wg]), torch.cat([b, bg]))
     if line.stream:
-        names = "x" if line.op in GLUS else "vx"  # of the first tensors
-        wide = [name in line.stream for name in names]
-        tensors = (*(t.float() if of else t for t, of in zip(tensors, wide, strict=False)), *tensors[len(wide) :])
+        wide = [i for i, name in enumerate("x" if line.op in GLUS else "vx") if name in line.stream]
+        tensors = tuple(tensor.float() if i in wide else tensor for i, tensor in enumerate(tensors))
     if line.task in (BACKWARD, OVERHEAD_GRAD):
         for tensor in tensors:
             tensor.requires_grad_()

@@ -20,6 +20,12 @@ def double(*tensors: Tensor | None) -> list[Any]:
     return [None if t is None else t.double() for t in tensors]
 
 
+def gradients(function: Callable[..., Tensor], inputs: Sequence[Any], cotangent: Tensor) -> tuple[Tensor, ...]:
+    """Those of all inputs that are tensors; the others are None."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+    return torch.autograd.grad(function(*leaves), [t for t in leaves if t is not None], cotangent)
+
+
 def poison(*shape: int, dtype: torch.dtype) -> None:
     """Leaves NaN in the memory that the next tensor of this shape gets."""
     torch.full(shape, float("nan"), device="cuda", dtype=dtype)

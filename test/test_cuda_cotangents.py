@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_checks import error, poison, random
+from cuda_checks import error, gradients, poison, random
 from product_samples import gate_reference, glu_reference
 from torch import Tensor
 
@@ -52,11 +52,6 @@ def inputs_of(name: str, rows: int, k: int, n: int, dtype: torch.dtype, biased: 
     if name in GATES:
         return [random(rows, n, dtype=dtype), x, w, b]
     return [x, w, wg.clone() if rows % 2 else wg, b, random(2 * n, dtype=dtype)[::2] if biased else None]
-
-
-def gradients(function: Callable[..., Tensor], inputs: list[Any], grad: Tensor) -> tuple[Tensor, ...]:
-    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
-    return torch.autograd.grad(function(*leaves), [t for t in leaves if t is not None], grad)
 
 
 def double(inputs: list[Any]) -> list[Any]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, assert_same_bits, kernel_names, memory_of, poison, random
+from cuda_checks import assert_accurate, assert_same_bits, gradients, kernel_names, memory_of, poison, random
 from product_samples import gate_reference, glu_reference
 from test_cuda_sm80 import rows_in
+from test_cuda_sm80_resident import spread
 from torch import Tensor
 
 import torchops
@@ -51,13 +52,13 @@ def has_hopper_kernels(path: str) -> bool:
 
 def rows_of(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Aligned rows with gaps of NaN."""
-    return rows_in(16, columns + 8 + -columns % 8, random(rows, columns, dtype=dtype))
+    return rows_in(16, spread(columns), random(rows, columns, dtype=dtype))
 
 
 def weights(n: int, k: int, dtype: torch.dtype, biased: bool, float32_x: bool = True) -> tuple[Tensor, Tensor | None]:
     """Beside float32, rows of w need only lie at multiples of four bytes."""
-    gap = 2 + k % 2 if float32_x else 8 + -k % 8
-    w = rows_in(2 if float32_x else 8, k + gap, random(n, k, dtype=dtype, scale=k**-0.5))
+    offset, stride = (2, k + 2 + k % 2) if float32_x else (8, spread(k))
+    w = rows_in(offset, stride, random(n, k, dtype=dtype, scale=k**-0.5))
     return w, random(n + 1, dtype=dtype)[1:] if biased else None
 
 
@@ -107,13 +108,6 @@ def test_gate(shape: tuple[int, int, int], dtype: torch.dtype, biased: bool, flo
     assert int(v._base.isnan().sum()) == v._base.numel() - v.numel()
 
 
-def gradients(function: Callable[..., Tensor], leaves: list[Any], cotangent: Tensor) -> tuple[Tensor, ...]:
-    """Of tensors that take part: None is none."""
-    inputs = [None if t is None else t.detach().requires_grad_() for t in leaves]
-    wanted = [t for t in inputs if t is not None]
-    return torch.autograd.grad(function(*inputs), wanted, cotangent)
-
-
 def assert_gradients(ours: Any, reference: Any, dtype: torch.dtype, leaves: list[Any], cotangent: Tensor) -> None:
     """Those of x in float32, of eager and of float64, are of an x that is rounded."""
     rounded = [leaves[0].to(dtype), *leaves[1:]]
@@ -136,12 +130,7 @@ def test_gradients_of_glu(path: str, shape: tuple[int, int, int], dtype: torch.d
     )
     cotangent = random(rows, n, dtype=dtype)
 
-    def ours(*leaves: Any) -> Tensor:
-        return torchops.glu(*leaves, activation=activation)
-
-    def reference(*leaves: Any) -> Tensor:
-        return glu_reference(*leaves, activation=activation)
-
+    ours, reference = (partial(function, activation=activation) for function in (torchops.glu, glu_reference))
     poison(rows, 2 * n, dtype=dtype)
     assert_gradients(ours, reference, dtype, [x, w, wg, b, bg], cotangent)
     in_one_pass = has_hopper_kernels(path) and k % 8 == 0 and max(n, k) <= 128

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, assert_same_bits, double, kernel_names, poison, random
+from cuda_checks import assert_accurate, assert_same_bits, double, gradients, kernel_names, poison, random
 from product_samples import gate_reference, glu_reference
 from test_cuda_sm80 import assert_dense, rows_in
 from torch import Tensor
@@ -104,17 +104,14 @@ def test_gradients_of_glu(shape: tuple[int, int, int], dtype: torch.dtype, activ
     biases = random(2 * n, dtype=dtype)
     inputs, grad = [x, *packed.chunk(2), *biases.chunk(2)], random(rows, n, dtype=dtype)
 
-    def gradients(function: Callable[..., Tensor], tensors: list[Any], cotangent: Tensor) -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        return torch.autograd.grad(function(*leaves, activation=activation), leaves, cotangent)
-
+    glu, reference = (partial(function, activation=activation) for function in (torchops.glu, glu_reference))
     poison(rows, 2 * n, dtype=dtype)
-    got = gradients(torchops.glu, inputs, grad)
-    eager = gradients(glu_reference, inputs, grad)
-    exact = gradients(glu_reference, double(*inputs), grad.double())
+    got = gradients(glu, inputs, grad)
+    eager = gradients(reference, inputs, grad)
+    exact = gradients(reference, double(*inputs), grad.double())
     for ours, theirs, value in zip(got, eager, exact, strict=True):
         assert_accurate(ours, theirs, value)
-    assert sum("sm80_resident" in name for name in kernel_names(lambda: gradients(torchops.glu, inputs, grad))) == 2
+    assert sum("sm80_resident" in name for name in kernel_names(lambda: gradients(glu, inputs, grad))) == 2
 
 
 def test_strides() -> None:

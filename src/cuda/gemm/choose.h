@@ -46,10 +46,11 @@ enum class Sm80Tiling { k128x128, k128x64, k64x64, k64x32, k32x32 };
 
 Sm80Tiling sm80_tiling(const Case& c);
 
-/// The tilings of sm80_resident.cuh, by the rows that a warp multiplies at a time.
+/// The tilings of sm80_resident.cuh, by the rows that a warp multiplies at a time; k16RowsAlone has all registers of a
+/// multiprocessor for one CTA.
 enum class ResidentTiling { k64Rows, k16Rows, k16RowsAlone };
 
-/// Features of more would leave shared memory no room for enough rows of w.
+/// With more features, shared memory would have no room for enough rows of w.
 constexpr int kMostResidentColumns = 512;
 
 /// The tiling of sm80_resident.cuh that is faster than sm80_kernel.cuh, if one is, for so many products. The epilogue

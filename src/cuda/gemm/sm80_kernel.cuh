@@ -65,6 +65,12 @@ struct Sm80Arguments {
   bool c_is_y;
 };
 
+/// How exact results of a type must be.
+template <class T>
+constexpr Exactness kExactnessOf = std::is_same_v<T, float>           ? Exactness::kExact
+                                   : std::is_same_v<T, c10::BFloat16> ? Exactness::kCoarse
+                                                                      : Exactness::kFast;
+
 /// Where an element of a tile lies in shared memory, in bytes: the 16-byte pieces of a row are permuted, so that the
 /// same piece of eight successive rows is in eight different places modulo 128 bytes.
 template <int tile_k>
@@ -148,7 +154,7 @@ template <class Rule, class T, Sm80Tiling tiling, int vector>
 __device__ void write_tile(const Sm80Arguments<T, Rule::kProducts>& p, const float* sums, int first_row,
                            int first_column) {
   constexpr Sm80Spec spec = kSm80Spec<tiling>;
-  constexpr Exactness exactness = std::is_same_v<T, c10::BFloat16> ? Exactness::kCoarse : Exactness::kFast;
+  constexpr Exactness exactness = kExactnessOf<T>;
   constexpr int products = Rule::kProducts, width = spec.tile_n / vector, height = kSm80Threads / width;
   constexpr int part = vector < 4 ? vector : 4;
   const int in_tile = static_cast<int>(threadIdx.x) % width * vector, column = first_column + in_tile;

@@ -57,10 +57,6 @@ template <class Rule, Exactness exactness>
 __device__ inline constexpr float scale_of(int product) {
   return exactness == Exactness::kExact ? 1.f : Rule::scale(product);
 }
-template <class V>
-constexpr Exactness kResidentExactness = std::is_same_v<V, float>           ? Exactness::kExact
-                                         : std::is_same_v<V, c10::BFloat16> ? Exactness::kCoarse
-                                                                            : Exactness::kFast;
 
 /// Where the row of w for an output column is: lane 4g + q has the sums of the columns 2q and 2q + 1 of each of `width`
 /// / 2 instructions, and should have those of `width` * q to `width` * (q + 1) - 1.
@@ -245,7 +241,7 @@ __device__ inline void write_rows(const ResidentArguments<Rule, T, X, V>& p,
                                   const float (&bias)[Rule::kProducts][in_n][2],
                                   const Others<Rule, V, in_n * 2 / width>& others, int first_row, int first_column) {
   using D = std::remove_pointer_t<decltype(p.d)>;
-  constexpr Exactness exactness = kResidentExactness<V>;
+  constexpr Exactness exactness = kExactnessOf<V>;
   constexpr int last = Rule::kProducts - 1, instructions = width / 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -304,7 +300,7 @@ __global__ void __launch_bounds__(kSm80Threads, kResidentSpec<tiling>.ctas)
   for (int i = 0; i < stages - 1; ++i) copies.start();
   const int first_of_lane = first_column + of_n * warp_n + lane % 4 * width;
   float bias[products][in_n][2];
-  read_biases<Rule, kResidentExactness<V>, width>(p, first_of_lane, bias);
+  read_biases<Rule, kExactnessOf<V>, width>(p, first_of_lane, bias);
   wait_for_copies_before<stages - 2>();
   __syncthreads();  // w is there
 

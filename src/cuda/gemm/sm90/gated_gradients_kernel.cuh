@@ -381,10 +381,8 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(c
   float* const partial = p.partial + (blockIdx.x * kGroups + group) * (kProducts * (weights + p.n));
   write_weight_sums(product_w, sums_w, thread, partial, p.n, p.k);
   if constexpr (kProducts == 2) write_weight_sums(product_w, sums_w2, thread, partial + weights + p.n, p.n, p.k);
-  auto* const scratch = [&] {
-    if constexpr (wide) return reinterpret_cast<float*>(shared.stages[group].x.data());
-    if constexpr (!wide) return reinterpret_cast<float*>(shared.buffers[group].data());
-  }();
+  void* const free = wide ? static_cast<void*>(shared.stages[group].x.data()) : shared.buffers[group].data();
+  auto* const scratch = static_cast<float*>(free);
   static_assert(4 * kProducts * kN * 4 <= kRows * kK * kSize);
   CUTLASS_PRAGMA_UNROLL
   for (int j = 0; j < kProducts; ++j) {
