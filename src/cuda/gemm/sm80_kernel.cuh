@@ -65,7 +65,7 @@ struct Sm80Arguments {
   bool c_is_y;
 };
 
-/// How exact results of a type must be.
+/// How exact results of a type must be, unless they come from products of TF32.
 template <class T>
 constexpr Exactness kExactnessOf = std::is_same_v<T, float>           ? Exactness::kExact
                                    : std::is_same_v<T, c10::BFloat16> ? Exactness::kCoarse

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_out_kernel(const Pa
   using P = Pieces<T>;
   using Rule = GateRule;
   constexpr int vector = P::kElements;
-  constexpr Exactness exactness = kExactnessOf<T>;
+  constexpr Exactness exactness = std::is_same_v<T, c10::BFloat16> ? Exactness::kCoarse : Exactness::kFast;
   extern __shared__ __align__(kTileAlignment) unsigned char tiles[];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int first_position = warp % Out::kWarpsOfRow * 16, first_output = warp / Out::kWarpsOfRow * P::kColumns;
