@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "cuda/overwrite_rows.h"
 #include "cuda/split_product.h"
@@ -99,7 +100,7 @@ inline at::Tensor stacked(const at::Tensor& a, const at::Tensor& b) {
   const bool adjacent = a.is_contiguous() && b.is_contiguous() && a.storage().is_alias_of(b.storage()) &&
                         b.storage_offset() == a.storage_offset() + a.numel();
   if (!adjacent) return at::cuda::cat(at::TensorList({a, b}));
-  at::DimVector sizes(a.sizes());
+  std::vector<int64_t> sizes = a.sizes().vec();
   sizes[0] *= 2;
   return a.as_strided(sizes, c10::contiguous_strides(sizes));  // that of a single row in a may be any
 }
