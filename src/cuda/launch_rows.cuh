@@ -35,8 +35,8 @@ void launch(const Rows<T>& rows, const Operator& op, int64_t blocks, int threads
 template <class T, int kLanes, int kVectors, class Operator>
 void launch_lanes(const Rows<T>& rows, const Operator& op) {
   using Group = Lanes<kLanes>;
-  launch<T, RowInRegisters<T, Group, kVectors>, Group>(rows, op, ceil_div(rows.rows, Group::kMaxThreads / kLanes),
-                                                       Group::kMaxThreads);
+  launch<T, RowInRegisters<T, Group, kVectors, 0, Operator::kParameters>, Group>(
+      rows, op, ceil_div(rows.rows, Group::kMaxThreads / kLanes), Group::kMaxThreads);
 }
 
 /// Applies `op` to every row, on the current stream; `rows` is not empty.
@@ -67,7 +67,8 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
   // of 373 by blocks with 8. Shorter rows would leave lanes of a second warp idle, and longer ones take no less time
   // (8192: 373 instead of 371; H100 80GB HBM3).
   if (constexpr int kHalf = kVectors / 2; vectors > 192 && threads(kHalf, 1) <= 224) {
-    return launch<T, RowInRegisters<T, Block, kHalf>, Block>(rows, op, rows.rows, threads(kHalf, 1));
+    using Row = RowInRegisters<T, Block, kHalf, 0, Operator::kParameters>;
+    return launch<T, Row, Block>(rows, op, rows.rows, threads(kHalf, 1));
   }
   if (const int n = threads(kVectors, 1); n <= kMaxThreads) {
     return launch<T, RowInRegisters<T, Block, kVectors>, Block>(rows, op, rows.rows, n);

@@ -65,6 +65,15 @@ __device__ inline void copy_vector(Packed<T, N>* shared, const T* from) {
       "l"(from)
       : "memory");
 }
+/// The same for what other blocks of the multiprocessor read, too: L1 keeps it.
+template <class T, int N>
+__device__ inline void copy_vector_through_l1(Packed<T, N>* shared, const T* from) {
+  static_assert(sizeof(*shared) == kVectorBytes);
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(from)
+      : "memory");
+}
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 /// end_copies() makes the copies since the last call a group; wait_for_copies_before() waits for all but kLater groups.
