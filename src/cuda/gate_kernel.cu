@@ -250,11 +250,12 @@ void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const
   });
 }
 
+using GradientCall = std::optional<std::pair<gemm::GradientProblem, gemm::Case>>;
+
 // The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices. With a float32 x, only
 // in_one_pass() can use them.
-std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& v,
-                                                                             const Tensor& x, const Tensor& w,
-                                                                             const OptionalTensor& b, bool v_is_y) {
+GradientCall gradient_call(const Tensor& g, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
+                           bool v_is_y) {
   const at::ScalarType dtype = w.scalar_type();
   if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || w.size(0) % 8 != 0 ||
       w.size(1) == 0) {
@@ -278,9 +279,9 @@ std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(con
 
 // All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all
 // gradients are wanted. The gradients are contiguous.
-bool in_one_pass(const detail::GateGradients& gradients, gemm::GradientProblem problem, const gemm::Case& c,
-                 std::array<bool, 4> mask) {
-  if (!mask[0] || !mask[1] || !mask[2] || c.k % 8 != 0) return false;
+bool in_one_pass(const detail::GateGradients& gradients, const GradientCall& call, std::array<bool, 4> mask) {
+  if (!call || !mask[0] || !mask[1] || !mask[2] || call->second.k % 8 != 0) return false;
+  auto [problem, c] = *call;
   const auto& [dv, dx, dw, db] = gradients;
   problem.dx = dx.mutable_data_ptr();
   problem.dc = dv.mutable_data_ptr();
@@ -291,15 +292,19 @@ bool in_one_pass(const detail::GateGradients& gradients, gemm::GradientProblem p
 
 // dz, and dv and db if they are wanted, by a kernel that recomputes the product without storing it. Returns false, with
 // nothing done, if it cannot run or cuBLAS is faster.
-bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, gemm::GradientProblem problem,
-                      const gemm::Case& c, std::array<bool, 4> mask) {
+bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const GradientCall& call,
+                      std::array<bool, 4> mask) {
+  if (!call || (detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(call->second))) return false;
   const auto to_dz = gemm::operand(dz);
-  const bool prefers_cublas = detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(c);
-  if (prefers_cublas || !to_dz) return false;
+  if (!to_dz) return false;
+  auto [problem, c] = *call;
+  const bool sums = db.scalar_type() == dz.scalar_type();  // not in float32
   problem.dz = *to_dz;
   problem.dc = mask[0] ? dv.mutable_data_ptr() : nullptr;
-  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
-  return gemm::run_chosen<gemm::GateCotangents>(problem, c, dz);
+  problem.dbias = sums && mask[3] ? db.mutable_data_ptr() : nullptr;
+  if (!gemm::run_chosen<gemm::GateCotangents>(problem, c, dz)) return false;
+  if (!sums && mask[3]) sum_columns(db, dz);
+  return true;
 }
 
 // The same on every GPU from compute capability 8.0 on. Another pass sums dz, as it is rounded.
@@ -317,10 +322,31 @@ bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, c
   return true;
 }
 
+// The gradients by way of dz, the only scratch of the result's size: if cuBLAS computes the product, that is written
+// there too. All tensors are matrices. The gradients of weights and biases may be float32.
+void by_cotangents(const detail::GateGradients& gradients, const Tensor& g, const Tensor& v, const Tensor& x,
+                   const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                   const GradientCall& call) {
+  const auto& [dv, dx, dw, db] = gradients;
+  const Tensor dz = at::detail::empty_cuda(v.sizes(), w.options());
+  if (!fused_cotangents(dz, dv, db, call, mask) && !portable_cotangents(dz, dv, db, g, v, x, w, b, mask, v_is_y)) {
+    const int64_t rows = dz.size(0), step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
+    PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
+    for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
+      const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+      const Tensor z = panel(dz);
+      linear_out(z, panel(x).to(w.scalar_type()), w, b);
+      gate_backward_rows(sums, mask[0] ? panel(dv) : dv, z, panel(g), panel(v), b, mask[0], v_is_y);
+    });
+    if (mask[3]) sums.finish(db);
+  }
+  if (mask[1]) input_gradient(dx, dz, w);
+  if (mask[2]) weight_gradient_out(dw, dz, x);
+}
+
 }  // namespace
 
-// The formulas are in src/cpu/gate_kernel.cpp. dz is the only scratch of the result's size: if cuBLAS computes the
-// product, that is written there too. Each product that reads dz is one call of cuBLAS, if x needs no rounding.
+// The formulas are in src/cpu/gate_kernel.cpp.
 void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const Tensor& v, const Tensor& x,
                     const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
   auto& [dv, dx, dw, db] = gradients;
@@ -330,26 +356,22 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
   }
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), v_rows = unit_columns(detail::as_rows(v));
   const Tensor x_rows = detail::as_rows(x), dv_rows = mask[0] ? detail::as_rows(dv) : dv;
+  const Tensor dx_rows = mask[1] ? detail::as_rows(dx) : dx;
   const OptionalTensor bias = contiguous(b);
-  auto problem = gradient_problem(g_rows, v_rows, x_rows, w, bias, v_is_y);
-  if (problem && in_one_pass(gradients, problem->first, problem->second, mask)) return;
-  if (problem && problem->first.is_wide) problem = std::nullopt;
-  const Tensor dz = at::detail::empty_cuda(v_rows.sizes(), w.options());
-  if (!(problem && fused_cotangents(dz, dv, db, problem->first, problem->second, mask)) &&
-      !portable_cotangents(dz, dv_rows, db, g_rows, v_rows, x_rows, w, bias, mask, v_is_y)) {
-    const int64_t rows = dz.size(0), step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
-    PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
-    for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
-      const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-      const Tensor z = panel(dz);
-      linear_out(z, panel(x_rows).to(w.scalar_type()), w, bias);
-      gate_backward_rows(sums, mask[0] ? panel(dv_rows) : dv_rows, z, panel(g_rows), panel(v_rows), bias, mask[0],
-                         v_is_y);
-    });
-    if (mask[3]) sums.finish(db);
+  const GradientCall call = gradient_call(g_rows, v_rows, x_rows, w, bias, v_is_y);
+  if (in_one_pass(gradients, call, mask)) return;
+  const bool rounds_x = x.scalar_type() != w.scalar_type();
+  if (!rounds_x || !mask[2]) {
+    by_cotangents({dv_rows, dx_rows, dw, db}, g_rows, v_rows, x_rows, w, bias, mask, v_is_y,
+                  rounds_x ? std::nullopt : call);
+    return;
   }
-  if (mask[1]) input_gradient(detail::as_rows(dx), dz, w);
-  if (mask[2]) weight_gradient_out(dw, dz, x_rows);
+  for_each_rounded_panel(x_rows, {dw, db}, [&](int64_t begin, const Tensor& x_panel, const auto& parts) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, x_panel.size(0)); };
+    const Tensor g_panel = panel(g_rows), v_panel = panel(v_rows);
+    by_cotangents({mask[0] ? panel(dv_rows) : dv, mask[1] ? panel(dx_rows) : dx, parts[0], parts[1]}, g_panel, v_panel,
+                  x_panel, w, bias, mask, v_is_y, gradient_call(g_panel, v_panel, x_panel, w, bias, v_is_y));
+  });
 }
 
 namespace {

@@ -1,4 +1,3 @@
-#include <ATen/Dispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
 #include <ATen/ops/empty_like.h>
@@ -21,50 +20,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
-
-// Calls f with the activation, the type of w and the width of vectors: 16 bytes if `in_vectors` allows it. in_vectors
-// is called with the type and that width.
-template <class InVectors, class Call>
-void dispatch(const Tensor& w, GluActivation activation, const InVectors& in_vectors, const Call& f) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "glu", [&] {
-    constexpr int n = kVectorSize<scalar_t>;
-    const auto of_width = [&](auto act) {
-      in_vectors(scalar_t{}, n) ? f(act, scalar_t{}, std::integral_constant<int, n>{})
-                                : f(act, scalar_t{}, std::integral_constant<int, 1>{});
-    };
-    activation == GluActivation::kSilu ? of_width(Silu{}) : of_width(Sigmoid{});
-  });
-}
-
-void glu_rows(const Tensor& y, const Tensor& z, const Tensor& u, const OptionalTensor& b, const OptionalTensor& bg,
-              GluActivation activation) {
-  const int64_t rows = z.size(0), columns = z.size(1);
-  const auto in_vectors = [&](auto type, int n) {
-    using T = decltype(type);
-    return columns % n == 0 && read_rows<T>(z).fits(n) && read_rows<T>(u).fits(n) && write_rows<T>(y).fits(n);
-  };
-  dispatch(z, activation, in_vectors, [&](auto act, auto type, auto width) {
-    using F = decltype(act);
-    using T = decltype(type);
-    const GluPass<F, T, width()> pass{{read_rows<T>(z), read_rows<T>(u), remaining_bias<T>(b), remaining_bias<T>(bg)},
-                                      write_rows<T>(y)};
-    launch_pass<width()>(pass, rows, columns);
-  });
-}
-
-// Both products of glu, or both cotangents, as matrices.
-struct Pair {
-  Tensor z, u;
-
-  static Pair halves(const Tensor& both) {
-    const int64_t n = both.size(1) / 2;
-    return {both.narrow(1, 0, n), both.narrow(1, n, n)};
-  }
-  static Pair rows(const Tensor& z, const Tensor& u) { return {detail::as_rows(z), detail::as_rows(u)}; }
-  Pair narrow(int64_t begin, int64_t end) const {
-    return {z.narrow(0, begin, end - begin), u.narrow(0, begin, end - begin)};
-  }
-};
 using Products = std::optional<Pair>;
 
 // Calls the kernel for few features, which reads each row once and doesn't store the products, or that for longer sums.
@@ -165,37 +120,30 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_cuda(const Tensor& x, const
   return {y, z, u};
 }
 
-// Makes the cotangents, and adds them to the sums.
-void glu_backward_rows(PassSums& sums, const Pair& cotangents, const Tensor& g, const Pair& products,
-                       const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
-  const auto& [dz, du] = cotangents;
-  const auto& [z, u] = products;
-  const int64_t rows = z.size(0), columns = z.size(1);
-  const auto in_vectors = [&](auto type, int n) {
-    using T = decltype(type);
-    return columns % n == 0 && read_rows<T>(g).fits(n) && read_rows<T>(z).fits(n) && read_rows<T>(u).fits(n) &&
-           write_rows<T>(dz).fits(n) && write_rows<T>(du).fits(n);
-  };
-  dispatch(z, activation, in_vectors, [&](auto act, auto type, auto width) {
-    using F = decltype(act);
-    using T = decltype(type);
-    const GluBackwardPass<F, T, width()> pass{read_rows<T>(g),      read_rows<T>(z),   read_rows<T>(u),
-                                              write_rows<T>(dz),    write_rows<T>(du), remaining_bias<T>(b),
-                                              remaining_bias<T>(bg)};
-    sums.launch<width()>(pass, rows);
-  });
-}
+// What gradients are made of: matrices, and contiguous biases.
+struct BackwardRows {
+  Tensor g, x;  // g has contiguous rows
+  const Tensor &w, &wg;
+  OptionalTensor b, bg;
+  GluActivation activation;
+  std::array<bool, 5> mask;
+  Products kept;
+  bool adds;  // to dx
 
-// The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices. With a float32 x, only
-// in_one_pass() can use them.
-std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(const Tensor& g, const Tensor& x,
-                                                                             const Tensor& w, const Tensor& wg,
-                                                                             const OptionalTensor& b,
-                                                                             const OptionalTensor& bg) {
-  if (detail::dense_path() == detail::DensePath::kCublas || w.size(0) % 8 != 0 || w.size(1) == 0) return std::nullopt;
-  const auto from_g = gemm::operand(g), from_x = gemm::operand(x), from_w = gemm::operand(w),
-             from_wg = gemm::operand(wg);
-  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
+  bool rounds_x() const { return x.scalar_type() != w.scalar_type(); }
+};
+
+using GradientCall = std::optional<std::pair<gemm::GradientProblem, gemm::Case>>;
+
+// The arguments of the gradient kernels; nullopt if none can run. With a float32 x, only in_one_pass() can use them.
+GradientCall gradient_call(const BackwardRows& a) {
+  const Tensor& w = a.w;
+  if (a.kept || detail::dense_path() == detail::DensePath::kCublas || w.size(0) % 8 != 0 || w.size(1) == 0) {
+    return std::nullopt;
+  }
+  const auto from_g = gemm::operand(a.g), from_x = gemm::operand(a.x), from_w = gemm::operand(w),
+             from_wg = gemm::operand(a.wg);
+  const auto c = gemm::sm90_case(a.x.size(0), w.size(0), w.size(1), w.scalar_type());
   if (!from_g || !from_x || !from_w || !from_wg || !c) return std::nullopt;
   gemm::GradientProblem problem;
   problem.m = static_cast<int>(c->m);
@@ -205,40 +153,45 @@ std::optional<std::pair<gemm::GradientProblem, gemm::Case>> gradient_problem(con
   problem.x = *from_x;
   problem.w = *from_w;
   problem.w2 = *from_wg;
-  problem.bias = b ? b->const_data_ptr() : nullptr;
-  problem.bias2 = bg ? bg->const_data_ptr() : nullptr;
-  problem.is_wide = x.scalar_type() != w.scalar_type();
+  problem.bias = a.b ? a.b->const_data_ptr() : nullptr;
+  problem.bias2 = a.bg ? a.bg->const_data_ptr() : nullptr;
+  problem.is_wide = a.rounds_x();
   return std::pair(problem, *c);
 }
 
 // All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all
 // gradients are wanted. The gradients are contiguous.
-bool in_one_pass(const detail::GluGradients& gradients, gemm::GradientProblem problem, const gemm::Case& c,
-                 GluActivation activation, std::array<bool, 5> mask) {
-  if (!mask[0] || !mask[1] || !mask[2] || c.k % 8 != 0) return false;
+bool in_one_pass(const detail::GluGradients& gradients, const BackwardRows& a, const GradientCall& call) {
+  if (!call || !a.mask[0] || !a.mask[1] || !a.mask[2] || call->second.k % 8 != 0) return false;
+  auto [problem, c] = *call;
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  problem.dx = dx.mutable_data_ptr();
+  const Tensor own = a.adds ? at::empty_like(a.x, at::MemoryFormat::Contiguous) : dx;
+  problem.dx = own.mutable_data_ptr();
   problem.dw = dw.mutable_data_ptr();
   problem.dw2 = dwg.mutable_data_ptr();
-  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
-  problem.dbias2 = mask[4] ? dbg.mutable_data_ptr() : nullptr;
-  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluGradients>(problem, c, dx)
-                                            : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, c, dx);
+  problem.dbias = a.mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  const bool done = a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluGradients>(problem, c, own)
+                                                         : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, c, own);
+  if (done && a.adds) dx.add_(own);
+  return done;
 }
 
 // All gradients but dx by a kernel that recomputes both products; if dx is wanted, also dz and du in alternating groups
 // of columns. False, with nothing done, if it cannot run or not all are wanted. The gradients are contiguous.
-bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& cotangents, gemm::GradientProblem problem,
-                         const gemm::Case& c, GluActivation activation, std::array<bool, 5> mask) {
-  if (!mask[1] || !mask[2] || c.k % 8 != 0) return false;
+bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& cotangents, const BackwardRows& a,
+                         const GradientCall& call) {
+  if (!call || !a.mask[1] || !a.mask[2] || call->second.k % 8 != 0) return false;
+  auto [problem, c] = *call;
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  if (mask[0]) problem.dz = *gemm::operand(cotangents);
+  if (a.mask[0]) problem.dz = *gemm::operand(cotangents);
   problem.dw = dw.mutable_data_ptr();
   problem.dw2 = dwg.mutable_data_ptr();
-  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
-  problem.dbias2 = mask[4] ? dbg.mutable_data_ptr() : nullptr;
-  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluWeightGradients>(problem, c, dw)
-                                            : gemm::run_chosen<gemm::GluSigmoidWeightGradients>(problem, c, dw);
+  problem.dbias = a.mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  problem.has_wide_sums = dw.scalar_type() != a.w.scalar_type();
+  return a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluWeightGradients>(problem, c, dw)
+                                              : gemm::run_chosen<gemm::GluSigmoidWeightGradients>(problem, c, dw);
 }
 
 // The rows of w and wg in the alternating order in which weights_in_one_pass() writes their cotangents.
@@ -247,25 +200,6 @@ Tensor by_turns(const Tensor& w, const Tensor& wg) {
   return at::cuda::cat(at::TensorList({turns(w), turns(wg)}), 1).view({-1, w.size(1)});
 }
 
-// dz, du and the gradients of biases by a kernel that recomputes both products without storing them. Returns false,
-// with nothing done, if it cannot run or cuBLAS is faster.
-bool fused_cotangents(const Pair& cotangents, const Tensor& db, const Tensor& dbg, gemm::GradientProblem problem,
-                      const gemm::Case& c, GluActivation activation, std::array<bool, 5> mask) {
-  const auto& [dz, du] = cotangents;
-  if (detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(c)) return false;
-  const auto to_dz = gemm::operand(dz), to_du = gemm::operand(du);
-  if (!to_dz || !to_du) return false;
-  problem.dz = *to_dz;
-  problem.dz2 = *to_du;
-  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
-  problem.dbias2 = mask[4] ? dbg.mutable_data_ptr() : nullptr;
-  return activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluCotangents>(problem, c, dz)
-                                            : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
-}
-
-// Stacking both weights makes one product of two; for few rows, it costs more.
-bool stacks_weights(int64_t rows, int64_t out_features) { return rows > 4 * out_features; }
-
 // The gradients of biases, if they are wanted.
 void sum_cotangents(const detail::GluGradients& gradients, const Pair& cotangents, std::array<bool, 5> mask) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
@@ -273,52 +207,135 @@ void sum_cotangents(const detail::GluGradients& gradients, const Pair& cotangent
   if (mask[4]) sum_columns(dbg, cotangents.u);
 }
 
-// The same on every GPU from compute capability 8.0 on. Other passes sum dz and du, as they are rounded; `both` has
-// them side by side.
-bool portable_cotangents(const detail::GluGradients& gradients, const Tensor& both, const Tensor& g, const Tensor& x,
-                         const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
-                         GluActivation activation, std::array<bool, 5> mask) {
+// dz, du and the gradients of biases by a kernel that recomputes both products without storing them. Returns false,
+// with nothing done, if it cannot run or cuBLAS is faster.
+bool fused_cotangents(const detail::GluGradients& gradients, const Pair& cotangents, const BackwardRows& a,
+                      const GradientCall& call) {
+  if (!call || (detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(call->second))) return false;
+  const auto& [dz, du] = cotangents;
+  const auto to_dz = gemm::operand(dz), to_du = gemm::operand(du);
+  if (!to_dz || !to_du) return false;
+  auto [problem, c] = *call;
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const bool sums = db.scalar_type() == a.w.scalar_type();  // not in float32
+  problem.dz = *to_dz;
+  problem.dz2 = *to_du;
+  problem.dbias = sums && a.mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = sums && a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  const bool done = a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluCotangents>(problem, c, dz)
+                                                         : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
+  if (done && !sums) sum_cotangents(gradients, cotangents, a.mask);
+  return done;
+}
+
+// The same on every GPU from compute capability 8.0 on. Other passes sum dz and du, as they are rounded.
+bool portable_cotangents(const detail::GluGradients& gradients, const Pair& cotangents, const BackwardRows& a) {
   const detail::DensePath path = detail::dense_path();
-  if (path == detail::DensePath::kCublas) return false;
-  const auto [dz, du] = Pair::halves(both);
-  const gemm::Sm80Tensors tensors{.d = dz, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg, .g = &g, .d2 = &du};
+  if (a.kept || path == detail::DensePath::kCublas) return false;
+  const auto& [dz, du] = cotangents;
+  const gemm::Sm80Tensors tensors{
+      .d = dz, .a = a.x, .b = a.w, .bias = a.b, .b2 = &a.wg, .bias2 = &a.bg, .g = &a.g, .d2 = &du};
   const bool automatic = detail::is_automatic(path);
-  const bool done = activation == GluActivation::kSilu
+  const bool done = a.activation == GluActivation::kSilu
                         ? gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors, automatic)
                         : gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, automatic);
-  if (done) sum_cotangents(gradients, {dz, du}, mask);
+  if (done) sum_cotangents(gradients, cotangents, a.mask);
   return done;
+}
+
+// Stacking both weights makes one product of two; for few rows, it costs more.
+bool stacks_weights(int64_t rows, int64_t out_features) { return rows > 4 * out_features; }
+
+// The same by cuBLAS and a pass, or by the pass alone if the products were kept. `stack` has both weights, or is
+// undefined.
+void cotangents_from_products(const detail::GluGradients& gradients, const Tensor& both, const BackwardRows& a,
+                              const Tensor& stack) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const int64_t rows = both.size(0);
+  const bool wants_sums = a.mask[3] || a.mask[4];
+  const OptionalTensor stacked_bias = stack.defined() && !a.kept ? stacked(a.b, a.bg) : std::nullopt;
+  const int64_t step = rows_of_panel(rows, product_row_bytes(a.w), rounded_row_bytes(a.x, a.w));
+  PassSums sums(wants_sums, a.w, 2, rows, step, a.w.size(0));
+  for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Pair to = Pair::halves(panel(both));
+    if (a.kept) {
+      glu_backward_rows(sums, to, panel(a.g), a.kept->narrow(begin, end), std::nullopt, std::nullopt, a.activation);
+      return;
+    }
+    const Tensor x = panel(a.x).to(a.w.scalar_type());
+    if (stack.defined()) {
+      linear_out(panel(both), x, stack, stacked_bias);
+    } else {
+      linear_out(to.z, x, a.w, a.b);
+      linear_out(to.u, x, a.wg, a.bg);
+    }
+    glu_backward_rows(sums, to, panel(a.g), to, a.b, a.bg, a.activation);
+  });
+  sums.finish(a.mask[3] ? db : Tensor(), a.mask[4] ? dbg : Tensor());
 }
 
 // The gradients of x and of the weights, if they are wanted, from both cotangents side by side. `stack` has both
 // weights, or is undefined.
-void from_cotangents(const detail::GluGradients& gradients, const Tensor& both, const Tensor& x, const Tensor& w,
-                     const Tensor& wg, const Tensor& stack, std::array<bool, 5> mask, bool adds) {
+void from_cotangents(const detail::GluGradients& gradients, const Tensor& both, const BackwardRows& a,
+                     const Tensor& stack) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
   const auto [dz, du] = Pair::halves(both);
-  const int64_t n = w.size(0);
+  const int64_t n = a.w.size(0);
   const bool stacks = stacks_weights(both.size(0), n);
-  if (mask[0] && stacks) {
-    input_gradient(detail::as_rows(dx), both, stack.defined() ? stack : stacked(w, wg), adds);
-  } else if (mask[0]) {
+  if (a.mask[0] && stacks) {
+    input_gradient(detail::as_rows(dx), both, stack.defined() ? stack : stacked(a.w, a.wg), a.adds);
+  } else if (a.mask[0]) {
     const Tensor dx_rows = detail::as_rows(dx);
-    input_gradient(dx_rows, dz, w, adds);
-    input_gradient(dx_rows, du, wg, /*accumulate=*/true);
+    input_gradient(dx_rows, dz, a.w, a.adds);
+    input_gradient(dx_rows, du, a.wg, /*accumulate=*/true);
   }
-  if (mask[1] && mask[2] && stacks) {
-    const Tensor both_weights = weight_gradient(both, x);
+  if (a.mask[1] && a.mask[2] && stacks) {
+    const Tensor both_weights = at::detail::empty_cuda({2 * n, a.w.size(1)}, dw.options());
+    weight_gradient_out(both_weights, both, a.x);
     dw.copy_(both_weights.narrow(0, 0, n));
     dwg.copy_(both_weights.narrow(0, n, n));
   } else {
-    if (mask[1]) weight_gradient_out(dw, dz, x);
-    if (mask[2]) weight_gradient_out(dwg, du, x);
+    if (a.mask[1]) weight_gradient_out(dw, dz, a.x);
+    if (a.mask[2]) weight_gradient_out(dwg, du, a.x);
   }
+}
+
+// The gradients by way of the cotangents of both products. These are side by side, so that the products that make or
+// read them are one call of cuBLAS each. The gradients of weights and biases may be float32.
+void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a, const GradientCall& call) {
+  const int64_t rows = a.g.size(0), n = a.w.size(0);
+  const Tensor both = at::detail::empty_cuda({rows, 2 * n}, a.w.options());
+  if (weights_in_one_pass(gradients, both, a, call)) {
+    if (a.mask[0]) input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.adds);
+    return;
+  }
+  const Pair cotangents = Pair::halves(both);
+  const bool are_made =
+      fused_cotangents(gradients, cotangents, a, call) || portable_cotangents(gradients, cotangents, a);
+  const bool recomputes = !are_made && !a.kept;
+  const Tensor stack = stacks_weights(rows, n) && (a.mask[0] || recomputes) ? stacked(a.w, a.wg) : Tensor();
+  if (!are_made) cotangents_from_products(gradients, both, a, stack);
+  from_cotangents(gradients, both, a, stack);
+}
+
+// The same for a float32 x that is a factor of gradients of weights.
+void by_rounded_panels(const detail::GluGradients& gradients, const BackwardRows& a) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const Tensor dx_rows = a.mask[0] ? detail::as_rows(dx) : dx;
+  for_each_rounded_panel(a.x, {dw, dwg, db, dbg}, [&](int64_t begin, const Tensor& x, const auto& parts) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, x.size(0)); };
+    BackwardRows rows = a;
+    rows.g = panel(a.g);
+    rows.x = x;
+    if (a.kept) rows.kept = a.kept->narrow(begin, begin + x.size(0));
+    by_cotangents({a.mask[0] ? panel(dx_rows) : dx, parts[0], parts[1], parts[2], parts[3]}, rows, gradient_call(rows));
+  });
 }
 
 }  // namespace
 
-// The formulas are in src/cpu/glu_kernel.cpp. dz and du are side by side, so that the products that make or read them
-// are one call of cuBLAS each, if x needs no rounding.
+// The formulas are in src/cpu/glu_kernel.cpp.
 void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Tensor& x, const Tensor& w,
                    const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
                    std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u, bool adds) {
@@ -328,67 +345,42 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
     if (!adds) dx.zero_();
     return;
   }
-  const GluActivation act = detail::glu_activation(activation);
-  const Tensor g_rows = unit_columns(detail::as_rows(grad)), x_rows = detail::as_rows(x);
-  const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
-  auto problem = z ? std::nullopt : gradient_problem(g_rows, x_rows, w, wg, bias, gate_bias);
-  if (problem) {
-    const Tensor own = adds && mask[0] ? at::empty_like(x_rows, at::MemoryFormat::Contiguous) : dx;
-    if (in_one_pass({own, dw, dwg, db, dbg}, problem->first, problem->second, act, mask)) {
-      if (adds) dx.add_(own);
-      return;
-    }
-    if (problem->first.is_wide) problem = std::nullopt;
-  }
-  const int64_t rows = g_rows.size(0), n = w.size(0);
-  const Tensor both = at::detail::empty_cuda({rows, 2 * n}, w.options());
-  if (problem && weights_in_one_pass(gradients, both, problem->first, problem->second, act, mask)) {
-    if (mask[0]) input_gradient(detail::as_rows(dx), both, by_turns(w, wg), adds);
-    return;
-  }
-  const Pair cotangents = Pair::halves(both);
-  const bool stacks = stacks_weights(rows, n);
-  const bool are_made =
-      (problem && fused_cotangents(cotangents, db, dbg, problem->first, problem->second, act, mask)) ||
-      (!z && portable_cotangents(gradients, both, g_rows, x_rows, w, wg, bias, gate_bias, act, mask));
-  const Products kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt;
-  const bool recomputes = !are_made && !kept;
-  const Tensor stack = stacks && (mask[0] || recomputes) ? stacked(w, wg) : Tensor();
-  if (!are_made) {
-    const OptionalTensor stacked_bias = stacks && recomputes ? stacked(bias, gate_bias) : std::nullopt;
-    const int64_t step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
-    PassSums sums(mask[3] || mask[4], w, 2, rows, step, n);
-    for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
-      const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-      const Pair to = cotangents.narrow(begin, end);
-      if (kept) {
-        glu_backward_rows(sums, to, panel(g_rows), kept->narrow(begin, end), std::nullopt, std::nullopt, act);
-        return;
-      }
-      const Tensor x_panel = panel(x_rows).to(w.scalar_type());
-      if (stacks) {
-        linear_out(panel(both), x_panel, stack, stacked_bias);
-      } else {
-        linear_out(to.z, x_panel, w, bias);
-        linear_out(to.u, x_panel, wg, gate_bias);
-      }
-      glu_backward_rows(sums, to, panel(g_rows), to, bias, gate_bias, act);
-    });
-    sums.finish(mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor());
-  }
-  from_cotangents(gradients, both, x_rows, w, wg, stack, mask, adds);
+  const BackwardRows rows{.g = unit_columns(detail::as_rows(grad)),
+                          .x = detail::as_rows(x),
+                          .w = w,
+                          .wg = wg,
+                          .b = contiguous(b),
+                          .bg = contiguous(bg),
+                          .activation = detail::glu_activation(activation),
+                          .mask = mask,
+                          .kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt,
+                          .adds = adds};
+  const GradientCall call = gradient_call(rows);
+  if (in_one_pass(gradients, rows, call)) return;
+  if (!rows.rounds_x()) return by_cotangents(gradients, rows, call);
+  mask[1] || mask[2] ? by_rounded_panels(gradients, rows) : by_cotangents(gradients, rows, std::nullopt);
 }
 
 bool glu_gradients_from_channels(const detail::GluGradients& gradients, const ChannelPanel<float>& grad,
                                  const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
                                  const OptionalTensor& bg, std::array<bool, 5> mask, bool adds) {
-  const OptionalTensor bias = contiguous(b), gate_bias = contiguous(bg);
+  const BackwardRows rows{.g = {},
+                          .x = x,
+                          .w = w,
+                          .wg = wg,
+                          .b = contiguous(b),
+                          .bg = contiguous(bg),
+                          .activation = GluActivation::kSigmoid,
+                          .mask = mask,
+                          .kept = {},
+                          .adds = adds};
   const Tensor both = at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options());
-  const auto [dz, du] = Pair::halves(both);
-  const gemm::Sm80Tensors tensors{.d = dz, .a = x, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias, .d2 = &du};
+  const Pair cotangents = Pair::halves(both);
+  const gemm::Sm80Tensors tensors{
+      .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
   if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;
-  sum_cotangents(gradients, {dz, du}, mask);
-  from_cotangents(gradients, both, x, w, wg, {}, mask, adds);
+  sum_cotangents(gradients, cotangents, mask);
+  from_cotangents(gradients, both, rows, {});
   return true;
 }
 

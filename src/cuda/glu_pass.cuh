@@ -1,9 +1,28 @@
 #pragma once
 
+#include <ATen/Dispatch.h>
+
+#include "cuda/linear.h"
 #include "cuda/pass.cuh"
+#include "ops/common.h"
+#include "ops/glu.h"
 
 // The passes of gated linear units after, and in backward between, their products.
 namespace torchops::cuda {
+
+/// Both products of glu, or both cotangents, as matrices.
+struct Pair {
+  at::Tensor z, u;
+
+  static Pair halves(const at::Tensor& both) {
+    const int64_t n = both.size(1) / 2;
+    return {both.narrow(1, 0, n), both.narrow(1, n, n)};
+  }
+  static Pair rows(const at::Tensor& z, const at::Tensor& u) { return {detail::as_rows(z), detail::as_rows(u)}; }
+  Pair narrow(int64_t begin, int64_t end) const {
+    return {z.narrow(0, begin, end - begin), u.narrow(0, begin, end - begin)};
+  }
+};
 
 /// y = (z + bias) * F(u + gate_bias). y may be z.
 template <class F, class T, int N>
@@ -57,5 +76,58 @@ struct GluBackwardPass {
     du.template store<N>(row, column, pack<T, N>(gates));
   }
 };
+
+/// Calls f with the activation, the type of w and the width of vectors: 16 bytes if `in_vectors` allows it. in_vectors
+/// is called with the type and that width.
+template <class InVectors, class Call>
+void dispatch_glu(const at::Tensor& w, detail::GluActivation activation, const InVectors& in_vectors, const Call& f) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "glu", [&] {
+    constexpr int n = kVectorSize<scalar_t>;
+    const auto of_width = [&](auto act) {
+      in_vectors(scalar_t{}, n) ? f(act, scalar_t{}, std::integral_constant<int, n>{})
+                                : f(act, scalar_t{}, std::integral_constant<int, 1>{});
+    };
+    activation == detail::GluActivation::kSilu ? of_width(Silu{}) : of_width(Sigmoid{});
+  });
+}
+
+/// y = glu of the products of some rows. y may be z.
+inline void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor& u, const std::optional<at::Tensor>& b,
+                     const std::optional<at::Tensor>& bg, detail::GluActivation activation) {
+  const int64_t rows = z.size(0), columns = z.size(1);
+  const auto in_vectors = [&](auto type, int n) {
+    using T = decltype(type);
+    return columns % n == 0 && read_rows<T>(z).fits(n) && read_rows<T>(u).fits(n) && write_rows<T>(y).fits(n);
+  };
+  dispatch_glu(z, activation, in_vectors, [&](auto act, auto type, auto width) {
+    using F = decltype(act);
+    using T = decltype(type);
+    const GluPass<F, T, width()> pass{{read_rows<T>(z), read_rows<T>(u), remaining_bias<T>(b), remaining_bias<T>(bg)},
+                                      write_rows<T>(y)};
+    launch_pass<width()>(pass, rows, columns);
+  });
+}
+
+/// Makes the cotangents, and adds them to the sums.
+inline void glu_backward_rows(PassSums& sums, const Pair& cotangents, const at::Tensor& g, const Pair& products,
+                              const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
+                              detail::GluActivation activation) {
+  const auto& [dz, du] = cotangents;
+  const auto& [z, u] = products;
+  const int64_t rows = z.size(0), columns = z.size(1);
+  const auto in_vectors = [&](auto type, int n) {
+    using T = decltype(type);
+    return columns % n == 0 && read_rows<T>(g).fits(n) && read_rows<T>(z).fits(n) && read_rows<T>(u).fits(n) &&
+           write_rows<T>(dz).fits(n) && write_rows<T>(du).fits(n);
+  };
+  dispatch_glu(z, activation, in_vectors, [&](auto act, auto type, auto width) {
+    using F = decltype(act);
+    using T = decltype(type);
+    const GluBackwardPass<F, T, width()> pass{read_rows<T>(g),      read_rows<T>(z),   read_rows<T>(u),
+                                              write_rows<T>(dz),    write_rows<T>(du), remaining_bias<T>(b),
+                                              remaining_bias<T>(bg)};
+    sums.launch<width()>(pass, rows);
+  });
+}
 
 }  // namespace torchops::cuda

@@ -48,6 +48,8 @@ struct GradientProblem {
   void *dx = nullptr, *dc = nullptr, *dw = nullptr, *dw2 = nullptr, *dbias = nullptr, *dbias2 = nullptr;
   /// Whether x and dx are float32, which only the operations for all gradients of gate and glu support.
   bool is_wide = false;
+  /// Whether gradients of weights and biases are float32, which only WeightGradients supports.
+  bool has_wide_sums = false;
   void* workspace = nullptr;
 
   /// For operations that read c.

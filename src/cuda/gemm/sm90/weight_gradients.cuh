@@ -331,14 +331,21 @@ struct WeightGradients {
       if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
         return Status::of(error);
       }
+      return Status::of(p.has_wide_sums ? add_up<float>(p, count, stream) : add_up<T>(p, count, stream));
+    }
+
+   private:
+    // The sums over all clusters, as gradients of type To.
+    template <class To>
+    static cudaError_t add_up(const GradientProblem& p, int count, cudaStream_t stream) {
       for (int i = 0; i < 2; ++i) {
-        launch_column_sum<T, float, 4, 32, 16>(parameters.partial + i * columns(p),
-                                               static_cast<T*>(i == 0 ? p.dw : p.dw2),
-                                               static_cast<T*>(i == 0 ? p.dbias : p.dbias2), count, int64_t{p.n} * p.k,
-                                               columns(p), 2 * columns(p), stream);
-        if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+        launch_column_sum<To, float, 4, 32, 16>(static_cast<const float*>(p.workspace) + i * columns(p),
+                                                static_cast<To*>(i == 0 ? p.dw : p.dw2),
+                                                static_cast<To*>(i == 0 ? p.dbias : p.dbias2), count,
+                                                int64_t{p.n} * p.k, columns(p), 2 * columns(p), stream);
+        if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
       }
-      return {};
+      return cudaSuccess;
     }
   };
 };
