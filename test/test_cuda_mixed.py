@@ -133,8 +133,7 @@ def test_gradients_of_glu(path: str, shape: tuple[int, int, int], dtype: torch.d
     ours, reference = (partial(function, activation=activation) for function in (torchops.glu, glu_reference))
     poison(rows, 2 * n, dtype=dtype)
     assert_gradients(ours, reference, dtype, [x, w, wg, b, bg], cotangent)
-    in_one_pass = has_hopper_kernels(path) and k % 8 == 0 and max(n, k) <= 128
-    assert residents(lambda: gradients(ours, [x, w, wg, b, bg], cotangent)) == 2 - in_one_pass
+    assert residents(lambda: gradients(ours, [x, w, wg, b, bg], cotangent)) == 1  # gradients round panels of x
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -154,8 +153,7 @@ def test_gradients_of_gate(
 
     poison(rows, n, dtype=dtype)
     assert_gradients(ours, gate_of_x, dtype, [x, v, w, b], cotangent)
-    in_one_pass = has_hopper_kernels(path) and not float32_v and k % 8 == 0 and max(n, k) <= 128
-    assert residents(lambda: gradients(ours, [x, v, w, b], cotangent)) == 2 - in_one_pass
+    assert residents(lambda: gradients(ours, [x, v, w, b], cotangent)) == 1 + float32_v  # gradients round panels of x
 
 
 @pytest.mark.parametrize("n", [8, 32, 40, 128])
@@ -184,8 +182,8 @@ def test_special_values(dtype: torch.dtype) -> None:
 
 
 def test_memory(path: str) -> None:
-    """No cast tensor of x's size: forward, only the result; backward, by Hopper's kernel also only that, or else panels
-    of x, and both cotangents."""
+    """No cast tensor of x's size: forward, only the result; backward, by Hopper's kernel also only that, or else a panel
+    of x and of both cotangents."""
     rows, n = 1 << 19, 128
     x, v = (random(rows, n, dtype=torch.float32) for _ in range(2))
     w = random(n, n, dtype=torch.bfloat16, scale=0.1)
@@ -194,10 +192,11 @@ def test_memory(path: str) -> None:
     assert memory_of(lambda: torchops.glu(x, w, w)) <= bytes_of_y + slack
     assert memory_of(lambda: torchops.gate(v, x, w)) <= 2 * bytes_of_y + slack
     assert memory_of(lambda: torchops.gate_(v, x, w)) <= slack
-    grad, scratch = random(rows, n, dtype=torch.bfloat16), 36 << 20  # a panel, or the sums of all multiprocessors
+    grad = random(rows, n, dtype=torch.bfloat16)
+    scratch = (36 if has_hopper_kernels(path) else 196) << 20  # the sums of all multiprocessors, or panels
     arguments = (grad, x, w, w, None, None, "silu", [True] * 3 + [False] * 2)
     of_glu = memory_of(lambda: torch.ops.myops._glu_backward(*arguments))
-    assert of_glu <= (2 if has_hopper_kernels(path) else 4) * bytes_of_y + scratch  # dx is float32
+    assert of_glu <= 2 * bytes_of_y + scratch  # dx is float32
 
 
 @pytest.mark.parametrize(("k", "start"), [(520, 0), (640, 0), (127, 0), (128, 1)])
@@ -233,7 +232,7 @@ def test_overlapping_rows() -> None:
 @pytest.mark.parametrize("n", [64, 128, 192])
 def test_some_gradients(n: int, wanted: str) -> None:
     """Only what is asked for; of more than one panel, the last of which is shorter."""
-    rows = 140_001
+    rows = (64 << 20) // (2 * n) + 5_001
     x, w, wg = (
         random(*of, dtype=dtype, scale=scale)
         for of, dtype, scale in [((rows, n), torch.float32, 1.0), *[((n, n), torch.bfloat16, n**-0.5)] * 2]

@@ -160,7 +160,10 @@ inline void for_each_rounded_panel(
   const int64_t rows = x.size(0), row_bytes = std::max(rounded_row_bytes(x, totals[0]), int64_t{1});
   const int64_t most = std::max(most_bytes / row_bytes, int64_t{1});
   const int64_t step = most < rows ? (even_step(rows, most) + tile - 1) / tile * tile : rows;
-  const at::Tensor rounded = at::detail::empty_cuda({std::min(step, rows), x.size(1)}, options);
+  constexpr int64_t alignment = 8;  // elements, for kernels that read 16 bytes at once
+  const int64_t row_length = (x.size(1) + alignment - 1) / alignment * alignment;
+  const at::Tensor padded = at::detail::empty_cuda({std::min(step, rows), row_length}, options);
+  const at::Tensor rounded = padded.narrow(1, 0, x.size(1));
   const auto panel_of = [&](int64_t begin, int64_t end) {
     return rounded.narrow(0, 0, end - begin).copy_(x.narrow(0, begin, end - begin));
   };
