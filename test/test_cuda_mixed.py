@@ -182,7 +182,7 @@ def test_special_values(dtype: torch.dtype) -> None:
 
 
 def test_memory(path: str) -> None:
-    """No cast tensor of x's size: forward, only the result; backward, by Hopper's kernel also only that, or else a panel
+    """No cast tensor of x's size: forward, only the result; backward, by Hopper's kernel also only that, or else panels
     of x and of both cotangents."""
     rows, n = 1 << 19, 128
     x, v = (random(rows, n, dtype=torch.float32) for _ in range(2))

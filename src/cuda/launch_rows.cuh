@@ -62,11 +62,12 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
   const auto threads = [&](int capacity, int blocks) {
     return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{capacity} * blocks), kWarp) * kWarp);
   };
-  // With half of the registers, more warps hide the barriers and the reading of parameters: layer_norm of (131072,
-  // 2048) in bfloat16 takes 367 us instead of 383 by one warp with 8 vectors per thread, of (65536, 4096) 365 instead
-  // of 373 by blocks with 8. Shorter rows would leave lanes of a second warp idle, and longer ones take no less time
-  // (8192: 373 instead of 371; H100 80GB HBM3).
-  if (constexpr int kHalf = kVectors / 2; vectors > 192 && threads(kHalf, 1) <= 224) {
+  // With half of the registers, more warps hide the barriers: layer_norm of (131072, 2048) in bfloat16 took 367 us
+  // instead of 383 by one warp with 8 vectors per thread, of (65536, 4096) 365 instead of 373 by blocks with 8. Shorter
+  // rows would leave lanes of a second warp idle. Parameters that are read ahead favour short threads a little longer:
+  // (32768, 8192) takes 363 us instead of 374, but (16384, 12288) 301 instead of 283 (H100 80GB HBM3).
+  constexpr int kHalf = kVectors / 2, kMostOfHalf = Operator::kParameters > 0 ? 256 : 224;
+  if (vectors > 192 && threads(kHalf, 1) <= kMostOfHalf) {
     using Row = RowInRegisters<T, Block, kHalf, 0, Operator::kParameters>;
     return launch<T, Row, Block>(rows, op, rows.rows, threads(kHalf, 1));
   }

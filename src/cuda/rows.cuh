@@ -55,14 +55,13 @@ struct Parameters {
 #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(at[which][column + i]);
   }
-  /// read_aligned() in two steps: starts a copy to shared memory, and reads it after wait_for_copies().
+  /// Brings an aligned vector to shared memory, where it is after wait_for_copies().
   template <int N>
   __device__ void copy_aligned(int which, int64_t column, Packed<T, N>* shared) const {
-    if (at[which] != nullptr) copy_vector_through_l1(shared, at[which] + column);
-  }
-  template <int N>
-  __device__ void read_copy(int which, const Packed<T, N>* shared, Accumulate<T> (&out)[N]) const {
-    at[which] == nullptr ? fill(which, out) : unpack(*shared, out);
+    if (at[which] != nullptr) return copy_vector_through_l1(shared, at[which] + column);
+    Accumulate<T> values[N];
+    fill(which, values);
+    *shared = pack<T, N>(values);
   }
 
  private:
@@ -181,7 +180,7 @@ class RowInRegisters {
       write_vectors(f, [&](int k, int i, auto& out) { parameters.read(i, column(k), out); });
     } else if constexpr (kAhead > 0) {
       wait_for_copies();
-      write_vectors(f, [&](int k, int i, auto& out) { parameters.read_copy(i, ahead(k, i), out); });
+      write_vectors(f, [&](int k, int i, auto& out) { unpack(*ahead(k, i), out); });
     } else {
       write_vectors(f, [&](int k, int i, auto& out) { parameters.read_aligned(i, column(k), out); });
     }
