@@ -20,7 +20,7 @@ if not torch.cuda.is_available() or not _build_info.cuda_version:
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # In 16-byte vectors: the longest rows of each kernel, up to clusters of 16 blocks.
-LIMITS = (32, 64, 128, 192, 256, 896, 4096, 8192, 16384, 32768, 65536, 131072)
+LIMITS = (32, 64, 128, 192, 256, 896, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
 
 Operator = Callable[..., Tensor]
 # By name: the operator, its in-place form (both of a matrix and its parameters), and ATen's.
@@ -120,6 +120,27 @@ def test_rows_begin_anywhere(name: str, dtype: torch.dtype, columns: int, start:
         assert_accurate(name, x, before[:, start : start + columns], w, b, ratio=1.5, slack=0.5)
         assert torch.equal(base[:, :start], before[:, :start])
         assert torch.equal(base[:, start + columns :], before[:, start + columns :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [8, 250, 256, 1000, 1536, 2048, 4096, 8192, 131072])
+def test_parameters_anywhere(dtype: torch.dtype, columns: int) -> None:
+    """Those that are missing, or lie elsewhere than at a multiple of 16 bytes, are not read by whole vectors."""
+    x = random(5, columns, dtype=dtype, scale=3.0)
+    w, b = parameters(columns, dtype)
+    ones, zeros = torch.ones_like(w), torch.zeros_like(b)
+    w_apart, b_apart = (torch.cat([t[:1], t])[1:] for t in (w, b))
+    for some, all_of_them in [
+        ((None, None), (ones, zeros)),
+        ((w, None), (w, zeros)),
+        ((None, b), (ones, b)),
+        ((w_apart, b), (w, b)),
+        ((w, b_apart), (w, b)),
+        ((None, b_apart), (ones, b)),
+    ]:
+        y = torchops.layer_norm(x, (columns,), *some)
+        torch.testing.assert_close(y, torchops.layer_norm(x, (columns,), *all_of_them))
+        assert torch.equal(torchops.layer_norm_(x.clone(), (columns,), *some), y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
