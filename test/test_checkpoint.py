@@ -127,6 +127,26 @@ def test_every_in_place_operator(variant: Variant, selective: bool) -> None:
     assert_all_close(*results)
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+@pytest.mark.parametrize("traced", ["forward", "backward"])
+def test_one_pass_traced(variant: Variant, traced: str) -> None:
+    """A dispatch mode in one of the two passes of a checkpoint: what either saves must mean the same."""
+
+    def region(t: Tensor, *rest: Any) -> Tensor:
+        return InPlace(variant).whole(t * 2, *rest) * 3
+
+    x = variant.input()
+    rest = variant.leaves(x)
+    leaves = [x, *(p for p in rest if isinstance(p, Tensor))]
+    expected = Reference(variant).whole(x * 2, *rest) * 3
+    cotangent = random_like(expected)
+    with Calls() if traced == "forward" else nullcontext():
+        out = checkpoint(region, x, *rest, use_reentrant=False)
+    with Calls() if traced == "backward" else nullcontext():
+        grads = torch.autograd.grad(out, leaves, cotangent)
+    assert_all_close([out, *grads], [expected, *torch.autograd.grad(expected, leaves, cotangent)])
+
+
 def test_compiled_region() -> None:
     """The policy reaches the partitioner: a MUST_SAVE product is not computed twice by the compiled graphs."""
     for saved, runs in [([], 2), ([OPS.dense.default], 1)]:

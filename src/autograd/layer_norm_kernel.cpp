@@ -42,9 +42,7 @@ struct LayerNormInPlace
     return LayerNormFunctional::decomposed(x, normalized_shape, weight, bias, eps);
   }
   static Tensor traced(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps) {
-    return layer_norm(detail::keep(x), normalized_shape, weight, bias, eps);
-  }
+                       const OptionalTensor& bias, double eps);
   static void in_place(Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, double eps) {
     layer_norm_(x, normalized_shape, weight, bias, eps);
@@ -110,17 +108,23 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
 };
 
 // Without weight and bias, the output is the normalised input. Together with the moments of each row, it is all that
-// backward needs, so nothing else of x's size is saved.
+// backward needs, so nothing else of x's size is saved. Traced, too: a checkpoint may trace only one of its two passes,
+// and would take what the other one saves for what it saved itself.
 struct LayerNormFromOutput : torch::autograd::Function<LayerNormFromOutput> {
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor&, const Normalization& normalization, const Tensor& target) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Normalization& normalization,
+                        const OptionalTensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
     const auto [shape, eps] = normalization;
-    Tensor mean, rstd;
-    const Tensor y = overwrite(target, [&, &shape = shape, &eps = eps](Tensor& self) {
-      std::tie(mean, rstd) = detail::layer_norm_with_moments_(self, shape, std::nullopt, std::nullopt, eps);
-    });
+    Tensor y, mean, rstd;
+    if (target) {
+      y = overwrite(*target, [&, &shape = shape, &eps = eps](Tensor& self) {
+        std::tie(mean, rstd) = detail::layer_norm_with_moments_(self, shape, std::nullopt, std::nullopt, eps);
+      });
+    } else {
+      std::tie(y, mean, rstd) = detail::layer_norm_with_moments(x, shape, std::nullopt, std::nullopt, eps);
+    }
     ctx->save_for_backward({y, mean, rstd});
     ctx->saved_data["dims"] = static_cast<int64_t>(shape.size());
     ctx->saved_data["eps"] = eps;
@@ -159,6 +163,12 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_version_(Tensor& x, c10::SymI
 Tensor LayerNormFunctional::train(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                                   const OptionalTensor& bias, double eps) {
   return LayerNorm::apply(x, Normalization{normalized_shape, eps}, weight, bias, std::nullopt);
+}
+
+Tensor LayerNormInPlace::traced(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                                const OptionalTensor& bias, double eps) {
+  if (!weight && !bias) return LayerNormFromOutput::apply(x, Normalization{normalized_shape, eps}, std::nullopt);
+  return layer_norm(detail::keep(x), normalized_shape, weight, bias, eps);
 }
 
 Tensor LayerNormInPlace::train(const Tensor& x, const Tensor& target, c10::SymIntArrayRef normalized_shape,
