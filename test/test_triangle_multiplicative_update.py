@@ -162,6 +162,14 @@ def test_one_gradient_takes_what_it_needs(wanted: int, products: int, tensors: i
     assert sum(event.name == "aten::empty" and event.self_cpu_memory_usage >= x.nbytes for event in events) == tensors
 
 
+def test_empty_batch_needs_no_memory() -> None:
+    """Not even for the product of one element, which would have more bytes than any machine."""
+    x = torch.empty(0, 1_000_000, 1_000_000, 8)
+    given: Any = parameters(8, 8, dtype=torch.float32)
+    assert torchops.triangle_multiplicative_update(x, **given).shape == x.shape
+    assert torchops.triangle_multiplicative_update_(x, **given) is x
+
+
 @pytest.mark.parametrize("op", ["", "_"])
 def test_opcheck(op: str) -> None:
     x, given = small(torch.float32)

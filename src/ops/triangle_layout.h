@@ -209,6 +209,7 @@ at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, con
                             const Finish& finish) {
   const TriangleUpdate& t = layout.update();
   const int64_t batch = batch_size(t.x, 3);
+  if (batch == 0 && !keep_product) return layout.empty({0});
   const RotatingChannels memory(layout, keep_product ? batch : 1);
   for (int64_t index = 0; index < batch; ++index) {
     const int64_t place = keep_product ? index : 0;
