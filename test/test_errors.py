@@ -160,6 +160,10 @@ def test_other_wrong_types_are_type_errors() -> None:
     for call, text in (
         (lambda: torchops.softmax(x, 1.5), "softmax: expected dim of type int, got float"),  # type: ignore[arg-type]
         (lambda: torchops.layer_norm(x, 3), "layer_norm: expected normalized_shape of type tuple of ints, got int"),  # type: ignore[arg-type]
+        (
+            lambda: torchops.layer_norm(x, (3.0,)),  # type: ignore[arg-type]
+            "layer_norm: expected normalized_shape of type tuple of ints, got tuple of something else",
+        ),
         (lambda: torchops.glu(x, x, x, activation=1), "glu: expected activation of type str, got int"),  # type: ignore[arg-type]
         (
             lambda: torchops.nn.Transition(3)([x], residual=True),

@@ -85,6 +85,8 @@ def with_type_errors(function: Callable[_P, _R], name: str | None = None) -> Cal
                 raise
             expected, argument, got = mismatch.groups()
             expected = _TYPES.get(expected, expected)
+            if expected == "tuple of ints" and got in ("tuple", "list"):
+                got += " of something else"
             raise TypeError(f"{name or function.__name__}: expected {argument} of type {expected}, got {got}") from None
 
     # torch.compile limits the graphs of a code object: functions that share one would share the limit.
