@@ -137,7 +137,7 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
     Dtypes: float32, float64, float16 or bfloat16, one for all arguments. If ``w`` and ``b`` are float16 or bfloat16,
     ``v`` and ``x`` may each be float32. Such an ``x`` is rounded to their dtype as it is read, without a copy of its
-    size.
+    size; in backward on CUDA, up to 64 MiB of it may be copied at a time.
 
     Memory: the result, and at most scratch for a few rows at a time. Backward reads ``x`` and ``w``, and ``v`` if the
     gate is trained, and computes the gate again.
@@ -204,7 +204,8 @@ def glu(
         activation: ``"sigmoid"``, or ``"silu"`` as in SwiGLU.
 
     Dtypes: float32, float64, float16 or bfloat16, one for all arguments. If the weights are float16 or bfloat16, ``x``
-    may be float32. It is rounded to their dtype as it is read, without a copy of its size.
+    may be float32. It is rounded to their dtype as it is read, without a copy of its size; in backward on CUDA, up to
+    64 MiB of it may be copied at a time.
 
     Memory: the result, and at most scratch for a few rows at a time. Backward reads ``x`` and the weights, and computes
     both factors again. The exception is CUDA with more than 1024 features in and ``x`` in float16 or bfloat16, where

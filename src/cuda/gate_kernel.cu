@@ -298,12 +298,12 @@ bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, cons
   const auto to_dz = gemm::operand(dz);
   if (!to_dz) return false;
   auto [problem, c] = *call;
-  const bool sums = db.scalar_type() == dz.scalar_type();  // not in float32
+  const bool kernel_sums = db.scalar_type() == dz.scalar_type();  // it cannot write float32
   problem.dz = *to_dz;
   problem.dc = mask[0] ? dv.mutable_data_ptr() : nullptr;
-  problem.dbias = sums && mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias = kernel_sums && mask[3] ? db.mutable_data_ptr() : nullptr;
   if (!gemm::run_chosen<gemm::GateCotangents>(problem, c, dz)) return false;
-  if (!sums && mask[3]) sum_columns(db, dz);
+  if (!kernel_sums && mask[3]) sum_columns(db, dz);
   return true;
 }
 

@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
-using Products = std::optional<Pair>;
+using Products = std::optional<GluPair>;
 
 // Calls the kernel for few features, which reads each row once and doesn't store the products, or that for longer sums.
 template <class Narrow, class Wide>
@@ -116,13 +116,13 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_cuda(const Tensor& x, const
   const c10::cuda::CUDAGuard guard(x.device());
   const auto empty = [&] { return at::detail::empty_cuda(detail::with_last(x.sizes(), w.size(0)), w.options()); };
   Tensor y = empty(), z = empty(), u = empty();
-  if (y.numel() > 0) glu_out(detail::as_rows(y), Pair::rows(z, u), detail::as_rows(x), w, wg, b, bg, activation);
+  if (y.numel() > 0) glu_out(detail::as_rows(y), GluPair::rows(z, u), detail::as_rows(x), w, wg, b, bg, activation);
   return {y, z, u};
 }
 
 // What gradients are made of: matrices, and contiguous biases.
 struct BackwardRows {
-  Tensor g, x;  // g has contiguous rows
+  Tensor g, x;  // g has contiguous rows; it is undefined if a kernel reads the cotangent elsewhere
   const Tensor &w, &wg;
   OptionalTensor b, bg;
   GluActivation activation;
@@ -201,7 +201,7 @@ Tensor by_turns(const Tensor& w, const Tensor& wg) {
 }
 
 // The gradients of biases, if they are wanted.
-void sum_cotangents(const detail::GluGradients& gradients, const Pair& cotangents, std::array<bool, 5> mask) {
+void sum_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, std::array<bool, 5> mask) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
   if (mask[3]) sum_columns(db, cotangents.z);
   if (mask[4]) sum_columns(dbg, cotangents.u);
@@ -209,7 +209,7 @@ void sum_cotangents(const detail::GluGradients& gradients, const Pair& cotangent
 
 // dz, du and the gradients of biases by a kernel that recomputes both products without storing them. Returns false,
 // with nothing done, if it cannot run or cuBLAS is faster.
-bool fused_cotangents(const detail::GluGradients& gradients, const Pair& cotangents, const BackwardRows& a,
+bool fused_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, const BackwardRows& a,
                       const GradientCall& call) {
   if (!call || (detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(call->second))) return false;
   const auto& [dz, du] = cotangents;
@@ -217,19 +217,19 @@ bool fused_cotangents(const detail::GluGradients& gradients, const Pair& cotange
   if (!to_dz || !to_du) return false;
   auto [problem, c] = *call;
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  const bool sums = db.scalar_type() == a.w.scalar_type();  // not in float32
+  const bool kernel_sums = db.scalar_type() == a.w.scalar_type();  // it cannot write float32
   problem.dz = *to_dz;
   problem.dz2 = *to_du;
-  problem.dbias = sums && a.mask[3] ? db.mutable_data_ptr() : nullptr;
-  problem.dbias2 = sums && a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  problem.dbias = kernel_sums && a.mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = kernel_sums && a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
   const bool done = a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluCotangents>(problem, c, dz)
                                                          : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
-  if (done && !sums) sum_cotangents(gradients, cotangents, a.mask);
+  if (done && !kernel_sums) sum_cotangents(gradients, cotangents, a.mask);
   return done;
 }
 
 // The same on every GPU from compute capability 8.0 on. Other passes sum dz and du, as they are rounded.
-bool portable_cotangents(const detail::GluGradients& gradients, const Pair& cotangents, const BackwardRows& a) {
+bool portable_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, const BackwardRows& a) {
   const detail::DensePath path = detail::dense_path();
   if (a.kept || path == detail::DensePath::kCublas) return false;
   const auto& [dz, du] = cotangents;
@@ -246,8 +246,8 @@ bool portable_cotangents(const detail::GluGradients& gradients, const Pair& cota
 // Stacking both weights makes one product of two; for few rows, it costs more.
 bool stacks_weights(int64_t rows, int64_t out_features) { return rows > 4 * out_features; }
 
-// The same by cuBLAS and a pass, or by the pass alone if the products were kept. `stack` has both weights, or is
-// undefined.
+// dz, du and the gradients of biases by cuBLAS and a pass, or by the pass alone if the products were kept. `stack` has
+// both weights, or is undefined.
 void cotangents_from_products(const detail::GluGradients& gradients, const Tensor& both, const BackwardRows& a,
                               const Tensor& stack) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
@@ -258,7 +258,7 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Tenso
   PassSums sums(wants_sums, a.w, 2, rows, step, a.w.size(0));
   for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    const Pair to = Pair::halves(panel(both));
+    const GluPair to = GluPair::halves(panel(both));
     if (a.kept) {
       glu_backward_rows(sums, to, panel(a.g), a.kept->narrow(begin, end), std::nullopt, std::nullopt, a.activation);
       return;
@@ -280,7 +280,7 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Tenso
 void from_cotangents(const detail::GluGradients& gradients, const Tensor& both, const BackwardRows& a,
                      const Tensor& stack) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  const auto [dz, du] = Pair::halves(both);
+  const auto [dz, du] = GluPair::halves(both);
   const int64_t n = a.w.size(0);
   const bool stacks = stacks_weights(both.size(0), n);
   if (a.mask[0] && stacks) {
@@ -310,7 +310,7 @@ void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a,
     if (a.mask[0]) input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.adds);
     return;
   }
-  const Pair cotangents = Pair::halves(both);
+  const GluPair cotangents = GluPair::halves(both);
   const bool are_made =
       fused_cotangents(gradients, cotangents, a, call) || portable_cotangents(gradients, cotangents, a);
   const bool recomputes = !are_made && !a.kept;
@@ -319,7 +319,7 @@ void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a,
   from_cotangents(gradients, both, a, stack);
 }
 
-// The same for a float32 x that is a factor of gradients of weights.
+// The gradients by way of the cotangents, for a float32 x that is a factor of those of weights.
 void by_rounded_panels(const detail::GluGradients& gradients, const BackwardRows& a) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
   const Tensor dx_rows = a.mask[0] ? detail::as_rows(dx) : dx;
@@ -353,7 +353,7 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
                           .bg = contiguous(bg),
                           .activation = detail::glu_activation(activation),
                           .mask = mask,
-                          .kept = z ? Products(Pair::rows(*z, *u)) : std::nullopt,
+                          .kept = z ? Products(GluPair::rows(*z, *u)) : std::nullopt,
                           .adds = adds};
   const GradientCall call = gradient_call(rows);
   if (in_one_pass(gradients, rows, call)) return;
@@ -375,7 +375,7 @@ bool glu_gradients_from_channels(const detail::GluGradients& gradients, const Ch
                           .kept = {},
                           .adds = adds};
   const Tensor both = at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options());
-  const Pair cotangents = Pair::halves(both);
+  const GluPair cotangents = GluPair::halves(both);
   const gemm::Sm80Tensors tensors{
       .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
   if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;

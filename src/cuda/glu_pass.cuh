@@ -11,15 +11,15 @@
 namespace torchops::cuda {
 
 /// Both products of glu, or both cotangents, as matrices.
-struct Pair {
+struct GluPair {
   at::Tensor z, u;
 
-  static Pair halves(const at::Tensor& both) {
+  static GluPair halves(const at::Tensor& both) {
     const int64_t n = both.size(1) / 2;
     return {both.narrow(1, 0, n), both.narrow(1, n, n)};
   }
-  static Pair rows(const at::Tensor& z, const at::Tensor& u) { return {detail::as_rows(z), detail::as_rows(u)}; }
-  Pair narrow(int64_t begin, int64_t end) const {
+  static GluPair rows(const at::Tensor& z, const at::Tensor& u) { return {detail::as_rows(z), detail::as_rows(u)}; }
+  GluPair narrow(int64_t begin, int64_t end) const {
     return {z.narrow(0, begin, end - begin), u.narrow(0, begin, end - begin)};
   }
 };
@@ -109,7 +109,7 @@ inline void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor&
 }
 
 /// Makes the cotangents, and adds them to the sums.
-inline void glu_backward_rows(PassSums& sums, const Pair& cotangents, const at::Tensor& g, const Pair& products,
+inline void glu_backward_rows(PassSums& sums, const GluPair& cotangents, const at::Tensor& g, const GluPair& products,
                               const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
                               detail::GluActivation activation) {
   const auto& [dz, du] = cotangents;

@@ -64,7 +64,7 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
   };
   // With half of the registers, more warps hide the barriers: layer_norm of (131072, 2048) in bfloat16 took 367 us
   // instead of 383 by one warp with 8 vectors per thread, of (65536, 4096) 365 instead of 373 by blocks with 8. Shorter
-  // rows would leave lanes of a second warp idle. Parameters that are read ahead favour short threads a little longer:
+  // rows would leave lanes of a second warp idle. Parameters that are read ahead favour threads with few vectors:
   // (32768, 8192) takes 363 us instead of 374, but (16384, 12288) 301 instead of 283 (H100 80GB HBM3).
   constexpr int kHalf = kVectors / 2, kMostOfHalf = Operator::kParameters > 0 ? 256 : 224;
   if (vectors > 192 && threads(kHalf, 1) <= kMostOfHalf) {

@@ -14,7 +14,8 @@
 // panel. Arguments are those of the private operators, which have been checked. All tensors are matrices of rows.
 namespace torchops::cuda {
 
-/// detail::gate_backward(). Gradients that `mask` asks for are written to `out`, contiguous tensors.
+/// detail::gate_backward(). Gradients that `mask` asks for are written to `out`, contiguous tensors; the others are
+/// defined, too, as tensors without elements.
 void gate_gradients(detail::GateGradients out, const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x,
                     const at::Tensor& w, const std::optional<at::Tensor>& b, std::array<bool, 4> mask,
                     bool v_is_y = false);

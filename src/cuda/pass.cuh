@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kPassBlock)
 /// The sums of summing passes over the panels of rows of one matrix.
 class PassSums {
  public:
-  /// The sums have the type and device of `like`. The largest panel has `most_rows` of the
+  /// For matrices of the type and device of `like`. The largest panel has `most_rows` of the
   /// `rows`. Sums nothing unless `wanted`.
   PassSums(bool wanted, const at::Tensor& like, int kinds, int64_t rows, int64_t most_rows, int64_t columns)
       : kinds_(kinds), columns_(columns) {
@@ -204,7 +204,7 @@ struct SumPass {
   }
 };
 
-/// sums = the sums of the columns of a matrix, in one pass; both have its dtype.
+/// sums = the sums of the columns of a matrix, in one pass; they have its dtype, or are float32 if it has 16 bits.
 inline void sum_columns(const at::Tensor& sums, const at::Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
   PassSums pass(true, matrix, 1, rows, rows, columns);

@@ -6,7 +6,8 @@
 // The device side of operators that reduce the rows of a matrix and write rows of the same length. An operator is
 // written once, for two types that the launch chooses by the length of the rows:
 //   Group  the threads that share a row: some lanes of a warp, a block, or the blocks of a cluster (row_groups.cuh)
-//   Row    their view of it: for_each() reads it, possibly again, and write() writes the output
+//   Row    their view of it: for_each() reads it, possibly again, and write() writes the output; before, read_ahead()
+//          may start to read parameters
 // or, if rows are long and have parameters, for those of streamed_rows.cuh.
 //
 // An operator on elements of type T has
@@ -33,27 +34,28 @@ struct Parameters {
   const T* at[n];
   T otherwise[n];
 
+  template <int N>
+  __device__ void read(int which, int64_t column, Accumulate<T> (&out)[N]) const {
+    if (at[which] == nullptr) return fill(which, out);
+    const T* const from = at[which] + column;
+    if constexpr (N > 1) {
+      if (reinterpret_cast<uintptr_t>(from) % kVectorBytes == 0) {
+        const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
+        unpack(*reinterpret_cast<const Packed<T, N>*>(&bits), out);
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(from[i]);
+  }
   /// Whether vectors from this column on lie at multiples of their size.
   __device__ bool are_aligned(int64_t column) const {
     bool all = true;
 #pragma unroll
-    for (int which = 0; which < n; ++which) all = all && (at[which] == nullptr || is_aligned(which, column));
-    return all;
-  }
-  template <int N>
-  __device__ void read_aligned(int which, int64_t column, Accumulate<T> (&out)[N]) const {
-    if (at[which] == nullptr) return fill(which, out);
-    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(at[which] + column));
-    unpack(*reinterpret_cast<const Packed<T, N>*>(&bits), out);
-  }
-  template <int N>
-  __device__ void read(int which, int64_t column, Accumulate<T> (&out)[N]) const {
-    if (at[which] == nullptr) return fill(which, out);
-    if constexpr (N > 1) {
-      if (is_aligned(which, column)) return read_aligned(which, column, out);
+    for (int which = 0; which < n; ++which) {
+      all = all && (at[which] == nullptr || reinterpret_cast<uintptr_t>(at[which] + column) % kVectorBytes == 0);
     }
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(at[which][column + i]);
+    return all;
   }
   /// Brings an aligned vector to shared memory, where it is after wait_for_copies().
   template <int N>
@@ -65,20 +67,13 @@ struct Parameters {
   }
 
  private:
-  __device__ bool is_aligned(int which, int64_t column) const {
-    return reinterpret_cast<uintptr_t>(at[which] + column) % kVectorBytes == 0;
-  }
   template <int N>
   __device__ void fill(int which, Accumulate<T> (&out)[N]) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = static_cast<Accumulate<T>>(otherwise[which]);
+    for (auto& value : out) value = static_cast<Accumulate<T>>(otherwise[which]);
   }
 };
 template <class T>
 struct Parameters<T, 0> {
-  __device__ bool are_aligned(int64_t) const { return true; }
-  template <class Out>
-  __device__ void read_aligned(int, int64_t, Out&) const {}
   template <class Out>
   __device__ void read(int, int64_t, Out&) const {}
 };
@@ -118,12 +113,13 @@ class RowInRegisters {
     }
   }
 
+  /// Called before write().
   template <int n>
   __device__ void read_ahead(const Parameters<T, n>& parameters) {
-    are_aligned_ = parameters.are_aligned(head_);
     if constexpr (kAhead > 0) {
       static_assert(kAhead == n);
-      if (!are_aligned_) return;
+      are_ahead_ = parameters.are_aligned(head_);
+      if (!are_ahead_) return;
 #pragma unroll
       for (int k = 0; k < kCapacity; ++k) {
         if (vector(k) >= vectors_) continue;
@@ -175,14 +171,16 @@ class RowInRegisters {
   /// parameters number i.
   template <int n, class F>
   __device__ void write(const Parameters<T, n>& parameters, F f) const {
-    // One test for all vectors: with one for each, their reads would wait for each other.
-    if (!are_aligned_) {
-      write_vectors(f, [&](int k, int i, auto& out) { parameters.read(i, column(k), out); });
-    } else if constexpr (kAhead > 0) {
-      wait_for_copies();
-      write_vectors(f, [&](int k, int i, auto& out) { unpack(*ahead(k, i), out); });
+    const auto read = [&](int k, int i, auto& out) { parameters.read(i, column(k), out); };
+    if constexpr (kAhead > 0) {
+      if (are_ahead_) {
+        wait_for_copies();
+        write_vectors(f, [&](int k, int i, auto& out) { unpack(*ahead(k, i), out); });
+      } else {
+        write_vectors(f, read);
+      }
     } else {
-      write_vectors(f, [&](int k, int i, auto& out) { parameters.read_aligned(i, column(k), out); });
+      write_vectors(f, read);
     }
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
@@ -228,7 +226,7 @@ class RowInRegisters {
   const int rank_, size_;
   T* const y_;
   int head_, vectors_, edges_;
-  bool are_aligned_;  // the parameters of the vectors
+  bool are_ahead_ = false;  // the parameters of the vectors
   Packed<T, kSize> body_[kVectors];
   T edge_[kEdges];
 };

@@ -22,12 +22,15 @@ inline int64_t rounded_row_bytes(const at::Tensor& x, const at::Tensor& w) {
   return x.scalar_type() == w.scalar_type() ? 0 : x.size(-1) * static_cast<int64_t>(w.element_size());
 }
 
+/// Products that sum over rows should do so over multiples of these.
+constexpr int64_t kRowsOfCublasTile = 128;
+
 /// How many of its last rows a product t.T @ u of cuBLAS might leave out, or 0. It may sum over the rows in parallel
 /// parts, and for some sizes of 16-bit matrices these leave out the rows beyond the last multiple of their tile
 /// (https://github.com/facebookexperimental/triton/pull/2767). With 82965 rows of 256 features in float16, to float32,
 /// the result was off by 1.6% (CUDA 13.0, H100). So these rows should be a product of their own.
 inline int64_t rows_cublas_may_leave_out(const at::Tensor& t) {
-  constexpr int64_t tile = 128;
+  constexpr int64_t tile = kRowsOfCublasTile;
   return t.element_size() == 2 && t.size(0) > tile ? t.size(0) % tile : 0;
 }
 
