@@ -173,3 +173,29 @@ def test_errors(device: str, name: str) -> None:
         with mode, pytest.raises(ValueError if name == "activation" else RuntimeError) as raised:
             function(**{**given, **changed})
         assert str(raised.value).splitlines()[0] == f"{op}.scaled: expected {text}"
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse_coo": (Tensor.to_sparse, "sparse_coo"),
+    "nested": (lambda t: torch.nested.nested_tensor([t]), "a nested tensor"),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", ["dense", "gate", "glu"])
+def test_other_layouts(device: str, op: str, layout: str, inference: bool) -> None:
+    """Of any argument, which no kernel takes."""
+    x, w, scale_x, scale_w, b = arguments(((4,), 16, 32), device)
+    given = {"x": x, "w": w, "scale_x": scale_x, "scale_w": scale_w, "b": b}
+    if op == "gate":
+        given["v"] = value(((4,), 16, 32), device, torch.bfloat16)
+    elif op == "glu":
+        given.update(wg=w, scale_wg=scale_w, bg=b)
+    function: Any = getattr(torchops, f"{op}_scaled")
+    change, shown = LAYOUTS[layout]
+    for name, tensor in given.items():
+        changed = change(torch.ones(2, 2, device=device) if tensor is None else tensor.float())
+        with torch.inference_mode(inference), pytest.raises(RuntimeError) as raised:
+            function(**{**given, name: changed})
+        assert str(raised.value).splitlines()[0] == f"{op}.scaled: expected {name} of layout strided, got {shown}"

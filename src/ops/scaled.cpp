@@ -116,6 +116,25 @@ Tensor glu_scaled_meta(const Tensor& x, const Tensor& w, const Tensor& wg, const
   return at::empty_symint(detail::with_last(x.sym_sizes(), w.sym_size(0)), x.options().dtype(dtype));
 }
 
+// For tensors that no kernel takes: what is wrong with them, in the words of the operator instead of the dispatcher's
+// list of its kernels. `meta` makes all checks, of which that of the layout fails for sparse and nested tensors.
+template <auto meta>
+struct NoKernel;
+template <class... Args, Tensor (*meta)(Args...)>
+struct NoKernel<meta> {
+  static Tensor call(Args... args) {
+    const at::Device device = meta(args...).device();
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "operators on eight bits: expected tensors on a CPU or a CUDA device, got ",
+                                device);
+  }
+};
+
+void register_no_kernels(torch::Library& m) {
+  m.impl("dense.scaled", NoKernel<dense_scaled_meta>::call);
+  m.impl("gate.scaled", NoKernel<gate_scaled_meta>::call);
+  m.impl("glu.scaled", NoKernel<glu_scaled_meta>::call);
+}
+
 TORCH_LIBRARY_FRAGMENT(myops, m) {
   m.def(
       "dense.scaled(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None, *, "
@@ -134,6 +153,10 @@ TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("gate.scaled", gate_scaled_meta);
   m.impl("glu.scaled", glu_scaled_meta);
 }
+
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { register_no_kernels(m); }
+TORCH_LIBRARY_IMPL(myops, NestedTensorCPU, m) { register_no_kernels(m); }
+TORCH_LIBRARY_IMPL(myops, NestedTensorCUDA, m) { register_no_kernels(m); }
 
 }  // namespace
 
