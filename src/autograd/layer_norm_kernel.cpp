@@ -63,26 +63,32 @@ std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& 
   return normalization_gradients(grad, normalize(x, dims, eps), dims, weight, mask, x.scalar_type());
 }
 
-// Saves x and its moments. Overwrites `target` if there is one, instead of returning a new tensor.
+// layer_norm() with the moments of x, below autograd. Overwrites `target` if there is one, instead of making a new
+// tensor.
+std::tuple<Tensor, Tensor, Tensor> with_moments(const Tensor& x, const Normalization& normalization,
+                                                const OptionalTensor& weight, const OptionalTensor& bias,
+                                                const OptionalTensor& target) {
+  const auto [shape, eps] = normalization;
+  if (!target) return detail::layer_norm_with_moments(x, shape, weight, bias, eps);
+  Tensor mean, rstd;
+  const Tensor y = overwrite(*target, [&, &shape = shape, &eps = eps](Tensor& self) {
+    std::tie(mean, rstd) = detail::layer_norm_with_moments_(self, shape, weight, bias, eps);
+  });
+  return {y, mean, rstd};
+}
+
+// Saves x and its moments.
 struct LayerNorm : torch::autograd::Function<LayerNorm> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Normalization& normalization,
                         const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
-    const auto [shape, eps] = normalization;
-    Tensor y, mean, rstd;
-    if (target) {
-      check_can_be_saved({x, weight.value_or(Tensor())});
-      y = overwrite(*target, [&, &shape = shape, &eps = eps](Tensor& self) {
-        std::tie(mean, rstd) = detail::layer_norm_with_moments_(self, shape, weight, bias, eps);
-      });
-    } else {
-      std::tie(y, mean, rstd) = detail::layer_norm_with_moments(x, shape, weight, bias, eps);
-    }
+    if (target) check_can_be_saved({x, weight.value_or(Tensor())});
+    const auto [y, mean, rstd] = with_moments(x, normalization, weight, bias, target);
     ctx->save_for_backward({x, weight.value_or(Tensor()), mean, rstd});
-    ctx->saved_data["dims"] = static_cast<int64_t>(shape.size());
-    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["dims"] = static_cast<int64_t>(normalization.shape.size());
+    ctx->saved_data["eps"] = normalization.eps;
     ctx->saved_data["has_bias"] = bias.has_value();
     return y;
   }
@@ -116,18 +122,10 @@ struct LayerNormFromOutput : torch::autograd::Function<LayerNormFromOutput> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Normalization& normalization,
                         const OptionalTensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
-    const auto [shape, eps] = normalization;
-    Tensor y, mean, rstd;
-    if (target) {
-      y = overwrite(*target, [&, &shape = shape, &eps = eps](Tensor& self) {
-        std::tie(mean, rstd) = detail::layer_norm_with_moments_(self, shape, std::nullopt, std::nullopt, eps);
-      });
-    } else {
-      std::tie(y, mean, rstd) = detail::layer_norm_with_moments(x, shape, std::nullopt, std::nullopt, eps);
-    }
+    const auto [y, mean, rstd] = with_moments(x, normalization, std::nullopt, std::nullopt, target);
     ctx->save_for_backward({y, mean, rstd});
-    ctx->saved_data["dims"] = static_cast<int64_t>(shape.size());
-    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["dims"] = static_cast<int64_t>(normalization.shape.size());
+    ctx->saved_data["eps"] = normalization.eps;
     return y;
   }
 

@@ -171,16 +171,11 @@ class RowInRegisters {
   /// parameters number i.
   template <int n, class F>
   __device__ void write(const Parameters<T, n>& parameters, F f) const {
-    const auto read = [&](int k, int i, auto& out) { parameters.read(i, column(k), out); };
-    if constexpr (kAhead > 0) {
-      if (are_ahead_) {
-        wait_for_copies();
-        write_vectors(f, [&](int k, int i, auto& out) { unpack(*ahead(k, i), out); });
-      } else {
-        write_vectors(f, read);
-      }
+    if (kAhead > 0 && are_ahead_) {
+      wait_for_copies();
+      write_vectors(f, [&](int k, int i, auto& out) { unpack(*ahead(k, i), out); });
     } else {
-      write_vectors(f, read);
+      write_vectors(f, [&](int k, int i, auto& out) { parameters.read(i, column(k), out); });
     }
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
