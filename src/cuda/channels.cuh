@@ -28,14 +28,10 @@ template <class T, int V>
 struct PlainRows {
   MatrixRows<const T> rows;
 
-  struct Columns {};
   using Loaded = Packed<T, V>;
 
-  __device__ Columns columns(int64_t) const { return {}; }
   __device__ Loaded load(int64_t row, int64_t column) const { return rows.template load<V>(row, column); }
-  __device__ void values(const Loaded& loaded, const Columns&, Accumulate<T> (&values)[V]) const {
-    unpack(loaded, values);
-  }
+  __device__ void values(const Loaded& loaded, Accumulate<T> (&values)[V]) const { unpack(loaded, values); }
 };
 
 /// channels[c][positions.of(r)] = rows[r][c] * factors.of(r), where Rows is PlainRows or GluRows (pass.cuh).
@@ -47,7 +43,6 @@ __global__ void __launch_bounds__(32 * kTileThreads)
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>, first_channel = int64_t{blockIdx.y} * kTile<V>;
   const int lane = static_cast<int>(threadIdx.x) * V;
   if (first_channel + lane < channel_count) {
-    const auto columns = rows.columns(first_channel + lane);
     for (int begin = static_cast<int>(threadIdx.y); begin < kTile<V>; begin += kTileBatch * kTileThreads) {
       typename Rows::Loaded loaded[kTileBatch];
 #pragma unroll
@@ -60,7 +55,7 @@ __global__ void __launch_bounds__(32 * kTileThreads)
         const int i = begin + b * kTileThreads;
         if (first_row + i >= row_count) break;
         Accumulate<T> values[V];
-        rows.values(loaded[b], columns, values);
+        rows.values(loaded[b], values);
         const Accumulate<T> factor = factors.of(first_row + i);
 #pragma unroll
         for (int j = 0; j < V; ++j) tile[i][lane + j] = static_cast<T>(values[j] * factor);
@@ -291,10 +286,10 @@ struct ChannelPanel {
           <<<grid, block, 0, stream>>>(source, write_rows<T>(channels), positions, factors, rows.size(0), rows.size(1));
     });
   }
-  /// The rows (value + bias) * sigmoid(gate + gate_bias), without storing them; a bias may be null.
-  void from_gated_rows(const at::Tensor& value, const at::Tensor& gate, const T* bias, const T* gate_bias) const {
+  /// The rows value * sigmoid(gate), without storing them.
+  void from_gated_rows(const at::Tensor& value, const at::Tensor& gate) const {
     launch(value, gate, [&](auto width, dim3 grid, dim3 block, cudaStream_t stream) {
-      const GluRows<Sigmoid, T, width()> source{read_rows<T>(value), read_rows<T>(gate), bias, gate_bias};
+      const GluRows<Sigmoid, T, width()> source{read_rows<T>(value), read_rows<T>(gate)};
       to_channels_kernel<T, width()><<<grid, block, 0, stream>>>(source, write_rows<T>(channels), positions, factors,
                                                                  value.size(0), value.size(1));
     });

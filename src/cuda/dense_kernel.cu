@@ -1,19 +1,17 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/addmm_cuda_dispatch.h>
-#include <ATen/ops/as_strided_cuda_dispatch.h>
-#include <ATen/ops/mm_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <optional>
 
+#include "cuda/gemm/backward_pass.cuh"
 #include "cuda/gemm/few_rows.cuh"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
-#include "cuda/gemm/pointwise.cuh"
 #include "cuda/gemm/sm80.cuh"
 #include "cuda/linear.h"
+#include "cuda/sigmoid.h"
 #include "ops/common.h"
 #include "ops/dense.h"
 #include "ops/dense_path.h"
@@ -57,24 +55,15 @@ bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optiona
 Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   const c10::cuda::CUDAGuard guard(x.device());
-  const int64_t in_features = w.size(1), out_features = w.size(0);
+  const int64_t out_features = w.size(0);
   Tensor y = at::detail::empty_cuda(detail::with_last(x.sizes(), out_features), x.options());
   if (y.numel() == 0) return y;
   const Tensor x_rows = x.dim() == 2 ? x : detail::as_rows(x);
   Tensor y_rows = y.dim() == 2 ? y : y.view({y.numel() / out_features, out_features});
-  const std::optional<Tensor> bias = b ? std::optional<Tensor>(b->contiguous()) : std::nullopt;
+  const std::optional<Tensor> bias = contiguous(b);
   if (fused(y_rows, x_rows, w, bias)) return y;
-  // w.t(), without the two trips through the dispatcher.
-  const Tensor w_t =
-      at::cuda::as_strided(w, {in_features, out_features}, {w.stride(1), w.stride(0)}, w.storage_offset());
-  if (bias && y.element_size() >= 4) {
-    // With its bias inside, the product rounds once; in float32, a second rounding would be as large as the first.
-    at::cuda::addmm_out(y_rows, *bias, x_rows, w_t);
-    gemm::bias_activation_<Sigmoid>(y_rows, std::nullopt);
-  } else {
-    at::cuda::mm_out(y_rows, x_rows, w_t);
-    gemm::bias_activation_<Sigmoid>(y_rows, bias);
-  }
+  linear_out(y_rows, x_rows, w, bias);
+  sigmoid_without_gaps(y, y);
   return y;
 }
 

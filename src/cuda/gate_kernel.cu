@@ -23,28 +23,25 @@ using OptionalTensor = std::optional<Tensor>;
 
 // T is the type of the weights, V that of v: the same, or float.
 
-// y = v * sigmoid(z + bias). y may be z or v.
+// y = v * sigmoid(z). y may be z or v.
 template <class T, class V, int N>
 struct GatePass {
   MatrixRows<const T> z;
   MatrixRows<const V> v;
   MatrixRows<V> y;
-  const T* bias;
 
-  using Columns = Biases<T, N>;
   struct Loaded {
     Packed<T, N> z;
     Packed<V, N> v;
   };
 
-  __device__ Columns columns(int64_t column) const { return {bias, column}; }
   __device__ Loaded load(int64_t row, int64_t column) const {
     return {z.template load<N>(row, column), v.template load<N>(row, column)};
   }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded) const {
     Accumulate<T> sums[N];
     Accumulate<V> values[N];
-    biases.add_to(loaded.z, sums);
+    unpack(loaded.z, sums);
     unpack(loaded.v, values);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] *= gate_of<V>(sums[i]);
@@ -64,7 +61,7 @@ __device__ inline A gate_and_complement(A z, A& complement) {
   }
 }
 
-// With s = sigmoid(z + bias): dv = g * s, unless dv is null, and dz = g * v * s * (1 - s), which overwrites z.
+// With s = sigmoid(z): dv = g * s, unless dv is null, and dz = g * v * s * (1 - s), which overwrites z.
 // Sums dz. If v_is_y, v is v * s.
 template <class T, class V, int N>
 struct GateBackwardPass {
@@ -73,24 +70,20 @@ struct GateBackwardPass {
   MatrixRows<const V> g, v;
   MatrixRows<V> dv;
   MatrixRows<T> z;
-  const T* bias;
   bool v_is_y;
 
-  using Columns = Biases<T, N>;
   struct Loaded {
     Packed<T, N> z;
     Packed<V, N> g, v;
   };
 
-  __device__ Columns columns(int64_t column) const { return {bias, column}; }
   __device__ Loaded load(int64_t row, int64_t column) const {
     return {z.template load<N>(row, column), g.template load<N>(row, column), v.template load<N>(row, column)};
   }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases,
-                         Sum (&sums)[kSums][N]) const {
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, Sum (&sums)[kSums][N]) const {
     Accumulate<T> dz[N];
     Accumulate<V> gs[N], values[N];
-    biases.add_to(loaded.z, dz);
+    unpack(loaded.z, dz);
     unpack(loaded.g, gs);
     unpack(loaded.v, values);
 #pragma unroll
@@ -117,16 +110,14 @@ void dispatch(const Tensor& w, const Tensor& v, const F& f) {
   });
 }
 
-// y = v * sigmoid(z + b); all have unit column stride, and z has no gaps.
-void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z, const OptionalTensor& b) {
+// y = v * sigmoid(z); all have unit column stride, and z has no gaps.
+void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z) {
   const int64_t rows = y.size(0), columns = y.size(1);
   dispatch(z, v, [&](auto weight, auto value) {
     using T = decltype(weight);
     using V = decltype(value);
     const auto launch = [&](auto width) {
-      launch_pass<width()>(
-          GatePass<T, V, width()>{read_rows<T>(z), read_rows<V>(v), write_rows<V>(y), remaining_bias<T>(b)}, rows,
-          columns);
+      launch_pass<width()>(GatePass<T, V, width()>{read_rows<T>(z), read_rows<V>(v), write_rows<V>(y)}, rows, columns);
     };
     constexpr int n = kVectorSize<V>;
     const bool in_vectors =
@@ -190,7 +181,7 @@ Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const Option
     if (rounded && fused(out, panel(v_rows), x_panel, w, bias)) return;
     const Tensor z = scratch ? Tensor(at::detail::empty_cuda(out.sizes(), w.options())) : out;
     linear_out(z, x_panel, w, bias);
-    gate_rows(out, panel(v_rows), z, bias);
+    gate_rows(out, panel(v_rows), z);
   });
   return y;
 }
@@ -224,7 +215,7 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
       const Tensor factor = rounded ? rounded_rows.narrow(0, 0, rows).copy_(x_panel) : x_panel;
       if (rounded && fused(out, out, factor, weight, bias)) return;
       linear_out(z, factor, weight, bias);
-      gate_rows(out, out, z, bias);
+      gate_rows(out, out, z);
     });
   };
   detail::overwriting(v, [&] { overwrite_rows({v, input}, 1, overwrite); });
@@ -232,16 +223,15 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
 
 // Makes dv, if it is wanted, and dz, which overwrites z and is added to the sums.
 void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const Tensor& g, const Tensor& v,
-                        const OptionalTensor& b, bool wants_dv, bool v_is_y) {
+                        bool wants_dv, bool v_is_y) {
   const int64_t rows = z.size(0), columns = z.size(1);
   dispatch(z, v, [&](auto weight, auto value) {
     using T = decltype(weight);
     using V = decltype(value);
     const MatrixRows<V> to = wants_dv ? write_rows<V>(dv) : MatrixRows<V>{nullptr, 0};
     const auto launch = [&](auto width) {
-      sums.launch<width()>(GateBackwardPass<T, V, width()>{read_rows<V>(g), read_rows<V>(v), to, write_rows<T>(z),
-                                                           remaining_bias<T>(b), v_is_y},
-                           rows);
+      sums.launch<width()>(
+          GateBackwardPass<T, V, width()>{read_rows<V>(g), read_rows<V>(v), to, write_rows<T>(z), v_is_y}, rows);
     };
     constexpr int n = kVectorSize<V>;
     const bool in_vectors = columns % n == 0 && read_rows<V>(g).fits(n) && read_rows<V>(v).fits(n) && to.fits(n) &&
@@ -336,7 +326,7 @@ void by_cotangents(const detail::GateGradients& gradients, const Tensor& g, cons
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
       const Tensor z = panel(dz);
       linear_out(z, panel(x).to(w.scalar_type()), w, b);
-      gate_backward_rows(sums, mask[0] ? panel(dv) : dv, z, panel(g), panel(v), b, mask[0], v_is_y);
+      gate_backward_rows(sums, mask[0] ? panel(dv) : dv, z, panel(g), panel(v), mask[0], v_is_y);
     });
     if (mask[3]) sums.finish(db);
   }

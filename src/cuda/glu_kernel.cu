@@ -86,17 +86,10 @@ void glu_out(const Tensor& y, const Products& products, const Tensor& x, const T
     const Tensor out = panel(y), x_panel = panel(x).to(w.scalar_type());
     const Products products_panel = products ? Products(products->narrow(begin, end)) : std::nullopt;
     if (rounded && fused(out, products_panel, x_panel, w, wg, bias, gate_bias, act)) return;
-    if (products) {
-      const auto& [z, u] = *products_panel;
-      linear_with_bias_out(z, x_panel, w, bias);
-      linear_with_bias_out(u, x_panel, wg, gate_bias);
-      glu_rows(out, z, u, std::nullopt, std::nullopt, act);
-    } else {
-      const Tensor u = at::detail::empty_cuda(out.sizes(), w.options());
-      linear_out(out, x_panel, w, bias);
-      linear_out(u, x_panel, wg, gate_bias);
-      glu_rows(out, out, u, bias, gate_bias, act);
-    }
+    const auto [z, u] = products ? *products_panel : GluPair{out, at::detail::empty_cuda(out.sizes(), w.options())};
+    linear_out(z, x_panel, w, bias);
+    linear_out(u, x_panel, wg, gate_bias);
+    glu_rows(out, z, u, act);
   });
 }
 
@@ -260,7 +253,7 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Tenso
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const GluPair to = GluPair::halves(panel(both));
     if (a.kept) {
-      glu_backward_rows(sums, to, panel(a.g), a.kept->narrow(begin, end), std::nullopt, std::nullopt, a.activation);
+      glu_backward_rows(sums, to, panel(a.g), a.kept->narrow(begin, end), a.activation);
       return;
     }
     const Tensor x = panel(a.x).to(a.w.scalar_type());
@@ -270,7 +263,7 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Tenso
       linear_out(to.z, x, a.w, a.b);
       linear_out(to.u, x, a.wg, a.bg);
     }
-    glu_backward_rows(sums, to, panel(a.g), to, a.b, a.bg, a.activation);
+    glu_backward_rows(sums, to, panel(a.g), to, a.activation);
   });
   sums.finish(a.mask[3] ? db : Tensor(), a.mask[4] ? dbg : Tensor());
 }

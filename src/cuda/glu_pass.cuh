@@ -24,45 +24,39 @@ struct GluPair {
   }
 };
 
-/// y = (z + bias) * F(u + gate_bias). y may be z.
+/// y = z * F(u). y may be z.
 template <class F, class T, int N>
 struct GluPass : GluRows<F, T, N> {
-  using typename GluRows<F, T, N>::Columns, typename GluRows<F, T, N>::Loaded;
+  using typename GluRows<F, T, N>::Loaded;
   MatrixRows<T> y;
 
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases) const {
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded) const {
     Accumulate<T> values[N];
-    this->values(loaded, biases, values);
+    this->values(loaded, values);
     y.template store<N>(row, column, pack<T, N>(values));
   }
 };
 
-/// dz = g * F(u + gate_bias) and du = g * (z + bias) * F'(u + gate_bias). dz may be z, and du may be u. Sums both.
+/// dz = g * F(u) and du = g * z * F'(u). dz may be z, and du may be u. Sums both.
 template <class F, class T, int N>
 struct GluBackwardPass {
   static constexpr int kSums = 2;
   using Sum = Accumulate<T>;
   MatrixRows<const T> g, z, u;
   MatrixRows<T> dz, du;
-  const T *bias, *gate_bias;
 
-  struct Columns {
-    Biases<T, N> value, gate;
-  };
   struct Loaded {
     Packed<T, N> g, z, u;
   };
 
-  __device__ Columns columns(int64_t column) const { return {{bias, column}, {gate_bias, column}}; }
   __device__ Loaded load(int64_t row, int64_t column) const {
     return {g.template load<N>(row, column), z.template load<N>(row, column), u.template load<N>(row, column)};
   }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& biases,
-                         Sum (&sums)[kSums][N]) const {
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, Sum (&sums)[kSums][N]) const {
     Accumulate<T> grads[N], values[N], gates[N];
     unpack(loaded.g, grads);
-    biases.value.add_to(loaded.z, values);
-    biases.gate.add_to(loaded.u, gates);
+    unpack(loaded.z, values);
+    unpack(loaded.u, gates);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       Accumulate<T> slope;
@@ -92,8 +86,7 @@ void dispatch_glu(const at::Tensor& w, detail::GluActivation activation, const I
 }
 
 /// y = glu of the products of some rows. y may be z.
-inline void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor& u, const std::optional<at::Tensor>& b,
-                     const std::optional<at::Tensor>& bg, detail::GluActivation activation) {
+inline void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor& u, detail::GluActivation activation) {
   const int64_t rows = z.size(0), columns = z.size(1);
   const auto in_vectors = [&](auto type, int n) {
     using T = decltype(type);
@@ -102,15 +95,12 @@ inline void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor&
   dispatch_glu(z, activation, in_vectors, [&](auto act, auto type, auto width) {
     using F = decltype(act);
     using T = decltype(type);
-    const GluPass<F, T, width()> pass{{read_rows<T>(z), read_rows<T>(u), remaining_bias<T>(b), remaining_bias<T>(bg)},
-                                      write_rows<T>(y)};
-    launch_pass<width()>(pass, rows, columns);
+    launch_pass<width()>(GluPass<F, T, width()>{{read_rows<T>(z), read_rows<T>(u)}, write_rows<T>(y)}, rows, columns);
   });
 }
 
 /// Makes the cotangents, and adds them to the sums.
 inline void glu_backward_rows(PassSums& sums, const GluPair& cotangents, const at::Tensor& g, const GluPair& products,
-                              const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
                               detail::GluActivation activation) {
   const auto& [dz, du] = cotangents;
   const auto& [z, u] = products;
@@ -123,9 +113,8 @@ inline void glu_backward_rows(PassSums& sums, const GluPair& cotangents, const a
   dispatch_glu(z, activation, in_vectors, [&](auto act, auto type, auto width) {
     using F = decltype(act);
     using T = decltype(type);
-    const GluBackwardPass<F, T, width()> pass{read_rows<T>(g),      read_rows<T>(z),   read_rows<T>(u),
-                                              write_rows<T>(dz),    write_rows<T>(du), remaining_bias<T>(b),
-                                              remaining_bias<T>(bg)};
+    const GluBackwardPass<F, T, width()> pass{read_rows<T>(g), read_rows<T>(z), read_rows<T>(u), write_rows<T>(dz),
+                                              write_rows<T>(du)};
     sums.launch<width()>(pass, rows);
   });
 }

@@ -5,6 +5,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
+#include <ATen/ops/as_strided_cuda_dispatch.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
@@ -76,23 +77,12 @@ inline void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b
   if (!split_product(out, a, b, /*accumulate=*/true)) at::cuda::addmm_(out, a, b);
 }
 
-/// out = x @ w.T + b, rounded once.
-inline void linear_with_bias_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w,
-                                 const std::optional<at::Tensor>& b) {
-  b ? at::cuda::addmm_out(out, *b, x, w.t()) : product_out(out, x, w.t());
-}
-
-/// out = x @ w.T, and + b in float32 and float64: with its bias inside the product rounds once, and a second rounding
-/// would be as large as the first. In 16 bits the next pass adds the bias, before its own rounding.
-inline void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
-                       const std::optional<at::Tensor>& b) {
-  linear_with_bias_out(out, x, w, out.element_size() >= 4 ? b : std::nullopt);
-}
-
-/// The bias that linear_out() has left to the next pass, or null.
-template <class T>
-const T* remaining_bias(const std::optional<at::Tensor>& b) {
-  return b && sizeof(T) == 2 ? b->const_data_ptr<T>() : nullptr;
+/// out = x @ w.T + b, rounded once: a product rounded before its bias is added would have lost what they don't cancel.
+inline void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b) {
+  // w.t(), without two trips through the dispatcher.
+  const at::Tensor w_t =
+      at::cuda::as_strided(w, {w.size(1), w.size(0)}, {w.stride(1), w.stride(0)}, w.storage_offset());
+  b ? at::cuda::addmm_out(out, *b, x, w_t) : product_out(out, x, w_t);
 }
 
 /// [a; b], for one product instead of two: a view if they are the halves of one tensor.

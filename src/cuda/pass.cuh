@@ -12,22 +12,20 @@
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/vector.cuh"
 
-// An elementwise pass over matrices whose columns have values of their own (such as a bias): the step after a product.
+// An elementwise pass over matrices, which may also sum their columns: the step after a product.
 namespace torchops::cuda {
 
 constexpr int kPassBlock = 256;
 // Rows that a thread has in flight: this many independent loads hide the latency of memory.
 constexpr int kPassRows = 4;
 
-/// Calls `pass` on N columns at a time. A thread stays in its columns, so what belongs to them is read once:
-///   Pass::Columns columns(int64_t column)                 for kPassRows rows
+/// Calls `pass` on N columns at a time:
 ///   Pass::Loaded load(int64_t row, int64_t column)
-///   void finish(int64_t row, int64_t column, const Loaded&, const Columns&)
+///   void finish(int64_t row, int64_t column, const Loaded&)
 template <int N, class Pass>
 __global__ void __launch_bounds__(kPassBlock) pass_kernel(Pass pass, int64_t rows, int64_t columns) {
   const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * N;
   if (column >= columns) return;
-  const auto of_column = pass.columns(column);
   const int64_t first = int64_t{blockIdx.x} * blockDim.y * kPassRows + threadIdx.y;
   typename Pass::Loaded loaded[kPassRows];
 #pragma unroll
@@ -38,7 +36,7 @@ __global__ void __launch_bounds__(kPassBlock) pass_kernel(Pass pass, int64_t row
 #pragma unroll
   for (int i = 0; i < kPassRows; ++i) {
     const int64_t row = first + int64_t{i} * blockDim.y;
-    if (row < rows) pass.finish(row, column, loaded[i], of_column);
+    if (row < rows) pass.finish(row, column, loaded[i]);
   }
 }
 
@@ -60,7 +58,7 @@ void launch_pass(const Pass& pass, int64_t rows, int64_t columns) {
 }
 
 /// The same for a pass that also sums over rows, into Pass::kSums sums per column, of the type Pass::Sum:
-///   void finish(int64_t row, int64_t column, const Loaded&, const Columns&, Sum (&sums)[kSums][N])
+///   void finish(int64_t row, int64_t column, const Loaded&, Sum (&sums)[kSums][N])
 /// A block has `rows_of_block` rows and writes its sums, side by side, to row blockIdx.x of partial, unless that is
 /// null. The order of the additions depends only on sizes.
 template <int N, class Pass>
@@ -73,7 +71,6 @@ __global__ void __launch_bounds__(kPassBlock)
   const bool active = column < columns;
   Sum sums[kSums][N] = {};
   if (active) {
-    const auto of_column = pass.columns(column);
     const int64_t begin = blockIdx.x * rows_of_block;
     const int64_t end = begin + rows_of_block < rows ? begin + rows_of_block : rows;
     for (int64_t first = begin + threadIdx.y; first < end; first += int64_t{blockDim.y} * kPassRows) {
@@ -86,7 +83,7 @@ __global__ void __launch_bounds__(kPassBlock)
 #pragma unroll
       for (int i = 0; i < kPassRows; ++i) {
         const int64_t row = first + int64_t{i} * blockDim.y;
-        if (row < end) pass.finish(row, column, loaded[i], of_column, sums);
+        if (row < end) pass.finish(row, column, loaded[i], sums);
       }
     }
   }
@@ -191,12 +188,10 @@ struct SumPass {
   static constexpr int kSums = 1;
   using Sum = Accumulate<T>;
   using Loaded = Packed<T, N>;
-  struct Columns {};
   MatrixRows<const T> from;
 
-  __device__ Columns columns(int64_t) const { return {}; }
   __device__ Loaded load(int64_t row, int64_t column) const { return from.template load<N>(row, column); }
-  __device__ void finish(int64_t, int64_t, const Loaded& loaded, const Columns&, Sum (&sums)[kSums][N]) const {
+  __device__ void finish(int64_t, int64_t, const Loaded& loaded, Sum (&sums)[kSums][N]) const {
     Accumulate<T> values[N];
     unpack(loaded, values);
 #pragma unroll
@@ -217,23 +212,6 @@ inline void sum_columns(const at::Tensor& sums, const at::Tensor& matrix) {
   pass.finish(sums);
 }
 
-/// The sum of a product and the bias of its columns (null: none), in float32 or float64.
-template <class T, int N>
-struct Biases {
-  Accumulate<T> of[N];
-
-  __device__ Biases(const T* bias, int64_t column) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      of[i] = bias == nullptr ? Accumulate<T>{0} : static_cast<Accumulate<T>>(bias[column + i]);
-  }
-  __device__ void add_to(const Packed<T, N>& product, Accumulate<T> (&sums)[N]) const {
-    unpack(product, sums);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sums[i] += of[i];
-  }
-};
-
 /// F(z) and its derivative, as exactly as elements of type T need.
 template <class F, class T, class A>
 __device__ inline A activate(A z, A& slope) {
@@ -246,27 +224,22 @@ __device__ inline A activate(A z, A& slope) {
   }
 }
 
-/// The rows (z + bias) * F(u + gate_bias). As in a pass, a thread stays in its N columns.
+/// The rows z * F(u), N columns at a time.
 template <class F, class T, int N>
 struct GluRows {
   MatrixRows<const T> z, u;
-  const T *bias, *gate_bias;
 
-  struct Columns {
-    Biases<T, N> value, gate;
-  };
   struct Loaded {
     Packed<T, N> z, u;
   };
 
-  __device__ Columns columns(int64_t column) const { return {{bias, column}, {gate_bias, column}}; }
   __device__ Loaded load(int64_t row, int64_t column) const {
     return {z.template load<N>(row, column), u.template load<N>(row, column)};
   }
-  __device__ void values(const Loaded& loaded, const Columns& biases, Accumulate<T> (&values)[N]) const {
+  __device__ void values(const Loaded& loaded, Accumulate<T> (&values)[N]) const {
     Accumulate<T> gates[N];
-    biases.value.add_to(loaded.z, values);
-    biases.gate.add_to(loaded.u, gates);
+    unpack(loaded.z, values);
+    unpack(loaded.u, gates);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] *= activate<F, T>(gates[i]);
   }

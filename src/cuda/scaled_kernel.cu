@@ -60,26 +60,20 @@ struct ScaledPass {
   const T* rounded_bias;
   int64_t columns_of_y;
 
-  struct Columns {
-    float scale, bias;
-  };
   struct Loaded {
-    float z, v;
+    float z, v, scale, bias;
   };
 
-  __device__ Columns columns(int64_t column) const {
+  __device__ Loaded load(int64_t row, int64_t column) const {
+    const int64_t at = row * columns_of_y + column;
     const float of_column = bias != nullptr           ? bias[column]
                             : rounded_bias != nullptr ? static_cast<float>(rounded_bias[column])
                                                       : 0.f;
-    return {scale_w.data[scale_w.each ? column : 0], of_column};
+    return {z[at], v != nullptr ? static_cast<float>(v[at]) : 1.f, scale_w.data[scale_w.each ? column : 0], of_column};
   }
-  __device__ Loaded load(int64_t row, int64_t column) const {
-    const int64_t at = row * columns_of_y + column;
-    return {z[at], v != nullptr ? static_cast<float>(v[at]) : 1.f};
-  }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, const Columns& of_column) const {
-    const float scaled = loaded.z * scale_x.data[scale_x.each ? row : 0] * of_column.scale;
-    y[row * columns_of_y + column] = static_cast<T>(loaded.v * activate<F, T>(scaled + of_column.bias));
+  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded) const {
+    const float scaled = loaded.z * scale_x.data[scale_x.each ? row : 0] * loaded.scale;
+    y[row * columns_of_y + column] = static_cast<T>(loaded.v * activate<F, T>(scaled + loaded.bias));
   }
 };
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cuda/activation.cuh"
+#include "cuda/sigmoid.h"
 #include "cuda/vector.cuh"
 #include "ops/sigmoid.h"
 
@@ -62,8 +63,9 @@ void launch(const T* x, T* y, int64_t elements, int head) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// x and y hold their elements without gaps and in the same order.
-void sigmoid_dense(const Tensor& x, const Tensor& y) {
+}  // namespace
+
+void sigmoid_without_gaps(const Tensor& x, const Tensor& y) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "sigmoid", [&] {
     const auto* const from = x.const_data_ptr<scalar_t>();
     auto* const to = y.mutable_data_ptr<scalar_t>();
@@ -81,13 +83,15 @@ void sigmoid_dense(const Tensor& x, const Tensor& y) {
   });
 }
 
+namespace {
+
 Tensor sigmoid_cuda(const Tensor& x) {
   check_sigmoid(x);
   const c10::cuda::CUDAGuard on_device(x.device());
   Tensor y = at::empty(x.sizes(), x.options());
   if (y.numel() == 0) return y;
   if (x.is_contiguous()) {
-    sigmoid_dense(x, y);
+    sigmoid_without_gaps(x, y);
   } else {
     at::cuda::sigmoid_out(y, x);
   }
@@ -99,7 +103,7 @@ void sigmoid_cuda_(Tensor& x) {
   const c10::cuda::CUDAGuard on_device(x.device());
   if (x.numel() == 0) return;
   if (x.is_non_overlapping_and_dense()) {
-    sigmoid_dense(x, x);
+    sigmoid_without_gaps(x, x);
   } else {
     at::cuda::sigmoid_(x);
   }

@@ -59,10 +59,7 @@ class Layers {
     return detail::layer_norm_with_moments(rows, features, norm_weight_, norm_bias_, t_.eps);
   }
   /// out = h @ down.T + down_bias.
-  void down(Tensor out, const Tensor& h) const {
-    const Tensor w_t = t_.down_weight.t();
-    t_.down_bias ? at::cuda::addmm_out(out, *t_.down_bias, h, w_t) : product_out(out, h, w_t);
-  }
+  void down(Tensor out, const Tensor& h) const { linear_out(out, h, t_.down_weight, t_.down_bias); }
 
   /// For sizing scratch: bytes per row of `tensors` tensors of hidden features and as many like x.
   int64_t row_bytes(int64_t tensors) const {

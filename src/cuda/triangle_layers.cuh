@@ -67,7 +67,7 @@ class TriangleLayers : public detail::TriangleLayout {
   }
   /// The projection for rows of the normalised o.
   void project(const at::Tensor& out, const at::Tensor& rows) const {
-    linear_with_bias_out(out, rows, update().weight(detail::kPOut), update().bias(detail::kPOut));
+    linear_out(out, rows, update().weight(detail::kPOut), update().bias(detail::kPOut));
   }
 
   enum class To { kChannels, kRows };
@@ -135,8 +135,7 @@ class TriangleLayers : public detail::TriangleLayout {
     const at::Tensor both = empty({z.size(0), 2 * d});
     linear_out(both, z, *unit.weight, unit.bias);
     with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& of) {
-      const T* const bias = remaining_bias<T>(unit.bias);
-      of.from_gated_rows(both.narrow(1, 0, d), both.narrow(1, d, d), bias, bias == nullptr ? nullptr : bias + d);
+      of.from_gated_rows(both.narrow(1, 0, d), both.narrow(1, d, d));
     });
   }
 

@@ -1,7 +1,6 @@
 #pragma once
 
-// The two passes over memory around cuBLAS products: their epilogue, and the first step of their gradient.
-// Neither depends on the architecture.
+// The first step of the gradient of a linear layer with an activation, on any architecture.
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -19,91 +18,6 @@
 #include "cuda/vector.cuh"
 
 namespace torchops::cuda::gemm {
-
-constexpr int kPassThreads = 128;
-
-/// y = F(y + bias) in place, for `elements` elements in rows of `columns`; bias may be null. y is 16-byte aligned. With
-/// `bias_in_vectors`, so is bias, and columns is a multiple of kVectorSize. Each thread has `batch` vectors, all loads
-/// in flight at once; `column_step` is the distance between them, kPassThreads vectors, modulo columns.
-template <class F, class T, bool bias_in_vectors, int batch>
-__global__ void __launch_bounds__(kPassThreads)
-    bias_activation_kernel(T* __restrict__ y, const T* __restrict__ bias, int64_t elements, int64_t columns,
-                           int64_t column_step) {
-  using Access = Packed<T, kVectorSize<T>>;
-  using Wide = Accumulate<T>;
-  constexpr int64_t step = kPassThreads * kVectorSize<T>;
-  const int64_t first = int64_t{blockIdx.x} * batch * step + int64_t{threadIdx.x} * kVectorSize<T>;
-  // All indices of `access` are constants after unrolling: a variable index would move it to local memory.
-  Access access[batch];
-#pragma unroll
-  for (int b = 0; b < batch; ++b) {
-    const int64_t i = first + b * step;
-    if (i + kVectorSize<T> <= elements) {
-      access[b] = *reinterpret_cast<const Access*>(y + i);
-    } else {
-#pragma unroll
-      for (int v = 0; v < kVectorSize<T>; ++v) access[b].at[v] = i + v < elements ? y[i + v] : T(0);
-    }
-  }
-  int64_t column = bias != nullptr ? first % columns : 0;
-#pragma unroll
-  for (int b = 0; b < batch; ++b) {
-    const int64_t i = first + b * step;
-    Access offsets{};
-    if (bias != nullptr) {
-      if constexpr (bias_in_vectors) {
-        offsets = *reinterpret_cast<const Access*>(bias + column);
-      } else {
-        int64_t c = column;
-#pragma unroll
-        for (int v = 0; v < kVectorSize<T>; ++v) {
-          offsets.at[v] = bias[c];
-          if (++c == columns) c = 0;
-        }
-      }
-      column += column_step;
-      if (column >= columns) column -= columns;
-    }
-#pragma unroll
-    for (int v = 0; v < kVectorSize<T>; ++v) {
-      access[b].at[v] =
-          static_cast<T>(activate<F, T>(static_cast<Wide>(access[b].at[v]) + static_cast<Wide>(offsets.at[v])));
-    }
-    if (i + kVectorSize<T> <= elements) {
-      *reinterpret_cast<Access*>(y + i) = access[b];
-    } else {
-#pragma unroll
-      for (int v = 0; v < kVectorSize<T>; ++v) {
-        if (i + v < elements) y[i + v] = access[b].at[v];
-      }
-    }
-  }
-}
-
-template <class F, class T, int batch>
-void launch_bias_activation(const at::Tensor& y, const T* bias) {
-  const int64_t elements = y.numel(), columns = y.size(1);
-  const auto kernel = columns % kVectorSize<T> == 0 && is_aligned(bias) ? bias_activation_kernel<F, T, true, batch>
-                                                                        : bias_activation_kernel<F, T, false, batch>;
-  constexpr int64_t step = kPassThreads * kVectorSize<T>;
-  kernel<<<static_cast<unsigned>(ceil_div(elements, batch * step)), kPassThreads, 0,
-           at::cuda::getCurrentCUDAStream()>>>(y.mutable_data_ptr<T>(), bias, elements, columns, step % columns);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-/// y = F(y + b) for a contiguous matrix y. Several vectors per thread, unless that would leave multiprocessors idle.
-template <class F>
-void bias_activation_(const at::Tensor& y, const std::optional<at::Tensor>& b) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "bias_activation_", [&] {
-    const scalar_t* const bias = b ? b->const_data_ptr<scalar_t>() : nullptr;
-    constexpr int64_t few_bytes = int64_t{2} << 20;
-    if (static_cast<int64_t>(y.nbytes()) <= few_bytes) {
-      launch_bias_activation<F, scalar_t, 1>(y, bias);
-    } else {
-      launch_bias_activation<F, scalar_t, 4>(y, bias);
-    }
-  });
-}
 
 constexpr int kBackwardThreads = 256;
 
