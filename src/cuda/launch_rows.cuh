@@ -39,13 +39,43 @@ void launch_lanes(const Rows<T>& rows, const Operator& op) {
       rows, op, ceil_div(rows.rows, Group::kMaxThreads / kLanes), Group::kMaxThreads);
 }
 
+/// With registers for so many vectors of a row, a multiprocessor runs 1024 threads and has 128 KiB in flight.
+constexpr int kRowVectors = 8;
+
+/// Rows too long for that, or for clusters where there are some, use shared memory too, if the operator allows it.
+template <class T, class Group, class Operator>
+using StagedRow = RowInRegisters<T, Group, kRowVectors, Operator::kStaged>;
+
+/// The largest cluster that can share a row, a power of two; 1 if there is none. Lets the kernels for staged rows use
+/// the shared memory they need.
+template <class T, class Operator>
+int cluster_for_rows() {
+  static PerDevice cache;
+  int largest = 1;
+  C10_CUDA_CHECK(cache.get(largest, [](int& answer) {
+    constexpr int threads = Block::kMaxThreads, bytes = threads * StagedRow<T, Block, Operator>::kSharedBytes;
+    const auto query = [](auto kernel, int shared_bytes, int& of_kernel) {
+      return query_largest_cluster(kernel, Cluster::kMaxBlocks, threads, shared_bytes, of_kernel);
+    };
+    int of_staged = 1;
+    cudaError_t error = allow_shared(rows_kernel<T, StagedRow<T, Block, Operator>, Block, Operator>, bytes);
+    if (error == cudaSuccess) {
+      error = query(rows_kernel<T, RowInRegisters<T, Cluster, kRowVectors>, Cluster, Operator>, 0, answer);
+    }
+    if (error == cudaSuccess) {
+      error = query(rows_kernel<T, StagedRow<T, Cluster, Operator>, Cluster, Operator>, bytes, of_staged);
+    }
+    answer = std::min(answer, of_staged);
+    return error;
+  }));
+  return largest;
+}
+
 /// Applies `op` to every row, on the current stream; `rows` is not empty.
 template <class T, class Operator>
 void launch_rows(const Rows<T>& rows, const Operator& op) {
   constexpr int kSize = kVectorSize<T>;
-  // With registers for 8 vectors of a row, a multiprocessor runs 1024 threads and has 128 KiB in flight. Longer rows
-  // first use shared memory too, if the operator allows it, and then more blocks, which cost a barrier.
-  constexpr int kVectors = 8, kStaged = Operator::kStaged, kMaxThreads = Block::kMaxThreads;
+  constexpr int kVectors = kRowVectors, kMaxThreads = Block::kMaxThreads;
   const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   const bool same_alignment = (address(rows.x) - address(rows.y)) % kVectorBytes == 0 &&
                               (rows.x_stride - rows.y_stride) * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
@@ -71,7 +101,10 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
     using Row = RowInRegisters<T, Block, kHalf, 0, Operator::kParameters>;
     return launch<T, Row, Block>(rows, op, rows.rows, threads(kHalf, 1));
   }
-  if (const int n = threads(kVectors, 1); n <= kMaxThreads) {
+  const int largest_cluster = cluster_for_rows<T, Operator>();
+  // Clusters of small blocks keep more of a multiprocessor busy; see Cluster.
+  const int most_in_block = Operator::kParameters == 0 && largest_cluster > 1 ? kMaxThreads / 2 : kMaxThreads;
+  if (const int n = threads(kVectors, 1); n <= most_in_block) {
     return launch<T, RowInRegisters<T, Block, kVectors>, Block>(rows, op, rows.rows, n);
   }
   // Parameters would be read again for each row, and make up two thirds of what a block reads: layer_norm of (1024,
@@ -81,24 +114,24 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
                          (rows.rows == 1 || rows.x_stride * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0);
     if (aligned && launch_streamed_rows(rows, op)) return;
   }
-  using InBlock = RowInRegisters<T, Block, kVectors, kStaged>;
-  using InCluster = RowInRegisters<T, Cluster, kVectors, kStaged>;
-  static PerDevice cache;
-  int largest_cluster = 1;
-  C10_CUDA_CHECK(cache.get(largest_cluster, [](int& answer) {
-    constexpr int bytes = kMaxThreads * InBlock::kSharedBytes;
-    const cudaError_t error = allow_shared(rows_kernel<T, InBlock, Block, Operator>, bytes);
-    if (error != cudaSuccess) return error;
-    return query_largest_cluster(rows_kernel<T, InCluster, Cluster, Operator>, Cluster::kMaxBlocks, kMaxThreads, bytes,
-                                 answer);
-  }));
-  constexpr int kCapacity = InBlock::kCapacity;
-  if (const int n = threads(kCapacity, 1); n <= kMaxThreads) {
+  const auto blocks_of = [&](int capacity, int most_threads) {
+    int blocks = 2;
+    while (threads(capacity, blocks) > most_threads && blocks < largest_cluster) blocks *= 2;
+    return blocks;
+  };
+  if (largest_cluster > 1) {
+    const int blocks = blocks_of(kVectors, 128), n = threads(kVectors, blocks);
+    if (n <= kMaxThreads) {
+      return launch<T, RowInRegisters<T, Cluster, kVectors>, Cluster>(rows, op, rows.rows * blocks, n, blocks);
+    }
+  }
+  using InBlock = StagedRow<T, Block, Operator>;
+  if (const int n = threads(InBlock::kCapacity, 1); n <= kMaxThreads) {
     return launch<T, InBlock, Block>(rows, op, rows.rows, n);
   }
-  int blocks = 2;
-  while (threads(kCapacity, blocks) > kMaxThreads && blocks < largest_cluster) blocks *= 2;
-  if (const int n = threads(kCapacity, blocks); blocks <= largest_cluster && n <= kMaxThreads) {
+  using InCluster = StagedRow<T, Cluster, Operator>;
+  const int blocks = blocks_of(InCluster::kCapacity, kMaxThreads), n = threads(InCluster::kCapacity, blocks);
+  if (blocks <= largest_cluster && n <= kMaxThreads) {
     return launch<T, InCluster, Cluster>(rows, op, rows.rows * blocks, n, blocks);
   }
   launch<T, RowInMemory<T, Block, kSize>, Block>(rows, op, rows.rows, kMaxThreads);

@@ -92,7 +92,11 @@ class RowInRegisters {
   static constexpr int kSharedBytes = (kStaged + kCapacity * kAhead) * kVectorBytes;  // per thread
 
   __device__ RowInRegisters(const Rows<T>& rows, const Group& group)
-      : rank_(group.rank), size_(group.size), y_(rows.y + group.row * rows.y_stride) {
+      : rank_(group.rank),
+        size_(group.size),
+        first_(group.first(kCapacity)),
+        step_(group.step()),
+        y_(rows.y + group.row * rows.y_stride) {
     const T* const x = rows.x + group.row * rows.x_stride;
     const int columns = group.row < rows.rows ? static_cast<int>(rows.columns) : 0;
     const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(x) / sizeof(T) % kSize);
@@ -213,12 +217,12 @@ class RowInRegisters {
   }
   static __device__ Packed<T, kSize>* staged(int k) { return place(k - kVectors); }
   static __device__ Packed<T, kSize>* ahead(int k, int i) { return place(kStaged + k * kAhead + i); }
-  __device__ int vector(int k) const { return rank_ + k * size_; }
+  __device__ int vector(int k) const { return first_ + k * step_; }
   __device__ int column(int k) const { return head_ + vector(k) * kSize; }
   __device__ int edge(int k) const { return rank_ + k * size_; }
   __device__ int edge_column(int k) const { return edge(k) < head_ ? edge(k) : edge(k) + vectors_ * kSize; }
 
-  const int rank_, size_;
+  const int rank_, size_, first_, step_;
   T* const y_;
   int head_, vectors_, edges_;
   bool are_ahead_ = false;  // the parameters of the vectors
