@@ -20,7 +20,7 @@ if not torch.cuda.is_available() or not _build_info.cuda_version:
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # In 16-byte vectors: the longest rows of each kernel, up to clusters of 16 blocks.
-LIMITS = (32, 64, 128, 192, 256, 896, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
+LIMITS = (4, 8, 16, 32, 64, 128, 192, 256, 896, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 Operator = Callable[..., Tensor]
 # By name: the operator, its in-place form (both of a matrix and its parameters), and ATen's.

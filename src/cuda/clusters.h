@@ -54,4 +54,14 @@ cudaError_t query_largest_cluster(Kernel kernel, int most, int threads, int shar
   return cudaSuccess;
 }
 
+/// The blocks of a cluster that needs threads(blocks) of each: the fewest, a power of two from 2 to `largest`, with at
+/// most `preferred` threads, or else `largest` if these have at most `most`. 0 if not, or if `largest` is 1.
+template <class Threads>
+int blocks_of_cluster(const Threads& threads, int largest, int preferred, int most) {
+  if (largest < 2) return 0;
+  int blocks = 2;
+  while (threads(blocks) > preferred && blocks < largest) blocks *= 2;
+  return threads(blocks) <= most ? blocks : 0;
+}
+
 }  // namespace torchops::cuda

@@ -122,24 +122,14 @@ inline at::Tensor vector_rows(const at::Tensor& t, int64_t trailing_dims) {
 template <class T, class Operator>
 void launch_row_gradients(GradientRows<T> rows, const Operator& op, const RowDivision& division) {
   rows.lanes = division.lanes;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(division.cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(division.parts * division.cluster));
-  config.blockDim = dim3(division.threads);
-  config.dynamicSmemBytes = static_cast<size_t>(division.threads) * kGradientSharedBytes;
-  config.stream = c10::cuda::getCurrentCUDAStream();
-  config.attrs = &attribute;
-  config.numAttrs = division.cluster > 1 ? 1 : 0;
   const auto start = [&](auto kernel, PerDevice& cache, int most_threads) {
     int granted = 0;
     C10_CUDA_CHECK(cache.get(granted, [&](int& answer) {
       answer = 1;
       return allow_shared(kernel, most_threads * kGradientSharedBytes);
     }));
-    C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, rows, op));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_groups(kernel, division.parts * division.cluster, division.threads,
+                  int64_t{division.threads} * kGradientSharedBytes, division.cluster, rows, op);
   };
   static std::array<PerDevice, 3> caches;
   if (division.by == RowDivision::By::kLanes) {

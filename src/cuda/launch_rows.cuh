@@ -2,11 +2,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 
 #include "cuda/clusters.h"
+#include "cuda/launch_groups.h"
 #include "cuda/launch_streamed_rows.cuh"
 #include "cuda/per_device.h"
 #include "cuda/rows.cuh"
@@ -16,27 +16,9 @@ namespace torchops::cuda {
 
 template <class T, class Row, class Group, class Operator>
 void launch(const Rows<T>& rows, const Operator& op, int64_t blocks, int threads, int cluster = 1) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  constexpr int64_t most_along_x = int64_t{1} << 30;
-  const int64_t along_x = std::min(blocks, most_along_x);
-  config.gridDim = dim3(static_cast<unsigned>(along_x), static_cast<unsigned>(ceil_div(blocks, along_x)));
-  config.blockDim = dim3(threads);
-  if constexpr (requires { Row::kSharedBytes; }) config.dynamicSmemBytes = Row::kSharedBytes * threads;
-  config.stream = c10::cuda::getCurrentCUDAStream();
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, rows_kernel<T, Row, Group, Operator>, rows, op));
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-template <class T, int kLanes, int kVectors, class Operator>
-void launch_lanes(const Rows<T>& rows, const Operator& op) {
-  using Group = Lanes<kLanes>;
-  launch<T, RowInRegisters<T, Group, kVectors, 0, Operator::kParameters>, Group>(
-      rows, op, ceil_div(rows.rows, Group::kMaxThreads / kLanes), Group::kMaxThreads);
+  int bytes = 0;
+  if constexpr (requires { Row::kSharedBytes; }) bytes = Row::kSharedBytes * threads;
+  launch_groups(rows_kernel<T, Row, Group, Operator>, blocks, threads, bytes, cluster, rows, op);
 }
 
 /// With registers for so many vectors of a row, a multiprocessor runs 1024 threads and has 128 KiB in flight.
@@ -86,9 +68,13 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
     return;
   }
   const int64_t vectors = rows.columns / kSize;
-  if (vectors <= 8 * 4) return launch_lanes<T, 8, 4>(rows, op);
-  if (vectors <= 16 * 4) return launch_lanes<T, 16, 4>(rows, op);
-  if (vectors <= 32 * 4) return launch_lanes<T, 32, 4>(rows, op);
+  const bool by_lanes =
+      with_lanes<Operator::kReductions>(lane_vectors(rows.columns, kSize), [&]<int lanes, int each>() {
+        using Group = Lanes<lanes>;
+        launch<T, RowInRegisters<T, Group, each, 0, Operator::kParameters>, Group>(
+            rows, op, ceil_div(rows.rows, Group::kMaxThreads / lanes), Group::kMaxThreads);
+      });
+  if (by_lanes) return;
   const auto threads = [&](int capacity, int blocks) {
     return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{capacity} * blocks), kWarp) * kWarp);
   };
@@ -114,25 +100,21 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
                          (rows.rows == 1 || rows.x_stride * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0);
     if (aligned && launch_streamed_rows(rows, op)) return;
   }
-  const auto blocks_of = [&](int capacity, int most_threads) {
-    int blocks = 2;
-    while (threads(capacity, blocks) > most_threads && blocks < largest_cluster) blocks *= 2;
-    return blocks;
+  const auto blocks_of = [&](int capacity, int preferred) {
+    return blocks_of_cluster([&](int blocks) { return threads(capacity, blocks); }, largest_cluster, preferred,
+                             kMaxThreads);
   };
-  if (largest_cluster > 1) {
-    const int blocks = blocks_of(kVectors, 128), n = threads(kVectors, blocks);
-    if (n <= kMaxThreads) {
-      return launch<T, RowInRegisters<T, Cluster, kVectors>, Cluster>(rows, op, rows.rows * blocks, n, blocks);
-    }
+  if (const int blocks = blocks_of(kVectors, Cluster::kPreferredThreads); blocks > 0) {
+    return launch<T, RowInRegisters<T, Cluster, kVectors>, Cluster>(rows, op, rows.rows * blocks,
+                                                                    threads(kVectors, blocks), blocks);
   }
-  using InBlock = StagedRow<T, Block, Operator>;
-  if (const int n = threads(InBlock::kCapacity, 1); n <= kMaxThreads) {
-    return launch<T, InBlock, Block>(rows, op, rows.rows, n);
+  constexpr int kCapacity = StagedRow<T, Block, Operator>::kCapacity;
+  if (const int n = threads(kCapacity, 1); n <= kMaxThreads) {
+    return launch<T, StagedRow<T, Block, Operator>, Block>(rows, op, rows.rows, n);
   }
-  using InCluster = StagedRow<T, Cluster, Operator>;
-  const int blocks = blocks_of(InCluster::kCapacity, kMaxThreads), n = threads(InCluster::kCapacity, blocks);
-  if (blocks <= largest_cluster && n <= kMaxThreads) {
-    return launch<T, InCluster, Cluster>(rows, op, rows.rows * blocks, n, blocks);
+  if (const int blocks = blocks_of(kCapacity, kMaxThreads); blocks > 0) {
+    return launch<T, StagedRow<T, Cluster, Operator>, Cluster>(rows, op, rows.rows * blocks, threads(kCapacity, blocks),
+                                                               blocks);
   }
   launch<T, RowInMemory<T, Block, kSize>, Block>(rows, op, rows.rows, kMaxThreads);
 }

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <array>
 
 #include "cuda/clusters.h"
+#include "cuda/launch_groups.h"
 #include "cuda/per_device.h"
 #include "cuda/streamed_rows.cuh"
 
@@ -35,18 +35,7 @@ bool launch_streamed_rows(const Rows<T>& rows, const Operator& op) {
   if (resident == 0) return false;
   const int64_t clusters = std::min<int64_t>(resident, rows.rows);
 
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(clusters * blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = static_cast<size_t>(threads) * kStreamSharedBytes;
-  config.stream = c10::cuda::getCurrentCUDAStream();
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, rows, op));
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_groups(kernel, clusters * blocks, threads, int64_t{threads} * kStreamSharedBytes, blocks, rows, op);
   return true;
 }
 

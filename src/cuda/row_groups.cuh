@@ -140,7 +140,7 @@ class Cluster {
   // A grid of clusters is never too long for x: its rows have at least 64 KiB.
   static constexpr bool kWholeRow = false, kWholeBlocks = false;
   static constexpr int kMinSize = kWarp, kMaxThreads = 512, kMinBlocks = 2;
-  static constexpr int kMaxBlocks = 16;
+  static constexpr int kMaxBlocks = 16, kPreferredThreads = 128;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __device__ Cluster()

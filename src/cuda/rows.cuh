@@ -18,6 +18,8 @@
 //   State nothing()                      State of no elements
 //   void write(row, group, State)        writes the row, from State of all of it
 //   kParameters, parameters              vectors with a number per column, which write() reads
+//   kReductions                          how often measure() reduces
+//   kStaged                              the vectors per thread that a row may have in shared memory
 namespace torchops::cuda {
 
 /// Rows with unit column stride. y may be x.

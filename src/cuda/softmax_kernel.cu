@@ -30,7 +30,7 @@ struct Softmax {
   using A = Accumulate<T>;
   using State = Denominator<A>;
   static constexpr int kStaged = 8;  // vectors per thread
-  static constexpr int kParameters = 0;
+  static constexpr int kParameters = 0, kReductions = 2;
 
   Parameters<T, kParameters> parameters;
 
