@@ -31,6 +31,10 @@ SHAPES = [
     # Clusters that have many rows each.
     (400, 32768),
     (64, 131072),
+    # Vocabularies; rows that are no whole vectors.
+    (9, 50257),
+    (5, 151936),
+    (3, 262143),
 ]
 MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
 
@@ -181,7 +185,9 @@ def test_many_rows_of_any_shape(normalized_shape: tuple[int, ...], dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(9, 8), (33, 264), (9, 4096), (5, 40_000), (7, 129)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(9, 8), (33, 264), (9, 4096), (5, 40_000), (7, 129), (5, 20_001), (3, 50_257)], ids=str
+)
 def test_layouts(shape: tuple[int, int], dtype: torch.dtype) -> None:
     dense, weight = random(*shape, dtype=dtype), random(shape[1] + 1, dtype=dtype)[1:]
     y = torch.softmax(dense, -1)

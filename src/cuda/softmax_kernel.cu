@@ -6,7 +6,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "cuda/launch_row_gradients.cuh"
+#include "cuda/launch_row_pairs.cuh"
 #include "cuda/launch_rows.cuh"
 #include "cuda/overwrite_rows.h"
 #include "ops/softmax.h"
@@ -102,40 +102,53 @@ void softmax_cuda_(Tensor& x, int64_t dim) {
 template <class T>
 struct SoftmaxGradient {
   using A = Accumulate<T>;
-  static constexpr int kSums = 1, kColumnSums = 0;
-  struct Columns {};
-  struct OfRow {};
+  static constexpr int kReductions = 1;
+  struct State {
+    A sum;
+  };
 
-  __device__ Columns columns(int64_t) const { return {}; }
-  __device__ OfRow of_row(int64_t) const { return {}; }
-
-  template <int N, class Sums>
-  __device__ void add(OfRow, Columns, const A (&y)[N], const A (&grad)[N], A (&sums)[1], Sums&) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) sums[0] += grad[i] * y[i];
+  template <class Row, class Group>
+  __device__ State measure(const Row& row, Group& group) const {
+    A sums[kChains] = {};
+    row.for_each([&](A y, A grad, int i) { sums[i % kChains] += grad * y; });
+    return {group.template reduce<0>(reduce_chains(sums, Sum()), Sum())};
   }
 
-  template <int N>
-  __device__ void gradient(OfRow, Columns, const A (&y)[N], A (&grad)[N], const A (&sums)[1]) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) grad[i] = y[i] * (grad[i] - sums[0]);
+  template <class Reduce>
+  __device__ State pool(const State& part, const Reduce& reduce) const {
+    return {reduce(part.sum, Sum())};
+  }
+  __device__ State nothing() const { return {0}; }
+
+  template <class Row>
+  __device__ void write(const Row& row, const State& total) const {
+    row.write([&](A y, A grad) { return y * (grad - total.sum); });
   }
 };
 
-// Returns false, and computes nothing, if the kernel does not support these rows.
+// t as rows that lie like those of `like`, which has no gaps: a view if possible, otherwise a copy.
+Tensor rows_like(const Tensor& t, const Tensor& like) {
+  const auto rows = as_unit_rows(t, 1);
+  const auto address = [](const Tensor& of) { return reinterpret_cast<uintptr_t>(of.const_data_ptr()); };
+  const auto multiple = [](int64_t bytes) { return bytes % kVectorBytes == 0; };
+  if (rows && multiple(static_cast<int64_t>(address(*rows) - address(like))) &&
+      (like.size(0) == 1 || multiple((rows->stride(0) - like.stride(0)) * static_cast<int64_t>(like.element_size())))) {
+    return *rows;
+  }
+  return t.clone(at::MemoryFormat::Contiguous).view(like.sizes());
+}
+
+// Returns false, and computes nothing, if rows are too long for the kernel.
 bool softmax_row_gradients(const Tensor& grad, const Tensor& y, const Tensor& dx) {
-  return with_element_type(y.scalar_type(), [&](auto element) {
-    using scalar_t = decltype(element);
-    using Operator = SoftmaxGradient<scalar_t>;
-    const auto division = divide_rows<scalar_t, Operator>(dx.size(0), dx.size(1));
-    if (!division) return false;
-    const Tensor y_rows = vector_rows(y, 1), grad_rows = vector_rows(grad, 1);
-    launch_row_gradients(GradientRows<scalar_t>{y_rows.const_data_ptr<scalar_t>(), grad_rows.const_data_ptr<scalar_t>(),
-                                                dx.mutable_data_ptr<scalar_t>(), nullptr, dx.size(0), dx.size(1),
-                                                y_rows.stride(0), grad_rows.stride(0), 1},
-                         Operator(), *division);
-    return true;
+  const Tensor y_rows = rows_like(y, dx), grad_rows = rows_like(grad, dx);
+  bool done = false;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dx.scalar_type(), "softmax_backward", [&] {
+    done = launch_row_pairs(RowPairs<scalar_t>{y_rows.const_data_ptr<scalar_t>(), grad_rows.const_data_ptr<scalar_t>(),
+                                               dx.mutable_data_ptr<scalar_t>(), dx.size(0), dx.size(1),
+                                               y_rows.stride(0), grad_rows.stride(0), dx.stride(0)},
+                            SoftmaxGradient<scalar_t>());
   });
+  return done;
 }
 
 Tensor softmax_backward_cuda(const Tensor& grad, const Tensor& y, int64_t dim) {

@@ -1,0 +1,125 @@
+#pragma once
+
+#include "cuda/row_groups.cuh"
+#include "cuda/vector.cuh"
+
+// The device side of gradients that read two rows, x (or the output) and its cotangent, write a third, and have no
+// parameters: rows.cuh with two inputs. An operator has State, nothing(), pool() and kReductions as there, and
+//   State measure(row, group)
+//   void write(row, State)
+namespace torchops::cuda {
+
+/// Rows with unit column stride. dx may be x or grad.
+template <class T>
+struct RowPairs {
+  const T *x, *grad;
+  T* dx;
+  int64_t rows, columns, x_stride, grad_stride, dx_stride;
+};
+
+/// Two rows that are read once. Per thread, up to kVectors vectors of each stay in registers, as in memory. They may
+/// begin and end anywhere: elements before the first and after the last 16-byte boundary are read one by one. x, grad
+/// and dx must have the same distance to such a boundary.
+template <class T, class Group, int kVectors>
+class RowPair {
+ public:
+  __device__ RowPair(const RowPairs<T>& rows, const Group& group)
+      : rank_(group.rank),
+        size_(group.size),
+        first_(group.first(kVectors)),
+        step_(group.step()),
+        dx_(rows.dx + group.row * rows.dx_stride) {
+    const T *const x = rows.x + group.row * rows.x_stride, *const grad = rows.grad + group.row * rows.grad_stride;
+    const int columns = group.row < rows.rows ? static_cast<int>(rows.columns) : 0;
+    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(x) / sizeof(T) % kSize);
+    head_ = min((kSize - misaligned) % kSize, columns);
+    vectors_ = (columns - head_) / kSize;
+    edges_ = columns - vectors_ * kSize;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (vector(k) < vectors_) {
+        x_[k] = load<T, kSize>(x + column(k));
+        grad_[k] = load<T, kSize>(grad + column(k));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kEdges; ++k) {
+      if (edge(k) < edges_) {
+        edge_of_x_[k] = x[edge_column(k)];
+        edge_of_grad_[k] = grad[edge_column(k)];
+      }
+    }
+  }
+
+  /// Calls f(x, grad, index in their vector) for every element of this thread.
+  template <class F>
+  __device__ void for_each(F f) const {
+    for_each_vector([&](int, auto& x, auto& grad) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) f(x[i], grad[i], i);
+    });
+    for_each_edge([&](int, A x, A grad) { f(x, grad, 0); });
+  }
+
+  /// dx = f(x, grad) for every element of this thread.
+  template <class F>
+  __device__ void write(F f) const {
+    for_each_vector([&](int column, auto& x, auto& grad) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) grad[i] = f(x[i], grad[i]);
+      store(dx_ + column, pack<T, kSize>(grad));
+    });
+    for_each_edge([&](int column, A x, A grad) { dx_[column] = static_cast<T>(f(x, grad)); });
+  }
+
+ private:
+  using A = Accumulate<T>;
+  static constexpr int kSize = kVectorSize<T>;
+  static constexpr int kEdges = static_cast<int>(ceil_div(2 * (kSize - 1), Group::kMinSize));
+
+  template <class F>
+  __device__ void for_each_vector(F f) const {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (vector(k) < vectors_) {
+        A x[kSize], grad[kSize];
+        unpack(x_[k], x);
+        unpack(grad_[k], grad);
+        f(column(k), x, grad);
+      }
+    }
+  }
+  template <class F>
+  __device__ void for_each_edge(F f) const {
+#pragma unroll
+    for (int k = 0; k < kEdges; ++k) {
+      if (edge(k) < edges_) f(edge_column(k), static_cast<A>(edge_of_x_[k]), static_cast<A>(edge_of_grad_[k]));
+    }
+  }
+
+  __device__ int vector(int k) const { return first_ + k * step_; }
+  __device__ int column(int k) const { return head_ + vector(k) * kSize; }
+  __device__ int edge(int k) const { return rank_ + k * size_; }
+  __device__ int edge_column(int k) const { return edge(k) < head_ ? edge(k) : edge(k) + vectors_ * kSize; }
+
+  const int rank_, size_, first_, step_;
+  T* const dx_;
+  int head_, vectors_, edges_;
+  Packed<T, kSize> x_[kVectors], grad_[kVectors];
+  T edge_of_x_[kEdges], edge_of_grad_[kEdges];
+};
+
+template <class T, class Group, int kVectors, class Operator>
+__global__ __launch_bounds__(Group::kMaxThreads,
+                             sizeof(T) == 8 ? 1 : Group::kMinBlocks) void row_pairs_kernel(const RowPairs<T> rows,
+                                                                                           const Operator op) {
+  Group group;
+  // As in rows_kernel.
+  if constexpr (Group::kWholeBlocks) {
+    if (group.row >= rows.rows) return;
+  }
+  const RowPair<T, Group, kVectors> row(rows, group);
+  op.write(row, group.pool(op.measure(row, group), op));
+}
+
+}  // namespace torchops::cuda
