@@ -75,6 +75,16 @@ def test_mean_far_from_zero(mean: float) -> None:
     check_rows(torch.randn(3, 100_000, generator=torch.Generator().manual_seed(0)) + mean, None, None)
 
 
+@pytest.mark.parametrize("place", [0, 1, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_outlier(dtype: torch.dtype, place: int) -> None:
+    """One value far from the others does not take away their digits, wherever it is."""
+    x = torch.full((3, 4096), 0.7, dtype=dtype)
+    x[:, place] = torch.tensor([-1e3, 1e4, 3e2])
+    exact = torch.nn.functional.layer_norm(x.double(), [4096])
+    torch.testing.assert_close(torchops.layer_norm(x, [4096]).double(), exact, rtol=32 * torch.finfo(dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_elements(dtype: torch.dtype) -> None:
     """The norm of a row of one value is 0, not its rounding errors times 1 / sqrt(eps)."""

@@ -38,7 +38,9 @@ double sum(int64_t elements, const Term& term) {
 }
 
 // The mean is summed around the first element, and the variance around the mean: a row is in the cache when it is read
-// again. Nothing cancels then, and the norm of equal elements is 0.
+// again. Nothing cancels then, and the norm of equal elements is 0. If the first element is four standard deviations
+// off, differences from it have rounded what distinguishes the others, so they are summed once more, around the mean
+// found.
 template <class T>
 void normalize(const LayerNormRows& rows, int64_t begin, int64_t end) {
   using C = Computed<T>;
@@ -52,18 +54,24 @@ void normalize(const LayerNormRows& rows, int64_t begin, int64_t end) {
         return map<C>([&](const V& x) { return x - V(center); }, load<T>(x, i, count));
       };
     };
-    const C first = static_cast<C>(x[0]);
-    C mean = static_cast<C>(static_cast<double>(first) + sum<C>(rows.columns, around(first)) / size);
-    if (!std::isfinite(mean)) {
-      // The sum has overflowed, unless a value is infinite or NaN. The variance will too, and the norm is 0.
-      mean = static_cast<C>(sum<C>(rows.columns, [&](int64_t i, int64_t count) {
-        return map<C>([&](const V& x) { return x / V(static_cast<C>(size)); }, load<T>(x, i, count));
-      }));
+    C center = static_cast<C>(x[0]), mean;
+    double squares;
+    for (int pass = 0; pass < 2; ++pass) {
+      mean = static_cast<C>(static_cast<double>(center) + sum<C>(rows.columns, around(center)) / size);
+      if (!std::isfinite(mean)) {
+        // The sum has overflowed, unless a value is infinite or NaN. The variance will too, and the norm is 0.
+        mean = static_cast<C>(sum<C>(rows.columns, [&](int64_t i, int64_t count) {
+          return map<C>([&](const V& x) { return x / V(static_cast<C>(size)); }, load<T>(x, i, count));
+        }));
+      }
+      squares = sum<C>(rows.columns, [centered = around(mean)](int64_t i, int64_t count) {
+        return map<C>([](const V& x) { return x * x; }, centered(i, count));
+      });
+      const double distance = static_cast<double>(center) - static_cast<double>(mean);
+      if (!(distance * distance * size > 16 * squares)) break;
+      center = mean;
     }
     const auto centered = around(mean);
-    const double squares = sum<C>(rows.columns, [&](int64_t i, int64_t count) {
-      return map<C>([](const V& x) { return x * x; }, centered(i, count));
-    });
     const C rstd = C(1) / std::sqrt(static_cast<C>(squares / size) + static_cast<C>(rows.eps));
     // If the variance has overflowed, so may differences from the mean, and infinity times 0 is NaN.
     const auto scaled = rstd == C(0) ? around(C(0)) : centered;
