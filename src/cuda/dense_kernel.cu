@@ -1,10 +1,10 @@
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <optional>
 
+#include "cuda/activation.cuh"
 #include "cuda/gemm/backward_pass.cuh"
 #include "cuda/gemm/few_rows.cuh"
 #include "cuda/gemm/launch.h"

@@ -108,14 +108,7 @@ std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
 /// t (..., *trailing), not empty, as (rows, columns) whose rows can be read as vectors: a view if possible, otherwise a
 /// copy.
 inline at::Tensor vector_rows(const at::Tensor& t, int64_t trailing_dims) {
-  const auto multiple = [](int64_t bytes) { return bytes % kVectorBytes == 0; };
-  if (const auto rows = as_unit_rows(t, trailing_dims)) {
-    if (multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows->const_data_ptr()))) &&
-        (rows->size(0) == 1 || multiple(rows->stride(0) * static_cast<int64_t>(rows->element_size())))) {
-      return *rows;
-    }
-  }
-  return *as_unit_rows(t.clone(at::MemoryFormat::Contiguous), trailing_dims);
+  return aligned_rows(t, trailing_dims, 0, 0);
 }
 
 /// Runs `op` on the current stream; `rows` is not empty.

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "cuda/clusters.h"
-#include "cuda/launch_groups.h"
+#include "cuda/launch_groups.cuh"
 #include "cuda/launch_streamed_rows.cuh"
 #include "cuda/per_device.h"
 #include "cuda/rows.cuh"
@@ -24,7 +24,8 @@ void launch(const Rows<T>& rows, const Operator& op, int64_t blocks, int threads
 /// With registers for so many vectors of a row, a multiprocessor runs 1024 threads and has 128 KiB in flight.
 constexpr int kRowVectors = 8;
 
-/// Rows too long for that, or for clusters where there are some, use shared memory too, if the operator allows it.
+/// Rows too long for these registers, those of a cluster where there are some, use shared memory too, if the operator
+/// allows it.
 template <class T, class Group, class Operator>
 using StagedRow = RowInRegisters<T, Group, kRowVectors, Operator::kStaged>;
 

@@ -6,7 +6,7 @@
 #include <array>
 
 #include "cuda/clusters.h"
-#include "cuda/launch_groups.h"
+#include "cuda/launch_groups.cuh"
 #include "cuda/per_device.h"
 #include "cuda/streamed_rows.cuh"
 

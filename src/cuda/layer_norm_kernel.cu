@@ -26,7 +26,7 @@ template <class T>
 struct LayerNorm {
   using A = Accumulate<T>;
   // Shared memory for x would shrink L1, and each long row would read weight and bias from L2.
-  static constexpr int kStaged = 0, kParameters = 2, kReductions = 4;
+  static constexpr int kStaged = 0, kParameters = 2, kReductions = 3;
 
   // The number of elements, their mean in two parts, which add up to more digits than A has, and the sum of their
   // squared distances from it.

@@ -77,7 +77,8 @@ inline void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b
   if (!split_product(out, a, b, /*accumulate=*/true)) at::cuda::addmm_(out, a, b);
 }
 
-/// out = x @ w.T + b, rounded once: a product rounded before its bias is added would have lost what they don't cancel.
+/// out = x @ w.T + b, rounded once, as by F.linear. If the product were rounded before, and b added in float32, the
+/// error would be larger where b cancels the product, and smaller where b dominates.
 inline void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b) {
   // w.t(), without two trips through the dispatcher.
   const at::Tensor w_t =

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/cluster_messages.cuh"
 #include "cuda/row_groups.cuh"
 
 // Messages between the blocks of a cluster that nobody waits for, unless they are late.

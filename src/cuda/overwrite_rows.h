@@ -27,6 +27,20 @@ inline std::optional<at::Tensor> as_unit_rows(const at::Tensor& x, int64_t trail
   return x.view(shape);
 }
 
+/// t (..., *trailing), not empty, as (rows, columns) with unit column stride: a view if its rows have the distance from
+/// a 16-byte boundary that those from `address` on, `row_bytes` apart, have, otherwise a copy without gaps.
+inline at::Tensor aligned_rows(const at::Tensor& t, int64_t trailing_dims, uintptr_t address, int64_t row_bytes) {
+  const auto multiple = [](int64_t bytes) { return bytes % 16 == 0; };
+  if (const auto rows = as_unit_rows(t, trailing_dims)) {
+    const auto begin = reinterpret_cast<uintptr_t>(rows->const_data_ptr());
+    const int64_t bytes = rows->stride(0) * static_cast<int64_t>(rows->element_size());
+    if (multiple(static_cast<int64_t>(begin - address)) && (rows->size(0) == 1 || multiple(bytes - row_bytes))) {
+      return *rows;
+    }
+  }
+  return *as_unit_rows(t.clone(at::MemoryFormat::Contiguous), trailing_dims);
+}
+
 /// Splits the operands (..., *trailing) into views of many rows and calls f on each, with the first operand, which f
 /// overwrites, as (rows, columns) with unit column stride: the tensor itself if its layout allows that, else a copy of
 /// a few rows. All scratch is allocated before f first runs, so that running out of memory can't stop it halfway.

@@ -3,9 +3,9 @@
 #include "cuda/mailbox.cuh"
 #include "cuda/rows.cuh"
 
-// The device side of gradients that read two matrices once, x (or the output) and the cotangent, and write a third: a
-// row of dx depends on its elements and on sums over the row. The same pass computes the sums over rows, which are the
-// gradients of parameters.
+// The device side of gradients that read two matrices once, x and the cotangent, and write a third: a row of dx depends
+// on its elements and on sums over the row. The same pass computes the sums over rows, which are the gradients of
+// parameters.
 //
 // Blocks are persistent. Each thread has the same columns of all its rows, so it reads a parameter once and keeps sums
 // over rows in registers. Before the block works on a row, copies of the next two rows to shared memory are started. A

@@ -1,7 +1,6 @@
 #pragma once
 
-#include "cuda/row_groups.cuh"
-#include "cuda/vector.cuh"
+#include "cuda/row_places.cuh"
 
 // The device side of gradients that read two rows, x (or the output) and its cotangent, write a third, and have no
 // parameters: rows.cuh with two inputs. An operator has State, nothing(), pool() and kReductions as there, and
@@ -17,34 +16,28 @@ struct RowPairs {
   int64_t rows, columns, x_stride, grad_stride, dx_stride;
 };
 
-/// Two rows that are read once. Per thread, up to kVectors vectors of each stay in registers, as in memory. They may
-/// begin and end anywhere: elements before the first and after the last 16-byte boundary are read one by one. x, grad
-/// and dx must have the same distance to such a boundary.
+/// Two rows that are read once. Per thread, up to kVectors vectors of each stay in registers, as in memory. x, grad and
+/// dx must have the same distance to a 16-byte boundary.
 template <class T, class Group, int kVectors>
-class RowPair {
+class RowPair : RowPlaces<T, Group, kVectors> {
+  using Places = RowPlaces<T, Group, kVectors>;
+  using Places::kSize, Places::kEdges, Places::has_vector, Places::column, Places::has_edge, Places::edge_column;
+
  public:
   __device__ RowPair(const RowPairs<T>& rows, const Group& group)
-      : rank_(group.rank),
-        size_(group.size),
-        first_(group.first(kVectors)),
-        step_(group.step()),
+      : Places(rows.x + group.row * rows.x_stride, rows.rows, rows.columns, group),
         dx_(rows.dx + group.row * rows.dx_stride) {
     const T *const x = rows.x + group.row * rows.x_stride, *const grad = rows.grad + group.row * rows.grad_stride;
-    const int columns = group.row < rows.rows ? static_cast<int>(rows.columns) : 0;
-    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(x) / sizeof(T) % kSize);
-    head_ = min((kSize - misaligned) % kSize, columns);
-    vectors_ = (columns - head_) / kSize;
-    edges_ = columns - vectors_ * kSize;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (vector(k) < vectors_) {
+      if (has_vector(k)) {
         x_[k] = load<T, kSize>(x + column(k));
         grad_[k] = load<T, kSize>(grad + column(k));
       }
     }
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
-      if (edge(k) < edges_) {
+      if (has_edge(k)) {
         edge_of_x_[k] = x[edge_column(k)];
         edge_of_grad_[k] = grad[edge_column(k)];
       }
@@ -74,14 +67,12 @@ class RowPair {
 
  private:
   using A = Accumulate<T>;
-  static constexpr int kSize = kVectorSize<T>;
-  static constexpr int kEdges = static_cast<int>(ceil_div(2 * (kSize - 1), Group::kMinSize));
 
   template <class F>
   __device__ void for_each_vector(F f) const {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (vector(k) < vectors_) {
+      if (has_vector(k)) {
         A x[kSize], grad[kSize];
         unpack(x_[k], x);
         unpack(grad_[k], grad);
@@ -93,18 +84,11 @@ class RowPair {
   __device__ void for_each_edge(F f) const {
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
-      if (edge(k) < edges_) f(edge_column(k), static_cast<A>(edge_of_x_[k]), static_cast<A>(edge_of_grad_[k]));
+      if (has_edge(k)) f(edge_column(k), static_cast<A>(edge_of_x_[k]), static_cast<A>(edge_of_grad_[k]));
     }
   }
 
-  __device__ int vector(int k) const { return first_ + k * step_; }
-  __device__ int column(int k) const { return head_ + vector(k) * kSize; }
-  __device__ int edge(int k) const { return rank_ + k * size_; }
-  __device__ int edge_column(int k) const { return edge(k) < head_ ? edge(k) : edge(k) + vectors_ * kSize; }
-
-  const int rank_, size_, first_, step_;
   T* const dx_;
-  int head_, vectors_, edges_;
   Packed<T, kSize> x_[kVectors], grad_[kVectors];
   T edge_of_x_[kEdges], edge_of_grad_[kEdges];
 };

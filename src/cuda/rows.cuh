@@ -1,7 +1,6 @@
 #pragma once
 
-#include "cuda/row_groups.cuh"
-#include "cuda/vector.cuh"
+#include "cuda/row_places.cuh"
 
 // The device side of operators that reduce the rows of a matrix and write rows of the same length. An operator is
 // written once, for two types that the launch chooses by the length of the rows:
@@ -18,7 +17,7 @@
 //   State nothing()                      State of no elements
 //   void write(row, group, State)        writes the row, from State of all of it
 //   kParameters, parameters              vectors with a number per column, which write() reads
-//   kReductions                          how often measure() reduces
+//   kReductions                          how often measure() reduces over a whole row
 //   kStaged                              the vectors per thread that a row may have in shared memory
 namespace torchops::cuda {
 
@@ -81,41 +80,35 @@ struct Parameters<T, 0> {
 };
 
 /// A row that is read once. Per thread, up to kVectors vectors stay in registers, as in memory, and up to kStaged more
-/// in shared memory that no other thread reads. The row may begin and end anywhere: elements before the first and after
-/// the last 16-byte boundary are read one by one. x and y must have the same distance to such a boundary.
+/// in shared memory that no other thread reads. x and y must have the same distance to a 16-byte boundary.
 ///
 /// kAhead parameters of these vectors, if they are aligned, come to shared memory while the row is on its way: reading
 /// them after the reductions takes about as long as a reduction. layer_norm of (65536, 256) in bfloat16 takes 25.1 us
 /// instead of 27.9, and a copy 24.4 (H100 80GB HBM3). In registers they would leave room for fewer threads.
 template <class T, class Group, int kVectors, int kStaged = 0, int kAhead = 0>
-class RowInRegisters {
+class RowInRegisters : RowPlaces<T, Group, kVectors + kStaged> {
+  using Places = RowPlaces<T, Group, kVectors + kStaged>;
+  using Places::kSize, Places::kEdges, Places::has_vector, Places::column, Places::has_edge, Places::edge_column;
+
  public:
   static constexpr int kCapacity = kVectors + kStaged;                                // vectors per thread
   static constexpr int kSharedBytes = (kStaged + kCapacity * kAhead) * kVectorBytes;  // per thread
 
   __device__ RowInRegisters(const Rows<T>& rows, const Group& group)
-      : rank_(group.rank),
-        size_(group.size),
-        first_(group.first(kCapacity)),
-        step_(group.step()),
+      : Places(rows.x + group.row * rows.x_stride, rows.rows, rows.columns, group),
         y_(rows.y + group.row * rows.y_stride) {
     const T* const x = rows.x + group.row * rows.x_stride;
-    const int columns = group.row < rows.rows ? static_cast<int>(rows.columns) : 0;
-    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(x) / sizeof(T) % kSize);
-    head_ = min((kSize - misaligned) % kSize, columns);
-    vectors_ = (columns - head_) / kSize;
-    edges_ = columns - vectors_ * kSize;
 #pragma unroll
     for (int k = kVectors; k < kCapacity; ++k) {
-      if (vector(k) < vectors_) copy_vector(staged(k), x + column(k));
+      if (has_vector(k)) copy_vector(staged(k), x + column(k));
     }
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (vector(k) < vectors_) body_[k] = load<T, kSize>(x + column(k));
+      if (has_vector(k)) body_[k] = load<T, kSize>(x + column(k));
     }
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
-      if (edge(k) < edges_) edge_[k] = x[edge_column(k)];
+      if (has_edge(k)) edge_[k] = x[edge_column(k)];
     }
   }
 
@@ -124,11 +117,11 @@ class RowInRegisters {
   __device__ void read_ahead(const Parameters<T, n>& parameters) {
     if constexpr (kAhead > 0) {
       static_assert(kAhead == n);
-      are_ahead_ = parameters.are_aligned(head_);
+      are_ahead_ = parameters.are_aligned(this->head());
       if (!are_ahead_) return;
 #pragma unroll
       for (int k = 0; k < kCapacity; ++k) {
-        if (vector(k) >= vectors_) continue;
+        if (!has_vector(k)) continue;
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) parameters.copy_aligned(i, column(k), ahead(k, i));
       }
@@ -139,9 +132,9 @@ class RowInRegisters {
   __device__ int count() const {
     int vectors = 0, edges = 0;
 #pragma unroll
-    for (int k = 0; k < kCapacity; ++k) vectors += vector(k) < vectors_;
+    for (int k = 0; k < kCapacity; ++k) vectors += has_vector(k);
 #pragma unroll
-    for (int k = 0; k < kEdges; ++k) edges += edge(k) < edges_;
+    for (int k = 0; k < kEdges; ++k) edges += has_edge(k);
     return vectors * kSize + edges;
   }
 
@@ -150,7 +143,7 @@ class RowInRegisters {
   __device__ void for_each(F f) const {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (vector(k) < vectors_) {
+      if (has_vector(k)) {
         A values[kSize];
         unpack(body_[k], values);
 #pragma unroll
@@ -160,7 +153,7 @@ class RowInRegisters {
     if constexpr (kStaged > 0) wait_for_copies();
 #pragma unroll
     for (int k = kVectors; k < kCapacity; ++k) {
-      if (vector(k) < vectors_) {
+      if (has_vector(k)) {
         A values[kSize];
         unpack(*staged(k), values);
 #pragma unroll
@@ -169,7 +162,7 @@ class RowInRegisters {
     }
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
-      if (edge(k) < edges_) f(static_cast<A>(edge_[k]), 0);
+      if (has_edge(k)) f(static_cast<A>(edge_[k]), 0);
     }
   }
 
@@ -185,7 +178,7 @@ class RowInRegisters {
     }
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
-      if (edge(k) < edges_) {
+      if (has_edge(k)) {
         A values[1] = {static_cast<A>(edge_[k])};
         f(values, [&](int i, auto& out) { parameters.read(i, edge_column(k), out); });
         y_[edge_column(k)] = static_cast<T>(values[0]);
@@ -195,15 +188,13 @@ class RowInRegisters {
 
  private:
   using A = Accumulate<T>;
-  static constexpr int kSize = kVectorSize<T>;
-  static constexpr int kEdges = static_cast<int>(ceil_div(2 * (kSize - 1), Group::kMinSize));
 
   /// Calls f for each vector; read(k, i, out) reads the parameters number i of the k-th one.
   template <class F, class Read>
   __device__ void write_vectors(F f, const Read& read) const {
 #pragma unroll
     for (int k = 0; k < kCapacity; ++k) {
-      if (vector(k) < vectors_) {
+      if (has_vector(k)) {
         A values[kSize];
         unpack(k < kVectors ? body_[k < kVectors ? k : 0] : *staged(k), values);
         f(values, [&](int i, auto& out) { read(k, i, out); });
@@ -219,14 +210,8 @@ class RowInRegisters {
   }
   static __device__ Packed<T, kSize>* staged(int k) { return place(k - kVectors); }
   static __device__ Packed<T, kSize>* ahead(int k, int i) { return place(kStaged + k * kAhead + i); }
-  __device__ int vector(int k) const { return first_ + k * step_; }
-  __device__ int column(int k) const { return head_ + vector(k) * kSize; }
-  __device__ int edge(int k) const { return rank_ + k * size_; }
-  __device__ int edge_column(int k) const { return edge(k) < head_ ? edge(k) : edge(k) + vectors_ * kSize; }
 
-  const int rank_, size_, first_, step_;
   T* const y_;
-  int head_, vectors_, edges_;
   bool are_ahead_ = false;  // the parameters of the vectors
   Packed<T, kSize> body_[kVectors];
   T edge_[kEdges];

@@ -6,6 +6,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "cuda/launch_row_pairs.cuh"
 #include "cuda/launch_rows.cuh"
 #include "cuda/overwrite_rows.h"
@@ -126,27 +128,24 @@ struct SoftmaxGradient {
   }
 };
 
-// t as rows that lie like those of `like`, which has no gaps: a view if possible, otherwise a copy.
-Tensor rows_like(const Tensor& t, const Tensor& like) {
-  const auto rows = as_unit_rows(t, 1);
-  const auto address = [](const Tensor& of) { return reinterpret_cast<uintptr_t>(of.const_data_ptr()); };
-  const auto multiple = [](int64_t bytes) { return bytes % kVectorBytes == 0; };
-  if (rows && multiple(static_cast<int64_t>(address(*rows) - address(like))) &&
-      (like.size(0) == 1 || multiple((rows->stride(0) - like.stride(0)) * static_cast<int64_t>(like.element_size())))) {
-    return *rows;
-  }
-  return t.clone(at::MemoryFormat::Contiguous).view(like.sizes());
-}
-
-// Returns false, and computes nothing, if rows are too long for the kernel.
+// dx = y * (grad - sum(grad * y)) for the rows of dx, without gaps. Returns false, with nothing done, if they are too
+// long for the kernel.
 bool softmax_row_gradients(const Tensor& grad, const Tensor& y, const Tensor& dx) {
-  const Tensor y_rows = rows_like(y, dx), grad_rows = rows_like(grad, dx);
   bool done = false;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dx.scalar_type(), "softmax_backward", [&] {
-    done = launch_row_pairs(RowPairs<scalar_t>{y_rows.const_data_ptr<scalar_t>(), grad_rows.const_data_ptr<scalar_t>(),
-                                               dx.mutable_data_ptr<scalar_t>(), dx.size(0), dx.size(1),
-                                               y_rows.stride(0), grad_rows.stride(0), dx.stride(0)},
-                            SoftmaxGradient<scalar_t>());
+    using Operator = SoftmaxGradient<scalar_t>;
+    const int blocks = blocks_of_row_pair<scalar_t, Operator>(dx.size(1));
+    if (blocks == 0) return;
+    const auto like_dx = [&](const Tensor& t) {
+      return aligned_rows(t, 1, reinterpret_cast<uintptr_t>(dx.const_data_ptr()),
+                          dx.stride(0) * static_cast<int64_t>(sizeof(scalar_t)));
+    };
+    const Tensor y_rows = like_dx(y), grad_rows = like_dx(grad);
+    launch_row_pairs(RowPairs<scalar_t>{y_rows.const_data_ptr<scalar_t>(), grad_rows.const_data_ptr<scalar_t>(),
+                                        dx.mutable_data_ptr<scalar_t>(), dx.size(0), dx.size(1), y_rows.stride(0),
+                                        grad_rows.stride(0), dx.stride(0)},
+                     Operator(), blocks);
+    done = true;
   });
   return done;
 }

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <tuple>
 
-#include "cuda/activation.cuh"
 #include "cuda/gemm/column_sum.cuh"
 #include "cuda/gemm/operand.h"
 #include "cuda/vector.cuh"
