@@ -184,7 +184,7 @@ def test_many_rows_of_any_shape(normalized_shape: tuple[int, ...], dtype: torch.
             assert g.numel() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape", [(9, 8), (33, 264), (9, 4096), (5, 40_000), (7, 129), (5, 20_001), (3, 50_257)], ids=str
 )
