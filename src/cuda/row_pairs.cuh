@@ -1,11 +1,9 @@
 #pragma once
 
-#include "cuda/row_places.cuh"
+#include "cuda/rows.cuh"
 
-// The device side of gradients that read two rows, x (or the output) and its cotangent, write a third, and have no
-// parameters: rows.cuh with two inputs. An operator has State, nothing(), pool() and kReductions as there, and
-//   State measure(row, group)
-//   void write(row, State)
+// The rows of rows.cuh with two inputs: for gradients that read two rows, x (or the output) and its cotangent, write a
+// third, and have no parameters.
 namespace torchops::cuda {
 
 /// Rows with unit column stride. dx may be x or grad.
@@ -24,6 +22,8 @@ class RowPair : RowPlaces<T, Group, kVectors> {
   using Places::kSize, Places::kEdges, Places::has_vector, Places::column, Places::has_edge, Places::edge_column;
 
  public:
+  using Rows = RowPairs<T>;
+
   __device__ RowPair(const RowPairs<T>& rows, const Group& group)
       : Places(rows.x + group.row * rows.x_stride, rows.rows, rows.columns, group),
         dx_(rows.dx + group.row * rows.dx_stride) {
@@ -92,18 +92,5 @@ class RowPair : RowPlaces<T, Group, kVectors> {
   Packed<T, kSize> x_[kVectors], grad_[kVectors];
   T edge_of_x_[kEdges], edge_of_grad_[kEdges];
 };
-
-template <class T, class Group, int kVectors, class Operator>
-__global__ __launch_bounds__(Group::kMaxThreads,
-                             sizeof(T) == 8 ? 1 : Group::kMinBlocks) void row_pairs_kernel(const RowPairs<T> rows,
-                                                                                           const Operator op) {
-  Group group;
-  // As in rows_kernel.
-  if constexpr (Group::kWholeBlocks) {
-    if (group.row >= rows.rows) return;
-  }
-  const RowPair<T, Group, kVectors> row(rows, group);
-  op.write(row, group.pool(op.measure(row, group), op));
-}
 
 }  // namespace torchops::cuda

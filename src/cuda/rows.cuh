@@ -5,9 +5,9 @@
 // The device side of operators that reduce the rows of a matrix and write rows of the same length. An operator is
 // written once, for two types that the launch chooses by the length of the rows:
 //   Group  the threads that share a row: some lanes of a warp, a block, or the blocks of a cluster (row_groups.cuh)
-//   Row    their view of it: for_each() reads it, possibly again, and write() writes the output; before, read_ahead()
-//          may start to read parameters
-// or, if rows are long and have parameters, for those of streamed_rows.cuh.
+//   Row    their view of one of Row::Rows: for_each() reads it, possibly again, and write() writes the output; before,
+//          read_ahead() may start to read parameters
+// or, if rows are long and have parameters, for those of streamed_rows.cuh. Those of row_pairs.cuh have two inputs.
 //
 // An operator on elements of type T has
 //   State                                what the output depends on, beside the element and the parameters
@@ -16,7 +16,7 @@
 //                                        reduces a number of each
 //   State nothing()                      State of no elements
 //   void write(row, group, State)        writes the row, from State of all of it
-//   kParameters, parameters              vectors with a number per column, which write() reads
+//   kParameters, parameters              vectors with a number per column, which write() reads; or none
 //   kReductions                          how often measure() reduces over a whole row
 //   kStaged                              the vectors per thread that a row may have in shared memory
 namespace torchops::cuda {
@@ -91,10 +91,11 @@ class RowInRegisters : RowPlaces<T, Group, kVectors + kStaged> {
   using Places::kSize, Places::kEdges, Places::has_vector, Places::column, Places::has_edge, Places::edge_column;
 
  public:
+  using Rows = cuda::Rows<T>;
   static constexpr int kCapacity = kVectors + kStaged;                                // vectors per thread
   static constexpr int kSharedBytes = (kStaged + kCapacity * kAhead) * kVectorBytes;  // per thread
 
-  __device__ RowInRegisters(const Rows<T>& rows, const Group& group)
+  __device__ RowInRegisters(const Rows& rows, const Group& group)
       : Places(rows.x + group.row * rows.x_stride, rows.rows, rows.columns, group),
         y_(rows.y + group.row * rows.y_stride) {
     const T* const x = rows.x + group.row * rows.x_stride;
@@ -221,7 +222,9 @@ class RowInRegisters : RowPlaces<T, Group, kVectors + kStaged> {
 template <class T, class Group, int kSize>
 class RowInMemory {
  public:
-  __device__ RowInMemory(const Rows<T>& rows, const Group& group)
+  using Rows = cuda::Rows<T>;
+
+  __device__ RowInMemory(const Rows& rows, const Group& group)
       : rank_(group.rank),
         size_(group.size),
         x_(rows.x + group.row * rows.x_stride),
@@ -278,7 +281,7 @@ class RowInMemory {
 
 template <class T, class Row, class Group, class Operator>
 __global__ __launch_bounds__(Group::kMaxThreads,
-                             sizeof(T) == 8 ? 1 : Group::kMinBlocks) void rows_kernel(const Rows<T> rows,
+                             sizeof(T) == 8 ? 1 : Group::kMinBlocks) void rows_kernel(const typename Row::Rows rows,
                                                                                       const Operator op) {
   Group group;
   // The last blocks of a grid that continues along y may have no row. Groups that share a warp also share its shuffles,
@@ -287,7 +290,7 @@ __global__ __launch_bounds__(Group::kMaxThreads,
     if (group.row >= rows.rows) return;
   }
   Row row(rows, group);
-  row.read_ahead(op.parameters);
+  if constexpr (requires { row.read_ahead(op.parameters); }) row.read_ahead(op.parameters);
   op.write(row, group, group.pool(op.measure(row, group), op));
 }
 

@@ -122,8 +122,8 @@ struct SoftmaxGradient {
   }
   __device__ State nothing() const { return {0}; }
 
-  template <class Row>
-  __device__ void write(const Row& row, const State& total) const {
+  template <class Row, class Group>
+  __device__ void write(const Row& row, const Group&, const State& total) const {
     row.write([&](A y, A grad) { return y * (grad - total.sum); });
   }
 };
