@@ -88,10 +88,11 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
     using Row = RowInRegisters<T, Block, kHalf, 0, Operator::kParameters>;
     return launch<T, Row, Block>(rows, op, rows.rows, threads(kHalf, 1));
   }
-  const int largest_cluster = cluster_for_rows<T, Operator>();
-  // Clusters of small blocks keep more of a multiprocessor busy; see Cluster.
-  const int most_in_block = Operator::kParameters == 0 && largest_cluster > 1 ? kMaxThreads / 2 : kMaxThreads;
-  if (const int n = threads(kVectors, 1); n <= most_in_block) {
+  // Without parameters, clusters of small blocks are faster than a large block; see Cluster.
+  const auto prefers_block = [](int n) {
+    return n <= kMaxThreads / 2 || Operator::kParameters > 0 || cluster_for_rows<T, Operator>() == 1;
+  };
+  if (const int n = threads(kVectors, 1); n <= kMaxThreads && prefers_block(n)) {
     return launch<T, RowInRegisters<T, Block, kVectors>, Block>(rows, op, rows.rows, n);
   }
   // Parameters would be read again for each row, and make up two thirds of what a block reads: layer_norm of (1024,
@@ -101,6 +102,7 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
                          (rows.rows == 1 || rows.x_stride * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0);
     if (aligned && launch_streamed_rows(rows, op)) return;
   }
+  const int largest_cluster = cluster_for_rows<T, Operator>();
   const auto blocks_of = [&](int capacity, int preferred) {
     return blocks_of_cluster([&](int blocks) { return threads(capacity, blocks); }, largest_cluster, preferred,
                              kMaxThreads);
