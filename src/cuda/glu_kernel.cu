@@ -239,19 +239,29 @@ bool portable_cotangents(const detail::GluGradients& gradients, const GluPair& c
 // Stacking both weights makes one product of two; for few rows, it costs more.
 bool stacks_weights(int64_t rows, int64_t out_features) { return rows > 4 * out_features; }
 
+// dz and du in a tensor for both: side by side, so that the products that make or read them are one call of cuBLAS
+// each, or one after the other where two calls are made, which are more exact if each result is contiguous (linear.h).
+GluPair cotangents_in(const Tensor& both) {
+  const int64_t rows = both.size(0), n = both.size(1) / 2;
+  if (stacks_weights(rows, n)) return GluPair::halves(both);
+  const Tensor parts = both.view({2, rows, n});
+  return {parts.select(0, 0), parts.select(0, 1)};
+}
+
 // dz, du and the gradients of biases by cuBLAS and a pass, or by the pass alone if the products were kept. `stack` has
 // both weights, or is undefined.
 void cotangents_from_products(const detail::GluGradients& gradients, const Tensor& both, const BackwardRows& a,
                               const Tensor& stack) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
   const int64_t rows = both.size(0);
+  const GluPair cotangents = cotangents_in(both);
   const bool wants_sums = a.mask[3] || a.mask[4];
   const OptionalTensor stacked_bias = stack.defined() && !a.kept ? stacked(a.b, a.bg) : std::nullopt;
   const int64_t step = rows_of_panel(rows, product_row_bytes(a.w), rounded_row_bytes(a.x, a.w));
   PassSums sums(wants_sums, a.w, 2, rows, step, a.w.size(0));
   for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    const GluPair to = GluPair::halves(panel(both));
+    const GluPair to = cotangents.narrow(begin, end);
     if (a.kept) {
       glu_backward_rows(sums, to, panel(a.g), a.kept->narrow(begin, end), a.activation);
       return;
@@ -268,12 +278,12 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Tenso
   sums.finish(a.mask[3] ? db : Tensor(), a.mask[4] ? dbg : Tensor());
 }
 
-// The gradients of x and of the weights, if they are wanted, from both cotangents side by side. `stack` has both
-// weights, or is undefined.
+// The gradients of x and of the weights, if they are wanted, from both cotangents. `stack` has both weights, or is
+// undefined.
 void from_cotangents(const detail::GluGradients& gradients, const Tensor& both, const BackwardRows& a,
                      const Tensor& stack) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  const auto [dz, du] = GluPair::halves(both);
+  const auto [dz, du] = cotangents_in(both);
   const int64_t n = a.w.size(0);
   const bool stacks = stacks_weights(both.size(0), n);
   if (a.mask[0] && stacks) {
@@ -294,8 +304,7 @@ void from_cotangents(const detail::GluGradients& gradients, const Tensor& both, 
   }
 }
 
-// The gradients by way of the cotangents of both products. These are side by side, so that the products that make or
-// read them are one call of cuBLAS each. The gradients of weights and biases may be float32.
+// The gradients by way of the cotangents of both products. The gradients of weights and biases may be float32.
 void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a, const GradientCall& call) {
   const int64_t rows = a.g.size(0), n = a.w.size(0);
   const Tensor both = at::detail::empty_cuda({rows, 2 * n}, a.w.options());
@@ -303,7 +312,7 @@ void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a,
     if (a.mask[0]) input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.adds);
     return;
   }
-  const GluPair cotangents = GluPair::halves(both);
+  const GluPair cotangents = cotangents_in(both);
   const bool are_made =
       fused_cotangents(gradients, cotangents, a, call) || portable_cotangents(gradients, cotangents, a);
   const bool recomputes = !are_made && !a.kept;
@@ -368,7 +377,7 @@ bool glu_gradients_from_channels(const detail::GluGradients& gradients, const Ch
                           .kept = {},
                           .adds = adds};
   const Tensor both = at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options());
-  const GluPair cotangents = GluPair::halves(both);
+  const GluPair cotangents = cotangents_in(both);
   const gemm::Sm80Tensors tensors{
       .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
   if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;
