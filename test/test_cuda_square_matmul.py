@@ -42,6 +42,26 @@ def test_square_matmul_(dtype: torch.dtype, shape: tuple[int, int], transpose_b:
     assert_accurate(got, a @ factor, a.double() @ factor.double())
 
 
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [(40, 512, 512), (9, 1024, 1024), (5, 200, 1000), (3, 130, 400), (2, 100, 1024)], ids=str
+)
+def test_batches_share_both_factors(shape: tuple[int, int, int], dtype: torch.dtype, transpose_b: bool) -> None:
+    """By clusters of 2 x 4 tiles where the rows have two tiles and the columns four, whole or not."""
+    batch, rows, n = shape
+    a, b = random(batch, rows, n, dtype=dtype), random(batch, n, n, dtype=dtype, scale=n**-0.5)
+    factor = b.mT if transpose_b else b
+    expected, exact = a @ factor, a.double() @ factor.double()
+    again = torchops.square_matmul_(a.clone(), b, transpose_b=transpose_b)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torchops.square_matmul_(a, b, transpose_b=transpose_b)
+    assert torch.cuda.max_memory_allocated() - before < MIB
+    assert torch.equal(a, again)
+    assert_accurate(a, expected, exact)
+
+
 @pytest.mark.parametrize("n", [64, 192, 256, 320, 512, 1024, 2048, 4096, 6144, 8192])
 def test_square_matmul_has_no_second_buffer(n: int) -> None:
     a, b = random(1024, n, dtype=torch.bfloat16), random(n, n, dtype=torch.bfloat16, scale=n**-0.5)

@@ -108,6 +108,12 @@ constexpr Rule<Tiling> kScaled[] = {
 constexpr Rule<Tiling> kSquareMatmul[] = {
     {[](const Case& c) { return c.n > 128 && c.n <= 192; }, Tiling::k64x192ResidentB},
     {[](const Case& c) { return c.n > 128 && c.n <= 256; }, Tiling::k64x256ResidentB},
+    // In batches, share the loads of b, too: 128 matrices with n = 1024 take 394 us instead of 420, and 512 with n =
+    // 512 take 302 us instead of 330 (cold calls). Of one b, (65536, 1024) takes 211 us instead of 205.
+    {[](const Case& c) {
+       return c.batch > 1 && c.n > 256 && c.n <= 1024 && c.columns(128) % 4 == 0 && (c.m + 127) / 128 % 2 == 0;
+     },
+     Tiling::k128x128SharedBoth},
     {[](const Case& c) { return c.n > 256 && c.n <= 1024 && c.columns(128) % 2 == 0; }, Tiling::k128x128SharedAWide},
     {[](const Case& c) {
        const int64_t clusters = c.sm_count / 2;
