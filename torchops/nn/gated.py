@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .gate_forms import Finder, Part, Tracer, contents, gated_linear, packed_linear, unchanged
+from .gate_forms import Finder, Part, Tracer, contents, gated_linear, packed_linear
 from .gates import Dense
 from .replace import (
     Replacements,
@@ -34,6 +33,7 @@ from .replace import (
     sequential_reason,
     swapper,
 )
+from .rewritten import Imported, Names, Rewritten, class_with_forward, former_class, guarded
 from .tracing import copied, random_numbers_stay, traces
 
 __all__ = ["PackedGLU"]
@@ -50,60 +50,6 @@ class PackedGLU(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return packed_linear(input, self.weight, self.bias, "sigmoid", False)
-
-
-# --- modules with another forward ------------------------------------------------------------------------------------
-
-
-class _Imported(NamedTuple):
-    """Stands for an imported module, which cannot be pickled."""
-
-    name: str
-
-
-_Names = tuple[tuple[str, Any], ...]  # the globals of a forward
-
-
-class _Rewritten:
-    """What classes with a rewritten forward add, so that they can be pickled."""
-
-    _torchops_parts: tuple[type[nn.Module], str, _Names]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "_torchops_parts" not in vars(cls):  # the base, which may register its subclasses, has seen this class
-            super().__init_subclass__(**kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the base is pickled, with the base in place of this class, which cannot be found by its name."""
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(reduced, str):
-            return reduced
-        own, base = type(self), _former_class(type(self))
-        function, *args = (base if value is own else value for value in (reduced[0], *reduced[1]))
-        return _rebuilt, (own._torchops_parts, function, args), *reduced[2:]
-
-
-def _rebuilt(parts: Any, function: Callable[..., Any], args: list[Any]) -> Any:
-    module = function(*args)
-    module.__class__ = _class(*parts)
-    return module
-
-
-def _former_class(kind: Any) -> Any:
-    """`kind`, or the class that it was before the forward was rewritten."""
-    return kind._torchops_parts[0] if issubclass(kind, _Rewritten) else kind
-
-
-@functools.cache  # copies share a class, since torch.fx keeps the globals of each forward
-def _class(base: type[nn.Module], code: str, names: _Names) -> type[nn.Module]:
-    """A subclass of `base` with the method that `code` defines."""
-    namespace = {
-        name: importlib.import_module(value.name) if isinstance(value, _Imported) else value for name, value in names
-    }
-    namespace |= {"_former": base.forward, "_unchanged": unchanged}
-    exec(compile(code, f"<torchops.nn.replace: {base.__name__}>", "exec"), namespace)
-    body = {"forward": namespace["forward"], "__module__": base.__module__, "_torchops_parts": (base, code, names)}
-    return type(base.__name__, (_Rewritten, base), body)
 
 
 # --- one module ------------------------------------------------------------------------------------------------------
@@ -125,7 +71,7 @@ def replace_forwards(model: nn.Module, known: Collection[str]) -> Replacements:
 
 def _may_have_gates(module: nn.Module) -> bool:
     kind = type(module)
-    if isinstance(module, (_Rewritten, fx.GraphModule, torch.jit.ScriptModule)) or kind.forward is nn.Module.forward:
+    if isinstance(module, (Rewritten, fx.GraphModule, torch.jit.ScriptModule)) or kind.forward is nn.Module.forward:
         return False
     if kind.__module__.split(".")[0] in ("torch", "torchops"):
         return False
@@ -148,7 +94,7 @@ def _replace(module: nn.Module) -> bool:
         raise _LeaveError(f"{type(module).__name__} has a forward of its own")
     _check_layers(module, finder)
     names["_layers"] = _layers(module, finder)
-    module.__class__ = _tried_class(module, _guarded(code, type(module), finder.graph), tuple(names.items()))
+    module.__class__ = _tried_class(module, guarded(code, type(module), finder.graph), tuple(names.items()))
     return True
 
 
@@ -172,7 +118,7 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
     if len({code.src for code in codes}) > 1:
         raise _LeaveError("its forward differs between training and evaluation, or between calls")
     names = {
-        name: _Imported(value.__name__) if isinstance(value, ModuleType) else value
+        name: Imported(value.__name__) if isinstance(value, ModuleType) else value
         for name, value in codes[0].globals.items()
         if name in codes[0].src
     }
@@ -193,30 +139,11 @@ def _layers(module: nn.Module, finder: Finder) -> tuple[Part, ...]:
             names[name] = None
     parts = {name: module.get_submodule(name) for name in names}
     return tuple(
-        (tuple(filter(None, name.split("."))), _former_class(type(part)), contents(part))
-        for name, part in parts.items()
+        (tuple(filter(None, name.split("."))), former_class(type(part)), contents(part)) for name, part in parts.items()
     )
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-def _guarded(code: str, base: type[nn.Module], graph: fx.Graph) -> str:
-    """`code` that begins with a call of the former forward, for the case that a layer is no longer what it was, or that
-    an argument whose default is not None is None."""
-    parameters = inspect.signature(base.forward).parameters
-    names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
-    only = {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
-    arguments = sorted(
-        (f"{name}={name}" if name in only else name for name in names),
-        key=lambda text: (text.startswith("**"), "=" in text, text.startswith("*")),
-    )
-    lines = code.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
-    tests = [f"{node.target} is None" for node in graph.find_nodes(op="placeholder") if node.args != (None,)]
-    test = " or ".join([*(test for test in tests if not test.startswith("*")), "not _unchanged(self, _layers)"])
-    lines.insert(first + 1, f"    if {test}: return _former({', '.join(['self', *arguments])})")
-    return "\n".join(lines)
 
 
 def _first_line(error: Exception) -> str:
@@ -284,8 +211,8 @@ def _check_layers(module: nn.Module, finder: Finder) -> None:
 # --- the trial -------------------------------------------------------------------------------------------------------
 
 
-def _tried_class(module: nn.Module, code: str, names: _Names) -> type[nn.Module]:
-    """`_class`, after comparing both forwards on a copy with random parameters, in float32 on the CPU."""
+def _tried_class(module: nn.Module, code: str, names: Names) -> type[nn.Module]:
+    """`class_with_forward`, after comparing both forwards on a copy with random parameters, in float32 on the CPU."""
     base: Any = type(module)
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -300,7 +227,7 @@ def _tried_class(module: nn.Module, code: str, names: _Names) -> type[nn.Module]
         return random(tensor.shape) if isinstance(tensor, nn.Parameter) else random(tensor.shape).abs()
 
     try:
-        made = _class(base, code, names)
+        made = class_with_forward(base, code, names)
         with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
             trial = copied(module, random_like).eval()
             inputs, expected = _tried(
