@@ -150,11 +150,17 @@ class Tracer(fx.Tracer):
         self.module = module
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Arguments that `concrete_args` fixes, to None, are no longer arguments of the graph."""
         self.call, self.thread = nn.Module.__call__, threading.get_ident()
         try:
-            return super().trace(root, concrete_args)
+            graph = super().trace(root, concrete_args)
         finally:
             self.thread = None
+        for node in graph.find_nodes(op="call_function", target=fx._symbolic_trace._assert_is_none):
+            argument = node.args[0]
+            graph.erase_node(node)
+            graph.erase_node(argument)
+        return graph
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

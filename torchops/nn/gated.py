@@ -13,10 +13,10 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -81,27 +81,41 @@ def _may_have_gates(module: nn.Module) -> bool:
 def _replace(module: nn.Module) -> bool:
     """Gives `module` a new forward; returns False if it has no gate. Raises `_LeaveError` with the reason not to."""
     try:
-        finder, code, names = _rewritten(module)
+        forward = _rewritten(module)
     except _LeaveError:
         raise
     except Exception as error:  # a forward may do anything with a proxy instead of a tensor
         if _speaks_of_gates(module):
             raise _LeaveError(f"its forward cannot be traced: {_first_line(error)}") from error
         return False
-    if not finder.count:
+    if not forward.finder.count:
         return False
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise _LeaveError(f"{type(module).__name__} has a forward of its own")
-    _check_layers(module, finder)
-    names["_layers"] = _layers(module, finder)
-    module.__class__ = _tried_class(module, guarded(code, type(module), finder.graph), tuple(names.items()))
+    optional, without = _where_none(module, forward)
+    forwards = [forward, without] if without else [forward]
+    names: dict[str, Any] = {}
+    for each in forwards:
+        _check_layers(module, each.finder)
+        if any(names.setdefault(name, value) != value for name, value in each.names.items()):
+            raise _LeaveError("its forward differs too much where an argument is None")
+    names["_layers"] = _layers(module, [each.finder for each in forwards])
+    code = guarded(forward.code, type(module), forward.finder.graph, optional, without.code if without else None)
+    module.__class__ = _tried_class(module, code, tuple(names.items()), optional)
     return True
 
 
-def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
-    """The graph of its forward with operators, as code, which is the same for training and evaluation."""
+class _Forward(NamedTuple):
+    finder: Finder
+    code: str
+    names: dict[str, Any]  # the globals of the code
+
+
+def _rewritten(module: nn.Module, absent: Collection[str] = ()) -> _Forward:
+    """The graph of its forward with operators, as code, which is the same for training and evaluation; with None for
+    the arguments `absent`."""
     finders, problems = [], []
-    for graph, problem in traces(module):
+    for graph, problem in traces(module, absent):
         unread = [node.target for node in graph.find_nodes(op="placeholder") if not node.users]
         finders.append(Finder(module, graph))
         finders[-1].rewrite()
@@ -111,7 +125,7 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
             for target in unread
         ]
     if not any(finder.count for finder in finders):
-        return finders[0], "", {}
+        return _Forward(finders[0], "", {})
     if problem := next(filter(None, problems), None):
         raise _LeaveError(problem)
     codes = [finder.graph.python_code("self") for finder in finders]
@@ -122,15 +136,36 @@ def _rewritten(module: nn.Module) -> tuple[Finder, str, dict[str, Any]]:
         for name, value in codes[0].globals.items()
         if name in codes[0].src
     }
-    return finders[0], codes[0].src, names
+    return _Forward(finders[0], codes[0].src, names)
 
 
-def _layers(module: nn.Module, finder: Finder) -> tuple[Part, ...]:
+def _where_none(module: nn.Module, forward: _Forward) -> tuple[tuple[str, ...], _Forward | None]:
+    """The arguments whose default is None, if the forward does something else where they are None, as in ``y if mask is
+    None else y * mask``; and what it does there, if that has gates and a new forward can do it. A forward that only
+    passes them on does nothing else."""
+    arguments = forward.finder.graph.find_nodes(op="placeholder")
+    absent: dict[Any, Any] = {node: None for node in arguments if node.args == (None,)}
+    names = tuple(str(node.target) for node in absent)
+    if not names:
+        return (), None
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(forward.finder.graph, absent))
+    try:
+        without = _rewritten(module, names)
+    except Exception:
+        return names, None
+    if without.code == graph.python_code("self").src:
+        return (), None
+    return names, without if without.finder.count else None
+
+
+def _layers(module: nn.Module, finders: Collection[Finder]) -> tuple[Part, ...]:
     """What decides which code the former forward would run: `module` itself, the parts that the new forward no longer
     calls, those that hold what it calls or reads, and containers, also empty ones, which it may go through."""
-    called = {str(node.target) for node in finder.graph.find_nodes(op="call_module")}
-    names = dict.fromkeys(("", *finder.layers, *finder.others))
-    for name in (*names, *called, *(str(node.target) for node in finder.graph.find_nodes(op="get_attr"))):
+    nodes = [node for finder in finders for node in finder.graph.nodes]
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    names = dict.fromkeys(("", *(name for finder in finders for name in (*finder.layers, *finder.others))))
+    for name in (*names, *called, *(str(node.target) for node in nodes if node.op == "get_attr")):
         while name := name.rpartition(".")[0]:
             names[name] = None
     for name, part in module.named_modules():
@@ -211,12 +246,13 @@ def _check_layers(module: nn.Module, finder: Finder) -> None:
 # --- the trial -------------------------------------------------------------------------------------------------------
 
 
-def _tried_class(module: nn.Module, code: str, names: Names) -> type[nn.Module]:
-    """`class_with_forward`, after comparing both forwards on a copy with random parameters, in float32 on the CPU."""
+def _tried_class(module: nn.Module, code: str, names: Names, optional: Collection[str]) -> type[nn.Module]:
+    """`class_with_forward`, after comparing both forwards on a copy with random parameters, in float32 on the CPU; also
+    with the `optional` arguments."""
     base: Any = type(module)
     generator = torch.Generator("cpu").manual_seed(0)
 
-    def random(shape: torch.Size) -> Tensor:
+    def random(shape: Sequence[int]) -> Tensor:
         values = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         return values / max(1, shape[-1] if shape else 1) ** 0.5
 
@@ -230,16 +266,18 @@ def _tried_class(module: nn.Module, code: str, names: Names) -> type[nn.Module]:
         made = class_with_forward(base, code, names)
         with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
             trial = copied(module, random_like).eval()
-            inputs, expected = _tried(
-                trial, [[random(torch.Size((*s, n))) for n in _features(trial)] for s in _LEADING]
-            )
-            trial.__class__ = made
-            got = trial(*inputs)
+            inputs: Any = _accepted(trial, [[random((*s, n)) for n in _features(trial)] for s in _LEADING])
+            calls: list[tuple[list[Tensor], dict[str, Tensor]]] = [(inputs, {})]
             if len({i.shape for i in inputs}) == 1 < len(inputs):  # a forward may ask whether they are one
-                trial.__class__, inputs = base, inputs[:1] * len(inputs)
-                expected = expected, trial(*inputs)
-                trial.__class__ = made
-                got = got, trial(*inputs)
+                calls.append((inputs[:1] * len(inputs), {}))
+            if optional and inputs:
+                *lead, n = inputs[0].shape
+                more = [{name: random(shape) for name in optional} for shape in ((*lead, 1), (*lead, n), lead)]
+                with contextlib.suppress(Exception):  # of which none may suit
+                    calls.append((inputs, _accepted(functools.partial(trial, *inputs), more)))
+            expected = [trial(*args, **given) for args, given in calls]
+            trial.__class__ = made
+            got = [trial(*args, **given) for args, given in calls]
     except Exception as error:
         raise _LeaveError(f"it could not be tried: {_first_line(error)}") from error
     pairs = list(zip(_tensors(got), _tensors(expected), strict=False))
@@ -255,14 +293,16 @@ def _tried_class(module: nn.Module, code: str, names: Names) -> type[nn.Module]:
 _LEADING = ((2, 3), (2, 3, 3), (5,))
 
 
-def _tried(trial: nn.Module, choices: list[list[Tensor]]) -> tuple[list[Tensor], Any]:
-    """The first of `choices` that the forward accepts, and its result."""
-    for inputs in choices[:-1]:
+def _accepted(forward: Callable[..., Any], choices: list[Any]) -> Any:
+    """The first of `choices`, lists or dicts of arguments, with which `forward` does not raise."""
+    for arguments in choices:
         try:
-            return inputs, trial(*inputs)
+            forward(**arguments) if isinstance(arguments, dict) else forward(*arguments)
+            return arguments
         except Exception:
-            continue
-    return choices[-1], trial(*choices[-1])
+            if arguments is choices[-1]:
+                raise
+    return None
 
 
 def _tensors(value: Any) -> list[Tensor]:

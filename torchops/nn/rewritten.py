@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -66,19 +66,35 @@ def class_with_forward(base: type[nn.Module], code: str, names: Names) -> type[n
     return type(base.__name__, (Rewritten, base), body)
 
 
-def guarded(code: str, base: type[nn.Module], graph: fx.Graph) -> str:
+def guarded(
+    code: str, base: type[nn.Module], graph: fx.Graph, optional: tuple[str, ...] = (), without: str | None = None
+) -> str:
     """`code` that begins with a call of the former forward, for the case that a layer is no longer what it was, or that
-    an argument whose default is not None is None."""
+    an argument whose default is not None is None. If all `optional` arguments are None, it calls the code `without`
+    them; otherwise, if any is or there is no such code, the former forward."""
     parameters = inspect.signature(base.forward).parameters
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     only = {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
-    arguments = sorted(
-        (f"{name}={name}" if name in only else name for name in names),
-        key=lambda text: (text.startswith("**"), "=" in text, text.startswith("*")),
-    )
-    lines = code.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
+
+    def call(function: str, names: Collection[str], only: Collection[str]) -> str:
+        arguments = sorted(
+            (f"{name}={name}" if name in only else name for name in names),
+            key=lambda text: (text.startswith("**"), "=" in text, text.startswith("*")),
+        )
+        return f"{function}({', '.join(['self', *arguments])})"
+
+    former = call("_former", names, only)
     tests = [f"{node.target} is None" for node in graph.find_nodes(op="placeholder") if node.args != (None,)]
     test = " or ".join([*(test for test in tests if not test.startswith("*")), "not _unchanged(self, _layers)"])
-    lines.insert(first + 1, f"    if {test}: return _former({', '.join(['self', *arguments])})")
-    return "\n".join(lines)
+    guards = [f"    if {test}: return {former}"]
+    absent = [f"{name} is None" for name in optional]
+    if without:
+        rest = [name for name in names if name not in optional]
+        guards.append(f"    if {' and '.join(absent)}: return {call('_without', rest, ())}")
+    if optional and not (without and len(optional) == 1):
+        guards.append(f"    if {' or '.join(absent)}: return {former}")
+    lines = code.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
+    lines[first + 1 : first + 1] = guards
+    other = without.replace("def forward(", "def _without(", 1) if without else ""
+    return "\n".join([other, *lines])

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ class Trace(NamedTuple):
     problem: str | None  # what the forward did besides
 
 
-def traces(module: nn.Module) -> list[Trace]:
-    """The graphs of the forward of `module` for training and for evaluation.
+def traces(module: nn.Module, absent: Collection[str] = ()) -> list[Trace]:
+    """The graphs of the forward of `module` for training and for evaluation, with None for the arguments `absent`.
 
     `module` stays as it is: what runs is a copy whose parameters and buffers have no values. Raises whatever the
     forward raises, given proxies.
@@ -45,20 +45,20 @@ def traces(module: nn.Module) -> list[Trace]:
         for training in (True, False):
             for part in copy.modules():
                 part.training = training
-            found.append(_trace(copy, Tracer(module)))
+            found.append(_trace(copy, Tracer(module), absent))
             for _ in range(3):
                 if found[-1].problem == _DRAWS:  # or another thread does
-                    found[-1] = _trace(copy, Tracer(module))
+                    found[-1] = _trace(copy, Tracer(module), absent)
     return found
 
 
 _DRAWS = "its forward draws random numbers"
 
 
-def _trace(copy: nn.Module, tracer: Tracer) -> Trace:
+def _trace(copy: nn.Module, tracer: Tracer, absent: Collection[str]) -> Trace:
     before, numbers = _state(copy), _random_states()
     with _no_contexts(tracer):
-        graph = tracer.trace(copy)
+        graph = tracer.trace(copy, dict.fromkeys(absent) or None)
     if tracer.refused:
         raise RuntimeError("it catches an exception, and goes on in another way")
     drew = _random_states() != numbers
