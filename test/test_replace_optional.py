@@ -75,6 +75,41 @@ class ByPosition(Gated):
         return y if "bias" not in more else y + more["bias"]
 
 
+class Switched(Gated):
+    """By a mask that is no tensor."""
+
+    def forward(self, x: Tensor, mask: Tensor | float | None = None) -> Tensor:
+        if mask is None or mask is False:
+            return self.gated(x)
+        return self.gated(x) * mask
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for other in self.others:
+            x = other(x)
+        return x
+
+
+class CalledOrOpened(Gated):
+    """A part is called in one way, and of what it holds, which is nothing yet, the other way calls each."""
+
+    def more(self) -> None:
+        self.part = Part()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            out: Tensor = self.part(self.gated(x))
+            return out
+        for other in self.part.others:
+            x = other(x)
+        return self.gated(x) * mask
+
+
 class Branches(Gated):
     """On values, where no trace can follow."""
 
@@ -149,6 +184,29 @@ def test_layers_that_change_later(call: str) -> None:
         for m in (model, former):
             m.get_submodule(name).register_forward_hook(lambda module, args, out: 2 * out)
         torch.testing.assert_close(model(x, **more), former(x, **more))
+
+
+@pytest.mark.parametrize("call", ["neither", "mask"])
+def test_parts_that_come_later(call: str) -> None:
+    model, more = CalledOrOpened(), CALLS[call]
+    former = copy.deepcopy(model)
+    assert replace(model).replaced == ("",)
+    other = layer()
+    for m in (model, former):
+        torch.testing.assert_close(m(values(), **more), former(values(), **more))
+        m.part.others.append(other)
+    torch.testing.assert_close(model(values(), **more), former(values(), **more))
+
+
+@pytest.mark.parametrize("mask", [False, True, 0.5])
+def test_what_is_no_tensor(mask: Any) -> None:
+    """The former forward decides what to do with it."""
+    model = Switched()
+    former = copy.deepcopy(model)
+    assert replace(model).replaced == ("",)
+    torch.testing.assert_close(model(values(), mask), former(values(), mask))
+    traced = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(traced(values(), MASK), former(values(), MASK))
 
 
 def test_arguments_of_other_kinds() -> None:

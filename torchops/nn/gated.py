@@ -162,16 +162,18 @@ def _where_none(module: nn.Module, forward: _Forward) -> tuple[tuple[str, ...], 
 def _layers(module: nn.Module, finders: Collection[Finder]) -> tuple[Part, ...]:
     """What decides which code the former forward would run: `module` itself, the parts that the new forward no longer
     calls, those that hold what it calls or reads, and containers, also empty ones, which it may go through."""
-    nodes = [node for finder in finders for node in finder.graph.nodes]
-    called = {str(node.target) for node in nodes if node.op == "call_module"}
-    names = dict.fromkeys(("", *(name for finder in finders for name in (*finder.layers, *finder.others))))
-    for name in (*names, *called, *(str(node.target) for node in nodes if node.op == "get_attr")):
-        while name := name.rpartition(".")[0]:
-            names[name] = None
-    for name, part in module.named_modules():
-        above = {name.rsplit(".", i)[0] for i in range(name.count(".") + 1)}
-        if isinstance(part, _CONTAINERS) and not above & called:
-            names[name] = None
+    names = {"": None}
+    for finder in finders:
+        called = {str(node.target) for node in finder.graph.find_nodes(op="call_module")}
+        own = dict.fromkeys((*finder.layers, *finder.others))
+        names |= own
+        for name in (*own, *called, *(str(node.target) for node in finder.graph.find_nodes(op="get_attr"))):
+            while name := name.rpartition(".")[0]:
+                names[name] = None
+        for name, part in module.named_modules():
+            above = {name.rsplit(".", i)[0] for i in range(name.count(".") + 1)}
+            if isinstance(part, _CONTAINERS) and not above & called:
+                names[name] = None
     parts = {name: module.get_submodule(name) for name in names}
     return tuple(
         (tuple(filter(None, name.split("."))), former_class(type(part)), contents(part)) for name, part in parts.items()

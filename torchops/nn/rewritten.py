@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .gate_forms import unchanged
 
@@ -60,10 +60,15 @@ def class_with_forward(base: type[nn.Module], code: str, names: Names) -> type[n
     namespace = {
         name: importlib.import_module(value.name) if isinstance(value, Imported) else value for name, value in names
     }
-    namespace |= {"_former": base.forward, "_unchanged": unchanged}
+    namespace |= {"_former": base.forward, "_unchanged": unchanged, "_are_tensors": _are_tensors}
     exec(compile(code, f"<torchops.nn.replace: {base.__name__}>", "exec"), namespace)
     body = {"forward": namespace["forward"], "__module__": base.__module__, "_torchops_parts": (base, code, names)}
     return type(base.__name__, (Rewritten, base), body)
+
+
+def _are_tensors(*values: Any) -> bool:
+    """Or stand for tensors in a trace. A graph can't tell what a forward does with others, as in ``mask is False``."""
+    return all(isinstance(value, (Tensor, fx.Proxy)) for value in values)
 
 
 def guarded(
@@ -71,7 +76,7 @@ def guarded(
 ) -> str:
     """`code` that begins with a call of the former forward, for the case that a layer is no longer what it was, or that
     an argument whose default is not None is None. If all `optional` arguments are None, it calls the code `without`
-    them; otherwise, if any is or there is no such code, the former forward."""
+    them; otherwise, if there is no such code or any is no tensor, the former forward."""
     parameters = inspect.signature(base.forward).parameters
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     only = {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -91,8 +96,8 @@ def guarded(
     if without:
         rest = [name for name in names if name not in optional]
         guards.append(f"    if {' and '.join(absent)}: return {call('_without', rest, ())}")
-    if optional and not (without and len(optional) == 1):
-        guards.append(f"    if {' or '.join(absent)}: return {former}")
+    if optional:
+        guards.append(f"    if not _are_tensors({', '.join(optional)}): return {former}")
     lines = code.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
     lines[first + 1 : first + 1] = guards
