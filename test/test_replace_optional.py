@@ -110,6 +110,48 @@ class CalledOrOpened(Gated):
         return self.gated(x) * mask
 
 
+class Attends(Gated):
+    """Some of its arguments decide what others are."""
+
+    def more(self) -> None:
+        self.part = Both()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        if mask is not None and bias is None:
+            bias = mask
+        out: Tensor = self.part(self.gated(x), mask, bias)
+        return out
+
+
+class Both(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+        x = x if mask is None else x * mask
+        return x if bias is None else x + bias
+
+
+class PassesBothOn(Attends):
+    def forward(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = self.part(self.gated(x), mask, bias)
+        return out
+
+
+class Bounded(Gated):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = torch.nan_to_num(self.gated(x))
+        return y if mask is None else y.masked_fill(mask > 0, 1.0)
+
+
+class Named(Gated):
+    """As the new forward names its own."""
+
+    def more(self) -> None:
+        self._former, self._without, self._layers = layer(), layer(), layer()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = self._layers(self._without(self._former(self.gated(x))))
+        return y if mask is None else y * mask
+
+
 class Branches(Gated):
     """On values, where no trace can follow."""
 
@@ -127,6 +169,10 @@ GATES: dict[type[Gated], dict[str, int]] = {
     OtherLayers: {"neither": 1, "None": 1, "mask": 1},
     GatedWithMask: {"neither": 0, "None": 0, "mask": 1},
     MakesMask: {"neither": 0, "None": 0, "mask": 1},
+    Attends: {"neither": 1, "None": 1, "mask": 0, "bias": 0, "both": 1},
+    PassesBothOn: {"neither": 1, "None": 1, "mask": 1, "bias": 1, "both": 1},
+    Bounded: {"neither": 1, "None": 1, "mask": 1},
+    Named: {"neither": 1, "None": 1, "mask": 1},
 }
 CASES = [(kind, call, count) for kind, counts in GATES.items() for call, count in counts.items()]
 
@@ -209,6 +255,17 @@ def test_what_is_no_tensor(mask: Any) -> None:
     torch.testing.assert_close(traced(values(), MASK), former(values(), MASK))
 
 
+def test_a_hook_in_one_way() -> None:
+    """Before replacing: the former forward goes it."""
+    model = OtherLayers()
+    model.up_too.register_forward_hook(lambda module, args, out: 2 * out)
+    former = copy.deepcopy(model)
+    assert replace(model).replaced == ("",)
+    assert gates_in(model, values(), MASK) == 1
+    for more in ({}, {"mask": MASK}):
+        torch.testing.assert_close(model(values(), **more), former(values(), **more))
+
+
 def test_arguments_of_other_kinds() -> None:
     """A trace can't have them: the module is left."""
     model = ByPosition()
@@ -240,7 +297,18 @@ class Scale(torch.autograd.Function):
         return 2 * x
 
 
-@pytest.mark.parametrize("kind", [Needed, Wrong])
+class ToItself(Gated):
+    """What no trace sees: whether both arguments are one."""
+
+    def more(self) -> None:
+        self.other = layer()
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        context = x if context is None else context
+        return self.gated(x) if context is x else self.gated(self.other(context))
+
+
+@pytest.mark.parametrize("kind", [Needed, Wrong, ToItself])
 def test_left(kind: type[Gated]) -> None:
     model = kind()
     report = replace(model)

@@ -77,9 +77,10 @@ inline void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b
   if (!split_product(out, a, b, /*accumulate=*/true)) at::cuda::addmm_(out, a, b);
 }
 
-/// out = x @ w.T + b. With a contiguous out and b, this is the call of F.linear: most of cuBLAS's algorithms round
-/// once. Those for others round the product of aligned operands before they add b: in bfloat16, 70 rows of 128 features
-/// in and out then have a relative error of 0.28 instead of 0.0017 where b cancels the product (torch 2.11, H100).
+/// out = x @ w.T + b. With a contiguous out and b, this is the call of F.linear, and cuBLAS mostly rounds once. For a
+/// strided out or b, the algorithms that it picks for aligned operands round the product before they add b: in
+/// bfloat16, 70 rows of 128 features in and out then have a relative error of 0.28 instead of 0.0017 where b cancels
+/// the product (torch 2.11, H100).
 inline void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b) {
   // w.t(), without two trips through the dispatcher.
   const at::Tensor w_t =

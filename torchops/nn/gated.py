@@ -14,7 +14,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from .replace import (
     sequential_reason,
     swapper,
 )
-from .rewritten import Imported, Names, Rewritten, class_with_forward, former_class, guarded
+from .rewritten import LAYERS, Imported, Names, Rewritten, class_with_forward, former_class, guarded
 from .tracing import copied, random_numbers_stay, traces
 
 __all__ = ["PackedGLU"]
@@ -97,9 +97,10 @@ def _replace(module: nn.Module) -> bool:
     names: dict[str, Any] = {}
     for each in forwards:
         _check_layers(module, each.finder)
-        if any(names.setdefault(name, value) != value for name, value in each.names.items()):
-            raise _LeaveError("its forward differs too much where an argument is None")
-    names["_layers"] = _layers(module, [each.finder for each in forwards])
+        for name, value in each.names.items():
+            if names.setdefault(name, value) is not value and names[name] != value:
+                raise _LeaveError(f"{name} is something else in its forward where an argument is None")
+    names[LAYERS] = _layers(module, [each.finder for each in forwards])
     code = guarded(forward.code, type(module), forward.finder.graph, optional, without.code if without else None)
     module.__class__ = _tried_class(module, code, tuple(names.items()), optional)
     return True
@@ -140,23 +141,35 @@ def _rewritten(module: nn.Module, absent: Collection[str] = ()) -> _Forward:
 
 
 def _where_none(module: nn.Module, forward: _Forward) -> tuple[tuple[str, ...], _Forward | None]:
-    """The arguments whose default is None, if the forward does something else where they are None, as in ``y if mask is
-    None else y * mask``; and what it does there, if that has gates and a new forward can do it. A forward that only
-    passes them on does nothing else."""
+    """The arguments whose default is None, if the forward does something else where some are None, as in ``y if mask is
+    None else y * mask``; and what it does where all are, if that has gates and a new forward can do it. A forward that
+    only passes them on does nothing else."""
     arguments = forward.finder.graph.find_nodes(op="placeholder")
-    absent: dict[Any, Any] = {node: None for node in arguments if node.args == (None,)}
-    names = tuple(str(node.target) for node in absent)
-    if not names:
+    nodes = {str(node.target): node for node in arguments if node.args == (None,)}
+    if not nodes:
         return (), None
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(forward.finder.graph, absent))
+
+    def passes_on(absent: Collection[str], without: _Forward) -> bool:
+        graph = fx.Graph()
+        values: dict[Any, Any] = {nodes[name]: None for name in absent}
+        (output,) = forward.finder.graph.find_nodes(op="output")
+        graph.output(graph.graph_copy(forward.finder.graph, values), output.type)
+        return without.code == graph.python_code("self").src
+
     try:
-        without = _rewritten(module, names)
+        without = _rewritten(module, tuple(nodes))
+        _check_layers(module, without.finder)
     except Exception:
-        return names, None
-    if without.code == graph.python_code("self").src:
-        return (), None
-    return names, without if without.finder.count else None
+        return tuple(nodes), None
+    some = [names for n in range(1, len(nodes)) for names in combinations(nodes, n)]
+    with contextlib.suppress(Exception):
+        few = len(nodes) <= _MOST_OPTIONAL
+        if few and passes_on(nodes, without) and all(passes_on(names, _rewritten(module, names)) for names in some):
+            return (), None
+    return tuple(nodes), without if without.finder.count else None
+
+
+_MOST_OPTIONAL = 3  # of which each combination is traced
 
 
 def _layers(module: nn.Module, finders: Collection[Finder]) -> tuple[Part, ...]:
@@ -270,16 +283,18 @@ def _tried_class(module: nn.Module, code: str, names: Names, optional: Collectio
             trial = copied(module, random_like).eval()
             inputs: Any = _accepted(trial, [[random((*s, n)) for n in _features(trial)] for s in _LEADING])
             calls: list[tuple[list[Tensor], dict[str, Tensor]]] = [(inputs, {})]
-            if len({i.shape for i in inputs}) == 1 < len(inputs):  # a forward may ask whether they are one
+            if len({i.shape for i in inputs}) == 1 < len(inputs):
                 calls.append((inputs[:1] * len(inputs), {}))
             if optional and inputs:
                 *lead, n = inputs[0].shape
-                more = [{name: random(shape) for name in optional} for shape in ((*lead, 1), (*lead, n), lead)]
-                with contextlib.suppress(Exception):  # of which none may suit
-                    calls.append((inputs, _accepted(functools.partial(trial, *inputs), more)))
-            expected = [trial(*args, **given) for args, given in calls]
+                given = [{name: random(shape) for name in optional} for shape in ((*lead, 1), (*lead, n), lead)]
+                given += [{name: value > 0 for name, value in values.items()} for values in given]
+                for choices in (given, [dict.fromkeys(optional, inputs[0])]):  # a forward may ask whether they are one
+                    with contextlib.suppress(Exception):  # none may suit
+                        calls.append((inputs, _accepted(functools.partial(trial, *inputs), choices)))
+            expected = [trial(*args, **more) for args, more in calls]
             trial.__class__ = made
-            got = [trial(*args, **given) for args, given in calls]
+            got = [trial(*args, **more) for args, more in calls]
     except Exception as error:
         raise _LeaveError(f"it could not be tried: {_first_line(error)}") from error
     pairs = list(zip(_tensors(got), _tensors(expected), strict=False))

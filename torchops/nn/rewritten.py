@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from .gate_forms import unchanged
 
-__all__ = ["Imported", "Names", "Rewritten", "class_with_forward", "former_class", "guarded"]
+__all__ = ["LAYERS", "Imported", "Names", "Rewritten", "class_with_forward", "former_class", "guarded"]
 
 
 class Imported(NamedTuple):
@@ -22,6 +22,11 @@ class Imported(NamedTuple):
 
 
 Names = tuple[tuple[str, Any], ...]  # the globals of a forward
+
+# Those that are added here, by names that no argument or part of a module should have.
+LAYERS = "_torchops_layers"
+_FORMER, _WITHOUT, _UNCHANGED = "_torchops_former", "_torchops_without", "_torchops_unchanged"
+_ARE_TENSORS = "_torchops_are_tensors"
 
 
 class Rewritten:
@@ -60,7 +65,7 @@ def class_with_forward(base: type[nn.Module], code: str, names: Names) -> type[n
     namespace = {
         name: importlib.import_module(value.name) if isinstance(value, Imported) else value for name, value in names
     }
-    namespace |= {"_former": base.forward, "_unchanged": unchanged, "_are_tensors": _are_tensors}
+    namespace |= {_FORMER: base.forward, _UNCHANGED: unchanged, _ARE_TENSORS: _are_tensors}
     exec(compile(code, f"<torchops.nn.replace: {base.__name__}>", "exec"), namespace)
     body = {"forward": namespace["forward"], "__module__": base.__module__, "_torchops_parts": (base, code, names)}
     return type(base.__name__, (Rewritten, base), body)
@@ -88,18 +93,18 @@ def guarded(
         )
         return f"{function}({', '.join(['self', *arguments])})"
 
-    former = call("_former", names, only)
+    former = call(_FORMER, names, only)
     tests = [f"{node.target} is None" for node in graph.find_nodes(op="placeholder") if node.args != (None,)]
-    test = " or ".join([*(test for test in tests if not test.startswith("*")), "not _unchanged(self, _layers)"])
+    test = " or ".join([*(test for test in tests if not test.startswith("*")), f"not {_UNCHANGED}(self, {LAYERS})"])
     guards = [f"    if {test}: return {former}"]
     absent = [f"{name} is None" for name in optional]
     if without:
         rest = [name for name in names if name not in optional]
-        guards.append(f"    if {' and '.join(absent)}: return {call('_without', rest, ())}")
+        guards.append(f"    if {' and '.join(absent)}: return {call(_WITHOUT, rest, ())}")
     if optional:
-        guards.append(f"    if not _are_tensors({', '.join(optional)}): return {former}")
+        guards.append(f"    if not {_ARE_TENSORS}({', '.join(optional)}): return {former}")
     lines = code.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
     lines[first + 1 : first + 1] = guards
-    other = without.replace("def forward(", "def _without(", 1) if without else ""
+    other = without.replace("def forward(", f"def {_WITHOUT}(", 1) if without else ""
     return "\n".join([other, *lines])
