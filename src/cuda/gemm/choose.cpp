@@ -111,7 +111,7 @@ constexpr Rule<Tiling> kSquareMatmul[] = {
     // In batches, share the loads of b, too: 128 matrices with n = 1024 take 394 us instead of 420, and 512 with n =
     // 512 take 302 us instead of 330 (cold calls). Of one b, (65536, 1024) takes 211 us instead of 205.
     {[](const Case& c) {
-       return c.batch > 1 && c.n > 256 && c.n <= 1024 && c.columns(128) % 4 == 0 && (c.m + 127) / 128 % 2 == 0;
+       return c.batch > 1 && c.n > 256 && c.n <= 1024 && c.rows(128) % 2 == 0 && c.columns(128) % 4 == 0;
      },
      Tiling::k128x128SharedBoth},
     {[](const Case& c) { return c.n > 256 && c.n <= 1024 && c.columns(128) % 2 == 0; }, Tiling::k128x128SharedAWide},
@@ -266,7 +266,7 @@ bool prefers_cublas(const Case& c) { return c.m < 16 || (c.k >= 512 && c.tiles(6
 
 // A CTA has 128 rows and all columns, so few rows of many columns occupy few multiprocessors for long: dz and dx of
 // (4096, 256) to 1024 features take 30 us instead of 27. 65536 rows take 175 us instead of 224 (H100, bfloat16).
-bool prefers_input_gradients(const Case& c) { return c.n <= 512 || (c.m + 127) / 128 * 5 >= c.sm_count * 2; }
+bool prefers_input_gradients(const Case& c) { return c.n <= 512 || c.rows(128) * 5 >= c.sm_count * 2; }
 
 // Large tiles read the operands less often, small ones occupy more multiprocessors.
 constexpr Rule<Sm80Tiling> kSm80[] = {

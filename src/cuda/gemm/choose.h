@@ -15,8 +15,9 @@ struct Case {
   Element element;
   int sm_count;
 
+  int64_t rows(int tile_m) const { return (m + tile_m - 1) / tile_m; }
   int64_t columns(int tile_n) const { return (n + tile_n - 1) / tile_n; }
-  int64_t tiles(int tile_m, int tile_n) const { return batch * ((m + tile_m - 1) / tile_m) * columns(tile_n); }
+  int64_t tiles(int tile_m, int tile_n) const { return batch * rows(tile_m) * columns(tile_n); }
 };
 
 /// `tiling` for the cases that `suits` accepts. Rules are tried in order; a rule is skipped if this build lacks its
