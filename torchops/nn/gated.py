@@ -13,7 +13,7 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations, pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -92,11 +92,11 @@ def _replace(module: nn.Module) -> bool:
         return False
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise _LeaveError(f"{type(module).__name__} has a forward of its own")
+    _check_layers(module, forward.finder)
     optional, without = _where_none(module, forward)
     forwards = [forward, without] if without else [forward]
     names: dict[str, Any] = {}
     for each in forwards:
-        _check_layers(module, each.finder)
         for name, value in each.names.items():
             if names.setdefault(name, value) is not value and names[name] != value:
                 raise _LeaveError(f"{name} is something else in its forward where an argument is None")
@@ -281,17 +281,17 @@ def _tried_class(module: nn.Module, code: str, names: Names, optional: Collectio
         made = class_with_forward(base, code, names)
         with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
             trial = copied(module, random_like).eval()
-            inputs: Any = _accepted(trial, [[random((*s, n)) for n in _features(trial)] for s in _LEADING])
-            calls: list[tuple[list[Tensor], dict[str, Tensor]]] = [(inputs, {})]
-            if len({i.shape for i in inputs}) == 1 < len(inputs):
+            calls = [_accepted(trial, [([random((*s, n)) for n in _features(trial)], {}) for s in _LEADING])]
+            inputs, _ = calls[0]
+            if len({i.shape for i in inputs}) == 1 < len(inputs):  # a forward may ask whether they are one
                 calls.append((inputs[:1] * len(inputs), {}))
             if optional and inputs:
                 *lead, n = inputs[0].shape
                 given = [{name: random(shape) for name in optional} for shape in ((*lead, 1), (*lead, n), lead)]
                 given += [{name: value > 0 for name, value in values.items()} for values in given]
-                for choices in (given, [dict.fromkeys(optional, inputs[0])]):  # a forward may ask whether they are one
+                for choices in (given, [dict.fromkeys(optional, inputs[0])]):
                     with contextlib.suppress(Exception):  # none may suit
-                        calls.append((inputs, _accepted(functools.partial(trial, *inputs), choices)))
+                        calls.append(_accepted(trial, [(inputs, more) for more in choices]))
             expected = [trial(*args, **more) for args, more in calls]
             trial.__class__ = made
             got = [trial(*args, **more) for args, more in calls]
@@ -310,16 +310,18 @@ def _tried_class(module: nn.Module, code: str, names: Names, optional: Collectio
 _LEADING = ((2, 3), (2, 3, 3), (5,))
 
 
-def _accepted(forward: Callable[..., Any], choices: list[Any]) -> Any:
-    """The first of `choices`, lists or dicts of arguments, with which `forward` does not raise."""
-    for arguments in choices:
-        try:
-            forward(**arguments) if isinstance(arguments, dict) else forward(*arguments)
-            return arguments
-        except Exception:
-            if arguments is choices[-1]:
-                raise
-    return None
+_Call = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def _accepted(trial: nn.Module, choices: list[_Call]) -> _Call:
+    """The first of `choices` that the forward accepts."""
+    for args, more in choices[:-1]:
+        with contextlib.suppress(Exception):
+            trial(*args, **more)
+            return args, more
+    args, more = choices[-1]
+    trial(*args, **more)
+    return args, more
 
 
 def _tensors(value: Any) -> list[Tensor]:

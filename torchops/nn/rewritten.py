@@ -76,9 +76,7 @@ def _are_tensors(*values: Any) -> bool:
     return all(isinstance(value, (Tensor, fx.Proxy)) for value in values)
 
 
-def guarded(
-    code: str, base: type[nn.Module], graph: fx.Graph, optional: tuple[str, ...] = (), without: str | None = None
-) -> str:
+def guarded(code: str, base: type[nn.Module], graph: fx.Graph, optional: tuple[str, ...], without: str | None) -> str:
     """`code` that begins with a call of the former forward, for the case that a layer is no longer what it was, or that
     an argument whose default is not None is None. If all `optional` arguments are None, it calls the code `without`
     them; otherwise, if there is no such code or any is no tensor, the former forward."""
