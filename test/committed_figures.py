@@ -38,6 +38,13 @@ def ratios(machine: str, op: str, task: str, way: str) -> list[float]:
     return [r.timings[way].ratio for r in results if way in r.timings]
 
 
+def inference_by_compile() -> list[float]:
+    """The time of torch.compile over ours: sigmoid, and layer_norm of up to 16384 columns."""
+    results = (r for op in ("sigmoid", "layer_norm") for r in render.reports(H100)[op].results)
+    forward = (r for r in results if r.case.task == FORWARD)
+    return [r.timings["compile"].ratio for r in forward if r.case.shape[-1] <= 16384]
+
+
 def gates(file: str, op: str, shape: list[int], task: str, dtype: str = "bfloat16") -> dict[str, Any]:
     found = (r for r in document(H100, file)["results"] if r["line"]["op"] == op and r["line"]["shape"] == shape)
     (result,) = (r for r in found if (r["line"]["task"], r["line"]["dtype"]) == (task, dtype))
