@@ -99,8 +99,16 @@ def lines(device_type: str) -> list[Line]:
             for op in ("gate", "glu")
             for task in (FORWARD, BACKWARD)
         ),
+        *_unaligned_lines(),
         *(eager(op, (16, 64, 64), OVERHEAD) for op in ("gate", "gate_", "glu")),
         *(eager(op, (16, 64, 64), OVERHEAD_GRAD) for op in ("gate", "glu")),
+    ]
+
+
+def _unaligned_lines() -> list[Line]:
+    """Rows that are not whole pieces of 16 bytes."""
+    return [
+        Line(op, (262143, 129, 127), task, compiled=False) for op in ("gate", "glu") for task in (FORWARD, BACKWARD)
     ]
 
 
@@ -121,7 +129,7 @@ def cublas_lines() -> list[Line]:
             for dtype, tf32 in (("float32", True), ("float64", False))
             for task in tasks
         ),
-        *(eager(op, (262143, 129, 127), task) for op in ("gate", "glu") for task in tasks),
+        *_unaligned_lines(),
     ]
 
 
