@@ -174,7 +174,7 @@ Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const Option
   const bool scratch = v.scalar_type() != w.scalar_type(), rounded = x.scalar_type() != w.scalar_type();
   const int64_t product_bytes = scratch ? product_row_bytes(w) : 0;
   const int64_t rows = y_rows.size(0);
-  const int64_t step = rows_of_panel(rows, product_row_bytes(w), product_bytes + rounded_row_bytes(x, w));
+  const int64_t step = rows_of_panel(rows, w, bias.has_value(), product_bytes + rounded_row_bytes(x, w));
   for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor out = panel(y_rows), x_panel = panel(x_rows).to(w.scalar_type());
@@ -200,10 +200,9 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   const auto overwrite = [&](const detail::Operands& matrices) {
     const Tensor &target = matrices[0], &x_rows = matrices[1];
     if (fused(target, target, x_rows, weight, bias)) return;
-    const int64_t product_bytes = product_row_bytes(w);
-    const int64_t step = products.defined()
-                             ? products.size(0)
-                             : rows_of_panel(target.size(0), product_bytes, product_bytes + rounded_row_bytes(x, w));
+    const int64_t scratch_bytes = product_row_bytes(w) + rounded_row_bytes(x, w);
+    const int64_t step =
+        products.defined() ? products.size(0) : rows_of_panel(target.size(0), w, bias.has_value(), scratch_bytes);
     for_each_panel_of(target.size(0), step, [&](int64_t begin, int64_t end) {
       const int64_t rows = end - begin;
       if (!products.defined()) {
@@ -320,7 +319,7 @@ void by_cotangents(const detail::GateGradients& gradients, const Tensor& g, cons
   const auto& [dv, dx, dw, db] = gradients;
   const Tensor dz = at::detail::empty_cuda(v.sizes(), w.options());
   if (!fused_cotangents(dz, dv, db, call, mask) && !portable_cotangents(dz, dv, db, g, v, x, w, b, mask, v_is_y)) {
-    const int64_t rows = dz.size(0), step = rows_of_panel(rows, product_row_bytes(w), rounded_row_bytes(x, w));
+    const int64_t rows = dz.size(0), step = rows_of_panel(rows, w, b.has_value(), rounded_row_bytes(x, w));
     PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };

@@ -80,7 +80,7 @@ void glu_out(const Tensor& y, const Products& products, const Tensor& x, const T
   if (fused(y, products, x, w, wg, bias, gate_bias, act)) return;
   const bool rounded = x.scalar_type() != w.scalar_type();
   const int64_t product_bytes = products ? 0 : product_row_bytes(w);
-  const int64_t step = rows_of_panel(y.size(0), product_row_bytes(w), product_bytes + rounded_row_bytes(x, w));
+  const int64_t step = rows_of_panel(y.size(0), w, b || bg, product_bytes + rounded_row_bytes(x, w));
   for_each_panel_of(y.size(0), step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor out = panel(y), x_panel = panel(x).to(w.scalar_type());
@@ -241,23 +241,29 @@ bool stacks_weights(int64_t rows, int64_t out_features) { return rows > 4 * out_
 
 // dz and du in a tensor for both: side by side, so that the products that make or read them are one call of cuBLAS
 // each, or one after the other where two calls are made, which are more exact if each result is contiguous (linear.h).
-GluPair cotangents_in(const Tensor& both) {
-  const int64_t rows = both.size(0), n = both.size(1) / 2;
-  if (stacks_weights(rows, n)) return GluPair::halves(both);
-  const Tensor parts = both.view({2, rows, n});
-  return {parts.select(0, 0), parts.select(0, 1)};
-}
+struct Cotangents : GluPair {
+  Tensor both;
+
+  explicit Cotangents(const Tensor& both) : GluPair(within(both)), both(both) {}
+
+ private:
+  static GluPair within(const Tensor& both) {
+    const int64_t rows = both.size(0), n = both.size(1) / 2;
+    if (stacks_weights(rows, n)) return GluPair::halves(both);
+    const Tensor parts = both.view({2, rows, n});
+    return {parts.select(0, 0), parts.select(0, 1)};
+  }
+};
 
 // dz, du and the gradients of biases by cuBLAS and a pass, or by the pass alone if the products were kept. `stack` has
 // both weights, or is undefined.
-void cotangents_from_products(const detail::GluGradients& gradients, const Tensor& both, const BackwardRows& a,
-                              const Tensor& stack) {
+void cotangents_from_products(const detail::GluGradients& gradients, const Cotangents& cotangents,
+                              const BackwardRows& a, const Tensor& stack) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  const int64_t rows = both.size(0);
-  const GluPair cotangents = cotangents_in(both);
+  const int64_t rows = a.x.size(0);
   const bool wants_sums = a.mask[3] || a.mask[4];
   const OptionalTensor stacked_bias = stack.defined() && !a.kept ? stacked(a.b, a.bg) : std::nullopt;
-  const int64_t step = rows_of_panel(rows, product_row_bytes(a.w), rounded_row_bytes(a.x, a.w));
+  const int64_t step = rows_of_panel(rows, a.w, !a.kept && (a.b || a.bg), rounded_row_bytes(a.x, a.w));
   PassSums sums(wants_sums, a.w, 2, rows, step, a.w.size(0));
   for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
@@ -268,7 +274,7 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Tenso
     }
     const Tensor x = panel(a.x).to(a.w.scalar_type());
     if (stack.defined()) {
-      linear_out(panel(both), x, stack, stacked_bias);
+      linear_out(panel(cotangents.both), x, stack, stacked_bias);
     } else {
       linear_out(to.z, x, a.w, a.b);
       linear_out(to.u, x, a.wg, a.bg);
@@ -280,10 +286,11 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Tenso
 
 // The gradients of x and of the weights, if they are wanted, from both cotangents. `stack` has both weights, or is
 // undefined.
-void from_cotangents(const detail::GluGradients& gradients, const Tensor& both, const BackwardRows& a,
+void from_cotangents(const detail::GluGradients& gradients, const Cotangents& cotangents, const BackwardRows& a,
                      const Tensor& stack) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  const auto [dz, du] = cotangents_in(both);
+  const auto& [dz, du] = static_cast<const GluPair&>(cotangents);
+  const Tensor& both = cotangents.both;
   const int64_t n = a.w.size(0);
   const bool stacks = stacks_weights(both.size(0), n);
   if (a.mask[0] && stacks) {
@@ -312,13 +319,13 @@ void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a,
     if (a.mask[0]) input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.adds);
     return;
   }
-  const GluPair cotangents = cotangents_in(both);
+  const Cotangents cotangents(both);
   const bool are_made =
       fused_cotangents(gradients, cotangents, a, call) || portable_cotangents(gradients, cotangents, a);
   const bool recomputes = !are_made && !a.kept;
   const Tensor stack = stacks_weights(rows, n) && (a.mask[0] || recomputes) ? stacked(a.w, a.wg) : Tensor();
-  if (!are_made) cotangents_from_products(gradients, both, a, stack);
-  from_cotangents(gradients, both, a, stack);
+  if (!are_made) cotangents_from_products(gradients, cotangents, a, stack);
+  from_cotangents(gradients, cotangents, a, stack);
 }
 
 // The gradients by way of the cotangents, for a float32 x that is a factor of those of weights.
@@ -376,13 +383,12 @@ bool glu_gradients_from_channels(const detail::GluGradients& gradients, const Ch
                           .mask = mask,
                           .kept = {},
                           .adds = adds};
-  const Tensor both = at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options());
-  const GluPair cotangents = cotangents_in(both);
+  const Cotangents cotangents(at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options()));
   const gemm::Sm80Tensors tensors{
       .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
   if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;
   sum_cotangents(gradients, cotangents, mask);
-  from_cotangents(gradients, both, rows, {});
+  from_cotangents(gradients, cotangents, rows, {});
   return true;
 }
 
