@@ -149,10 +149,15 @@ def test_a_wrong_type_is_a_type_error(case: OpCase, sample: Sample) -> None:
         expected = parameters[name].annotation.replace("|", "or")
         assert str(raised.value) == f"{case.name}: expected {name} of type {expected}, got str"
         if expected == "Tensor":
-            for casts in (False, True):
-                with pytest.raises(TypeError) as raised, torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            for casts, infers in ((False, False), (True, False), (False, True)):
+                autocast = torch.autocast("cpu", torch.bfloat16, enabled=casts)
+                with pytest.raises(TypeError) as raised, autocast, torch.inference_mode(infers):
                     case.wrapper(**{**given, name: None})
                 assert str(raised.value) == f"{case.name}: expected {name} of type Tensor, got NoneType"
+    nothing = {name: None if isinstance(value, Tensor) else value for name, value in given.items()}
+    with pytest.raises(TypeError) as raised, torch.inference_mode():
+        case.wrapper(**nothing)
+    assert str(raised.value) == f"{case.name}: expected {next(iter(given))} of type Tensor, got NoneType"
 
 
 def test_other_wrong_types_are_type_errors() -> None:

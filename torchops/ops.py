@@ -15,13 +15,15 @@ and build. A row may have other bits in a batch of another size, where another k
 
 ``torch.autocast`` casts as for the PyTorch functions that these replace. ``dense`` and ``square_matmul`` run in its
 lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
-in the dtype of ``x``. For ``gate`` and ``glu``, autocast casts the weights and leaves float32 inputs as they are. An
-in-place operator keeps the dtype of its first argument, and the others are cast to that, except for ``gate_``.
+in the dtype of ``x``. For ``gate`` and ``glu``, autocast casts the weights, and inputs unless they are float32. An
+in-place operator keeps the dtype of its first argument, and the others are cast to that; those of a float32 ``gate_``
+as for ``gate``.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Literal, ParamSpec, TypeVar
@@ -63,6 +65,7 @@ _R = TypeVar("_R")
 _MISMATCH = re.compile(
     r"myops::\w+\(\) Expected a value of type '(.*)' for argument '(.*)' but instead found type '(.*)'\."
 )
+_NO_TENSOR = "There were no tensor arguments to this function"  # in inference mode
 _TYPES = {
     "Optional[Tensor]": "Tensor or None",
     "Optional[float]": "float or None",
@@ -80,10 +83,12 @@ def with_type_errors(function: Callable[_P, _R], name: str | None = None) -> Cal
             return function(*args, **kwargs)
         except RuntimeError as error:
             # Where an operator has overloads, the text begins with another line, and the first schema is ours.
-            mismatch = _MISMATCH.search(str(error))
-            if mismatch is None:
+            if mismatch := _MISMATCH.search(str(error)):
+                expected, argument, got = mismatch.groups()
+            elif str(error).startswith(_NO_TENSOR) and inspect.isfunction(function):
+                expected, argument, got = "Tensor", function.__code__.co_varnames[0], "NoneType"
+            else:
                 raise
-            expected, argument, got = mismatch.groups()
             expected = _TYPES.get(expected, expected)
             if expected == "tuple of ints" and got in ("tuple", "list"):
                 got += " of something else"
@@ -303,9 +308,9 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
 
     Shapes and dtypes are those of :func:`square_matmul`. ``b`` may overlap ``a``; it is then copied first.
 
-    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. ``b`` is copied if neither its rows nor
-    its columns are contiguous; on the CPU, one matrix of a batch at a time. Training copies the old ``a`` only if ``b``
-    requires a gradient.
+    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. ``b`` is also copied if neither its rows
+    nor its columns are contiguous: of a batch, one matrix at a time on the CPU, and on a GPU as many as fit 16 MiB, but
+    at least one. Training copies the old ``a`` only if ``b`` requires a gradient.
 
     Raises:
         RuntimeError: as :func:`square_matmul`; ``a`` has several elements in one place, as after ``expand``; or ``a``
