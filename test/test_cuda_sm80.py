@@ -4,6 +4,7 @@ alignments and strides, and when operators take it."""
 from __future__ import annotations
 
 import random as pseudorandom
+from functools import partial
 from typing import Any
 
 import cuda_checks
@@ -226,3 +227,16 @@ def test_product_and_epilogue_are_one_kernel() -> None:
         x, w = random(rows, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)
         assert kernels(x, w, "auto") > 1
         assert kernels(x, w, "fused") == 1
+
+
+def test_gates_of_many_odd_rows() -> None:
+    """A product and a pass take less time than the kernel where elements must be loaded one by one."""
+    w, wg = random(33, 35, dtype=torch.bfloat16), random(33, 35, dtype=torch.bfloat16)
+    for rows, in_one_kernel in ((1000, True), (32000, False)):
+        v, x = random(rows, 33, dtype=torch.bfloat16), random(rows, 35, dtype=torch.bfloat16)
+        for gated in (partial(torchops.gate, v, x, w), partial(torchops.glu, x, w, wg)):
+            assert (cuda_checks.kernels(gated) == 1) == in_one_kernel
+            with torchops.cuda.dense_path("fused"):
+                assert cuda_checks.kernels(gated) == 1
+        assert_accurate(torchops.gate(v, x, w), gate_reference(v, x, w), gate_reference(*double(v, x, w)))
+        assert_accurate(torchops.glu(x, w, wg), glu_reference(x, w, wg), glu_reference(*double(x, w, wg)))

@@ -152,11 +152,14 @@ AlignedArguments<Rule, T, X, V> aligned_arguments(const Sm80Tensors& t) {
   return of;
 }
 
-// Returns false, with nothing done, if there is no kernel for rows of this alignment.
+// Returns false, with nothing done, if there is no kernel for rows of this alignment, or if `automatic` and cuBLAS is
+// faster for it.
 template <class Rule, class T>
-bool launch_sm80(const Sm80Tensors& t, const Case& of) {
+bool launch_sm80(const Sm80Tensors& t, const Case& of, bool automatic) {
+  constexpr bool gated = Rule::kProducts > 1 || Rule::kReadsC;
   auto [p, a_vector, b_vector] = aligned_arguments<Rule, T>(t);
   const int vector = std::min(a_vector, b_vector);
+  if (gated && automatic && vector == 1 && prefers_cublas_for_odd_glu(of)) return false;
   if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T, T, T>(p, of)) return true;
   if (p.store_vector == 4) p.store_vector = 2;
   const Sm80Tiling tiling = sm80_tiling(of);
@@ -213,8 +216,8 @@ bool run_sm80(const Sm80Tensors& t, bool automatic) {
     }
   }
   if (automatic && (prefers_cublas_to_sm80(*c) || (gated && prefers_cublas_for_glu(*c)))) return false;
-  return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, *c)
-                                          : launch_sm80<Rule, c10::Half>(t, *c);
+  return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, *c, automatic)
+                                          : launch_sm80<Rule, c10::Half>(t, *c, automatic);
 }
 
 }  // namespace torchops::cuda::gemm
