@@ -177,10 +177,19 @@ def portable() -> list[float]:
     return [*forward, training["torchops"], training["torch.compile"]]
 
 
-def more(op: str, features: int, rows: int, task: str, against: str = "torch.compile") -> float:
-    """By how many percent more time the path of cuBLAS takes."""
-    found = gates("gates-by-cublas", op, [rows, features, features], task)
-    return (found["torchops"] / found[against] - 1) * 100
+def by_cublas(op: str, task: str, against: str = "torch.compile") -> list[float]:
+    """The least and the most time of bfloat16 by cuBLAS, in terms of another way's."""
+    found = (r for r in document(H100, "gates-by-cublas")["results"] if r["line"]["op"] == op)
+    times = [r["microseconds"] for r in found if r["line"]["task"] == task and r["line"]["compiled"]]
+    ratios_ = [t["torchops"] / t[against] for t in times]
+    return [min(ratios_), max(ratios_)]
+
+
+def odd_rows() -> list[float]:
+    """By how many percent less time gate and glu by cuBLAS take than eager mode, and more in training."""
+    found = [gates("gates-by-cublas", op, [262143, 129, 127], t) for t in (FORWARD, BACKWARD) for op in ("gate", "glu")]
+    more = [(t["torchops"] / t["eager"] - 1) * 100 for t in found]
+    return [-more[0], -more[1], more[2], more[3]]
 
 
 def exact(op: str, task: str, against: str = "torch.compile") -> float:
