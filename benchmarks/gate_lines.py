@@ -106,9 +106,13 @@ def lines(device_type: str) -> list[Line]:
 
 
 def _unaligned_lines() -> list[Line]:
-    """Rows that are not whole pieces of 16 bytes."""
+    """Rows that are not whole pieces of 16 bytes, nor of 8 or 4."""
+    sizes = [(262144, 100, 100), (262144, 130, 130), (262143, 129, 127), (131072, 449, 384), (4097, 1001, 1003)]
     return [
-        Line(op, (262143, 129, 127), task, compiled=False) for op in ("gate", "glu") for task in (FORWARD, BACKWARD)
+        Line(op, shape, task, compiled=False)
+        for shape in sizes
+        for op in ("gate", "glu")
+        for task in (FORWARD, BACKWARD)
     ]
 
 
