@@ -59,8 +59,9 @@ def lines(device_type: str) -> list[Line]:
     """What is measured by default."""
     if device_type == "cpu":
         return [
-            Line(op, (65536, 128, 128), task, dtype=dtype)
+            Line(op, shape, task, dtype=dtype)
             for op in ("gate", "glu")
+            for shape in ((65536, 128, 128), (4096, 1024, 1024))
             for dtype in ("float32", "bfloat16")
             for task in (FORWARD, BACKWARD)
         ]
