@@ -192,6 +192,14 @@ def odd_rows() -> list[float]:
     return [-more[0], -more[1], more[2], more[3]]
 
 
+def training_on_a_cpu(rows: int, features: int) -> list[float]:
+    """By how many percent more or less time than eager mode gate and glu take, in float32, then in bfloat16."""
+    lines = [r for r in document(EPYC, "gates")["results"] if r["line"]["shape"] == [rows, features, features]]
+    found = {(r["line"]["dtype"], r["line"]["op"]): r["microseconds"] for r in lines if r["line"]["task"] == BACKWARD}
+    order = [(dtype, op) for dtype in ("float32", "bfloat16") for op in ("gate", "glu")]
+    return [abs(found[key]["torchops"] / found[key]["eager"] - 1) * 100 for key in order]
+
+
 def exact(op: str, task: str, against: str = "torch.compile") -> float:
     """By how many percent more time float32 takes without TF32."""
     found = gates("gates", op, [262144, 128, 128], task, "float32")
