@@ -107,7 +107,7 @@ def lines(device_type: str) -> list[Line]:
 
 
 def _unaligned_lines() -> list[Line]:
-    """Rows that are not whole pieces of 16 bytes, nor of 8 or 4."""
+    """Rows that are whole pieces of 8, 4 or 2 bytes, and not of 16."""
     sizes = [(262144, 100, 100), (262144, 130, 130), (262143, 129, 127), (131072, 449, 384), (4097, 1001, 1003)]
     return [
         Line(op, shape, task, compiled=False)

@@ -70,4 +70,8 @@ inline constexpr bool kMakesCotangents = false;
 template <class Rule>
 inline constexpr bool kMakesCotangents<CotangentsOf<Rule>> = true;
 
+/// Whether a gate multiplies: a second product, or another matrix.
+template <class Rule>
+inline constexpr bool kIsGated = Rule::kProducts > 1 || Rule::kReadsC;
+
 }  // namespace torchops::cuda::gemm

@@ -45,7 +45,7 @@ void launch_sm80_kernel(const Sm80Arguments<T, Rule::kProducts>& p) {
 template <class Rule, class T, int vector>
 void launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling tiling) {
   using enum Sm80Tiling;
-  constexpr bool aligned = vector == 8, single = Rule::kProducts == 1, gated = !single || Rule::kReadsC;
+  constexpr bool aligned = vector == 8, single = Rule::kProducts == 1, gated = kIsGated<Rule>;
   constexpr bool few_outputs = !kMakesCotangents<Rule>;
   if constexpr (single && (aligned || !gated)) {
     if (tiling == k128x128) return launch_sm80_kernel<Rule, T, k128x128, vector>(p);
@@ -156,10 +156,9 @@ AlignedArguments<Rule, T, X, V> aligned_arguments(const Sm80Tensors& t) {
 // faster for it.
 template <class Rule, class T>
 bool launch_sm80(const Sm80Tensors& t, const Case& of, bool automatic) {
-  constexpr bool gated = Rule::kProducts > 1 || Rule::kReadsC;
   auto [p, a_vector, b_vector] = aligned_arguments<Rule, T>(t);
   const int vector = std::min(a_vector, b_vector);
-  if (gated && automatic && vector == 1 && prefers_cublas_for_odd_glu(of)) return false;
+  if (kIsGated<Rule> && automatic && vector == 1 && prefers_cublas_for_odd_glu(of)) return false;
   if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T, T, T>(p, of)) return true;
   if (p.store_vector == 4) p.store_vector = 2;
   const Sm80Tiling tiling = sm80_tiling(of);
@@ -202,7 +201,7 @@ bool launch_mixed(const Sm80Tensors& t, const Case& of) {
 template <class Rule>
 bool run_sm80(const Sm80Tensors& t, bool automatic) {
   if (t.b.scalar_type() == at::kFloat) return run_float32<Rule>(t, automatic);
-  constexpr bool gated = Rule::kProducts > 1 || Rule::kReadsC;
+  constexpr bool gated = kIsGated<Rule>;
   const auto c = sm80_case(t.d.size(0), t.d.size(1), t.a.size(1), t.b.scalar_type());
   if (!c || c->k == 0 || !has_unit_columns(t.a) || !has_unit_columns(t.b) || !has_unit_columns(t.d) ||
       (t.b2 && !has_unit_columns(*t.b2)) || (t.c && !has_unit_columns(*t.c)) || (t.g && !has_unit_columns(*t.g)) ||
