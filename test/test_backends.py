@@ -128,6 +128,8 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
     gate_bias = b if affine else None
     for gate_mask in [(True, True, True, affine), (True, False, False, affine), (False, True, False, False)]:
         both("_gate_backward", v + 1, v, x, w, gate_bias, gate_mask)
+        _, product = torch.ops.myops._gate(v, x, w, gate_bias)
+        both("_gate_backward", v + 1, v, x, w, gate_bias, gate_mask, False, product)
     for glu_mask in [(True, True, True, affine, affine), (False, False, True, affine, False)]:
         for activation in ("sigmoid", "silu"):
             both("_glu_backward", v, x, w, w + 1, gate_bias, gate_bias, activation, glu_mask)

@@ -169,6 +169,11 @@ def test_private_operators(mesh: DeviceMesh, where: str) -> None:
     w = distribute(torch.randn(8, 8), mesh, Replicate())
     products = torch.ops.myops._glu(x, w, w, None, weight, "silu")
     assert [t.placements for t in products] == [rows] * 3
+    y, product = torch.ops.myops._gate(x, x, w, weight)
+    assert (y.placements, product.placements) == (rows, rows)
+    for given in ((), (False, product)):
+        grads = torch.ops.myops._gate_backward(x, x, x, w, weight, [True] * 4, *given)
+        assert [g.placements for g in grads] == [rows, rows, summed, summed]
     for given in ((), products[1:]):
         grads = torch.ops.myops._glu_backward(x, x, w, w, None, weight, "silu", [True, True, True, False, True], *given)
         assert [g.placements for g in grads if g.numel()] == [rows, summed, summed, summed]

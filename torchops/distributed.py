@@ -187,14 +187,20 @@ def _gate_(v: Any, x: Any, w: Any, b: Any = None) -> list[_Way]:
     return [([], arguments) for _, arguments in _gate(v, x, w, b)]
 
 
-def _gate_backward(grad: Any, v: Any, x: Any, w: Any, b: Any, mask: Sequence[bool], v_is_y: bool = False) -> list[_Way]:
+def _gate_with_product(v: Any, x: Any, w: Any, b: Any) -> list[_Way]:
+    return [([p, p], arguments) for [p], arguments in _gate(v, x, w, b)]
+
+
+def _gate_backward(
+    grad: Any, v: Any, x: Any, w: Any, b: Any, mask: Sequence[bool], v_is_y: bool = False, z: Any = None
+) -> list[_Way]:
     ways = []
     for [p], arguments in _gate(v, x, w, b):
         columns = p == Shard(v.ndim - 1)
         # A sum over rows, or for dx over columns, is partial where these are sharded.
         dx = Partial() if columns else p
         dw = Shard(0) if columns else _REPLICATE if p == _REPLICATE else Partial()
-        ways.append((_asked(mask, [p, dx, dw, dw]), [p, *arguments, None]))
+        ways.append((_asked(mask, [p, dx, dw, dw]), [p, *arguments, None, None, _if_given(z, p)]))
     return ways
 
 
@@ -381,6 +387,7 @@ for _name, _ways in {
     "_dense_gradients": _dense_gradients,
     "_dense_on_path": _dense_on_path,
     "gate": _gate,
+    "_gate": _gate_with_product,
     "gate_": _gate_,
     "_gate_backward": _gate_backward,
     "glu": _glu,

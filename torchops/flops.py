@@ -71,11 +71,13 @@ def gate_backward_flops(
     w: Sequence[int],
     b: Sequence[int] | None,
     mask: Sequence[bool],
-    *args: Any,
+    v_is_y: bool = False,
+    z: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> int:
-    """A product for the gate, and one for each of the gradients of ``x`` and ``w`` that the mask asks for."""
-    return (1 + mask[1] + mask[2]) * gate_flops(v, x, w)
+    """A product for the gate, unless it is given, and one for each of the gradients of ``x`` and ``w`` that the mask
+    asks for."""
+    return ((z is None) + mask[1] + mask[2]) * gate_flops(v, x, w)
 
 
 def glu_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -294,7 +296,7 @@ def register() -> None:
     myops = torch.ops.myops
     register_flop_formula([myops.dense, myops._dense_on_path])(dense_flops)
     register_flop_formula(myops._dense_gradients)(dense_gradients_flops)
-    register_flop_formula([myops.gate, myops.gate_])(gate_flops)
+    register_flop_formula([myops.gate, myops.gate_, myops._gate])(gate_flops)
     register_flop_formula(myops._gate_backward)(gate_backward_flops)
     register_flop_formula(myops.glu)(glu_flops)
     register_flop_formula(myops._glu)(glu_flops)

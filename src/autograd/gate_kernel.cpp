@@ -8,6 +8,7 @@
 #include "autograd/path.h"
 #include "autograd/recipe.h"
 #include "ops/gate.h"
+#include "ops/kept_products.h"
 
 namespace torchops::autograd {
 namespace {
@@ -52,8 +53,9 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
 };
 
 // Doesn't save the gate: backward recomputes it from x, w and b, which costs one product and saves a tensor the size of
-// v. In place it reads the result instead of v, if that suffices: with s = sigmoid(x @ w.T + b) and the cotangent g,
-// the cotangent of the product is g * v * s * (1 - s), and v * s is the result.
+// v. The product is saved only if it takes long (keeps_products()), and not in place. There, backward reads the result
+// instead of v, if that suffices: with s = sigmoid(x @ w.T + b) and the cotangent g, the cotangent of the product is g
+// * v * s * (1 - s), and v * s is the result.
 struct Gate : torch::autograd::Function<Gate> {
   static constexpr bool is_traceable = true;
 
@@ -63,9 +65,15 @@ struct Gate : torch::autograd::Function<Gate> {
     save_path(ctx);
     ctx->saved_data["v_is_y"] = saves_result;
     if (target) check_can_be_saved({x, w, b.value_or(Tensor())});
-    const Tensor y =
-        target ? overwrite(*target, [&](Tensor& self) { GateInPlace::in_place(self, x, w, b); }) : gate(v, x, w, b);
-    ctx->save_for_backward({!reads_v(x, w, b) ? Tensor() : saves_result ? y : v, x, w, b.value_or(Tensor())});
+    Tensor y, z;
+    if (target) {
+      y = overwrite(*target, [&](Tensor& self) { GateInPlace::in_place(self, x, w, b); });
+    } else if (!saves_result && reads_v(x, w, b) && detail::keeps_products(x, w, detail::Gated::kTensor)) {
+      std::tie(y, z) = detail::gate_with_product(v, x, w, b);
+    } else {
+      y = gate(v, x, w, b);
+    }
+    ctx->save_for_backward({!reads_v(x, w, b) ? Tensor() : saves_result ? y : v, x, w, b.value_or(Tensor()), z});
     return y;
   }
 
@@ -73,14 +81,15 @@ struct Gate : torch::autograd::Function<Gate> {
     const variable_list saved = ctx->get_saved_variables();
     const detail::DensePathGuard on_path(saved_path(ctx));
     const Tensor &v = saved[0], &x = saved[1], &w = saved[2];
-    const OptionalTensor b = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;
+    const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
+    const OptionalTensor b = optional(saved[3]);
     const std::array<bool, 4> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                    b && ctx->needs_input_grad(3)};
     if (!mask[1] && !mask[2] && !mask[3]) {
       return {mask[0] ? gate(grads[0], x, w, b) : Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
     }
     const bool v_is_y = ctx->saved_data["v_is_y"].toBool();
-    const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask, v_is_y);
+    const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask, v_is_y, optional(saved[4]));
     return {mask[0] ? dv : Tensor(),
             mask[1] ? dx : Tensor(),
             mask[2] ? dw : Tensor(),
@@ -104,14 +113,16 @@ Tensor GateFunctional::train(const Tensor& v, const Tensor& x, const Tensor& w, 
 }
 
 // With s = sigmoid(x @ w.T + b) and the cotangent g: dv = g * s, dz = g * v * s * (1 - s), and the rest from dz.
-// Differentiated only by double backward, in which a result in v's place has a gradient of its own.
+// Differentiated only by double backward, in which a result in v's place has a gradient of its own, and which
+// recomputes the product even if it is given, since that depends on x, w and b too.
 struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
   static void check(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
-                    std::array<bool, 4> mask, bool) {
-    detail::check_gate_backward(grad, v, x, w, b, mask);
+                    std::array<bool, 4> mask, bool, const OptionalTensor& z) {
+    detail::check_gate_backward(grad, v, x, w, b, mask, z);
   }
   static detail::GateGradients decomposed(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                          const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
+                                          const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                          const OptionalTensor&) {
     const Tensor s = at::sigmoid(linear(x, w, b).to(v.scalar_type())), dv = grad * s;
     const Tensor dz = ((v_is_y ? grad : dv) * v * (1 - s)).to(w.scalar_type());
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
@@ -120,10 +131,18 @@ struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
   }
 };
 
+std::tuple<Tensor, Tensor> gate_with_product_composite(const Tensor& v, const Tensor& x, const Tensor& w,
+                                                       const OptionalTensor& b) {
+  detail::check_gate_with_product(v, x, w, b);
+  const Tensor z = linear(x, w, b);
+  return {(v * at::sigmoid(z.to(v.scalar_type()))).contiguous(), z.contiguous()};
+}
+
 // Returns the strides that the kernels promise.
 detail::GateGradients gate_backward_composite(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                              const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
-  const auto [dv, dx, dw, db] = GateBackward::batched(grad, v, x, w, b, mask, v_is_y);
+                                              const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                              const OptionalTensor& z) {
+  const auto [dv, dx, dw, db] = GateBackward::batched(grad, v, x, w, b, mask, v_is_y, z);
   return {dv.contiguous(), dx.contiguous(), dw.contiguous(), db.contiguous()};
 }
 
@@ -153,7 +172,10 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
 }
 
 // For backends that implement only gate and gate_.
-TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_gate_backward", gate_backward_composite); }
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
+  m.impl("_gate", gate_with_product_composite);
+  m.impl("_gate_backward", gate_backward_composite);
+}
 
 }  // namespace
 }  // namespace torchops::autograd

@@ -9,6 +9,7 @@
 #include "autograd/path.h"
 #include "autograd/recipe.h"
 #include "ops/glu.h"
+#include "ops/kept_products.h"
 
 namespace torchops::autograd {
 namespace {
@@ -35,7 +36,7 @@ struct GluFunctional : FunctionalOp<GluFunctional, glu> {
                       const OptionalTensor& bg, std::string_view activation);
 };
 
-// Saves its arguments. Both products are saved only if the sums are long (glu_keeps_products()); otherwise backward
+// Saves its arguments. Both products are saved only if the sums are long (keeps_products()); otherwise backward
 // recomputes them, which saves two tensors the size of the result.
 struct Glu : torch::autograd::Function<Glu> {
   static constexpr bool is_traceable = true;
@@ -46,7 +47,7 @@ struct Glu : torch::autograd::Function<Glu> {
     save_path(ctx);
     ctx->saved_data["activation"] = std::string(activation);
     Tensor y, z, u;
-    if (detail::glu_keeps_products(x, w)) {
+    if (detail::keeps_products(x, w, detail::Gated::kProduct)) {
       std::tie(y, z, u) = detail::glu_with_products(x, w, wg, b, bg, activation);
     } else {
       y = glu(x, w, wg, b, bg, activation);

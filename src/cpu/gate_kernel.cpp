@@ -52,6 +52,19 @@ Tensor gate_cpu(const Tensor& v, const Tensor& x, const Tensor& w, const Optiona
   return y;
 }
 
+std::tuple<Tensor, Tensor> gate_with_product_cpu(const Tensor& v, const Tensor& x, const Tensor& w,
+                                                 const OptionalTensor& b) {
+  detail::check_gate_with_product(v, x, w, b);
+  Tensor y = at::detail::empty_cpu(v.sizes(), v.options()), z = at::detail::empty_cpu(v.sizes(), w.options());
+  const Tensor w_t = transposed(w);
+  const RowPanels panels{.min_rows = kFewestRows, .row_temporaries = row_temporaries(v, x, w)};
+  for_each_row_panel(y, {y, v, x, z}, panels, [&](const Operands& panel, const Operands&) {
+    linear_out(panel[3], panel[2].to(w.scalar_type()), w_t, b);
+    gated_out(panel[0], panel[1], panel[3], kSigmoid);
+  });
+  return {y, z};
+}
+
 void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   check_gate_(v, x, w, b);
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
@@ -76,8 +89,9 @@ void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor
 //   dv = g * s,  dz = g * v * s * (1 - s),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows,
 // where v * s is the result y, which is enough.
 detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                        const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
-  detail::check_gate_backward(grad, v, x, w, b, mask);
+                                        const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                        const OptionalTensor& kept) {
+  detail::check_gate_backward(grad, v, x, w, b, mask, kept);
   const detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
   const auto& [dv, dx, dw, db] = gradients;
   if (v.numel() == 0) {
@@ -92,12 +106,12 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
-    const Tensor z = product(x_panel, w_t, b);
+    const Tensor z = kept ? panel_of(detail::as_rows(*kept)) : product(x_panel, w_t, b);
     const bool needs_dz = mask[1] || mask[2] || mask[3];
-    gated_backward_out(mask[0] ? panel_of(dv_rows) : Tensor(), needs_dz ? z : Tensor(), g,
-                       needs_dz ? panel_of(v_rows) : Tensor(), z, kSigmoid, v_is_y);
+    const Tensor dz = !needs_dz ? Tensor() : kept ? at::empty(z.sizes(), z.options()) : z;
+    gated_backward_out(mask[0] ? panel_of(dv_rows) : Tensor(), dz, g, needs_dz ? panel_of(v_rows) : Tensor(), z,
+                       kSigmoid, v_is_y);
     if (!needs_dz) return;
-    const Tensor& dz = z;
     if (mask[1]) input_gradient(panel_of(dx_rows), dz, w);
     weight.add(chunk, dz, x_panel);
   });
@@ -108,6 +122,7 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
 TORCH_LIBRARY_IMPL(myops, CPU, m) {
   m.impl("gate", gate_cpu);
   m.impl("gate_", gate_cpu_);
+  m.impl("_gate", gate_with_product_cpu);
   m.impl("_gate_backward", gate_backward_cpu);
 }
 

@@ -13,6 +13,8 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
 
+constexpr int64_t kFewestRows = 128;  // of a panel; with fewer, packing the weights dominates
+
 // Eager writes both products and the activation, three tensors the size of the result. Here the second product is a
 // panel of scratch, and the result is computed while both are in the cache.
 Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg,
@@ -21,8 +23,7 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
   const GluActivation act = detail::glu_activation(activation);
   Tensor y = at::detail::empty_cpu(detail::with_last(x.sizes(), w.size(0)), w.options());
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
-  constexpr int64_t fewest_rows = 128;  // with fewer, packing the weights dominates
-  const RowPanels panels{.min_rows = fewest_rows, .scratch = 1, .row_temporaries = copied_row_bytes(x, w)};
+  const RowPanels panels{.min_rows = kFewestRows, .scratch = 1, .row_temporaries = copied_row_bytes(x, w)};
   for_each_row_panel(y, {y, x}, panels, [&](const Operands& panel, const Operands& scratch) {
     Tensor out = panel[0], gate = scratch[0];
     const Tensor x_panel = panel[1].to(w.scalar_type());
@@ -33,10 +34,27 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
   return y;
 }
 
+std::tuple<Tensor, Tensor, Tensor> glu_with_products_cpu(const Tensor& x, const Tensor& w, const Tensor& wg,
+                                                         const OptionalTensor& b, const OptionalTensor& bg,
+                                                         std::string_view activation) {
+  detail::check_glu_with_products(x, w, wg, b, bg, activation);
+  const GluActivation act = detail::glu_activation(activation);
+  const auto empty = [&] { return at::detail::empty_cpu(detail::with_last(x.sizes(), w.size(0)), w.options()); };
+  Tensor y = empty(), z = empty(), u = empty();
+  const Tensor w_t = transposed(w), wg_t = transposed(wg);
+  const RowPanels panels{.min_rows = kFewestRows, .row_temporaries = copied_row_bytes(x, w)};
+  for_each_row_panel(y, {y, x, z, u}, panels, [&](const Operands& panel, const Operands&) {
+    const Tensor x_panel = panel[1].to(w.scalar_type());
+    linear_out(panel[2], x_panel, w_t, b);
+    linear_out(panel[3], x_panel, wg_t, bg);
+    gated_out(panel[0], panel[2], panel[3], act);
+  });
+  return {y, z, u};
+}
+
 // With z = x @ w.T + b, u = x @ wg.T + bg and the cotangent g:
 //   dz = g * act(u),  du = g * z * act'(u),  dx = dz @ w + du @ wg,
 //   dw = dz.T @ x,  dwg = du.T @ x,  db and dbg are dz and du summed over the rows.
-// On the CPU, training doesn't save the products. If they are given, they are recomputed all the same.
 detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                       const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
                                       std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
@@ -58,13 +76,15 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
     const Tensor dx_panel = mask[0] ? panel_of(dx_rows) : dx_rows;
-    const auto product = [&](const Tensor& weight_t, const OptionalTensor& bias) {
-      const Tensor out = at::empty(g.sizes(), w.options());
+    const auto empty = [&] { return at::empty(g.sizes(), w.options()); };
+    const auto product = [&](const OptionalTensor& kept, const Tensor& weight_t, const OptionalTensor& bias) {
+      if (kept) return panel_of(detail::as_rows(*kept));
+      const Tensor out = empty();
       linear_out(out, x_panel, weight_t, bias);
       return out;
     };
-    const Tensor u_panel = product(wg_t, bg), z_panel = needs_du ? product(w_t, b) : Tensor();
-    const Tensor dz = needs_dz ? at::empty(g.sizes(), w.options()) : Tensor(), du = needs_du ? u_panel : Tensor();
+    const Tensor u_panel = product(u, wg_t, bg), z_panel = needs_du ? product(z, w_t, b) : Tensor();
+    const Tensor dz = needs_dz ? empty() : Tensor(), du = !needs_du ? Tensor() : u ? empty() : u_panel;
     gated_backward_out(dz, du, g, z_panel, u_panel, act);
     if (needs_dz) {
       if (mask[0]) input_gradient(dx_panel, dz, w);
@@ -82,6 +102,7 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
 
 TORCH_LIBRARY_IMPL(myops, CPU, m) {
   m.impl("glu", glu_cpu);
+  m.impl("_glu", glu_with_products_cpu);
   m.impl("_glu_backward", glu_backward_cpu);
 }
 

@@ -1,15 +1,15 @@
-#include <ATen/Dispatch.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include "cuda/gate_pass.cuh"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/operand.h"
 #include "cuda/gemm/sm80.cuh"
 #include "cuda/layer_gradients.h"
 #include "cuda/linear.h"
-#include "cuda/pass.cuh"
+#include "cuda/whole_vectors.h"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/gate.h"
@@ -20,111 +20,6 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-
-// T is the type of the weights, V that of v: the same, or float.
-
-// y = v * sigmoid(z). y may be z or v.
-template <class T, class V, int N>
-struct GatePass {
-  MatrixRows<const T> z;
-  MatrixRows<const V> v;
-  MatrixRows<V> y;
-
-  struct Loaded {
-    Packed<T, N> z;
-    Packed<V, N> v;
-  };
-
-  __device__ Loaded load(int64_t row, int64_t column) const {
-    return {z.template load<N>(row, column), v.template load<N>(row, column)};
-  }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded) const {
-    Accumulate<T> sums[N];
-    Accumulate<V> values[N];
-    unpack(loaded.z, sums);
-    unpack(loaded.v, values);
-#pragma unroll
-    for (int i = 0; i < N; ++i) values[i] *= gate_of<V>(sums[i]);
-    y.template store<N>(row, column, pack<V, N>(values));
-  }
-};
-
-// s = sigmoid(z) and 1 - s, as exactly as elements of type V need.
-template <class V, class A>
-__device__ inline A gate_and_complement(A z, A& complement) {
-  if constexpr (sizeof(V) == 2) {
-    return Sigmoid::with_complement<Exactness::kFast>(Sigmoid::kScale * z, complement);
-  } else {
-    const A s = Sigmoid::value(z);
-    complement = 1 - s;
-    return s;
-  }
-}
-
-// With s = sigmoid(z): dv = g * s, unless dv is null, and dz = g * v * s * (1 - s), which overwrites z.
-// Sums dz. If v_is_y, v is v * s.
-template <class T, class V, int N>
-struct GateBackwardPass {
-  static constexpr int kSums = 1;
-  using Sum = Accumulate<T>;
-  MatrixRows<const V> g, v;
-  MatrixRows<V> dv;
-  MatrixRows<T> z;
-  bool v_is_y;
-
-  struct Loaded {
-    Packed<T, N> z;
-    Packed<V, N> g, v;
-  };
-
-  __device__ Loaded load(int64_t row, int64_t column) const {
-    return {z.template load<N>(row, column), g.template load<N>(row, column), v.template load<N>(row, column)};
-  }
-  __device__ void finish(int64_t row, int64_t column, const Loaded& loaded, Sum (&sums)[kSums][N]) const {
-    Accumulate<T> dz[N];
-    Accumulate<V> gs[N], values[N];
-    unpack(loaded.z, dz);
-    unpack(loaded.g, gs);
-    unpack(loaded.v, values);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      Accumulate<V> complement;
-      const Accumulate<V> s = gate_and_complement<V>(dz[i], complement), g = gs[i];
-      gs[i] *= s;
-      dz[i] = (v_is_y ? g : gs[i]) * values[i] * complement;
-      sums[0][i] += dz[i];
-    }
-    if (dv.data != nullptr) dv.template store<N>(row, column, pack<V, N>(gs));
-    z.template store<N>(row, column, pack<T, N>(dz));
-  }
-};
-
-// Calls f with the types of w and of v.
-template <class F>
-void dispatch(const Tensor& w, const Tensor& v, const F& f) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "gate", [&] {
-    if constexpr (sizeof(scalar_t) == 2) {
-      if (v.scalar_type() == at::kFloat) return f(scalar_t{}, float{});
-    }
-    f(scalar_t{}, scalar_t{});
-  });
-}
-
-// y = v * sigmoid(z); all have unit column stride, and z has no gaps.
-void gate_rows(const Tensor& y, const Tensor& v, const Tensor& z) {
-  const int64_t rows = y.size(0), columns = y.size(1);
-  dispatch(z, v, [&](auto weight, auto value) {
-    using T = decltype(weight);
-    using V = decltype(value);
-    const auto launch = [&](auto width) {
-      launch_pass<width()>(GatePass<T, V, width()>{read_rows<T>(z), read_rows<V>(v), write_rows<V>(y)}, rows, columns);
-    };
-    constexpr int n = kVectorSize<V>;
-    const bool in_vectors =
-        columns % n == 0 && read_rows<T>(z).fits(n) && read_rows<V>(v).fits(n) && write_rows<V>(y).fits(n);
-    in_vectors ? launch(std::integral_constant<int, n>{}) : launch(std::integral_constant<int, 1>{});
-  });
-}
 
 // y = v * sigmoid(x @ w.T + b) by the kernel of gemm/sm90 for few features, which reads and writes each row once, or by
 // that for longer sums. False, with nothing done, if none can run or if cuBLAS is faster and `automatic`. All are
@@ -162,28 +57,76 @@ bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, c
   return gemm::run_sm80<gemm::GateRule>({.d = y, .a = x, .b = w, .bias = b, .c = &v}, automatic);
 }
 
+// Copies of whole vectors, if they pay in forward: for gate of (262144, 129) to 128 features, 148 us instead of 202. If
+// w has no multiple of eight rows, the product is cuBLAS's, and only x is copied: (262144, 128) to 127 takes 183
+// instead of 221, (262144, 257) to 255 takes 424 instead of 518, and (4097, 1001) to 1003 takes 45 instead of 95. For
+// shorter sums, or such of even sizes, the copy takes as long as it saves: with copies of v, too, (262143, 129) to 127
+// takes 256, and 204 with none, and (262144, 260) to 260 takes 585 with a copy of x, and 501 (H100, torch 2.11,
+// bfloat16).
+std::optional<WholeVectors> forward_copies(const Tensor& v, const Tensor& x, const Tensor& w) {
+  const auto whole = WholeVectors::of(x, w, {v}, kLeastForwardProducts);
+  const int64_t in_features = w.size(1), out_features = w.size(0);
+  const bool odd = in_features % 2 != 0 || out_features % 2 != 0;
+  const bool pays = whole && (whole->out_features == out_features || in_features >= (odd ? 193 : 384) ||
+                              (whole->in_features == in_features && out_features % 2 != 0));
+  return pays ? whole : std::nullopt;
+}
+
+// The same for gradients, where g, v and dv are copied, too, unless w has a multiple of eight rows: all gradients of
+// gate of (262144, 127) to 127 features take 392 us instead of 441, of 257 to 255 1016 instead of 1382, of 260 to 260
+// 1189 instead of 1599, of 100 to 100 332 instead of 317, and of (262143, 129) to 127 578 instead of 569.
+std::optional<WholeVectors> backward_copies(const Tensor& g, const Tensor& v, const Tensor& x, const Tensor& w) {
+  const auto whole = WholeVectors::of(x, w, {g, v}, int64_t{1} << 27);
+  const int64_t in_features = w.size(1), out_features = w.size(0);
+  const bool odd = in_features % 2 != 0 || out_features % 2 != 0;
+  const bool pays = whole && (whole->out_features == out_features || in_features > 192 ||
+                              (odd && in_features <= 128 && out_features <= 128));
+  return pays ? whole : std::nullopt;
+}
+
+// y for all rows of v and x; and the product if it is wanted. Both are contiguous.
+void gate_out(const Tensor& y, const OptionalTensor& kept, const Tensor& v, const Tensor& x, const Tensor& w,
+              const OptionalTensor& b) {
+  if (y.numel() == 0) return;
+  const Tensor y_rows = detail::as_rows(y), v_rows = unit_columns(detail::as_rows(v)), x_rows = detail::as_rows(x);
+  const OptionalTensor bias = contiguous(b);
+  const auto whole = forward_copies(v_rows, x_rows, w);
+  if (!whole && !kept && fused(y_rows, v_rows, x_rows, w, bias)) return;
+  const PanelProduct product(whole, w, bias);
+  const bool copies_v = whole && !product.has_more_features(), copies = product.copies(x_rows) || copies_v;
+  // If v has the dtype of w, the product can be written to the result.
+  const bool scratch = (v.scalar_type() != w.scalar_type() && !kept) || product.has_more_features();
+  const int64_t scratch_bytes = product.input_bytes(x_rows) + (scratch ? product.product_bytes() : 0) +
+                                (copies_v ? whole->output_bytes(v_rows) : 0);
+  const int64_t rows = y_rows.size(0), step = rows_of_panel(rows, w, bias.has_value(), scratch_bytes,
+                                                            whole ? kMaxCopiedBytes : kMaxScratchBytes);
+  for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const Tensor out = panel(y_rows), input = product.input(panel(x_rows));
+    const Tensor values = copies_v ? whole->output(panel(v_rows)) : panel(v_rows);
+    if (copies && !kept && !product.has_more_features() && fused(out, values, input, product.w, product.b)) return;
+    const Tensor own = kept ? panel(detail::as_rows(*kept)) : out;
+    const Tensor z = product(scratch ? product.empty(end - begin) : own, input);
+    gate_rows(out, values, z);
+    if (kept && scratch) copy_first(own, z);
+  });
+}
+
 Tensor gate_cuda(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
   check_gate(v, x, w, b);
   const c10::cuda::CUDAGuard guard(v.device());
   Tensor y = at::detail::empty_cuda(v.sizes(), v.options());
-  if (y.numel() == 0) return y;
-  const Tensor y_rows = detail::as_rows(y), v_rows = unit_columns(detail::as_rows(v)), x_rows = detail::as_rows(x);
-  const OptionalTensor bias = contiguous(b);
-  if (fused(y_rows, v_rows, x_rows, w, bias)) return y;
-  // If v has the dtype of w, the product can be written to the result.
-  const bool scratch = v.scalar_type() != w.scalar_type(), rounded = x.scalar_type() != w.scalar_type();
-  const int64_t product_bytes = scratch ? product_row_bytes(w) : 0;
-  const int64_t rows = y_rows.size(0);
-  const int64_t step = rows_of_panel(rows, w, bias.has_value(), product_bytes + rounded_row_bytes(x, w));
-  for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
-    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    const Tensor out = panel(y_rows), x_panel = panel(x_rows).to(w.scalar_type());
-    if (rounded && fused(out, panel(v_rows), x_panel, w, bias)) return;
-    const Tensor z = scratch ? Tensor(at::detail::empty_cuda(out.sizes(), w.options())) : out;
-    linear_out(z, x_panel, w, bias);
-    gate_rows(out, panel(v_rows), z);
-  });
+  gate_out(y, std::nullopt, v, x, w, b);
   return y;
+}
+
+std::tuple<Tensor, Tensor> gate_with_product_cuda(const Tensor& v, const Tensor& x, const Tensor& w,
+                                                  const OptionalTensor& b) {
+  detail::check_gate_with_product(v, x, w, b);
+  const c10::cuda::CUDAGuard guard(v.device());
+  Tensor y = at::detail::empty_cuda(v.sizes(), v.options()), z = at::detail::empty_cuda(v.sizes(), w.options());
+  gate_out(y, z, v, x, w, b);
+  return {y, z};
 }
 
 void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
@@ -193,50 +136,33 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = contiguous(detail::read_first(v, b));
-  // Scratch for a panel of rows: the product, and x if it is rounded. It is allocated once, for the first matrix,
-  // and gives the panels of all: by itself, a last matrix of fewer rows could have longer ones.
+  const auto whole = forward_copies(v, input, weight);
+  const PanelProduct product(whole, weight, bias);
   const bool rounded = x.scalar_type() != w.scalar_type();
+  // Scratch for a panel of rows: the product, and x if it is copied. It is allocated once, for the first matrix, and
+  // gives the panels of all: by itself, a last matrix of fewer rows could have longer ones.
   Tensor products, rounded_rows;
   const auto overwrite = [&](const detail::Operands& matrices) {
     const Tensor &target = matrices[0], &x_rows = matrices[1];
-    if (fused(target, target, x_rows, weight, bias)) return;
-    const int64_t scratch_bytes = product_row_bytes(w) + rounded_row_bytes(x, w);
+    if (!whole && fused(target, target, x_rows, weight, bias)) return;
+    const int64_t scratch_bytes = product.product_bytes() + product.input_bytes(x_rows);
     const int64_t step =
         products.defined() ? products.size(0) : rows_of_panel(target.size(0), w, bias.has_value(), scratch_bytes);
     for_each_panel_of(target.size(0), step, [&](int64_t begin, int64_t end) {
       const int64_t rows = end - begin;
       if (!products.defined()) {
-        products = at::detail::empty_cuda({rows, w.size(0)}, w.options());
+        products = product.empty(rows);
         if (rounded) rounded_rows = at::detail::empty_cuda({rows, w.size(1)}, w.options());
       }
       const Tensor out = target.narrow(0, begin, rows), x_panel = x_rows.narrow(0, begin, rows);
-      const Tensor z = products.narrow(0, 0, rows);
-      const Tensor factor = rounded ? rounded_rows.narrow(0, 0, rows).copy_(x_panel) : x_panel;
-      if (rounded && fused(out, out, factor, weight, bias)) return;
-      linear_out(z, factor, weight, bias);
-      gate_rows(out, out, z);
+      const Tensor factor = rounded ? rounded_rows.narrow(0, 0, rows).copy_(x_panel) : product.input(x_panel);
+      if (product.copies(x_panel) && !product.has_more_features() && fused(out, out, factor, product.w, product.b)) {
+        return;
+      }
+      gate_rows(out, out, product(products.narrow(0, 0, rows), factor));
     });
   };
   detail::overwriting(v, [&] { overwrite_rows({v, input}, 1, overwrite); });
-}
-
-// Makes dv, if it is wanted, and dz, which overwrites z and is added to the sums.
-void gate_backward_rows(PassSums& sums, const Tensor& dv, const Tensor& z, const Tensor& g, const Tensor& v,
-                        bool wants_dv, bool v_is_y) {
-  const int64_t rows = z.size(0), columns = z.size(1);
-  dispatch(z, v, [&](auto weight, auto value) {
-    using T = decltype(weight);
-    using V = decltype(value);
-    const MatrixRows<V> to = wants_dv ? write_rows<V>(dv) : MatrixRows<V>{nullptr, 0};
-    const auto launch = [&](auto width) {
-      sums.launch<width()>(
-          GateBackwardPass<T, V, width()>{read_rows<V>(g), read_rows<V>(v), to, write_rows<T>(z), v_is_y}, rows);
-    };
-    constexpr int n = kVectorSize<V>;
-    const bool in_vectors = columns % n == 0 && read_rows<V>(g).fits(n) && read_rows<V>(v).fits(n) && to.fits(n) &&
-                            write_rows<T>(z).fits(n);
-    in_vectors ? launch(std::integral_constant<int, n>{}) : launch(std::integral_constant<int, 1>{});
-  });
 }
 
 using GradientCall = std::optional<std::pair<gemm::GradientProblem, gemm::Case>>;
@@ -311,21 +237,22 @@ bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, c
   return true;
 }
 
-// The gradients by way of dz, the only scratch of the result's size: if cuBLAS computes the product, that is written
-// there too. All tensors are matrices. The gradients of weights and biases may be float32.
+// The gradients by way of dz, the only scratch of the result's size: if cuBLAS computes the product, which may be
+// `kept`, that is written there too. All tensors are matrices. The gradients of weights and biases may be float32.
 void by_cotangents(const detail::GateGradients& gradients, const Tensor& g, const Tensor& v, const Tensor& x,
                    const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
-                   const GradientCall& call) {
+                   const OptionalTensor& kept, const GradientCall& call) {
   const auto& [dv, dx, dw, db] = gradients;
   const Tensor dz = at::detail::empty_cuda(v.sizes(), w.options());
-  if (!fused_cotangents(dz, dv, db, call, mask) && !portable_cotangents(dz, dv, db, g, v, x, w, b, mask, v_is_y)) {
-    const int64_t rows = dz.size(0), step = rows_of_panel(rows, w, b.has_value(), rounded_row_bytes(x, w));
+  if (kept ||
+      (!fused_cotangents(dz, dv, db, call, mask) && !portable_cotangents(dz, dv, db, g, v, x, w, b, mask, v_is_y))) {
+    const int64_t rows = dz.size(0), step = rows_of_panel(rows, w, b && !kept, rounded_row_bytes(x, w));
     PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-      const Tensor z = panel(dz);
-      linear_out(z, panel(x).to(w.scalar_type()), w, b);
-      gate_backward_rows(sums, mask[0] ? panel(dv) : dv, z, panel(g), panel(v), mask[0], v_is_y);
+      if (!kept) linear_out(panel(dz), panel(x).to(w.scalar_type()), w, b);
+      gate_backward_rows(sums, mask[0] ? panel(dv) : dv, panel(dz), panel(kept ? *kept : dz), panel(g), panel(v),
+                         mask[0], v_is_y);
     });
     if (mask[3]) sums.finish(db);
   }
@@ -337,7 +264,8 @@ void by_cotangents(const detail::GateGradients& gradients, const Tensor& g, cons
 
 // The formulas are in src/cpu/gate_kernel.cpp.
 void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const Tensor& v, const Tensor& x,
-                    const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
+                    const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                    const OptionalTensor& z) {
   auto& [dv, dx, dw, db] = gradients;
   if (v.numel() == 0) {
     for (const Tensor& t : {dx, dw, db}) t.zero_();
@@ -346,12 +274,12 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), v_rows = unit_columns(detail::as_rows(v));
   const Tensor x_rows = detail::as_rows(x), dv_rows = mask[0] ? detail::as_rows(dv) : dv;
   const Tensor dx_rows = mask[1] ? detail::as_rows(dx) : dx;
-  const OptionalTensor bias = contiguous(b);
-  const GradientCall call = gradient_call(g_rows, v_rows, x_rows, w, bias, v_is_y);
+  const OptionalTensor bias = contiguous(b), kept = z ? OptionalTensor(unit_columns(detail::as_rows(*z))) : z;
+  const GradientCall call = kept ? std::nullopt : gradient_call(g_rows, v_rows, x_rows, w, bias, v_is_y);
   if (in_one_pass(gradients, call, mask)) return;
   const bool rounds_x = x.scalar_type() != w.scalar_type();
   if (!rounds_x || !mask[2]) {
-    by_cotangents({dv_rows, dx_rows, dw, db}, g_rows, v_rows, x_rows, w, bias, mask, v_is_y,
+    by_cotangents({dv_rows, dx_rows, dw, db}, g_rows, v_rows, x_rows, w, bias, mask, v_is_y, kept,
                   rounds_x ? std::nullopt : call);
     return;
   }
@@ -359,24 +287,34 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, x_panel.size(0)); };
     const Tensor g_panel = panel(g_rows), v_panel = panel(v_rows);
     by_cotangents({mask[0] ? panel(dv_rows) : dv, mask[1] ? panel(dx_rows) : dx, parts[0], parts[1]}, g_panel, v_panel,
-                  x_panel, w, bias, mask, v_is_y, gradient_call(g_panel, v_panel, x_panel, w, bias, v_is_y));
+                  x_panel, w, bias, mask, v_is_y, kept ? OptionalTensor(panel(*kept)) : kept,
+                  kept ? std::nullopt : gradient_call(g_panel, v_panel, x_panel, w, bias, v_is_y));
   });
 }
 
 namespace {
 
 detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                         const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
-  detail::check_gate_backward(grad, v, x, w, b, mask);
+                                         const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                         const OptionalTensor& z) {
+  detail::check_gate_backward(grad, v, x, w, b, mask, z);
   const c10::cuda::CUDAGuard guard(v.device());
+  if (const auto whole = backward_copies(grad, v, x, w)) {
+    const auto [dv, dx, dw, db] =
+        gate_backward_cuda(whole->output(grad), whole->output(v), whole->input(x), whole->weight(w), whole->bias(b),
+                           mask, v_is_y, z ? OptionalTensor(whole->output(*z)) : z);
+    const auto first = [](const Tensor& t, at::IntArrayRef sizes) { return t.numel() ? first_elements(t, sizes) : t; };
+    return {first(dv, v.sizes()), first(dx, x.sizes()), first(dw, w.sizes()), first(db, w.sizes().slice(0, 1))};
+  }
   detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
-  gate_gradients(gradients, grad, v, x, w, b, mask, v_is_y);
+  gate_gradients(gradients, grad, v, x, w, b, mask, v_is_y, z);
   return gradients;
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   m.impl("gate", gate_cuda);
   m.impl("gate_", gate_cuda_);
+  m.impl("_gate", gate_with_product_cuda);
   m.impl("_gate_backward", gate_backward_cuda);
 }
 

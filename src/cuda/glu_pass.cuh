@@ -71,51 +71,46 @@ struct GluBackwardPass {
   }
 };
 
-/// Calls f with the activation, the type of w and the width of vectors: 16 bytes if `in_vectors` allows it. in_vectors
-/// is called with the type and that width.
-template <class InVectors, class Call>
-void dispatch_glu(const at::Tensor& w, detail::GluActivation activation, const InVectors& in_vectors, const Call& f) {
+/// Calls f with the activation and the type of w.
+template <class Call>
+void dispatch_glu(const at::Tensor& w, detail::GluActivation activation, const Call& f) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, w.scalar_type(), "glu", [&] {
-    constexpr int n = kVectorSize<scalar_t>;
-    const auto of_width = [&](auto act) {
-      in_vectors(scalar_t{}, n) ? f(act, scalar_t{}, std::integral_constant<int, n>{})
-                                : f(act, scalar_t{}, std::integral_constant<int, 1>{});
-    };
-    activation == detail::GluActivation::kSilu ? of_width(Silu{}) : of_width(Sigmoid{});
+    activation == detail::GluActivation::kSilu ? f(Silu{}, scalar_t{}) : f(Sigmoid{}, scalar_t{});
   });
 }
 
 /// y = glu of the products of some rows. y may be z.
 inline void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor& u, detail::GluActivation activation) {
   const int64_t rows = z.size(0), columns = z.size(1);
-  const auto in_vectors = [&](auto type, int n) {
-    using T = decltype(type);
-    return columns % n == 0 && read_rows<T>(z).fits(n) && read_rows<T>(u).fits(n) && write_rows<T>(y).fits(n);
-  };
-  dispatch_glu(z, activation, in_vectors, [&](auto act, auto type, auto width) {
+  dispatch_glu(z, activation, [&](auto act, auto type) {
     using F = decltype(act);
     using T = decltype(type);
-    launch_pass<width()>(GluPass<F, T, width()>{{read_rows<T>(z), read_rows<T>(u)}, write_rows<T>(y)}, rows, columns);
+    const auto from_z = read_rows<T>(z), from_u = read_rows<T>(u);
+    const auto to = write_rows<T>(y);
+    const auto pass = [&](auto width, int64_t first, int64_t group) {
+      return GluPass<F, T, width()>{{from_z.part(first, group), from_u.part(first, group)}, to.part(first, group)};
+    };
+    constexpr int n = kVectorSize<T>;
+    launch_widest<n>(pass, rows, columns, PassAccess::of<n>(columns, from_z, from_u, to));
   });
 }
 
 /// Makes the cotangents, and adds them to the sums.
 inline void glu_backward_rows(PassSums& sums, const GluPair& cotangents, const at::Tensor& g, const GluPair& products,
                               detail::GluActivation activation) {
-  const auto& [dz, du] = cotangents;
-  const auto& [z, u] = products;
-  const int64_t rows = z.size(0), columns = z.size(1);
-  const auto in_vectors = [&](auto type, int n) {
-    using T = decltype(type);
-    return columns % n == 0 && read_rows<T>(g).fits(n) && read_rows<T>(z).fits(n) && read_rows<T>(u).fits(n) &&
-           write_rows<T>(dz).fits(n) && write_rows<T>(du).fits(n);
-  };
-  dispatch_glu(z, activation, in_vectors, [&](auto act, auto type, auto width) {
+  const int64_t rows = g.size(0), columns = g.size(1);
+  dispatch_glu(g, activation, [&](auto act, auto type) {
     using F = decltype(act);
     using T = decltype(type);
-    const GluBackwardPass<F, T, width()> pass{read_rows<T>(g), read_rows<T>(z), read_rows<T>(u), write_rows<T>(dz),
-                                              write_rows<T>(du)};
-    sums.launch<width()>(pass, rows);
+    const auto from_g = read_rows<T>(g), from_z = read_rows<T>(products.z), from_u = read_rows<T>(products.u);
+    const auto to_z = write_rows<T>(cotangents.z), to_u = write_rows<T>(cotangents.u);
+    const auto pass = [&](auto width, int64_t first, int64_t group) {
+      return GluBackwardPass<F, T, width()>{from_g.part(first, group), from_z.part(first, group),
+                                            from_u.part(first, group), to_z.part(first, group),
+                                            to_u.part(first, group)};
+    };
+    constexpr int n = kVectorSize<T>;
+    sums.launch<n>(pass, rows, PassAccess::of<n>(columns, from_g, from_z, from_u, to_z, to_u));
   });
 }
 

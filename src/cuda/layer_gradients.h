@@ -18,7 +18,7 @@ namespace torchops::cuda {
 /// defined, too, as tensors without elements.
 void gate_gradients(detail::GateGradients out, const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x,
                     const at::Tensor& w, const std::optional<at::Tensor>& b, std::array<bool, 4> mask,
-                    bool v_is_y = false);
+                    bool v_is_y = false, const std::optional<at::Tensor>& z = {});
 
 /// The same for detail::glu_backward(). With `adds`, dx is added to that of `out`, which may then be float32 even if
 /// the other tensors have 16 bits.

@@ -42,10 +42,13 @@ inline void for_each_panel(int64_t rows, int64_t row_bytes, c10::function_ref<vo
 }
 
 /// At most `step` rows for panels of about the same size: a short one at the end would cost nearly as much as the
-/// others.
+/// others. Panels begin at multiples of eight rows, unless that is too many: there, all rows are aligned to 16 bytes.
 inline int64_t even_step(int64_t rows, int64_t step) {
-  const int64_t panels = std::max((rows + step - 1) / step, int64_t{1});
-  return std::max((rows + panels - 1) / panels, int64_t{1});
+  if (step >= rows) return std::max(rows, int64_t{1});
+  constexpr int64_t together = 8;
+  if (step >= together) step -= step % together;
+  const int64_t panels = (rows + step - 1) / step, even = (rows + panels - 1) / panels;
+  return std::min((even + together - 1) / together * together, step);
 }
 
 /// Bytes per row of x @ w.T.
@@ -54,17 +57,18 @@ inline int64_t product_row_bytes(const at::Tensor& w) { return w.size(0) * stati
 /// The rows of a panel whose product with w is still in the L2 cache when the next pass reads it; all rows if the
 /// product is small, or if panels would be too short for cuBLAS (float64 to 128 features, 17066 rows: 722 us instead of
 /// 633 on an H100). A product may take a third of the cache, since the pass also reads and writes other tensors.
-/// Scratch, of `scratch_bytes` per row, stays within kMaxScratchBytes.
+/// Scratch, of `scratch_bytes` per row, stays within `most_bytes`.
 ///
 /// In 16 bits, cuBLAS adds a bias to short products slowly: 65536 rows of 128 features take 19.5 us, and 10.2 without
 /// one, while 1048576 take 212 and 197 (torch 2.11, H100). From 128 features on, that costs more than the cache saves,
 /// except glu of 1048576 rows and 256 features, which takes 1585 us instead of 1515, and trains in 4288 instead of
 /// 4367.
-inline int64_t rows_of_panel(int64_t rows, const at::Tensor& w, bool adds_bias, int64_t scratch_bytes) {
+inline int64_t rows_of_panel(int64_t rows, const at::Tensor& w, bool adds_bias, int64_t scratch_bytes,
+                             int64_t most_bytes = kMaxScratchBytes) {
   constexpr int64_t least_cache = int64_t{24} << 20, least_rows = int64_t{1} << 15;
   const int64_t cache = at::cuda::getCurrentDeviceProperties()->l2CacheSize;
   const int64_t within = cache / (3 * product_row_bytes(w));
-  const int64_t most = scratch_bytes > 0 ? std::max(kMaxScratchBytes / scratch_bytes, int64_t{1}) : rows;
+  const int64_t most = scratch_bytes > 0 ? std::max(most_bytes / scratch_bytes, int64_t{1}) : rows;
   const bool slow_bias = adds_bias && w.element_size() == 2 && w.size(0) >= 128;
   const bool by_cache = cache >= least_cache && within >= least_rows && !slow_bias;
   return even_step(rows, by_cache ? std::min(within, most) : most);

@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/activation.cuh"
 #include "cuda/gemm/column_sum.cuh"
@@ -18,6 +19,43 @@ namespace torchops::cuda {
 constexpr int kPassBlock = 256;
 // Rows that a thread has in flight: this many independent loads hide the latency of memory.
 constexpr int kPassRows = 4;
+
+/// A matrix with rows `stride` elements apart and contiguous columns.
+template <class T>
+struct MatrixRows {
+  T* data;
+  int64_t stride;
+
+  template <int N>
+  __device__ Packed<std::remove_const_t<T>, N> load(int64_t row, int64_t column) const {
+    return cuda::load<std::remove_const_t<T>, N>(data + row * stride + column);
+  }
+  template <int N>
+  __device__ void store(int64_t row, int64_t column, const Packed<T, N>& values) const {
+    cuda::store<T, N>(data + row * stride + column, values);
+  }
+  /// From row `first` on, with `group` rows, which have no gaps between them, taken as one.
+  MatrixRows part(int64_t first, int64_t group) const { return {data + first * stride, stride * group}; }
+
+  bool begins_aligned(int64_t n) const {
+    return reinterpret_cast<uintptr_t>(data) % (n * static_cast<int64_t>(sizeof(T))) == 0;
+  }
+  /// Whether all rows are aligned for vectors of N elements.
+  bool fits(int64_t n) const { return stride % n == 0 && begins_aligned(n); }
+};
+
+/// How a pass may access its matrices, of `columns` columns.
+struct PassAccess {
+  bool in_vectors;  // all rows begin at multiples of N elements
+  bool in_groups;   // N rows do, taken as one: no matrix has gaps, though a row is not whole vectors
+
+  template <int N, class... T>
+  static PassAccess of(int64_t columns, const MatrixRows<T>&... matrices) {
+    return {columns % N == 0 && (matrices.fits(N) && ...),
+            columns % N != 0 && ((matrices.data == nullptr || matrices.stride == columns) && ...) &&
+                (matrices.begins_aligned(N) && ...)};
+  }
+};
 
 /// Calls `pass` on N columns at a time:
 ///   Pass::Loaded load(int64_t row, int64_t column)
@@ -57,14 +95,27 @@ void launch_pass(const Pass& pass, int64_t rows, int64_t columns) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+/// Launches pass(width, first, group), a pass for vectors of `width` from row `first` on, with `group` rows taken as
+/// one, for all rows: with width N, and if neither rows nor groups of them are whole vectors, with 1.
+template <int N, class MakePass>
+void launch_widest(const MakePass& pass, int64_t rows, int64_t columns, const PassAccess& access) {
+  constexpr std::integral_constant<int, N> wide;
+  constexpr std::integral_constant<int, 1> narrow;
+  if (access.in_vectors) return launch_pass<N>(pass(wide, 0, 1), rows, columns);
+  const int64_t groups = access.in_groups ? rows / N : 0, done = groups * N;
+  if (groups > 0) launch_pass<N>(pass(wide, 0, N), groups, columns * N);
+  if (done < rows) launch_pass<1>(pass(narrow, done, 1), rows - done, columns);
+}
+
 /// The same for a pass that also sums over rows, into Pass::kSums sums per column, of the type Pass::Sum:
 ///   void finish(int64_t row, int64_t column, const Loaded&, Sum (&sums)[kSums][N])
 /// A block has `rows_of_block` rows and writes its sums, side by side, to row blockIdx.x of partial, unless that is
-/// null. The order of the additions depends only on sizes.
+/// null. If a row is a `group` of rows, it has all their columns, and adds those of one column up. The order of the
+/// additions depends only on sizes.
 template <int N, class Pass>
 __global__ void __launch_bounds__(kPassBlock)
     summing_pass_kernel(Pass pass, typename Pass::Sum* __restrict__ partial, int64_t rows, int64_t columns,
-                        int64_t rows_of_block) {
+                        int64_t rows_of_block, int group) {
   using Sum = typename Pass::Sum;
   constexpr int kSums = Pass::kSums;
   const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * N;
@@ -93,6 +144,18 @@ __global__ void __launch_bounds__(kPassBlock)
 #pragma unroll
   for (int i = 0; i < kSums * N; ++i) shared[thread][i] = sums[i / N][i % N];
   __syncthreads();
+  if (group > 1) {
+    const int sum_columns = static_cast<int>(columns) / group;
+    if (thread >= sum_columns) return;
+    for (int i = 0; i < kSums; ++i) {
+      Sum sum{};
+      for (int y = 0; y < static_cast<int>(blockDim.y); ++y) {
+        for (int c = thread; c < columns; c += sum_columns) sum += shared[y * blockDim.x + c / N][i * N + c % N];
+      }
+      partial[(int64_t{blockIdx.x} * kSums + i) * sum_columns + thread] = sum;
+    }
+    return;
+  }
   if (!active || threadIdx.y != 0) return;
 #pragma unroll
   for (int i = 0; i < kSums * N; ++i) {
@@ -111,26 +174,26 @@ class PassSums {
       : kinds_(kinds), columns_(columns) {
     // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread few rows.
     constexpr int64_t most_blocks = 1056, least_rows = 4 * kPassRows;
-    const dim3 block = pass_block(columns, kVectorBytes / static_cast<int>(like.element_size()));
-    rows_of_block_ = std::max(ceil_div(most_rows, most_blocks), least_rows * block.y);
+    const int vector = kVectorBytes / static_cast<int>(like.element_size());
+    rows_of_block_ = std::max(ceil_div(most_rows, most_blocks), least_rows * pass_block(columns, vector).y);
+    rows_of_block_ = ceil_div(rows_of_block_, vector) * vector;  // whole groups
     if (!wanted) return;
-    const int64_t blocks = ceil_div(rows, most_rows) * ceil_div(most_rows, rows_of_block_);
+    // One more for rows of a panel that are no whole group.
+    const int64_t blocks = ceil_div(rows, most_rows) * (ceil_div(most_rows, rows_of_block_) + 1);
     const at::ScalarType wide = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     partial_ = at::detail::empty_cuda({blocks, kinds * columns}, like.options().dtype(wide));
   }
 
-  /// Runs the pass on a panel: the rows that follow those of the previous one.
-  template <int N, class Pass>
-  void launch(const Pass& pass, int64_t rows) {
-    const dim3 block = pass_block(columns_, N);
-    const dim3 grid(static_cast<unsigned>(ceil_div(rows, rows_of_block_)),
-                    static_cast<unsigned>(ceil_div(ceil_div(columns_, N), block.x)));
-    using Sum = typename Pass::Sum;
-    Sum* const sums = partial_.defined() ? partial_.mutable_data_ptr<Sum>() + used_ * kinds_ * columns_ : nullptr;
-    summing_pass_kernel<N>
-        <<<grid, block, 0, at::cuda::getCurrentCUDAStream()>>>(pass, sums, rows, columns_, rows_of_block_);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    used_ += grid.x;
+  /// Runs the pass on a panel: the rows that follow those of the previous one. See launch_widest(). Groups are for few
+  /// columns, so that a block has all of them.
+  template <int N, class MakePass>
+  void launch(const MakePass& pass, int64_t rows, const PassAccess& access) {
+    constexpr std::integral_constant<int, N> wide;
+    constexpr std::integral_constant<int, 1> narrow;
+    if (access.in_vectors) return launch_rows<N>(pass(wide, 0, 1), rows, 1);
+    const int64_t groups = access.in_groups && columns_ <= kPassBlock ? rows / N : 0, done = groups * N;
+    if (groups > 0) launch_rows<N>(pass(wide, 0, N), groups, N);
+    if (done < rows) launch_rows<1>(pass(narrow, done, 1), rows - done, 1);
   }
 
   /// The sums over all panels, rounded; the second kind goes to `second`. Undefined tensors are not written.
@@ -148,29 +211,23 @@ class PassSums {
   }
 
  private:
+  template <int N, class Pass>
+  void launch_rows(const Pass& pass, int64_t rows, int group) {
+    const int64_t columns = columns_ * group, rows_of_block = rows_of_block_ / group;
+    const dim3 block = pass_block(columns, N);
+    const dim3 grid(static_cast<unsigned>(ceil_div(rows, rows_of_block)),
+                    static_cast<unsigned>(ceil_div(ceil_div(columns, N), block.x)));
+    using Sum = typename Pass::Sum;
+    Sum* const sums = partial_.defined() ? partial_.mutable_data_ptr<Sum>() + used_ * kinds_ * columns_ : nullptr;
+    summing_pass_kernel<N>
+        <<<grid, block, 0, at::cuda::getCurrentCUDAStream()>>>(pass, sums, rows, columns, rows_of_block, group);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    used_ += grid.x;
+  }
+
   int kinds_;
   int64_t columns_, rows_of_block_, used_ = 0;
   at::Tensor partial_;
-};
-
-/// A matrix with rows `stride` elements apart and contiguous columns.
-template <class T>
-struct MatrixRows {
-  T* data;
-  int64_t stride;
-
-  template <int N>
-  __device__ Packed<std::remove_const_t<T>, N> load(int64_t row, int64_t column) const {
-    return cuda::load<std::remove_const_t<T>, N>(data + row * stride + column);
-  }
-  template <int N>
-  __device__ void store(int64_t row, int64_t column, const Packed<T, N>& values) const {
-    cuda::store<T, N>(data + row * stride + column, values);
-  }
-  /// Whether all rows are aligned for vectors of N elements.
-  bool fits(int64_t n) const {
-    return stride % n == 0 && reinterpret_cast<uintptr_t>(data) % (n * static_cast<int64_t>(sizeof(T))) == 0;
-  }
 };
 
 template <class T>
@@ -206,8 +263,10 @@ inline void sum_columns(const at::Tensor& sums, const at::Tensor& matrix) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, matrix.scalar_type(), "sum_columns", [&] {
     const auto from = read_rows<scalar_t>(matrix);
     constexpr int n = kVectorSize<scalar_t>;
-    columns % n == 0 && from.fits(n) ? pass.launch<n>(SumPass<scalar_t, n>{from}, rows)
-                                     : pass.launch<1>(SumPass<scalar_t, 1>{from}, rows);
+    const auto sum = [&](auto width, int64_t first, int64_t group) {
+      return SumPass<scalar_t, width()>{from.part(first, group)};
+    };
+    pass.launch<n>(sum, rows, PassAccess::of<n>(columns, from));
   });
   pass.finish(sums);
 }

@@ -25,10 +25,18 @@ Tensor& gate_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor&
 }
 
 detail::GateGradients detail::gate_backward(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                            const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y) {
+                                            const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                            const OptionalTensor& z) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::_gate_backward", "").typed<decltype(gate_backward)>();
-  return op.call(grad, v, x, w, b, mask, v_is_y);
+  return op.call(grad, v, x, w, b, mask, v_is_y, z);
+}
+
+std::tuple<Tensor, Tensor> detail::gate_with_product(const Tensor& v, const Tensor& x, const Tensor& w,
+                                                     const OptionalTensor& b) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("myops::_gate", "").typed<decltype(gate_with_product)>();
+  return op.call(v, x, w, b);
 }
 
 namespace {
@@ -57,12 +65,19 @@ void check_gate_(const Tensor& v, const Tensor& x, const Tensor& w, const Option
   detail::check_writable("gate_", "v", v);
 }
 
+void detail::check_gate_with_product(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+  check("_gate", v, x, w, b);
+}
+
 void detail::check_gate_backward(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                 const OptionalTensor& b, std::array<bool, 4> mask) {
+                                 const OptionalTensor& b, std::array<bool, 4> mask, const OptionalTensor& z) {
   check("_gate_backward", v, x, w, b);
   check_matches("_gate_backward", "grad", grad, "v", v);
   check_shape("_gate_backward", "grad", grad, "v", v.sym_sizes());
   TORCH_CHECK(b || !mask[3], "_gate_backward: expected a mask without db where there is no b, got one with it");
+  if (!z) return;
+  check_matches("_gate_backward", "z", *z, "w", w);
+  check_shape("_gate_backward", "z", *z, "v", v.sym_sizes());
 }
 
 detail::GateGradients detail::empty_gate_gradients(const Tensor& v, const Tensor& x, const Tensor& w,
@@ -80,25 +95,34 @@ Tensor gate_meta(const Tensor& v, const Tensor& x, const Tensor& w, const Option
 
 void gate_meta_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) { check_gate_(v, x, w, b); }
 
+std::tuple<Tensor, Tensor> gate_with_product_meta(const Tensor& v, const Tensor& x, const Tensor& w,
+                                                  const OptionalTensor& b) {
+  detail::check_gate_with_product(v, x, w, b);
+  return {at::empty_symint(v.sym_sizes(), v.options()), at::empty_symint(v.sym_sizes(), w.options())};
+}
+
 detail::GateGradients gate_backward_meta(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                         const OptionalTensor& b, std::array<bool, 4> mask, bool) {
-  detail::check_gate_backward(grad, v, x, w, b, mask);
+                                         const OptionalTensor& b, std::array<bool, 4> mask, bool,
+                                         const OptionalTensor& z) {
+  detail::check_gate_backward(grad, v, x, w, b, mask, z);
   return detail::empty_gate_gradients(v, x, w, mask);
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor", tags);
+  m.def("_gate(Tensor v, Tensor x, Tensor w, Tensor? b) -> (Tensor, Tensor)", tags);
   m.def("gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()", tags);
   m.def(
-      "_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask, bool v_is_y=False) -> "
-      "(Tensor, Tensor, Tensor, Tensor)",
+      "_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask, bool v_is_y=False, "
+      "Tensor? z=None) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
 }
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("gate", gate_meta);
   m.impl("gate_", gate_meta_);
+  m.impl("_gate", gate_with_product_meta);
   m.impl("_gate_backward", gate_backward_meta);
 }
 

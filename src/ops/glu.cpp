@@ -4,8 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <atomic>
-
 #include "ops/common.h"
 
 namespace torchops {
@@ -17,28 +15,6 @@ Tensor glu(const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTen
            std::string_view activation) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("myops::glu", "").typed<decltype(glu)>();
   return op.call(x, w, wg, b, bg, activation);
-}
-
-namespace {
-
-std::atomic<detail::KeepsProductsOn>& keeps_products_on() {
-  static std::atomic<detail::KeepsProductsOn> devices{[](c10::Device device) { return device.is_cuda(); }};
-  return devices;
-}
-
-}  // namespace
-
-// Recomputing the products is worth two tensors of memory as long as it is cheap. Forward plus backward, with and
-// without saved products: (8192, 4096) to 11008 features takes 6887 and 8691 us, (16384, 1024) to 4096 takes 1588 and
-// 1700 us (silu; H100 80GB HBM3, torch 2.11, bfloat16).
-bool detail::glu_keeps_products(const Tensor& x, const Tensor& w) {
-  constexpr int64_t most_recomputed = 1024;
-  return keeps_products_on().load(std::memory_order_relaxed)(w.device()) && w.element_size() == 2 &&
-         x.scalar_type() == w.scalar_type() && TORCH_GUARD_OR_FALSE(w.sym_size(1).sym_gt(most_recomputed));
-}
-
-detail::KeepsProductsOn detail::set_glu_keeps_products_on(KeepsProductsOn devices) {
-  return keeps_products_on().exchange(devices);
 }
 
 std::tuple<Tensor, Tensor, Tensor> detail::glu_with_products(const Tensor& x, const Tensor& w, const Tensor& wg,
@@ -139,11 +115,6 @@ detail::GluGradients glu_backward_meta(const Tensor& grad, const Tensor& x, cons
   return detail::empty_glu_gradients(x, w, mask);
 }
 
-bool glu_keeps_products(const Tensor& x, const Tensor& w) {
-  detail::check_linear("_glu_keeps_products", x, "w", w, "b", {});
-  return detail::glu_keeps_products(x, w);
-}
-
 TORCH_LIBRARY_FRAGMENT(myops, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, str activation=\"sigmoid\") -> Tensor",
@@ -153,8 +124,6 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask, "
       "Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
-  // For compiler passes, which write the training of glu as the autograd kernel does.
-  m.def("_glu_keeps_products(Tensor x, Tensor w) -> bool", glu_keeps_products, tags);
 }
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {

@@ -16,7 +16,7 @@ namespace torchops {
 /// x: (..., in); w, wg: (out, in); b, bg: (out,) or none; activation: "sigmoid" or "silu". All of one floating-point
 /// dtype and device, except that x may be float32 if the others are float16 or bfloat16: it is then rounded to their
 /// dtype as it is read. Returns a new contiguous tensor (..., out) of w's dtype. Training saves the arguments and, if
-/// detail::glu_keeps_products(), both products. w and wg may be the halves of one tensor. Throws c10::Error, with
+/// detail::keeps_products(), both products. w and wg may be the halves of one tensor. Throws c10::Error, with
 /// nothing computed, when arguments do not fit.
 TORCHOPS_API at::Tensor glu(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                             const std::optional<at::Tensor>& b = {}, const std::optional<at::Tensor>& bg = {},
@@ -39,14 +39,6 @@ GluActivation glu_activation(std::string_view activation);
 
 /// (dx, dw, dwg, db, dbg) of glu().
 using GluGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-/// Whether training saves both products of glu() for backward, which otherwise recomputes them: on CUDA, in 16 bits, if
-/// the sums are so long that recomputing the products takes longer than writing and reading them.
-bool glu_keeps_products(const at::Tensor& x, const at::Tensor& w);
-
-/// Sets the devices where it may, by default CUDA, and returns the previous setting. For tests without a GPU.
-using KeepsProductsOn = bool (*)(c10::Device device);
-TORCHOPS_API KeepsProductsOn set_glu_keeps_products_on(KeepsProductsOn devices);
 
 /// glu() and its products z = x @ w.T + b and u = x @ wg.T + bg.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> glu_with_products(const at::Tensor& x, const at::Tensor& w,

@@ -38,7 +38,8 @@ from .linear import Linear
 _gate = torch.ops.myops.gate.default
 _glu = torch.ops.myops.glu.default
 _glu_with_products = torch.ops.myops._glu.default
-_keeps_products = torch.ops.myops._glu_keeps_products.default
+_gate_with_product = torch.ops.myops._gate.default
+_keeps_products = torch.ops.myops._keeps_products.default
 
 
 # --- one factor ------------------------------------------------------------------------------------------------------
@@ -255,15 +256,19 @@ class Gated:
             b = self._bias(self.gate)
             rows, y = size_node(like, x, 0), known(result)
             products: list[fx.Node] = []
+            keeps = gradients is not None and _keeps_products(known(x), known(w), self.v is None)
             if self.v is not None:
-                v = as_rows(like, self.v, rows, self.columns)
-                call = new = emit(like, _gate, v, x, w, b)
-                arguments: tuple[Any, ...] = (v, x, w, b)
+                arguments: tuple[Any, ...] = (as_rows(like, self.v, rows, self.columns), x, w, b)
+                if keeps:
+                    call = emit(like, _gate_with_product, *arguments)
+                    new, *products = (emit(like, operator.getitem, call, i) for i in range(2))
+                else:
+                    call = new = emit(like, _gate, *arguments)
             else:
                 assert self.value is not None
                 _, value_w = self._operands(self.value)
                 arguments = (x, value_w, w, self._bias(self.value), b)
-                if gradients is not None and _keeps_products(known(x), known(w)):
+                if keeps:
                     call = emit(like, _glu_with_products, *arguments, self.activation)
                     new, *products = (emit(like, operator.getitem, call, i) for i in range(3))
                 else:

@@ -324,7 +324,7 @@ class Gradients:
     def rewrite(self, arguments: tuple[Any, ...], rows: Any, products: Sequence[fx.Node]) -> None:
         """`arguments` are those of the operator; its backward takes them after the cotangent.
 
-        `products` are both products of a GLU if training saves them; otherwise the backward recomputes them.
+        `products` are those that training saves; otherwise the backward recomputes them.
         """
         place, tops = self.place, [*self.dv, *self.du]
         first = min(tops, key=self.order.__getitem__)
@@ -338,7 +338,7 @@ class Gradients:
             g = as_rows(first, cotangent, rows, place.columns)
             biases = [argument is not None for argument in arguments[3:]]
             if place.value is None:
-                backward = new(_gate_backward, g, *arguments, [True, True, True, *biases])
+                backward = new(_gate_backward, g, *arguments, [True, True, True, *biases], False, *products)
             else:
                 mask = [True, True, True, *biases]
                 backward = new(_glu_backward, g, *arguments, place.activation, mask, *products)

@@ -31,7 +31,7 @@ except ImportError:  # torch 2.11, whose hooks don't tell passes whether a graph
 log = logging.getLogger("torchops.inductor")
 
 COUNTER = "torchops"
-_OPERATORS = tuple(getattr(torch.ops.myops, name).default for name in ("dense", "gate", "glu", "_glu"))
+_OPERATORS = tuple(getattr(torch.ops.myops, name).default for name in ("dense", "gate", "_gate", "glu", "_glu"))
 
 
 REPORT: list[Place] = []

@@ -177,6 +177,18 @@ struct GatedGradientsKernel {
     }
   }
 
+  // In columns of z that don't exist, TMA has filled w with zeros, so z of a row of x with an infinity would be NaN,
+  // and so would dx, which is 0 where all gates are closed or open. As copies of the last column, they have dz = 0,
+  // because c and the cotangent are 0 there.
+  CUTLASS_DEVICE static void repeat_last_weights(const Parameters& p, Shared& shared) {
+    using namespace cute;
+    if (p.n == kN) return;
+    shared.w_loaded.wait(0);
+    Tensor w = as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(shared.w[0].data()), Rows<kN, kK>{}));
+    for (int i = threadIdx.x; i < (kN - p.n) * kK; i += kConsumers) w(p.n + i / kK, i % kK) = w(p.n - 1, i % kK);
+    finish_reads();  // products read what was written
+  }
+
   // Called by the consumers while the first tiles are being loaded.
   CUTLASS_DEVICE static void load_bias(const Parameters& p, Shared& shared) {
     CUTLASS_PRAGMA_UNROLL
@@ -186,6 +198,7 @@ struct GatedGradientsKernel {
         shared.bias[i][column] = present ? Rule::scale(i) * static_cast<float>(p.bias[i][column]) : 0.f;
       }
     }
+    if constexpr (Rule::kReadsC) repeat_last_weights(p, shared);
     cutlass::arch::NamedBarrier::sync(kConsumers, kGroups);
   }
 

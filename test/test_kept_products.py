@@ -1,13 +1,12 @@
-"""Products that training of glu keeps for its gradients: when, and that they change no derivative.
+"""Products that training of gate and glu keeps for its gradients: when, and that they change no derivative.
 
-They are kept on CUDA. Here every device is taken for one where they may be.
+These tests run on a CPU. test_cuda_kept_products.py has what is kept on CUDA.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,30 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
-from torchops import _build_info, _library
 from torchops._inductor import table
 
 OPS = torch.ops.myops
 HALF, LONG = torch.bfloat16, 1032
 SHAPES = {"x": (6, LONG), "w": (5, LONG), "wg": (5, LONG), "b": (5,), "bg": (5,)}
-
-
-class Device(ctypes.Structure):
-    """c10::Device"""
-
-    _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
-
-
-@pytest.fixture
-def everywhere() -> Iterator[None]:
-    signature = ctypes.CFUNCTYPE(ctypes.c_bool, Device)
-    answer = signature(lambda device: True)
-    library = ctypes.CDLL(str(_library.prefix / _build_info.library))
-    set_devices = library._ZN8torchops6detail25set_glu_keeps_products_onEPFbN3c106DeviceEE
-    set_devices.restype, set_devices.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    former = set_devices(ctypes.cast(answer, ctypes.c_void_p))
-    yield
-    set_devices(former)
 
 
 def arguments(dtype: torch.dtype = HALF) -> list[Tensor]:
@@ -77,36 +57,41 @@ def gradients(*args: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("features", "dtype", "x_dtype", "kept"),
     [
-        (1025, HALF, HALF, True),
-        (4096, torch.float16, torch.float16, True),
-        (1024, HALF, HALF, False),
-        (4096, torch.float32, torch.float32, False),
+        (129, HALF, HALF, True),
+        (128, HALF, HALF, False),
+        (129, torch.float32, torch.float32, True),
+        (128, torch.float64, torch.float64, False),
         (4096, HALF, torch.float32, False),
     ],
 )
-@pytest.mark.usefixtures("everywhere")
 def test_when(features: int, dtype: torch.dtype, x_dtype: torch.dtype, kept: bool) -> None:
     x = torch.zeros(6, features, dtype=x_dtype, requires_grad=True)
-    w, wg = (torch.zeros(5, features, dtype=dtype) for _ in range(2))
-    assert [tuple(t.shape) for t in saved(lambda: torchops.glu(x, w, wg))].count((6, 5)) == 2 * kept
-    with torch.no_grad():
-        assert saved(lambda: torchops.glu(x, w, wg)) == []
+    v, w, wg = (torch.zeros(n, m, dtype=dtype) for n, m in ((6, 8), (8, features), (8, features)))
+    for gated, products in ((lambda: torchops.glu(x, w, wg), 2), (lambda: torchops.gate(v, x, w), 1)):
+        beside = products == 1  # v
+        assert [tuple(t.shape) for t in saved(gated)].count((6, 8)) == products * kept + beside
+        with torch.no_grad():
+            assert saved(gated) == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_nothing_is_kept_elsewhere(device: str) -> None:
-    x, w = (torch.zeros(5, 4096, dtype=HALF, device=device, requires_grad=True) for _ in range(2))
-    kept = saved(lambda: torchops.glu(x, w, w))
-    assert kept
-    assert all(t.shape == x.shape for t in kept)
+def test_no_product_is_kept_for_the_gradient_of_v_or_in_place() -> None:
+    v, x, w = torch.zeros(6, 8, dtype=HALF), torch.zeros(6, LONG, dtype=HALF), torch.zeros(8, LONG, dtype=HALF)
+    assert len(saved(lambda: torchops.gate(v.requires_grad_(), x, w))) == 2
+    assert len(saved(lambda: torchops.gate_(v.detach().clone(), x.requires_grad_(), w))) == 3
+
+
+def test_nothing_is_kept_elsewhere() -> None:
+    v = torch.zeros(5, 5, device="meta")
+    x, w = (torch.zeros(5, 4096, device="meta", requires_grad=True) for _ in range(2))
+    assert [t.shape for t in saved(lambda: torchops.glu(x, w, w))] == [x.shape] * 3
+    assert [t.shape for t in saved(lambda: torchops.gate(v, x, w))] == [v.shape, x.shape, x.shape]
 
 
 def test_question_with_wrong_arguments() -> None:
-    with pytest.raises(RuntimeError, match=r"^_glu_keeps_products: expected w of shape .* to match x, got \(3,\)"):
-        OPS._glu_keeps_products(torch.zeros(5, 7), torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"^_keeps_products: expected w of shape .* to match x, got \(3,\)"):
+        OPS._keeps_products(torch.zeros(5, 7), torch.zeros(3), True)
 
 
-@pytest.mark.usefixtures("everywhere")
 def test_training() -> None:
     """One call makes the result and both products, and the gradients get these."""
     args = arguments()
@@ -118,7 +103,6 @@ def test_training() -> None:
     assert_all_close(graph(grad, *args), gradients(grad, *args))
 
 
-@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled(dynamic: bool) -> None:
     args = arguments()
@@ -132,9 +116,8 @@ def test_compiled(dynamic: bool) -> None:
     assert_all_close([y, *got], [torchops.glu(*leaves, activation="silu"), *gradients(grad, *args)])
 
 
-@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("features", "kept"), [(LONG, True), (1024, False)])
+@pytest.mark.parametrize(("features", "kept"), [(LONG, True), (128, False)])
 def test_inductor(features: int, kept: bool, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the pass puts into a graph for training keeps what eager mode keeps, and for inference nothing."""
     monkeypatch.setattr(table, "TABLE", table.Everywhere())
@@ -153,7 +136,6 @@ def test_inductor(features: int, kept: bool, packed: bool, monkeypatch: pytest.M
     assert check(function, inputs, False, atol=0.05, rtol=0.05).count(OPS.glu.default) == 1
 
 
-@pytest.mark.usefixtures("everywhere")
 def test_inference() -> None:
     graph = recorded(lambda x, w, wg: torchops.glu(x, w, wg), *arguments()[:3])
     assert calls(graph, OPS._glu) == []
@@ -163,7 +145,6 @@ def test_inference() -> None:
 # --- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("everywhere")
 def test_gradients_that_are_asked_for() -> None:
     args = arguments()
     for trained in itertools.product([False, True], repeat=5):
@@ -180,7 +161,6 @@ def test_gradients_that_are_asked_for() -> None:
         assert_all_close(graph(*args), function(*args))
 
 
-@pytest.mark.usefixtures("everywhere")
 def test_second_derivatives() -> None:
     """Products depend on the inputs too."""
 
@@ -202,7 +182,6 @@ def test_second_derivatives() -> None:
         assert (g - value).norm() <= 2 * (e - value).norm() + torch.finfo(HALF).eps / 2 * value.norm()
 
 
-@pytest.mark.usefixtures("everywhere")
 def test_forward_mode() -> None:
     args, tangents = arguments(), arguments()
 

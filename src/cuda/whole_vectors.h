@@ -1,0 +1,70 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+// The fast kernels of gates take rows that are whole pieces of 16 bytes. Other 16-bit rows are copied to such rows,
+// with features that are zero: cuBLAS takes more than twice as long for products of odd sizes (262143 rows of 129
+// features to 127: 127 us, and 55 for 136 to 128; H100, torch 2.11).
+namespace torchops::cuda {
+
+/// Panels of copies have at most so many bytes. With half of them, glu of (262143, 129) to 127 features took 238 us,
+/// and 194 with all rows at once (H100).
+constexpr int64_t kMaxCopiedBytes = int64_t{64} << 20;
+
+/// The least number of products of elements for which copies pay in forward.
+constexpr int64_t kLeastForwardProducts = 200'000'000;
+
+/// The features of such copies. Each function returns its argument, as a matrix, if no copy is needed.
+struct WholeVectors {
+  int64_t in_features, out_features;
+
+  /// nullopt if x, w and `others` need no copies, or there are less than `least` products of elements, or if a dtype is
+  /// not that of w, of 16 bits, or the path is not automatic.
+  static std::optional<WholeVectors> of(const at::Tensor& x, const at::Tensor& w, at::TensorList others, int64_t least);
+
+  at::Tensor input(const at::Tensor& x) const;
+  at::Tensor output(const at::Tensor& v) const;
+  /// More rows are as the last one. So a row of x with infinities, for which dx of gate() is 0, has no NaN there: in
+  /// additional features, v and the cotangent are 0, and the derivative of the gate is that of the last feature.
+  at::Tensor weight(const at::Tensor& w) const;
+  std::optional<at::Tensor> bias(const std::optional<at::Tensor>& b) const;
+
+  /// Bytes of the copies of a row of these matrices.
+  int64_t input_bytes(const at::Tensor& x) const;
+  int64_t output_bytes(const at::Tensor& v) const;
+};
+
+/// Copies the first columns, and rows, of a matrix to a contiguous one.
+void copy_first(const at::Tensor& to, const at::Tensor& from);
+/// The same to a new tensor of these sizes, or a view if these are all; `from` is a matrix or vector.
+at::Tensor first_elements(const at::Tensor& from, at::IntArrayRef sizes);
+
+/// x @ w.T + b by cuBLAS for panels of the rows x, which are rounded to the dtype of w, or copied to whole vectors.
+class PanelProduct {
+ public:
+  PanelProduct(const std::optional<WholeVectors>& whole, const at::Tensor& w, const std::optional<at::Tensor>& b)
+      : w(whole ? whole->weight(w) : w), b(whole ? whole->bias(b) : b), whole_(whole), out_features_(w.size(0)) {}
+
+  /// The factors, perhaps with more features.
+  const at::Tensor w;
+  const std::optional<at::Tensor> b;
+
+  bool has_more_features() const { return w.size(0) != out_features_; }
+  bool copies(const at::Tensor& x) const { return input_bytes(x) > 0; }
+  /// Scratch of a row, for x and for the product.
+  int64_t input_bytes(const at::Tensor& x) const;
+  int64_t product_bytes() const;
+  at::Tensor empty(int64_t rows) const;
+  /// A factor of the product.
+  at::Tensor input(const at::Tensor& x) const { return whole_ ? whole_->input(x) : x.to(w.scalar_type()); }
+  /// Writes the product of input() to z, and returns those of its columns that w had.
+  at::Tensor operator()(const at::Tensor& z, const at::Tensor& input) const;
+
+ private:
+  std::optional<WholeVectors> whole_;
+  int64_t out_features_;
+};
+
+}  // namespace torchops::cuda
