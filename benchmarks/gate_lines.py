@@ -106,12 +106,14 @@ def lines(device_type: str) -> list[Line]:
     ]
 
 
+# Rows that are whole pieces of 8, 4 or 2 bytes, and not of 16.
+UNALIGNED_SIZES = [(262144, 100, 100), (262144, 130, 130), (262143, 129, 127), (131072, 449, 384), (4097, 1001, 1003)]
+
+
 def _unaligned_lines() -> list[Line]:
-    """Rows that are whole pieces of 8, 4 or 2 bytes, and not of 16."""
-    sizes = [(262144, 100, 100), (262144, 130, 130), (262143, 129, 127), (131072, 449, 384), (4097, 1001, 1003)]
     return [
         Line(op, shape, task, compiled=False)
-        for shape in sizes
+        for shape in UNALIGNED_SIZES
         for op in ("gate", "glu")
         for task in (FORWARD, BACKWARD)
     ]

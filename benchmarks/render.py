@@ -19,6 +19,7 @@ from typing import Any
 
 from . import eight_bits, gates, ladder, layer_tables, pair_plots, plots, report, stages, triangle_attention
 from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD
+from .gate_lines import UNALIGNED_SIZES
 from .layer_tables import REVISION, read, row
 from .machine import revisions
 from .operators import OPERATORS
@@ -319,6 +320,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "released-h100": partial(layer_tables.released, H100),
     "swapped-cpu": partial(layer_tables.swapped, EPYC),
     "gate-sizes-h100": partial(gated, H100, "gates", _CONTENDERS, lambda line: line["compiled"]),
+    "gate-odd-h100": partial(
+        gated, H100, "gates", (gates.OURS, gates.EAGER), lambda line: tuple(line["shape"]) in UNALIGNED_SIZES
+    ),
     "trimul-h100": partial(layer_tables.trimul, H100),
     "stages-h100": partial(staged, H100),
     "gates-by-cublas-h100": partial(

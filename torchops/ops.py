@@ -132,7 +132,7 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 @with_type_errors
 def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Gates ``v``: ``v * sigmoid(x @ w.T + b)``, without storing the gate, neither in forward nor for backward.
+    """Gates ``v``: ``v * sigmoid(x @ w.T + b)``, without storing the gate.
 
     Args:
         v: the value to gate, of shape ``(..., out_features)``.
@@ -145,7 +145,8 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     size; in backward on CUDA, up to 64 MiB of it may be copied at a time.
 
     Memory: the result, and at most scratch for a few rows at a time. Backward reads ``x`` and ``w``, and ``v`` if the
-    gate is trained, and computes the gate again.
+    gate is trained, and computes the gate again. Where that is slow, such as with many features in, training keeps
+    ``x @ w.T + b``, a tensor of the result's size: see `The gradient computes the gate again` in ``docs/gates.md``.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
@@ -213,8 +214,9 @@ def glu(
     64 MiB of it may be copied at a time.
 
     Memory: the result, and at most scratch for a few rows at a time. Backward reads ``x`` and the weights, and computes
-    both factors again. The exception is CUDA with more than 1024 features in and ``x`` in float16 or bfloat16, where
-    training keeps ``x @ w.T + b`` and ``x @ wg.T + bg``, two tensors of the result's size.
+    both factors again. Where that is slow, such as with many features in, training keeps ``x @ w.T + b`` and
+    ``x @ wg.T + bg``, two tensors of the result's size: see `The gradient computes the gate again` in
+    ``docs/gates.md``.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)`` and of the dtype of the weights.
