@@ -100,6 +100,12 @@ def test_given_and_recomputed_products(dtype: torch.dtype, k: int, n: int) -> No
             scale = other.abs().max() if other.numel() else 1
             torch.testing.assert_close(one / scale, other / scale, rtol=limit, atol=limit)
 
+    def elsewhere(t: torch.Tensor) -> torch.Tensor:
+        return t.T.contiguous().T
+
+    assert_same(OPS._gate_backward, (grad, v, x, w, b, [True] * 4, False), (elsewhere(z),))
+    given = elsewhere(value), elsewhere(gate)
+    assert_same(OPS._glu_backward, (grad, x, w, wg, b, bg, "silu", [True] * 5), given)
     for mask in itertools.product([False, True], repeat=4):
         for values, v_is_y in ((v, False), (y, True)):
             assert_same(OPS._gate_backward, (grad, values, x, w, b, list(mask), v_is_y), (z,))

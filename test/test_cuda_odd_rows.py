@@ -20,6 +20,7 @@ if not torch.cuda.is_available() or not _build_info.cuda_version:
 
 # Features in and out.
 SIZES = [(9, 33), (7, 129), (129, 127), (100, 128), (128, 100), (65, 63), (130, 257), (197, 64), (195, 66), (1001, 33)]
+SIZES += [(128, 127), (390, 386)]
 LEAST_WORK = 1 << 28
 
 
@@ -135,7 +136,10 @@ def test_copies_are_scratch_of_panels() -> None:
     v, x = random(rows, n, dtype=torch.bfloat16), random(rows, k, dtype=torch.bfloat16)
     w = random(n, k, dtype=torch.bfloat16, scale=0.1)
     result = v.numel() * v.element_size()
+    unmerged = random(2, rows // 2, n, dtype=torch.bfloat16).transpose(0, 1)  # no matrix of rows without a copy
+    inputs = x.view(rows // 2, 2, k)
     most = 66 << 20
     assert memory_of(lambda: torchops.gate_(v, x, w)) <= most // 2
+    assert memory_of(lambda: torchops.gate_(unmerged, inputs[..., :128], w[:, :128])) <= most // 2
     assert memory_of(lambda: torchops.gate(v, x, w)) <= result + most
     assert memory_of(lambda: torchops.glu(x, w, w)) <= result + most

@@ -74,6 +74,22 @@ def test_when(features: int, dtype: torch.dtype, x_dtype: torch.dtype, kept: boo
             assert saved(gated) == []
 
 
+@pytest.mark.parametrize("dtype", [HALF, torch.float16, torch.float32])
+def test_no_product_is_kept_in_a_traced_gate_in_place(dtype: torch.dtype) -> None:
+    def function(v: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (v, x, w)]
+        return torch.autograd.grad(torchops.gate_(leaves[0] * 1, *leaves[1:]).sum(), leaves)
+
+    graph = recorded(function, *make((6, 8), (6, LONG), (8, LONG), dtype=dtype))
+    assert calls(graph, OPS._gate) == []
+    assert len(calls(graph, OPS._gate_backward)) == 1
+
+
+def test_no_product_is_kept_beside_a_float32_value() -> None:
+    v, x, w = make((6, 8), (6, LONG), (8, LONG), dtype=HALF)
+    assert len(saved(lambda: torchops.gate(v.float(), x.requires_grad_(), w))) == 3
+
+
 def test_no_product_is_kept_for_the_gradient_of_v_or_in_place() -> None:
     v, x, w = torch.zeros(6, 8, dtype=HALF), torch.zeros(6, LONG, dtype=HALF), torch.zeros(8, LONG, dtype=HALF)
     assert len(saved(lambda: torchops.gate(v.requires_grad_(), x, w))) == 2

@@ -53,14 +53,14 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
 };
 
 // Doesn't save the gate: backward recomputes it from x, w and b, which costs one product and saves a tensor the size of
-// v. The product is saved only if it takes long (keeps_products()), and not in place. There, backward reads the result
-// instead of v, if that suffices: with s = sigmoid(x @ w.T + b) and the cotangent g, the cotangent of the product is g
+// v. Where that is slow, the product is saved instead, but not in place. There, backward reads the result instead of v,
+// if that suffices: with s = sigmoid(x @ w.T + b) and the cotangent g, the cotangent of the product is g
 // * v * s * (1 - s), and v * s is the result.
 struct Gate : torch::autograd::Function<Gate> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& v, const Tensor& x, const Tensor& w,
-                        const OptionalTensor& b, const OptionalTensor& target, bool saves_result) {
+                        const OptionalTensor& b, const OptionalTensor& target, bool saves_result, bool saves_product) {
     at::AutoDispatchBelowAutograd below_autograd;
     save_path(ctx);
     ctx->saved_data["v_is_y"] = saves_result;
@@ -68,7 +68,7 @@ struct Gate : torch::autograd::Function<Gate> {
     Tensor y, z;
     if (target) {
       y = overwrite(*target, [&](Tensor& self) { GateInPlace::in_place(self, x, w, b); });
-    } else if (!saves_result && reads_v(x, w, b) && detail::keeps_products(x, w, detail::Gated::kTensor)) {
+    } else if (saves_product) {
       std::tie(y, z) = detail::gate_with_product(v, x, w, b);
     } else {
       y = gate(v, x, w, b);
@@ -86,7 +86,7 @@ struct Gate : torch::autograd::Function<Gate> {
     const std::array<bool, 4> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                    b && ctx->needs_input_grad(3)};
     if (!mask[1] && !mask[2] && !mask[3]) {
-      return {mask[0] ? gate(grads[0], x, w, b) : Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+      return {mask[0] ? gate(grads[0], x, w, b) : Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
     }
     const bool v_is_y = ctx->saved_data["v_is_y"].toBool();
     const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask, v_is_y, optional(saved[4]));
@@ -95,21 +95,26 @@ struct Gate : torch::autograd::Function<Gate> {
             mask[2] ? dw : Tensor(),
             mask[3] ? db : Tensor(),
             Tensor(),
+            Tensor(),
             Tensor()};
   }
 };
 
 Tensor GateInPlace::traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  return Gate::apply(copies_v(v, x, w, b) ? detail::keep(v) : v, x, w, b, std::nullopt, result_suffices(v));
+  return Gate::apply(copies_v(v, x, w, b) ? detail::keep(v) : v, x, w, b, std::nullopt, result_suffices(v),
+                     /*saves_product=*/false);
 }
 
 Tensor GateInPlace::train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w,
                           const OptionalTensor& b) {
-  return Gate::apply(copies_v(v, x, w, b) ? v.clone() : v, x, w, b, target, result_suffices(v));
+  return Gate::apply(copies_v(v, x, w, b) ? v.clone() : v, x, w, b, target, result_suffices(v),
+                     /*saves_product=*/false);
 }
 
 Tensor GateFunctional::train(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  return Gate::apply(v, x, w, b, std::nullopt, /*saves_result=*/false);
+  const bool saves_product =
+      reads_v(x, w, b) && v.scalar_type() == w.scalar_type() && detail::keeps_products(x, w, detail::Gated::kTensor);
+  return Gate::apply(v, x, w, b, std::nullopt, /*saves_result=*/false, saves_product);
 }
 
 // With s = sigmoid(x @ w.T + b) and the cotangent g: dv = g * s, dz = g * v * s * (1 - s), and the rest from dz.

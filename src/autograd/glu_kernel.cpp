@@ -36,7 +36,7 @@ struct GluFunctional : FunctionalOp<GluFunctional, glu> {
                       const OptionalTensor& bg, std::string_view activation);
 };
 
-// Saves its arguments. Both products are saved only if the sums are long (keeps_products()); otherwise backward
+// Saves its arguments. Both products are saved only where that is faster (keeps_products()); otherwise backward
 // recomputes them, which saves two tensors the size of the result.
 struct Glu : torch::autograd::Function<Glu> {
   static constexpr bool is_traceable = true;

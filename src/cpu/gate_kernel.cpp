@@ -99,6 +99,7 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
     return gradients;
   }
   const Tensor grad_rows = detail::as_rows(grad), v_rows = detail::as_rows(v), x_rows = detail::as_rows(x);
+  const OptionalTensor kept_rows = kept ? OptionalTensor(detail::as_rows(*kept)) : kept;
   const Tensor dv_rows = mask[0] ? detail::as_rows(dv) : dv, dx_rows = mask[1] ? detail::as_rows(dx) : dx;
   const Tensor w_t = transposed(w);
   const Chunks chunks(x_rows, w, 1);
@@ -106,7 +107,7 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
-    const Tensor z = kept ? panel_of(detail::as_rows(*kept)) : product(x_panel, w_t, b);
+    const Tensor z = kept ? panel_of(*kept_rows) : product(x_panel, w_t, b);
     const bool needs_dz = mask[1] || mask[2] || mask[3];
     const Tensor dz = !needs_dz ? Tensor() : kept ? at::empty(z.sizes(), z.options()) : z;
     gated_backward_out(mask[0] ? panel_of(dv_rows) : Tensor(), dz, g, needs_dz ? panel_of(v_rows) : Tensor(), z,

@@ -68,6 +68,8 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
   }
   const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(x);
   const Tensor dx_rows = mask[0] ? detail::as_rows(dx) : dx;
+  const auto rows_of = [](const OptionalTensor& t) { return t ? OptionalTensor(detail::as_rows(*t)) : t; };
+  const OptionalTensor z_rows = rows_of(z), u_rows = rows_of(u);
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
   const Chunks chunks(x_rows, w, 2);
   const WeightGradient value(w, mask[1], mask[3], chunks), gate(wg, mask[2], mask[4], chunks);
@@ -78,12 +80,12 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
     const Tensor dx_panel = mask[0] ? panel_of(dx_rows) : dx_rows;
     const auto empty = [&] { return at::empty(g.sizes(), w.options()); };
     const auto product = [&](const OptionalTensor& kept, const Tensor& weight_t, const OptionalTensor& bias) {
-      if (kept) return panel_of(detail::as_rows(*kept));
+      if (kept) return panel_of(*kept);
       const Tensor out = empty();
       linear_out(out, x_panel, weight_t, bias);
       return out;
     };
-    const Tensor u_panel = product(u, wg_t, bg), z_panel = needs_du ? product(z, w_t, b) : Tensor();
+    const Tensor u_panel = product(u_rows, wg_t, bg), z_panel = needs_du ? product(z_rows, w_t, b) : Tensor();
     const Tensor dz = needs_dz ? empty() : Tensor(), du = !needs_du ? Tensor() : u ? empty() : u_panel;
     gated_backward_out(dz, du, g, z_panel, u_panel, act);
     if (needs_dz) {

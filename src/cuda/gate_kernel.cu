@@ -13,6 +13,7 @@
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/gate.h"
+#include "ops/kept_products.h"
 #include "ops/overwriting.h"
 
 namespace torchops::cuda {
@@ -63,8 +64,8 @@ bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, c
 // shorter sums, or such of even sizes, the copy takes as long as it saves: with copies of v, too, (262143, 129) to 127
 // takes 256, and 204 with none, and (262144, 260) to 260 takes 585 with a copy of x, and 501 (H100, torch 2.11,
 // bfloat16).
-std::optional<WholeVectors> forward_copies(const Tensor& v, const Tensor& x, const Tensor& w) {
-  const auto whole = WholeVectors::of(x, w, {v}, kLeastForwardProducts);
+std::optional<WholeVectors> forward_copies(const Tensor& x, const Tensor& w, at::TensorList others) {
+  const auto whole = WholeVectors::of(x, w, others, kLeastForwardProducts);
   const int64_t in_features = w.size(1), out_features = w.size(0);
   const bool odd = in_features % 2 != 0 || out_features % 2 != 0;
   const bool pays = whole && (whole->out_features == out_features || in_features >= (odd ? 193 : 384) ||
@@ -79,8 +80,8 @@ std::optional<WholeVectors> backward_copies(const Tensor& g, const Tensor& v, co
   const auto whole = WholeVectors::of(x, w, {g, v}, int64_t{1} << 27);
   const int64_t in_features = w.size(1), out_features = w.size(0);
   const bool odd = in_features % 2 != 0 || out_features % 2 != 0;
-  const bool pays = whole && (whole->out_features == out_features || in_features > 192 ||
-                              (odd && in_features <= 128 && out_features <= 128));
+  const bool pays = whole && (whole->out_features == out_features || in_features > detail::kMostUncopied ||
+                              (odd && in_features <= detail::kMostOfOnePass && out_features <= detail::kMostOfOnePass));
   return pays ? whole : std::nullopt;
 }
 
@@ -90,7 +91,7 @@ void gate_out(const Tensor& y, const OptionalTensor& kept, const Tensor& v, cons
   if (y.numel() == 0) return;
   const Tensor y_rows = detail::as_rows(y), v_rows = unit_columns(detail::as_rows(v)), x_rows = detail::as_rows(x);
   const OptionalTensor bias = contiguous(b);
-  const auto whole = forward_copies(v_rows, x_rows, w);
+  const auto whole = forward_copies(x_rows, w, {v_rows});
   if (!whole && !kept && fused(y_rows, v_rows, x_rows, w, bias)) return;
   const PanelProduct product(whole, w, bias);
   const bool copies_v = whole && !product.has_more_features(), copies = product.copies(x_rows) || copies_v;
@@ -136,12 +137,13 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = contiguous(detail::read_first(v, b));
-  const auto whole = forward_copies(v, input, weight);
+  // v is overwritten as it is.
+  const auto whole = v.scalar_type() == w.scalar_type() ? forward_copies(input, weight, {}) : std::nullopt;
   const PanelProduct product(whole, weight, bias);
-  const bool rounded = x.scalar_type() != w.scalar_type();
-  // Scratch for a panel of rows: the product, and x if it is copied. It is allocated once, for the first matrix, and
-  // gives the panels of all: by itself, a last matrix of fewer rows could have longer ones.
-  Tensor products, rounded_rows;
+  const bool copies = whole || x.scalar_type() != w.scalar_type();
+  // Scratch for a panel of rows: the product, and x if it may be copied. It is allocated once, for the first matrix,
+  // and gives the panels of all: by itself, a last matrix of fewer rows could have longer ones.
+  Tensor products, inputs;
   const auto overwrite = [&](const detail::Operands& matrices) {
     const Tensor &target = matrices[0], &x_rows = matrices[1];
     if (!whole && fused(target, target, x_rows, weight, bias)) return;
@@ -152,10 +154,10 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
       const int64_t rows = end - begin;
       if (!products.defined()) {
         products = product.empty(rows);
-        if (rounded) rounded_rows = at::detail::empty_cuda({rows, w.size(1)}, w.options());
+        if (copies) inputs = at::detail::empty_cuda({rows, product.w.size(1)}, w.options());
       }
       const Tensor out = target.narrow(0, begin, rows), x_panel = x_rows.narrow(0, begin, rows);
-      const Tensor factor = rounded ? rounded_rows.narrow(0, 0, rows).copy_(x_panel) : product.input(x_panel);
+      const Tensor factor = copies ? product.input(x_panel, inputs.narrow(0, 0, rows)) : x_panel;
       if (product.copies(x_panel) && !product.has_more_features() && fused(out, out, factor, product.w, product.b)) {
         return;
       }
@@ -303,8 +305,8 @@ detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, co
     const auto [dv, dx, dw, db] =
         gate_backward_cuda(whole->output(grad), whole->output(v), whole->input(x), whole->weight(w), whole->bias(b),
                            mask, v_is_y, z ? OptionalTensor(whole->output(*z)) : z);
-    const auto first = [](const Tensor& t, at::IntArrayRef sizes) { return t.numel() ? first_elements(t, sizes) : t; };
-    return {first(dv, v.sizes()), first(dx, x.sizes()), first(dw, w.sizes()), first(db, w.sizes().slice(0, 1))};
+    return {first_elements(dv, v.sizes()), first_elements(dx, x.sizes()), first_elements(dw, w.sizes()),
+            first_elements(db, w.sizes().slice(0, 1))};
   }
   detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
   gate_gradients(gradients, grad, v, x, w, b, mask, v_is_y, z);

@@ -264,16 +264,17 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
     if (!adds) dx.zero_();
     return;
   }
-  const BackwardRows rows{.g = unit_columns(detail::as_rows(grad)),
-                          .x = detail::as_rows(x),
-                          .w = w,
-                          .wg = wg,
-                          .b = contiguous(b),
-                          .bg = contiguous(bg),
-                          .activation = detail::glu_activation(activation),
-                          .mask = mask,
-                          .kept = z ? Products(GluPair::rows(*z, *u)) : std::nullopt,
-                          .adds = adds};
+  const BackwardRows rows{
+      .g = unit_columns(detail::as_rows(grad)),
+      .x = detail::as_rows(x),
+      .w = w,
+      .wg = wg,
+      .b = contiguous(b),
+      .bg = contiguous(bg),
+      .activation = detail::glu_activation(activation),
+      .mask = mask,
+      .kept = z ? Products({unit_columns(detail::as_rows(*z)), unit_columns(detail::as_rows(*u))}) : std::nullopt,
+      .adds = adds};
   const GradientCall call = gradient_call(rows);
   if (in_one_pass(gradients, rows, call)) return;
   if (!rows.rounds_x()) return by_cotangents(gradients, rows, call);

@@ -181,9 +181,9 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
     const auto [dx, dw, dwg, db, dbg] =
         glu_backward_cuda(whole->output(grad), whole->input(x), whole->weight(w), whole->weight(wg), whole->bias(b),
                           whole->bias(bg), activation, mask, kept(z), kept(u));
-    const auto first = [](const Tensor& t, at::IntArrayRef sizes) { return t.numel() ? first_elements(t, sizes) : t; };
     const at::IntArrayRef of_bias = w.sizes().slice(0, 1);
-    return {first(dx, x.sizes()), first(dw, w.sizes()), first(dwg, w.sizes()), first(db, of_bias), first(dbg, of_bias)};
+    return {first_elements(dx, x.sizes()), first_elements(dw, w.sizes()), first_elements(dwg, w.sizes()),
+            first_elements(db, of_bias), first_elements(dbg, of_bias)};
   }
   detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
   glu_gradients(gradients, grad, x, w, wg, b, bg, activation, mask, z, u);

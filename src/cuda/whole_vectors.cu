@@ -43,15 +43,19 @@ __global__ void __launch_bounds__(kResizeBlock)
   }
 }
 
-// Kernels need no copy of these rows, or make one that is contiguous.
-bool is_whole(const Tensor& matrix) {
-  return matrix.size(1) % kElements == 0 &&
-         (matrix.stride(1) != 1 ||
-          ((matrix.stride(0) % kElements == 0 || matrix.size(0) == 1) && gemm::is_aligned(matrix.const_data_ptr())));
+// Kernels need no copy of these rows, the last dimension of t, or make one that is contiguous.
+bool is_whole(const Tensor& t) {
+  if (t.size(-1) % kElements != 0) return false;
+  if (t.stride(-1) != 1) return true;
+  for (int64_t d = 0; d < t.dim() - 1; ++d) {
+    if (t.size(d) != 1 && t.stride(d) % kElements != 0) return false;
+  }
+  return gemm::is_aligned(t.const_data_ptr());
 }
 
-// Fills `to`, a contiguous matrix.
-void resize(const Tensor& to, const Tensor& from) {
+}  // namespace
+
+void copy_first(const Tensor& to, const Tensor& from) {
   const Tensor rows = from.stride(1) == 1 || from.size(1) == 1 ? from : from.contiguous();
   const int64_t blocks = ceil_div(to.numel(), int64_t{kResizeBlock} * kElements);
   resize_kernel<<<static_cast<unsigned>(blocks), kResizeBlock, 0, at::cuda::getCurrentCUDAStream()>>>(
@@ -60,9 +64,11 @@ void resize(const Tensor& to, const Tensor& from) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+namespace {
+
 Tensor resized(const Tensor& t, int64_t rows, int64_t columns) {
   const Tensor to = at::detail::empty_cuda({rows, columns}, t.options());
-  resize(to, t);
+  copy_first(to, t);
   return to;
 }
 
@@ -85,8 +91,7 @@ std::optional<WholeVectors> WholeVectors::of(const Tensor& x, const Tensor& w, a
       at::cuda::getCurrentDeviceProperties()->major < 8) {
     return std::nullopt;
   }
-  const auto needs_none = [](const Tensor& t) { return is_whole(detail::as_rows(t)); };
-  if (is_whole(w) && needs_none(x) && std::ranges::all_of(others, needs_none)) return std::nullopt;
+  if (is_whole(w) && is_whole(x) && std::ranges::all_of(others, is_whole)) return std::nullopt;
   return WholeVectors{in_whole_vectors(w.size(1)), in_whole_vectors(out_features)};
 }
 
@@ -111,9 +116,8 @@ int64_t WholeVectors::output_bytes(const Tensor& v) const {
   return is_copied(v, out_features) ? out_features * v.element_size() : 0;
 }
 
-void copy_first(const Tensor& to, const Tensor& from) { resize(to, from); }
-
 Tensor first_elements(const Tensor& from, at::IntArrayRef sizes) {
+  if (from.numel() == 0) return from;
   const int64_t columns = sizes.back(), rows = c10::multiply_integers(sizes) / columns;
   if (from.numel() == rows * columns) return from.view(sizes);
   return resized(from.dim() == 1 ? from.view({1, -1}) : from, rows, columns).view(sizes);
@@ -121,6 +125,13 @@ Tensor first_elements(const Tensor& from, at::IntArrayRef sizes) {
 
 int64_t PanelProduct::input_bytes(const Tensor& x) const {
   return whole_ ? whole_->input_bytes(x) : rounded_row_bytes(x, w);
+}
+
+Tensor PanelProduct::input(const Tensor& x, const Tensor& scratch) const {
+  if (!copies(x)) return x;
+  if (!whole_) return scratch.copy_(x);
+  copy_first(scratch, x);
+  return scratch;
 }
 
 int64_t PanelProduct::product_bytes() const { return product_row_bytes(w); }

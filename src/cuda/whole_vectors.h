@@ -9,7 +9,7 @@
 // features to 127: 127 us, and 55 for 136 to 128; H100, torch 2.11).
 namespace torchops::cuda {
 
-/// Panels of copies have at most so many bytes. With half of them, glu of (262143, 129) to 127 features took 238 us,
+/// Panels of copies are at most this large. With half of it, glu of (262143, 129) to 127 features took 238 us,
 /// and 194 with all rows at once (H100).
 constexpr int64_t kMaxCopiedBytes = int64_t{64} << 20;
 
@@ -20,14 +20,16 @@ constexpr int64_t kLeastForwardProducts = 200'000'000;
 struct WholeVectors {
   int64_t in_features, out_features;
 
-  /// nullopt if x, w and `others` need no copies, or there are less than `least` products of elements, or if a dtype is
-  /// not that of w, of 16 bits, or the path is not automatic.
+  /// nullopt if x, w and `others` need no copies, or there are fewer than `least` products of elements, or if a dtype
+  /// is not that of w, of 16 bits, or the path is not automatic, or the compute capability is below 8.0. The tensors
+  /// may have any number of dimensions.
   static std::optional<WholeVectors> of(const at::Tensor& x, const at::Tensor& w, at::TensorList others, int64_t least);
 
   at::Tensor input(const at::Tensor& x) const;
   at::Tensor output(const at::Tensor& v) const;
-  /// More rows are as the last one. So a row of x with infinities, for which dx of gate() is 0, has no NaN there: in
-  /// additional features, v and the cotangent are 0, and the derivative of the gate is that of the last feature.
+  /// Additional rows repeat the last one. So where a row of x has infinities, and dx of gate() is 0, it has no NaN
+  /// here: the product of an additional feature is as infinite as that of the last one, which makes the gate's
+  /// derivative 0, and v and the cotangent are 0.
   at::Tensor weight(const at::Tensor& w) const;
   std::optional<at::Tensor> bias(const std::optional<at::Tensor>& b) const;
 
@@ -36,9 +38,11 @@ struct WholeVectors {
   int64_t output_bytes(const at::Tensor& v) const;
 };
 
-/// Copies the first columns, and rows, of a matrix to a contiguous one.
+/// Copies the first columns, and rows, of a matrix to a contiguous one. What `from` lacks becomes 0 in columns, and a
+/// copy of its last row in rows.
 void copy_first(const at::Tensor& to, const at::Tensor& from);
-/// The same to a new tensor of these sizes, or a view if these are all; `from` is a matrix or vector.
+/// The same to a new tensor of these sizes, or a view if `from`, a matrix or vector, has no more; a tensor without
+/// elements is returned as it is.
 at::Tensor first_elements(const at::Tensor& from, at::IntArrayRef sizes);
 
 /// x @ w.T + b by cuBLAS for panels of the rows x, which are rounded to the dtype of w, or copied to whole vectors.
@@ -57,8 +61,9 @@ class PanelProduct {
   int64_t input_bytes(const at::Tensor& x) const;
   int64_t product_bytes() const;
   at::Tensor empty(int64_t rows) const;
-  /// A factor of the product.
+  /// A factor of the product; if copies(x), also in `scratch`, of as many rows and contiguous.
   at::Tensor input(const at::Tensor& x) const { return whole_ ? whole_->input(x) : x.to(w.scalar_type()); }
+  at::Tensor input(const at::Tensor& x, const at::Tensor& scratch) const;
   /// Writes the product of input() to z, and returns those of its columns that w had.
   at::Tensor operator()(const at::Tensor& z, const at::Tensor& input) const;
 

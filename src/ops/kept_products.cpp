@@ -12,13 +12,14 @@ namespace {
 
 bool holds(const c10::SymBool& condition) { return TORCH_GUARD_OR_FALSE(condition); }
 
-// Whether the product of gate on CUDA in 16 bits is one of cuBLAS and a pass in forward as well as in backward, so that
-// keeping it costs forward nothing: for features out that are no multiple of eight, unless few or many features let
-// backward copy what it reads (backward_copies() in src/cuda/gate_kernel.cu).
+// Whether the product of a large gate on CUDA in 16 bits is one of cuBLAS, and then a pass, in forward as well as in
+// backward, so that keeping it costs forward nothing: for features out that are no multiple of eight, unless backward
+// copies what it reads.
 bool is_of_cublas(const c10::SymInt& in_features, const c10::SymInt& out_features) {
-  if (!holds((out_features % 8).sym_ne(0)) || holds(in_features.sym_gt(192))) return false;
+  if (!holds((out_features % 8).sym_ne(0)) || holds(in_features.sym_gt(detail::kMostUncopied))) return false;
   const bool odd = holds((in_features % 2).sym_ne(0)) || holds((out_features % 2).sym_ne(0));
-  return !odd || holds(in_features.sym_gt(128)) || holds(out_features.sym_gt(128));
+  return !odd || holds(in_features.sym_gt(detail::kMostOfOnePass)) ||
+         holds(out_features.sym_gt(detail::kMostOfOnePass));
 }
 
 }  // namespace

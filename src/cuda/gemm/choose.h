@@ -77,7 +77,8 @@ bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_
 /// other kernels of glu and gate were not measured.
 bool prefers_cublas_for_glu(const Case& c);
 
-/// The same where rows of x or of the weights must be loaded element by element.
+/// The same where rows are not aligned to 16 bytes: any of gate(), or those of x or of a weight of glu() if elements
+/// must be loaded one by one.
 bool prefers_cublas_for_odd_glu(const Case& c);
 
 }  // namespace torchops::cuda::gemm
