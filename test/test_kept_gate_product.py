@@ -13,7 +13,7 @@ from checks import assert_all_close, random_like
 from product_samples import gate_reference
 from test_gates import make
 from test_inductor import check
-from test_kept_products import calls, recorded
+from test_kept_products import LONG, calls, recorded, scaled
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,13 +21,11 @@ import torchops
 from torchops._inductor import table
 
 OPS = torch.ops.myops
-HALF, LONG = torch.bfloat16, 1032
+HALF = torch.bfloat16
 
 
 def arguments() -> list[Tensor]:
-    """Sums of about 1."""
-    tensors = make((6, 5), (6, LONG), (5, LONG), (5,), dtype=HALF)
-    return [t / 16 if t.shape[-1] == LONG else t for t in tensors]
+    return scaled((6, 5), (6, LONG), (5, LONG), (5,))
 
 
 def gradients(*args: Tensor) -> tuple[Tensor, ...]:
@@ -102,38 +100,6 @@ def test_gradients_that_are_asked_for() -> None:
         assert [call.args[5] for call in backward] == [list(trained)] * any(trained[1:])
         assert len(calls(graph, OPS._gate)) == any(trained[1:])
         assert_all_close(graph(*args), function(*args))
-
-
-def test_second_derivatives() -> None:
-    """The product depends on the inputs too."""
-
-    def second(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-            leaves = [t.detach().requires_grad_() for t in inputs]
-            first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
-            return torch.autograd.grad([t.square().sum() for t in first], leaves)
-
-        return run
-
-    args = arguments()
-    graph = recorded(second(torchops.gate), *args)
-    assert len(calls(graph, OPS._gate)) == 1
-    got, eager = graph(*args), second(gate_reference)(*args)
-    exact = second(gate_reference)(*(t.double() for t in args))
-    for g, e, value in zip(got, eager, exact, strict=True):
-        # The bias is few numbers, of which one may be rounded the other way.
-        assert (g - value).norm() <= 2 * (e - value).norm() + torch.finfo(HALF).eps / 2 * value.norm()
-
-
-def test_forward_mode() -> None:
-    args, tangents = arguments(), arguments()
-
-    def tangent(*inputs: Tensor) -> Tensor:
-        return torch.func.jvp(torchops.gate, inputs[:4], inputs[4:])[1]
-
-    graph = recorded(tangent, *args, *tangents)
-    assert calls(graph, OPS._gate) == []
-    torch.testing.assert_close(graph(*args, *tangents), tangent(*args, *tangents))
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_all_close, random_like
-from product_samples import glu_reference
+from product_samples import gate_reference, glu_reference
 from test_gates import make, saved
 from test_inductor import check
 from torch import Tensor
@@ -29,10 +29,13 @@ HALF, LONG = torch.bfloat16, 1032
 SHAPES = {"x": (6, LONG), "w": (5, LONG), "wg": (5, LONG), "b": (5,), "bg": (5,)}
 
 
-def arguments(dtype: torch.dtype = HALF) -> list[Tensor]:
-    """Sums of about 1."""
-    tensors = make(*SHAPES.values(), dtype=dtype)
-    return [t / 16 if t.shape[-1] == LONG else t for t in tensors]
+def scaled(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """For sums of about 1."""
+    return [t / 16 if t.shape[-1] == LONG else t for t in make(*shapes, dtype=HALF)]
+
+
+def arguments() -> list[Tensor]:
+    return scaled(*SHAPES.values())
 
 
 def recorded(function: Callable[..., Any], *args: Tensor) -> GraphModule:
@@ -177,7 +180,15 @@ def test_gradients_that_are_asked_for() -> None:
         assert_all_close(graph(*args), function(*args))
 
 
-def test_second_derivatives() -> None:
+OPERATORS = [(torchops.gate, gate_reference, OPS._gate), (torchops.glu, glu_reference, OPS._glu)]
+
+
+def operands(op: Callable[..., Tensor]) -> list[Tensor]:
+    return arguments() if op is torchops.glu else scaled((6, 5), SHAPES["x"], SHAPES["w"], SHAPES["b"])
+
+
+@pytest.mark.parametrize(("op", "reference", "keeping"), OPERATORS)
+def test_second_derivatives(op: Callable[..., Tensor], reference: Callable[..., Tensor], keeping: Any) -> None:
     """Products depend on the inputs too."""
 
     def second(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -188,24 +199,25 @@ def test_second_derivatives() -> None:
 
         return run
 
-    args = arguments()
-    graph = recorded(second(torchops.glu), *args)
-    assert len(calls(graph, OPS._glu)) == 1
-    got, eager = graph(*args), second(glu_reference)(*args)
-    exact = second(glu_reference)(*(t.double() for t in args))
+    args = operands(op)
+    graph = recorded(second(op), *args)
+    assert len(calls(graph, keeping)) == 1
+    got, eager = graph(*args), second(reference)(*args)
+    exact = second(reference)(*(t.double() for t in args))
     for g, e, value in zip(got, eager, exact, strict=True):
         # Biases are few numbers, of which one may be rounded the other way.
         assert (g - value).norm() <= 2 * (e - value).norm() + torch.finfo(HALF).eps / 2 * value.norm()
 
 
-def test_forward_mode() -> None:
-    args, tangents = arguments(), arguments()
+@pytest.mark.parametrize(("op", "reference", "keeping"), OPERATORS)
+def test_forward_mode(op: Callable[..., Tensor], reference: Callable[..., Tensor], keeping: Any) -> None:
+    args, tangents = operands(op), operands(op)
 
     def tangent(*inputs: Tensor) -> Tensor:
-        return torch.func.jvp(torchops.glu, inputs[:5], inputs[5:])[1]
+        return torch.func.jvp(op, inputs[: len(args)], inputs[len(args) :])[1]
 
     graph = recorded(tangent, *args, *tangents)
-    assert calls(graph, OPS._glu) == []
+    assert calls(graph, keeping) == []
     torch.testing.assert_close(graph(*args, *tangents), tangent(*args, *tangents))
 
 
