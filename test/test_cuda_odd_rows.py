@@ -105,6 +105,18 @@ def test_unaligned_views_of_whole_vectors(aligned: int) -> None:
         assert_accurate(one, other, exact)
 
 
+def test_columns_in_place() -> None:
+    """x has contiguous columns, and v rows of two matrices."""
+    k, n = 129, 64
+    rows = (LEAST_WORK // (k * n) // 2 + 1) * 2
+    x, w = random(k, rows, dtype=torch.bfloat16).T, random(n, k, dtype=torch.bfloat16, scale=0.1)
+    v = random(2, rows // 2, n, dtype=torch.bfloat16).transpose(0, 1)
+    inputs = x.unflatten(0, (-1, 2))
+    expected, exact = gate_reference(v, inputs, w), gate_reference(*double(v, inputs, w))
+    assert_accurate(torchops.gate_(v.clone(memory_format=torch.preserve_format), inputs, w), expected, exact)
+    assert_accurate(torchops.gate_(v, inputs, w), expected, exact)
+
+
 @pytest.mark.parametrize("mask", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 1, 0, 1)])
 def test_only_what_is_asked_for(mask: tuple[int, ...]) -> None:
     k, n = 35, 33

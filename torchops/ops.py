@@ -144,9 +144,10 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     ``v`` and ``x`` may each be float32. Such an ``x`` is rounded to their dtype as it is read, without a copy of its
     size; in backward on CUDA, up to 64 MiB of it may be copied at a time.
 
-    Memory: the result, and at most scratch for a few rows at a time. Backward reads ``x`` and ``w``, and ``v`` if the
-    gate is trained, and computes the gate again. Where that is slow, such as with many features in, training keeps
-    ``x @ w.T + b``, a tensor of the result's size: see `The gradient computes the gate again` in ``docs/gates.md``.
+    Memory: the result, and at most scratch for a few rows at a time; backward on CUDA may copy 16-bit rows that are no
+    multiple of 16 bytes. Backward reads ``x`` and ``w``, and ``v`` if the gate is trained, and computes the gate
+    again. Where that is slow, such as with many features in, training keeps ``x @ w.T + b``, a tensor of the result's
+    size: see `The gradient computes the gate again` in ``docs/gates.md``.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
@@ -213,10 +214,10 @@ def glu(
     may be float32. It is rounded to their dtype as it is read, without a copy of its size; in backward on CUDA, up to
     64 MiB of it may be copied at a time.
 
-    Memory: the result, and at most scratch for a few rows at a time. Backward reads ``x`` and the weights, and computes
-    both factors again. Where that is slow, such as with many features in, training keeps ``x @ w.T + b`` and
-    ``x @ wg.T + bg``, two tensors of the result's size: see `The gradient computes the gate again` in
-    ``docs/gates.md``.
+    Memory: the result, and at most scratch for a few rows at a time; backward on CUDA may copy 16-bit rows that are no
+    multiple of 16 bytes. Backward reads ``x`` and the weights, and computes both factors again. Where that is slow,
+    such as with many features in, training keeps ``x @ w.T + b`` and ``x @ wg.T + bg``, two tensors of the result's
+    size: see `The gradient computes the gate again` in ``docs/gates.md``.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)`` and of the dtype of the weights.

@@ -140,14 +140,14 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   // v is overwritten as it is.
   const auto whole = v.scalar_type() == w.scalar_type() ? forward_copies(input, weight, {}) : std::nullopt;
   const PanelProduct product(whole, weight, bias);
-  const bool copies = whole || x.scalar_type() != w.scalar_type();
+  const bool copies = product.copies(input);
   // Scratch for a panel of rows: the product, and x if it may be copied. It is allocated once, for the first matrix,
   // and gives the panels of all: by itself, a last matrix of fewer rows could have longer ones.
   Tensor products, inputs;
   const auto overwrite = [&](const detail::Operands& matrices) {
     const Tensor &target = matrices[0], &x_rows = matrices[1];
     if (!whole && fused(target, target, x_rows, weight, bias)) return;
-    const int64_t scratch_bytes = product.product_bytes() + product.input_bytes(x_rows);
+    const int64_t scratch_bytes = product.product_bytes() + product.input_bytes(input);
     const int64_t step =
         products.defined() ? products.size(0) : rows_of_panel(target.size(0), w, bias.has_value(), scratch_bytes);
     for_each_panel_of(target.size(0), step, [&](int64_t begin, int64_t end) {
@@ -158,9 +158,7 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
       }
       const Tensor out = target.narrow(0, begin, rows), x_panel = x_rows.narrow(0, begin, rows);
       const Tensor factor = copies ? product.input(x_panel, inputs.narrow(0, 0, rows)) : x_panel;
-      if (product.copies(x_panel) && !product.has_more_features() && fused(out, out, factor, product.w, product.b)) {
-        return;
-      }
+      if ((whole || copies) && !product.has_more_features() && fused(out, out, factor, product.w, product.b)) return;
       gate_rows(out, out, product(products.narrow(0, 0, rows), factor));
     });
   };

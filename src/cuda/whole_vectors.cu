@@ -72,7 +72,7 @@ Tensor resized(const Tensor& t, int64_t rows, int64_t columns) {
   return to;
 }
 
-bool is_copied(const Tensor& t, int64_t columns) { return t.size(1) != columns || !is_whole(t); }
+bool is_copied(const Tensor& t, int64_t columns) { return t.size(-1) != columns || !is_whole(t); }
 
 Tensor whole_rows(const Tensor& t, int64_t columns) {
   const Tensor rows = detail::as_rows(t);
@@ -91,7 +91,9 @@ std::optional<WholeVectors> WholeVectors::of(const Tensor& x, const Tensor& w, a
       at::cuda::getCurrentDeviceProperties()->major < 8) {
     return std::nullopt;
   }
-  if (is_whole(w) && is_whole(x) && std::ranges::all_of(others, is_whole)) return std::nullopt;
+  if (out_features % kElements == 0 && is_whole(w) && is_whole(x) && std::ranges::all_of(others, is_whole)) {
+    return std::nullopt;
+  }
   return WholeVectors{in_whole_vectors(w.size(1)), in_whole_vectors(out_features)};
 }
 
@@ -130,6 +132,11 @@ int64_t PanelProduct::input_bytes(const Tensor& x) const {
 Tensor PanelProduct::input(const Tensor& x, const Tensor& scratch) const {
   if (!copies(x)) return x;
   if (!whole_) return scratch.copy_(x);
+  if (x.stride(1) != 1 && x.size(1) > 1) {  // copy_first() would make it contiguous first
+    scratch.narrow(1, 0, x.size(1)).copy_(x);
+    scratch.narrow(1, x.size(1), scratch.size(1) - x.size(1)).zero_();
+    return scratch;
+  }
   copy_first(scratch, x);
   return scratch;
 }

@@ -20,9 +20,9 @@ constexpr int64_t kLeastForwardProducts = 200'000'000;
 struct WholeVectors {
   int64_t in_features, out_features;
 
-  /// nullopt if x, w and `others` need no copies, or there are fewer than `least` products of elements, or if a dtype
-  /// is not that of w, of 16 bits, or the path is not automatic, or the compute capability is below 8.0. The tensors
-  /// may have any number of dimensions.
+  /// nullopt if x, w, `others` and rows of as many features as w has rows need no copies, or there are fewer than
+  /// `least` products of elements, or if a dtype is not that of w, of 16 bits, or the path is not automatic, or the
+  /// compute capability is below 8.0. The tensors may have any number of dimensions.
   static std::optional<WholeVectors> of(const at::Tensor& x, const at::Tensor& w, at::TensorList others, int64_t least);
 
   at::Tensor input(const at::Tensor& x) const;
@@ -33,7 +33,7 @@ struct WholeVectors {
   at::Tensor weight(const at::Tensor& w) const;
   std::optional<at::Tensor> bias(const std::optional<at::Tensor>& b) const;
 
-  /// Bytes of the copies of a row of these matrices.
+  /// Bytes of the copies of a row, 0 if no row is copied. These take tensors of any number of dimensions, too.
   int64_t input_bytes(const at::Tensor& x) const;
   int64_t output_bytes(const at::Tensor& v) const;
 };
