@@ -298,8 +298,11 @@ def test_like_rounded_rows(n: int, k: int, kept: bool) -> None:
     got, expected = (
         torch.ops.myops._glu_backward(cotangent, of, w, wg, b, bg, "silu", [True] * 5, *products) for of in (x, rounded)
     )
-    for one, other in zip(got, expected, strict=True):  # cuBLAS may round the products of one of them
-        torch.testing.assert_close(one.to(other.dtype), other, rtol=2e-2, atol=8e-2 * other.float().abs().mean().item())
+    # Of rows that are no whole pieces of 16 bytes, cuBLAS rounds the products of x, but a kernel multiplies `rounded`.
+    limit = 2e-2 if kept or k % 8 == 0 else 8e-2
+    for one, other in zip(got, expected, strict=True):
+        atol = limit * other.float().abs().mean().item()
+        torch.testing.assert_close(one.to(other.dtype), other, rtol=2e-2, atol=atol)
 
 
 def test_same_bits() -> None:

@@ -54,8 +54,8 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
 
 // Doesn't save the gate: backward recomputes it from x, w and b, which costs one product and saves a tensor the size of
 // v. Where that is slow, the product is saved instead, but not in place. There, backward reads the result instead of v,
-// if that suffices: with s = sigmoid(x @ w.T + b) and the cotangent g, the cotangent of the product is g
-// * v * s * (1 - s), and v * s is the result.
+// if that suffices: with s = sigmoid(x @ w.T + b) and the cotangent g, the cotangent of the product is
+// g * v * s * (1 - s), and v * s is the result.
 struct Gate : torch::autograd::Function<Gate> {
   static constexpr bool is_traceable = true;
 
@@ -81,15 +81,14 @@ struct Gate : torch::autograd::Function<Gate> {
     const variable_list saved = ctx->get_saved_variables();
     const detail::DensePathGuard on_path(saved_path(ctx));
     const Tensor &v = saved[0], &x = saved[1], &w = saved[2];
-    const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
-    const OptionalTensor b = optional(saved[3]);
+    const OptionalTensor b = optional_of(saved[3]);
     const std::array<bool, 4> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                    b && ctx->needs_input_grad(3)};
     if (!mask[1] && !mask[2] && !mask[3]) {
       return {mask[0] ? gate(grads[0], x, w, b) : Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
     }
     const bool v_is_y = ctx->saved_data["v_is_y"].toBool();
-    const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask, v_is_y, optional(saved[4]));
+    const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask, v_is_y, optional_of(saved[4]));
     return {mask[0] ? dv : Tensor(),
             mask[1] ? dx : Tensor(),
             mask[2] ? dw : Tensor(),

@@ -59,14 +59,13 @@ struct Glu : torch::autograd::Function<Glu> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const detail::DensePathGuard on_path(saved_path(ctx));
-    const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
-    const OptionalTensor b = optional(saved[3]), bg = optional(saved[4]);
+    const OptionalTensor b = optional_of(saved[3]), bg = optional_of(saved[4]);
     // needs_input_grad counts only the tensors that were passed.
     const std::array<bool, 5> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                    b && ctx->needs_input_grad(3), bg && ctx->needs_input_grad(b ? 4 : 3)};
     const auto [dx, dw, dwg, db, dbg] = detail::glu_backward(grads[0], saved[0], saved[1], saved[2], b, bg,
                                                              ctx->saved_data["activation"].toStringView(), mask,
-                                                             optional(saved[5]), optional(saved[6]));
+                                                             optional_of(saved[5]), optional_of(saved[6]));
     return {mask[0] ? dx : Tensor(), mask[1] ? dw : Tensor(),  mask[2] ? dwg : Tensor(),
             mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor(), Tensor()};
   }

@@ -96,7 +96,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &mean = saved[2], &rstd = saved[3];
-    const OptionalTensor weight = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
+    const OptionalTensor weight = optional_of(saved[1]);
     // Edges are numbered among the tensors that were passed.
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
     const std::array<bool, 3> mask{ctx->needs_input_grad(0), weight && ctx->needs_input_grad(1),

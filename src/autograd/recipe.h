@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <tuple>
 #include <type_traits>
 
@@ -24,6 +25,11 @@ namespace torchops::autograd {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+/// A saved argument that may be missing, which is saved as an undefined tensor.
+inline std::optional<Tensor> optional_of(const Tensor& saved) {
+  return saved.defined() ? std::optional<Tensor>(saved) : std::nullopt;
+}
 
 /// Whether a torch.func transform (grad, jvp, vmap, functionalize) is on. C++ autograd Functions don't run under one.
 bool functorch_active();

@@ -98,7 +98,6 @@ struct Layer : torch::autograd::Function<Layer> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const detail::DensePathGuard on_path(saved_path(ctx));
-    const auto optional = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
     TransitionMask wanted{};
     size_t edges = 0;  // counts only the tensors that were passed
     for (size_t i = 0; i < wanted.size(); ++i) {
@@ -110,9 +109,9 @@ struct Layer : torch::autograd::Function<Layer> {
     // precision.
     const Tensor grad = grads[0].to(gate_weight.scalar_type());
     const bool is_sum = ctx->saved_data["adds"].toBool(), adds = is_sum && grad.scalar_type() == grads[0].scalar_type();
-    TransitionGradients gradients =
-        detail::transition_backward(grad, saved[0], optional(1), optional(2), gate_weight, optional(4), saved[5],
-                                    optional(6), saved[7], ctx->saved_data["eps"].toDouble(), wanted, adds);
+    TransitionGradients gradients = detail::transition_backward(
+        grad, saved[0], optional_of(saved[1]), optional_of(saved[2]), gate_weight, optional_of(saved[4]), saved[5],
+        optional_of(saved[6]), saved[7], ctx->saved_data["eps"].toDouble(), wanted, adds);
     variable_list out = std::apply([](auto&... gradient) { return variable_list{gradient...}; }, gradients);
     for (size_t i = 0; i < wanted.size(); ++i) {
       if (!wanted[i]) out[i] = Tensor();
