@@ -106,8 +106,11 @@ def lines(device_type: str) -> list[Line]:
     ]
 
 
-# Rows that are whole pieces of 8, 4 or 2 bytes, and not of 16.
-UNALIGNED_SIZES = [(262144, 100, 100), (262144, 130, 130), (262143, 129, 127), (131072, 449, 384), (4097, 1001, 1003)]
+# Rows that are whole pieces of 8, 4 or 2 bytes, and not of 16: many of them, and few.
+UNALIGNED_SIZES = [
+    *[(262144, 100, 100), (262144, 130, 130), (262143, 129, 127), (131072, 449, 384), (4097, 1001, 1003)],
+    *[(16383, 50, 50), (16383, 257, 255), (4095, 129, 127)],
+]
 
 
 def _unaligned_lines() -> list[Line]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, double, memory_of, poisoned_memory, random
+from cuda_checks import assert_accurate, double, kernel_names, kernels, memory_of, poisoned_memory, random
 from product_samples import gate_reference, glu_reference
 from torch import Tensor
 
@@ -82,7 +82,7 @@ def test_values_and_gradients(sizes: tuple[int, int], dtype: torch.dtype, biased
     _assert_as_eager(dtype, rows, k, n, biased=biased, gap=k % 3)
 
 
-@pytest.mark.parametrize("rows", [5, 8, 4099])
+@pytest.mark.parametrize("rows", [5, 8, 4095])
 @pytest.mark.parametrize("n", [1, 3, 33, 127, 255, 257, 301])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_groups_of_rows(dtype: torch.dtype, n: int, rows: int) -> None:
@@ -142,6 +142,41 @@ def test_infinities_stay_in_their_rows(k: int, n: int) -> None:
         for one, other in zip(got, _derived(gate_reference, [v, x, w], grad)[1:3], strict=True):
             assert other.isfinite().all()
             assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [129, 12104, 27655, 50001, 82965])
+@pytest.mark.parametrize(("k", "n"), [(112, 1), (129, 127), (130, 130), (100, 36), (72, 67), (67, 72)])
+def test_last_rows_count(k: int, n: int, rows: int) -> None:
+    """cuBLAS leaves none out where rows are no whole pieces, and there is one product for all of them."""
+    last = rows % 128
+    v, x, grad = (random(rows, size, dtype=torch.float16) for size in (n, k, n))
+    w, b = random(n, k, dtype=torch.float16, scale=k**-0.5), random(n, dtype=torch.float16)
+    grad[:-last] = 0
+    z = torch.nn.functional.linear(x, w, b)
+    with torchops.cuda.dense_path("cublas"):  # without copies
+        got = torch.ops.myops._gate_backward(grad, v, x, w, b, [False, False, True, True], False, z)[2:]
+    exact = _derived(gate_reference, double(v[-last:], x[-last:], w, b), grad[-last:])[3:]
+    for one, value in zip(got, exact, strict=True):
+        assert float((one.double() - value).norm() / value.norm()) < 2e-3
+
+
+def test_few_launches() -> None:
+    """Between small kernels, launches take much of the time."""
+    rows, k, n = 4095, 129, 127
+    v, x, grad = (random(rows, size, dtype=torch.bfloat16) for size in (n, k, n))
+    w, b = random(n, k, dtype=torch.bfloat16, scale=0.1), random(n, dtype=torch.bfloat16)
+    z, everything = torch.nn.functional.linear(x, w, b), [True, True, True, True]
+    # Two products, which cuBLAS may split; the pass and its sums.
+    assert kernels(lambda: torch.ops.myops._gate_backward(grad, v, x, w, b, everything, False, z)) <= 6
+    many = LEAST_WORK // (k * n) + 1
+    v, x, grad = (random(many, size, dtype=torch.bfloat16) for size in (n, k, n))
+
+    def copies(call: Callable[[], object]) -> int:
+        return sum("resize_kernel" in name for name in kernel_names(call))
+
+    assert copies(lambda: torch.ops.myops._gate_backward(grad, v, x, w, b, everything)) == 2
+    assert copies(lambda: torch.ops.myops._glu_backward(grad, x, w, w, b, b, "sigmoid", [True, *everything])) == 2
+    assert copies(lambda: torchops.glu(x, w, w, b, b)) == 2
 
 
 def test_copies_are_scratch_of_panels() -> None:

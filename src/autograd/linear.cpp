@@ -26,7 +26,7 @@ bool is_eager_on_cuda(const Tensor& a, const Tensor& b) {
 Tensor weight_gradient(const Tensor& dz, const Tensor& x) {
   const Tensor a = detail::as_rows(dz), b = detail::as_rows(x.to(dz.scalar_type()));
   // Elsewhere the plain product stays: products of two dtypes have no derivative.
-  const int64_t rest = is_eager_on_cuda(a, b) ? detail::rows_cublas_may_leave_out(a) : 0;
+  const int64_t rest = is_eager_on_cuda(a, b) ? detail::rows_cublas_may_leave_out(a, b) : 0;
   if (rest == 0) return at::mm(a.t(), b);
   // In float32, because the sum should be rounded once. A 16-bit addmm() may round its product before it adds.
   const auto product = [&](int64_t begin, int64_t count) {

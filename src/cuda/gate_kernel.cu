@@ -103,13 +103,15 @@ void gate_out(const Tensor& y, const OptionalTensor& kept, const Tensor& v, cons
                                                             whole ? kMaxCopiedBytes : kMaxScratchBytes);
   for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    const Tensor out = panel(y_rows), input = product.input(panel(x_rows));
-    const Tensor values = copies_v ? whole->output(panel(v_rows)) : panel(v_rows);
+    Copies made;
+    const Tensor out = panel(y_rows), input = product.input(panel(x_rows), made);
+    const Tensor values = copies_v ? whole->output(panel(v_rows), made) : panel(v_rows);
+    made.run();
     if (copies && !kept && !product.has_more_features() && fused(out, values, input, product.w, product.b)) return;
     const Tensor own = kept ? panel(detail::as_rows(*kept)) : out;
     const Tensor z = product(scratch ? product.empty(end - begin) : own, input);
     gate_rows(out, values, z);
-    if (kept && scratch) copy_first(own, z);
+    if (kept && scratch) Copies().add(own, z).run();
   });
 }
 
@@ -294,17 +296,34 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
 
 namespace {
 
+// All gradients, of copies.
+detail::GateGradients gradients_of_copies(const WholeVectors& whole, const Tensor& grad, const Tensor& v,
+                                          const Tensor& x, const Tensor& w, const OptionalTensor& b,
+                                          std::array<bool, 4> mask, bool v_is_y, const OptionalTensor& z) {
+  Copies copies;
+  const Tensor g_copy = whole.output(grad, copies), v_copy = whole.output(v, copies), x_copy = whole.input(x, copies);
+  const Tensor w_copy = whole.weight(w, copies);
+  const OptionalTensor b_copy = whole.bias(b, copies);
+  const OptionalTensor z_copy = z ? OptionalTensor(whole.output(*z, copies)) : z;
+  copies.run();
+  detail::GateGradients gradients = detail::empty_gate_gradients(v_copy, x_copy, w_copy, mask);
+  gate_gradients(gradients, g_copy, v_copy, x_copy, w_copy, b_copy, mask, v_is_y, z_copy);
+  return gradients;
+}
+
 detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
                                          const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
                                          const OptionalTensor& z) {
   detail::check_gate_backward(grad, v, x, w, b, mask, z);
   const c10::cuda::CUDAGuard guard(v.device());
   if (const auto whole = backward_copies(grad, v, x, w)) {
-    const auto [dv, dx, dw, db] =
-        gate_backward_cuda(whole->output(grad), whole->output(v), whole->input(x), whole->weight(w), whole->bias(b),
-                           mask, v_is_y, z ? OptionalTensor(whole->output(*z)) : z);
-    return {first_elements(dv, v.sizes()), first_elements(dx, x.sizes()), first_elements(dw, w.sizes()),
-            first_elements(db, w.sizes().slice(0, 1))};
+    const auto [dv, dx, dw, db] = gradients_of_copies(*whole, grad, v, x, w, b, mask, v_is_y, z);
+    Copies copies;
+    detail::GateGradients gradients{first_elements(dv, v.sizes(), copies), first_elements(dx, x.sizes(), copies),
+                                    first_elements(dw, w.sizes(), copies),
+                                    first_elements(db, w.sizes().slice(0, 1), copies)};
+    copies.run();
+    return gradients;
   }
   detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
   gate_gradients(gradients, grad, v, x, w, b, mask, v_is_y, z);

@@ -119,8 +119,9 @@ bool glu_of_copies(const Tensor& y, const Products& products, const Tensor& x, c
                    const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation) {
   const auto whole = forward_copies(x, w, wg);
   if (!whole) return false;
-  const Tensor weight = whole->weight(w), gate_weight = whole->weight(wg);
-  const OptionalTensor bias = whole->bias(b), gate_bias = whole->bias(bg);
+  Copies copies;
+  const Tensor weight = whole->weight(w, copies), gate_weight = whole->weight(wg, copies);
+  const OptionalTensor bias = whole->bias(b, copies), gate_bias = whole->bias(bg, copies);
   const bool copies_out = whole->out_features != w.size(0);
   const int64_t row_bytes = whole->input_bytes(x) + (copies_out ? (products ? 3 : 1) * product_row_bytes(weight) : 0);
   const int64_t rows = x.size(0), step = row_bytes > 0 ? std::max(kMaxCopiedBytes / row_bytes, int64_t{1}) : rows;
@@ -131,12 +132,13 @@ bool glu_of_copies(const Tensor& y, const Products& products, const Tensor& x, c
     };
     const Tensor out = target(y);
     const Products kept = products ? Products({target(products->z), target(products->u)}) : std::nullopt;
-    glu_out(out, kept, whole->input(panel(x)), weight, gate_weight, bias, gate_bias, activation);
+    const Tensor input = whole->input(panel(x), copies);
+    copies.run();
+    glu_out(out, kept, input, weight, gate_weight, bias, gate_bias, activation);
     if (!copies_out) return;
-    copy_first(panel(y), out);
-    if (!products) return;
-    copy_first(panel(products->z), kept->z);
-    copy_first(panel(products->u), kept->u);
+    copies.add(panel(y), out);
+    if (products) copies.add(panel(products->z), kept->z).add(panel(products->u), kept->u);
+    copies.run();
   });
   return true;
 }
@@ -169,6 +171,23 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_cuda(const Tensor& x, const
   return {y, z, u};
 }
 
+// All gradients, of copies.
+detail::GluGradients gradients_of_copies(const WholeVectors& whole, const Tensor& grad, const Tensor& x,
+                                         const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                                         const OptionalTensor& bg, std::string_view activation,
+                                         std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
+  Copies copies;
+  const auto kept = [&](const OptionalTensor& t) { return t ? OptionalTensor(whole.output(*t, copies)) : t; };
+  const Tensor g_copy = whole.output(grad, copies), x_copy = whole.input(x, copies);
+  const Tensor w_copy = whole.weight(w, copies), wg_copy = whole.weight(wg, copies);
+  const OptionalTensor b_copy = whole.bias(b, copies), bg_copy = whole.bias(bg, copies);
+  const OptionalTensor z_copy = kept(z), u_copy = kept(u);
+  copies.run();
+  detail::GluGradients gradients = detail::empty_glu_gradients(x_copy, w_copy, mask);
+  glu_gradients(gradients, g_copy, x_copy, w_copy, wg_copy, b_copy, bg_copy, activation, mask, z_copy, u_copy);
+  return gradients;
+}
+
 detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                        const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
                                        std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
@@ -177,13 +196,14 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
   // With forward, (262143, 129) to 127 features takes 695 us instead of 1350, (262144, 50) to 50 takes 215 instead of
   // 337, and (65535, 130) to 130 takes 218 instead of 355 (H100, torch 2.11, bfloat16).
   if (const auto whole = WholeVectors::of(x, w, {wg, grad}, int64_t{1} << 26)) {
-    const auto kept = [&](const OptionalTensor& t) { return t ? OptionalTensor(whole->output(*t)) : t; };
-    const auto [dx, dw, dwg, db, dbg] =
-        glu_backward_cuda(whole->output(grad), whole->input(x), whole->weight(w), whole->weight(wg), whole->bias(b),
-                          whole->bias(bg), activation, mask, kept(z), kept(u));
+    const auto [dx, dw, dwg, db, dbg] = gradients_of_copies(*whole, grad, x, w, wg, b, bg, activation, mask, z, u);
     const at::IntArrayRef of_bias = w.sizes().slice(0, 1);
-    return {first_elements(dx, x.sizes()), first_elements(dw, w.sizes()), first_elements(dwg, w.sizes()),
-            first_elements(db, of_bias), first_elements(dbg, of_bias)};
+    Copies copies;
+    detail::GluGradients gradients{first_elements(dx, x.sizes(), copies), first_elements(dw, w.sizes(), copies),
+                                   first_elements(dwg, w.sizes(), copies), first_elements(db, of_bias, copies),
+                                   first_elements(dbg, of_bias, copies)};
+    copies.run();
+    return gradients;
   }
   detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
   glu_gradients(gradients, grad, x, w, wg, b, bg, activation, mask, z, u);

@@ -125,11 +125,13 @@ inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor
   }
 }
 
-/// dw = dz.T @ x of all rows, rounded once; dw has the dtype of dz, or float32.
+/// dw = dz.T @ x of all rows; dw has the dtype of dz, or float32. Where cuBLAS might leave out the last ones, that is
+/// rounded once; where not, it may round parts of the sum, as in eager mode
+/// (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
 inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, const at::Tensor& x) {
   const int64_t rows = x.size(0);
   if (dw.numel() == 0) return;  // no features
-  const int64_t rest = detail::rows_cublas_may_leave_out(dz);
+  const int64_t rest = detail::rows_cublas_may_leave_out(dz, x);
   const auto product = [&](at::Tensor out, int64_t begin, int64_t end) {
     const at::Tensor left = dz.narrow(0, begin, end - begin).t(), right = x.narrow(0, begin, end - begin);
     const bool wide = out.scalar_type() != dz.scalar_type();

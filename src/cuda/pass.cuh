@@ -57,14 +57,14 @@ struct PassAccess {
   }
 };
 
-/// Calls `pass` on N columns at a time:
+/// What a block does with its rows, beginning with `first`, N columns at a time:
 ///   Pass::Loaded load(int64_t row, int64_t column)
 ///   void finish(int64_t row, int64_t column, const Loaded&)
 template <int N, class Pass>
-__global__ void __launch_bounds__(kPassBlock) pass_kernel(Pass pass, int64_t rows, int64_t columns) {
+__device__ inline void pass_block_rows(const Pass& pass, int64_t block, int64_t rows, int64_t columns) {
   const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * N;
   if (column >= columns) return;
-  const int64_t first = int64_t{blockIdx.x} * blockDim.y * kPassRows + threadIdx.y;
+  const int64_t first = block * blockDim.y * kPassRows + threadIdx.y;
   typename Pass::Loaded loaded[kPassRows];
 #pragma unroll
   for (int i = 0; i < kPassRows; ++i) {
@@ -75,6 +75,23 @@ __global__ void __launch_bounds__(kPassBlock) pass_kernel(Pass pass, int64_t row
   for (int i = 0; i < kPassRows; ++i) {
     const int64_t row = first + int64_t{i} * blockDim.y;
     if (row < rows) pass.finish(row, column, loaded[i]);
+  }
+}
+
+template <int N, class Pass>
+__global__ void __launch_bounds__(kPassBlock) pass_kernel(Pass pass, int64_t rows, int64_t columns) {
+  pass_block_rows<N>(pass, blockIdx.x, rows, columns);
+}
+
+/// The same for groups of N rows, taken as one, and in the blocks from group_blocks on, for the rows that are no whole
+/// group: by themselves, these few would cost as much as a small pass.
+template <int N, class Pass, class RestPass>
+__global__ void __launch_bounds__(kPassBlock) grouped_pass_kernel(Pass pass, RestPass rest_pass, int64_t groups,
+                                                                  int64_t rest, int64_t columns, int64_t group_blocks) {
+  if (blockIdx.x < group_blocks) {
+    pass_block_rows<N>(pass, blockIdx.x, groups, columns * N);
+  } else {
+    pass_block_rows<1>(rest_pass, blockIdx.x - group_blocks, rest, columns);
   }
 }
 
@@ -103,26 +120,32 @@ void launch_widest(const MakePass& pass, int64_t rows, int64_t columns, const Pa
   constexpr std::integral_constant<int, 1> narrow;
   if (access.in_vectors) return launch_pass<N>(pass(wide, 0, 1), rows, columns);
   const int64_t groups = access.in_groups ? rows / N : 0, done = groups * N;
-  if (groups > 0) launch_pass<N>(pass(wide, 0, N), groups, columns * N);
-  if (done < rows) launch_pass<1>(pass(narrow, done, 1), rows - done, columns);
+  if (groups == 0) return launch_pass<1>(pass(narrow, 0, 1), rows, columns);
+  // A group has as many vectors as a row has elements, so blocks have the same shape for both.
+  const dim3 block = pass_block(columns, 1);
+  const int64_t rows_of_block = int64_t{block.y} * kPassRows, group_blocks = ceil_div(groups, rows_of_block);
+  const dim3 grid(static_cast<unsigned>(group_blocks + ceil_div(rows - done, rows_of_block)),
+                  static_cast<unsigned>(ceil_div(columns, int64_t{block.x})));
+  grouped_pass_kernel<N><<<grid, block, 0, at::cuda::getCurrentCUDAStream()>>>(
+      pass(wide, 0, N), pass(narrow, done, 1), groups, rows - done, columns, group_blocks);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-/// The same for a pass that also sums over rows, into Pass::kSums sums per column, of the type Pass::Sum:
+/// What a block does with its rows, in a pass that also sums over rows, into Pass::kSums sums per column, of the type
+/// Pass::Sum:
 ///   void finish(int64_t row, int64_t column, const Loaded&, Sum (&sums)[kSums][N])
-/// A block has `rows_of_block` rows and writes its sums, side by side, to row blockIdx.x of partial, unless that is
-/// null. If a row is a `group` of rows, it has all their columns, and adds those of one column up. The order of the
-/// additions depends only on sizes.
-template <int N, class Pass>
-__global__ void __launch_bounds__(kPassBlock)
-    summing_pass_kernel(Pass pass, typename Pass::Sum* __restrict__ partial, int64_t rows, int64_t columns,
-                        int64_t rows_of_block, int group) {
-  using Sum = typename Pass::Sum;
-  constexpr int kSums = Pass::kSums;
+/// A block has `rows_of_block` rows and writes its sums, side by side, to `partial`, unless that is null. If a row is a
+/// group of N rows, it has all their columns, and adds those of one column up. The order of the additions depends only
+/// on sizes. `shared` has kSums * N elements for each thread.
+template <int N, bool kGroups, class Pass, class Sum = typename Pass::Sum>
+__device__ inline void summing_pass_block(const Pass& pass, Sum* __restrict__ partial, Sum* shared, int64_t block,
+                                          int64_t rows, int64_t columns, int64_t rows_of_block) {
+  constexpr int kSums = Pass::kSums, kOfThread = kSums * N;
   const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * N;
   const bool active = column < columns;
   Sum sums[kSums][N] = {};
   if (active) {
-    const int64_t begin = blockIdx.x * rows_of_block;
+    const int64_t begin = block * rows_of_block;
     const int64_t end = begin + rows_of_block < rows ? begin + rows_of_block : rows;
     for (int64_t first = begin + threadIdx.y; first < end; first += int64_t{blockDim.y} * kPassRows) {
       typename Pass::Loaded loaded[kPassRows];
@@ -139,29 +162,55 @@ __global__ void __launch_bounds__(kPassBlock)
     }
   }
   if (partial == nullptr) return;
-  __shared__ Sum shared[kPassBlock][kSums * N];
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < kSums * N; ++i) shared[thread][i] = sums[i / N][i % N];
+  for (int i = 0; i < kOfThread; ++i) shared[thread * kOfThread + i] = sums[i / N][i % N];
   __syncthreads();
-  if (group > 1) {
-    const int sum_columns = static_cast<int>(columns) / group;
+  if constexpr (kGroups) {
+    const int sum_columns = static_cast<int>(columns) / N;
     if (thread >= sum_columns) return;
     for (int i = 0; i < kSums; ++i) {
       Sum sum{};
       for (int y = 0; y < static_cast<int>(blockDim.y); ++y) {
-        for (int c = thread; c < columns; c += sum_columns) sum += shared[y * blockDim.x + c / N][i * N + c % N];
+        for (int c = thread; c < columns; c += sum_columns) {
+          sum += shared[(y * blockDim.x + c / N) * kOfThread + i * N + c % N];
+        }
       }
-      partial[(int64_t{blockIdx.x} * kSums + i) * sum_columns + thread] = sum;
+      partial[i * sum_columns + thread] = sum;
     }
     return;
   }
   if (!active || threadIdx.y != 0) return;
 #pragma unroll
-  for (int i = 0; i < kSums * N; ++i) {
+  for (int i = 0; i < kOfThread; ++i) {
     Sum sum = sums[i / N][i % N];
-    for (int other = thread + blockDim.x; other < kPassBlock; other += blockDim.x) sum += shared[other][i];
-    partial[(int64_t{blockIdx.x} * kSums + i / N) * columns + column + i % N] = sum;
+    for (int other = thread + blockDim.x; other < kPassBlock; other += blockDim.x) sum += shared[other * kOfThread + i];
+    partial[i / N * columns + column + i % N] = sum;
+  }
+}
+
+/// Blocks write their sums one after the other to `partial`.
+template <int N, class Pass>
+__global__ void __launch_bounds__(kPassBlock)
+    summing_pass_kernel(Pass pass, typename Pass::Sum* __restrict__ partial, int64_t rows, int64_t columns,
+                        int64_t rows_of_block) {
+  __shared__ typename Pass::Sum shared[kPassBlock * Pass::kSums * N];
+  auto* const to = partial == nullptr ? nullptr : partial + blockIdx.x * Pass::kSums * columns;
+  summing_pass_block<N, false>(pass, to, shared, blockIdx.x, rows, columns, rows_of_block);
+}
+
+/// The same for groups of N rows, taken as one, and in the block after group_blocks, for the rows that are no whole
+/// group. blockDim.x covers all columns.
+template <int N, class Pass, class RestPass>
+__global__ void __launch_bounds__(kPassBlock)
+    grouped_summing_pass_kernel(Pass pass, RestPass rest_pass, typename Pass::Sum* __restrict__ partial, int64_t groups,
+                                int64_t rest, int64_t columns, int64_t groups_of_block, int64_t group_blocks) {
+  __shared__ typename Pass::Sum shared[kPassBlock * Pass::kSums * N];
+  auto* const to = partial == nullptr ? nullptr : partial + blockIdx.x * Pass::kSums * columns;
+  if (blockIdx.x < group_blocks) {
+    summing_pass_block<N, true>(pass, to, shared, blockIdx.x, groups, columns * N, groups_of_block);
+  } else {
+    summing_pass_block<1, false>(rest_pass, to, shared, 0, rest, columns, rest);
   }
 }
 
@@ -172,10 +221,13 @@ class PassSums {
   /// `rows`. Sums nothing unless `wanted`.
   PassSums(bool wanted, const at::Tensor& like, int kinds, int64_t rows, int64_t most_rows, int64_t columns)
       : kinds_(kinds), columns_(columns) {
-    // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread few rows.
-    constexpr int64_t most_blocks = 1056, least_rows = 4 * kPassRows;
+    // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread fewer rows than it can
+    // have in flight.
+    constexpr int64_t most_blocks = 1056, least_rows = kPassRows;
     const int vector = kVectorBytes / static_cast<int>(like.element_size());
-    rows_of_block_ = std::max(ceil_div(most_rows, most_blocks), least_rows * pass_block(columns, vector).y);
+    const dim3 block = pass_block(columns, vector);
+    const int64_t side_by_side = ceil_div(columns, int64_t{vector} * block.x);
+    rows_of_block_ = std::max(ceil_div(most_rows * side_by_side, most_blocks), least_rows * block.y);
     rows_of_block_ = ceil_div(rows_of_block_, vector) * vector;  // whole groups
     if (!wanted) return;
     // One more for rows of a panel that are no whole group.
@@ -190,10 +242,17 @@ class PassSums {
   void launch(const MakePass& pass, int64_t rows, const PassAccess& access) {
     constexpr std::integral_constant<int, N> wide;
     constexpr std::integral_constant<int, 1> narrow;
-    if (access.in_vectors) return launch_rows<N>(pass(wide, 0, 1), rows, 1);
+    if (access.in_vectors) return launch_rows<N>(pass(wide, 0, 1), rows);
     const int64_t groups = access.in_groups && columns_ <= kPassBlock ? rows / N : 0, done = groups * N;
-    if (groups > 0) launch_rows<N>(pass(wide, 0, N), groups, N);
-    if (done < rows) launch_rows<1>(pass(narrow, done, 1), rows - done, 1);
+    if (groups == 0) return launch_rows<1>(pass(narrow, 0, 1), rows);
+    const auto of_groups = pass(wide, 0, N);
+    const int64_t groups_of_block = rows_of_block_ / N, group_blocks = ceil_div(groups, groups_of_block);
+    const auto blocks = static_cast<unsigned>(group_blocks + (done < rows ? 1 : 0));
+    grouped_summing_pass_kernel<N><<<blocks, pass_block(columns_, 1), 0, at::cuda::getCurrentCUDAStream()>>>(
+        of_groups, pass(narrow, done, 1), next_sums(of_groups), groups, rows - done, columns_, groups_of_block,
+        group_blocks);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    used_ += blocks;
   }
 
   /// The sums over all panels, rounded; the second kind goes to `second`. Undefined tensors are not written.
@@ -211,16 +270,19 @@ class PassSums {
   }
 
  private:
-  template <int N, class Pass>
-  void launch_rows(const Pass& pass, int64_t rows, int group) {
-    const int64_t columns = columns_ * group, rows_of_block = rows_of_block_ / group;
-    const dim3 block = pass_block(columns, N);
-    const dim3 grid(static_cast<unsigned>(ceil_div(rows, rows_of_block)),
-                    static_cast<unsigned>(ceil_div(ceil_div(columns, N), block.x)));
+  template <class Pass>
+  typename Pass::Sum* next_sums(const Pass&) const {
     using Sum = typename Pass::Sum;
-    Sum* const sums = partial_.defined() ? partial_.mutable_data_ptr<Sum>() + used_ * kinds_ * columns_ : nullptr;
+    return partial_.defined() ? partial_.mutable_data_ptr<Sum>() + used_ * kinds_ * columns_ : nullptr;
+  }
+
+  template <int N, class Pass>
+  void launch_rows(const Pass& pass, int64_t rows) {
+    const dim3 block = pass_block(columns_, N);
+    const dim3 grid(static_cast<unsigned>(ceil_div(rows, rows_of_block_)),
+                    static_cast<unsigned>(ceil_div(ceil_div(columns_, N), block.x)));
     summing_pass_kernel<N>
-        <<<grid, block, 0, at::cuda::getCurrentCUDAStream()>>>(pass, sums, rows, columns, rows_of_block, group);
+        <<<grid, block, 0, at::cuda::getCurrentCUDAStream()>>>(pass, next_sums(pass), rows, columns_, rows_of_block_);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     used_ += grid.x;
   }

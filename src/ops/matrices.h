@@ -25,12 +25,24 @@ inline int64_t rounded_row_bytes(const at::Tensor& x, const at::Tensor& w) {
 /// Products that sum over rows should do so over multiples of these.
 constexpr int64_t kRowsOfCublasTile = 128;
 
+/// Whether a kernel of cuBLAS that reads by TMA can read this matrix, of 16 bits: its rows, or if it has contiguous
+/// columns, these begin at multiples of 16 bytes. A matrix with gaps in both is copied for a product, to a contiguous
+/// one. A single column may be read either way.
+inline bool tma_may_read(const at::Tensor& t) {
+  constexpr int64_t vector = 8;
+  const int64_t pitch = t.stride(1) == 1 ? t.stride(0) : t.stride(0) == 1 ? t.stride(1) : t.size(1);
+  return t.size(1) == 1 || (pitch % vector == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0);
+}
+
 /// How many of its last rows a product t.T @ u of cuBLAS might leave out, or 0. It may sum over the rows in parallel
 /// parts, and for some sizes of 16-bit matrices these leave out the rows beyond the last multiple of their tile
 /// (https://github.com/facebookexperimental/triton/pull/2767). With 82965 rows of 256 features in float16, to float32,
-/// the result was off by 1.6% (CUDA 13.0, H100). So these rows should be a product of their own.
-inline int64_t rows_cublas_may_leave_out(const at::Tensor& t) {
-  return t.element_size() == 2 && t.size(0) > kRowsOfCublasTile ? t.size(0) % kRowsOfCublasTile : 0;
+/// the result was off by 1.6% (CUDA 13.0, H100). So these rows should be a product of their own, if TMA may read both
+/// matrices: of 13850 such products of random sizes, 54 left out rows, and of 340950 others none did, but for one of a
+/// single column.
+inline int64_t rows_cublas_may_leave_out(const at::Tensor& t, const at::Tensor& u) {
+  const bool possible = t.element_size() == 2 && t.size(0) > kRowsOfCublasTile && tma_may_read(t) && tma_may_read(u);
+  return possible ? t.size(0) % kRowsOfCublasTile : 0;
 }
 
 }  // namespace torchops::detail
