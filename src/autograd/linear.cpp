@@ -26,14 +26,17 @@ bool is_eager_on_cuda(const Tensor& a, const Tensor& b) {
 Tensor weight_gradient(const Tensor& dz, const Tensor& x) {
   const Tensor a = detail::as_rows(dz), b = detail::as_rows(x.to(dz.scalar_type()));
   // Elsewhere the plain product stays: products of two dtypes have no derivative.
-  const int64_t rest = is_eager_on_cuda(a, b) ? detail::rows_cublas_may_leave_out(a, b) : 0;
-  if (rest == 0) return at::mm(a.t(), b);
+  const bool in_eager = is_eager_on_cuda(a, b);
+  const int64_t rest = in_eager ? detail::rows_cublas_may_leave_out(a, b) : 0;
+  if (rest == 0 && !(in_eager && detail::is_product_rounded_in_parts(a, b))) return at::mm(a.t(), b);
   // In float32, because the sum should be rounded once. A 16-bit addmm() may round its product before it adds.
   const auto product = [&](int64_t begin, int64_t count) {
     return at::mm(a.narrow(0, begin, count).t(), b.narrow(0, begin, count), at::kFloat);
   };
   const int64_t whole = a.size(0) - rest;
-  return product(0, whole).add_(product(whole, rest)).to(a.scalar_type());
+  const Tensor sum = product(0, whole);
+  if (rest > 0) sum.add_(product(whole, rest));
+  return sum.to(a.scalar_type());
 }
 
 Tensor bias_gradient(const Tensor& dz) { return detail::as_rows(dz).sum(0); }

@@ -211,7 +211,10 @@ void from_cotangents(const detail::GluGradients& gradients, const Cotangents& co
   // in two products (H100).
   const bool in_parts = n > 128 && a.w.scalar_type() == at::kFloat && !gemm::element_of(at::kFloat);
   if (a.mask[1] && a.mask[2] && stacks && !in_parts) {
-    const Tensor both_weights = at::detail::empty_cuda({2 * n, a.w.size(1)}, dw.options());
+    // Copies round, so that the product need not.
+    const bool wide = detail::is_product_rounded_in_parts(both, a.x);
+    const Tensor both_weights =
+        at::detail::empty_cuda({2 * n, a.w.size(1)}, wide ? dw.options().dtype(at::kFloat) : dw.options());
     weight_gradient_out(both_weights, both, a.x);
     dw.copy_(both_weights.narrow(0, 0, n));
     dwg.copy_(both_weights.narrow(0, n, n));

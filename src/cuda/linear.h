@@ -125,24 +125,28 @@ inline void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor
   }
 }
 
-/// dw = dz.T @ x of all rows; dw has the dtype of dz, or float32. Where cuBLAS might leave out the last ones, that is
-/// rounded once; where not, it may round parts of the sum, as in eager mode
-/// (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
+/// dw = dz.T @ x of all rows, rounded once, unless it is large; dw has the dtype of dz, or float32.
 inline void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, const at::Tensor& x) {
-  const int64_t rows = x.size(0);
   if (dw.numel() == 0) return;  // no features
-  const int64_t rest = detail::rows_cublas_may_leave_out(dz, x);
+  const bool wide = dw.scalar_type() != dz.scalar_type();
+  const int64_t rows = x.size(0), rest = detail::rows_cublas_may_leave_out(dz, x);
+  const auto float32 = [&]() -> at::Tensor {
+    return at::detail::empty_cuda(dw.sizes(), dw.options().dtype(at::kFloat));
+  };
   const auto product = [&](at::Tensor out, int64_t begin, int64_t end) {
     const at::Tensor left = dz.narrow(0, begin, end - begin).t(), right = x.narrow(0, begin, end - begin);
-    const bool wide = out.scalar_type() != dz.scalar_type();
-    wide ? at::cuda::mm_out(out, left, right, out.scalar_type()) : product_out(out, left, right);
+    const bool widens = out.scalar_type() != dz.scalar_type();
+    widens ? at::cuda::mm_out(out, left, right, out.scalar_type()) : product_out(out, left, right);
   };
-  if (rest == 0) return product(dw, 0, rows);
-  const at::Tensor parts = at::detail::empty_cuda({2, dw.size(0), dw.size(1)}, dw.options().dtype(at::kFloat));
-  const at::Tensor first = parts.select(0, 0), last = parts.select(0, 1);
-  product(first, 0, rows - rest);
-  product(last, rows - rest, rows);
-  dw.copy_(first.add_(last));
+  if (rest == 0 && (wide || !detail::is_product_rounded_in_parts(dz, x))) return product(dw, 0, rows);
+  const at::Tensor sum = wide ? dw : float32();
+  product(sum, 0, rows - rest);
+  if (rest > 0) {
+    const at::Tensor last = float32();
+    product(last, rows - rest, rows);
+    sum.add_(last);
+  }
+  if (!wide) dw.copy_(sum);
 }
 inline at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x) {
   const at::Tensor dw = at::detail::empty_cuda({dz.size(1), x.size(1)}, dz.options());

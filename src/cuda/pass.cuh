@@ -142,9 +142,8 @@ __device__ inline void summing_pass_block(const Pass& pass, Sum* __restrict__ pa
                                           int64_t rows, int64_t columns, int64_t rows_of_block) {
   constexpr int kSums = Pass::kSums, kOfThread = kSums * N;
   const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * N;
-  const bool active = column < columns;
   Sum sums[kSums][N] = {};
-  if (active) {
+  if (column < columns) {
     const int64_t begin = block * rows_of_block;
     const int64_t end = begin + rows_of_block < rows ? begin + rows_of_block : rows;
     for (int64_t first = begin + threadIdx.y; first < end; first += int64_t{blockDim.y} * kPassRows) {
@@ -180,12 +179,14 @@ __device__ inline void summing_pass_block(const Pass& pass, Sum* __restrict__ pa
     }
     return;
   }
-  if (!active || threadIdx.y != 0) return;
-#pragma unroll
-  for (int i = 0; i < kOfThread; ++i) {
-    Sum sum = sums[i / N][i % N];
-    for (int other = thread + blockDim.x; other < kPassBlock; other += blockDim.x) sum += shared[other * kOfThread + i];
-    partial[i / N * columns + column + i % N] = sum;
+  const int row_sums = static_cast<int>(blockDim.x) * kOfThread;
+  for (int s = thread; s < row_sums; s += kPassBlock) {
+    const int i = s % kOfThread;
+    const int64_t to = (int64_t{blockIdx.y} * blockDim.x + s / kOfThread) * N + i % N;
+    if (to >= columns) continue;
+    Sum sum{};
+    for (int y = 0; y < static_cast<int>(blockDim.y); ++y) sum += shared[y * row_sums + s];
+    partial[i / N * columns + to] = sum;
   }
 }
 
@@ -221,13 +222,15 @@ class PassSums {
   /// `rows`. Sums nothing unless `wanted`.
   PassSums(bool wanted, const at::Tensor& like, int kinds, int64_t rows, int64_t most_rows, int64_t columns)
       : kinds_(kinds), columns_(columns) {
-    // About eight blocks for each multiprocessor of a large chip, unless that leaves a thread fewer rows than it can
-    // have in flight.
-    constexpr int64_t most_blocks = 1056, least_rows = kPassRows;
+    // At most about eight blocks for each multiprocessor of a large chip. Threads have many rows, so that sums are few,
+    // unless that leaves fewer than two blocks for each; and as many as they can have in flight.
+    constexpr int64_t most_blocks = 1056, few_blocks = 264;
     const int vector = kVectorBytes / static_cast<int>(like.element_size());
     const dim3 block = pass_block(columns, vector);
-    const int64_t side_by_side = ceil_div(columns, int64_t{vector} * block.x);
-    rows_of_block_ = std::max(ceil_div(most_rows * side_by_side, most_blocks), least_rows * block.y);
+    const int64_t at_once = int64_t{kPassRows} * block.y;
+    const int64_t blocks_rows = most_rows * ceil_div(columns, int64_t{vector} * block.x);  // of all columns
+    rows_of_block_ = std::max(ceil_div(blocks_rows, most_blocks),
+                              std::clamp(ceil_div(blocks_rows, few_blocks), at_once, 4 * at_once));
     rows_of_block_ = ceil_div(rows_of_block_, vector) * vector;  // whole groups
     if (!wanted) return;
     // One more for rows of a panel that are no whole group.

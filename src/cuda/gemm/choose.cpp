@@ -328,7 +328,10 @@ bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_
 bool prefers_cublas_for_glu(const Case& c) { return c.m < 16 || (c.k >= 4096 && c.tiles(128, 64) * 4 <= c.sm_count); }
 
 // (262143, 129) to 127 features: gate took 471 us by the kernel and 220 by cuBLAS and the pass, glu 453 and 357, in
-// eager mode 246 and 374 (H100, bfloat16). Fewer rows were not measured.
-bool prefers_cublas_for_odd_glu(const Case& c) { return int64_t{c.m} * c.n >= int64_t{1} << 20; }
+// eager mode 246 and 374. One by one, gate of (4095, 129) to 127 took 15.3 and 10.7, of (1023, 129) to 127 9.7 and 9.0,
+// of (255, 129) to 127 9.4 and 9.9, and glu of (4095, 129) to 127 15.0 and 18.1 (H100, bfloat16).
+bool prefers_cublas_for_odd_glu(const Case& c, bool one_by_one) {
+  return int64_t{c.m} * c.n >= int64_t{1} << (one_by_one ? 17 : 20);
+}
 
 }  // namespace torchops::cuda::gemm

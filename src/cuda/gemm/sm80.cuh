@@ -159,7 +159,8 @@ bool launch_sm80(const Sm80Tensors& t, const Case& of, bool automatic) {
   auto [p, a_vector, b_vector] = aligned_arguments<Rule, T>(t);
   const int vector = std::min(a_vector, b_vector);
   const bool is_slow = Rule::kReadsC ? std::min(vector, p.store_vector) < 8 : vector == 1;
-  if (kIsGated<Rule> && automatic && is_slow && prefers_cublas_for_odd_glu(of)) return false;
+  const bool one_by_one = Rule::kReadsC && std::max(vector, p.store_vector) == 1;
+  if (kIsGated<Rule> && automatic && is_slow && prefers_cublas_for_odd_glu(of, one_by_one)) return false;
   if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T, T, T>(p, of)) return true;
   if (p.store_vector == 4) p.store_vector = 2;
   const Sm80Tiling tiling = sm80_tiling(of);
