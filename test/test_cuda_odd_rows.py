@@ -147,7 +147,7 @@ def test_infinities_stay_in_their_rows(k: int, n: int) -> None:
 @pytest.mark.parametrize("rows", [129, 12104, 27655, 50001, 82965])
 @pytest.mark.parametrize(("k", "n"), [(112, 1), (129, 127), (130, 130), (100, 36), (72, 67), (67, 72)])
 def test_last_rows_count(k: int, n: int, rows: int) -> None:
-    """cuBLAS leaves none out where rows are no whole pieces, and there is one product for all of them."""
+    """cuBLAS leaves none out where rows are no whole pieces."""
     last = rows % 128
     v, x, grad = (random(rows, size, dtype=torch.float16) for size in (n, k, n))
     w, b = random(n, k, dtype=torch.float16, scale=k**-0.5), random(n, dtype=torch.float16)
@@ -160,11 +160,25 @@ def test_last_rows_count(k: int, n: int, rows: int) -> None:
         assert float((one.double() - value).norm() / value.norm()) < 2e-3
 
 
-@pytest.mark.parametrize("n", [32, 36])
-@pytest.mark.parametrize("rows", [4096, 4133])
-def test_long_sums_are_rounded_once(rows: int, n: int) -> None:
+@pytest.mark.parametrize("layout", ["gaps", "overlap"])
+def test_last_rows_of_copies_count(layout: str) -> None:
+    """at::mm multiplies contiguous copies of such x, which TMA can read."""
+    rows, n = 82965, 256
+    last = rows % 128
+    x = random(rows + 1, 2 * n, dtype=torch.float16)
+    x = x[:rows, 1::2] if layout == "gaps" else x.flatten()[1:].unfold(0, n, 1)[:rows]
+    v, grad = (random(rows, n, dtype=torch.float16) for _ in range(2))
+    w, b = random(n, n, dtype=torch.float16, scale=1 / 16), random(n, dtype=torch.float16)
+    grad[:-last] = 0
+    with torchops.cuda.dense_path("cublas"):
+        got = torch.ops.myops._gate_backward(grad, v, x, w, b, [False, False, True, False])[2]
+    exact = _derived(gate_reference, double(v[-last:], x[-last:], w, b), grad[-last:])[3]
+    assert float((got.double() - exact).norm() / exact.norm()) < 2e-3
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [(63072, 1064, 1052), (4133, 1000, 36)])
+def test_long_sums_are_rounded_once(rows: int, k: int, n: int) -> None:
     """cuBLAS may round parts of a 16-bit product over many rows, and so scale a sum of equal terms."""
-    k = 1000
     v, x, grad = (torch.ones(rows, size, dtype=torch.bfloat16, device="cuda") for size in (n, k, n))
     w, b = torch.zeros(n, k, dtype=torch.bfloat16, device="cuda"), torch.zeros(n, dtype=torch.bfloat16, device="cuda")
     with torchops.cuda.dense_path("cublas"):

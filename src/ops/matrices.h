@@ -25,13 +25,18 @@ inline int64_t rounded_row_bytes(const at::Tensor& x, const at::Tensor& w) {
 /// Products that sum over rows should do so over multiples of these.
 constexpr int64_t kRowsOfCublasTile = 128;
 
-/// Whether a kernel of cuBLAS that reads by TMA can read this matrix, of 16 bits: its rows, or if it has contiguous
-/// columns, these begin at multiples of 16 bytes. A matrix with gaps in both is copied for a product, to a contiguous
+/// Whether a kernel of cuBLAS that reads by TMA may read this matrix, of 16 bits: its rows, or else its columns, begin
+/// at multiples of 16 bytes. at::mm copies a matrix if neither are without gaps, or if they overlap, to a contiguous
 /// one. A single column may be read either way.
 inline bool tma_may_read(const at::Tensor& t) {
   constexpr int64_t vector = 8;
-  const int64_t pitch = t.stride(1) == 1 ? t.stride(0) : t.stride(0) == 1 ? t.stride(1) : t.size(1);
-  return t.size(1) == 1 || (pitch % vector == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0);
+  const int64_t rows = t.size(0), columns = t.size(1);
+  if (columns == 1) return true;
+  const bool has_rows = t.stride(1) == 1 && t.stride(0) >= columns,
+             has_columns = t.stride(0) == 1 && t.stride(1) >= rows;
+  if (!has_rows && !has_columns) return columns % vector == 0;
+  const int64_t pitch = has_rows ? t.stride(0) : t.stride(1);
+  return pitch % vector == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
 /// How many of its last rows a product t.T @ u of cuBLAS might leave out, or 0. It may sum over the rows in parallel

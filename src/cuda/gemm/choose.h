@@ -78,7 +78,7 @@ bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_
 bool prefers_cublas_for_glu(const Case& c);
 
 /// The same where rows are not aligned to 16 bytes: any of gate(), or those of x or of a weight of glu() if elements
-/// must be loaded one by one. `one_by_one`: gate() must also store so.
+/// must be loaded one by one. `one_by_one`: gate() must load factors so, and also load values or store results.
 bool prefers_cublas_for_odd_glu(const Case& c, bool one_by_one);
 
 }  // namespace torchops::cuda::gemm
