@@ -284,7 +284,7 @@ def test_gradients(case: OpCase, device: str, data: st.DataObject) -> None:
     assume(all(t.isfinite().all() for t in tensors((args, kwargs))))
     # Of a row of one value only the last digit of its mean is left, times 1 / sqrt(eps), which is 0 where a mean is
     # rounded as the values are.
-    if "layer_norm" in case.name and args[0].numel() > 0:
+    if ("layer_norm" in case.name or "transition" in case.name) and args[0].numel() > 0:
         assume(bool((args[0].double().var(-1, correction=0) > 1e-4).all()))
     wanted = [data.draw(st.booleans()) for _ in tensors((args, kwargs))]
     assume(any(wanted))
