@@ -57,7 +57,7 @@ struct PassAccess {
   }
 };
 
-/// What a block does with its rows, beginning with `first`, N columns at a time:
+/// What the block of this number does with its rows, N columns at a time:
 ///   Pass::Loaded load(int64_t row, int64_t column)
 ///   void finish(int64_t row, int64_t column, const Loaded&)
 template <int N, class Pass>
