@@ -221,6 +221,62 @@ def test_compiled_code_has_no_second_buffer(variant: Variant, what: str) -> None
         assert argument.data_ptr() == pointer
 
 
+def _chain(x: Tensor) -> Tensor:
+    torchops.sigmoid_(x)
+    torchops.softmax_(x, 1)
+    torchops.layer_norm_(x, [x.shape[-1]])
+    return x * 2
+
+
+def _attention(x: Tensor) -> Tensor:
+    scores = x @ x.mT
+    torchops.softmax_(scores.view(-1, scores.shape[-1]))
+    return scores @ x
+
+
+def _pairs(x: Tensor) -> Tensor:
+    w, v = torch.eye(x.shape[-1]).repeat(2, 1), torch.eye(x.shape[-1])
+    weights = {"p_in_weight": w, "g_in_weight": w, "p_out_weight": v, "g_out_weight": v}
+    torchops.triangle_multiplicative_update_(x, "outgoing", **weights)
+    torchops.triangle_multiplicative_update_(x, "incoming", **weights)
+    torchops.transition_(x, gate_weight=v, up_weight=v, down_weight=v)
+    return x
+
+
+def _read_again(x: Tensor) -> Tensor:
+    y = x.sum(0)
+    torchops.softmax_(x)
+    return y
+
+
+IN_PLACE: dict[Callable[[Tensor], Tensor], set[str]] = {
+    _chain: {"sigmoid_", "softmax_", "layer_norm_"},
+    _attention: {"softmax_"},
+    _pairs: {"_triangle_multiplicative_update_", "transition_"},
+    # Right in place as well, but only if nobody moves the sum behind the softmax.
+    _read_again: set(),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("program", IN_PLACE, ids=lambda p: p.__name__[1:])
+def test_compiled_code_works_in_place_where_nothing_else_reads(
+    program: Callable[[Tensor], Tensor], dynamic: bool
+) -> None:
+    x = random_like(torch.empty(3, 7, 7, 4) if program is _pairs else torch.empty(3, 7, 5))
+    compiled = torch.compile(program, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        eager, got = x.clone(), x.clone()
+        expected = program(eager)
+        outputs: list[Tensor] = []
+        compiled(x.clone())
+        _, called = allocations(lambda: outputs.append(compiled(got)))
+    assert_all_close([*outputs, got], [expected, eager], atol=1e-5, rtol=1e-5)
+    assert {name for name in called if name.startswith("myops::") and name.endswith("_")} == {
+        f"myops::{name}" for name in IN_PLACE[program]
+    }
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_compiled_code_keeps_a_copy_only_where_it_must(trained: bool) -> None:
     """Training with a frozen matrix saves nothing of the size of the input; with a trained one, the old value."""

@@ -14,7 +14,7 @@ import torch
 from op_db import OPS
 
 KEYS = (
-    *("CPU", "Meta", "Autograd", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"),
+    *("CPU", "Meta", "Autograd", "ADInplaceOrView", "Functionalize", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"),
     "CompositeExplicitAutograd",
 )
 
@@ -101,57 +101,57 @@ myops::triangle_multiplicative_update_(Tensor(a!) x, str direction="outgoing", *
         self.assertExpectedInline(
             "\n".join(line.rstrip() for line in [header, *rows]),
             """\
-                                                 CPU  Meta  Autograd  ADInplaceOrView  AutocastCPU  AutocastCUDA  FuncTorchBatched  CompositeExplicitAutograd
-myops::_add_transition                           x    x     x         .                x            x             x                 x
-myops::_dense_backward                           x    x     x         .                .            .             x                 x
-myops::_dense_gradients                          .    x     x         .                .            .             x                 x
-myops::_dense_on_path                            .    .     x         .                x            x             x                 x
-myops::_dense_path                               .    .     .         .                .            .             .                 .
-myops::_gate                                     x    x     .         .                .            .             .                 x
-myops::_gate_backward                            x    x     x         .                .            .             x                 x
-myops::_glu                                      x    x     .         .                .            .             .                 x
-myops::_glu_backward                             x    x     x         .                .            .             x                 x
-myops::_keep                                     .    x     x         .                .            .             x                 x
-myops::_keeps_products                           .    .     .         .                .            .             .                 .
-myops::_layer_norm                               x    x     .         .                .            .             .                 x
-myops::_layer_norm_                              x    x     .         x                .            .             .                 x
-myops::_layer_norm_backward                      x    x     .         .                .            .             .                 x
-myops::_softmax_backward                         .    x     x         .                .            .             x                 x
-myops::_transition_backward                      x    x     x         .                .            .             x                 x
-myops::_triangle_attention                       x    x     x         .                .            .             .                 .
-myops::_triangle_attention_backward              x    x     x         .                .            .             x                 .
-myops::_triangle_attention_update                x    x     x         .                x            x             x                 .
-myops::_triangle_attention_update_               x    x     x         x                x            x             x                 .
-myops::_triangle_attention_update_backward       x    x     x         .                .            .             x                 .
-myops::_triangle_attention_update_kept           x    x     x         .                .            .             .                 .
-myops::_triangle_multiplicative_update           x    x     x         .                x            x             x                 .
-myops::_triangle_multiplicative_update_          x    x     x         x                x            x             .                 .
-myops::_triangle_multiplicative_update_backward  x    x     x         .                .            .             x                 .
-myops::_triangle_rows_in                         .    x     .         .                .            .             .                 x
-myops::_triangle_rows_in_backward                .    x     .         .                .            .             .                 x
-myops::_triangle_rows_out                        .    x     .         .                .            .             .                 x
-myops::_triangle_rows_out_backward               .    x     .         .                .            .             .                 x
-myops::_triangle_rows_parameter_gradients        .    x     .         .                .            .             .                 x
-myops::dense                                     x    x     x         .                x            x             x                 .
-myops::dense.scaled                              x    x     x         .                .            .             .                 x
-myops::gate                                      x    x     x         .                x            x             x                 .
-myops::gate.scaled                               x    x     x         .                .            .             .                 x
-myops::gate_                                     x    x     x         x                x            x             x                 .
-myops::glu                                       x    x     x         .                x            x             x                 .
-myops::glu.scaled                                x    x     x         .                .            .             .                 x
-myops::layer_norm                                x    x     x         .                x            x             x                 .
-myops::layer_norm_                               x    x     x         x                x            x             x                 .
-myops::sigmoid                                   x    x     x         .                .            .             x                 .
-myops::sigmoid_                                  x    x     x         x                .            .             x                 .
-myops::softmax                                   x    x     x         .                x            x             x                 .
-myops::softmax_                                  x    x     x         x                x            x             x                 .
-myops::square_matmul                             x    x     x         .                x            x             x                 .
-myops::square_matmul_                            x    x     x         x                x            x             x                 .
-myops::transition                                x    x     x         .                x            x             x                 .
-myops::transition_                               x    x     x         x                x            x             x                 .
-myops::triangle_attention                        x    x     x         .                x            x             x                 .
-myops::triangle_multiplicative_update            x    x     x         .                x            x             x                 .
-myops::triangle_multiplicative_update_           x    x     x         x                x            x             x                 .""",
+                                                 CPU  Meta  Autograd  ADInplaceOrView  Functionalize  AutocastCPU  AutocastCUDA  FuncTorchBatched  CompositeExplicitAutograd
+myops::_add_transition                           x    x     x         .                .              x            x             x                 x
+myops::_dense_backward                           x    x     x         .                .              .            .             x                 x
+myops::_dense_gradients                          .    x     x         .                .              .            .             x                 x
+myops::_dense_on_path                            .    .     x         .                .              x            x             x                 x
+myops::_dense_path                               .    .     .         .                .              .            .             .                 .
+myops::_gate                                     x    x     .         .                .              .            .             .                 x
+myops::_gate_backward                            x    x     x         .                .              .            .             x                 x
+myops::_glu                                      x    x     .         .                .              .            .             .                 x
+myops::_glu_backward                             x    x     x         .                .              .            .             x                 x
+myops::_keep                                     .    x     x         .                .              .            .             x                 x
+myops::_keeps_products                           .    .     .         .                .              .            .             .                 .
+myops::_layer_norm                               x    x     .         .                .              .            .             .                 x
+myops::_layer_norm_                              x    x     .         x                x              .            .             .                 x
+myops::_layer_norm_backward                      x    x     .         .                .              .            .             .                 x
+myops::_softmax_backward                         .    x     x         .                .              .            .             x                 x
+myops::_transition_backward                      x    x     x         .                .              .            .             x                 x
+myops::_triangle_attention                       x    x     x         .                .              .            .             .                 .
+myops::_triangle_attention_backward              x    x     x         .                .              .            .             x                 .
+myops::_triangle_attention_update                x    x     x         .                .              x            x             x                 .
+myops::_triangle_attention_update_               x    x     x         x                x              x            x             x                 .
+myops::_triangle_attention_update_backward       x    x     x         .                .              .            .             x                 .
+myops::_triangle_attention_update_kept           x    x     x         .                .              .            .             .                 .
+myops::_triangle_multiplicative_update           x    x     x         .                .              x            x             x                 .
+myops::_triangle_multiplicative_update_          x    x     x         x                x              x            x             .                 .
+myops::_triangle_multiplicative_update_backward  x    x     x         .                .              .            .             x                 .
+myops::_triangle_rows_in                         .    x     .         .                .              .            .             .                 x
+myops::_triangle_rows_in_backward                .    x     .         .                .              .            .             .                 x
+myops::_triangle_rows_out                        .    x     .         .                .              .            .             .                 x
+myops::_triangle_rows_out_backward               .    x     .         .                .              .            .             .                 x
+myops::_triangle_rows_parameter_gradients        .    x     .         .                .              .            .             .                 x
+myops::dense                                     x    x     x         .                .              x            x             x                 .
+myops::dense.scaled                              x    x     x         .                .              .            .             .                 x
+myops::gate                                      x    x     x         .                .              x            x             x                 .
+myops::gate.scaled                               x    x     x         .                .              .            .             .                 x
+myops::gate_                                     x    x     x         x                x              x            x             x                 .
+myops::glu                                       x    x     x         .                .              x            x             x                 .
+myops::glu.scaled                                x    x     x         .                .              .            .             .                 x
+myops::layer_norm                                x    x     x         .                .              x            x             x                 .
+myops::layer_norm_                               x    x     x         x                x              x            x             x                 .
+myops::sigmoid                                   x    x     x         .                .              .            .             x                 .
+myops::sigmoid_                                  x    x     x         x                x              .            .             x                 .
+myops::softmax                                   x    x     x         .                .              x            x             x                 .
+myops::softmax_                                  x    x     x         x                x              x            x             x                 .
+myops::square_matmul                             x    x     x         .                .              x            x             x                 .
+myops::square_matmul_                            x    x     x         x                x              x            x             x                 .
+myops::transition                                x    x     x         .                .              x            x             x                 .
+myops::transition_                               x    x     x         x                x              x            x             x                 .
+myops::triangle_attention                        x    x     x         .                .              x            x             x                 .
+myops::triangle_multiplicative_update            x    x     x         .                .              x            x             x                 .
+myops::triangle_multiplicative_update_           x    x     x         x                x              x            x             x                 .""",
         )
 
 

@@ -258,12 +258,8 @@ def test_vmap_writes_the_outer_tensor(case: OpCase) -> None:
 
 
 def test_functionalize(case: OpCase) -> None:
-    """PyTorch's own fallback refuses operators of others that overwrite an argument."""
-    if case.mutates is not None:
-        with pytest.raises(RuntimeError, match="alias annotations"):
-            functionalize(of_tensors(case, reference=False))(*inputs(case))
-    else:
-        compare(case, lambda f, t: functionalize(f)(*t))
+    """PyTorch's own fallback would refuse operators that overwrite an argument."""
+    compare(case, lambda f, t: functionalize(f)(*t))
 
 
 def test_ensemble() -> None:

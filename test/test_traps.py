@@ -215,7 +215,7 @@ def test_trap_c_old_value_outlives_its_overwriting(together: Sequence[Variant], 
 def test_trap_d_schema_returns_nothing(case: Any) -> None:
     """An alias among the returns makes Inductor reuse the storage under a value that is still read."""
     assert list(case.op._schema.returns) == []
-    assert torch.Tag.inplace not in case.op.tags
+    assert getattr(torch.Tag, "inplace", None) not in case.op.tags  # torch 2.11 has no such tag
     mutated = [a.alias_info is not None and a.alias_info.is_write for a in case.op._schema.arguments]
     assert mutated == [i == case.mutates for i in range(len(mutated))]
 

@@ -8,7 +8,7 @@ from torchops import _library
 # The modules imported below look up their operators.
 _library.load()
 
-from torchops import adapters, attention, cuda, flops, nn, ops, pair, quantization, scaled  # noqa: E402, F401
+from torchops import _reinplace, adapters, attention, cuda, flops, nn, ops, pair, quantization, scaled  # noqa: E402, F401
 from torchops._info import info  # noqa: E402
 from torchops._when_imported import when_imported  # noqa: E402
 from torchops.attention import *  # noqa: E402, F403
@@ -36,6 +36,7 @@ def __dir__() -> list[str]:
 
 
 when_imported("torch.utils.flop_counter", flops.register)
+when_imported("torch._inductor.lowering", _reinplace.register)
 when_imported("torchao.utils", quantization.register_with_torchao)
 when_imported("torch.distributed.tensor", lambda: import_module("torchops.distributed"))
 

@@ -171,6 +171,14 @@ def _version_(x: Tensor, *args: Any) -> None:
     torch.autograd.graph.increment_version(x)
 
 
+def _functionalized_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
+    """For the key Functionalize, as the mutating operators of C++ have one (src/autograd/recipe.h)."""
+    check("triangle_attention_update_", x, mask, parameters, how[0])
+    check_writable("triangle_attention_update_", x)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        x.copy_(update(x, mask, parameters, *how, True))
+
+
 def _kept_autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     op = "_triangle_attention_update_kept"
     check(op, x, mask, parameters, how[0])
@@ -325,6 +333,7 @@ def _register() -> None:
         if batched is not None:
             library.impl(NAME + suffix, batched, "FuncTorchBatched")
     library.impl(NAME + "_", _version_, "ADInplaceOrView")
+    library.impl(NAME + "_", _functionalized_, "Functionalize")
     library.impl(NAME + "_backward", _each_of_batch, "Batched")
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         for suffix, op in (("", update), ("_", update_)):

@@ -11,35 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
-from torch.overrides import TorchFunctionMode
-
-from torchops import ops, pair
 
 __all__ = ["export", "translation_table"]
 
-# What modules call beneath the public operators, whose parameters are a list.
-_BENEATH = "_triangle_multiplicative_update_", "_triangle_attention_update_"
-_MUTATING = {
-    name: getattr(torch.ops.myops, name) for name in (*ops.__all__, *pair.__all__, *_BENEATH) if name.endswith("_")
-}
-# From each operator that overwrites, by either way to call it, to the one that returns the same values, or what it
-# adds.
-_FUNCTIONAL = {
-    called: getattr(torch.ops.myops, name.removesuffix("_"))
-    for name, packet in _MUTATING.items()
-    for called in (packet, packet.default)
-}
-
 _FLOAT, _FLOAT16, _BOOL = 1, 10, 9  # of onnx.TensorProto
-
-_ADDING = {
-    called
-    for name, packet in _MUTATING.items()
-    if name in (*pair.__all__, *_BENEATH)
-    for called in (packet, packet.default)
-}
 
 
 def export(
@@ -57,14 +34,13 @@ def export(
     the caller of the ONNX model, and a buffer starts from its exported value in every run.
 
     Args:
-        model: a module, or a program from :func:`torch.export.export` (before ``run_decompositions``).
+        model: a module, or a program from :func:`torch.export.export`.
         args: example arguments of a module.
         f: file to write, or ``None``.
         custom_translation_table: translations of further operators; they override :func:`translation_table`.
         options: anything else that :func:`torch.onnx.export` takes, such as ``dynamic_shapes`` and ``opset_version``.
 
     Raises:
-        ValueError: the program has been decomposed, which hides operators that overwrite.
         ImportError: onnx or onnxscript is not installed.
 
     Example:
@@ -76,19 +52,16 @@ def export(
         MatMul Add Sigmoid
     """
     table = {**translation_table(), **(custom_translation_table or {})}
-    if isinstance(model, ExportedProgram):
-        _refuse_decomposed(model)
-    with _OutOfPlace():
-        program = torch.onnx.export(model, args, f, dynamo=True, custom_translation_table=table, **options)
+    program = torch.onnx.export(model, args, f, dynamo=True, custom_translation_table=table, **options)
     assert program is not None  # it is for the exporter that dynamo=False selects
     return program
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the operators that overwrite nothing, for ``torch.onnx.export(..., custom_translation_table=...)``.
+    """Returns the translations for ``torch.onnx.export(..., custom_translation_table=...)``.
 
-    Use it where other code calls the exporter. A table cannot translate operators that overwrite; for models with
-    those, use :func:`export`.
+    Use it where other code calls the exporter. Operators that overwrite are not in it: the exporter sees a new value
+    for each of them.
 
     Raises:
         ImportError: onnxscript is not installed.
@@ -275,38 +248,3 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         *(triangle_attention, _triangle_attention_update),
     )
     return {getattr(torch.ops.myops, translation.__name__).default: translation for translation in translations}
-
-
-class _OutOfPlace(TorchFunctionMode):
-    """Writes an operator that overwrites as ``copy_`` of its functional twin.
-
-    The exporter functionalises ``copy_`` through all views. It turns a mutating operator that it does not know into a
-    higher-order operator, which no translation table can name.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        functional = _FUNCTIONAL.get(func) if isinstance(func, _OPERATOR) else None
-        if functional is None:
-            return func(*args, **kwargs)
-        target: Tensor = args[0] if args else kwargs[functional.default._schema.arguments[0].name]
-        value, kept = functional(*args, **kwargs), None
-        if isinstance(value, tuple):  # what gradients need stands beside the update
-            value, kept = value
-        target.copy_(target + value.to(target.dtype) if func in _ADDING else value)
-        return kept
-
-
-_OPERATOR = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-
-
-def _refuse_decomposed(program: ExportedProgram) -> None:
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            if "auto_functionalized" in str(node.target) and node.args[0] in _FUNCTIONAL:
-                raise ValueError(
-                    f"torchops.onnx.export: expected a program before run_decompositions(), got one in which it has "
-                    f"replaced {node.args[0]}"
-                )

@@ -47,6 +47,9 @@ struct GateInPlace : MutatingOp<GateInPlace, const Tensor&, const Tensor&, const
   static Tensor decomposed(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
     return GateFunctional::decomposed(v, x, w, b);
   }
+  static Tensor functional(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
+    return gate(v, x, w, b);
+  }
   static Tensor traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b);
   static void in_place(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) { gate_(v, x, w, b); }
   static Tensor train(const Tensor& v, const Tensor& target, const Tensor& x, const Tensor& w, const OptionalTensor& b);

@@ -41,6 +41,10 @@ struct LayerNormInPlace
                            const OptionalTensor& bias, double eps) {
     return LayerNormFunctional::decomposed(x, normalized_shape, weight, bias, eps);
   }
+  static Tensor functional(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps) {
+    return layer_norm(x, normalized_shape, weight, bias, eps);
+  }
   static Tensor traced(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, double eps);
   static void in_place(Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
@@ -181,6 +185,20 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl("layer_norm", LayerNormFunctiona
 TORCHOPS_MUTATING(LayerNormInPlace)
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("_layer_norm_", layer_norm_with_moments_version_); }
+
+std::tuple<Tensor, Tensor> layer_norm_with_moments_functionalized_(Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                                                   const OptionalTensor& weight,
+                                                                   const OptionalTensor& bias, double eps) {
+  check_layer_norm_(x, normalized_shape, weight, bias);
+  Tensor y, mean, rstd;
+  overwrite_with_new(x, [&] {
+    std::tie(y, mean, rstd) = detail::layer_norm_with_moments(x, normalized_shape, weight, bias, eps);
+    return y;
+  });
+  return {mean, rstd};
+}
+
+TORCH_LIBRARY_IMPL(myops, Functionalize, m) { m.impl("_layer_norm_", layer_norm_with_moments_functionalized_); }
 
 TORCHOPS_LAZY("_layer_norm_", detail::layer_norm_with_moments_)
 

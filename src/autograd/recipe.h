@@ -138,6 +138,21 @@ auto bump_version_after(Tensor& self, InPlace in_place) {
   }
 }
 
+/// Overwrites `self` with the value of `functional()`, a new tensor, in two operators that functionalization knows how
+/// to undo. For the key Functionalize, under which torch.compile, AOTInductor, decompositions of exported programs and
+/// torch.func.functionalize turn mutations into new values.
+///
+/// Without such a kernel, PyTorch wraps a mutating operator in `auto_functionalized`, and Inductor then decides by
+/// itself whether it may work in place. It gets that wrong: it moves reads of a graph input behind the operator, drops
+/// clones of what the operator overwrites, and loses storage offsets under dynamic shapes (pytorch issues 130487,
+/// 136662, 156786, 197829, 198031 and 198068). torchops/_reinplace.py gives the functional operator its argument's
+/// memory again, where that is provably right.
+template <class Functional>
+void overwrite_with_new(Tensor& self, const Functional& functional) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  self.copy_(functional());
+}
+
 /// The kernels that a mutating operator `self <- f(self, args...)` registers above its backends: those that
 /// TORCHOPS_MUTATING registers, and `batched`.
 ///
@@ -145,6 +160,7 @@ auto bump_version_after(Tensor& self, InPlace in_place) {
 ///   static constexpr const char* name                      without its namespace
 ///   static void check(const Tensor& self, Args...)         the argument checks
 ///   static Tensor decomposed(const Tensor& self, Args...)  f in ATen operators
+///   static Tensor functional(const Tensor& self, Args...)  the functional twin, an operator of this library
 ///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) if
 ///                                                          its gradient needs the old self
 ///   static void in_place(Tensor& self, Args...)            the mutating operator itself
@@ -178,6 +194,12 @@ struct MutatingOp {
     bump_version_after(self, [&] { Op::in_place(self, args...); });
   }
 
+  /// For the key Functionalize.
+  static void functionalized(Tensor& self, Args... args) {
+    Op::check(self, args...);
+    overwrite_with_new(self, [&] { return Op::functional(self, args...); });
+  }
+
   /// For the key FuncTorchBatched (vmap).
   static void batched(Tensor& self, Args... args) {
     Op::check(self, args...);
@@ -204,8 +226,10 @@ struct MutatingOp {
 
 }  // namespace torchops::autograd
 
-/// Registers the kernels of `Op`, a MutatingOp, for the keys Autograd and ADInplaceOrView and those of lazy.h.
-#define TORCHOPS_MUTATING(Op)                                                      \
-  TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl(Op::name, Op::autograd); }       \
-  TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl(Op::name, Op::version); } \
+/// Registers the kernels of `Op`, a MutatingOp, for the keys Autograd, ADInplaceOrView and Functionalize and those of
+/// lazy.h.
+#define TORCHOPS_MUTATING(Op)                                                           \
+  TORCH_LIBRARY_IMPL(myops, Autograd, m) { m.impl(Op::name, Op::autograd); }            \
+  TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl(Op::name, Op::version); }      \
+  TORCH_LIBRARY_IMPL(myops, Functionalize, m) { m.impl(Op::name, Op::functionalized); } \
   TORCHOPS_LAZY(Op::name, Op::in_place)

@@ -19,7 +19,8 @@ struct SigmoidInPlace : MutatingOp<SigmoidInPlace> {
   static constexpr const char* name = "sigmoid_";
   static void check(const Tensor& x) { check_sigmoid_(x); }
   static Tensor decomposed(const Tensor& x) { return SigmoidFunctional::decomposed(x); }
-  static Tensor traced(const Tensor& x) { return torchops::sigmoid(x); }
+  static Tensor functional(const Tensor& x) { return torchops::sigmoid(x); }
+  static Tensor traced(const Tensor& x) { return functional(x); }
   static void in_place(Tensor& x) { torchops::sigmoid_(x); }
   static Tensor train(const Tensor& x, const Tensor& target);
 };

@@ -19,7 +19,8 @@ struct SoftmaxInPlace : MutatingOp<SoftmaxInPlace, int64_t> {
   static constexpr const char* name = "softmax_";
   static void check(const Tensor& x, int64_t dim) { check_softmax_(x, dim); }
   static Tensor decomposed(const Tensor& x, int64_t dim) { return SoftmaxFunctional::decomposed(x, dim); }
-  static Tensor traced(const Tensor& x, int64_t dim) { return torchops::softmax(x, dim); }
+  static Tensor functional(const Tensor& x, int64_t dim) { return torchops::softmax(x, dim); }
+  static Tensor traced(const Tensor& x, int64_t dim) { return functional(x, dim); }
   static void in_place(Tensor& x, int64_t dim) { torchops::softmax_(x, dim); }
   static Tensor train(const Tensor& x, const Tensor& target, int64_t dim);
 };

@@ -190,11 +190,12 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
   static Tensor decomposed(const Tensor& x, Args... args) {
     return x + Functional::decomposed(x, args...).to(x.scalar_type());
   }
-  static Tensor traced(const Tensor& x, Args... args) {
-    const TriangleArguments t{detail::keep(x), args...};
+  static Tensor functional(const Tensor& x, Args... args) {
+    const TriangleArguments t{x, args...};
     return std::get<0>(detail::triangle_update(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps,
                                                /*keep_product=*/false, /*adds=*/true));
   }
+  static Tensor traced(const Tensor& x, Args... args) { return functional(detail::keep(x), args...); }
   static void in_place(Tensor& x, Args... args) { triangle_multiplicative_update_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
     return autograd::train(TriangleArguments{x.clone(), args...}, /*adds=*/true, target);
@@ -229,7 +230,7 @@ struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
 // The model adapters call it only in inference.
 Tensor beneath_autograd_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                          double eps, bool keep_product) {
-  detail::checked_triangle_update_(x, mask, parameters, outgoing, eps);
+  detail::check_triangle_update_(x, mask, parameters, outgoing, eps);
   TORCH_CHECK(!needs_decomposition(x, mask, parameters) && !needs_grad(x, mask, parameters),
               "_triangle_multiplicative_update_: expected no argument that needs a gradient or has a tangent, got one");
   at::AutoDispatchBelowAutograd below_autograd;
@@ -240,6 +241,17 @@ Tensor beneath_version_(Tensor& x, const OptionalTensor& mask, const TrianglePar
                         double eps, bool keep_product) {
   return bump_version_after(x,
                             [&] { return detail::triangle_update_(x, mask, parameters, outgoing, eps, keep_product); });
+}
+
+Tensor beneath_functionalized_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                               bool outgoing, double eps, bool keep_product) {
+  detail::check_triangle_update_(x, mask, parameters, outgoing, eps);
+  Tensor y, product;
+  overwrite_with_new(x, [&] {
+    std::tie(y, product) = detail::triangle_update(x, mask, parameters, outgoing, eps, keep_product, /*adds=*/true);
+    return y;
+  });
+  return product;
 }
 
 // Differentiated only by double backward, which goes through o too and so recomputes it.
@@ -266,6 +278,8 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
 TORCHOPS_MUTATING(InPlace)
 
 TORCH_LIBRARY_IMPL(myops, ADInplaceOrView, m) { m.impl("_triangle_multiplicative_update_", beneath_version_); }
+
+TORCH_LIBRARY_IMPL(myops, Functionalize, m) { m.impl("_triangle_multiplicative_update_", beneath_functionalized_); }
 
 TORCHOPS_LAZY("_triangle_multiplicative_update", detail::triangle_update)
 TORCHOPS_LAZY("_triangle_multiplicative_update_", detail::triangle_update_)

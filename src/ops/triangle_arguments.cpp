@@ -273,6 +273,14 @@ TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const Trian
   return t;
 }
 
+TriangleUpdate checked_(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                        bool outgoing, double eps) {
+  constexpr const char* op = "triangle_multiplicative_update_";
+  TriangleUpdate t = checked(op, x, mask, parameters, outgoing, eps);
+  detail::check_writable(op, "x", x);
+  return t;
+}
+
 TriangleUpdate apart(TriangleUpdate t) {
   take_apart(t);
   return t;
@@ -283,6 +291,11 @@ TriangleUpdate apart(TriangleUpdate t) {
 void detail::check_triangle_update(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                                    bool outgoing, double eps) {
   checked(kForward, x, mask, parameters, outgoing, eps);
+}
+
+void detail::check_triangle_update_(const Tensor& x, const OptionalTensor& mask,
+                                    const TriangleParameterList& parameters, bool outgoing, double eps) {
+  checked_(x, mask, parameters, outgoing, eps);
 }
 
 void detail::check_triangle_update_backward(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
@@ -298,10 +311,7 @@ TriangleUpdate detail::checked_triangle_update(const Tensor& x, const OptionalTe
 
 TriangleUpdate detail::checked_triangle_update_(const Tensor& x, const OptionalTensor& mask,
                                                 const TriangleParameterList& parameters, bool outgoing, double eps) {
-  constexpr const char* op = "triangle_multiplicative_update_";
-  TriangleUpdate t = checked(op, x, mask, parameters, outgoing, eps);
-  check_writable(op, "x", x);
-  return apart(std::move(t));
+  return apart(checked_(x, mask, parameters, outgoing, eps));
 }
 
 TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, const Tensor& x,

@@ -175,6 +175,8 @@ TriangleUpdate checked_triangle_parameters(const char* op, const TriangleParamet
 /// Only the checks, for a kernel that passes the arguments on as they are.
 void check_triangle_update(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                            bool outgoing, double eps);
+void check_triangle_update_(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
+                            bool outgoing, double eps);
 void check_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const TriangleProduct& product,
                                     const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
                                     double eps, const TriangleMask& wanted);
