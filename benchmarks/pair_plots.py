@@ -104,7 +104,7 @@ def draw_layer(document: dict[str, Any], path: Path) -> None:
     handles: dict[str, Any] = {}
     for one in axes.flat:
         handles |= {label: handle for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), fontsize=8, loc="outside upper center", ncols=len(handles))
+    plots.legend_above(figure, list(handles.values()), list(handles))
     plots._caption(figure, document["machine"])
     figure.savefig(path, dpi=plots.DPI)
 

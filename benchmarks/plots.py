@@ -12,6 +12,7 @@ from .report import Report, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FEWEST_POINTS = 3
 DPI = 90
@@ -187,6 +188,16 @@ def _caption(figure: Any, description: dict[str, str]) -> None:
     figure.supxlabel(f"{description['machine']}, torch {description['torch']}{revision}", fontsize=7, color="gray")
 
 
+def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """A legend above all axes, in as many columns as the width of the figure has room for."""
+    for columns in range(len(labels), 0, -1):
+        legend = figure.legend(handles, labels, fontsize=8, loc="outside upper center", ncols=columns)
+        figure.draw_without_rendering()
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+
+
 def draw_memory(folder: Path, rows: Sequence[dict[str, Any]], description: dict[str, str], ours: str) -> str:
     """Draws the peaks of all cases as bars into `memory.png`, as multiples of the tensor that an operator works on."""
     if problem := missing():
@@ -214,7 +225,7 @@ def draw_memory(folder: Path, rows: Sequence[dict[str, Any]], description: dict[
     axes.margins(x=0.1, y=0.01)
     axes.set_xlabel("peak memory of a call, in multiples of the tensor")
     axes.grid(True, axis="x", linewidth=0.3, alpha=0.6)
-    figure.legend(fontsize=8, loc="outside upper center", ncols=len(names))
+    legend_above(figure, *axes.get_legend_handles_labels())
     _caption(figure, description)
     figure.savefig(folder / "memory.png", dpi=DPI)
     return "picture: memory.png"

@@ -352,24 +352,29 @@ def rendered(text: str) -> str:
     return BLOCK.sub(lambda block: block["name"] + block[2] + "\n" + TABLES[block["name"]]() + "\n", text)
 
 
+def pictures() -> Iterator[str]:
+    """Draw every picture of the results, and tell of each folder and operator what was drawn."""
+    for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
+        for path, document in documents(folder):
+            if "op" in document and "regime" not in document:
+                item = report.from_json(path.read_text())
+                yield f"{folder.name}: {plots.draw(folder, [item], item.results[0].first)}"
+            elif path.stem == "memory":
+                ours = next(name for name in OURS if name in document["cases"][0]["peak_bytes"])
+                yield f"{folder.name}: {plots.draw_memory(folder, document['cases'], document, ours)}"
+        yield f"{folder.name}: {pair_plots.draw(folder)}"
+    yield ladder.draw(RESULTS)
+
+
 def run(options: argparse.Namespace) -> int:
     """Writes the Markdown and the plots of all results, and the tables in the pages that show them."""
     reports.cache_clear()
     for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
         for path, document in documents(folder):
             path.with_suffix(".md").write_text(markdown(path, document))
-            if options.no_plots:
-                continue
-            if "op" in document and "regime" not in document:
-                item = report.from_json(path.read_text())
-                print(f"{folder.name}: {plots.draw(folder, [item], item.results[0].first)}")
-            elif path.stem == "memory":
-                ours = next(name for name in OURS if name in document["cases"][0]["peak_bytes"])
-                print(f"{folder.name}: {plots.draw_memory(folder, document['cases'], document, ours)}")
-        if not options.no_plots:
-            print(f"{folder.name}: {pair_plots.draw(folder)}")
     if not options.no_plots:
-        print(ladder.draw(RESULTS))
+        for drawn in pictures():
+            print(drawn)
     for page in PAGES:
         page.write_text(rendered(page.read_text()))
     return 0
