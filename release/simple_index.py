@@ -3,7 +3,9 @@
 Package indexes refuse local versions, so wheels are files of a release, and these pages are what pip looks them up in::
 
     python release/simple_index.py build/index < wheels.txt
-    pip install torchops --extra-index-url <where the pages are>/torch213.cu130/
+    pip install torchops --index-url <where the pages are>/torch213.cu130/
+
+With torch installed already, pip needs no other index, and so looks for torchops nowhere else.
 
 A line of ``wheels.txt`` is the SHA-256 of a wheel and its address. An index holds the wheels for one torch and one
 CUDA, because pip takes the highest version that it sees, and of two local versions that is not the one that fits.
