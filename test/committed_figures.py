@@ -11,7 +11,8 @@ from typing import Any
 
 from allreduce_bench import model as cost_model
 
-from benchmarks import power, render
+import benchmarks.case
+from benchmarks import power, render, stages
 from benchmarks.gate_lines import UNALIGNED_SIZES
 from benchmarks.render import EPYC, H100, RESULTS
 
@@ -75,6 +76,13 @@ def wide_triangle(dtype: str, task: str) -> float:
 def stage(kernel: str) -> float:
     found = document(H100, "stages")["microseconds"]["kernels, forward"]
     return sum(time for name, time in found.items() if kernel in name) / 1e3
+
+
+def stage_bound() -> float:
+    """Milliseconds of the first stage, and of the last, at the rates of the table."""
+    first, last = (stages.bound(1024, 128, of, benchmarks.case.FORWARD) / 1e3 for of in (stages.GLUS, stages.OUT))
+    assert first == last
+    return first
 
 
 def power_of_products() -> list[float]:
@@ -196,10 +204,68 @@ def odd_rows() -> list[float]:
     return gains
 
 
-def training_on_a_cpu(rows: int, features: int) -> list[float]:
+def streams(task: str, what: str = "microseconds") -> list[tuple[dict[str, Any], float]]:
+    """The lines of float32 rows beside 16-bit weights, and by how many percent less each takes than if compiled."""
+    found = (r for r in document(H100, "gates-stream")["results"] if r["line"]["compiled"])
+    taken = ((r["line"], r[what]) for r in found if r["line"]["task"] == task)
+    return [(line, (1 - by["torchops"] / by["torch.compile"]) * 100) for line, by in taken]
+
+
+def forward_of_streams() -> list[float]:
+    less = [percent for _, percent in streams(FORWARD)]
+    return [min(less), max(less)]
+
+
+def training_of_streams() -> list[float]:
+    """Least and most time saved where one pass makes all gradients; of glu of more features; most and least of other
+    gates, and least and most memory of these with more than 64 features."""
+
+    def in_one_pass(line: dict[str, Any]) -> bool:
+        return line["shape"][1] <= 128 and "v" not in line["stream"]
+
+    less = streams(BACKWARD)
+    one_pass = [percent for line, percent in less if in_one_pass(line)]
+    glu = [percent for line, percent in less if not in_one_pass(line) and line["op"] == "glu"]
+    gate = [percent for line, percent in less if not in_one_pass(line) and line["op"] == "gate"]
+    gates_ = ((line, percent) for line, percent in streams(BACKWARD, "peak_bytes") if line["op"] == "gate")
+    memory = [percent for line, percent in gates_ if not in_one_pass(line) and line["shape"][1] > 64]
+    return [min(one_pass), max(one_pass), *glu, max(gate), -min(gate), min(memory), max(memory)]
+
+
+def between_runs() -> float:
+    """By how many percent times of a call differ at most between `benchmarks run` and `benchmarks.gates`."""
+    same = {"torchops": "ours", "eager": "eager", "torch.compile": "compile", "Triton": "triton"}
+    most = 0.0
+    for result in document(H100, "gates")["results"]:
+        line, shape = result["line"], tuple(result["line"]["shape"])
+        if line["op"] not in render.reports(H100) or line["task"] not in (FORWARD, BACKWARD):
+            continue
+        name = f"{line['task']} {shape} {line['dtype']}"
+        if any(r.case.name == name for r in render.reports(H100)[line["op"]].results):
+            other = case(H100, line["op"], name)
+            for way, theirs in same.items():
+                if way in result["microseconds"] and theirs in other:
+                    ratio = result["microseconds"][way] / (other[theirs].seconds * 1e6)
+                    most = max(most, ratio - 1, 1 / ratio - 1)
+    return most * 100
+
+
+def copied_per_second() -> float:
+    """Bytes that an H100 reads and writes in a second of copying."""
+    (copy,) = (each for each in document(H100, "ptx")["times"] if each["name"] == "copy")
+    return float(copy["bytes_per_second"])
+
+
+def first_message() -> list[float]:
+    """Microseconds of the ring for the smallest message on two GPUs, and how many times the library's these are."""
+    row = document("nvidia-h200", "allreduce")["rows"][0]
+    return [row["seconds"]["ring"] * 1e6, row["seconds"]["ring"] / row["seconds"]["library"]]
+
+
+def on_a_cpu_of_eager(rows: int, features: int, task: str = BACKWARD) -> list[float]:
     """The time of gate and glu in terms of eager mode's, in float32, then in bfloat16."""
     lines = [r for r in document(EPYC, "gates")["results"] if r["line"]["shape"] == [rows, features, features]]
-    found = {(r["line"]["dtype"], r["line"]["op"]): r["microseconds"] for r in lines if r["line"]["task"] == BACKWARD}
+    found = {(r["line"]["dtype"], r["line"]["op"]): r["microseconds"] for r in lines if r["line"]["task"] == task}
     order = [(dtype, op) for dtype in ("float32", "bfloat16") for op in ("gate", "glu")]
     return [found[key]["torchops"] / found[key]["eager"] for key in order]
 
@@ -241,6 +307,13 @@ def swiglu() -> list[float]:
 def without(op: str, name: str, regime: str = "") -> float:
     """By how many percent less time the linear layer alone takes."""
     return (1 - case(H100, op, name, regime)["linear"].ratio) * 100
+
+
+def longest_without_sigmoid() -> float:
+    """By how many percent less time the linear layer alone takes at most, of cold results with millions of elements."""
+    found = (r for r in render.reports(H100)["dense"].results if r.case.task == FORWARD and "linear" in r.timings)
+    large = [r.timings["linear"].ratio for r in found if r.cold and r.case.shape[0] * r.case.shape[2] >= 2**20]
+    return (1 - min(large)) * 100
 
 
 def hot() -> list[float]:

@@ -98,6 +98,15 @@ def test_python_of(page: Path) -> None:
     assert [torch._C._dispatch_dump(full_name(schema)) for schema in operators()] == kernels
 
 
+@pytest.mark.usefixtures("_own_process_state")
+def test_the_readme_shows_an_update() -> None:
+    """The triangle update of a new layer is 0, and so would be the effect of what the reader runs."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for _, code in blocks(ROOT / "README.md", "python"):
+        exec(code, namespace)
+    assert namespace["update"](namespace["pairs"]).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("page", RUN, ids=name)
 def test_other_blocks_of(page: Path) -> None:
     known = {"python", "python no-run", "cpp", "cuda", "cmake", "bash", "mermaid", "text", "ptx", "diff", "make"}
