@@ -31,5 +31,6 @@ def test_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figure.Figure, "savefig", check)
     for _ in render.pictures():
         pass
-    assert drawn == set(render.RESULTS.rglob("*.png"))
+    assert drawn
+    assert drawn >= set(render.RESULTS.rglob("*.png"))  # a source distribution has none
     assert not cut_off
