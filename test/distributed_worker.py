@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import distributed_hopper_checks
+import pytest
 import torch
 import torch.distributed as dist
 from samples import Make
@@ -27,16 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import torchops
+from torchops.distributed import ColwiseParallel, RowwiseParallel
 
 # All in float64, so nothing but the order of additions differs.
 TOLERANCE = 1e-12
@@ -134,7 +130,7 @@ class Gates(nn.Module):
 
 PLANS: dict[str, tuple[dict[str, ParallelStyle], str]] = {
     # The plan, and what its forward communicates.
-    "stock": ({"up": ColwiseParallel(), "down": RowwiseParallel()}, "all_reduce"),
+    "as_stock": ({"up": ColwiseParallel(), "down": RowwiseParallel()}, "all_reduce"),
     "no_local_tensors": (
         {
             "up": ColwiseParallel(use_local_output=False),
@@ -170,6 +166,22 @@ def assert_gradients_agree(parallel: nn.Module, single: nn.Module, y: Any, expec
         assert p.grad is not None, name
         assert q.grad is not None, name
         assert_same(p.grad, q.grad)
+
+
+def check_stock_styles(mesh: DeviceMesh) -> None:
+    """Ours are PyTorch's for an nn.Linear and an nn.Embedding. PyTorch's refuse a Dense, and leave it as it was."""
+    for ours in (ColwiseParallel, RowwiseParallel):
+        (stock,) = ours.__bases__
+        for make in (lambda: nn.Linear(6, 10), lambda: nn.Embedding(6, 10)):
+            modules = [parallelize_module(make(), mesh, style()) for style in (ours, stock)]
+            of: list[Any] = [list(module.parameters()) for module in modules]
+            assert [p.placements for p in of[0]] == [p.placements for p in of[1]]
+        dense = torchops.nn.Dense(6, 10)
+        with pytest.raises(NotImplementedError, match=r"nn\.Linear"):
+            parallelize_module(dense, mesh, stock())
+        assert all(type(p) is nn.Parameter for p in dense.parameters())
+        assert parallelize_module(dense, mesh, ours()) is dense
+        assert type(dense) is torchops.nn.Dense
 
 
 def check_sequence_parallel(mesh: DeviceMesh) -> None:
@@ -301,6 +313,7 @@ def checks() -> dict[str, Callable[[DeviceMesh], None]]:
         "pending communication": check_pending_communication,
         "data and tensor parallel": check_data_and_tensor_parallel,
         "sequence parallel": check_sequence_parallel,
+        "stock styles": check_stock_styles,
         "DistributedDataParallel": check_ddp,
         "fully_shard": check_fully_shard,
         **distributed_hopper_checks.checks_of_two(),

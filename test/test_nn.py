@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from typing import Literal
 
 import pytest
@@ -232,10 +233,12 @@ def test_another_layer_is_not_left_out(module: nn.Module) -> None:
     for path, layer in layers.items():
         above, _, name = path.rpartition(".")
         parent = module.get_submodule(above)
-        with pytest.raises(TypeError, match=rf"expected {name} to be a plain torch.nn.Linear .*, got Adapter"):
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        message = f"{kind}: expected {path} to be a plain torch.nn.Linear, .*, got {__name__}.Adapter;"
+        with pytest.raises(TypeError, match=re.escape(message).replace(r"\.\*", ".*")):
             setattr(parent, name, Adapter(layer))
         assert getattr(parent, name) is layer
-        with pytest.raises(TypeError, match=f"expected {name} to be"):
+        with pytest.raises(TypeError, match=f"expected {path} to be"):
             parent.add_module(name, Adapter(layer))
         assert getattr(parent, name) is layer
         setattr(parent, name, weight_norm(copy.deepcopy(layer)))

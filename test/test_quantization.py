@@ -37,7 +37,7 @@ class Written(nn.Module):
         )
 
     @staticmethod
-    def linear(layer: nn.Linear) -> nn.Linear:
+    def linear(layer: nn.Linear | torchops.nn.Dense | torchops.nn.Gate) -> nn.Linear:
         copied = nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
         copied.load_state_dict(layer.state_dict())
         return copied
@@ -60,13 +60,49 @@ def test_weights(config: str) -> None:
     model, written, x = models(torch.bfloat16)
     exact = model(x)
     for m in (model, written):
-        torchao.quantize_(m, getattr(torchao, config)())
+        torchao.quantize_(m, getattr(torchao, config)(), filter_fn=torchops.quantization.quantizable)
     assert type(model.dense.weight) is type(written.dense.weight)
     assert type(model.dense.weight) not in (Tensor, nn.Parameter)
     y = model(x)
     assert torch.equal(y, written(x))
     assert not torch.equal(y, exact)
     torch.testing.assert_close(y, exact, rtol=0.1, atol=0.1)
+
+
+def test_without_the_filter_gates_are_left() -> None:
+    model, written, x = models(torch.bfloat16)
+    for m in (model, written):
+        torchao.quantize_(m, torchao.Int8WeightOnlyConfig())
+    assert type(model.dense.weight) is type(model.gate.weight) is nn.Parameter
+    written.dense, written.gate = (Written.linear(layer) for layer in (model.dense, model.gate))
+    torch.testing.assert_close(model(x), written(x), rtol=0.02, atol=0.02)
+
+
+def test_the_filter_leaves_out_what_needs_plain_weights() -> None:
+    model = nn.ModuleDict({"pair": torchops.nn.PairLayer(16, 2, 8), "attention": nn.MultiheadAttention(16, 2)})
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=torchops.quantization.quantizable)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert model["pair"](torch.randn(3, 3, 16)).shape == (3, 3, 16)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_replaces_linear_layers_leaves_gates(replaced: bool) -> None:
+    """Conversion to float8, and quantization-aware training, which refuses what it is told to take."""
+    from torchao.float8 import convert_to_float8_training
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    x = torch.randn(5, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), torchops.nn.Dense(64, 64), nn.Linear(64, 32))
+    if replaced:
+        assert torchops.nn.replace(model).replaced == ("0",)
+    training = QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int8, "per_channel"), step="prepare")
+    for change in (convert_to_float8_training, lambda m: torchao.quantize_(m, training)):
+        changed = copy.deepcopy(model)
+        change(changed)
+        assert [type(a) is type(b) for a, b in zip(changed, model, strict=True)] == [replaced, True, True, False]
+        assert torch.equal(changed[2](x), model[2](x))
+    with pytest.raises(ValueError, match="Dense"):
+        torchao.quantize_(model, training, filter_fn=torchops.quantization.quantizable)
 
 
 def test_errors() -> None:
@@ -92,7 +128,7 @@ def test_gradient_of_the_input() -> None:
     model, written, x = models(torch.bfloat16)
     gradients: list[Tensor] = []
     for m in (model, written):
-        torchao.quantize_(m, torchao.Int8WeightOnlyConfig())
+        torchao.quantize_(m, torchao.Int8WeightOnlyConfig(), filter_fn=torchops.quantization.quantizable)
         leaf = x.clone().requires_grad_()
         m(leaf).sum().backward()
         assert leaf.grad is not None
@@ -103,7 +139,7 @@ def test_gradient_of_the_input() -> None:
 
 def test_compile() -> None:
     model, _, x = models(torch.bfloat16)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=torchops.quantization.quantizable)
     with torch.no_grad():
         y = torch.compile(model, fullgraph=True)(x)
         torch.testing.assert_close(y, model(x), rtol=0.05, atol=0.05)
@@ -115,7 +151,9 @@ def test_either_import_first(order: str) -> None:
 import torch
 {order}
 layer = torchops.nn.Dense(32, 32).to(torch.bfloat16)
-torchao.quantization.quantize_(layer, torchao.quantization.Int8WeightOnlyConfig())
+torchao.quantization.quantize_(
+    layer, torchao.quantization.Int8WeightOnlyConfig(), filter_fn=torchops.quantization.quantizable
+)
 print(tuple(layer(torch.zeros(2, 32, dtype=torch.bfloat16)).shape))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -5,12 +5,15 @@ You don't have to call anything. After ``import torchops``, this module is impor
 
 ``docs/distributed.md`` says what each operator does with which placement, and what that costs. Data parallelism
 (``DistributedDataParallel``, ``fully_shard``) passes plain tensors to the operators, so it works without this module.
+
+``ColwiseParallel`` and ``RowwiseParallel`` are PyTorch's parallel styles, which take a :class:`torchops.nn.Dense`, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +28,17 @@ except ImportError as error:
         f"torchops.distributed: expected a torch with DTensor and register_sharding, got {torch.__version__} ({error})"
     ) from error
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from torchops._distributed_styles import ColwiseParallel, RowwiseParallel
+
+__all__ = ["ColwiseParallel", "RowwiseParallel"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("torchops._distributed_styles"), name)
+    raise AttributeError(f"module 'torchops.distributed' has no attribute {name!r}")
+
 
 _myops = torch.ops.myops
 

@@ -1,9 +1,10 @@
 """Layers of torchops in quantized models.
 
-**torchao's tensors.** A :class:`torchops.nn.Dense`, a ``Gate`` and the layers of a ``GLU`` are ``nn.Linear``, so
-``torchao.quantization.quantize_`` replaces their weights by a tensor subclass. With such a weight, ``dense``, ``gate``
-and ``glu`` compute ``torch.nn.functional.linear``, with all that torchao does for it, and the rest after it. You don't
-have to call anything for that.
+**torchao's tensors.** ``torchao.quantization.quantize_`` replaces the weights of ``nn.Linear`` by a tensor subclass:
+also those of the layers of a :class:`torchops.nn.GLU`, and with ``filter_fn=quantizable`` those of a
+:class:`torchops.nn.Dense` and a ``Gate``. With such a weight, ``dense``, ``gate`` and ``glu`` compute
+``torch.nn.functional.linear``, with all that torchao does for it, and the rest after it. You don't have to call
+anything for that.
 
 **Quantizers of graphs** (PT2E, ``torchao.quantization.pt2e``) look for ``linear``, which :func:`written_out` puts into
 an exported program.
@@ -17,13 +18,42 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, silu
+
+from torchops.nn import Dense, Gate, layers
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-__all__ = ["written_out"]
+__all__ = ["quantizable", "written_out"]
+
+
+def quantizable(module: nn.Module, name: str = "") -> bool:
+    """Whether torchao can quantize the weight of ``module``: a ``filter_fn`` for ``torchao.quantization.quantize_``.
+
+    torchao's own takes every ``nn.Linear`` and nothing else. This one also takes :class:`torchops.nn.Dense` and
+    ``Gate``, and leaves out the layers of the pair modules, whose operators need plain weights. It is for
+    configurations that replace weights. Those that replace modules, such as ``QATConfig``, raise for a ``Dense``.
+
+    Args:
+        module: a part of the model.
+        name: its name in the model, which does not matter.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+        >>> torchops.quantization.quantizable(torchops.nn.Dense(3, 4))
+        True
+        >>> torchops.quantization.quantizable(torchops.nn.Transition(3).fc1)
+        False
+    """
+    if isinstance(module, nn.Linear):
+        # Of attention, which reads the weight of this layer for a kernel of its own.
+        return not isinstance(module, (layers.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear))
+    return isinstance(module, (Dense, Gate))
 
 
 def _dense(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:

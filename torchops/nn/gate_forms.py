@@ -210,7 +210,7 @@ class Finder:
         """Erases nodes that have no users any more, upwards from a gate: its factors, down to the layers."""
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
-        if self._is(node, nn.Linear):
+        if self._is(node, (nn.Linear, Dense)):
             return
         for n in inputs:
             if not n.users and n.op != "placeholder":
@@ -259,7 +259,7 @@ class Finder:
         node.replace_all_uses_with(new)
 
     def _drop(self, node: fx.Node) -> None:
-        if node.op == "call_module" and not self._is(node, nn.Linear):
+        if node.op == "call_module" and not self._is(node, (nn.Linear, Dense)):
             self.others.append(str(node.target))
 
     def _parameters(self, layer: fx.Node) -> tuple[fx.Node, fx.Node | None]:
@@ -273,15 +273,13 @@ class Finder:
     def _module(self, node: fx.Node) -> Any:
         return self.module.get_submodule(str(node.target))
 
-    def _is(self, node: Any, kind: type[nn.Module]) -> bool:
+    def _is(self, node: Any, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> bool:
         return isinstance(node, fx.Node) and node.op == "call_module" and isinstance(self._module(node), kind)
 
     def _layer(self, node: Any, gate: bool = False) -> fx.Node | None:
         """`node` as the call of a linear layer, or of a `Dense`, with no other user."""
-        if not self._is(node, nn.Linear) or len(node.users) != 1 or len(node.args) != 1 or node.kwargs:
-            return None
-        is_gate = isinstance(self._module(node), Dense)
-        return node if is_gate is gate else None
+        alone = self._is(node, Dense if gate else nn.Linear) and len(node.users) == len(node.args) == 1
+        return node if alone and not node.kwargs else None
 
     def _activation(self, node: Any) -> tuple[str, Any]:
         """The activation that `node` is, and its argument."""

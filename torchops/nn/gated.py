@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from .gate_forms import Finder, Part, Tracer, contents, gated_linear, packed_linear
 from .gates import Dense
+from .layers import LinearParameters
 from .replace import (
     Replacements,
     join,
@@ -45,7 +46,7 @@ class _LeaveError(Exception):
     """Why a module with a gate is left as it is."""
 
 
-class PackedGLU(nn.Linear):
+class PackedGLU(LinearParameters):
     """An ``nn.Linear`` followed by ``nn.GLU()``, computed by one operator: :func:`torchops.glu`."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def _may_have_gates(module: nn.Module) -> bool:
         return False
     if kind.__module__.split(".")[0] in ("torch", "torchops"):
         return False
-    return any(isinstance(child, nn.Linear) for child in module.modules())
+    return any(isinstance(child, (nn.Linear, Dense)) for child in module.modules())
 
 
 def _replace(module: nn.Module) -> bool:
@@ -337,14 +338,14 @@ def _features(module: nn.Module) -> list[int]:
             continue
         sizes = [_size(module.get_submodule(str(u.target))) for u in node.users if u.op == "call_module"]
         found.append(next(filter(None, sizes), 0))
-    outs = [m.out_features for m in module.modules() if isinstance(m, nn.Linear)]
+    outs = [m.out_features for m in module.modules() if isinstance(m, (nn.Linear, Dense))]
     return [n or outs[-1] for n in found]
 
 
 def _size(module: nn.Module) -> int:
     if isinstance(module, nn.LayerNorm):
         return module.normalized_shape[-1]
-    return module.in_features if isinstance(module, nn.Linear) else 0
+    return module.in_features if isinstance(module, (nn.Linear, Dense)) else 0
 
 
 # --- nn.Linear and nn.GLU in an nn.Sequential ------------------------------------------------------------------------
@@ -359,7 +360,7 @@ def replace_glus(model: nn.Module) -> Replacements:
         for parent in names
         if isinstance(parent, nn.Sequential)
         for (key, child), (next_key, following) in pairwise(parent._modules.items())
-        if isinstance(child, nn.Linear) and not isinstance(child, (Dense, PackedGLU)) and isinstance(following, nn.GLU)
+        if isinstance(child, nn.Linear) and isinstance(following, nn.GLU)
     ]
     places = {(parent, key) for parent, key, _ in pairs}
     new: dict[int, nn.Module] = {}

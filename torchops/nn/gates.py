@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchops.ops import dense, gate, glu
 
-from .layers import LayersRead
+from .layers import LayersRead, LinearParameters
 
 __all__ = ["GLU", "Dense", "Gate"]
 
@@ -25,11 +25,12 @@ def _dense(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return dense(x, w, b) if is_dense(x) else torch.sigmoid(nn.functional.linear(x, w, b))
 
 
-class Dense(nn.Linear):
+class Dense(LinearParameters):
     """A fully connected layer with a sigmoid: ``y = sigmoid(x @ weight.T + bias)``.
 
-    It is an ``nn.Linear`` (same parameters, initialisation, state dict) followed by ``nn.Sigmoid``, computed by one
-    operator: :func:`torchops.dense`.
+    It computes ``nn.Linear`` followed by ``nn.Sigmoid`` by one operator: :func:`torchops.dense`. Parameters,
+    initialisation and state dict are those of ``nn.Linear``. It is no ``nn.Linear``, so what looks for these leaves it
+    alone.
 
     Args:
         in_features: size of each input row.
@@ -57,11 +58,12 @@ class Dense(nn.Linear):
         return _dense(input, self.weight, self.bias)
 
 
-class Gate(nn.Linear):
+class Gate(LinearParameters):
     """Gates one tensor by another: ``v * sigmoid(x @ weight.T + bias)``.
 
-    It is an ``nn.Linear`` (same parameters, initialisation, state dict). The sigmoid of its output multiplies ``v``.
-    One operator computes it all: :func:`torchops.gate`. With 16-bit parameters, ``v`` and ``x`` may be float32.
+    One operator computes it all: :func:`torchops.gate`. Parameters, initialisation and state dict are those of
+    ``nn.Linear``. It is no ``nn.Linear``, so what looks for these leaves it alone. With 16-bit parameters, ``v`` and
+    ``x`` may be float32.
 
     Args:
         in_features: size of each row of ``x``.
@@ -84,7 +86,7 @@ class Gate(nn.Linear):
         torch.Size([2, 4])
     """
 
-    def forward(self, v: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, v: Tensor, x: Tensor) -> Tensor:
         return gate(v, x, self.weight, self.bias)
 
 

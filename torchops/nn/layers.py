@@ -1,12 +1,109 @@
-"""What modules have in common whose operators read the parameters of the layers inside."""
+"""Layers whose parameters an operator reads, and the modules that hold them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["LayersRead"]
+__all__ = ["Initial", "LayersRead", "Linear", "LinearParameters"]
+
+
+class LinearParameters(nn.Module):
+    """The parameters of an ``nn.Linear``, under its names and with its initial values, of a module that computes more.
+
+    It is no ``nn.Linear``. Tools that look for these (low-rank adapters, float8 training, quantizers) put in their
+    place a layer that computes ``linear`` alone.
+    """
+
+    __constants__ = ("in_features", "out_features")
+    if TYPE_CHECKING:  # TorchScript does not know types that are strings
+        weight: nn.Parameter
+        bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises both parameters as ``nn.Linear`` does."""
+        nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        return nn.Linear.extra_repr(self)  # type: ignore[arg-type]
+
+
+# --- initial values ---------------------------------------------------------------------------------------------------
+
+Initial = Literal["lecun", "glorot", "normal", "gating", "final"]
+
+# The standard deviation of a normal distribution of width 1 that is cut off at -2 and 2.
+_TRUNCATED_STD = 0.87962566103423978
+
+
+def _lecun(weight: Tensor) -> None:
+    std = max(weight.shape[1], 1) ** -0.5 / _TRUNCATED_STD
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+def _normal(weight: Tensor) -> None:
+    nn.init.normal_(weight, std=max(weight.shape[1], 1) ** -0.5)
+
+
+_WEIGHTS: dict[Initial, Callable[[Tensor], object]] = {
+    "lecun": _lecun,
+    "glorot": nn.init.xavier_uniform_,
+    "normal": _normal,
+    "gating": nn.init.zeros_,
+    "final": nn.init.zeros_,
+}
+
+
+class Linear(nn.Linear):
+    """An ``nn.Linear`` with initial values of AlphaFold, which its own ``reset_parameters`` restores.
+
+    ``fully_shard`` and others that build a model on the meta device call ``reset_parameters`` of each module that owns
+    parameters, and of no other.
+
+    Args:
+        initial: of the weight: ``"lecun"`` is normal with variance ``1 / in_features``, cut off at two standard
+            deviations; ``"normal"`` is not cut off; ``"glorot"`` is uniform as in Glorot and Bengio; ``"gating"`` and
+            ``"final"`` are 0. The bias is 1 for ``"gating"``, otherwise 0.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        initial: Initial,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.initial = initial  # nn.Linear.__init__ calls reset_parameters
+        super().__init__(in_features, out_features, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        _WEIGHTS[self.initial](self.weight)
+        if self.bias is not None:
+            nn.init.constant_(self.bias, 1.0 if self.initial == "gating" else 0.0)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
 
 _READ = (nn.Linear, nn.LayerNorm)
 _PLAIN = tuple(kind.forward for kind in _READ)
@@ -22,6 +119,15 @@ class LayersRead(nn.Module):
         TypeError: a layer is replaced by one that isn't a plain ``nn.Linear`` or ``nn.LayerNorm``.
     """
 
+    _within: ClassVar[tuple[str, ...]] = ()  # the module that the user knows, and the path from it to this one
+
+    def reset_parameters(self) -> None:
+        """Initialises all parameters as the layers inside do."""
+        for layer in self.children():
+            reset = getattr(layer, "reset_parameters", None)  # a subclass may have layers without parameters
+            if reset is not None:
+                reset()
+
     def __setattr__(self, name: str, value: Any) -> None:
         self._check(name, value)
         super().__setattr__(name, value)
@@ -33,7 +139,14 @@ class LayersRead(nn.Module):
     def _check(self, name: str, value: Any) -> None:
         former = vars(self).get("_modules", {}).get(name)
         if isinstance(former, _READ) and isinstance(value, nn.Module) and type(value).forward not in _PLAIN:
+            kind, *path = self._within or (_qualified(type(self)),)
+            plain = next(k.__name__ for k in _READ if isinstance(former, k))
             raise TypeError(
-                f"{type(self).__name__}: expected {name} to be a plain torch.nn.Linear or LayerNorm, because an "
-                f"operator reads its parameters and never calls it, got {type(value).__name__}"
+                f"{kind}: expected {'.'.join([*path, name])} to be a plain torch.nn.{plain}, because an operator reads "
+                f"its parameters and never calls it, got {_qualified(type(value))}; leave this layer out of what is to "
+                "be replaced"
             )
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import torchops
 from torchops.ops import with_type_errors
 
-from .layers import LayersRead
+from .layers import LayersRead, Linear
 
 __all__ = ["Transition", "TriangleMultiplicativeUpdate"]
 
@@ -18,9 +18,6 @@ _add_transition = with_type_errors(torch.ops.myops._add_transition, "transition"
 _add_triangle_update = with_type_errors(
     torch.ops.myops._triangle_multiplicative_update, "triangle_multiplicative_update"
 )
-
-# The standard deviation of a normal distribution of width 1 that is cut off at -2 and 2.
-_TRUNCATED_STD = 0.87962566103423978
 
 
 class Transition(LayersRead):
@@ -76,21 +73,9 @@ class Transition(LayersRead):
         self.c, self.hidden, self.eps = c, 4 * c if hidden is None else hidden, eps
         where: Any = {"device": device, "dtype": dtype}
         self.norm = nn.LayerNorm(c, eps, **where)
-        self.fc1 = nn.Linear(c, self.hidden, bias, **where)
-        self.fc2 = nn.Linear(c, self.hidden, bias, **where)
-        self.fc3 = nn.Linear(self.hidden, c, bias, **where)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialises all parameters as described above."""
-        self.norm.reset_parameters()
-        std = max(self.c, 1) ** -0.5 / _TRUNCATED_STD
-        for linear in (self.fc1, self.fc2):
-            nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
-        nn.init.zeros_(self.fc3.weight)
-        for linear in (self.fc1, self.fc2, self.fc3):
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+        self.fc1 = Linear(c, self.hidden, bias, "lecun", **where)
+        self.fc2 = Linear(c, self.hidden, bias, "lecun", **where)
+        self.fc3 = Linear(self.hidden, c, bias, "final", **where)
 
     def forward(self, x: Tensor, *, inplace: bool = False, residual: bool = False) -> Tensor:
         """Returns the transition of ``x``.
@@ -183,24 +168,11 @@ class TriangleMultiplicativeUpdate(LayersRead):
         self.c, self.d, self.direction, self.eps = c, c if d is None else d, direction, eps
         where: Any = {"device": device, "dtype": dtype}
         self.norm_in = nn.LayerNorm(c, eps, **where)
-        self.p_in = nn.Linear(c, 2 * self.d, bias, **where)
-        self.g_in = nn.Linear(c, 2 * self.d, bias, **where)
+        self.p_in = Linear(c, 2 * self.d, bias, "lecun", **where)
+        self.g_in = Linear(c, 2 * self.d, bias, "gating", **where)
         self.norm_out = nn.LayerNorm(self.d, eps, **where)
-        self.p_out = nn.Linear(self.d, c, bias, **where)
-        self.g_out = nn.Linear(c, c, bias, **where)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialises all parameters as described above."""
-        self.norm_in.reset_parameters()
-        self.norm_out.reset_parameters()
-        std = max(self.c, 1) ** -0.5 / _TRUNCATED_STD
-        nn.init.trunc_normal_(self.p_in.weight, std=std, a=-2 * std, b=2 * std)
-        for linear, weight, bias in ((self.p_in, None, 0), (self.g_in, 0, 1), (self.p_out, 0, 0), (self.g_out, 0, 1)):
-            if weight is not None:
-                nn.init.constant_(linear.weight, weight)
-            if linear.bias is not None:
-                nn.init.constant_(linear.bias, bias)
+        self.p_out = Linear(self.d, c, bias, "final", **where)
+        self.g_out = Linear(c, c, bias, "gating", **where)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, inplace: bool = False, residual: bool = False

@@ -261,7 +261,7 @@ def _pairs(parent: nn.Sequential) -> list[_Pair]:
     return [
         _Pair(parent, key, next_key)
         for (key, child), (next_key, following) in pairwise(children)
-        if isinstance(child, nn.Linear) and not isinstance(child, Dense) and isinstance(following, nn.Sigmoid)
+        if isinstance(child, nn.Linear) and isinstance(following, nn.Sigmoid)
     ]
 
 

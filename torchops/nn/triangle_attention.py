@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
 
-from .layers import LayersRead
+from .layers import LayersRead, Linear
 
 __all__ = ["TriangleAttention"]
+
+
+class _Heads(LayersRead):
+    """The layers of all heads, where Boltz's state dict has them."""
+
+    _within = ("torchops.nn.triangle_attention.TriangleAttention", "mha")
 
 
 class TriangleAttention(LayersRead):
@@ -85,24 +91,12 @@ class TriangleAttention(LayersRead):
         self.node: Node = node
         where: Any = {"device": device, "dtype": dtype}
         self.layer_norm = nn.LayerNorm(c, eps, **where)
-        self.linear = nn.Linear(c, heads, bias=False, **where)
-        self.mha = LayersRead()
+        self.linear = Linear(c, heads, False, "normal", **where)
+        self.mha = _Heads()
         for name in ("q", "k", "v"):
-            self.mha.add_module(f"linear_{name}", nn.Linear(c, heads * head_dim, bias=False, **where))
-        self.mha.linear_o = nn.Linear(heads * head_dim, c, bias, **where)
-        self.mha.linear_g = nn.Linear(c, heads * head_dim, bias, **where)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialises all parameters as described above."""
-        w = self.weights()
-        self.layer_norm.reset_parameters()
-        nn.init.normal_(w.bias_weight, std=max(self.c, 1) ** -0.5)
-        for weight in (w.q, w.k, w.v):
-            nn.init.xavier_uniform_(weight)
-        for value, tensor in ((0.0, w.gate), (1.0, w.gate_bias), (0.0, w.out), (0.0, w.out_bias)):
-            if tensor is not None:
-                nn.init.constant_(tensor, value)
+            self.mha.add_module(f"linear_{name}", Linear(c, heads * head_dim, False, "glorot", **where))
+        self.mha.linear_o = Linear(heads * head_dim, c, bias, "final", **where)
+        self.mha.linear_g = Linear(c, heads * head_dim, bias, "gating", **where)
 
     def weights(self) -> AttentionWeights:
         """The parameters as :func:`torchops.attention_update.triangle_attention_update` takes them."""
