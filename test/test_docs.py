@@ -320,7 +320,7 @@ def test_tables_of(folder: Path) -> None:
 
 TABLE = re.compile(r"(?<=<!-- dispatch table -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 # As the dispatcher asks: from the top of the stack to the backends.
-ORDER = ("FuncTorchBatched", "AutocastCPU", "AutocastCUDA", "Autograd", "ADInplaceOrView", "CPU", "Meta")
+ORDER = ("FuncTorchBatched", "AutocastCPU", "AutocastCUDA", "Tracer", "Autograd", "ADInplaceOrView", "CPU", "Meta")
 
 
 def dispatch_table() -> str:

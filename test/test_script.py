@@ -163,3 +163,53 @@ def test_swapped_glu(bias: bool) -> None:
     expected = model(x)
     assert torchops.nn.replace(model).replaced == ("0",)
     torch.testing.assert_close(torch.jit.script(model)(x), expected)
+
+
+class With(nn.Module):
+    """A module called with keywords, on a tensor that may be overwritten."""
+
+    def __init__(self, module: nn.Module, **kwargs: bool) -> None:
+        super().__init__()
+        self.module, self.kwargs = module, kwargs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x * 1, **self.kwargs)
+
+
+HOW: list[dict[str, bool]] = [{}, {"residual": True}, {"inplace": True}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize(
+    "module",
+    [torchops.nn.Transition(6), torchops.nn.TriangleMultiplicativeUpdate(6, bias=True)],
+    ids=lambda m: type(m).__name__,
+)
+def test_pair_modules_are_traced_or_say_why_not(module: nn.Module, how: dict[str, bool]) -> None:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    model = With(module.eval(), **how).requires_grad_(False)
+    x = torch.randn(3, 3, 6)
+    if how == HOW[1] and isinstance(module, torchops.nn.TriangleMultiplicativeUpdate):
+        with pytest.raises(RuntimeError, match=r"^triangle_multiplicative_update: .*use torch\.export\.export"):
+            torch.jit.trace(model, (x,))
+        return
+    traced = torch.jit.trace(model, (x,))
+    torch.testing.assert_close(traced(x), model(x))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_triangle_attention_says_why_it_cannot_be_traced(how: dict[str, bool], grad: bool) -> None:
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(RuntimeError, match=r"^triangle_attention_update: .*torch\.export"),
+    ):
+        torch.jit.trace(With(torchops.nn.TriangleAttention(6, 2, 3), **how), (torch.randn(3, 3, 6),))
+
+
+def test_every_operator_that_cannot_be_traced_says_so() -> None:
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("myops::")]
+    untraceable = {s.name for s in schemas if any("Optional[Tensor]]" in str(a.type) for a in s.arguments)}
+    assert len(untraceable) > 5
+    assert {name for name in untraceable if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Tracer")} == set()

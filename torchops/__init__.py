@@ -8,7 +8,19 @@ from torchops import _library
 # The modules imported below look up their operators.
 _library.load()
 
-from torchops import _reinplace, adapters, attention, cuda, flops, nn, ops, pair, quantization, scaled  # noqa: E402, F401
+from torchops import (  # noqa: E402
+    _reinplace,
+    _trace,  # noqa: F401
+    adapters,
+    attention,
+    cuda,
+    flops,
+    nn,
+    ops,
+    pair,
+    quantization,
+    scaled,
+)
 from torchops._info import info  # noqa: E402
 from torchops._when_imported import when_imported  # noqa: E402
 from torchops.attention import *  # noqa: E402, F403
