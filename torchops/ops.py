@@ -428,7 +428,8 @@ def layer_norm_(
 
     Memory: two numbers per row, and scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU. On a GPU, a
     longer row whose elements are not adjacent is copied as a whole. Training copies the old ``x``, except without
-    ``weight`` and ``bias``, where backward reads the result as it was rounded.
+    ``weight`` and ``bias``, where backward reads the result as it was rounded. In 16 bits, the terms of a gradient that
+    cancel then leave a rounding of the result times the incoming gradient times ``1 / sqrt(var + eps)``.
 
     Raises:
         RuntimeError: as :func:`layer_norm`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
