@@ -187,7 +187,7 @@ def draws(name: str) -> Callable[[Any, Tensor], Tensor]:
 LEFT: dict[str, tuple[Callable[..., Tensor], str]] = {
     "autograd.Function": (reverses, "calls Reverse, a torch.autograd.Function"),
     "training of a part": (drops, "differs between training and evaluation"),
-    "identity": (is_alone, "a trial gave other results"),
+    "identity": (is_alone, "compares by `is`"),
     **{name: (draws(name), "changes its attribute held") for name in HELD},
 }
 

@@ -6,7 +6,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torchops.ops import gate
 from .gates import Dense, is_dense
 from .replace import module_reason
 
-__all__ = ["Finder", "Tracer", "contents", "gated", "gated_linear", "packed_linear", "unchanged"]
+__all__ = ["IN_PLACE", "Finder", "Tracer", "contents", "gated", "gated_linear", "packed_linear", "unchanged"]
 
 # --- what the new forwards call --------------------------------------------------------------------------------------
 
@@ -94,6 +94,9 @@ def unchanged(module: nn.Module, parts: tuple[Part, ...]) -> bool:
     return True
 
 
+_NAMES = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor")
+IN_PLACE: tuple[Callable[..., Any], ...] = tuple(getattr(operator, f"i{name}") for name in _NAMES)
+
 # --- how they are written ---------------------------------------------------------------------------------------------
 
 _MULTIPLICATIONS: set[Any] = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
@@ -103,26 +106,72 @@ _SLICES: set[Any] = {torch.chunk, "chunk"}
 
 
 class _Value(fx.Proxy):
+    """What a graph does not show, it refuses, and what overwrites a tensor is recorded as that."""
+
     tracer: Tracer
 
-    def __len__(self) -> int:
-        self.tracer.refused = True
-        return super().__len__()
+    def __getattr__(self, name: str) -> _Attribute:
+        if name in ("grad", "grad_fn", "_base"):
+            self._refuse(f"asks for the {name} of a value")  # which may be None
+        return _Attribute(self, name)
 
-    def __index__(self) -> int:
-        self.tracer.refused = True
-        raise TypeError("it takes a value for an integer")
-
-
-class _Argument(_Value):
-    """An argument of a forward. Its type is unknown, so only torch may ask for it, not the forward."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not _asked_by_torch():
+            self._refuse(f"overwrites the {name} of a value")
+        super().__setattr__(name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            self.tracer.refused = True
-            raise RuntimeError(f"it asks for the type of its argument {self.node.target}")
-        return _Argument
+        if not _asked_by_torch():
+            self._refuse(f"asks for the type of {self._said}")
+        return type(self)
+
+    _said = "a value"
+
+    def _refuse(self, does: str, error: type[Exception] = RuntimeError) -> NoReturn:
+        self.tracer.refused = True
+        raise error(f"it {does}, which no graph shows")
+
+
+def _asked_by_torch() -> bool:
+    """Whether the caller of the caller is a function of torch, or one here."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith(("torch.", "torchops."))
+
+
+class _Attribute(fx.proxy.Attribute, _Value):
+    """Such as a shape or a dtype."""
+
+
+class _Argument(_Value):
+    @property
+    def _said(self) -> str:  # type: ignore[override]
+        return f"its argument {self.node.target}"
+
+
+def _no_key(name: str, does: str) -> Callable[..., Any]:
+    def refused(self: _Value, *args: Any) -> Any:
+        if _asked_by_torch():
+            return getattr(super(_Value, self), name)(*args)
+        self._refuse(does)
+
+    return refused
+
+
+def _no_number(self: _Value) -> NoReturn:
+    self._refuse("takes a value for a number", TypeError)
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name, _makes in {"hash": "a hash", **dict.fromkeys(("str", "repr", "format"), "text")}.items():
+    setattr(_Value, f"__{_name}__", _no_key(f"__{_name}__", f"makes {_makes} of a value"))
+for _name in ("len", "index", "int", "float", "complex", "bytes"):
+    setattr(_Value, f"__{_name}__", _no_number)
+for _function in IN_PLACE:  # without such a method, Python takes `x += y` for `x = x + y`
+    setattr(_Value, f"__{_function.__name__}__", _recorded(_function))
 
 
 class _Traces:

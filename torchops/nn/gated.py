@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import re
 from collections.abc import Collection, Sequence
 from itertools import combinations, pairwise
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .gate_forms import Finder, Part, Tracer, contents, gated_linear, packed_linear
+from .gate_forms import IN_PLACE, Finder, Part, Tracer, contents, gated_linear, packed_linear
 from .gates import Dense
 from .layers import LinearParameters
 from .replace import (
@@ -224,16 +223,11 @@ def _impurity(module: nn.Module, graph: fx.Graph) -> str | None:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
         in_place |= node.op == "call_function" and (
-            name == "setitem"
-            or (name.endswith("_") and not name.endswith("__"))
-            or (getattr(operator, name, None) is target and name in _IN_PLACE)
+            name == "setitem" or (name.endswith("_") and not name.endswith("__")) or target in IN_PLACE
         )
         if in_place or "out" in node.kwargs or node.kwargs.get("inplace") or getattr(called, "inplace", False):
             return "its forward overwrites tensors"
     return None
-
-
-_IN_PLACE = {name for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)}
 
 
 def _check_layers(module: nn.Module, finder: Finder) -> None:

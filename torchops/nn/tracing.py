@@ -15,8 +15,8 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from .gate_forms import Tracer
 from .replace import alone
+from .unseen import watched
 
 __all__ = ["Trace", "copied", "random_numbers_stay", "traces"]
 
@@ -57,7 +58,7 @@ _DRAWS = "its forward draws random numbers"
 
 def _trace(copy: nn.Module, tracer: Tracer, absent: Collection[str]) -> Trace:
     before, numbers = _state(copy), _random_states()
-    with _no_contexts(tracer):
+    with watched() as ran, _no_contexts(tracer):
         graph = tracer.trace(copy, dict.fromkeys(absent) or None)
     if tracer.refused:
         raise RuntimeError("it catches an exception, and goes on in another way")
@@ -67,7 +68,22 @@ def _trace(copy: nn.Module, tracer: Tracer, absent: Collection[str]) -> Trace:
     named = sorted(changed, key=lambda path: (path.endswith(" "), path))  # rather what it holds than its pickle
     if named:
         return Trace(graph, f"its forward changes its attribute {named[0].strip()}")
-    return Trace(graph, _DRAWS if drew else None)
+    return Trace(graph, _DRAWS if drew else _shared(graph, before) or ran.problem())
+
+
+def _shared(graph: fx.Graph, state: Mapping[str, Any]) -> str | None:
+    """A module, parameter or buffer of the graph with a second name, by which the forward may have reached it."""
+    names: dict[int, list[str]] = {}
+    for path, value in state.items():
+        names.setdefault(id(value), []).append(path)
+    for node in graph.nodes:
+        name = str(node.target) if node.op in ("call_module", "get_attr") else ""
+        while name:
+            for other in names.get(id(state.get(name)), ()) if isinstance(state.get(name), nn.Module | Tensor) else ():
+                if other != name:
+                    return f"its {name} is its {other}, too, and a graph knows one name"
+            name = name.rpartition(".")[0]
+    return None
 
 
 def copied(module: nn.Module, tensor_for: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -106,6 +122,9 @@ def _state(module: nn.Module) -> dict[str, Any]:
             inside = value
         elif isinstance(value, list | tuple | set | frozenset | deque):
             inside = dict(enumerate(value))
+        elif isinstance(value, functools.partial | MethodType):
+            names = ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)
+            inside = {name: getattr(value, name) for name in names}
         else:
             kind: Any = type(value)
             slots = (name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
