@@ -8,9 +8,9 @@ from torchops import _library
 # The modules imported below look up their operators.
 _library.load()
 
-from torchops import (  # noqa: E402
+from torchops import (  # noqa: E402, F401
     _reinplace,
-    _trace,  # noqa: F401
+    _trace,
     adapters,
     attention,
     cuda,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from torchops.adapters.module import Adapter, Replacement
+from torchops.nn.layers import has_hooks
 
 
 class Layer(Replacement):
@@ -22,8 +23,7 @@ class Layer(Replacement):
 def added(part: Any, z: Tensor, *mask: Tensor, inplace: bool = False) -> Tensor:
     """`z` plus the update of a part. Its operator adds it, unless a call of the part would run more than its forward:
     a hook, such as one of ``fully_shard``, or a wrapper that was added."""
-    hooks = part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
-    if not isinstance(part, Replacement) or hooks or part._compiled_call_impl is not None:
+    if not isinstance(part, Replacement) or has_hooks(part) or part._compiled_call_impl is not None:
         return z + part(z, *mask)
     operated: Any = part
     return operated.update_(z, *mask) if inplace else operated.updated(z, *mask)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchops.nn.layers import has_hooks
 from torchops.nn.replace import module_reason, parameters_reason
 
 Shape = tuple[int, ...]
@@ -41,6 +42,12 @@ class Parameters(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={tuple(p.shape)}" for name, p in self._parameters.items() if p is not None)
+
+
+def _added(module: nn.Module) -> str:
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    names = (getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+    return ", ".join(names) or ("a forward" if "forward" in module.__dict__ else "a backward hook")
 
 
 class Call(NamedTuple):
@@ -78,7 +85,13 @@ class Replacement(nn.Module):
         module: Any = self
         for part in layer.split("."):
             module = module._modules[part]
-        # Parametrized, pruned and flattened parameters are attributes of another kind.
+            if has_hooks(module) or "forward" in module.__dict__:
+                raise RuntimeError(
+                    f"{type(self).__name__}: expected {layer}, whose parameters an operator reads and which is never "
+                    f"called, without hooks and a forward of its own, got {_added(module)}. Add them before "
+                    "torchops.nn.replace, which then leaves the module as it is, or to the module as a whole"
+                )
+        # Parametrized and flattened parameters are attributes of another kind.
         parameters = module._parameters
         value: Tensor | None = parameters[name] if name in parameters else getattr(module, name, None)
         return value

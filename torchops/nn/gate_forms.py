@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torchops.ops import gate
 
 from .gates import Dense, is_dense
+from .layers import does_more
 from .replace import module_reason
 
 __all__ = ["IN_PLACE", "Finder", "Tracer", "contents", "gated", "gated_linear", "packed_linear", "unchanged"]
@@ -85,11 +86,7 @@ def unchanged(module: nn.Module, parts: tuple[Part, ...]) -> bool:
             return False
         if contents(part) != size:
             return False
-        if not path:
-            continue
-        if "forward" in part.__dict__:
-            return False
-        if part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks:
+        if path and does_more(part):
             return False
     return True
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from .gate_forms import IN_PLACE, Finder, Part, Tracer, contents, gated_linear, packed_linear
 from .gates import Dense
-from .layers import LinearParameters
+from .layers import LinearParameters, is_read
 from .replace import (
     Replacements,
     join,
@@ -49,6 +49,8 @@ class PackedGLU(LinearParameters):
     """An ``nn.Linear`` followed by ``nn.GLU()``, computed by one operator: :func:`torchops.glu`."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if not is_read(self.weight):
+            return nn.functional.glu(nn.functional.linear(input, self.weight, self.bias))
         return packed_linear(input, self.weight, self.bias, "sigmoid", False)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchops.ops import dense, gate, glu
 
-from .layers import LayersRead, LinearParameters
+from .layers import LayersRead, LinearParameters, as_parameters, is_read
 
 __all__ = ["GLU", "Dense", "Gate"]
 
@@ -22,7 +22,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def _dense(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return dense(x, w, b) if is_dense(x) else torch.sigmoid(nn.functional.linear(x, w, b))
+    return dense(x, w, b) if is_dense(x) and is_read(w) else torch.sigmoid(nn.functional.linear(x, w, b))
 
 
 class Dense(LinearParameters):
@@ -94,8 +94,9 @@ class GLU(LayersRead):
     """A gated linear unit: ``value(x) * activation(gate(x))`` with two linear layers, ``value`` and ``gate``.
 
     Both are ``nn.Linear`` (parameters, initialisation, names in the state dict). One operator, :func:`torchops.glu`,
-    reads their parameters. The layers are not called, so their hooks do not run, and to put another kind of layer in
-    their place raises a ``TypeError``. With 16-bit parameters, ``x`` may be float32.
+    reads their parameters and does not call them. While one has a hook or a weight of a tensor subclass, they are
+    called. To put another kind of layer in their place raises a ``TypeError``. With 16-bit parameters, ``x`` may be
+    float32.
 
     Args:
         in_features: size of each input row.
@@ -138,7 +139,14 @@ class GLU(LayersRead):
 
     def forward(self, input: Tensor) -> Tensor:
         value, gate = self.value, self.gate
+        if self.calls_layers():
+            return self.by_layers(input)
         return glu(input, value.weight, gate.weight, value.bias, gate.bias, activation=self.activation)
+
+    def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
+        x, activation = as_parameters(x, self.value), nn.functional.silu if self.activation == "silu" else torch.sigmoid
+        out: Tensor = self.value(x) * activation(self.gate(x))
+        return out
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

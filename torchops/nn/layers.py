@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Initial", "LayersRead", "Linear", "LinearParameters"]
+__all__ = ["Initial", "LayersRead", "Linear", "LinearParameters", "as_parameters", "does_more", "has_hooks", "is_read"]
 
 
 class LinearParameters(nn.Module):
@@ -109,11 +109,42 @@ _READ = (nn.Linear, nn.LayerNorm)
 _PLAIN = tuple(kind.forward for kind in _READ)
 
 
-class LayersRead(nn.Module):
-    """A module whose operator reads the parameters of its layers, which are never called.
+def is_read(parameter: Tensor | None) -> bool:
+    """Whether operators read a tensor of this class: one of PyTorch itself, a DTensor, or what stands for one in a
+    trace. Another subclass may change what ``F.linear`` computes, and know nothing else."""
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return True
+    else:
+        kind = type(parameter)
+        return kind in (nn.Parameter, Tensor, type(None)) or kind.__module__.startswith(_IN_TORCH)
 
-    So what is put in the place of a layer must compute the same. A wrapper that only shows the layer's parameters, as
-    adapters of low rank do, would be left out silently.
+
+_IN_TORCH = ("torch.distributed.", "torch._subclasses.", "torch.fx.")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks around its forward."""
+    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(hooks)
+
+
+def does_more(layer: nn.Module) -> bool:
+    """Whether a call of `layer` does more than its class does with its parameters, as they are now. Hooks may set
+    parameters (pruning, weight and spectral norm, ``fully_shard``, offloading) or change what goes in and out."""
+    if has_hooks(layer) or "forward" in layer.__dict__:
+        return True
+    for parameter in layer._parameters.values():  # noqa: SIM110  (in each call of a forward, so a plain loop)
+        if not is_read(parameter):
+            return True
+    return False
+
+
+class LayersRead(nn.Module):
+    """A module whose operator reads the parameters of its layers instead of calling them.
+
+    If a layer :func:`does_more`, `forward` calls the layers: it asks :meth:`calls_layers`. What is put in the place of
+    a layer must compute the same. A wrapper that only shows the layer's parameters, as adapters of low rank do, would
+    be left out silently.
 
     Raises:
         TypeError: a layer is replaced by one that isn't a plain ``nn.Linear`` or ``nn.LayerNorm``.
@@ -127,6 +158,28 @@ class LayersRead(nn.Module):
             reset = getattr(layer, "reset_parameters", None)  # a subclass may have layers without parameters
             if reset is not None:
                 reset()
+
+    def calls_layers(self) -> bool:
+        """Whether a layer, of this module or of another one inside, does more than an operator would."""
+        for layer in self._modules.values():
+            if isinstance(layer, LayersRead):
+                if has_hooks(layer) or "forward" in layer.__dict__ or layer.calls_layers():
+                    return True
+            elif isinstance(layer, _READ) and does_more(layer):
+                return True
+        return False
+
+    def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
+        """What `forward` returns, by calls of the layers."""
+        raise NotImplementedError
+
+    def add_by_layers(self, x: Tensor, *mask: Tensor | None, inplace: bool, residual: bool) -> Tensor:
+        """The same, with `inplace` and `residual` as the forwards of the pair layers have them."""
+        if inplace:
+            # Inductor can drop a plain clone of what is overwritten.
+            return x.add_(self.by_layers(torch.ops.myops._keep(x) if torch.is_grad_enabled() else x, *mask))
+        update = self.by_layers(x, *mask)
+        return (x + update).to(x.dtype) if residual else update
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._check(name, value)
@@ -150,3 +203,9 @@ class LayersRead(nn.Module):
 
 def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def as_parameters(x: Tensor, layer: nn.Module) -> Tensor:
+    """A float32 `x` in the dtype of 16-bit parameters, which operators accept it with."""
+    weight: Any = layer.weight
+    return x.to(weight.dtype) if x.dtype == torch.float32 and weight.dtype.itemsize == 2 else x

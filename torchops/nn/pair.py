@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchops
 from torchops.ops import with_type_errors
 
-from .layers import LayersRead, Linear
+from .layers import LayersRead, Linear, as_parameters
 
 __all__ = ["Transition", "TriangleMultiplicativeUpdate"]
 
@@ -41,8 +42,9 @@ class Transition(LayersRead):
     It starts as AlphaFold 3 does: ``fc1`` and ``fc2`` normal with variance ``1 / c``, cut off at two standard
     deviations; ``fc3`` 0, so the first transition is 0; the norm with weights of 1 and biases of 0; biases of 0.
 
-    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operator reads their parameters. The layers are
-    not called, so their hooks do not run, and to put another kind of layer in their place raises a ``TypeError``.
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operator reads their parameters and
+    does not call them. While one has a hook or a weight of a tensor subclass, they are called, and PyTorch's operators
+    compute the rest. To put another kind of layer in their place raises a ``TypeError``.
 
     Shape:
         ``x`` of ``(..., c)``. The result has the shape of ``x`` and the dtype of the parameters. With 16-bit
@@ -86,6 +88,8 @@ class Transition(LayersRead):
 
         With ``inplace``, it returns ``x`` itself after ``x += transition(x)``. That needs no tensor for the transition,
         and is meant for inference."""
+        if self.calls_layers():
+            return self.add_by_layers(x, inplace=inplace, residual=residual)
         functional = _add_transition if residual else torchops.transition
         operator = torchops.transition_ if inplace else functional
         return operator(
@@ -100,6 +104,11 @@ class Transition(LayersRead):
             down_bias=self.fc3.bias,
             eps=self.eps,
         )
+
+    def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
+        z = self.norm(as_parameters(x, self.norm))
+        out: Tensor = self.fc3(F.silu(self.fc1(z)) * self.fc2(z))
+        return out
 
     def extra_repr(self) -> str:
         return f"{self.c}, {self.hidden}, eps={self.eps}"
@@ -131,8 +140,9 @@ class TriangleMultiplicativeUpdate(LayersRead):
     weights of 0 and biases of 1, thus open at ``sigmoid(1)``, or at a half without biases; ``p_out`` 0, so the first
     update is 0; norms with weights of 1 and biases of 0.
 
-    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operator reads their parameters. The layers are
-    not called, so their hooks do not run, and to put another kind of layer in their place raises a ``TypeError``.
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operator reads their parameters and
+    does not call them. While one has a hook or a weight of a tensor subclass, they are called, and PyTorch's operators
+    compute the rest. To put another kind of layer in their place raises a ``TypeError``.
 
     Shape:
         ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``. The
@@ -185,6 +195,8 @@ class TriangleMultiplicativeUpdate(LayersRead):
 
         With ``inplace``, it returns ``x`` itself after ``x += update(x)``. The update itself is not a
         further tensor; its scratch remains. It is meant for inference."""
+        if self.calls_layers():
+            return self.add_by_layers(x, mask, inplace=inplace, residual=residual)
         if residual and not inplace:
             outgoing = self.direction == "outgoing"
             return _add_triangle_update(x, mask, self._parameters_beneath(), outgoing, self.eps, False, True)[0]
@@ -216,6 +228,15 @@ class TriangleMultiplicativeUpdate(LayersRead):
 
         ins = [*of(self.p_in), None, None, *of(self.g_in), None, None]
         return [*of(self.norm_in), *ins, *of(self.norm_out), *of(self.p_out), *of(self.g_out)]
+
+    def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
+        z = self.norm_in(as_parameters(x, self.norm_in))
+        ab = self.p_in(z) * torch.sigmoid(self.g_in(z))
+        for of_edges in mask:
+            ab = ab if of_edges is None else ab * of_edges.to(ab.dtype).unsqueeze(-1)
+        indices = "...ikd,...jkd->...ijd" if self.direction == "outgoing" else "...kid,...kjd->...ijd"
+        out: Tensor = self.p_out(self.norm_out(torch.einsum(indices, *ab.chunk(2, -1)))) * torch.sigmoid(self.g_out(z))
+        return out
 
     def extra_repr(self) -> str:
         return f"{self.c}, {self.d}, direction={self.direction}, eps={self.eps}"

@@ -7,17 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchops.attention import triangle_attention
 from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
 
-from .layers import LayersRead, Linear
+from .layers import LayersRead, Linear, as_parameters
 
 __all__ = ["TriangleAttention"]
 
 
 class _Heads(LayersRead):
-    """The layers of all heads, where Boltz's state dict has them."""
+    """The layers of the heads, in a module of their own as in Boltz. `TriangleAttention` reads them, or calls it."""
 
     _within = ("torchops.nn.triangle_attention.TriangleAttention", "mha")
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, z: Tensor, bias: Tensor, keys: Tensor | None) -> Tensor:
+        layers: Any = self._modules
+        q, k, v = (layers[f"linear_{n}"](z).unflatten(-1, (self.heads, -1)).transpose(-3, -2) for n in "qkv")
+        o = triangle_attention(q, k, v, bias, keys).transpose(-3, -2).flatten(-2)
+        out: Tensor = layers["linear_o"](o * torch.sigmoid(layers["linear_g"](z)))
+        return out
 
 
 class TriangleAttention(LayersRead):
@@ -50,8 +62,10 @@ class TriangleAttention(LayersRead):
     and Bengio; the gate with weights of 0 and biases of 1, thus open at ``sigmoid(1)``, or at a half without biases;
     ``linear_o`` 0, so the first update is 0; the norm with weights of 1 and biases of 0.
 
-    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. Only their parameters are read. The layers are not
-    called, so their hooks do not run, and to put another kind of layer in their place raises a ``TypeError``.
+    The layers inside are plain ``nn.LayerNorm`` and ``nn.Linear``. The operators read their parameters and do
+    not call them. While one has a hook or a weight of a tensor subclass, they are called, and
+    :func:`torchops.triangle_attention` and PyTorch's operators compute the rest. To put another kind of layer in their
+    place raises a ``TypeError``.
 
     Shape:
         ``x`` of ``(*batch, N, N, c)`` and ``mask`` of ``(*batch, N, N)``, bool or floating-point, or ``None``. A key
@@ -92,7 +106,7 @@ class TriangleAttention(LayersRead):
         where: Any = {"device": device, "dtype": dtype}
         self.layer_norm = nn.LayerNorm(c, eps, **where)
         self.linear = Linear(c, heads, False, "normal", **where)
-        self.mha = _Heads()
+        self.mha = _Heads(heads)
         for name in ("q", "k", "v"):
             self.mha.add_module(f"linear_{name}", Linear(c, heads * head_dim, False, "glorot", **where))
         self.mha.linear_o = Linear(heads * head_dim, c, bias, "final", **where)
@@ -128,7 +142,18 @@ class TriangleAttention(LayersRead):
 
         With ``inplace``, it returns ``x`` itself after ``x += update(x)``. The update itself is not a
         further tensor. It is meant for inference."""
+        if self.calls_layers():
+            return self.add_by_layers(x, mask, inplace=inplace, residual=residual)
         return triangle_attention_update(x, mask, self.weights(), self.node, inplace=inplace, residual=residual)
+
+    def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
+        x, (of_edges,) = as_parameters(x, self.layer_norm), mask
+        if self.node == "ending":
+            x, of_edges = x.transpose(-3, -2), None if of_edges is None else of_edges.mT
+        z = self.layer_norm(x).flatten(0, -4)  # (batch, i, j, c)
+        keys = None if of_edges is None else (of_edges != 0).flatten(0, -3)[:, :, None, None]
+        out: Tensor = self.mha(z, self.linear(z).permute(0, 3, 1, 2).unsqueeze(1), keys).view(x.shape)
+        return out.transpose(-3, -2) if self.node == "ending" else out
 
     def extra_repr(self) -> str:
         return f"{self.c}, heads={self.heads}, head_dim={self.head_dim}, node={self.node}, eps={self.eps}"
