@@ -105,6 +105,54 @@ def test_what_replaces_linear_layers_leaves_gates(replaced: bool) -> None:
         torchao.quantize_(model, training, filter_fn=torchops.quantization.quantizable)
 
 
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(64, 96), nn.Linear(64, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(self.gate(x)) * self.up(x)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(64, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.both(x).chunk(2, -1)
+        return value * torch.sigmoid(gate)
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+@pytest.mark.parametrize("activation", [nn.GLU, SwiGLU, Halves])
+def test_weights_after_replace(activation: type[nn.Module], config: str) -> None:
+    """The layers run as they were written."""
+    model = activation() if activation in (SwiGLU, Halves) else nn.Sequential(nn.Linear(64, 96), activation())
+    former, x = copy.deepcopy(model), torch.randn(5, 64)
+    assert torchops.nn.replace(model).replaced
+    for m in (model, former):
+        torchao.quantize_(m, getattr(torchao, config)())
+    assert type(next(model.parameters())) is type(next(former.parameters())) is not nn.Parameter
+    assert torch.equal(model(x), former(x))
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+@pytest.mark.parametrize("kind", ["Transition", "TriangleMultiplicativeUpdate", "TriangleAttention"])
+def test_weights_of_pair_layers(kind: str, config: str) -> None:
+    """Which are called, as written."""
+    torch.manual_seed(0)
+    module: Any = getattr(torchops.nn, kind)(32)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    exact, x = copy.deepcopy(module), torch.randn(1, 6, 6, 32)
+    torchao.quantize_(module, getattr(torchao, config)())
+    with torch.no_grad():
+        y, expected = module(x), exact(x)
+    assert not torch.equal(y, expected)
+    assert (y - expected).norm() <= 0.05 * expected.norm()
+
+
 def test_errors() -> None:
     """Those of the operators."""
     layer = nn.Linear(8, 4)

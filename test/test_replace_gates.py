@@ -172,6 +172,13 @@ def test_broadcast_values() -> None:
     same(model, original, (6,))
 
 
+def gates_of(model: nn.Module, *args: Tensor) -> int:
+    """How many operators a call runs."""
+    with torch.profiler.profile() as profile:
+        model(*args)
+    return sum(e.count for e in profile.key_averages() if e.key in ("myops::gate", "myops::glu", "myops::dense"))
+
+
 class Multiplied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from torchops.ops import gate
 
+from .activations import OTHER, activation_of
 from .gates import Dense, is_dense
 from .layers import does_more
 from .replace import module_reason
@@ -99,6 +100,8 @@ IN_PLACE: tuple[Callable[..., Any], ...] = tuple(getattr(operator, f"i{name}") f
 _MULTIPLICATIONS: set[Any] = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
 _SIGMOIDS: set[Any] = {torch.sigmoid, torch.special.expit, F.sigmoid, "sigmoid"}
 _SILUS: set[Any] = {F.silu}
+_OTHERS = {"gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "mish", "tanh", "softplus", "softsign"}
+_OTHERS |= {"hardtanh", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "tanhshrink", "logsigmoid"}
 _SLICES: set[Any] = {torch.chunk, "chunk"}
 
 
@@ -336,11 +339,36 @@ class Finder:
             dense = dense.args[0]
         if self._layer(dense, gate=True) is not None:
             return "sigmoid", dense
-        if self._is(node, nn.Sigmoid) or node.target in _SIGMOIDS:
-            return "sigmoid", node.args[0]
-        if self._is(node, nn.SiLU) or node.target in _SILUS:
-            return "silu", node.args[0]
-        return "", None
+        name = self._function(node)
+        return (name, node.args[0]) if name in ("sigmoid", "silu") else ("", None)
+
+    def _function(self, node: fx.Node) -> str | None:
+        """What `node` computes of each element of its argument, if it does."""
+        if node.op == "call_module":
+            return activation_of(self._module(node))
+        if node.target in _SIGMOIDS or node.target in _SILUS:
+            return "sigmoid" if node.target in _SIGMOIDS else "silu"
+        return OTHER if getattr(node.target, "__name__", node.target) in _OTHERS else None
+
+    def missed(self) -> str | None:
+        """Why what looks like a gate, in a graph without any, is none."""
+        for node in self.graph.nodes:
+            if node.target in _MULTIPLICATIONS and len(node.args) == 2:
+                for side, value in (node.args, node.args[::-1]):
+                    u = side.args[0] if isinstance(side, fx.Node) and side.args else None
+                    if self._of_linear(u) and self._of_linear(value) and self._function(side) == OTHER:
+                        kind = type(self._module(side)) if side.op == "call_module" else side.target
+                        return f"{getattr(kind, '__name__', kind)} computes neither a sigmoid nor a SiLU"
+        for node in self.graph.nodes:
+            of_layer = node.op.startswith("call") and node.args and self._is(node.args[0], nn.Linear)
+            if of_layer and self._function(node) == "sigmoid":
+                return f"the sigmoid of its {node.args[0].target} is no factor of one product"
+        return None
+
+    def _of_linear(self, node: Any) -> bool:
+        """Whether `node` is the result of a linear layer, or a part of it."""
+        whole: Any = node.args[0] if isinstance(node, fx.Node) and node.target is operator.getitem else None
+        return self._is(whole.args[0] if whole is not None and whole.args else node, nn.Linear)
 
     def _halves(self, u: Any, value: Any) -> tuple[fx.Node, bool] | None:
         """The layer whose halves (by ``chunk(2, dim=-1)``) both are, and whether the gate is the first half."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from .activations import activation_of
 from .gate_forms import IN_PLACE, Finder, Part, Tracer, contents, gated_linear, packed_linear
 from .gates import Dense
 from .layers import LinearParameters, is_read
@@ -75,9 +76,19 @@ def _may_have_gates(module: nn.Module) -> bool:
     kind = type(module)
     if isinstance(module, (Rewritten, fx.GraphModule, torch.jit.ScriptModule)) or kind.forward is nn.Module.forward:
         return False
-    if kind.__module__.split(".")[0] in ("torch", "torchops"):
+    if not any(isinstance(child, (nn.Linear, Dense)) for child in module.modules()):
         return False
-    return any(isinstance(child, (nn.Linear, Dense)) for child in module.modules())
+    if not _is_of_torch(kind):
+        return True
+    # Of another class, fully_shard and parametrizations derive one of torch.
+    base = next(base for base in kind.__mro__ if not _is_of_torch(base))
+    if issubclass(base, nn.Module) and _speaks_of_gates(module):
+        raise _LeaveError(f"{kind.__name__} is not {base.__name__} itself")
+    return False
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "torchops")
 
 
 def _replace(module: nn.Module) -> bool:
@@ -91,6 +102,8 @@ def _replace(module: nn.Module) -> bool:
             raise _LeaveError(f"its forward cannot be traced: {_first_line(error)}") from error
         return False
     if not forward.finder.count:
+        if reason := forward.finder.missed():
+            raise _LeaveError(reason)
         return False
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise _LeaveError(f"{type(module).__name__} has a forward of its own")
@@ -203,9 +216,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _speaks_of_gates(module: nn.Module) -> bool:
-    """Whether a method of it does, which its forward may call."""
-    own = (kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in ("torch", "builtins"))
-    return any(map(_mentions_gates, own))
+    """Whether a method of it does, which its forward may call, or a part of it computes one."""
+    own = (kind for kind in type(module).__mro__ if not _is_of_torch(kind) and kind is not object)
+    return any(map(_mentions_gates, own)) or any(
+        isinstance(part, nn.GLU) or activation_of(part) in ("sigmoid", "silu") for part in module.children()
+    )
 
 
 @functools.cache  # to find the source of a class takes tens of milliseconds
@@ -236,7 +251,8 @@ def _check_layers(module: nn.Module, finder: Finder) -> None:
     layers: dict[str, Any] = {name: module.get_submodule(name) for name in finder.layers}
     for name in (*layers, *finder.others):
         part = module.get_submodule(name)
-        kind = next(k for k in (Dense, nn.Linear, nn.GLU, nn.Sigmoid, nn.SiLU, nn.Identity) if isinstance(part, k))
+        known = (Dense, nn.Linear, nn.GLU, nn.Sigmoid, nn.SiLU, nn.Identity)
+        kind = next((k for k in known if isinstance(part, k)), type(part))
         if reason := module_reason(part, kind):
             raise _LeaveError(f"{name}: {reason}")
         while "." in name:
