@@ -95,10 +95,10 @@ def _one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def arguments(name: str, seed: int = 0) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(2, 5, 5, C, generator=generator, dtype=torch.float64)
-    mask = (torch.rand(2, 5, 5, generator=generator) > 0.3).double()
+def arguments(name: str, *batch: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*batch, 5, 5, C, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(*batch, 5, 5, generator=generator) > 0.3).double()
     return (x,) if name in ("glu", "swiglu", "transition") else (x, mask)
 
 
@@ -156,11 +156,12 @@ def test_layers_that_do_more(name: str, change: str) -> None:
             setattr(whole.get_submodule(above), last, plain(layer))
             return whole
 
-        same(module, expected, *arguments(name))
+        same(module, expected, *arguments(name, 2))
 
 
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (0,)])
 @pytest.mark.parametrize("name", MODULES)
-def test_calls_of_layers_compute_the_same(name: str) -> None:
+def test_calls_of_layers_compute_the_same(name: str, batch: tuple[int, ...]) -> None:
     """And without hooks, the operator runs."""
     module = randomised(MODULES[name](), 1).double().eval()
     hooked = copy.deepcopy(module)
@@ -168,12 +169,12 @@ def test_calls_of_layers_compute_the_same(name: str) -> None:
     for path, layer in hooked.named_modules():
         if isinstance(layer, nn.Linear | nn.LayerNorm):
             layer.register_forward_hook(lambda m, args, out, path=path: ran.append(path))
-    same(hooked, lambda: module, *arguments(name))
+    same(hooked, lambda: module, *arguments(name, *batch))
     assert set(ran) == {p for p, m in module.named_modules() if isinstance(m, nn.Linear | nn.LayerNorm)}
     calls = []
     for m in (module, hooked):
         with torch.profiler.profile() as profile, torch.no_grad():
-            m(*arguments(name))
+            m(*arguments(name, 2))
         calls.append(sum(event.count for event in profile.key_averages() if event.key == "aten::linear"))
     assert calls[0] < calls[1]
 
@@ -186,7 +187,7 @@ def test_half_of_the_bits(name: str) -> None:
     for layer in hooked.modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(lambda m, args, out: None)
-    args = arguments(name)
+    args = arguments(name, 2)
     exact = copy.deepcopy(module).double()(*args)
     ours, theirs = (m(*(t.float() for t in args)) for m in (hooked, module))
     assert ours.dtype == theirs.dtype
@@ -199,7 +200,7 @@ def test_training_steps(norm: Callable[[nn.Module], nn.Module]) -> None:
     module: Any = randomised(Transition(C), 1).double()
     norm(module.fc1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    (x,) = arguments("transition")
+    (x,) = arguments("transition", 2)
     before = copy.deepcopy(module.fc1.state_dict())
     losses = []
     for _ in range(3):
@@ -216,10 +217,21 @@ def test_training_steps(norm: Callable[[nn.Module], nn.Module]) -> None:
 def test_hooks_of_the_heads() -> None:
     """The layers of an attention are in a module of their own."""
     module: Any = randomised(TriangleAttention(C, 2, 4), 1).double().eval()
-    x, mask = arguments("starting")
+    x, mask = arguments("starting", 2)
     expected = 2 * module(x, mask)
     module.mha.register_forward_hook(lambda m, args, out: 2 * out)
     torch.testing.assert_close(module(x, mask), expected)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_compiled(name: str) -> None:
+    module: Any = randomised(MODULES[name](), 1).double().eval()
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda m, args, out: 2 * out)
+    args = arguments(name)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(*args), module(*args))
 
 
 ADDED: dict[str, Callable[[Any], object]] = {

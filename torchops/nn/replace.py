@@ -90,8 +90,8 @@ def replace(model: nn.Module) -> Replacements:
       ``F.glu(packed(x))`` or ``v * sigmoid(gate(x))``. The new forward calls :func:`torchops.glu` or
       :func:`torchops.gate` with the parameters of these layers, and no longer the layers. The class becomes a subclass
       of the old one, so that attributes, other methods and hooks stay. ``torch.fx`` traces the forward once, so
-      attributes that steer it keep the values that they have now. While one of these layers has a hook, or another
-      layer is in its place, the old forward runs;
+      attributes that steer it keep the values that they have now. While one of these layers has a hook or a weight of
+      a tensor subclass, or another layer is in its place, the old forward runs;
     - triangle multiplicative updates, triangle attention and transitions of the public packages that
       ``torchops.adapters`` knows, by modules with the same signature that call the operators; and layers made of
       them, which then add their updates in place in inference.
@@ -108,8 +108,11 @@ def replace(model: nn.Module) -> Replacements:
       ``Dense`` replaces it in all places;
     - the ``nn.Sequential`` is of a subclass with its own forward or iteration;
     - a forward that gates cannot be traced (autocast inside it cannot), differs between training and evaluation,
-      overwrites tensors, changes attributes, draws random numbers, or computes something else than its replacement on
-      a copy with random parameters;
+      decides by the hash, text, type or identity of a value, overwrites tensors (``+=`` does), uses a layer that has two
+      names, changes attributes, draws random numbers, or computes something else than its replacement on a copy with
+      random parameters;
+    - a sigmoid of a linear layer is no factor of one product, or the activation of what looks like a gated linear unit
+      computes neither a sigmoid nor a SiLU;
     - a module of a package is of no known class, has other layers, or computes something else. For each class and size,
       one module is compared with its replacement first, on a small problem with random parameters on the CPU.
 

@@ -150,8 +150,8 @@ class TriangleAttention(LayersRead):
         x, (of_edges,) = as_parameters(x, self.layer_norm), mask
         if self.node == "ending":
             x, of_edges = x.transpose(-3, -2), None if of_edges is None else of_edges.mT
-        z = self.layer_norm(x).flatten(0, -4)  # (batch, i, j, c)
-        keys = None if of_edges is None else (of_edges != 0).flatten(0, -3)[:, :, None, None]
+        z = self.layer_norm(x)[None].flatten(0, -4)  # (batch, i, j, c)
+        keys = None if of_edges is None else (of_edges != 0)[None].flatten(0, -3)[:, :, None, None]
         out: Tensor = self.mha(z, self.linear(z).permute(0, 3, 1, 2).unsqueeze(1), keys).view(x.shape)
         return out.transpose(-3, -2) if self.node == "ending" else out
 
