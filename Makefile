@@ -93,9 +93,14 @@ $(VENV)/.group-%: pyproject.toml $(TORCH)
 	@$(PIP) install $(PIP_FLAGS) --group $* "torch==$(TORCH_VERSION)"
 	@touch $@
 
-# The packages of which test_adapters.py swaps modules.
+# The packages of which test_adapters.py swaps modules, and those under the name of one of them, for
+# test_adapters_releases.py.
 $(VENV)/.adapters: $(VENV)/.group-adapters
 	@$(PIP) install $(PIP_FLAGS) --no-deps --group adapters-bare
+	@rm -rf $(VENV)/releases
+	@set -e; for release in boltz-community boltz-2-0-3 boltz-1-0-0; do \
+	  $(PIP) install $(PIP_FLAGS) --no-deps --target $(VENV)/releases/$$release --group adapters-$$release; \
+	done
 	@touch $@
 
 $(VENV)/.built: $(SOURCES) $(TORCH) $(VENV)/.group-test

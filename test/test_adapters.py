@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import io
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,12 +66,17 @@ def _esmfold(file: Any, direction: str) -> nn.Module:
     return file.EsmFoldTriangleMultiplicativeUpdate(Config(), _outgoing=direction == "outgoing")
 
 
+# Protenix compiles a kernel for its norms otherwise.
+os.environ.setdefault("LAYERNORM_TYPE", "torch")
+
 OPENFOLD3 = "openfold3.core.model.layers.triangular_multiplicative_update"
 PACKAGES = {
     "boltz": Package("boltz", "boltz.model.layers.triangular_mult", _boltz, optional_mask=False),
+    "boltzgen": Package("boltzgen", "boltzgen.model.layers.triangular", _boltz, optional_mask=False),
     "openfold": Package("openfold", "openfold.model.triangular_multiplicative_update", _openfold(""), in_place=True),
     "openfold3": Package("openfold3", OPENFOLD3, _openfold(""), in_place=True),
     "openfold3_fused": Package("openfold3", OPENFOLD3, _openfold("Fused"), in_place=True),
+    "protenix": Package("protenix", "protenix.model.triangular.triangular", _openfold(""), in_place=True),
     "esmfold": Package("transformers", "transformers.models.esm.modeling_esmfold", _esmfold, in_place=True),
 }
 
@@ -203,7 +210,7 @@ def test_whole_signature(package: Package) -> None:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((mask,), {}), ((), {"mask": mask})]
     if package.optional_mask:
         calls += [((), {}), ((None,), {})]
-    if package.name == "boltz":
+    if "use_kernels" in inspect.signature(type(module).forward).parameters:
         calls += [((mask, False), {}), ((), {"mask": mask, "use_kernels": False})]
     if package.in_place:
         calls += [((mask, True), {}), ((mask,), {"inplace_safe": True, "_inplace_chunk_size": 2})]
@@ -211,6 +218,8 @@ def test_whole_signature(package: Package) -> None:
         calls += [((mask,), {"_add_with_inplace": True})]
     if package.name == "openfold3":
         calls += [((mask, True, False, False, True, 4), {}), ((mask,), {"use_cueq_triangle_kernels": False})]
+    if package.name == "protenix":
+        calls += [((mask, True, True, 3, "torch"), {}), ((mask,), {"triangle_multiplicative": "torch"})]
     calls += [((mask[:1],), {}), ((mask > 0.5,), {}), (((3 * mask).long(),), {})]
     for args, kwargs in calls:
         theirs, ours = x.clone(), x.clone()

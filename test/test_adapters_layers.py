@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
+import sys
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,11 +32,32 @@ needs_boltz = pytest.mark.skipif(find_spec("boltz") is None, reason="boltz is no
 PARTS = ("tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end", "transition_z")
 
 
-def _stack(depth: int = 2, **arguments: Any) -> Any:
-    file = importlib.import_module(f"{BOLTZ}.pairformer")
+# Files with layers, of the releases that test_adapters_releases.py has, too.
+FILES = {
+    "boltz": f"{BOLTZ}.pairformer",
+    "boltz1": "boltz.model.modules.trunk",
+    "boltzgen": "boltzgen.model.layers.pairformer",
+}
+
+
+def _imported(package: str) -> Any:
+    """The file, with a stub of what Boltz 1 imports and calls only if it is told to checkpoint."""
+    if package == "boltz1" and "fairscale" not in sys.modules and find_spec("fairscale") is None:
+        for name in ("fairscale", "fairscale.nn", "fairscale.nn.checkpoint"):
+            sys.modules.setdefault(name, ModuleType(name)).__path__ = []
+        stub: Any = ModuleType("fairscale.nn.checkpoint.checkpoint_activations")
+        stub.checkpoint_wrapper = None
+        sys.modules.setdefault(stub.__name__, stub)
+    return importlib.import_module(FILES[package])
+
+
+def _stack(depth: int = 2, package: str = "boltz", **arguments: Any) -> Any:
+    file = _imported(package)
     sizes = {"token_z": C, "pairwise_head_width": HEAD, "pairwise_num_heads": HEADS, **arguments}
-    name = "PairformerLayer" if "token_s" in sizes else "PairformerNoSeqLayer"
-    return nn.ModuleList(randomised(getattr(file, name)(**sizes), seed) for seed in range(depth))
+    layer = file.PairformerLayer if "token_s" in sizes else file.PairformerNoSeqLayer
+    if "v2" not in inspect.signature(layer).parameters:
+        sizes.pop("v2", None)
+    return nn.ModuleList(randomised(layer(**sizes), seed) for seed in range(depth))
 
 
 def _run(stack: Any, *streams: Tensor, masks: tuple[Tensor, ...], **kwargs: Any) -> tuple[Tensor, ...]:
@@ -54,12 +78,17 @@ def _streams(whole: bool, n: int = 7) -> tuple[tuple[Tensor, ...], tuple[Tensor,
 
 
 WHOLE = {"token_s": 2 * C, "num_heads": 2, "v2": True}
+KINDS = [("boltz", False), ("boltz", True), ("boltz1", True), ("boltzgen", False), ("boltzgen", True)]
+KINDS = [(package, whole) for package, whole in KINDS if find_spec(FILES[package].partition(".")[0])]
 
 
-@needs_boltz
-@pytest.mark.parametrize("whole", [False, True])
-def test_layers_are_replaced(whole: bool) -> None:
-    model = _stack(**(WHOLE if whole else {}))
+def _of(package: str, whole: bool) -> Any:
+    return _stack(package=package, **(WHOLE if whole else {}))
+
+
+@pytest.mark.parametrize(("package", "whole"), KINDS)
+def test_layers_are_replaced(package: str, whole: bool) -> None:
+    model = _of(package, whole)
     names, parameters = list(model.state_dict()), list(model.parameters())
     report = replace(model)
     parts = (*PARTS, "transition_s") if whole else PARTS
@@ -70,12 +99,11 @@ def test_layers_are_replaced(whole: bool) -> None:
     assert replace(model).replaced == ()
 
 
-@needs_boltz
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("whole", [False, True])
-def test_layers_compute_the_same(whole: bool, training: bool) -> None:
+@pytest.mark.parametrize(("package", "whole"), KINDS)
+def test_layers_compute_the_same(package: str, whole: bool, training: bool) -> None:
     """Behind the same dropout masks, and with the same random numbers left. Keys are kept in all rows here."""
-    original = _stack(**(WHOLE if whole else {})).train(training)
+    original = _of(package, whole).train(training)
     model = copy.deepcopy(original)
     replace(model)
     streams, masks = _streams(whole)
@@ -125,11 +153,10 @@ def test_what_is_put_on_parts_afterwards(mode: str, wrapped: bool) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3)
 
 
-@needs_boltz
-@pytest.mark.parametrize("whole", [False, True])
-def test_layers_in_inference(whole: bool) -> None:
+@pytest.mark.parametrize(("package", "whole"), KINDS)
+def test_layers_in_inference(package: str, whole: bool) -> None:
     """What the caller has is not overwritten; all but padding is the same, as is what is drawn afterwards."""
-    original = _stack(**(WHOLE if whole else {})).eval()
+    original = _of(package, whole).eval()
     model = copy.deepcopy(original)
     replace(model)
     streams, masks = _streams(whole)

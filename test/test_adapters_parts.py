@@ -75,6 +75,10 @@ CASES = {
         TriangleAttention,
         calls=CHUNKS,
     ),
+    "boltzgen_starting": _attention("boltzgen.model.layers.triangular_attention.attention", False, CHUNKS),
+    "boltzgen_ending": _attention("boltzgen.model.layers.triangular_attention.attention", True, CHUNKS),
+    "protenix_starting": _attention("protenix.model.triangular.triangular", False, KERNELS[:1]),
+    "protenix_ending": _attention("protenix.model.triangular.triangular", True, KERNELS[:1]),
     "openfold_starting": _attention("openfold.model.triangular_attention", False, KERNELS[:2]),
     "openfold_ending": _attention("openfold.model.triangular_attention", True, KERNELS[:2]),
     "openfold3_starting": _attention(f"{OPENFOLD3}.triangular_attention", False, KERNELS),
@@ -82,6 +86,10 @@ CASES = {
     "esmfold_starting": _attention(ESMFOLD, False, KERNELS[:2], "EsmFoldTriangleAttention"),
     "esmfold_ending": _attention(ESMFOLD, True, KERNELS[:2], "EsmFoldTriangleAttention"),
     "boltz_transition": Case(f"{BOLTZ}.transition", lambda f: f.Transition(C, 20), Transition, False, CHUNKS),
+    "boltzgen_transition": Case(
+        "boltzgen.model.layers.transition", lambda f: f.Transition(C, 20), Transition, False, CHUNKS
+    ),
+    "protenix_transition": Case("protenix.model.modules.primitives", lambda f: f.Transition(C, 2), Transition, False),
     "openfold3_transition": Case(
         f"{OPENFOLD3}.transition",
         lambda f: f.SwiGLUTransition(C, 2),

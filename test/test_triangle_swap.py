@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchops
-from torchops.adapters.boltz import BoltzTriangleUpdate
+from torchops.adapters.triangle import TriangleUpdate
 from torchops.nn import TriangleMultiplicativeUpdate, replace
 
 FILE = "boltz.model.layers.triangular_mult"
@@ -117,15 +117,20 @@ OTHERS: dict[str, tuple[str, Callable[..., Any], str]] = {
         "its input afterwards in training",
     ),
     "raises": ("output", lambda self, o, z, x: 1 / 0, "computing it to compare raised ZeroDivisionError"),
-    "another_argument": (
+    "needs_another_argument": (
         "forward",
-        lambda self, x, mask, chunk=None: Update.forward(self, x, mask),
+        lambda self, x, mask, chunk: Update.forward(self, x, mask),
         "its forward takes (x, mask, chunk), which no known release does",
     ),
-    "another_default": (
+    "takes_anything": (
         "forward",
-        lambda self, x, mask, use_kernels=True: Update.forward(self, x, mask),
-        "its forward takes (x, mask, use_kernels), which no known release does",
+        lambda self, x, mask, *args, **kwargs: Update.forward(self, x, mask),
+        "its forward takes (x, mask, args, kwargs), which no known release does",
+    ),
+    "another_default_that_it_uses": (
+        "forward",
+        lambda self, x, mask, factor=2: factor * Update.forward(self, x, mask),
+        DIFFERENT,
     ),
 }
 
@@ -169,7 +174,7 @@ def test_replaces_what_is_the_same(release: Release, dim: int) -> None:
     assert report == torchops.nn.Replacements(("a", "b.0", "meta", "c", "bits16", "frozen"), {})
     assert torch.equal(torch.get_rng_state(), state)
     assert model["a"] is model["c"]
-    assert type(model["a"]) is BoltzTriangleUpdate
+    assert type(model["a"]) is TriangleUpdate
     assert all(torch.equal(p, v) and p.grad is None for p, v in zip(model["a"].parameters(), values, strict=True))
     assert not any(p.requires_grad for p in model["frozen"].parameters())
     assert {p.dtype for p in model["bits16"].parameters()} == {torch.half}

@@ -1,9 +1,10 @@
-"""Adapters for modules of public packages that :func:`torchops.nn.replace` knows: one file per package.
+"""Adapters for modules of public packages that :func:`torchops.nn.replace` knows: tables, one file per family of
+packages.
 
 Nothing is imported here for a package that the process has not imported, and nothing here imports a package. A module
-is recognised by its class, which must be the object that the package's own file defines under the known name. Its
-forward must have the arguments that the adapter supports. It must have the expected layers and parameters and nothing
-else (hooks, an overridden forward). On small random problems, it must compute what its replacement computes
+is recognised by its class, which must be the object that the package's own file defines under the known name. It must
+have the expected layers and parameters and nothing else (hooks, an overridden forward). What its forward needs must be
+known (:mod:`torchops.adapters.signature`). On small random problems, it must compute what its replacement computes
 (:mod:`torchops.adapters.probe`). So if a later release of a package computes something else, its modules are left
 alone.
 
@@ -23,8 +24,15 @@ from torchops.adapters.module import Adapter
 
 __all__ = ["adapters", "unfit"]
 
-# The file for each top-level package.
-_FILES = {"boltz": "boltz", "openfold": "openfold", "openfold3": "openfold", "transformers": "esmfold"}
+# The table for each top-level package.
+_FILES = {
+    "boltz": "boltz",
+    "boltzgen": "boltz",
+    "openfold": "openfold",
+    "openfold3": "openfold",
+    "protenix": "openfold",
+    "transformers": "openfold",
+}
 
 
 def _pages() -> Iterator[Any]:

@@ -9,13 +9,14 @@ the operator by their scores. Such rows are padding, which every layer's mask se
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchops.adapters.module import Call, Replacement, Shape, random
+from torchops.adapters.signature import Signature
 from torchops.attention import triangle_attention
 from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
 from torchops.ops import gate, layer_norm
@@ -43,18 +44,16 @@ class Names(NamedTuple):
 class TriangleAttention(Replacement):
     """Triangle attention."""
 
-    names: ClassVar[Names] = Names()
     operator = "myops::_triangle_attention_update"
-    layers = names.layers
 
-    def __init_subclass__(cls) -> None:
-        cls.layers = cls.names.layers
-
-    def __init__(self, of: nn.Module) -> None:
-        super().__init__(of)
+    def __init__(self, of: nn.Module, names: Names, signature: Signature) -> None:
+        super().__init__(of, names, signature)
         node: Node = "starting" if of.starting else "ending"
-        inner, norm = (of._modules[name] for name in (self.names.inner, self.names.norm))
+        inner, norm = (of._modules[name] for name in (names.inner, names.norm))
         self._attention = (node, int(inner.no_heads), float(norm.eps))  # type: ignore[union-attr, arg-type]
+
+    def compute(self, x: Tensor, mask: Tensor | None = None, transposed: bool = False) -> Tensor:
+        return self.update(x, mask, transposed)
 
     @property
     def node(self) -> Node:
@@ -62,8 +61,8 @@ class TriangleAttention(Replacement):
 
     def weights(self, dtype: torch.dtype | None = None) -> AttentionWeights:
         """The weights as they are, or in another dtype."""
-        tensors = {f"norm_{kind}": self.parameter(self.names.norm, kind) for kind in ("weight", "bias")}
-        for name, layer in self.names.linears.items():
+        tensors = {f"norm_{kind}": self.parameter(self._names.norm, kind) for kind in ("weight", "bias")}
+        for name, layer in self._names.linears.items():
             tensors[name] = self.parameter(layer, "weight")
             if name in ("gate", "out"):
                 tensors[f"{name}_bias"] = self.parameter(layer, "bias")
@@ -101,38 +100,39 @@ class TriangleAttention(Replacement):
         return mask == mask.amax(-1 if self.node == "starting" else -2, keepdim=True)
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
-        heads, c = self.parameter(self.names.bias, "weight").shape  # type: ignore[union-attr]
+        heads, c = self.parameter(self._names.bias, "weight").shape  # type: ignore[union-attr]
         n = next(n for n in (5, 6, 7) if n not in (c, heads))
         x, numbers = random(generator, 2, n, n, c), random(generator, 2, n, n).sigmoid()
         mask = ((numbers > 0.4) | torch.eye(n, device="cpu").bool()).float()
         yield Call("", (x, mask), {}, (0,))
         yield Call("without a mask", (x,), {}, (0,))
         yield Call("with a mask of other numbers", (x, numbers), {})
-        for arguments in self.probes():
+        for arguments in self._probes():
             yield Call(", ".join(f"{name}={value}" for name, value in arguments.items()), (x, mask), arguments)
 
-    @classmethod
-    def probes(cls) -> Iterable[Mapping[str, Any]]:
+    def _probes(self) -> Iterable[Mapping[str, Any]]:
         """Further arguments for comparing the original and the replacement."""
-        return ({"chunk_size": 2},)
+        yield self._signature.example()
+        if transposed := self._signature.has("transposed"):
+            yield {transposed: True}
 
     @classmethod
-    def sizes(cls, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
-        linears = cls.names.linears
+    def sizes(cls, names: Names, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
+        linears = names.linears
         heads = parameters[f"{linears['bias_weight']}.weight"].shape[0]  # type: ignore[union-attr]
         width, c = parameters[f"{linears['q']}.weight"].shape  # type: ignore[union-attr]
         ins = {linears[name]: (width, c) for name in ("q", "k", "v", "gate")}
-        return ins | {linears["bias_weight"]: (heads, c), linears["out"]: (c, width), cls.names.norm: (c,)}
+        return ins | {linears["bias_weight"]: (heads, c), linears["out"]: (c, width), names.norm: (c,)}
 
     @classmethod
-    def refuse(cls, module: nn.Module) -> str | None:
-        inner: Any = module._modules[cls.names.inner]
-        heads = module.get_submodule(cls.names.bias).weight.shape[0]  # type: ignore[index]
+    def refuse(cls, names: Names, module: nn.Module) -> str | None:
+        inner: Any = module._modules[names.inner]
+        heads = module.get_submodule(names.bias).weight.shape[0]  # type: ignore[index]
         if inner.no_heads != heads or inner.no_heads * inner.c_hidden != inner.linear_q.weight.shape[0]:
             return f"{inner.no_heads} heads of {inner.c_hidden} do not fit its layers"
         if not module.inf >= 1e9:  # type: ignore[operator]
             return f"its mask adds {-module.inf} to scores, and not -1e9"  # type: ignore[operator]
-        for bias in (cls.names.linears[name] for name in ("bias_weight", "q", "k", "v")):
+        for bias in (names.linears[name] for name in ("bias_weight", "q", "k", "v")):
             if module.get_submodule(bias).bias is not None:
                 return f"{bias} has a bias"
         return None

@@ -1,84 +1,64 @@
-"""Boltz 1 and 2: ``boltz.model.layers``.
+"""Boltz 1 and 2, ``boltz.model``, as published and as boltz-community maintains it, and BoltzGen, ``boltzgen.model``.
 
-Chunks and ``use_kernels`` choose between ways to compute the same there, and are ignored here.
+Chunks, ``use_kernels`` and their like choose between ways to compute the same there, and are ignored here.
+``use_flash_attn`` of a whole layer also leaves its sequence half in the dtype of the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchops.adapters import attention, layer, transition, triangle
-from torchops.adapters.module import Adapter, Call, Replacement, random
-from torchops.adapters.triangle import PACKED, Direction
+from torchops.adapters import attention, transition
+from torchops.adapters.layer import Layer, LayerAdapter, Parts, added
+from torchops.adapters.module import Adapter, Call, random
+from torchops.adapters.signature import CHUNKS, KERNELS, Signature
+from torchops.adapters.triangle import PACKED, Direction, TriangleUpdate
 
+_KERNELS = dict.fromkeys(("use_kernels", "use_cuequiv_mul", "use_cuequiv_attn", "use_trifast"), KERNELS)
+_UPDATE = {"x": "x", "mask": "mask", **_KERNELS}
+_ATTENTION = {
+    "x": "x",
+    "mask": "mask",
+    "chunk_size": CHUNKS,
+    **_KERNELS,
+    # Boltz 1 and 2.0 have the keywords of OpenFold, and boltz-community has one for PyTorch's attention.
+    **dict.fromkeys(("use_memory_efficient_kernel", "use_deepspeed_evo_attention", "use_lma", "inplace_safe"), KERNELS),
+    "use_flash_attn": KERNELS,
+}
+_TRANSITION = {"x": "x", "chunk_size": CHUNKS}
+_PAIR_LAYER = {"z": "z", "pair_mask": "pair_mask", "chunk_size_tri_attn": CHUNKS, **_KERNELS, "use_flash_attn": KERNELS}
+_LAYER = {"s": "s", "mask": "mask", **_PAIR_LAYER, "use_flash_attn": "flash"}
 
-class BoltzTriangleUpdate(triangle.TriangleUpdate):
-    """Replaces ``TriangleMultiplicationOutgoing`` and ``TriangleMultiplicationIncoming``."""
-
-    names = PACKED
-
-    def forward(self, x: Tensor, mask: Tensor, use_kernels: bool = False) -> Tensor:
-        return self.update(x, mask)
-
-
-class FirstBoltzTriangleUpdate(BoltzTriangleUpdate):
-    """The same for releases without ``use_kernels``, such as 2.0.0."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        return self.update(x, mask)
-
-
-class BoltzTriangleAttention(attention.TriangleAttention):
-    """Replaces ``TriangleAttentionStartingNode`` and ``TriangleAttentionEndingNode``, from 2.2 on."""
-
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, use_kernels: bool = False
-    ) -> Tensor:
-        return self.update(x, mask)
-
-
-class BoltzTransition(transition.Transition):
-    """Replaces ``Transition``, which sums over chunks of the hidden features if told to."""
-
-    names = transition.Names("norm", "fc1", "fc2", "fc3", {"silu": "silu"})
-
-    def forward(self, x: Tensor, chunk_size: int = None) -> Tensor:  # type: ignore[assignment]  # noqa: RUF013
-        return self.update(x)
-
-    def calls(self, generator: torch.Generator) -> Iterable[Call]:
-        x = self.example(generator)
-        yield Call("", (x,), {}, (0,))
-        yield Call("chunk_size=3", (x,), {"chunk_size": 3})
-
-
-class BoltzPairLayer(layer.Layer):
-    """Replaces ``PairformerNoSeqLayer``, from 2.2 on."""
-
-    parts: ClassVar[Mapping[str, type[Replacement]]] = {
-        "tri_mul_out": BoltzTriangleUpdate,
-        "tri_mul_in": BoltzTriangleUpdate,
-        "tri_att_start": BoltzTriangleAttention,
-        "tri_att_end": BoltzTriangleAttention,
-        "transition_z": BoltzTransition,
+_PAIR_PARTS = Parts(
+    {
+        "tri_mul_out": TriangleUpdate,
+        "tri_mul_in": TriangleUpdate,
+        "tri_att_start": attention.TriangleAttention,
+        "tri_att_end": attention.TriangleAttention,
+        "transition_z": transition.Transition,
     }
+)
+_PARTS = _PAIR_PARTS._replace(others=frozenset({"pre_norm_s", "attention", "transition_s", "s_post_norm"}))
+_FIRST_PARTS = _PAIR_PARTS._replace(others=frozenset({"attention", "transition_s"}))
 
-    def forward(
-        self,
-        z: Tensor,
-        pair_mask: Tensor,
-        chunk_size_tri_attn: int | None = None,
-        use_kernels: bool = False,
-        use_cuequiv_mul: bool = False,
-        use_cuequiv_attn: bool = False,
-    ) -> Tensor:
+
+class PairLayer(Layer):
+    """Replaces ``PairformerNoSeqLayer``."""
+
+    def __init__(self, of: nn.Module, names: Parts, signature: Signature) -> None:
+        super().__init__(of, names, signature)
+        self._package = type(of).__module__.partition(".")[0]
+
+    def compute(self, z: Tensor, pair_mask: Tensor) -> Any:
         return self.pair(z, pair_mask)
 
     def pair(self, z: Tensor, mask: Tensor) -> Tensor:
-        modules: Any = [self._modules[name] for name in self.parts]
+        modules: Any = [self._modules[name] for name in self._names.replaced]
         *parts, last = modules
         # Dropout masks are float32, so their products and the sums with these are at least that. They are also drawn if
         # nothing is dropped, so that later random numbers stay the same.
@@ -89,16 +69,16 @@ class BoltzPairLayer(layer.Layer):
             z = z.to(dtype, memory_format=torch.contiguous_format, copy=True) if inplace else z.to(dtype)
             for part in parts:
                 torch.rand(z.shape[:2], device=z.device)
-                z = layer.added(part, z, mask, inplace=inplace)
-            return layer.added(last, z, inplace=inplace)
-        from boltz.model.layers.dropout import get_dropout_mask
-
-        for name, part in zip(self.parts, parts, strict=False):
-            dropout = get_dropout_mask(self.dropout, z, self.training, columnwise=name == "tri_att_end")
+                z = added(part, z, mask, inplace=inplace)
+            return added(last, z, inplace=inplace)
+        draw = import_module(f"{self._package}.model.layers.dropout").get_dropout_mask
+        for name, part in zip(self._names.replaced, parts, strict=False):
+            columnwise = {"columnwise": True} if name == "tri_att_end" else {}
+            dropout = draw(self.dropout, z, self.training, **columnwise)
             update = part(z, mask)
             with torch.autocast(z.device.type, enabled=False):
                 z = torch.addcmul(z, dropout, update)
-        return layer.added(last, z)
+        return added(last, z)
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
         z, mask = self._pair_example(generator)
@@ -112,63 +92,87 @@ class BoltzPairLayer(layer.Layer):
         return random(generator, 2, n, n, c), mask.float()
 
 
-class BoltzPairformerLayer(BoltzPairLayer):
+class PairformerLayer(PairLayer):
     """Replaces ``PairformerLayer``. The sequence half is called as it is."""
 
-    parts = BoltzPairLayer.parts
-    others = frozenset({"pre_norm_s", "attention", "transition_s", "s_post_norm"})
     outputs = 2
 
-    def forward(  # type: ignore[override]
-        self,
-        s: Tensor,
-        z: Tensor,
-        mask: Tensor,
-        pair_mask: Tensor,
-        chunk_size_tri_attn: int | None = None,
-        use_kernels: bool = False,
-        use_cuequiv_mul: bool = False,
-        use_cuequiv_attn: bool = False,
+    def compute(  # type: ignore[override]
+        self, s: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor, flash: bool = False
     ) -> tuple[Tensor, Tensor]:
         z = self.pair(z, pair_mask)
-        rest: Any = self._modules
+        if flash:
+            return self._sequence(s, z, mask, use_flash_attn=True), z
+        # The conversions are theirs, as is that the autocast of another device goes on.
         with torch.autocast("cuda", enabled=False):
-            s = s.float()
-            normed = rest["pre_norm_s"](s)
-            s = s + rest["attention"](s=normed, z=z.float(), mask=mask.float(), k_in=normed)
-            s = s + rest["transition_s"](s)
-            return rest["s_post_norm"](s), z
+            return self._sequence(s.float(), z.float(), mask.float()), z
+
+    def _sequence(self, s: Tensor, z: Tensor, mask: Tensor, **flash: bool) -> Tensor:
+        rest: Any = self._modules
+        normed = rest["pre_norm_s"](s)
+        s = s + rest["attention"](s=normed, z=z, mask=mask, k_in=normed, **flash)
+        s = s + rest["transition_s"](s)
+        return rest["s_post_norm"](s)
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
         z, pair_mask = self._pair_example(generator)
-        features: Any = self.get_submodule("pre_norm_s").weight.shape[0]  # type: ignore[index]
+        features: Any = self.get_submodule("transition_s.norm").weight.shape[0]  # type: ignore[index]
         s, mask = random(generator, *z.shape[:2], features), torch.ones(z.shape[:2], device="cpu")
         mask[0, 1] = 0
         yield Call("", (s, z, mask, pair_mask), {}, (0, 1))
         yield Call("", (s, z, mask, pair_mask), {})
+        if flash := self._signature.has("flash"):
+            yield Call(f"{flash}=True", (s, z, mask, pair_mask), {flash: True})
 
 
-def _update(name: str, direction: Direction) -> Adapter:
-    """An adapter for classes that have the direction only in their name."""
-    replacements = (BoltzTriangleUpdate, FirstBoltzTriangleUpdate)
-    return Adapter("boltz.model.layers.triangular_mult", (name,), replacements, arguments=lambda module: (direction,))
+class FirstPairformerLayer(PairformerLayer):
+    """Replaces ``PairformerLayer`` of Boltz 1, whose sequence half has its norms inside."""
+
+    def compute(  # type: ignore[override]
+        self, s: Tensor, z: Tensor, mask: Tensor, pair_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        z, rest = self.pair(z, pair_mask), self._modules
+        s = s + rest["attention"](s, z, mask)  # type: ignore[misc]
+        return s + rest["transition_s"](s), z  # type: ignore[misc]
 
 
-_PARTS = {"norm": "LayerNorm", "linear": "Linear", "attention": "Attention"}
+def _update(direction: Direction) -> Any:
+    """The options for classes that have the direction only in their name."""
+    return lambda module: {"direction": direction}
 
-MODULES = (
-    _update("TriangleMultiplicationOutgoing", "outgoing"),
-    _update("TriangleMultiplicationIncoming", "incoming"),
-    Adapter(
-        "boltz.model.layers.triangular_attention.attention",
-        ("TriangleAttention", "TriangleAttentionEndingNode"),
-        (BoltzTriangleAttention,),
-        _PARTS,
-    ),
-    Adapter("boltz.model.layers.transition", ("Transition",), (BoltzTransition,)),
-)
-LAYERS = tuple(
-    layer.LayerAdapter("boltz.model.layers.pairformer", (name,), (replacement,))
-    for name, replacement in (("PairformerNoSeqLayer", BoltzPairLayer), ("PairformerLayer", BoltzPairformerLayer))
+
+_ATTENTION_ROLES = {"norm": "LayerNorm", "linear": "Linear", "attention": "Attention"}
+_ATTENTIONS = ("TriangleAttention", "TriangleAttentionEndingNode")
+
+
+def _modules(package: str, updates: str) -> Iterable[Adapter]:
+    layers = f"{package}.model.layers"
+    for direction in ("outgoing", "incoming"):
+        classes = (f"TriangleMultiplication{direction.title()}",)
+        yield Adapter(
+            f"{layers}.{updates}",
+            classes,
+            TriangleUpdate,
+            PACKED,
+            _UPDATE,
+            options=_update(direction),
+        )
+    file = f"{layers}.triangular_attention.attention"
+    yield Adapter(file, _ATTENTIONS, attention.TriangleAttention, attention.Names(), _ATTENTION, _ATTENTION_ROLES)
+    names = transition.Names("norm", "fc1", "fc2", "fc3", {"silu": "silu"})
+    yield Adapter(f"{layers}.transition", ("Transition",), transition.Transition, names, _TRANSITION)
+
+
+def _layers(package: str) -> Iterable[Adapter]:
+    file = f"{package}.model.layers.pairformer"
+    yield LayerAdapter(file, ("PairformerNoSeqLayer",), PairLayer, _PAIR_PARTS, _PAIR_LAYER)
+    yield LayerAdapter(file, ("PairformerLayer",), PairformerLayer, _PARTS, _LAYER)
+
+
+MODULES = (*_modules("boltz", "triangular_mult"), *_modules("boltzgen", "triangular"))
+LAYERS = (
+    *_layers("boltz"),
+    *_layers("boltzgen"),
+    LayerAdapter("boltz.model.modules.trunk", ("PairformerLayer",), FirstPairformerLayer, _FIRST_PARTS, _LAYER),
 )
 UNFIT: tuple[tuple[str, str, str], ...] = ()

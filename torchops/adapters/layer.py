@@ -4,7 +4,7 @@ tensor that the layer owns, so their results never exist as tensors."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,12 +12,22 @@ from torchops.adapters.module import Adapter, Replacement
 from torchops.nn.layers import has_hooks
 
 
+class Parts(NamedTuple):
+    """The children of a layer: those that must be replacements, and those called as in the original."""
+
+    replaced: Mapping[str, type[Replacement]]
+    others: frozenset[str] = frozenset()
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """None of which only the parameters are read."""
+        return {}
+
+
 class Layer(Replacement):
     """A layer with the children of the original."""
 
-    layers: ClassVar[Mapping[str, str]] = {}
-    parts: ClassVar[Mapping[str, type[Replacement]]]
-    others: ClassVar[frozenset[str]] = frozenset()  # children called as in the original
+    _names: Parts
 
 
 def added(part: Any, z: Tensor, *mask: Tensor, inplace: bool = False) -> Tensor:
@@ -32,15 +42,14 @@ def added(part: Any, z: Tensor, *mask: Tensor, inplace: bool = False) -> Tensor:
 class LayerAdapter(Adapter):
     """How the layers of one file of a package are replaced."""
 
-    def _structure_reason(self, module: nn.Module, new: type[Replacement]) -> str | None:
-        assert issubclass(new, Layer)
+    def _structure_reason(self, module: nn.Module) -> str | None:
         children = {name for name, child in module._modules.items() if child is not None}
-        for name, kind in new.parts.items():
+        for name, kind in self.names.replaced.items():
             if not isinstance(module._modules.get(name), kind):
                 return f"its {name} is not replaced"
-        if missing := new.others - children:
+        if missing := self.names.others - children:
             return f"it has no {min(missing)}"
-        if more := children - new.parts.keys() - new.others:
+        if more := children - self.names.replaced.keys() - self.names.others:
             return f"it has a layer {min(more)}"
         own = [*module._parameters, *module._buffers]
         return f"it has a tensor {own[0]} of its own" if own else None

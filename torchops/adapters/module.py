@@ -1,15 +1,16 @@
 """What all adapters share: the module of a public package and its replacement.
 
 A replacement has the parameters of the original, under the same names, and its plain attributes. Its operator reads the
-parameters where they are. Whether a module is what its class is known for is checked in this order: its type, the
-arguments of its `forward`, its layers and nothing else on it, the sizes of its parameters, and what it computes
-(:mod:`torchops.adapters.probe`).
+parameters where they are. Whether a module is what its class is known for is checked in this order: its type, its
+layers and nothing else on it, the sizes of its parameters, the arguments of its `forward`
+(:mod:`torchops.adapters.signature`), and what it computes (:mod:`torchops.adapters.probe`).
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -18,8 +19,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchops.adapters.signature import Meanings, Signature, arguments, understood
 from torchops.nn.layers import has_hooks
-from torchops.nn.replace import module_reason, parameters_reason
+from torchops.nn.replace import like, module_reason, parameters_reason
 
 Shape = tuple[int, ...]
 PLAIN = (bool, int, float, str, type(None))
@@ -61,25 +63,39 @@ class Call(NamedTuple):
 
 
 class Replacement(nn.Module):
-    """A module with the parameters and plain attributes of the module `of`.
+    """A module with the parameters and plain attributes of the module `of`, which computes by operators what that does.
 
-    Adapters derive from it, with the `forward` of their package.
+    Subclasses are kinds of modules. What differs between packages is data: the names of layers and arguments, and
+    keyword arguments of `__init__`.
     """
 
-    # The layers that the original must have: names (with dots for nested ones, such as "mha.linear_q") and kinds. A
-    # kind is a key of `Adapter.roles`, with a question mark if the layer is optional.
-    layers: ClassVar[Mapping[str, str]]
     operator: ClassVar[str]
     outputs: ClassVar[int] = 1
 
-    def __init__(self, of: nn.Module) -> None:
+    def __init__(self, of: nn.Module, names: Any, signature: Signature) -> None:
         super().__init__()
         known = vars(self)
         vars(self).update({k: v for k, v in vars(of).items() if k not in known and isinstance(v, PLAIN)})
         self.training = of.training
+        self._names, self._signature = names, signature
+        vars(self)["_former"] = _without_parameters(of)  # past nn.Module, which would register it
         for name, child in of.named_children():
-            has_parameters = name in self.layers and next(child.parameters(), None) is not None
+            has_parameters = name in names.layers and next(child.parameters(), None) is not None
             self.add_module(name, Parameters(child) if has_parameters else child)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes what the released forward takes. A call that gives an unknown argument runs that one."""
+        values = self._signature.values(args, kwargs)
+        if isinstance(values, dict):
+            return self.compute(**values)
+        former = _restored(self.__dict__["_former"], self)
+        if values:
+            warnings.warn(f"{type(former).__name__} runs as released: {values}", stacklevel=2)
+        return former(*args, **kwargs)
+
+    def compute(self, *args: Any, **values: Any) -> Any:
+        """The result, of arguments by their meaning."""
+        raise NotImplementedError
 
     def parameter(self, layer: str, name: str) -> Tensor | None:
         module: Any = self
@@ -101,14 +117,36 @@ class Replacement(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def sizes(cls, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
+    def sizes(cls, names: Any, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
         """The shapes that weights must have. Biases have the length of their weight."""
         raise NotImplementedError
 
     @classmethod
-    def refuse(cls, module: nn.Module) -> str | None:
+    def refuse(cls, names: Any, module: nn.Module) -> str | None:
         """Any other reason not to replace the module."""
         return None
+
+
+def _without_parameters(module: nn.Module) -> nn.Module:
+    """A module like it that holds no tensors: what `_restored` needs besides the parameters."""
+    former = like(module, type(module))
+    former._parameters = dict.fromkeys(module._parameters)
+    former._modules = {k: child and _without_parameters(child) for k, child in module._modules.items()}
+    return former
+
+
+def _restored(former: nn.Module, now: nn.Module) -> nn.Module:
+    """The released module, with the parameters, the children and the plain attributes that its replacement has now.
+    Made for a call, so that threads share nothing."""
+    module = like(former, type(former))
+    plain = {k: v for k, v in vars(now).items() if k in vars(former) and isinstance(v, PLAIN)}
+    vars(module).update(plain)
+    for name in former._parameters:
+        module._parameters[name] = getattr(now, name)  # which may be parametrized by now
+    for name, child in former._modules.items():
+        current = now._modules[name]
+        module._modules[name] = _restored(child, current) if isinstance(current, Parameters) and child else current
+    return module
 
 
 def random(generator: torch.Generator, *shape: int) -> Tensor:
@@ -126,16 +164,24 @@ class Adapter:
     Attributes:
         file: the module in which the package defines them.
         classes: their names.
-        replacements: by each signature of `forward` that releases of the package have had.
-        roles: what that file calls the classes of the layers.
-        arguments: further arguments of the replacement besides the module.
+        kind: what they compute.
+        names: what the package calls their layers.
+        meanings: what the arguments of their forwards mean, in all releases that are known.
+        roles: what that file calls the classes of the layers. A bar separates several, and a colon follows the name of
+            another file.
+        options: further arguments of the replacement.
+        gpu_norms: names, by file and class, of norms among the roles that have kernels for a GPU only: what is compared
+            on the CPU has PyTorch's norm in their place.
     """
 
     file: str
     classes: tuple[str, ...]
-    replacements: tuple[type[Replacement], ...]
+    kind: type[Replacement]
+    names: Any
+    meanings: Meanings
     roles: Mapping[str, str] = field(default_factory=lambda: {"norm": "nn.LayerNorm", "linear": "nn.Linear"})
-    arguments: Callable[[nn.Module], tuple[Any, ...]] = lambda module: ()
+    options: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
+    gpu_norms: str = ""
 
     def has(self, module: nn.Module) -> bool:
         return any(type(module) is known for known in self._known())
@@ -151,37 +197,39 @@ class Adapter:
         """The replacement of a module, or the reason why there is none. `tried` has the results for other modules."""
         if reason := module_reason(module, type(module)):
             return reason
-        forward = signature(type(module))
-        match = next((new for new in self.replacements if signature(new) == forward), None)
-        if reason := self._structure_reason(module, match or self.replacements[0]):
+        if reason := self._structure_reason(module):
             return reason
-        if match is None:
-            return f"its forward takes ({', '.join(name for name, *_ in forward)}), which no known release does"
-        if reason := match.refuse(module):
+        signature = understood(type(module), self.meanings)
+        if signature is None:
+            taken = ", ".join(p.name for p in arguments(type(module)))
+            return f"its forward takes ({taken}), which no known release does"
+        if reason := self.kind.refuse(self.names, module):
             return reason
         from torchops.adapters.probe import probe
 
-        made: Any = match
-        arguments = self.arguments(module)
-        key = (match, arguments, *_identity(module))
+        options = self.options(module)
+        make: Callable[[nn.Module], Replacement] = functools.partial(
+            self.kind, names=self.names, signature=signature, **options
+        )
+        key = (self.file, *_identity(module))
         if key not in tried:
-            tried[key] = probe(module, lambda original: made(original, *arguments))
-        return tried[key] or made(module, *arguments)
+            tried[key] = probe(module, make, self._imported(self.gpu_norms))
+        return tried[key] or make(module)
 
-    def _structure_reason(self, module: nn.Module, new: type[Replacement]) -> str | None:
-        expected = {name: role.removesuffix("?") for name, role in new.layers.items()}
-        kinds: dict[str, type[nn.Module]] = {"sigmoid": nn.Sigmoid, "silu": nn.SiLU}
+    def _structure_reason(self, module: nn.Module) -> str | None:
+        expected = {name: role.removesuffix("?") for name, role in self.names.layers.items()}
+        kinds = {"sigmoid": (nn.Sigmoid,), "silu": (nn.SiLU,)}
         try:
-            for role in {*expected.values()} - kinds.keys():
-                kinds[role] = attrgetter(self.roles[role])(sys.modules[self.file])
+            kinds |= {role: self._imported(self.roles[role]) for role in {*expected.values()} - kinds.keys()}
         except AttributeError as error:
             return str(error)
         there = {name: child for name, child in module.named_modules(remove_duplicate=False) if name}
-        for name, role in new.layers.items():
+        for name, role in self.names.layers.items():
             if not role.endswith("?") and name not in there:
                 return f"it has no {name}"
         for name, child in there.items():
-            if name in expected and (reason := module_reason(child, kinds[expected[name]])):
+            known = kinds[expected[name]] if name in expected else (type(child),)
+            if reason := module_reason(child, type(child) if type(child) in known else known[0]):
                 return f"{name}: {reason}"
         if more := there.keys() - expected.keys():
             return f"it has a layer {min(more)}"
@@ -200,24 +248,30 @@ class Adapter:
             if expected[name] in ("norm", "linear")
             for kind, parameter in child._parameters.items()
         }
-        return _parameters_reason(parameters, [n for n in there if expected[n] == "linear"], new)
+        return self._parameters_reason(parameters, [n for n in there if expected[n] == "linear"])
 
+    def _imported(self, names: str) -> tuple[type[nn.Module], ...]:
+        """The classes of these names, as far as their files are imported."""
+        found = []
+        for name in filter(None, names.split("|")):
+            file, _, path = name.rpartition(":")
+            if (module := sys.modules.get(file or self.file)) is not None:
+                found.append(attrgetter(path)(module))
+        return tuple(found)
 
-def _parameters_reason(
-    parameters: Mapping[str, nn.Parameter | None], linears: list[str], new: type[Replacement]
-) -> str | None:
-    for name in linears:
-        if parameters.get(f"{name}.weight") is None:
-            return f"{name} has no weight"
-    if reason := parameters_reason(parameters, f"{linears[-1]}.weight", new.operator):
-        return reason
-    sizes = new.sizes(parameters)
-    for name, parameter in parameters.items():
-        layer, _, kind = name.rpartition(".")
-        size = sizes[layer] if kind == "weight" else sizes[layer][:1]
-        if parameter is not None and tuple(parameter.shape) != size:
-            return f"{name} is of shape {tuple(parameter.shape)} and not {size}"
-    return None
+    def _parameters_reason(self, parameters: Mapping[str, nn.Parameter | None], linears: list[str]) -> str | None:
+        for name in linears:
+            if parameters.get(f"{name}.weight") is None:
+                return f"{name} has no weight"
+        if reason := parameters_reason(parameters, f"{linears[-1]}.weight", self.kind.operator):
+            return reason
+        sizes = self.kind.sizes(self.names, parameters)
+        for name, parameter in parameters.items():
+            layer, _, kind = name.rpartition(".")
+            size = sizes[layer] if kind == "weight" else sizes[layer][:1]
+            if parameter is not None and tuple(parameter.shape) != size:
+                return f"{name} is of shape {tuple(parameter.shape)} and not {size}"
+        return None
 
 
 def _identity(module: nn.Module) -> Iterator[Any]:
@@ -232,8 +286,3 @@ def _identity(module: nn.Module) -> Iterator[Any]:
         )
         shapes = ((k, None if p is None else p.shape) for k, p in child._parameters.items())
         yield name, type(child), tuple(attributes), tuple(shapes)
-
-
-def signature(module: type[nn.Module]) -> list[tuple[str, Any, Any]]:
-    parameters = list(inspect.signature(module.forward).parameters.values())[1:]
-    return [(p.name, p.kind, p.default) for p in parameters]

@@ -1,273 +1,136 @@
-"""OpenFold, ``openfold.model.triangular_multiplicative_update``, and OpenFold-3,
-``openfold3.core.model.layers.triangular_multiplicative_update``.
+"""OpenFold, OpenFold-3, ESMFold in transformers, and Protenix, whose modules descend from OpenFold's.
 
-Their ``inplace_safe=True`` overwrites ``z`` with the update, or with ``_add_with_inplace=True`` adds the update to it,
-and returns it. ``_inplace_chunk_size`` is the number of pieces in which that is done and changes no value; here there
-are no pieces. Flags that choose other kernels are ignored here, except that ``use_cueq_triangle_kernels`` turns
-``inplace_safe`` off, as it does there.
+The forwards differ in keywords. `inplace_safe=True` of an update overwrites ``z`` with the update, or with
+``_add_with_inplace=True`` adds the update to it, and returns it; ``_inplace_chunk_size`` is the number of pieces in
+which that is done and changes no value; here there are no pieces. `inplace_safe` of attention doesn't overwrite any
+argument. Flags that choose other kernels are ignored here, except that ``use_cueq_triangle_kernels`` turns
+``inplace_safe`` of an update off, as it does there.
 
 For a bfloat16 ``z``, they compute in bfloat16, whatever the dtype of the parameters, with or without autocast. In
-float16, OpenFold divides ``a`` and ``b`` by their standard deviation, which the layer norm cancels up to its ``eps``.
-The operator scales ``a`` by about ``1 / sqrt(N)`` instead.
+float16, they divide ``a`` and ``b`` by their standard deviation, which the layer norm cancels up to its ``eps``. The
+operator scales ``a`` by about ``1 / sqrt(N)`` instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchops.adapters import attention, transition
 from torchops.adapters.attention import TriangleAttention
-from torchops.adapters.module import Adapter, Call
-from torchops.adapters.triangle import FUSED, SEPARATE, Direction, TriangleUpdate
+from torchops.adapters.module import Adapter
+from torchops.adapters.signature import CHUNKS, KERNELS
+from torchops.adapters.triangle import FUSED, SEPARATE, TriangleUpdate
 
+_UPDATE = {
+    "z": "x",
+    "mask": "mask",
+    "inplace_safe": "inplace",
+    "_add_with_inplace": "add",
+    "_inplace_chunk_size": CHUNKS,
+    "use_cueq_triangle_kernels": "out_of_place",
+    "use_triton_triangle_kernels": KERNELS,
+    "triangle_multiplicative": KERNELS,
+}
+_ATTENTION = {
+    "x": "x",
+    "mask": "mask",
+    "transpose_bias": "transposed",  # OpenFold-3's layers transpose the pair tensor for the ending node
+    "chunk_size": CHUNKS,
+    "inplace_safe": KERNELS,
+    "triangle_attention": KERNELS,
+    "use_memory_efficient_kernel": KERNELS,
+    "use_deepspeed_evo_attention": KERNELS,
+    "use_cueq_triangle_kernels": KERNELS,
+    "use_triton_triangle_kernels": KERNELS,
+    "use_lma": KERNELS,
+}
+# Chunks and their checkpoints save memory that is not needed here.
+_TRANSITION = {"x": "x", "mask": "mask", "chunk_size": CHUNKS, "ckpt_chunk_size": "checkpointed_chunks"}
 
-class InPlaceTriangleUpdate(TriangleUpdate):
-    """Replaces those of OpenFold and ESMFold."""
-
-    names = SEPARATE
-    # Whether an in-place update without the addition overwrites z. Modules with fused weights return a new tensor.
-    overwrites = True
-    takes_none = True
-
-    def forward(
-        self,
-        z: Tensor,
-        mask: Tensor | None = None,
-        inplace_safe: bool = False,
-        _add_with_inplace: bool = False,
-        _inplace_chunk_size: int | None = 256,
-    ) -> Tensor:
-        return self._forward(z, mask, inplace_safe, _add_with_inplace)
-
-    @classmethod
-    def probes(cls) -> Iterable[Mapping[str, Any]]:
-        return ({}, {"inplace_safe": True}, {"inplace_safe": True, "_add_with_inplace": True})
-
-    def _forward(self, z: Tensor, mask: Tensor | None, inplace: bool, add: bool) -> Tensor:
-        if z.dtype != torch.bfloat16:
-            return self._compute(z, mask, inplace, add, self.weights())
-        with torch.autocast(z.device.type, enabled=False):
-            weights = [None if t is None else t.to(z.dtype) for t in self.weights()]
-            return self._compute(z, mask, inplace, add, weights)
-
-    def _compute(
-        self, z: Tensor, mask: Tensor | None, inplace: bool, add: bool, weights: list[Tensor | None]
-    ) -> Tensor:
-        if inplace and add:
-            return self.update_(z, mask, weights)
-        update = self.update(z, mask, weights)
-        return z.copy_(update) if inplace and self.overwrites else update
-
-
-class KernelsTriangleUpdate(InPlaceTriangleUpdate):
-    """Replaces those of OpenFold-3, from 0.5.0 on."""
-
-    def forward(  # type: ignore[override]
-        self,
-        z: Tensor,
-        mask: Tensor | None = None,
-        inplace_safe: bool = False,
-        use_cueq_triangle_kernels: bool = False,
-        use_triton_triangle_kernels: bool = False,
-        _add_with_inplace: bool = False,
-        _inplace_chunk_size: int | None = 256,
-    ) -> Tensor:
-        return self._forward(z, mask, inplace_safe and not use_cueq_triangle_kernels, _add_with_inplace)
-
-
-class CueqTriangleUpdate(InPlaceTriangleUpdate):
-    """Replaces those of OpenFold-3 0.3 and 0.4."""
-
-    def forward(  # type: ignore[override]
-        self,
-        z: Tensor,
-        mask: Tensor | None = None,
-        inplace_safe: bool = False,
-        use_cueq_triangle_kernels: bool = False,
-        _add_with_inplace: bool = False,
-        _inplace_chunk_size: int | None = 256,
-    ) -> Tensor:
-        return self._forward(z, mask, inplace_safe and not use_cueq_triangle_kernels, _add_with_inplace)
-
-
-class FusedInPlaceTriangleUpdate(InPlaceTriangleUpdate):
-    """Replaces a ``FusedTriangleMultiplicativeUpdate``."""
-
-    names = FUSED
-    overwrites = False
-
-
-class FusedKernelsTriangleUpdate(KernelsTriangleUpdate):
-    names = FUSED
-    overwrites = False
-
-
-class FusedCueqTriangleUpdate(CueqTriangleUpdate):
-    names = FUSED
-    overwrites = False
-
-
-class OpenFoldTriangleAttention(TriangleAttention):
-    """Replaces OpenFold's ``TriangleAttention``. `inplace_safe` doesn't overwrite any argument."""
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        chunk_size: int | None = None,
-        use_memory_efficient_kernel: bool = False,
-        use_deepspeed_evo_attention: bool = False,
-        use_lma: bool = False,
-        inplace_safe: bool = False,
-    ) -> Tensor:
-        return self.update(x, mask)
-
-
-class TransposingTriangleAttention(TriangleAttention):
-    """Replaces those of OpenFold-3, from 0.5.0 on, whose layers transpose the pair tensor for the ending node, and
-    transpose the bias back."""
-
-    names = attention.Names(bias="linear_z")
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        transpose_bias: bool = False,
-        chunk_size: int | None = None,
-        use_deepspeed_evo_attention: bool = False,
-        use_cueq_triangle_kernels: bool = False,
-        use_triton_triangle_kernels: bool = False,
-        use_lma: bool = False,
-        inplace_safe: bool = False,
-    ) -> Tensor:
-        return self.update(x, mask, transpose_bias)
-
-    @classmethod
-    def probes(cls) -> Iterable[Mapping[str, Any]]:
-        return (*super().probes(), {"transpose_bias": True})
-
-
-class CueqTriangleAttention(TriangleAttention):
-    """Replaces those of OpenFold-3 0.3.0 and 0.4.0."""
-
-    names = attention.Names(bias="linear_z")
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        chunk_size: int | None = None,
-        use_deepspeed_evo_attention: bool = False,
-        use_cueq_triangle_kernels: bool = False,
-        use_lma: bool = False,
-        inplace_safe: bool = False,
-    ) -> Tensor:
-        return self.update(x, mask)
-
-
-class KernelsTriangleAttention(TriangleAttention):
-    """Replaces those of OpenFold-3 0.4.1."""
-
-    names = attention.Names(bias="linear_z")
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        chunk_size: int | None = None,
-        use_deepspeed_evo_attention: bool = False,
-        use_cueq_triangle_kernels: bool = False,
-        use_triton_triangle_kernels: bool = False,
-        use_lma: bool = False,
-        inplace_safe: bool = False,
-    ) -> Tensor:
-        return self.update(x, mask)
-
-
-class SwiGLUTransition(transition.Transition):
-    """Replaces OpenFold-3's ``SwiGLUTransition``. Ignores chunks and their checkpoints, which save memory that is not
-    needed here."""
-
-    names = transition.Names(
-        "layer_norm",
-        "swiglu.linear_a",
-        "swiglu.linear_b",
-        "linear_out",
-        {"swiglu": "swiglu", "swiglu.swish": "silu"},
-    )
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        chunk_size: int | None = None,
-        ckpt_chunk_size: int | None = None,
-    ) -> Tensor:
-        update = self._update(x)
-        # Without a mask, they multiply by ones in the dtype of x.
-        dtype = torch.promote_types(update.dtype, x.dtype if mask is None else mask.dtype)
-        if mask is not None:
-            mask = mask.unsqueeze(-1)
-            reuse = update.dtype == dtype and not update.requires_grad
-            update = update.mul_(mask) if reuse else update * mask
-        return update.to(dtype if ckpt_chunk_size is None else x.dtype)
-
-    def _update(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.bfloat16:
-            return self.update(x)
-        with torch.autocast(x.device.type, enabled=False):
-            return self.update(x, {name: None if t is None else t.to(x.dtype) for name, t in self.weights().items()})
-
-    def calls(self, generator: torch.Generator) -> Iterable[Call]:
-        x = self.example(generator)
-        mask = torch.rand(x.shape[:-1], generator=generator, device="cpu")
-        yield Call("", (x, mask), {}, (0,))
-        for arguments in ({}, {"mask": mask, "chunk_size": 3}, {"mask": mask, "ckpt_chunk_size": 2}):
-            yield Call(", ".join(arguments), (x,), arguments)
-
-
-def direction(module: nn.Module) -> tuple[Direction]:
-    return ("outgoing" if module._outgoing else "incoming",)
-
+_OPENFOLD, _OPENFOLD3 = "openfold.model", "openfold3.core.model.layers"
+_ESMFOLD, _PROTENIX = "transformers.models.esm.modeling_esmfold", "protenix.model"
 
 _ROLES = {"norm": "LayerNorm", "linear": "Linear", "attention": "Attention", "swiglu": "SwiGLU"}
+_ESMFOLD_ROLES = {"norm": "LayerNorm", "linear": "EsmFoldLinear", "attention": "EsmFoldAttention"}
+# Its norm is a kernel that it compiles, or, if LAYERNORM_TYPE says so, PyTorch's.
+_PROTENIX_KERNEL = f"{_PROTENIX}.layer_norm.layer_norm:FusedLayerNorm"
+_PROTENIX_ROLES = {
+    "norm": f"{_PROTENIX}.triangular.layers:OpenFoldLayerNorm|{_PROTENIX_KERNEL}",
+    "linear": "OpenfoldLinear",
+    "attention": "Attention",
+}
+_SWIGLU = transition.Names(
+    "layer_norm", "swiglu.linear_a", "swiglu.linear_b", "linear_out", {"swiglu": "swiglu", "swiglu.swish": "silu"}
+)
 
 
-def _updates(file: str) -> Iterator[Adapter]:
-    for prefix, base, replacements in (
-        ("", "TriangleMultiplicativeUpdate", (KernelsTriangleUpdate, CueqTriangleUpdate, InPlaceTriangleUpdate)),
-        (
-            "Fused",
-            "FusedTriangleMultiplicativeUpdate",
-            (FusedKernelsTriangleUpdate, FusedCueqTriangleUpdate, FusedInPlaceTriangleUpdate),
-        ),
-    ):
-        classes = (f"{prefix}TriangleMultiplicationOutgoing", f"{prefix}TriangleMultiplicationIncoming", base)
-        yield Adapter(file, classes, replacements, _ROLES, direction)
+def _update(module: nn.Module) -> dict[str, Any]:
+    return {"direction": "outgoing" if module._outgoing else "incoming", "follows": True}
 
 
-_ATTENTIONS = ("TriangleAttention", "TriangleAttentionEndingNode")
-_LAYERS3 = "openfold3.core.model.layers"
+def _updates(file: str, roles: Mapping[str, str] = _ROLES) -> Iterator[Adapter]:
+    """Those with separate weights, and with fused ones, which return a new tensor unless they add."""
+    names = ("TriangleMultiplicationOutgoing", "TriangleMultiplicationIncoming")
+    yield Adapter(file, (*names, "TriangleMultiplicativeUpdate"), TriangleUpdate, SEPARATE, _UPDATE, roles, _update)
+    fused = (*(f"Fused{name}" for name in names), "FusedTriangleMultiplicativeUpdate")
+    options = lambda module: {**_update(module), "overwrites": False}  # noqa: E731
+    yield Adapter(file, fused, TriangleUpdate, FUSED, _UPDATE, roles, options)
+
+
+def _attention(file: str, bias: str = "linear", roles: Mapping[str, str] = _ROLES, prefix: str = "") -> Adapter:
+    classes = (f"{prefix}TriangleAttention", f"{prefix}TriangleAttentionEndingNode")
+    return Adapter(file, classes, TriangleAttention, attention.Names(bias=bias), _ATTENTION, roles)
+
 
 MODULES = (
-    *_updates("openfold.model.triangular_multiplicative_update"),
-    *_updates(f"{_LAYERS3}.triangular_multiplicative_update"),
-    Adapter("openfold.model.triangular_attention", _ATTENTIONS, (OpenFoldTriangleAttention,), _ROLES),
+    *_updates(f"{_OPENFOLD}.triangular_multiplicative_update"),
+    _attention(f"{_OPENFOLD}.triangular_attention"),
+    *_updates(f"{_OPENFOLD3}.triangular_multiplicative_update"),
+    _attention(f"{_OPENFOLD3}.triangular_attention", bias="linear_z"),
     Adapter(
-        f"{_LAYERS3}.triangular_attention",
-        _ATTENTIONS,
-        (TransposingTriangleAttention, KernelsTriangleAttention, CueqTriangleAttention),
+        f"{_OPENFOLD3}.transition",
+        ("SwiGLUTransition",),
+        transition.Transition,
+        _SWIGLU,
+        _TRANSITION,
         _ROLES,
+        lambda module: {"follows": True, "result": "mask"},
     ),
-    Adapter(f"{_LAYERS3}.transition", ("SwiGLUTransition",), (SwiGLUTransition,), _ROLES),
+    Adapter(
+        _ESMFOLD,
+        ("EsmFoldTriangleMultiplicativeUpdate",),
+        TriangleUpdate,
+        SEPARATE,
+        _UPDATE,
+        _ESMFOLD_ROLES,
+        _update,
+    ),
+    _attention(_ESMFOLD, roles=_ESMFOLD_ROLES, prefix="EsmFold"),
+    *(
+        replace(adapter, gpu_norms=_PROTENIX_KERNEL)
+        for adapter in (
+            next(_updates(f"{_PROTENIX}.triangular.triangular", _PROTENIX_ROLES)),
+            _attention(f"{_PROTENIX}.triangular.triangular", roles=_PROTENIX_ROLES),
+        )
+    ),
+    Adapter(
+        f"{_PROTENIX}.modules.primitives",
+        ("Transition",),
+        transition.Transition,
+        transition.Names("layernorm1", "linear_no_bias_a", "linear_no_bias_b", "linear_no_bias", {}),
+        {"x": "x"},
+        _PROTENIX_ROLES | {"linear": "Linear"},
+        lambda module: {"result": "x in evaluation"},
+        _PROTENIX_KERNEL,
+    ),
 )
 LAYERS: tuple[Adapter, ...] = ()
 UNFIT = (
-    ("openfold.model.pair_transition", "PairTransition", transition.HAS_RELU),
-    (f"{_LAYERS3}.transition", "ReLUTransition", transition.HAS_RELU),
+    (f"{_OPENFOLD}.pair_transition", "PairTransition", transition.HAS_RELU),
+    (f"{_OPENFOLD3}.transition", "ReLUTransition", transition.HAS_RELU),
+    (_ESMFOLD, "EsmFoldResidueMLP", transition.HAS_RELU),
 )

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4
 
 
-def probe(module: nn.Module, make: Callable[[nn.Module], Replacement]) -> str | None:
+def probe(
+    module: nn.Module, make: Callable[[nn.Module], Replacement], gpu_norms: tuple[type[nn.Module], ...] = ()
+) -> str | None:
     """Why `make(module)` must not replace `module`; None if both compute the same.
 
     Runs copies of both on the CPU in float32, with random parameters (fresh modules end in a projection by 0), on the
     calls of `Replacement.calls` (batches of 2, masks that are not symmetric), in training and in evaluation. Compares
-    results, gradients, what happens to the arguments, and how many random numbers are drawn.
+    results, gradients, what happens to the arguments, and how many random numbers are drawn. A layer of `gpu_norms` is
+    taken for what its class says.
     """
     try:
         with alone(), _plain_float32():
@@ -33,9 +36,18 @@ def probe(module: nn.Module, make: Callable[[nn.Module], Replacement]) -> str | 
             original = copy.deepcopy(module).to_empty(device="cpu").float()
             for name, parameter in original.named_parameters():
                 parameter.requires_grad_().data.copy_(_random_parameter(name, parameter, generator))
+            for parent in original.modules() if gpu_norms else ():
+                parent._modules.update({k: _plain(v) for k, v in parent._modules.items() if isinstance(v, gpu_norms)})
             return _difference(original, make(original), generator)
     except Exception as error:  # the package's code may raise anything
         return f"computing it to compare raised {type(error).__name__}: {error}"
+
+
+def _plain(norm: Any) -> nn.LayerNorm:
+    """PyTorch's layer norm with the parameters of another."""
+    made = nn.LayerNorm(norm.normalized_shape, norm.eps, device="meta")
+    made._parameters = norm._parameters
+    return made
 
 
 def _random_parameter(name: str, like: Tensor, generator: torch.Generator) -> Tensor:

@@ -7,12 +7,13 @@ The operator reads them where they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchops.adapters.module import Call, Replacement, Shape, needs_grad, random
+from torchops.adapters.signature import Signature
 
 Direction = Literal["outgoing", "incoming"]
 
@@ -50,18 +51,30 @@ FUSED = SEPARATE._replace(ins=("linear_ab_p", "linear_ab_g"))
 
 
 class TriangleUpdate(Replacement):
-    """A triangle multiplicative update."""
+    """A triangle multiplicative update.
 
-    names: ClassVar[Names]
+    Args:
+        direction: of the module.
+        follows: for a bfloat16 `x`, it computes in bfloat16, whatever the dtype of the parameters, with or without
+            autocast.
+        overwrites: an update in place without the addition overwrites `x`, rather than returning a new tensor.
+    """
+
     operator = "myops::_triangle_multiplicative_update"
-    takes_none: ClassVar[bool] = False  # whether the mask may be None
 
-    def __init_subclass__(cls) -> None:
-        cls.layers = cls.names.layers
-
-    def __init__(self, of: nn.Module, direction: Direction) -> None:
-        super().__init__(of)
-        self._triangle = (direction, float(of._modules[self.names.norm_in].eps))  # type: ignore[union-attr, arg-type]
+    def __init__(
+        self,
+        of: nn.Module,
+        names: Names,
+        signature: Signature,
+        *,
+        direction: Direction,
+        follows: bool = False,
+        overwrites: bool = True,
+    ) -> None:
+        super().__init__(of, names, signature)
+        self._triangle = (direction, float(of._modules[names.norm_in].eps))  # type: ignore[union-attr, arg-type]
+        self._follows, self._overwrites = follows, overwrites
 
     @property
     def direction(self) -> Direction:
@@ -74,13 +87,13 @@ class TriangleUpdate(Replacement):
     def _ins(self, kind: str) -> list[Tensor | None]:
         """For a, b, and their gates. Packed parameters are in the places of a. The operator splits them itself, so
         autocast casts each parameter once, not once per view."""
-        tensors = [self.parameter(name, kind) for name in self.names.ins]
+        tensors = [self.parameter(name, kind) for name in self._names.ins]
         return [tensors[0], None, tensors[1], None] if len(tensors) == 2 else tensors
 
     def weights(self) -> list[Tensor | None]:
         """Weight and bias, alternating, of norm_in, the projections to a, b and their gates, norm_out, p_out and g_out:
         the order of the private operator, which accepts weights of a and b packed or separate."""
-        names = self.names
+        names = self._names
 
         def of(layer: str) -> list[Tensor | None]:
             return [self.parameter(layer, "weight"), self.parameter(layer, "bias")]
@@ -93,7 +106,7 @@ class TriangleUpdate(Replacement):
         values: dict[str, Tensor | None] = {}
         for i, kind in enumerate(("weight", "bias")):
             norm_in, p_a, p_b, g_a, g_b, norm_out, p_out, g_out = self.weights()[i::2]
-            if len(self.names.ins) == 2:
+            if len(self._names.ins) == 2:
                 values |= {f"p_in.{kind}": p_a, f"g_in.{kind}": g_a}
             else:
                 values |= {f"p_in.{kind}": _concatenated(p_a, p_b), f"g_in.{kind}": _concatenated(g_a, g_b)}
@@ -121,14 +134,41 @@ class TriangleUpdate(Replacement):
         torch.ops.myops._triangle_multiplicative_update_(x, mask, weights, outgoing, self.eps)
         return x
 
-    @classmethod
-    def probes(cls) -> Iterable[Mapping[str, Any]]:
+    def compute(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        inplace: bool = False,
+        add: bool = False,
+        out_of_place: bool = False,
+    ) -> Tensor:
+        inplace = inplace and not out_of_place
+        if not self._follows or x.dtype != torch.bfloat16:
+            return self._compute(x, mask, inplace, add, self.weights())
+        with torch.autocast(x.device.type, enabled=False):
+            weights = [None if t is None else t.to(x.dtype) for t in self.weights()]
+            return self._compute(x, mask, inplace, add, weights)
+
+    def _compute(
+        self, x: Tensor, mask: Tensor | None, inplace: bool, add: bool, weights: list[Tensor | None]
+    ) -> Tensor:
+        if inplace and add:
+            return self.update_(x, mask, weights)
+        update = self.update(x, mask, weights)
+        return x.copy_(update) if inplace and self._overwrites else update
+
+    def _probes(self) -> Iterable[Mapping[str, Any]]:
         """Further arguments for comparing the original and the replacement: without gradients, and including what
         happens to `x`."""
-        return ({},)
+        yield {}
+        inplace, add = (self._signature.has(meaning) for meaning in ("inplace", "add"))
+        if inplace:
+            yield {inplace: True}
+        if inplace and add:
+            yield {inplace: True, add: True}
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
-        c = self.parameter(self.names.g_out, "weight").shape[0]  # type: ignore[union-attr]
+        c = self.parameter(self._names.g_out, "weight").shape[0]  # type: ignore[union-attr]
         n = 5 if c != 5 else 6
         x, mask = random(generator, 2, n, n, c), random(generator, 2, n, n)
         mask[random(generator, 2, n, n) < -0.8] = 0
@@ -138,21 +178,20 @@ class TriangleUpdate(Replacement):
         # gradients, because those of the norm of 0 are so large that they would hide all others.
         padded = mask.clone()
         padded[0, 1], padded[0, :, 2] = 0, 0
-        for value in (padded, *([None] if self.takes_none else [])):
-            for arguments in self.probes():
+        for value in (padded, *([None] if "mask" in self._signature.known else [])):
+            for arguments in self._probes():
                 said = [f"{name}={value}" for name, value in arguments.items()]
                 yield Call(", ".join(["without a mask"] * (value is None) + said), (x, value), arguments)
 
     @classmethod
-    def sizes(cls, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
-        names = cls.names
+    def sizes(cls, names: Names, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
         c, d = parameters[f"{names.p_out}.weight"].shape  # type: ignore[union-attr]
         ins = dict.fromkeys(names.ins, (4 // len(names.ins) * d, c))
         return ins | {names.p_out: (c, d), names.g_out: (c, c), names.norm_in: (c,), names.norm_out: (d,)}
 
     @classmethod
-    def refuse(cls, module: nn.Module) -> str | None:
-        norm_in, norm_out = (module._modules[name] for name in cls.names.norms)
+    def refuse(cls, names: Names, module: nn.Module) -> str | None:
+        norm_in, norm_out = (module._modules[name] for name in names.norms)
         return None if norm_in.eps == norm_out.eps else "its layer norms have different eps"  # type: ignore[union-attr]
 
 

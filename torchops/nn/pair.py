@@ -243,7 +243,7 @@ class TriangleMultiplicativeUpdate(LayersRead):
 
     @classmethod
     def from_module(cls, module: nn.Module) -> TriangleMultiplicativeUpdate:
-        """Returns a layer with the values of a module of Boltz, OpenFold, OpenFold-3 or ESMFold.
+        """Returns a layer with the values of a module of Boltz, BoltzGen, OpenFold, OpenFold-3, Protenix or ESMFold.
 
         The module stays as it is. The values are copies, packed if the module has separate layers for ``a`` and ``b``.
         A bias that only some of its layers have is 0 for the others. To keep parameters and their names, use
