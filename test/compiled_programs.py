@@ -68,7 +68,7 @@ class Aten(Operators):
 
 def _matrix(x: Tensor) -> Tensor:
     n = x.shape[-1]
-    row = torch.arange(n, dtype=x.dtype)
+    row = torch.arange(n, dtype=x.dtype, device=x.device)
     return torch.cos(row[:, None] * 3 + row) / n
 
 

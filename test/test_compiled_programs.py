@@ -26,13 +26,17 @@ def ran(function: Any, operators: Operators, inputs: list[Tensor]) -> list[Tenso
     return [t for t in pytree.tree_leaves((returned, inputs)) if isinstance(t, Tensor)]
 
 
-def check(program: Program, inputs: int, dynamic: bool, operators: Operators, mode: Any) -> None:
+def check(
+    program: Program, inputs: int, dynamic: bool, operators: Operators, grad_mode: Any, device: str = "cpu", **how: Any
+) -> None:
+    """Compares two calls for each shape: the second one may replay a CUDA graph."""
     torch.compiler.reset()
-    compiled = torch.compile(program, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(program, fullgraph=True, dynamic=dynamic, **how)
     for shape in DYNAMIC if dynamic else STATIC:
-        given = [random_like(torch.empty(shape), i) for i in range(inputs)]
-        with mode():
-            assert_all_close(ran(compiled, operators, given), ran(program, operators, given), atol=1e-5, rtol=1e-5)
+        for _ in range(1 if device == "cpu" else 3):
+            given = [random_like(torch.empty(shape), i).to(device) for i in range(inputs)]
+            with grad_mode():
+                assert_all_close(ran(compiled, operators, given), ran(program, operators, given), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

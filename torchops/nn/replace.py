@@ -108,7 +108,7 @@ def replace(model: nn.Module) -> Replacements:
       ``Dense`` replaces it in all places;
     - the ``nn.Sequential`` is of a subclass with its own forward or iteration;
     - a forward that gates cannot be traced (autocast inside it cannot), differs between training and evaluation,
-      decides by the hash, text, type or identity of a value, overwrites tensors (``+=`` does), uses a layer that has two
+      decides by the hash, text, type or identity of a value, overwrites tensors (``+=`` does), uses a layer with two
       names, changes attributes, draws random numbers, or computes something else than its replacement on a copy with
       random parameters;
     - a sigmoid of a linear layer is no factor of one product, or the activation of what looks like a gated linear unit
