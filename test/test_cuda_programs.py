@@ -1,4 +1,4 @@
-"""On a GPU: compiled programs of several in-place operators, also as CUDA graphs, grids of many blocks in each dimension,
+"""On a GPU: compiled programs of in-place operators, also as CUDA graphs, grids of many blocks in each dimension,
 and models on several GPUs."""
 
 from __future__ import annotations
