@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from . import compare, gradcheck, implementations, inductor, machine, memory, render, run, timing
+from . import compare, gradcheck, implementations, inductor, machine, memory, render, run, timing, whole
 from .case import Task
 from .operators import OPERATORS
 
@@ -85,6 +85,12 @@ def parser() -> argparse.ArgumentParser:
     gains = commands.add_parser("inductor", help=text, description=text)
     gains.set_defaults(function=inductor.run)
     inductor.add_arguments(gains)
+    text = "measure a whole prediction of a released model before and after torchops.nn.replace"
+    models = commands.add_parser(
+        "whole", help=text, description=whole.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    models.set_defaults(function=whole.run)
+    whole.add_arguments(models)
     return main
 
 

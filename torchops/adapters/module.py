@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchops.adapters.signature import Meanings, Signature, arguments, understood
 from torchops.nn.layers import has_hooks
-from torchops.nn.replace import like, module_reason, parameters_reason
+from torchops.nn.replace import identity, like, module_reason, parameters_reason
 
 Shape = tuple[int, ...]
 PLAIN = (bool, int, float, str, type(None))
@@ -88,7 +88,7 @@ class Replacement(nn.Module):
         values = self._signature.values(args, kwargs)
         if isinstance(values, dict):
             return self.compute(**values)
-        former = _restored(self.__dict__["_former"], self)
+        former = restored(self.__dict__["_former"], self)
         if values:
             warnings.warn(f"{type(former).__name__} runs as released: {values}", stacklevel=2)
         return former(*args, **kwargs)
@@ -128,14 +128,14 @@ class Replacement(nn.Module):
 
 
 def _without_parameters(module: nn.Module) -> nn.Module:
-    """A module like it that holds no tensors: what `_restored` needs besides the parameters."""
+    """A module like it that holds no tensors: what `restored` needs besides the parameters."""
     former = like(module, type(module))
     former._parameters = dict.fromkeys(module._parameters)
     former._modules = {k: child and _without_parameters(child) for k, child in module._modules.items()}
     return former
 
 
-def _restored(former: nn.Module, now: nn.Module) -> nn.Module:
+def restored(former: nn.Module, now: nn.Module) -> nn.Module:
     """The released module, with the parameters, the children and the plain attributes that its replacement has now.
     Made for a call, so that threads share nothing."""
     module = like(former, type(former))
@@ -145,7 +145,7 @@ def _restored(former: nn.Module, now: nn.Module) -> nn.Module:
         module._parameters[name] = getattr(now, name)  # which may be parametrized by now
     for name, child in former._modules.items():
         current = now._modules[name]
-        module._modules[name] = _restored(child, current) if isinstance(current, Parameters) and child else current
+        module._modules[name] = restored(child, current) if isinstance(current, Parameters) and child else current
     return module
 
 
@@ -211,7 +211,7 @@ class Adapter:
         make: Callable[[nn.Module], Replacement] = functools.partial(
             self.kind, names=self.names, signature=signature, **options
         )
-        key = (self.file, *_identity(module))
+        key = identity(module)
         if key not in tried:
             tried[key] = probe(module, make, self._imported(self.gpu_norms))
         return tried[key] or make(module)
@@ -272,17 +272,3 @@ class Adapter:
             if parameter is not None and tuple(parameter.shape) != size:
                 return f"{name} is of shape {tuple(parameter.shape)} and not {size}"
         return None
-
-
-def _identity(module: nn.Module) -> Iterator[Any]:
-    """Everything besides parameter values that can make two modules of a class compute different things."""
-    for name, child in module.named_modules():
-        registries = ("_parameters", "_buffers", "_modules", "training")
-        held = {
-            k: v for k, v in vars(child).items() if k not in registries and not (isinstance(v, dict | set) and not v)
-        }
-        attributes = (
-            (k, v if isinstance(v, PLAIN) else repr(v) if type(v) is tuple else id(v)) for k, v in held.items()
-        )
-        shapes = ((k, None if p is None else p.shape) for k, p in child._parameters.items())
-        yield name, type(child), tuple(attributes), tuple(shapes)

@@ -26,6 +26,7 @@ from .gates import Dense
 from .layers import LinearParameters, is_read
 from .replace import (
     Replacements,
+    identity,
     join,
     last_swapper,
     like,
@@ -62,14 +63,28 @@ class PackedGLU(LinearParameters):
 def replace_forwards(model: nn.Module, known: Collection[str]) -> Replacements:
     """Rewrites the forwards of all modules that own gates, including the model's, except those that are `known`."""
     replaced, left = [], {}
+    outcomes: dict[tuple[Any, ...], type[nn.Module] | str | None] = {}
     for name, module in model.named_modules():
-        try:
+        if name in known or not _may_have_gates(module):
+            continue
+        if (key := identity(module)) not in outcomes:
             with random_numbers_stay():
-                if name not in known and _may_have_gates(module) and _replace(module):
-                    replaced.append(name)
-        except _LeaveError as reason:
-            left[name] = str(reason)
+                outcomes[key] = _outcome(module)
+        outcome = outcomes[key]
+        if isinstance(outcome, str):
+            left[name] = outcome
+        elif outcome is not None:
+            module.__class__ = outcome
+            replaced.append(name)
     return Replacements(tuple(replaced), left)
+
+
+def _outcome(module: nn.Module) -> type[nn.Module] | str | None:
+    """The class with a new forward for a module, the reason why there is none, or None if it has no gate."""
+    try:
+        return _with_operators(module)
+    except _LeaveError as reason:
+        return str(reason)
 
 
 def _may_have_gates(module: nn.Module) -> bool:
@@ -91,8 +106,8 @@ def _is_of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("torch", "torchops")
 
 
-def _replace(module: nn.Module) -> bool:
-    """Gives `module` a new forward; returns False if it has no gate. Raises `_LeaveError` with the reason not to."""
+def _with_operators(module: nn.Module) -> type[nn.Module] | None:
+    """The class of `module` with a new forward; None if it has no gate. Raises `_LeaveError` with the reason not to."""
     try:
         forward = _rewritten(module)
     except _LeaveError:
@@ -100,11 +115,11 @@ def _replace(module: nn.Module) -> bool:
     except Exception as error:  # a forward may do anything with a proxy instead of a tensor
         if _speaks_of_gates(module):
             raise _LeaveError(f"its forward cannot be traced: {_first_line(error)}") from error
-        return False
+        return None
     if not forward.finder.count:
         if reason := forward.finder.missed():
             raise _LeaveError(reason)
-        return False
+        return None
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise _LeaveError(f"{type(module).__name__} has a forward of its own")
     _check_layers(module, forward.finder)
@@ -117,8 +132,7 @@ def _replace(module: nn.Module) -> bool:
                 raise _LeaveError(f"{name} is something else in its forward where an argument is None")
     names[LAYERS] = _layers(module, [each.finder for each in forwards])
     code = guarded(forward.code, type(module), forward.finder.graph, optional, without.code if without else None)
-    module.__class__ = _tried_class(module, code, tuple(names.items()), optional)
-    return True
+    return _tried_class(module, code, tuple(names.items()), optional)
 
 
 class _Forward(NamedTuple):

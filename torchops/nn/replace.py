@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -33,7 +34,12 @@ def alone() -> Iterator[None]:
     their lock comes first, because a compiler may call :func:`replace`."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     with getattr(dynamo, "compile_lock", contextlib.nullcontext()), _ALONE:
-        yield
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # on problems so small, more cost time, most of all where other processes run
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -57,6 +63,12 @@ Swapper = Callable[[nn.Module], Replacements]
 
 _swappers: list[Swapper] = []
 _last_swappers: list[Callable[[nn.Module, Collection[str]], Replacements]] = []
+
+
+def first_swapper(function: Swapper) -> Swapper:
+    """Registers ``function`` for :func:`replace`, before all others: it takes modules with the layers inside."""
+    _swappers.insert(0, function)
+    return function
 
 
 def swapper(function: Swapper) -> Swapper:
@@ -199,6 +211,51 @@ def like(layer: nn.Module, kind: type[_Layer]) -> _Layer:
         {name: copy(value) if isinstance(value, dict | list | set) else value for name, value in vars(layer).items()}
     )
     return made
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def identity(module: nn.Module) -> tuple[Any, ...]:
+    """All that can make modules of a class compute different things, and everything that a reason to leave one may be,
+    but for the values of tensors. Modules of which it is the same are tried once for all.
+
+    Objects other than plain values and containers count as the same only if they are one object, so the key holds as
+    long as `module` does.
+    """
+    numbers: dict[int, int] = {}  # parts and tensors that stand in two places stand there in both modules
+
+    def number(value: object) -> int:
+        return numbers.setdefault(id(value), len(numbers))
+
+    def tensor(value: Any) -> Any:
+        if value is None:
+            return None
+        return number(value), type(value), value.shape, value.dtype, value.device, value.layout
+
+    def attribute(value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if isinstance(value, nn.Module):
+            return identity(value)
+        if isinstance(value, tuple) or type(value) is list:
+            return type(value), tuple(map(attribute, value))
+        if type(value) in (dict, OrderedDict):
+            return type(value), tuple((attribute(k), attribute(v)) for k, v in value.items())
+        return id(value)
+
+    parts = []
+    for name, part in module.named_modules(remove_duplicate=False):
+        tensors = [(k, tensor(v)) for held in (part._parameters, part._buffers) for k, v in held.items()]
+        others = [
+            (k, attribute(v))
+            for k, v in vars(part).items()
+            if k not in ("_parameters", "_buffers", "_modules", "training")
+            and not (isinstance(v, dict | set) and not v)
+        ]
+        children = tuple(name for name, child in part._modules.items() if child is None)
+        parts.append((name, number(part), type(part), tuple(tensors), tuple(others), children))
+    return tuple(parts)
 
 
 def _has_kernel(operator: str, device: torch.device) -> bool:

@@ -1,0 +1,156 @@
+"""A whole prediction of a released model before and after `torchops.nn.replace`: `python -m benchmarks whole`.
+
+The model has random weights and synthetic features, since time and memory depend on neither. "Released" means the
+package as published with its own optional kernels off. It is measured as released, with its layers under
+``torch.compile``, and after `replace`. A package needs no more than what its forward calls: whatever else it imports,
+and is not installed, is an empty stand-in, which the results list. So on a machine without a network, wheels suffice:
+
+    pip install --no-deps --no-index --find-links WHEELS --target FOLDER boltz einops
+    python -m benchmarks whole --package boltz --packages-from FOLDER --tokens 768
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import machine
+from ..progress import Progress
+from . import deviations, frame, measure, report
+
+# Each package's file.
+PACKAGES = {
+    "boltz": "boltz",
+    "boltz-community": "boltz",
+    "boltzgen": "boltz",
+    "openfold3": "openfold3",
+    "protenix": "protenix",
+}
+VARIANTS = ("released", "compiled", "replaced")
+SIZES = {"tokens": 256, "msa": 1024, "blocks": 0, "steps": 200, "samples": 1, "recycling": 3, "rounds": 1}
+TEXTS = {
+    "tokens": "tokens of the input",
+    "msa": "sequences of the alignment",
+    "blocks": "layers of the trunk, 0 for as many as released",
+    "steps": "steps of the sampler",
+    "samples": "structures",
+    "recycling": "recycles of the trunk",
+    "rounds": "further times of the whole forward",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--package", choices=PACKAGES, default="boltz")
+    parser.add_argument("--packages-from", type=Path, metavar="FOLDER", help="a folder to import packages from first")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{TEXTS[name]} (default: {value})")
+    parser.add_argument("--precision", choices=("bf16-mixed", "float32", "tf32"), default="bf16-mixed")
+    parser.add_argument(
+        "--variants", type=lambda text: text.split(","), default=list(VARIANTS), help=f"by comma: {','.join(VARIANTS)}"
+    )
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--no-deviations", action="store_true", help="without the runs in float32 and float64")
+    parser.add_argument("--no-kernels", action="store_true", help="without the profiler's run")
+    parser.add_argument("--no-plots", action="store_true", help="no picture")
+    parser.add_argument("--output", type=Path, default=Path("build/whole"), help="folder for the results")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures one package in one size; writes JSON, a page and a picture."""
+    if unknown := set(options.variants) - set(VARIANTS):
+        print(f"python -m benchmarks whole: expected some of {', '.join(VARIANTS)}, got {', '.join(unknown)}")
+        return 2
+    if options.packages_from:
+        sys.path.insert(0, str(options.packages_from))
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        package: frame.Package = import_module(f".{PACKAGES[options.package]}", __name__).package(options.package)
+        document = _measured(package, options, device)
+    name = f"whole-{options.package}-{options.tokens}-{options.samples}"
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    page = report.page(document)
+    (options.output / f"{name}.md").write_text(page)
+    print(page)
+    if not options.no_plots:
+        print(report.draw(document, options.output / f"{name}.png"))
+    return 0
+
+
+def _measured(package: frame.Package, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    sizes = frame.Sizes(**{name: getattr(options, name) for name in frame.Sizes._fields})
+    progress = Progress(len(options.variants) + 2)
+    progress.case(options.package)
+    progress.state("building it")
+    model = package.build(sizes, device).eval()
+    model.requires_grad_(False)
+    frame.draw_parameters(model, device)
+    features = package.features(sizes, device)
+    subject = frame.Subject(package, model, features, sizes, device)
+    progress.finished()
+    document: dict[str, Any] = {
+        "machine": machine.describe(device),
+        "command": options.command,
+        "package": options.package,
+        "version": package.version(),
+        "stand-ins": package.stand_ins,
+        "precision": options.precision,
+        "sizes": sizes._asdict(),
+        "parameters": {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()},
+    }
+    judge = None
+    if not options.no_deviations:
+        progress.case("float32")
+        progress.state("the run that deviations are measured from")
+        judge = deviations.Judge(subject)
+        progress.finished()
+    document["variants"] = {}
+    for variant in options.variants:
+        progress.case(variant)
+        with _prepared(subject, variant, options.backend, document, progress):
+            document["variants"][variant] = measure.measured(
+                subject, options.precision, options.rounds, not options.no_kernels, variant != "compiled", progress
+            )
+            if judge is not None:
+                progress.state("deviations")
+                document["variants"][variant]["deviations"] = judge.deviations(subject, options.precision)
+        progress.finished()
+        gc.collect()
+    return document
+
+
+@contextmanager
+def _prepared(
+    subject: frame.Subject, variant: str, backend: str, document: dict[str, Any], progress: Progress
+) -> Iterator[None]:
+    """The model as a variant wants it. `replace` is not undone, so it comes last."""
+    compiled = []
+    if variant == "replaced":
+        progress.state("replace")
+        document["replace"] = measure.replaced(subject)
+    elif variant == "compiled":
+        compiled = [
+            layer for name in subject.package.compiled for layer in subject.model.get_submodule(name).children()
+        ]
+        for layer in compiled:
+            layer.compile(dynamic=False, backend=backend)
+    try:
+        yield
+    finally:
+        for layer in compiled:
+            layer._compiled_call_impl = None
+        if compiled:
+            torch._dynamo.reset()
