@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchops.adapters import attention, transition
+from torchops.adapters import attention, diffusion, transition
 from torchops.adapters.layer import Layer, LayerAdapter, Parts, added
 from torchops.adapters.module import Adapter, Call, random
 from torchops.adapters.signature import CHUNKS, KERNELS, Signature
+from torchops.adapters.step_graph import GraphAdapter
 from torchops.adapters.triangle import PACKED, Direction, TriangleUpdate
 
 _KERNELS = dict.fromkeys(("use_kernels", "use_cuequiv_mul", "use_cuequiv_attn", "use_trifast"), KERNELS)
@@ -33,6 +34,10 @@ _ATTENTION = {
 _TRANSITION = {"x": "x", "chunk_size": CHUNKS}
 _PAIR_LAYER = {"z": "z", "pair_mask": "pair_mask", "chunk_size_tri_attn": CHUNKS, **_KERNELS, "use_flash_attn": KERNELS}
 _LAYER = {"s": "s", "mask": "mask", **_PAIR_LAYER, "use_flash_attn": "flash"}
+
+_DIFFUSION_LAYER = {name: name for name in ("a", "s", "bias", "mask", "to_keys", "multiplicity")}
+
+_PAIR_BIAS = {name: name for name in ("s", "z", "mask", "k_in", "multiplicity")}
 
 _PAIR_PARTS = Parts(
     {
@@ -169,10 +174,32 @@ def _layers(package: str) -> Iterable[Adapter]:
     yield LayerAdapter(file, ("PairformerLayer",), PairformerLayer, _PARTS, _LAYER)
 
 
-MODULES = (*_modules("boltz", "triangular_mult"), *_modules("boltzgen", "triangular"))
+def _diffusion(package: str, transformers: str, attentions: str) -> Iterable[Adapter]:
+    file, inside = f"{package}.model.modules.{transformers}", f"{package}.model.layers.{attentions}"
+    bias = f"{inside}:Rearrange"
+    roles = {
+        **{"norm": "LayerNorm", "linear": "Linear", "sequential": "Sequential", "bias": bias},
+        **{"adaln": "AdaLN", "attention": "AttentionPairBias", "transition": "ConditionedTransitionBlock"},
+        **{"swiglu": "SwiGLU", "last": "nn.Identity"},
+    }
+    classes = ("DiffusionTransformerLayer",)
+    yield Adapter(file, classes, diffusion.DiffusionLayer, diffusion.LayerNames(), _DIFFUSION_LAYER, roles)
+    roles = {"norm": "nn.LayerNorm", "linear": "nn.Linear", "sequential": "nn.Sequential", "bias": "Rearrange"}
+    names = diffusion.ProjectedNames()
+    yield Adapter(inside, ("AttentionPairBias",), diffusion.AttentionPairBias, names, _PAIR_BIAS, roles)
+
+
+MODULES = (
+    *_modules("boltz", "triangular_mult"),
+    *_modules("boltzgen", "triangular"),
+    *_diffusion("boltz", "transformersv2", "attentionv2"),
+    *_diffusion("boltzgen", "transformers", "attention"),
+)
 LAYERS = (
     *_layers("boltz"),
     *_layers("boltzgen"),
+    GraphAdapter("boltz.model.modules.diffusionv2", "DiffusionModule"),
+    GraphAdapter("boltzgen.model.modules.diffusion", "DiffusionModule"),
     LayerAdapter("boltz.model.modules.trunk", ("PairformerLayer",), FirstPairformerLayer, _FIRST_PARTS, _LAYER),
 )
 UNFIT: tuple[tuple[str, str, str], ...] = ()

@@ -9,7 +9,7 @@ from torch import nn
 import torchops
 from torchops.adapters.module import Replacement
 from torchops.adapters.triangle import FUSED, PACKED, SEPARATE
-from torchops.nn.replace import Replacements, join, swapper
+from torchops.nn.replace import Replacements, first_swapper, join
 
 
 def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False) -> Replacement | str | None:
@@ -39,7 +39,7 @@ def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False)
     return None
 
 
-@swapper
+@first_swapper
 def replace_known_modules(model: nn.Module) -> Replacements:
     """Replaces modules of public packages: first those without known parts, then layers made of replacements."""
     tried: dict[Any, str | None] = {}
@@ -48,12 +48,14 @@ def replace_known_modules(model: nn.Module) -> Replacements:
         found = {module: known(module, tried, layers) for module in model.modules()}
         if (own := found[model]) is not None and "" not in left:
             left[""] = own if isinstance(own, str) else "it is the model itself"
-        for parent, name in [(parent, name) for name, parent in model.named_modules()]:
-            for key, child in parent._modules.items():
+        gone: set[nn.Module] = set()  # inside of those that are replaced
+        for name, parent in list(model.named_modules()):
+            for key, child in () if parent in gone else parent._modules.items():
                 new = None if child is None else found.get(child)
                 if isinstance(new, Replacement):
                     parent._modules[key] = new
                     replaced.append(join(name, key))
+                    gone.update(child.modules())  # type: ignore[union-attr]
                 elif new is not None:
                     left[join(name, key)] = new
     return Replacements(tuple(replaced), left)

@@ -1,0 +1,259 @@
+"""The layer of a diffusion transformer of a public package (Abramson et al. 2024, algorithms 23 to 26), and attention
+with pair bias (algorithm 24), and their replacements.
+
+They compute in the released dtypes, with PyTorch's fused attention in place of scores that exist for all heads at once:
+with bias b, q and k of `heads` heads of d features, and a mask m of 0 and 1,
+
+    a = softmax(q @ k.T / sqrt(d) + b + (1 - m) * -inf) @ v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchops.adapters.module import Call, Replacement, Shape, random
+from torchops.adapters.signature import Signature
+
+
+class AttentionNames(NamedTuple):
+    """What a package calls the layers of attention with pair bias."""
+
+    q: str = "proj_q"
+    k: str = "proj_k"
+    v: str = "proj_v"
+    gate: str = "proj_g"
+    out: str = "proj_o"
+    z: str = "proj_z"
+
+    @property
+    def layers(self) -> dict[str, str]:
+        return {**dict.fromkeys((self.q, self.k, self.v, self.gate, self.out), "linear"), self.z: "bias"}
+
+
+class ProjectedNames(AttentionNames):
+    """The same where the bias is computed from a pair tensor."""
+
+    __slots__ = ()
+
+    @property
+    def layers(self) -> dict[str, str]:
+        z = {self.z: "sequential", f"{self.z}.0": "norm", f"{self.z}.1": "linear", f"{self.z}.2": "bias"}
+        return {**super().layers, **z}
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: float) -> Tensor:
+    """The result, `(batch, queries, heads * d)`, in the dtype of `v`.
+
+    Computed in float32, as released. The products have the digits of float32: PyTorch's fused kernel splits its factors
+    whatever ``torch.backends.cuda.matmul.allow_tf32`` is.
+
+    Args:
+        q: `(batch, queries, heads, d)`. `k` and `v`: the same with keys.
+        bias: `(batch / samples, queries, keys, heads)`; each repeats for the samples that follow one another.
+        mask: `(batch, keys)`, 1 for keys to keep.
+    """
+    batch, queries, _, _ = q.shape
+    of_each = bias.permute(0, 3, 1, 2).float().contiguous().unsqueeze(1)
+    where = ((1 - mask.float()) * -inf).unflatten(0, (len(of_each), -1))[:, :, None, None]
+    scores = (of_each + where).flatten(0, 1)
+    with torch.autocast("cuda", enabled=False):
+        o = F.scaled_dot_product_attention(*(t.float().transpose(1, 2) for t in (q, k, v)), attn_mask=scores)
+    return o.transpose(1, 2).to(v.dtype).reshape(batch, queries, -1)
+
+
+class _WithAttention(Replacement):
+    """A module with the layers of attention under a prefix."""
+
+    operator = "myops::sigmoid"
+
+    def attend(
+        self,
+        at: str,
+        names: AttentionNames,
+        s: Tensor,
+        bias: Tensor,
+        mask: Tensor,
+        k_in: Tensor,
+        heads: int,
+        inf: float,
+    ) -> Tensor:
+        def heads_of(x: Tensor, name: str) -> Tensor:
+            return self.linear(x, at + name).unflatten(-1, (heads, -1))
+
+        q, k, v = heads_of(s, names.q), heads_of(k_in, names.k), heads_of(k_in, names.v)
+        gate = self.linear(s, at + names.gate).sigmoid()
+        return self.linear(gate * attention(q, k, v, bias, mask, inf), at + names.out)
+
+    def linear(self, x: Tensor, layer: str) -> Tensor:
+        weight = self.parameter(layer, "weight")
+        assert weight is not None
+        return F.linear(x, weight, self.parameter(layer, "bias"))
+
+
+class AttentionPairBias(_WithAttention):
+    """Replaces attention whose bias is a projection of a pair tensor."""
+
+    def __init__(self, of: nn.Module, names: Any, signature: Signature) -> None:
+        super().__init__(of, names, signature)
+        self._names = names
+        self._eps = float(of.get_submodule(f"{names.z}.0").eps)  # type: ignore[arg-type]
+
+    def compute(self, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
+        names, heads = self._names, self.num_heads
+        norm = f"{names.z}.0"
+        normed = F.layer_norm(z, z.shape[-1:], self.parameter(norm, "weight"), self.parameter(norm, "bias"), self._eps)
+        bias = self.linear(normed, f"{names.z}.1")
+        return self.attend("", names, s, bias, mask, k_in, heads, self.inf)  # type: ignore[arg-type]
+
+    @classmethod
+    def sizes(cls, names: Any, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
+        c, c_z = _size(parameters, f"{names.q}.weight", 0), _size(parameters, f"{names.z}.1.weight", 1)
+        heads = _size(parameters, f"{names.z}.1.weight", 0)
+        return {
+            **dict.fromkeys((names.q, names.k, names.v, names.gate, names.out), (c, c)),
+            f"{names.z}.0": (c_z,),
+            f"{names.z}.1": (heads, c_z),
+        }
+
+    def calls(self, generator: torch.Generator) -> Iterable[Call]:
+        c, c_z = (
+            self.parameter(self._names.q, "weight").shape[0],
+            self.parameter(f"{self._names.z}.0", "weight").shape[0],
+        )
+        s, keys, mask = random(generator, 2, 5, c), random(generator, 2, 7, c), torch.ones(2, 7, device="cpu")
+        mask[0, 1] = mask[1, 3:] = 0
+        yield Call("", (s, random(generator, 2, 5, 7, c_z), mask, keys), {}, (0, 1, 3))
+        if repeats := self._signature.has("multiplicity"):
+            many = s.repeat(2, 1, 1), random(generator, 2, 5, 7, c_z), mask.repeat(2, 1), keys.repeat(2, 1, 1)
+            yield Call(f"{repeats}=2", many, {repeats: 2}, (0, 1, 3))
+
+
+class LayerNames(NamedTuple):
+    """What a package calls the layers of a layer of its diffusion transformer."""
+
+    norm: str = "adaln"
+    attention: str = "pair_bias_attn"
+    attention_layers: AttentionNames = AttentionNames()
+    gate: str = "output_projection_linear"
+    gating: str = "output_projection"
+    transition: str = "transition"
+    swish: str = "swish_gate"
+    up: str = "a_to_b"
+    down: str = "b_to_a"
+    last: str = "post_lnorm"
+
+    @property
+    def layers(self) -> dict[str, str]:
+        def under(prefix: str, layers: Mapping[str, str]) -> dict[str, str]:
+            return {f"{prefix}.{name}": role for name, role in layers.items()}
+
+        norm = {"a_norm": "norm", "s_norm": "norm", "s_scale": "linear", "s_bias": "linear"}
+        gating = {self.gating: "sequential", f"{self.gating}.0": "linear", f"{self.gating}.1": "sigmoid"}
+        swish = {self.swish: "sequential", f"{self.swish}.0": "linear", f"{self.swish}.1": "swiglu"}
+        transition = {self.norm: "adaln", **under(self.norm, norm), **gating, **swish}
+        transition |= {self.up: "linear", self.down: "linear"}
+        return {
+            **{self.norm: "adaln", **under(self.norm, norm)},
+            **{self.attention: "attention", **under(self.attention, self.attention_layers.layers)},
+            **{self.gate: "linear", **gating},
+            **{self.transition: "transition", **under(self.transition, transition)},
+            self.last: "last",
+        }
+
+
+class DiffusionLayer(_WithAttention):
+    """Replaces a layer of a diffusion transformer."""
+
+    _names: LayerNames
+
+    def __init__(self, of: nn.Module, names: LayerNames, signature: Signature) -> None:
+        super().__init__(of, names, signature)
+        inside: Any = of.get_submodule(names.attention)
+        self._heads, self._inf = int(inside.num_heads), float(inside.inf)
+        norms = (
+            f"{prefix}{names.norm}.{norm}" for prefix in ("", f"{names.transition}.") for norm in ("a_norm", "s_norm")
+        )
+        last = of.get_submodule(names.last)
+        self._eps = {norm: float(of.get_submodule(norm).eps) for norm in norms}  # type: ignore[arg-type]
+        self._last = (tuple(last.normalized_shape), last.eps) if isinstance(last, nn.LayerNorm) else None
+
+    def compute(
+        self,
+        a: Tensor,
+        s: Tensor,
+        bias: Tensor,
+        mask: Tensor,
+        to_keys: Callable[[Tensor], Tensor] | None = None,
+        multiplicity: int = 1,
+    ) -> Tensor:
+        names, at = self._names, f"{self._names.transition}."
+        b = self._adaptive_norm(a, s, names.norm)
+        keys = b
+        if to_keys is not None:
+            keys, mask = to_keys(b), to_keys(mask.unsqueeze(-1)).squeeze(-1)
+        b = self.attend(f"{names.attention}.", names.attention_layers, b, bias, mask, keys, self._heads, self._inf)
+        a = a + self.linear(s, names.gate).sigmoid() * b
+        b = self._adaptive_norm(a, s, at + names.norm)
+        up, gate = self.linear(b, f"{at}{names.swish}.0").chunk(2, -1)
+        b = self.linear(F.silu(gate) * up * self.linear(b, at + names.up), at + names.down)
+        a = a + self.linear(s, f"{at}{names.gating}.0").sigmoid() * b
+        if self._last is None:
+            return a
+        shape, eps = self._last
+        return F.layer_norm(a, shape, self.parameter(names.last, "weight"), self.parameter(names.last, "bias"), eps)
+
+    def _adaptive_norm(self, a: Tensor, s: Tensor, at: str) -> Tensor:
+        def norm(x: Tensor, name: str) -> Tensor:
+            layer = f"{at}.{name}"
+            return F.layer_norm(
+                x, x.shape[-1:], self.parameter(layer, "weight"), self.parameter(layer, "bias"), self._eps[layer]
+            )
+
+        a, s = norm(a, "a_norm"), norm(s, "s_norm")
+        return self.linear(s, f"{at}.s_scale").sigmoid() * a + self.linear(s, f"{at}.s_bias")
+
+    @classmethod
+    def sizes(cls, names: LayerNames, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
+        at, inner = f"{names.transition}.", names.attention_layers
+        c, c_s = (_size(parameters, f"{names.gate}.weight", dim) for dim in (0, 1))
+        hidden = _size(parameters, f"{at}{names.up}.weight", 0)
+        norm = {"a_norm": (c,), "s_norm": (c_s,), "s_scale": (c, c_s), "s_bias": (c, c_s)}
+        heads = (inner.q, inner.k, inner.v, inner.gate, inner.out)
+        return {
+            **{f"{prefix}{names.norm}.{name}": shape for prefix in ("", at) for name, shape in norm.items()},
+            **{f"{names.attention}.{name}": (c, c) for name in heads},
+            **dict.fromkeys((names.gate, f"{names.gating}.0", f"{at}{names.gating}.0"), (c, c_s)),
+            f"{at}{names.swish}.0": (2 * hidden, c),
+            f"{at}{names.up}": (hidden, c),
+            f"{at}{names.down}": (c, hidden),
+            names.last: (c,),
+        }
+
+    def calls(self, generator: torch.Generator) -> Iterable[Call]:
+        c, c_s = self.parameter(self._names.gate, "weight").shape  # type: ignore[union-attr]
+        a, s, bias = random(generator, 2, 5, c), random(generator, 2, 5, c_s), random(generator, 2, 5, 5, self._heads)
+        mask = torch.ones(2, 5, device="cpu")
+        mask[0, 1] = mask[1, 3:] = 0
+        keywords = {name: self._signature.has(name) for name in ("to_keys", "multiplicity")}
+        yield Call("", (a, s, bias, mask), {}, (0, 1, 2))
+        if to_keys := keywords["to_keys"]:
+            wide = random(generator, 2, 5, 10, self._heads)
+            yield Call("with keys", (a, s, wide, mask), {to_keys: _twice}, (0, 1, 2))
+        if repeats := keywords["multiplicity"]:
+            many = (*(t.repeat(2, 1, 1) for t in (a, s)), bias, mask.repeat(2, 1))
+            yield Call(f"{repeats}=2", many, {repeats: 2}, (0, 1, 2))
+
+
+def _twice(x: Tensor) -> Tensor:
+    return torch.cat([x, x.flip(1)], 1)
+
+
+def _size(parameters: Mapping[str, nn.Parameter | None], name: str, dim: int) -> int:
+    parameter = parameters[name]
+    assert parameter is not None
+    return parameter.shape[dim]

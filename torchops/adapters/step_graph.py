@@ -1,0 +1,304 @@
+"""A module whose forward is replayed as a CUDA graph: one step of a sampler, called many times with the same sizes.
+
+Such a step launches 2,000 short kernels, and the host takes longer to launch than the GPU to run them. A graph runs the
+same kernels with the same arguments. It reads the memory that was there when it was recorded, so what may not change is
+checked before each replay: that the other arguments are the same objects, and that the modules and the memory of their
+parameters are. Whatever does not fit runs as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchops.adapters.module import Adapter, Replacement, restored
+from torchops.adapters.signature import Signature
+from torchops.nn.layers import has_hooks
+from torchops.nn.replace import module_reason
+
+# Graphs kept for a module: a sampler may run its samples in chunks of two sizes.
+KEPT = 2
+
+
+class StepGraph(Replacement):
+    """Replaces a module by itself. In inference on a GPU, the third call of the same kind becomes a CUDA graph, and the
+    calls after it replay that.
+
+    A kind is the sizes and dtypes of tensors and everything else in the arguments. Tensors that were the same object in
+    the second call as in the first are read where they are, the others are copied into the memory of the graph.
+
+    A graph goes when one of those tensors does, which is when the prediction ends, or for a newer one. It is off under
+    autograd, in training, under ``torch.compile`` and in a capture of the caller, where a module inside has hooks,
+    for modules that draw random numbers, with the attribute ``step_graphs = False`` of the module, and with the
+    environment variable ``TORCHOPS_STEP_GRAPHS=0``.
+    """
+
+    operator = "CUDA graph"
+    step_graphs = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.why_not(args, kwargs) is not None:
+            return self.released(*args, **kwargs)
+        graphs = _graphs(self)
+        if not graphs.lock.acquire(blocking=False):  # another thread's step
+            return self.released(*args, **kwargs)
+        try:
+            return graphs.run(self, args, kwargs)
+        finally:
+            graphs.lock.release()
+
+    def released(self, *args: Any, **kwargs: Any) -> Any:
+        """The released forward, of the modules that are inside now."""
+        return restored(self.__dict__["_former"], self)(*args, **kwargs)
+
+    def why_not(self, args: Any, kwargs: Any) -> str | None:
+        """Why a call cannot be a graph, or None."""
+        if torch.compiler.is_compiling():
+            return "it is compiled"
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not any(t.is_cuda for t in tensors):
+            return "no argument is on a GPU"
+        if not self.step_graphs or os.environ.get("TORCHOPS_STEP_GRAPHS") == "0":
+            return "graphs are switched off"
+        if self.training or torch.is_grad_enabled():
+            return "gradients may be needed"
+        if any(type(t) is not Tensor or t.layout != torch.strided for t in tensors):
+            return "an argument is of a subclass of Tensor, or sparse"
+        if torch._C._len_torch_dispatch_stack() or torch.overrides._get_current_function_mode_stack():
+            return "a dispatch mode or a function mode is on"
+        if torch.cuda.is_current_stream_capturing():
+            return "it is part of another graph"
+        return None
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """No layers of which a step reads the parameters."""
+
+    layers: Mapping[str, str] = field(default_factory=dict)
+
+
+class GraphAdapter(Adapter):
+    """Modules that are one step of a sampler. They stay what they are, so there is nothing to compare."""
+
+    def __init__(self, file: str, *classes: str) -> None:
+        super().__init__(file, classes, StepGraph, _Nothing(), {})
+
+    def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
+        return module_reason(module, type(module)) or StepGraph(module, self.names, Signature((), (), {}, {}, {}))
+
+
+class _Modules(NamedTuple):
+    """What is inside a module, as far as a graph depends on it."""
+
+    ids: tuple[int, ...]
+    pointers: tuple[int, ...]
+    hooks: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Modules:
+        ids, pointers, hooks = [], [], False
+        todo = [module]
+        while todo:
+            each = todo.pop()
+            ids.append(id(each))
+            hooks = hooks or (each is not module and (has_hooks(each) or "forward" in each.__dict__))
+            for registry in (each._parameters, each._buffers):
+                pointers += [t.data_ptr() for t in registry.values() if t is not None]
+            todo += [child for child in each._modules.values() if child is not None]
+        return cls(tuple(ids), tuple(pointers), hooks)
+
+
+class _Leaf(NamedTuple):
+    """An argument that has to be the same object, with the same content, in every call."""
+
+    of: Callable[[], Any]
+    version: int
+
+    @classmethod
+    def holding(cls, value: Any, gone: Callable[[Any], object]) -> _Leaf:
+        try:
+            of: Callable[[], Any] = weakref.ref(value, gone)
+        except TypeError:  # a plain value
+            of = _Constant(value)
+        return cls(of, _version(value))
+
+    def matches(self, value: Any) -> bool:
+        held = self.of()
+        if held is value:
+            return self.version == _version(value)
+        return not isinstance(value, Tensor) and type(held) is type(value) and bool(held == value)
+
+
+class _Constant:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+class _Recording(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    copied: list[tuple[int, Tensor]]  # arguments of which each call has another, and their place in the graph
+    result: Any
+
+
+class _Kind:
+    """The calls of one kind so far."""
+
+    def __init__(self, leaves: list[Any], settings: Any, modules: _Modules) -> None:
+        self.settings, self.modules = settings, modules
+        self.recording: _Recording | None = None
+        self.calls = 1
+        self.varying: set[int] = set()
+        self.leaves = self._holding(leaves)
+
+    def _holding(self, leaves: list[Any]) -> list[_Leaf | None]:
+        itself = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            if (kind := itself()) is not None:
+                kind.forget()
+
+        return [None if i in self.varying else _Leaf.holding(leaf, gone) for i, leaf in enumerate(leaves)]
+
+    def forget(self) -> None:
+        """Give the memory of the graph back. The next call starts again."""
+        self.recording, self.calls, self.leaves = None, 0, []
+
+    def changed(self, leaves: list[Any]) -> list[int]:
+        return [
+            i
+            for i, (leaf, value) in enumerate(zip(self.leaves, leaves, strict=True))
+            if leaf and not leaf.matches(value)
+        ]
+
+
+class _Graphs:
+    """The graphs of one module."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kinds: OrderedDict[Any, _Kind] = OrderedDict()
+        self.refused = False
+
+    def run(self, module: StepGraph, args: Any, kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = (str(spec), tuple(map(_sizes, leaves)))
+        settings, modules = _settings(), _Modules.of(module)
+        kind = self.kinds.get(key)
+        if self.refused or modules.hooks:
+            return module.released(*args, **kwargs)
+        if kind is None or not kind.calls or (kind.settings, kind.modules) != (settings, modules):
+            return self._first(module, args, kwargs, key, _Kind(leaves, settings, modules))
+        self.kinds.move_to_end(key)
+        changed = kind.changed(leaves)
+        if kind.calls == 1:  # those that change from call to call are known now
+            if not all(isinstance(leaves[i], Tensor) for i in changed):
+                return self._first(module, args, kwargs, key, _Kind(leaves, settings, modules))
+            kind.varying = set(changed)
+            kind.leaves = kind._holding(leaves)
+            kind.calls = 2
+            return module.released(*args, **kwargs)
+        if changed:  # another prediction
+            return self._first(module, args, kwargs, key, _Kind(leaves, settings, modules))
+        if kind.recording is None:
+            kind.recording = self._record(module, leaves, spec, kind.varying)
+            if kind.recording is None:
+                self.refused = True
+                return module.released(*args, **kwargs)
+        for i, place in kind.recording.copied:
+            place.copy_(leaves[i])
+        kind.recording.graph.replay()
+        return pytree.tree_map_only(Tensor, torch.clone, kind.recording.result)
+
+    def _first(self, module: StepGraph, args: Any, kwargs: Any, key: Any, kind: _Kind) -> Any:
+        former = self.kinds.pop(key, None)
+        if former is not None:
+            former.forget()
+        while len(self.kinds) >= KEPT:
+            self.kinds.popitem(last=False)[1].forget()
+        drawn = _drawn()
+        result = module.released(*args, **kwargs)
+        if _drawn() != drawn:
+            self.refused = True
+        else:
+            self.kinds[key] = kind
+        return result
+
+    def _record(self, module: StepGraph, leaves: list[Any], spec: Any, varying: set[int]) -> _Recording | None:
+        copied = [(i, leaves[i].clone()) for i in sorted(varying)]
+        places = list(leaves)
+        for i, place in copied:
+            places[i] = place
+        args, kwargs = pytree.tree_unflatten(places, spec)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                result = module.released(*args, **kwargs)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            warnings.warn(
+                f"{type(module.__dict__['_former']).__name__} runs without a CUDA graph: {reason}", stacklevel=5
+            )
+            return None
+        return _Recording(graph, copied, result)
+
+
+def _sizes(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf)
+
+
+def _settings() -> Any:
+    """What chooses kernels besides the arguments."""
+    return (
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.cuda.current_device(),
+    )
+
+
+def _drawn() -> Any:
+    """Where the GPU's random numbers stand."""
+    return torch.cuda.default_generators[torch.cuda.current_device()].get_offset()
+
+
+_GRAPHS: weakref.WeakKeyDictionary[nn.Module, _Graphs] = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def _graphs(module: nn.Module) -> _Graphs:
+    """Not an attribute: copies and pickles of a module have graphs of their own."""
+    with _MAKING:
+        graphs = _GRAPHS.get(module)
+        if graphs is None:
+            graphs = _GRAPHS[module] = _Graphs()
+        return graphs
+
+
+def recorded(module: nn.Module) -> Iterator[torch.cuda.CUDAGraph]:
+    """The graphs that a module holds now."""
+    for kind in _graphs(module).kinds.values():
+        if kind.recording is not None:
+            yield kind.recording.graph
