@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+
+from torchops.adapters.module import Parameters
+from torchops.adapters.step_graph import StepGraph
 
 from .frame import Subject
 
@@ -49,7 +52,7 @@ class Clock:
             sampler: Any = subject.model.get_submodule(package.sampler)
             vars(sampler)["sample"] = self._wrapped(sampler.sample, "sampling", lambda _: type(sampler).__name__)
             self._undo.append(lambda: vars(sampler).pop("sample"))
-        for name, module in subject.model.named_modules():
+        for name, module in _callable(subject.model):
             part, kind = name if name in package.parts else None, kinds.get(name, type(module).__name__)
             inner = name in kinds and type(module).__module__.split(".")[0] in (package.root, "torchops")
             if part is None and inner and hasattr(type(module), "update_"):
@@ -113,3 +116,15 @@ class Clock:
         for (start, owner), (end, _) in pairwise(self._marks):
             seconds[owner] += start.elapsed_time(end) / 1e3 if self._cuda else end - start
         return seconds
+
+
+def _callable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are called, and may have hooks: none that only holds parameters for an operator, and none inside
+    of a step that runs as a graph, which has no calls."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Parameters) or module in inside:
+            continue
+        if isinstance(module, StepGraph):
+            inside.update(child for child in module.modules() if child is not module)
+        yield name, module

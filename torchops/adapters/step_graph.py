@@ -249,7 +249,7 @@ class _Graphs:
         args, kwargs = pytree.tree_unflatten(places, spec)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 result = module.released(*args, **kwargs)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]

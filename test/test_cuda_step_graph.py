@@ -1,0 +1,230 @@
+"""On a GPU: steps of a sampler that are replayed as CUDA graphs compute what the module does, or run as it does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchops import _build_info
+from torchops.adapters.step_graph import GraphAdapter, StepGraph, recorded
+
+if not torch.cuda.is_available() or not _build_info.cuda_version:
+    pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
+
+
+class Step(nn.Module):
+    """One step: `x` and `t` change from call to call, everything else stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+        self.does = ""
+
+    def forward(self, x: Tensor, t: Tensor, feats: dict[str, Any], scale: float = 1.0) -> Tensor:
+        y = self.layers(x * t) * scale + feats["bias"]
+        if self.does == "random":
+            return y + torch.randn_like(y)
+        if self.does == "sync":
+            return y * float(y.sum() * 0 + 1)
+        return feats["function"](y)
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def wrapped(module: nn.Module) -> StepGraph:
+    step = GraphAdapter(__name__, "Step").replacement(module, {})
+    assert isinstance(step, StepGraph)
+    return step
+
+
+@pytest.fixture
+def step() -> Iterator[tuple[StepGraph, Step, dict[str, Any]]]:
+    torch.manual_seed(0)
+    module = Step().cuda().eval()
+    feats = {"bias": torch.randn(8, device="cuda"), "function": double, "n": 3, "none": None}
+    with torch.no_grad():
+        yield wrapped(module), module, feats
+
+
+def compare(step: StepGraph, module: nn.Module, feats: dict[str, Any], calls: int = 6, **kwargs: Any) -> None:
+    for _ in range(calls):
+        x, t = torch.randn(5, 8, device="cuda"), torch.rand(5, 1, device="cuda")
+        y = step(x, t, feats, **kwargs)
+        torch.testing.assert_close(y, module(x, t, feats, **kwargs))
+        x.fill_(float("nan"))  # the result is not the memory of the next one
+
+
+def graphs(step: StepGraph) -> int:
+    return len(list(recorded(step)))
+
+
+def test_replays(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, module, feats = step
+    compare(new, module, feats, 2)
+    assert graphs(new) == 0
+    compare(new, module, feats)
+    assert graphs(new) == 1
+    results = [new(torch.randn(5, 8, device="cuda"), torch.ones(5, 1, device="cuda"), feats) for _ in range(2)]
+    assert not torch.equal(*results)
+
+
+def test_other_sizes_have_graphs_of_their_own_and_few_are_kept(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, module, feats = step
+    for rows in (1, 2, 3, 1):
+        for _ in range(4):
+            x, t = torch.randn(rows, 8, device="cuda"), torch.rand(rows, 1, device="cuda")
+            torch.testing.assert_close(new(x, t, feats), module(x, t, feats))
+    assert graphs(new) == 2
+
+
+@pytest.mark.parametrize("change", ["object", "content", "weight", "weight_object", "scale", "function", "layer"])
+def test_what_may_not_change(step: tuple[StepGraph, Step, dict[str, Any]], change: str) -> None:
+    new, module, feats = step
+    compare(new, module, feats)
+    kwargs = {}
+    if change == "object":
+        feats["bias"] = torch.randn(8, device="cuda")
+    elif change == "content":
+        feats["bias"].mul_(3)
+    elif change == "weight":
+        module.layers[0].weight.data.mul_(3)
+    elif change == "weight_object":
+        module.layers[0].weight.data = torch.randn(16, 8, device="cuda")
+    elif change == "scale":
+        kwargs["scale"] = 3.0
+    elif change == "function":
+        feats["function"] = torch.sin
+    else:
+        module.layers[0] = new._modules["layers"][0] = nn.Linear(8, 16).cuda()  # type: ignore[index]
+    compare(new, module, feats, **kwargs)
+    assert graphs(new) == 1
+
+
+def test_hooks_run_at_every_call(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, module, feats = step
+    compare(new, module, feats)
+    seen = []
+    module.layers[1].register_forward_hook(lambda m, i, o: seen.append(1) or o * 5)
+    compare(new, module, feats)
+    assert len(seen) == 12
+
+
+def test_gradients(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, module, feats = step
+    compare(new, module, feats)
+    with torch.enable_grad():
+        x, t = torch.randn(5, 8, device="cuda", requires_grad=True), torch.rand(5, 1, device="cuda")
+        got = torch.autograd.grad(new(x, t, feats).square().sum(), [x, *new.parameters()])
+        expected = torch.autograd.grad(module(x, t, feats).square().sum(), [x, *module.parameters()])
+    torch.testing.assert_close(got, expected)
+
+
+def test_autocast_and_inference_mode(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, module, feats = step
+    compare(new, module, feats)
+    with torch.autocast("cuda", torch.bfloat16):
+        compare(new, module, feats)
+    with torch.inference_mode():
+        compare(new, module, feats)
+
+
+def test_modules_that_draw_random_numbers_are_no_graphs(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    _, module, feats = step
+    module.does = "random"
+    new = wrapped(module)
+    x, t = torch.randn(5, 8, device="cuda"), torch.rand(5, 1, device="cuda")
+    torch.manual_seed(1)
+    got = [new(x, t, feats) for _ in range(6)]
+    torch.manual_seed(1)
+    assert all(torch.equal(a, module(x, t, feats)) for a in got)
+    assert graphs(new) == 0
+
+
+def test_a_capture_that_fails(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    _, module, feats = step
+    module.does = "sync"
+    new = wrapped(module)
+    with pytest.warns(UserWarning, match="Step runs without a CUDA graph"):
+        compare(new, module, feats)
+    compare(new, module, feats)
+    assert graphs(new) == 0
+
+
+def test_switches(step: tuple[StepGraph, Step, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    new, module, feats = step
+    new.step_graphs = False
+    compare(new, module, feats)
+    assert graphs(new) == 0
+    new.step_graphs = True
+    monkeypatch.setenv("TORCHOPS_STEP_GRAPHS", "0")
+    compare(new, module, feats)
+    assert graphs(new) == 0
+
+
+def test_copies(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, module, feats = step
+    compare(new, module, feats)
+    for copied in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        assert graphs(copied) == 0
+        compare(copied, module, feats)
+    assert new.state_dict().keys() == module.state_dict().keys()
+
+
+def test_memory_is_given_back(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, _, _ = step
+    big = {"bias": torch.randn(2**22, 8, device="cuda"), "function": double}
+    for _ in range(5):
+        new(torch.randn(2**22, 8, device="cuda"), torch.rand(1, device="cuda"), big)
+    assert graphs(new) == 1
+    del big
+    gc.collect()
+    assert graphs(new) == 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() < 2**26
+
+
+def test_threads(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, module, feats = step
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                compare(new, module, feats, 20)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+def test_inside_another_graph_and_compiled(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
+    new, module, feats = step
+    x, t = torch.randn(5, 8, device="cuda"), torch.rand(5, 1, device="cuda")
+    new(x, t, feats)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = new(x, t, feats)
+    graph.replay()
+    torch.testing.assert_close(y, module(x, t, feats))
+    torch.testing.assert_close(torch.compile(new)(x, t, feats), module(x, t, feats))
