@@ -66,7 +66,7 @@ class Clock:
         for new in patched:
             for method in ("forward", "updated", "update_"):
                 old, own = getattr(new, method), method in vars(new)
-                setattr(new, method, self._wrapped(old, None, lambda module: of[id(module)]))
+                setattr(new, method, self._wrapped(old, None, lambda module: of.get(id(module))))
                 undo: Any = (
                     (lambda n=new, m=method, o=old: setattr(n, m, o))
                     if own
@@ -96,9 +96,12 @@ class Clock:
         self._open.pop().__exit__(None, None, None)
         self._mark()
 
-    def _wrapped(self, function: Callable[..., Any], part: str | None, kind: Callable[[Any], str]) -> Any:
+    def _wrapped(self, function: Callable[..., Any], part: str | None, kind: Callable[[Any], str | None]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._push(part, kind(args[0] if args else None))
+            of = kind(args[0] if args else None)
+            if of is None:  # of the same class as one that is marked
+                return function(*args, **kwargs)
+            self._push(part, of)
             with ExitStack() as stack:
                 stack.callback(self._pop)
                 return function(*args, **kwargs)
