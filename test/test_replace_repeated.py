@@ -98,9 +98,3 @@ def test_layers_that_differ(tried: list[nn.Module]) -> None:
     x = torch.randn(3, 6)
     for new, old in zip(model, original, strict=True):
         torch.testing.assert_close(new(x), old(x), rtol=1e-4, atol=1e-4)
-
-
-def test_threads_are_given_back() -> None:
-    threads = torch.get_num_threads()
-    replace(nn.Sequential(Scaled()))
-    assert torch.get_num_threads() == threads

@@ -34,12 +34,7 @@ def alone() -> Iterator[None]:
     their lock comes first, because a compiler may call :func:`replace`."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     with getattr(dynamo, "compile_lock", contextlib.nullcontext()), _ALONE:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # on problems so small, more cost time, most of all where other processes run
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        yield
 
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -229,8 +224,8 @@ def identity(module: nn.Module) -> tuple[Any, ...]:
         return numbers.setdefault(id(value), len(numbers))
 
     def tensor(value: Any) -> Any:
-        if value is None:
-            return None
+        if value is None or nn.parameter.is_lazy(value):
+            return None if value is None else id(value)
         return number(value), type(value), value.shape, value.dtype, value.device, value.layout
 
     def attribute(value: Any) -> Any:
