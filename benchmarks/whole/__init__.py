@@ -111,6 +111,7 @@ def _measured(package: frame.Package, options: argparse.Namespace, device: torch
         "sizes": sizes._asdict(),
         "parameters": {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()},
     }
+    kinds = measure.classes(subject)  # as released, also for what takes their place
     judge = None
     if not options.no_deviations:
         progress.case("float32")
@@ -121,8 +122,9 @@ def _measured(package: frame.Package, options: argparse.Namespace, device: torch
     for variant in options.variants:
         progress.case(variant)
         with _prepared(subject, variant, options.backend, document, progress):
+            by_class = {} if variant == "compiled" else kinds  # a compiled layer calls no modules
             document["variants"][variant] = measure.measured(
-                subject, options.precision, options.rounds, not options.no_kernels, variant != "compiled", progress
+                subject, options.precision, options.rounds, not options.no_kernels, by_class, progress
             )
             if judge is not None:
                 progress.state("deviations")

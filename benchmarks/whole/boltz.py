@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import copy
+import re
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -121,14 +123,8 @@ class Boltz(Package):
     trunk = ("s", "z")
     outputs = (*trunk, "pdistogram", "sample_atom_coords", "pbfactor", "plddt", "pde", "pae")
     reads: ClassVar[dict[str, dict[str, Any]]] = {
-        "rdkit.Chem": {"Mol": object},
-        "einx": {},
-        "tqdm": {"tqdm": None},
-        "scipy.stats": {"truncnorm": None},
-        "pytorch_lightning": {"LightningModule": _LIGHTNING, "Callback": object, "Trainer": object},
-        "pytorch_lightning.utilities.types": {"STEP_OUTPUT": object},
-        "pytorch_lightning.utilities.exceptions": {"MisconfigurationException": Exception},
-        "torchmetrics": {"MeanMetric": nn.Module},
+        "pytorch_lightning": {"LightningModule": _LIGHTNING},
+        "torchmetrics": {"MeanMetric": nn.Module, "Metric": nn.Module},
     }
 
     def build(self, sizes: Sizes, device: torch.device) -> nn.Module:
@@ -136,12 +132,18 @@ class Boltz(Package):
         self.imported(f"{self.root}.model.layers.initialize").trunc_normal_init_ = lambda *args, **kwargs: None
         file, name = self.model
         model = getattr(self.imported(file), name)
-        arguments: dict[str, Any] = accepted(model, json.loads(json.dumps(self.arguments())))
+        arguments: dict[str, Any] = accepted(model, copy.deepcopy(self.arguments()))
         if sizes.blocks:
             arguments["pairformer_args"]["num_blocks"] = sizes.blocks
-        with torch.device(device):
-            made: nn.Module = model(**arguments)
-        return made
+        while True:
+            try:
+                with torch.device(device):
+                    made: nn.Module = model(**arguments)
+                return made
+            except TypeError as error:  # a release that has another set of options than Boltz 2.2.1
+                unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+                if unknown is None or not _dropped(arguments, unknown[1]):
+                    raise
 
     def arguments(self) -> dict[str, Any]:
         """Of the model."""
@@ -167,7 +169,19 @@ class BoltzGen(Boltz):
     model = "boltzgen.model.models.boltz", "Boltz"
 
     def arguments(self) -> dict[str, Any]:
-        return HPARAMS | {"use_miniformer": False, "confidence_prediction": True, "structure_prediction_training": True}
+        return HPARAMS | {
+            "use_miniformer": False,
+            "training_args": SimpleNamespace(),
+            "confidence_prediction": True,
+            "structure_prediction_training": True,
+        }
+
+
+def _dropped(arguments: dict[str, Any], name: str) -> bool:
+    """Whether an option was there, and is no longer."""
+    found = arguments.pop(name, None) is not None
+    nested = [_dropped(value, name) for value in arguments.values() if isinstance(value, dict)]
+    return found or any(nested)
 
 
 def package(distribution: str) -> Package:

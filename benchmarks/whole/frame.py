@@ -7,7 +7,7 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
@@ -29,6 +29,30 @@ class Sizes(NamedTuple):
     recycling: int
 
 
+class _Nothing:
+    """What a stand-in has under any name: a class, a function or a decorator that is never needed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return function
+
+
+class _StandIn(types.ModuleType):
+    """For a module that is not installed."""
+
+    def __init__(self, name: str, members: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        vars(self).update(members)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (_Nothing,), {})
+
+
 class Package(ABC):
     """A released package.
 
@@ -39,7 +63,7 @@ class Package(ABC):
         sampler: the submodule whose method `sample` runs the diffusion, if it isn't a part itself.
         score: the submodule that the sampler calls in each step.
         trunk: the outputs before the sampler.
-        reads: modules that may be missing, and what the package takes from them when it is imported.
+        reads: what the package derives from or looks at in modules that may be missing.
     """
 
     root: ClassVar[str]
@@ -48,7 +72,7 @@ class Package(ABC):
     sampler: ClassVar[str]
     score: ClassVar[str]
     trunk: ClassVar[tuple[str, ...]]
-    reads: ClassVar[Mapping[str, Mapping[str, Any]]]
+    reads: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __init__(self, distribution: str) -> None:
         self.distribution = distribution
@@ -59,16 +83,16 @@ class Package(ABC):
         return metadata.version(self.distribution)
 
     def imported(self, name: str) -> Any:
-        """A module of the package, with stand-ins for what `reads` lists and cannot be imported."""
-        for missing, members in self.reads.items():
-            with suppress(Exception):
-                importlib.import_module(missing)
-                continue
-            for end in [i for i, c in enumerate(missing + ".") if c == "."]:
-                sys.modules.setdefault(missing[:end], types.ModuleType(missing[:end])).__path__ = []
-            vars(sys.modules[missing]).update(members)
-            self.stand_ins.append(missing)
-        return importlib.import_module(name)
+        """A module of the package, with stand-ins for what it imports and is not installed."""
+        while True:
+            try:
+                return importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                missing = error.name or ""
+                if missing.partition(".")[0] == self.root or missing in self.stand_ins or not missing:
+                    raise
+                sys.modules[missing] = _StandIn(missing, self.reads.get(missing, {}))
+                self.stand_ins.append(missing)
 
     @abstractmethod
     def build(self, sizes: Sizes, device: torch.device) -> nn.Module:

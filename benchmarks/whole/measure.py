@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ def classes(subject: Subject) -> dict[str, str]:
 
 
 def measured(
-    subject: Subject, precision: str, rounds: int, kernels: bool, by_class: bool, progress: Progress
+    subject: Subject, precision: str, rounds: int, kernels: bool, kinds: Mapping[str, str], progress: Progress
 ) -> dict[str, Any]:
-    """What one variant of the model takes. `by_class` needs modules that run as modules, as compiled ones don't."""
-    cuda, kinds = subject.device.type == "cuda", classes(subject) if by_class else {}
+    """What one variant of the model takes, by part and, with `kinds`, by the classes that these give the modules."""
+    cuda = subject.device.type == "cuda"
     progress.state("first call")
     start = time.perf_counter()
     _run(subject, precision, **_least(subject))
@@ -50,7 +51,7 @@ def measured(
         start = time.perf_counter()
         _run(subject, precision)
         result["seconds"].append(time.perf_counter() - start)
-    if by_class:
+    if kinds:
         progress.state("classes")
         clock = Clock(subject, kinds)
         try:
@@ -74,7 +75,7 @@ def _least(subject: Subject) -> dict[str, int]:
     return {"recycling": 0, "steps": min(2, subject.sizes.steps)}
 
 
-def _kernels(subject: Subject, precision: str, kinds: dict[str, str]) -> dict[str, Any]:
+def _kernels(subject: Subject, precision: str, kinds: Mapping[str, str]) -> dict[str, Any]:
     """How long the GPU is busy, by part and class, and its longest kernels; beside what elapses without the profiler,
     which is the host's time where that is more."""
     short = SHORT | {"steps": min(SHORT["steps"], subject.sizes.steps)}

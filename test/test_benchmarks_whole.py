@@ -1,0 +1,123 @@
+"""`python -m benchmarks whole`, in small sizes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.__main__ import main
+from benchmarks.whole import deviations, frame
+from benchmarks.whole.clock import Clock
+
+SMALL = {"tokens": 24, "msa": 8, "blocks": 2, "steps": 2, "recycling": 0, "rounds": 1}
+
+
+@pytest.mark.skipif(find_spec("boltz") is None, reason="boltz is not installed")
+@pytest.mark.xdist_group("adapters")
+def test_boltz(tmp_path: Path) -> None:
+    """The parts add up to the whole, what `replace` did is in the document, and deviations are those of a rounding."""
+    sizes = [f"--{name}={value}" for name, value in SMALL.items()]
+    how = ["--device", "cpu", "--variants", "released,replaced", "--precision", "float32", "--no-plots"]
+    assert main(["whole", "--package", "boltz", *sizes, *how, "--output", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "whole-boltz-24-1.json").read_text())
+    assert list(document["variants"]) == ["released", "replaced"]
+    for result in document["variants"].values():
+        assert {"sampling", "pairformer_module", "msa_module", "confidence_module"} <= set(result["parts, s"])
+        assert sum(result["parts, s"].values()) == pytest.approx(result["seconds"][0])
+        judged = result["deviations"]
+        assert judged["z"]["norm"] < 1e-4
+        assert judged["score model, from float64"]["norm"] < 1e-5
+    assert document["variants"]["released"]["deviations"]["z"]["norm"] == 0
+    assert any("pairformer_module.layers.* PairformerLayer" in name for name in document["replace"]["replaced"])
+    classes = document["variants"]["replaced"]["classes, s"]
+    assert any(name == "pairformer_module|TriangleMultiplicationOutgoing" for name in classes)
+    page = (tmp_path / "whole-boltz-24-1.md").read_text()
+    assert "own optional kernels are off" in page
+    assert "| pairformer_module |" in page
+
+
+class Inner(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Released(frame.Package):
+    root = __name__
+    parts = ("first", "second")
+    compiled = ()
+    sampler = ""
+    score = "second"
+    trunk = ("x",)
+    reads: ClassVar = {"missing_base": {"Base": nn.Module}}
+
+    def build(self, sizes: frame.Sizes, device: torch.device) -> nn.Module:
+        return Model()
+
+    def features(self, sizes: frame.Sizes, device: torch.device) -> frame.Features:
+        return {"x": torch.zeros(3)}
+
+    def call(self, model: nn.Module, features: frame.Features, sizes: frame.Sizes) -> dict[str, torch.Tensor]:
+        return {"x": model(features["x"])}
+
+
+def subject() -> frame.Subject:
+    package, sizes, cpu = Released("none"), frame.Sizes(3, 1, 1, 1, 1, 0), torch.device("cpu")
+    return frame.Subject(package, Model(), package.features(sizes, cpu), sizes, cpu)
+
+
+def test_clock_leaves_nothing_behind() -> None:
+    one = subject()
+    clock = Clock(one, {name: type(module).__name__ for name, module in one.model.named_modules()})
+    one.run("float32")
+    seconds = clock.finish()
+    assert {part for part, _ in seconds} == {"first", "second", "(rest)"}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in one.model.modules())
+
+
+def test_deviations_of_what_is_exact_and_of_what_is_not() -> None:
+    one = subject()
+    judge = deviations.Judge(one)
+    assert judge.deviations(one, "float32")["x"]["norm"] == 0
+    one.model.get_submodule("second").register_forward_hook(lambda module, args, out: out * 1.5)
+    found = judge.deviations(one, "float32")
+    assert found["x"]["norm"] == pytest.approx(0.5)
+    assert found["score model, from float64"]["norm"] == pytest.approx(0.5)
+
+
+def test_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is missing, not for what the package itself lacks."""
+    lines = ["import missing_top.inner", "from missing_base import Base", "from missing_other import decorate", ""]
+    lines += ["class Mine(Base):", "    pass", "", "@decorate(1)", "def twice(x):", "    return 2 * x"]
+    (tmp_path / "published.py").write_text("\n".join(lines) + "\n")
+    (tmp_path / "broken.py").write_text("import broken.nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    package = Released("none")
+    file: Any = package.imported("published")
+    assert issubclass(file.Mine, nn.Module)
+    assert file.twice(2) == 4
+    assert package.stand_ins == ["missing_top", "missing_top.inner", "missing_base", "missing_other"]
+    monkeypatch.setattr(package, "root", "broken")
+    with pytest.raises(ModuleNotFoundError):
+        package.imported("broken")
+
+
+def test_unknown_variants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["whole", "--variants", "released,faster"]) == 2
+    assert "got faster" in capsys.readouterr().out
