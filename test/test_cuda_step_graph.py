@@ -1,4 +1,7 @@
-"""On a GPU: steps of a sampler that are replayed as CUDA graphs compute what the module does, or run as it does."""
+"""Steps of a sampler that are replayed as CUDA graphs compute what the module does, or run as it does.
+
+Without a GPU, something that calls the function again stands in for the graph.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import gc
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from torchops import _build_info
+from torchops.adapters import step_graph
 from torchops.adapters.step_graph import GraphAdapter, StepGraph, recorded
 
-if not torch.cuda.is_available() or not _build_info.cuda_version:
-    pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and _build_info.cuda_version else [])]
+
+
+class Again:
+    """In place of a CUDA graph."""
+
+    def __init__(self, function: Callable[[], Tensor]) -> None:
+        self.function, self.result = function, function().fill_(float("nan"))
+
+    def replay(self) -> None:
+        self.result.copy_(self.function())
 
 
 class Step(nn.Module):
@@ -49,18 +62,29 @@ def wrapped(module: nn.Module) -> StepGraph:
     return step
 
 
-@pytest.fixture
-def step() -> Iterator[tuple[StepGraph, Step, dict[str, Any]]]:
+def again(function: Callable[[], Tensor]) -> tuple[Again, Tensor]:
+    graph = Again(function)
+    return graph, graph.result
+
+
+@pytest.fixture(params=DEVICES)
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StepGraph, Step, Any]]:
     torch.manual_seed(0)
-    module = Step().cuda().eval()
-    feats = {"bias": torch.randn(8, device="cuda"), "function": double, "n": 3, "none": None}
+    module = Step().to(request.param).eval()
+    feats = {"bias": torch.randn(8, device=request.param), "function": double, "n": 3, "none": None}
+    if request.param == "cpu":
+        monkeypatch.setattr(step_graph, "DEVICE", "cpu")
+        monkeypatch.setattr(step_graph, "_capture", again)
+        monkeypatch.setattr(step_graph, "_settings", lambda: torch.is_inference_mode_enabled())
+        monkeypatch.setattr(step_graph, "_drawn", lambda: torch.get_rng_state().tolist())
+        monkeypatch.setattr(step_graph, "_capturing", lambda: False)
     with torch.no_grad():
         yield wrapped(module), module, feats
 
 
 def compare(step: StepGraph, module: nn.Module, feats: dict[str, Any], calls: int = 6, **kwargs: Any) -> None:
     for _ in range(calls):
-        x, t = torch.randn(5, 8, device="cuda"), torch.rand(5, 1, device="cuda")
+        x, t = torch.randn(5, 8, device=feats["bias"].device), torch.rand(5, 1, device=feats["bias"].device)
         y = step(x, t, feats, **kwargs)
         torch.testing.assert_close(y, module(x, t, feats, **kwargs))
         x.fill_(float("nan"))  # the result is not the memory of the next one
@@ -76,7 +100,7 @@ def test_replays(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
     assert graphs(new) == 0
     compare(new, module, feats)
     assert graphs(new) == 1
-    results = [new(torch.randn(5, 8, device="cuda"), torch.ones(5, 1, device="cuda"), feats) for _ in range(2)]
+    results = [new(torch.randn(5, 8, device=feats["bias"].device), torch.ones(5, 1, device=feats["bias"].device), feats) for _ in range(2)]
     assert not torch.equal(*results)
 
 
@@ -84,7 +108,7 @@ def test_other_sizes_have_graphs_of_their_own_and_few_are_kept(step: tuple[StepG
     new, module, feats = step
     for rows in (1, 2, 3, 1):
         for _ in range(4):
-            x, t = torch.randn(rows, 8, device="cuda"), torch.rand(rows, 1, device="cuda")
+            x, t = torch.randn(rows, 8).to(feats["bias"].device), torch.rand(rows, 1).to(feats["bias"].device)
             torch.testing.assert_close(new(x, t, feats), module(x, t, feats))
     assert graphs(new) == 2
 
@@ -95,19 +119,19 @@ def test_what_may_not_change(step: tuple[StepGraph, Step, dict[str, Any]], chang
     compare(new, module, feats)
     kwargs = {}
     if change == "object":
-        feats["bias"] = torch.randn(8, device="cuda")
+        feats["bias"] = torch.randn_like(feats["bias"])
     elif change == "content":
         feats["bias"].mul_(3)
     elif change == "weight":
         module.layers[0].weight.data.mul_(3)
     elif change == "weight_object":
-        module.layers[0].weight.data = torch.randn(16, 8, device="cuda")
+        module.layers[0].weight.data = torch.randn_like(module.layers[0].weight)
     elif change == "scale":
         kwargs["scale"] = 3.0
     elif change == "function":
         feats["function"] = torch.sin
     else:
-        module.layers[0] = new._modules["layers"][0] = nn.Linear(8, 16).cuda()  # type: ignore[index]
+        module.layers[0] = new._modules["layers"][0] = nn.Linear(8, 16).to(feats["bias"].device)  # type: ignore[index]
     compare(new, module, feats, **kwargs)
     assert graphs(new) == 1
 
@@ -125,7 +149,7 @@ def test_gradients(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
     new, module, feats = step
     compare(new, module, feats)
     with torch.enable_grad():
-        x, t = torch.randn(5, 8, device="cuda", requires_grad=True), torch.rand(5, 1, device="cuda")
+        x, t = torch.randn(5, 8, device=feats["bias"].device, requires_grad=True), torch.rand(5, 1, device=feats["bias"].device)
         got = torch.autograd.grad(new(x, t, feats).square().sum(), [x, *new.parameters()])
         expected = torch.autograd.grad(module(x, t, feats).square().sum(), [x, *module.parameters()])
     torch.testing.assert_close(got, expected)
@@ -144,7 +168,7 @@ def test_modules_that_draw_random_numbers_are_no_graphs(step: tuple[StepGraph, S
     _, module, feats = step
     module.does = "random"
     new = wrapped(module)
-    x, t = torch.randn(5, 8, device="cuda"), torch.rand(5, 1, device="cuda")
+    x, t = torch.randn(5, 8, device=feats["bias"].device), torch.rand(5, 1, device=feats["bias"].device)
     torch.manual_seed(1)
     got = [new(x, t, feats) for _ in range(6)]
     torch.manual_seed(1)
@@ -219,7 +243,7 @@ def test_threads(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
 
 def test_inside_another_graph_and_compiled(step: tuple[StepGraph, Step, dict[str, Any]]) -> None:
     new, module, feats = step
-    x, t = torch.randn(5, 8, device="cuda"), torch.rand(5, 1, device="cuda")
+    x, t = torch.randn(5, 8, device=feats["bias"].device), torch.rand(5, 1, device=feats["bias"].device)
     new(x, t, feats)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from torchops.adapters.module import Adapter, Replacement, restored
 from torchops.adapters.signature import Signature
 from torchops.nn.layers import has_hooks
 from torchops.nn.replace import module_reason
+
+DEVICE = "cuda"
 
 # Graphs kept for a module: a sampler may run its samples in chunks of two sizes.
 KEPT = 2
@@ -66,7 +68,7 @@ class StepGraph(Replacement):
         if torch.compiler.is_compiling():
             return "it is compiled"
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not any(t.is_cuda for t in tensors):
+        if not any(t.device.type == DEVICE for t in tensors):
             return "no argument is on a GPU"
         if not self.step_graphs or os.environ.get("TORCHOPS_STEP_GRAPHS") == "0":
             return "graphs are switched off"
@@ -76,7 +78,7 @@ class StepGraph(Replacement):
             return "an argument is of a subclass of Tensor, or sparse"
         if torch._C._len_torch_dispatch_stack() or torch.overrides._get_current_function_mode_stack():
             return "a dispatch mode or a function mode is on"
-        if torch.cuda.is_current_stream_capturing():
+        if _capturing():
             return "it is part of another graph"
         return None
 
@@ -126,7 +128,7 @@ class _Leaf(NamedTuple):
     version: int
 
     @classmethod
-    def holding(cls, value: Any, gone: Callable[[Any], object]) -> _Leaf:
+    def holding(cls, value: Any, gone: Callable[[Any], object] | None = None) -> _Leaf:
         try:
             of: Callable[[], Any] = weakref.ref(value, gone)
         except TypeError:  # a plain value
@@ -166,16 +168,18 @@ class _Kind:
         self.recording: _Recording | None = None
         self.calls = 1
         self.varying: set[int] = set()
-        self.leaves = self._holding(leaves)
+        self.leaves: list[_Leaf | None] = [_Leaf.holding(leaf) for leaf in leaves]
 
-    def _holding(self, leaves: list[Any]) -> list[_Leaf | None]:
+    def settle(self, leaves: list[Any], varying: Iterable[int]) -> None:
+        """After the second call, it is known what changes. The rest must stay until it goes, and the graph with it."""
         itself = weakref.ref(self)
 
         def gone(_: Any) -> None:
             if (kind := itself()) is not None:
                 kind.forget()
 
-        return [None if i in self.varying else _Leaf.holding(leaf, gone) for i, leaf in enumerate(leaves)]
+        self.calls, self.varying = 2, set(varying)
+        self.leaves = [None if i in self.varying else _Leaf.holding(leaf, gone) for i, leaf in enumerate(leaves)]
 
     def forget(self) -> None:
         """Give the memory of the graph back. The next call starts again."""
@@ -211,9 +215,7 @@ class _Graphs:
         if kind.calls == 1:  # those that change from call to call are known now
             if not all(isinstance(leaves[i], Tensor) for i in changed):
                 return self._first(module, args, kwargs, key, _Kind(leaves, settings, modules))
-            kind.varying = set(changed)
-            kind.leaves = kind._holding(leaves)
-            kind.calls = 2
+            kind.settle(leaves, changed)
             return module.released(*args, **kwargs)
         if changed:  # another prediction
             return self._first(module, args, kwargs, key, _Kind(leaves, settings, modules))
@@ -247,17 +249,26 @@ class _Graphs:
         for i, place in copied:
             places[i] = place
         args, kwargs = pytree.tree_unflatten(places, spec)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                result = module.released(*args, **kwargs)
+            graph, result = _capture(lambda: module.released(*args, **kwargs))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            warnings.warn(
-                f"{type(module.__dict__['_former']).__name__} runs without a CUDA graph: {reason}", stacklevel=5
-            )
+            warnings.warn(f"{type(module.__dict__['_former']).__name__} runs without a CUDA graph: {reason}", stacklevel=5)
             return None
         return _Recording(graph, copied, result)
+
+
+def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The graph of what `function` launches, which has not run yet, and its result."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may allocate meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = function()
+    return graph, result
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _sizes(leaf: Any) -> Any:
