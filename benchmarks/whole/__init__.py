@@ -29,13 +29,7 @@ from ..progress import Progress
 from . import deviations, frame, measure, report
 
 # Each package's file.
-PACKAGES = {
-    "boltz": "boltz",
-    "boltz-community": "boltz",
-    "boltzgen": "boltz",
-    "openfold3": "openfold3",
-    "protenix": "protenix",
-}
+PACKAGES = {"boltz": "boltz", "boltz-community": "boltz", "boltzgen": "boltz"}
 VARIANTS = ("released", "compiled", "replaced")
 SIZES = {"tokens": 256, "msa": 1024, "blocks": 0, "steps": 200, "samples": 1, "recycling": 3, "rounds": 1}
 TEXTS = {
@@ -78,7 +72,10 @@ def run(options: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         package: frame.Package = import_module(f".{PACKAGES[options.package]}", __name__).package(options.package)
-        document = _measured(package, options, device)
+        try:
+            document = _measured(package, options, device)
+        finally:
+            package.forget()
     name = f"whole-{options.package}-{options.tokens}-{options.samples}"
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -176,6 +176,16 @@ class BoltzGen(Boltz):
             "structure_prediction_training": True,
         }
 
+    def features(self, sizes: Sizes, device: torch.device) -> Features:
+        made = super().features(sizes, device)
+        n, atoms = sizes.tokens, made["ref_pos"].shape[1]
+        none = torch.zeros(1, n, device=device)
+        named = {"design_mask": none, "chain_design_mask": none, "binding_type": none.long(), "ss_type": none.long()}
+        named |= {"feature_residue_index": made["residue_index"], "feature_asym_id": made["asym_id"], "cyclic": none}
+        named |= {"temp_feature": none.long(), "ph_feature": none.long(), "fake_atom_mask": none.new_zeros(1, atoms)}
+        named |= {"center_coords": none.new_zeros(1, n, 3), "token_distance_mask": none.new_zeros(1, n, n)}
+        return made | named
+
 
 def _dropped(arguments: dict[str, Any], name: str) -> bool:
     """Whether an option was there, and is no longer."""

@@ -94,6 +94,11 @@ class Package(ABC):
                 sys.modules[missing] = _StandIn(missing, self.reads.get(missing, {}))
                 self.stand_ins.append(missing)
 
+    def forget(self) -> None:
+        """Takes the stand-ins out of Python's modules, where others would find them."""
+        for name in self.stand_ins:
+            sys.modules.pop(name, None)
+
     @abstractmethod
     def build(self, sizes: Sizes, device: torch.device) -> nn.Module:
         """The model in the release's configuration. Weights are drawn again afterwards."""

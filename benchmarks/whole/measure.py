@@ -116,7 +116,6 @@ def _kernels(subject: Subject, precision: str, kinds: Mapping[str, str]) -> dict
 def replaced(subject: Subject) -> dict[str, Any]:
     """Calls `replace`; what it did, by name without numbers, and how long it took."""
     kinds = classes(subject)
-    own = {n for n, m in subject.model.named_modules() if type(m).__module__.startswith(subject.package.root + ".")}
     start = time.perf_counter()
     found = torchops.nn.replace(subject.model)
     seconds = time.perf_counter() - start
@@ -128,5 +127,5 @@ def replaced(subject: Subject) -> dict[str, Any]:
         "seconds": seconds,
         "replaced": counted(f"{name} {kinds[name]}" for name in found.replaced),
         "left": counted(f"{name} {kinds[name]}: {why}" for name, why in found.left.items()),
-        "not mentioned": counted(kinds[name] for name in own - {*found.replaced, *found.left}),
+        "shares": [share._asdict() for share in found.shares],
     }

@@ -97,8 +97,12 @@ def _replace(document: dict[str, Any]) -> list[str]:
     if "replace" not in document:
         return []
     found = document["replace"]
-    lines = ["", f"`torchops.nn.replace` took {found['seconds']:.1f} s."]
-    for what in ("replaced", "left", "not mentioned"):
+    lines = ["", f"`torchops.nn.replace` took {found['seconds']:.1f} s.", ""]
+    lines += [_row(["share of the parameters", "class", "modules", "fate"]), "|---" * 4 + "|"]
+    for share in found["shares"]:
+        fate = share["fate"] + (f": {share['reason']}" if share["reason"] else "")
+        lines.append(_row([f"{share['parameters']:.1%}", share["kind"], str(share["modules"]), fate]))
+    for what in ("replaced", "left"):
         lines += ["", f"{what.capitalize()}:", "", *(f"- {count} x {name}" for name, count in found[what].items())]
     return lines
 

@@ -11,7 +11,8 @@ from torchops.nn import gated as _gated  # noqa: F401  (replace() knows it once 
 from torchops.nn.gates import GLU, Dense, Gate
 from torchops.nn.pair import Transition, TriangleMultiplicativeUpdate
 from torchops.nn.pair_layer import PairLayer
-from torchops.nn.replace import Replacements, replace
+from torchops.nn.replace import replace
+from torchops.nn.replacements import Replacements
 from torchops.nn.triangle_attention import TriangleAttention
 
 __all__ = [

@@ -13,7 +13,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from .gates import Dense
+from .replacements import Replacements, shares
 
 __all__ = ["Replacements", "replace"]
 
@@ -38,19 +38,6 @@ def alone() -> Iterator[None]:
 
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Replacements:
-    """What :func:`replace` did.
-
-    Attributes:
-        replaced: names of the layers that were replaced, in the order of ``model.named_modules()``.
-        left: names of the layers that look replaceable but were left as they are, with the reason.
-    """
-
-    replaced: tuple[str, ...]
-    left: Mapping[str, str]
 
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
@@ -131,8 +118,8 @@ def replace(model: nn.Module) -> Replacements:
     computation itself and needs no such structure.
 
     Returns:
-        What was replaced and what was left. ``model`` itself, whose name is empty, may get another forward, but stays
-        the same object.
+        What was replaced and what was left; ``str`` of it is a table by class and share of the parameters. ``model``
+        itself, whose name is empty, may get another forward, but stays the same object.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
@@ -151,12 +138,14 @@ def replace(model: nn.Module) -> Replacements:
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: expected model of type nn.Module, got {type(model).__name__}")
     with alone():
-        order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+        kinds = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
+        order = {name: i for i, name in enumerate(kinds)}
         reports = [swap(model) for swap in _swappers]
         known = {name for report in reports for name in (*report.replaced, *report.left)}
         reports += [swap(model, known) for swap in _last_swappers]
     replaced = sorted((name for report in reports for name in report.replaced), key=order.__getitem__)
-    return Replacements(tuple(replaced), {name: why for report in reports for name, why in report.left.items()})
+    left = {name: why for report in reports for name, why in report.left.items()}
+    return Replacements(tuple(replaced), left, shares(model, kinds, replaced, left))
 
 
 # --- what every swapper asks -----------------------------------------------------------------------------------------
