@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from importlib.util import find_spec
@@ -116,6 +117,23 @@ def test_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "root", "broken")
     with pytest.raises(ModuleNotFoundError):
         package.imported("broken")
+
+
+def test_compiled_layers_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the document has a bar for each variant."""
+    package = Released("none")
+    monkeypatch.setattr(package, "version", lambda: "1")
+    monkeypatch.setattr(Released, "compiled", ("",))
+    model = Model()
+    monkeypatch.setattr(Released, "build", lambda self, sizes, device: model)
+    monkeypatch.setattr(importlib.import_module("benchmarks.whole.boltz"), "package", lambda name: package)
+    how = ["--device", "cpu", "--backend", "eager", "--variants", "released,compiled", "--output", str(tmp_path)]
+    assert main(["whole", *how]) == 0
+    document = json.loads((tmp_path / "whole-boltz-256-1.json").read_text())
+    assert list(document["variants"]) == ["released", "compiled"]
+    assert not any(module._compiled_call_impl for module in model.modules())
+    assert "classes, s" not in document["variants"]["compiled"]
+    assert (tmp_path / "whole-boltz-256-1.png").exists() == (find_spec("matplotlib") is not None)
 
 
 def test_unknown_variants(capsys: pytest.CaptureFixture[str]) -> None:

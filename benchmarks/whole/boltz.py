@@ -155,6 +155,7 @@ class Boltz(Package):
     def call(self, model: nn.Module, features: Features, sizes: Sizes) -> dict[str, Tensor]:
         how = {
             "run_confidence_sequentially": True,
+            "return_z_feats": True,
             "num_sampling_steps": sizes.steps,
             "diffusion_samples": sizes.samples,
         }
@@ -167,6 +168,9 @@ class BoltzGen(Boltz):
 
     root = "boltzgen"
     model = "boltzgen.model.models.boltz", "Boltz"
+
+    trunk = ("s_trunk", "z_feats")
+    outputs = (*trunk, *Boltz.outputs[2:])
 
     def arguments(self) -> dict[str, Any]:
         return HPARAMS | {

@@ -139,7 +139,7 @@ def draw(document: dict[str, Any], path: Path) -> str:
     sizes = document["sizes"]
     axes.set_xlabel(f"time of a prediction [s]: {sizes['tokens']} tokens, {sizes['samples']} samples")
     figure.legend(fontsize=8, loc="outside upper center", ncols=4)
-    figure.suptitle(f"{document['package']} {document['version']}, {document['precision']}", fontsize=10)
+    axes.set_title(f"{document['package']} {document['version']}, {document['precision']}", fontsize=10)
     plots._caption(figure, document["machine"])
     figure.savefig(path, dpi=plots.DPI)
     return f"picture: {path.name}"
