@@ -253,7 +253,8 @@ class _Graphs:
             graph, result = _capture(lambda: module.released(*args, **kwargs))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            warnings.warn(f"{type(module.__dict__['_former']).__name__} runs without a CUDA graph: {reason}", stacklevel=5)
+            name = type(module.__dict__["_former"]).__name__
+            warnings.warn(f"{name} runs without a CUDA graph: {reason}", stacklevel=5)
             return None
         return _Recording(graph, copied, result)
 
