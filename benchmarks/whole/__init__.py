@@ -116,7 +116,7 @@ def _measured(package: frame.Package, options: argparse.Namespace, device: torch
         judge = deviations.Judge(subject)
         progress.finished()
     document["variants"] = {}
-    for variant in options.variants:
+    for variant in (v for v in VARIANTS if v in options.variants):  # replace() changes the model, so it is last
         progress.case(variant)
         with _prepared(subject, variant, options.backend, document, progress):
             by_class = {} if variant == "compiled" else kinds  # a compiled layer calls no modules

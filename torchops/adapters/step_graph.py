@@ -262,9 +262,15 @@ class _Graphs:
 def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of what `function` launches, which has not run yet, and its result."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads may allocate meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = function()
+    try:
+        # Other threads may allocate meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = function()
+    except RuntimeError:
+        # A capture that fails leaves the generator in it, and the next random number would raise.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     return graph, result
 
 
