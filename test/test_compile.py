@@ -236,7 +236,7 @@ def _attention(x: Tensor) -> Tensor:
 
 def _pairs(x: Tensor) -> Tensor:
     w, v = torch.eye(x.shape[-1]).repeat(2, 1), torch.eye(x.shape[-1])
-    weights = {"p_in_weight": w, "g_in_weight": w, "p_out_weight": v, "g_out_weight": v}
+    weights: dict[str, Any] = {"p_in_weight": w, "g_in_weight": w, "p_out_weight": v, "g_out_weight": v}
     torchops.triangle_multiplicative_update_(x, "outgoing", **weights)
     torchops.triangle_multiplicative_update_(x, "incoming", **weights)
     torchops.transition_(x, gate_weight=v, up_weight=v, down_weight=v)

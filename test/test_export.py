@@ -192,8 +192,10 @@ def test_aot_inductor_package(tmp_path: Path) -> None:
 
         def reference(self, x: Tensor) -> tuple[Tensor, ...]:
             y = nn.functional.linear(x, self.layer.weight)
-            t = torch.sigmoid(y + self.layer.bias) * 3 @ self.matrix
-            b = nn.functional.layer_norm(t + 2, [6], self.layer.bias)
+            bias = self.layer.bias
+            assert bias is not None
+            t = torch.sigmoid(y + bias) * 3 @ self.matrix
+            b = nn.functional.layer_norm(t + 2, [6], bias)
             return t, torch.softmax(t + 1, 0), b, torch.sigmoid(t + 3), torch.sigmoid(y)
 
     model = Served().eval().requires_grad_(False)

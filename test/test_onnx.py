@@ -260,6 +260,7 @@ def test_table_alone_serves_operators_that_overwrite_nothing() -> None:
     assert set(table) == {case.op for case in OPS if case.mutates is None} | of_pairs
     program = torch.onnx.export(model, (x,), dynamo=True, custom_translation_table=table, verbose=False)
     assert program is not None
+    assert model.bias is not None
     assert_all_close(run(program, x), [torch.sigmoid(x @ model.weight.mT + model.bias)], atol=1e-6, rtol=1e-5)
 
 

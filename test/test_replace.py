@@ -120,6 +120,7 @@ def test_keeps_the_state_of_the_layer(training: bool) -> None:
     assert type(dense) is Dense
     assert dense.training == model[1].training == training
     assert not dense.weight.requires_grad
+    assert dense.bias is not None
     assert dense.bias.requires_grad
     assert dense.weight.dtype == torch.bfloat16
     assert vars(dense)["note"] == "kept"

@@ -62,7 +62,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: 
     where = ((1 - mask.float()) * -inf).unflatten(0, (len(of_each), -1))[:, :, None, None]
     scores = (of_each + where).flatten(0, 1)
     with torch.autocast("cuda", enabled=False):
-        o = F.scaled_dot_product_attention(*(t.float().transpose(1, 2) for t in (q, k, v)), attn_mask=scores)
+        q, k, by_keys = (t.float().transpose(1, 2) for t in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, by_keys, attn_mask=scores)
     return o.transpose(1, 2).to(v.dtype).reshape(batch, queries, -1)
 
 
@@ -121,10 +122,8 @@ class AttentionPairBias(_WithAttention):
         }
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
-        c, c_z = (
-            self.parameter(self._names.q, "weight").shape[0],
-            self.parameter(f"{self._names.z}.0", "weight").shape[0],
-        )
+        weights: Any = self.parameter(self._names.q, "weight"), self.parameter(f"{self._names.z}.0", "weight")
+        c, c_z = (weight.shape[0] for weight in weights)
         s, keys, mask = random(generator, 2, 5, c), random(generator, 2, 7, c), torch.ones(2, 7, device="cpu")
         mask[0, 1] = mask[1, 3:] = 0
         yield Call("", (s, random(generator, 2, 5, 7, c_z), mask, keys), {}, (0, 1, 3))

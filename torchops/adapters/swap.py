@@ -52,10 +52,10 @@ def replace_known_modules(model: nn.Module) -> Replacements:
         for name, parent in list(model.named_modules()):
             for key, child in () if parent in gone else parent._modules.items():
                 new = None if child is None else found.get(child)
-                if isinstance(new, Replacement):
+                if child is not None and isinstance(new, Replacement):
                     parent._modules[key] = new
                     replaced.append(join(name, key))
-                    gone.update(child.modules())  # type: ignore[union-attr]
-                elif new is not None:
+                    gone.update(child.modules())
+                elif isinstance(new, str):
                     left[join(name, key)] = new
     return Replacements(tuple(replaced), left)
