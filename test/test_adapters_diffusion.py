@@ -1,0 +1,173 @@
+"""Layers of diffusion transformers and attention with pair bias of public packages, as released, and torchops' in
+their place.
+
+The packages are those of test_adapters.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_all_close
+from test_adapters import randomised
+from torch import Tensor, nn
+
+from torchops.adapters.diffusion import AttentionPairBias, DiffusionLayer
+from torchops.adapters.step_graph import StepGraph
+from torchops.nn import replace
+
+pytestmark = [pytest.mark.xdist_group("adapters")]
+
+C, SINGLE, PAIR, HEADS, DEPTH = 24, 20, 12, 2, 2
+TRANSFORMERS = {
+    "boltz": "boltz.model.modules.transformersv2",
+    "boltzgen": "boltzgen.model.modules.transformers",
+}
+ATTENTIONS = {"boltz": "boltz.model.layers.attentionv2", "boltzgen": "boltzgen.model.layers.attention"}
+packages = pytest.mark.parametrize("package", TRANSFORMERS)
+
+
+def released(file: str, name: str, *args: Any, **kwargs: Any) -> nn.Module:
+    if find_spec(file.partition(".")[0]) is None:
+        pytest.skip(f"{file.partition('.')[0]} is not installed")
+    return nn.ModuleList([randomised(getattr(importlib.import_module(file), name)(*args, **kwargs))])
+
+
+def transformer(package: str) -> tuple[nn.Module, nn.Module]:
+    model = released(TRANSFORMERS[package], "DiffusionTransformer", DEPTH, HEADS, C, SINGLE)
+    new = copy.deepcopy(model)
+    assert replace(new).replaced == tuple(f"0.layers.{i}" for i in range(DEPTH))
+    assert all(isinstance(layer, DiffusionLayer) for layer in new[0].layers)  # type: ignore[index, union-attr]
+    return model[0], new[0]  # type: ignore[index]
+
+
+def attention(package: str) -> tuple[nn.Module, nn.Module]:
+    model = released(ATTENTIONS[package], "AttentionPairBias", C, PAIR, HEADS)
+    new = copy.deepcopy(model)
+    assert replace(new).replaced == ("0",)
+    assert isinstance(new[0], AttentionPairBias)  # type: ignore[index]
+    return model[0], new[0]  # type: ignore[index]
+
+
+def transformer_call(samples: int = 1, keys: int = 0) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    a, s = (torch.randn(2 * samples, 7, c, generator=generator) for c in (C, SINGLE))
+    bias = torch.randn(2, 7, 7 + keys, HEADS * DEPTH, generator=generator)
+    mask = (torch.rand(2, 7, generator=generator) > 0.3).float()
+    mask[:, 0] = 1
+    kwargs: dict[str, Any] = {"multiplicity": samples}
+    if keys:
+        kwargs["to_keys"] = lambda x: torch.cat([x, x[:, :keys]], 1)
+    return (a, s, bias, mask.repeat_interleave(samples, 0)), kwargs
+
+
+def results(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    leaves = [t.clone().requires_grad_() for t in args[:3]]
+    y = module(*leaves, *args[3:], **kwargs)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return [y, *torch.autograd.grad(y, [*leaves, *module.parameters()], cotangent)]
+
+
+@packages
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(("samples", "keys"), [(1, 0), (3, 0), (1, 4)], ids=["one", "samples", "keys"])
+def test_transformer(package: str, samples: int, keys: int, training: bool) -> None:
+    model, new = transformer(package)
+    args, kwargs = transformer_call(samples, keys)
+    got, expected = (results(m.train(training), args, kwargs) for m in (new, model))
+    assert_all_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@packages
+def test_attention(package: str) -> None:
+    model, new = attention(package)
+    generator = torch.Generator().manual_seed(0)
+    s, z, keys = (torch.randn(2, *shape, generator=generator) for shape in ((5, C), (5, 7, PAIR), (7, C)))
+    mask = torch.ones(2, 7)
+    mask[0, 3:] = mask[1, 2] = 0
+    got, expected = (results(m, (s, z), {"mask": mask, "k_in": keys}) for m in (new, model))
+    assert_all_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@packages
+def test_digits_under_autocast(package: str) -> None:
+    """As near to float32 as the released layers are."""
+    model, new = transformer(package)
+    args, kwargs = transformer_call()
+    with torch.no_grad():
+        exact = model(*args, **kwargs)
+        with torch.autocast("cpu", torch.bfloat16):
+            theirs, ours = (m(*args, **kwargs) for m in (model, new))
+    assert ours.dtype == theirs.dtype
+    assert (ours - exact).norm() <= 1.2 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_compiled(grad: bool) -> None:
+    model, new = transformer("boltz")
+    args, kwargs = transformer_call(2)
+    with torch.set_grad_enabled(grad):
+        assert_all_close([torch.compile(new)(*args, **kwargs)], [model(*args, **kwargs)], atol=1e-4, rtol=1e-4)
+
+
+def test_state_dict_copies_and_hooks() -> None:
+    model, new = transformer("boltz")
+    args, kwargs = transformer_call()
+    assert new.state_dict().keys() == model.state_dict().keys()
+    other = randomised(copy.deepcopy(model), 5)
+    new.load_state_dict(other.state_dict())
+    copies = (new, copy.deepcopy(new), pickle.loads(pickle.dumps(new)))
+    with torch.no_grad():
+        for each in copies:
+            assert_all_close([each(*args, **kwargs)], [other(*args, **kwargs)], atol=1e-4, rtol=1e-4)
+        new.layers[0].adaln.s_scale.register_forward_hook(lambda *_: None)  # type: ignore[index, union-attr]
+        with pytest.raises(RuntimeError, match=r"DiffusionLayer: expected adaln\.s_scale, .* without hooks"):
+            new(*args, **kwargs)
+
+
+def test_a_layer_with_a_last_norm_is_left() -> None:
+    layer = released(TRANSFORMERS["boltz"], "DiffusionTransformerLayer", HEADS, C, SINGLE, post_layer_norm=True)
+    assert "post_lnorm" in replace(layer).left["0"]
+
+
+def test_the_score_model_is_a_step_graph() -> None:
+    """On a CPU it runs as it is."""
+    arguments = {"token_s": 8, "atom_s": 8, "token_transformer_depth": 1, "token_transformer_heads": 2}
+    few = {"atom_encoder_depth": 1, "atom_encoder_heads": 2, "atom_decoder_depth": 1, "atom_decoder_heads": 2}
+    model = released("boltz.model.modules.diffusionv2", "DiffusionModule", **arguments, **few, dim_fourier=8).eval()
+    new = copy.deepcopy(model)
+    assert "0" in replace(new).replaced
+    assert isinstance(new[0], StepGraph)  # type: ignore[index]
+    encoders = importlib.import_module("boltz.model.modules.encodersv2")
+    tokens, atoms, samples, windows = 6, 64, 2, 2
+    indices = encoders.get_indexing_matrix(windows, 32, 128, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    conditioning = {
+        "q": draw(1, atoms, 8),
+        "c": draw(1, atoms, 8),
+        "to_keys": encoders.partial(encoders.single_to_keys, indexing_matrix=indices, W=32, H=128),
+        "atom_enc_bias": draw(1, windows, 32, 128, 2),
+        "atom_dec_bias": draw(1, windows, 32, 128, 2),
+        "token_trans_bias": draw(1, tokens, tokens, 2),
+    }
+    of_tokens = nn.functional.one_hot(torch.arange(atoms) * tokens // atoms, tokens)[None]
+    feats = {
+        **{"ref_pos": draw(1, atoms, 3), "atom_pad_mask": torch.ones(1, atoms), "atom_to_token": of_tokens},
+        "token_pad_mask": torch.ones(1, tokens),
+    }
+    call: dict[str, Any] = {
+        **{"s_inputs": draw(1, tokens, 8), "s_trunk": draw(1, tokens, 8), "feats": feats, "multiplicity": samples},
+        **{"r_noisy": draw(samples, atoms, 3), "times": draw(samples), "diffusion_conditioning": conditioning},
+    }
+    with torch.no_grad():
+        assert_all_close([new[0](**call)], [model[0](**call)], atol=1e-3, rtol=1e-3)  # type: ignore[index]
