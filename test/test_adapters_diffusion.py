@@ -43,7 +43,7 @@ def transformer(package: str) -> tuple[nn.Module, nn.Module]:
     model = released(TRANSFORMERS[package], "DiffusionTransformer", DEPTH, HEADS, C, SINGLE)
     new = copy.deepcopy(model)
     assert replace(new).replaced == tuple(f"0.layers.{i}" for i in range(DEPTH))
-    assert all(isinstance(layer, DiffusionLayer) for layer in new[0].layers)  # type: ignore[index, union-attr]
+    assert all(isinstance(layer, DiffusionLayer) for layer in new[0].layers)  # type: ignore[index]
     return model[0], new[0]  # type: ignore[index]
 
 

@@ -114,7 +114,7 @@ def test_gradient_of_a_weight_that_meets_an_old_value() -> None:
         torchops.sigmoid_(x)
         return product
 
-    gradients = []
+    gradients: list[Tensor] = []
     for f in (function, torch.compile(function)):
         x, w = torch.zeros(2), torch.ones(2, requires_grad=True)
         gradients += torch.autograd.grad(f(x, w), w)
