@@ -23,10 +23,14 @@ CHANCES = int(os.environ.get("TORCHOPS_COMPILED_PROGRAMS", "12"))
 
 
 def ran(function: Any, operators: Operators, inputs: list[Tensor]) -> list[Tensor]:
-    """What the program returns and leaves in its inputs."""
+    """What the program returns and leaves in its inputs, and what becomes of it when the inputs are overwritten."""
     inputs = [x.clone() for x in inputs]
     returned = function(operators, *inputs)
-    return [t for t in pytree.tree_leaves((returned, inputs)) if isinstance(t, Tensor)]
+    tensors = [t for t in pytree.tree_leaves((returned, inputs)) if isinstance(t, Tensor)]
+    before = [t.clone() for t in tensors]
+    for x in inputs:
+        x.fill_(7)
+    return [*before, *tensors]
 
 
 def check(
@@ -52,6 +56,28 @@ def test_by_hand(program: Program, dynamic: bool) -> None:
 @pytest.mark.parametrize("seed", range(CHANCES))
 def test_by_chance(seed: int, dynamic: bool) -> None:
     check(random_program(seed), 2, dynamic, Operators(), torch.inference_mode if seed % 3 == 0 else torch.no_grad)
+
+
+def returned_clone(o: Operators, x: Tensor) -> Tensor:
+    o.sigmoid_(x)
+    return x.clone()
+
+
+def returned_value(o: Operators, x: Tensor) -> Tensor:
+    y = torchops.softmax(x)
+    x.copy_(y)
+    return y
+
+
+def returned_view_of_a_clone(o: Operators, x: Tensor) -> Tensor:
+    o.layer_norm_(x)
+    o.softmax_(x)
+    return x.clone().view(-1)[1:]
+
+
+@pytest.mark.parametrize("program", [returned_clone, returned_value, returned_view_of_a_clone])
+def test_what_is_returned_is_not_the_memory_of_an_input(program: Program) -> None:
+    check(program, 1, False, Operators(), torch.no_grad)
 
 
 class Everything(nn.Module):

@@ -7,7 +7,7 @@ operator on the memory of its argument where no reader of the old value is left,
 No reader is left if
 
 - the argument is a tensor of the graph's own, made by an operator that returns no alias, or an input that the graph
-  overwrites at its end with what these operators, one after the other, make of it;
+  overwrites at its end with what these operators, one after the other, make of it, and that it does not return;
 - nothing else in the graph reads it. A view of all of it may stand between, if nothing else reads the view.
 
 Inductor would also find cases with readers before the operator ("reinplacing"), but wrong ones among them: it moves
@@ -106,7 +106,8 @@ def _is_last_reader(graph: Any, node: Node, target: Any) -> bool:
     if made.op == "placeholder":
         return memory is _memory(graph.env[made])
     if isinstance(memory, ir.InputBuffer):  # which only an operator before this one can have put there
-        return made.target in _pairs() or made.target is operator.getitem
+        source = made.args[0] if made.target is operator.getitem else made
+        return isinstance(source, Node) and source.target in _pairs()
     # A constant is not the graph's own, and neither is a part of a concatenation (NonOwningLayout).
     if isinstance(memory, ir.ConstantBuffer) or type(memory.layout) not in (ir.FlexibleLayout, ir.FixedLayout):
         return False
@@ -176,12 +177,31 @@ def _ends_in(node: Node, placeholder: Node, others: set[Node]) -> bool:
                 return False
             (value,) = firsts
         if copy.args[1] is value:
-            return True
+            return not _is_returned(value)
         if len(value.users) != 1:
             return False
         (node,) = value.users
         if node.target not in pairs or not node.args or node.args[0] is not value or _count(node, value) != 1:
             return False
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether the graph returns ``node`` or a view of it: a value that autograd saves, or of which Inductor has dropped
+    a clone. It must not be the memory of an input, which the caller may overwrite. (A graph that returns the input
+    itself returns the ``copy_``.)"""
+    return any(
+        user.op == "output" or (_returns_alias(user) and _is_returned(user))
+        for user in node.users
+        if user.target is not torch.ops.aten.copy_.default
+    )
+
+
+def _returns_alias(node: Node) -> bool:
+    """Whether the result may share memory with an argument, according to the schema of its operator."""
+    target = node.target
+    if target is operator.getitem:
+        return True
+    return not isinstance(target, torch._ops.OpOverload) or any(r.alias_info for r in target._schema.returns)
 
 
 def _memory(value: Any) -> Any:

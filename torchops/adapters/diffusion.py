@@ -1,7 +1,7 @@
 """The layer of a diffusion transformer of a public package (Abramson et al. 2024, algorithms 23 to 26), and attention
 with pair bias (algorithm 24), and their replacements.
 
-They compute in the released dtypes, with PyTorch's fused attention in place of scores that exist for all heads at once:
+They compute in the released dtypes, with PyTorch's fused attention:
 with bias b, q and k of `heads` heads of d features, and a mask m of 0 and 1,
 
     a = softmax(q @ k.T / sqrt(d) + b + (1 - m) * -inf) @ v
@@ -46,7 +46,7 @@ class ProjectedNames(AttentionNames):
         return {**super().layers, **z}
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: float) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: float, samples: int) -> Tensor:
     """The result, `(batch, queries, heads * d)`, in the dtype of `v`.
 
     Computed in float32, as released. The products have the digits of float32: PyTorch's fused kernel splits its factors
@@ -54,13 +54,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: 
 
     Args:
         q: `(batch, queries, heads, d)`. `k` and `v`: the same with keys.
-        bias: `(batch / samples, queries, keys, heads)`; each repeats for the samples that follow one another.
+        bias: `(batch / samples, queries, keys, heads)`; each repeats for the `samples` that follow one another.
         mask: `(batch, keys)`, 1 for keys to keep.
     """
     batch, queries, _, _ = q.shape
-    of_each = bias.permute(0, 3, 1, 2).float().contiguous().unsqueeze(1)
-    where = ((1 - mask.float()) * -inf).unflatten(0, (len(of_each), -1))[:, :, None, None]
-    scores = (of_each + where).flatten(0, 1)
+    scores = bias.permute(0, 3, 1, 2).float().contiguous().repeat_interleave(samples, 0)
+    scores = scores + (1 - mask[:, None, None].float()) * -inf
     with torch.autocast("cuda", enabled=False):
         q, k, by_keys = (t.float().transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, by_keys, attn_mask=scores)
@@ -82,13 +81,15 @@ class _WithAttention(Replacement):
         k_in: Tensor,
         heads: int,
         inf: float,
+        samples: int,
     ) -> Tensor:
         def heads_of(x: Tensor, name: str) -> Tensor:
-            return self.linear(x, at + name).unflatten(-1, (heads, -1))
+            y = self.linear(x, at + name)
+            return y.unflatten(-1, (heads, y.shape[-1] // heads))
 
         q, k, v = heads_of(s, names.q), heads_of(k_in, names.k), heads_of(k_in, names.v)
         gate = self.linear(s, at + names.gate).sigmoid()
-        return self.linear(gate * attention(q, k, v, bias, mask, inf), at + names.out)
+        return self.linear(gate * attention(q, k, v, bias, mask, inf, samples), at + names.out)
 
     def linear(self, x: Tensor, layer: str) -> Tensor:
         weight = self.parameter(layer, "weight")
@@ -109,7 +110,9 @@ class AttentionPairBias(_WithAttention):
         norm = f"{names.z}.0"
         normed = F.layer_norm(z, z.shape[-1:], self.parameter(norm, "weight"), self.parameter(norm, "bias"), self._eps)
         bias = self.linear(normed, f"{names.z}.1")
-        return self.attend("", names, s, bias, mask, k_in, heads, self.inf)  # type: ignore[arg-type]
+        inf: Any = self.inf
+        count: Any = heads
+        return self.attend("", names, s, bias, mask, k_in, count, inf, multiplicity)
 
     @classmethod
     def sizes(cls, names: Any, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
@@ -177,9 +180,7 @@ class DiffusionLayer(_WithAttention):
         norms = (
             f"{prefix}{names.norm}.{norm}" for prefix in ("", f"{names.transition}.") for norm in ("a_norm", "s_norm")
         )
-        last = of.get_submodule(names.last)
         self._eps = {norm: float(of.get_submodule(norm).eps) for norm in norms}  # type: ignore[arg-type]
-        self._last = (tuple(last.normalized_shape), last.eps) if isinstance(last, nn.LayerNorm) else None
 
     def compute(
         self,
@@ -195,16 +196,14 @@ class DiffusionLayer(_WithAttention):
         keys = b
         if to_keys is not None:
             keys, mask = to_keys(b), to_keys(mask.unsqueeze(-1)).squeeze(-1)
-        b = self.attend(f"{names.attention}.", names.attention_layers, b, bias, mask, keys, self._heads, self._inf)
+        b = self.attend(
+            f"{names.attention}.", names.attention_layers, b, bias, mask, keys, self._heads, self._inf, multiplicity
+        )
         a = a + self.linear(s, names.gate).sigmoid() * b
         b = self._adaptive_norm(a, s, at + names.norm)
         up, gate = self.linear(b, f"{at}{names.swish}.0").chunk(2, -1)
         b = self.linear(F.silu(gate) * up * self.linear(b, at + names.up), at + names.down)
-        a = a + self.linear(s, f"{at}{names.gating}.0").sigmoid() * b
-        if self._last is None:
-            return a
-        shape, eps = self._last
-        return F.layer_norm(a, shape, self.parameter(names.last, "weight"), self.parameter(names.last, "bias"), eps)
+        return a + self.linear(s, f"{at}{names.gating}.0").sigmoid() * b
 
     def _adaptive_norm(self, a: Tensor, s: Tensor, at: str) -> Tensor:
         def norm(x: Tensor, name: str) -> Tensor:
@@ -230,7 +229,6 @@ class DiffusionLayer(_WithAttention):
             f"{at}{names.swish}.0": (2 * hidden, c),
             f"{at}{names.up}": (hidden, c),
             f"{at}{names.down}": (c, hidden),
-            names.last: (c,),
         }
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:

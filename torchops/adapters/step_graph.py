@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchops.adapters.module import Adapter, Replacement, restored
+from torchops.adapters.module import PLAIN, Adapter, Replacement, restored
 from torchops.adapters.signature import Signature
 from torchops.nn.layers import has_hooks
 from torchops.nn.replace import module_reason
@@ -67,15 +67,20 @@ class StepGraph(Replacement):
         """Why a call cannot be a graph, or None."""
         if torch.compiler.is_compiling():
             return "it is compiled"
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not any(t.device.type == DEVICE for t in tensors):
-            return "no argument is on a GPU"
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors or any(t.device.type != DEVICE for t in tensors):
+            return "not all tensors are on a GPU"
+        if not all(isinstance(leaf, (Tensor, *PLAIN)) or callable(leaf) for leaf in leaves):
+            return "an argument may change unnoticed"
         if not self.step_graphs or os.environ.get("TORCHOPS_STEP_GRAPHS") == "0":
             return "graphs are switched off"
         if self.training or torch.is_grad_enabled():
             return "gradients may be needed"
         if any(type(t) is not Tensor or t.layout != torch.strided for t in tensors):
             return "an argument is of a subclass of Tensor, or sparse"
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+            return "it is transformed or traced"
         if torch._C._len_torch_dispatch_stack() or torch.overrides._get_current_function_mode_stack():
             return "a dispatch mode or a function mode is on"
         if _capturing():
@@ -104,28 +109,43 @@ class _Modules(NamedTuple):
     """What is inside a module, as far as a graph depends on it."""
 
     ids: tuple[int, ...]
-    pointers: tuple[int, ...]
+    pointers: tuple[Any, ...]
+    attributes: tuple[Any, ...]
     hooks: bool
 
     @classmethod
     def of(cls, module: nn.Module) -> _Modules:
-        ids, pointers, hooks = [], [], False
+        ids, pointers, attributes, hooks = [], [], [], _has_global_hooks()
         todo = [module]
         while todo:
             each = todo.pop()
             ids.append(id(each))
             hooks = hooks or (each is not module and (has_hooks(each) or "forward" in each.__dict__))
             for registry in (each._parameters, each._buffers):
-                pointers += [t.data_ptr() for t in registry.values() if t is not None]
+                pointers += [_place(t) for t in registry.values() if t is not None]
+            attributes += [_place(v) if isinstance(v, Tensor) else v for v in vars(each).values() if _is_attribute(v)]
             todo += [child for child in each._modules.values() if child is not None]
-        return cls(tuple(ids), tuple(pointers), hooks)
+        return cls(tuple(ids), tuple(pointers), tuple(attributes), hooks)
+
+
+def _place(t: Tensor) -> Any:
+    return t.data_ptr(), t.dtype, t.stride()
+
+
+def _is_attribute(value: Any) -> bool:
+    return isinstance(value, (Tensor, tuple, *PLAIN))
+
+
+def _has_global_hooks() -> bool:
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
 
 
 class _Leaf(NamedTuple):
     """An argument that has to be the same object, with the same content, in every call."""
 
     of: Callable[[], Any]
-    version: int
+    version: Any
 
     @classmethod
     def holding(cls, value: Any, gone: Callable[[Any], object] | None = None) -> _Leaf:
@@ -139,7 +159,7 @@ class _Leaf(NamedTuple):
         held = self.of()
         if held is value:
             return self.version == _version(value)
-        return not isinstance(value, Tensor) and type(held) is type(value) and bool(held == value)
+        return isinstance(value, PLAIN) and type(held) is type(value) and bool(held == value)
 
 
 class _Constant:
@@ -150,8 +170,11 @@ class _Constant:
         return self.value
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+def _version(value: Any) -> Any:
+    """What changes with the content of a tensor, or with its memory."""
+    if not isinstance(value, Tensor):
+        return None
+    return value.data_ptr(), None if value.is_inference() else value._version
 
 
 class _Recording(NamedTuple):
@@ -235,10 +258,10 @@ class _Graphs:
             former.forget()
         while len(self.kinds) >= KEPT:
             self.kinds.popitem(last=False)[1].forget()
-        drawn = _drawn()
+        before = _drawn(), [_version(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
         result = module.released(*args, **kwargs)
-        if _drawn() != drawn:
-            self.refused = True
+        if before != (_drawn(), [_version(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
+            self.refused = True  # it draws random numbers, or overwrites an argument
         else:
             self.kinds[key] = kind
         return result
@@ -262,9 +285,13 @@ class _Graphs:
 def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of what `function` launches, which has not run yet, and its result."""
     graph = torch.cuda.CUDAGraph()
+    # Autocast would take weights from its cache, which goes when the caller leaves autocast.
+    cast = torch.autocast(
+        "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False
+    )
     try:
         # Other threads may allocate meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with cast, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = function()
     except RuntimeError:
         # A capture that fails leaves the generator in it, and the next random number would raise.
@@ -289,11 +316,16 @@ def _settings() -> Any:
     return (
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.fp32_precision,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.cuda.current_device(),
+        torch.cuda.current_stream(),
     )
 
 
