@@ -125,10 +125,10 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
-@pytest.mark.parametrize("activation", [nn.GLU, SwiGLU, Halves])
+@pytest.mark.parametrize("activation", [SwiGLU, Halves])
 def test_weights_after_replace(activation: type[nn.Module], config: str) -> None:
     """The layers run as they were written."""
-    model = activation() if activation in (SwiGLU, Halves) else nn.Sequential(nn.Linear(64, 96), activation())
+    model = activation()
     former, x = copy.deepcopy(model), torch.randn(5, 64)
     assert torchops.nn.replace(model).replaced
     for m in (model, former):

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 from torchops.nn import replace
+from torchops.nn.layers import LinearParameters
 
 
 class OfFunction(nn.Module):
@@ -243,7 +244,7 @@ def test_weights_of_a_subclass_later(name: str) -> None:
     assert replace(model).replaced
     for m in (model, former):
         for layer in m.modules():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, (nn.Linear, LinearParameters)):
                 layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Doubles), requires_grad=False)
     y = model(x)
     torch.testing.assert_close(y, former(x))

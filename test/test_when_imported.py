@@ -161,7 +161,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "torchops
     del sys.modules[name]
 import torchops
 print(len(ours()))
-import torch.utils.flop_counter, torch.distributed.tensor, torchao.utils
+import torch.utils.flop_counter, torch.distributed.tensor, torchao.utils, torch._inductor.lowering
 print(len(ours()), "torchops.distributed" in sys.modules)
 """
     (tmp_path / "torchao").mkdir()

@@ -65,7 +65,11 @@ def replace_forwards(model: nn.Module, known: Collection[str]) -> Replacements:
     replaced, left = [], {}
     outcomes: dict[tuple[Any, ...], type[nn.Module] | str | None] = {}
     for name, module in model.named_modules():
-        if name in known or not _may_have_gates(module):
+        try:
+            if name in known or not _may_have_gates(module):
+                continue
+        except _LeaveError as reason:
+            left[name] = str(reason)
             continue
         if (key := identity(module)) not in outcomes:
             with random_numbers_stay():

@@ -63,7 +63,7 @@ def shares(
     done = set(replaced)
     owners: dict[tuple[str, str, str], tuple[set[int], int]] = {}
     seen: set[int] = set()
-    total = sum(parameter.numel() for parameter in model.parameters()) or 1
+    total = sum(map(_size, model.parameters())) or 1
     for name, module in modules.items():
         own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
         if not own:
@@ -74,7 +74,7 @@ def shares(
         fate = "replaced" if name in done else "left" if name in left else "not known"
         key = (kinds.get(name, type(modules[name]).__name__), fate, left.get(name, ""))
         members, size = owners.get(key, (set(), 0))
-        owners[key] = (members | {id(modules[name])}, size + sum(p.numel() for p in own))
+        owners[key] = (members | {id(modules[name])}, size + sum(map(_size, own)))
     found = [
         Share(kind, fate, reason, len(members), size / total)  # type: ignore[arg-type]
         for (kind, fate, reason), (members, size) in owners.items()
@@ -87,3 +87,8 @@ def _is_a_layer(module: nn.Module) -> bool:
     of one."""
     package = type(module).__module__.partition(".")[0]
     return package in ("torch", "torchops") or not any(module.children())
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """Its elements, of which a lazy layer has none before its first call."""
+    return 0 if nn.parameter.is_lazy(parameter) else parameter.numel()
