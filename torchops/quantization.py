@@ -40,9 +40,6 @@ def quantizable(module: nn.Module, name: str = "") -> bool:
         module: a part of the model.
         name: its name in the model, which does not matter.
 
-    Raises:
-        Nothing.
-
     Example:
 
         >>> torchops.quantization.quantizable(torchops.nn.Dense(3, 4))

@@ -12,7 +12,7 @@ from torchops.nn.gates import GLU, Dense, Gate
 from torchops.nn.pair import Transition, TriangleMultiplicativeUpdate
 from torchops.nn.pair_layer import PairLayer
 from torchops.nn.replace import replace
-from torchops.nn.replacements import Replacements
+from torchops.nn.replacements import Replacements, Share
 from torchops.nn.triangle_attention import TriangleAttention
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Gate",
     "PairLayer",
     "Replacements",
+    "Share",
     "Transition",
     "TriangleAttention",
     "TriangleMultiplicativeUpdate",

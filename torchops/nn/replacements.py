@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 
 __all__ = ["Replacements", "Share"]
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """Modules of one class that met one fate.
 
     Attributes:
