@@ -259,7 +259,7 @@ FUNCTIONS = [
     for module in (torchops.ops, torchops.scaled, torchops.pair, torchops.attention)
     for function in module.__all__
 ] + [torchops.attention_update.triangle_attention_update]
-MODULES = [getattr(torchops.nn, module) for module in torchops.nn.__all__ if module != "Replacements"]
+MODULES = [getattr(torchops.nn, module) for module in torchops.nn.__all__ if module not in ("Replacements", "Share")]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -127,5 +128,5 @@ def replaced(subject: Subject) -> dict[str, Any]:
         "seconds": seconds,
         "replaced": counted(f"{name} {kinds[name]}" for name in found.replaced),
         "left": counted(f"{name} {kinds[name]}: {why}" for name, why in found.left.items()),
-        "shares": [share._asdict() for share in found.shares],
+        "shares": [asdict(share) for share in found.shares],
     }
