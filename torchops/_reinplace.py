@@ -19,6 +19,7 @@ A functional call profits, too: ``torchops.softmax(scores)`` takes no memory if 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,7 @@ _myops = torch.ops.myops
 _VIEWS = ("alias", "detach", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view")
 
 
+@functools.cache
 def _pairs() -> dict[Any, Any]:
     """From each functional operator to the one that overwrites its first argument."""
     names = {
