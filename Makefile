@@ -47,7 +47,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(abspath $(BUILD))/inductor
 
 # Named for its torch version, so that asking for another one installs it.
 TORCH := $(VENV)/.torch-$(TORCH_VERSION)
-SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake src torchops/*.py* test/cpp -not -name "*~")
+SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake src torchops test/cpp -not -name "*~" -not -path "*/__pycache__*")
 CPP_TESTS_TOO := ON
 SHARED :=
 # With CHECK=ON, what need only compile, load and be right; what -O3 warns of, the builds of make test show.

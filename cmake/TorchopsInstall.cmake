@@ -17,7 +17,7 @@ if(SKBUILD)
   # The prefix is site-packages/torchops, so that torch is a neighbour.
   set_target_properties(torchops PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib")
   configure_file(cmake/_build_info.py.in ${PROJECT_BINARY_DIR}/_build_info.py @ONLY)
-  install(FILES ${PROJECT_BINARY_DIR}/_build_info.py DESTINATION .)
+  install(FILES ${PROJECT_BINARY_DIR}/_build_info.py DESTINATION _core)
 else()
   set_target_properties(torchops PROPERTIES INSTALL_RPATH "${TORCHOPS_TORCH_DIR}/lib")
 endif()

@@ -16,7 +16,7 @@ from torchops import _attention_panels, attention
 from torchops import _attention_update_autograd as autograd
 from torchops import _attention_update_operators as operators
 from torchops import _attention_update_panels as panels
-from torchops._triton_plan import Plans
+from torchops._core.triton.plan import Plans
 from torchops.attention_update import Node
 from torchops.nn import TriangleAttention
 
@@ -254,7 +254,7 @@ GRIDS = """
 import torch
 from torchops import _attention_update_panels as panels, _attention_update_triton as kernels
 from torchops._attention_update_operators import _weights
-from torchops._triton_launch import noting
+from torchops._core.triton.launch import noting
 
 n, noting.calls, noting.device = 4104, [], torch.device("cpu")
 for c, width, dtype in ((128, 64, torch.float32), (256, 256, torch.bfloat16), (512, 128, torch.bfloat16)):

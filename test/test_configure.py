@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from source_distribution import unpack
 
-from torchops import _build_info
+from torchops._core import _build_info
 
 ROOT = Path(__file__).parents[1]
 # A cmake that pip installed is a Python module, hence reached through the Python that has it.

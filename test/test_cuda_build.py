@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from torchops import _build_info
+from torchops._core import _build_info
 
 pytestmark = pytest.mark.skipif(not _build_info.cuda_version, reason="not a CUDA build")
 

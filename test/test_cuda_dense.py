@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
-from torchops import _build_info
+from torchops._core import _build_info
 
 if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triangle_reference import triangle_multiplicative_update as reference
 
 import torchops
-from torchops import _build_info
+from torchops._core import _build_info
 
 if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)

@@ -17,7 +17,7 @@ from test_cuda_sm80_resident import spread
 from torch import Tensor
 
 import torchops
-from torchops import _build_info
+from torchops._core import _build_info
 
 if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)

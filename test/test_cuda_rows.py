@@ -13,7 +13,7 @@ from cuda_checks import poisoned_memory
 from torch import Tensor
 
 import torchops
-from torchops import _build_info
+from torchops._core import _build_info
 
 if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)

@@ -21,7 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchops
-from torchops import _build_info, _library
+from torchops._core import _build_info
+from torchops._core import library as _library
 
 OP = torch.ops.myops._dense_gradients
 ONE, PASS = OP.default, torch.ops.myops._dense_backward.default

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,12 @@ import torch
 from op_db import OPS
 
 import torchops
-from torchops import _build_info
-from torchops._info import code_for, dense_on, gemm_on, report, square_matmul_on
+from torchops._core import _build_info
+from torchops._core.info import code_for, dense_on, gemm_on, report, square_matmul_on
 
 SETTINGS = """
 import torch
-from torchops._info import allows_tf32
+from torchops._core.info import allows_tf32
 
 matmul = torch.backends.cuda.matmul
 found = [allows_tf32(torch.float32)]
@@ -174,10 +175,9 @@ def test_a_failing_import_says_why(tmp_path: Path) -> None:
     """The command needs the package; what it prints instead is the reason, with the versions."""
     package = Path(torchops.__file__).parent
     copy = tmp_path / "torchops"
-    copy.mkdir()
-    for source in package.glob("*.py"):
-        (copy / source.name).write_text(source.read_text())
-    (copy / "_build_info.py").write_text(Path(_build_info.__file__).read_text().replace(_build_info.library, "gone.so"))
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    info = copy / "_core" / "_build_info.py"
+    info.write_text(Path(_build_info.__file__).read_text().replace(_build_info.library, "gone.so"))
     # Other finders, such as that of an editable install, come before the path.
     program = (
         f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "

@@ -88,7 +88,9 @@ else:
 
 def test_wheel_is_for_any_python_and_this_torch_and_platform(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
-    cuda = re.findall('^cuda_version = "(.*?)"', archive.read("torchops/_build_info.py").decode(), re.MULTILINE)[0]
+    cuda = re.findall('^cuda_version = "(.*?)"', archive.read("torchops/_core/_build_info.py").decode(), re.MULTILINE)[
+        0
+    ]
     torch_part, cuda_part = f"torch{TORCH_MINOR}".replace(".", ""), f"cu{cuda}".replace(".", "") if cuda else "cpu"
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     platforms = rf"({platform}|{platform.replace('linux', r'manylinux_2_[0-9]+')})"
@@ -100,7 +102,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert all(re.match(r"torchops(-[^/]+\.dist-info)?/", name) for name in names)
     for name in [
         "torchops/py.typed",
-        "torchops/_build_info.py",
+        "torchops/_core/_build_info.py",
         "torchops/lib/libtorchops.so",
         "torchops/include/torchops/ops/dense.h",
         "torchops/include/torchops/ops/export.h",
@@ -153,7 +155,7 @@ print(*(set(sys.modules) - before))
 
 
 def test_other_torch_minor_is_an_import_error(clean: tuple[Path, Path], doctored: Path, tmp_path: Path) -> None:
-    info = doctored / "_build_info.py"
+    info = doctored / "_core" / "_build_info.py"
     info.write_text(info.read_text().replace(torch.__version__, "2.99.1"))
     text, _ = import_error(clean, doctored.parent, tmp_path)
     assert text.startswith(f"torchops: expected torch 2.99, got torch {torch.__version__} ")
@@ -162,7 +164,7 @@ def test_other_torch_minor_is_an_import_error(clean: tuple[Path, Path], doctored
 
 
 def test_other_torch_patch_is_fine(clean: tuple[Path, Path], doctored: Path, tmp_path: Path) -> None:
-    info = doctored / "_build_info.py"
+    info = doctored / "_core" / "_build_info.py"
     info.write_text(info.read_text().replace(torch.__version__, f"{TORCH_MINOR}.99"))
     result = run_python(clean[0], "import torchops; print(torchops.__file__)", tmp_path, doctored.parent)
     assert result.returncode == 0, result.stderr
@@ -190,7 +192,7 @@ def test_library_that_does_not_load_is_an_import_error(
 
 
 def test_source_without_build_is_an_import_error(clean: tuple[Path, Path], doctored: Path, tmp_path: Path) -> None:
-    (doctored / "_build_info.py").unlink()
+    (doctored / "_core" / "_build_info.py").unlink()
     text, _ = import_error(clean, doctored.parent, tmp_path)
     assert text.startswith("torchops: expected the compiled library beside the Python modules")
     assert str(doctored) in text

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
-from torchops import _build_info
+from torchops._core import _build_info
 
 EIGHT = torch.float8_e4m3fn
 OUT = [torch.bfloat16, torch.float16, torch.float32]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchops import _build_info
+from torchops._core import _build_info
 from torchops.adapters import step_graph
 from torchops.adapters.step_graph import GraphAdapter, StepGraph, recorded
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchops import _triton_launch
-from torchops._triton_launch import Launch
+from torchops._core.triton import launch as _triton_launch
+from torchops._core.triton.launch import Launch
 
 
 class Parameter:

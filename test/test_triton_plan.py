@@ -10,9 +10,10 @@ from test_triton_launch import Kernel
 from torch import Tensor
 from triton_interpreter import interpreted, needs_triton
 
-from torchops import _triton_launch, _triton_plan
-from torchops._triton_launch import Launch, noting
-from torchops._triton_plan import Found, Plan, Plans, UnplannableError
+from torchops._core.triton import launch as _triton_launch
+from torchops._core.triton import plan as _triton_plan
+from torchops._core.triton.launch import Launch, noting
+from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
 
 CPU = torch.device("cpu")
 
@@ -110,7 +111,7 @@ INTERPRETED = """
 import torch
 from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
 from torchops import _attention_update_operators as operators, _attention_update_panels as panels
-from torchops._triton_plan import Plan
+from torchops._core.triton.plan import Plan
 
 torch.manual_seed(0)
 fused.budget = gradients.budget = lambda *_: 4000

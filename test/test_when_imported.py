@@ -14,7 +14,7 @@ START = """
 import importlib, importlib.util, sys, warnings
 from pathlib import Path
 sys.path.insert(0, str(Path.cwd()))
-from torchops._when_imported import when_imported
+from torchops._core.when_imported import when_imported
 calls = []
 """
 
@@ -153,7 +153,7 @@ except ModuleNotFoundError as error:
 def test_one_finder_however_often_torchops_is_imported(tmp_path: Path) -> None:
     program = """
 import torchops
-def ours(): return [f for f in sys.meta_path if type(f).__module__ == "torchops._when_imported"]
+def ours(): return [f for f in sys.meta_path if type(f).__module__ == "torchops._core.when_imported"]
 importlib.reload(torchops)
 importlib.reload(torchops)
 print(len(ours()))

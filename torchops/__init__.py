@@ -3,14 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchops import _library
+from torchops._core import library as _library
 
 # The modules imported below look up their operators.
 _library.load()
 
 from torchops import (  # noqa: E402, F401
     _reinplace,
-    _trace,
     adapters,
     attention,
     cuda,
@@ -21,8 +20,9 @@ from torchops import (  # noqa: E402, F401
     quantization,
     scaled,
 )
-from torchops._info import info  # noqa: E402
-from torchops._when_imported import when_imported  # noqa: E402
+from torchops._core import trace as _trace  # noqa: E402, F401
+from torchops._core.info import info  # noqa: E402
+from torchops._core.when_imported import when_imported  # noqa: E402
 from torchops.attention import *  # noqa: E402, F403
 from torchops.ops import *  # noqa: E402, F403
 from torchops.pair import *  # noqa: E402, F403

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from torchops._info import main
+from torchops._core.info import main
 
 output = main(sys.argv[1:])
 try:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torchops import _attention_kernels as kernels
 from torchops._attention_panels import features_adjacent
-from torchops._info import allows_tf32
-from torchops._triton_launch import Launch, noting
+from torchops._core.info import allows_tf32
+from torchops._core.triton.launch import Launch, noting
 
 __all__ = [
     *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),

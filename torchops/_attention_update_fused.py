@@ -17,7 +17,7 @@ from torchops import _attention_update_kernels as kernels
 from torchops import _attention_update_panels as panels
 from torchops import _attention_update_triton as steps
 from torchops._attention_update_panels import Weights
-from torchops._triton_launch import Launch
+from torchops._core.triton.launch import Launch
 
 __all__ = [
     *("Places", "aligned", "budget", "forward", "kernel_for", "kernel_of", "launch_project", "padded", "part_of"),

@@ -26,7 +26,7 @@ from torchops._attention_update_arguments import (
     may_alias,
     without_alias,
 )
-from torchops._triton_plan import Found, Plan, Plans, UnplannableError
+from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
 
 __all__ = [
     "NAME",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchops import _attention_triton as attention
 from torchops import _attention_update_panels as panels
 from torchops._attention_update_panels import Weights
-from torchops._triton_launch import Launch
+from torchops._core.triton.launch import Launch
 
 __all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias", "whole_bias"]
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torchops import _attention_update_operators as operators
-from torchops import _build_info
+from torchops._core import _build_info
 from torchops._distributed_peers import ALIGNMENT, Block, Collectives, Make, peers, room
 from torchops._distributed_triangle_rows import GROUPS, P_OUT, arrived
 

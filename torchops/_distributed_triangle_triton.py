@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchops._attention_triton import on
-from torchops._triton_launch import FP_FUSION
+from torchops._core.triton.launch import FP_FUSION
 
 __all__ = ["Exchange", "fits", "transposed", "update"]
 

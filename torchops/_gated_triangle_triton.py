@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchops._core.triton.launch import FP_FUSION, is_watched, stream_of
 from torchops._gated_triangle import fits, scale_of_product
-from torchops._triton_launch import FP_FUSION, is_watched, stream_of
 
 if TYPE_CHECKING:
     from ._gated_triangle import Weights
@@ -230,7 +230,7 @@ def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _is_watched() -> bool:
-    """As in `_triton_launch.py`, with less to look up where Triton's own chains of hooks are empty."""
+    """As in `_core/triton/launch.py`, with less to look up where Triton's own chains of hooks are empty."""
     runtime = triton.knobs.runtime
     try:
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchops._triton_launch import FP_FUSION
+from torchops._core.triton.launch import FP_FUSION
 
 WHOLE_ROW = 32768
 PART = 8192

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchops._triton_launch import FP_FUSION
+from torchops._core.triton.launch import FP_FUSION
 
 from . import py_in_place, py_rows
 from .triton_dense import BAND, _tile

@@ -6,12 +6,13 @@ set(TORCHOPS_SERVING_DEVICE cpu CACHE STRING "Device that the serving tests expo
 
 # The Python package with this build's library, so that the tests need no installed package.
 set(staged ${CMAKE_CURRENT_BINARY_DIR}/python)
-configure_file(${PROJECT_SOURCE_DIR}/cmake/_build_info.py.in ${staged}/torchops/_build_info.py @ONLY)
+configure_file(${PROJECT_SOURCE_DIR}/cmake/_build_info.py.in ${staged}/torchops/_core/_build_info.py @ONLY)
 set(library ${CMAKE_SHARED_LIBRARY_PREFIX}torchops${CMAKE_SHARED_LIBRARY_SUFFIX})
 file(MAKE_DIRECTORY ${staged}/torchops/lib)
 file(CREATE_LINK ${PROJECT_BINARY_DIR}/${library} ${staged}/torchops/lib/${library} SYMBOLIC)
-file(GLOB modules CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/torchops ${PROJECT_SOURCE_DIR}/torchops/*)
-list(FILTER modules EXCLUDE REGEX "^(_build_info\\.py.?|lib|__pycache__)$")
+file(GLOB modules CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/torchops
+  ${PROJECT_SOURCE_DIR}/torchops/* ${PROJECT_SOURCE_DIR}/torchops/_core/*)
+list(FILTER modules EXCLUDE REGEX "^(_core|lib|.*_build_info\\.py.?|.*__pycache__)$")
 foreach(module IN LISTS modules)
   file(CREATE_LINK ${PROJECT_SOURCE_DIR}/torchops/${module} ${staged}/torchops/${module} SYMBOLIC)
 endforeach()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._info import allows_tf32, code_for
+from .._core.info import allows_tf32, code_for
 from .graph import holds
 
 PATH = Path(__file__).with_name("table.json")
@@ -149,7 +149,7 @@ def has_kernels(device: torch.device) -> bool:
     """Whether this library has the GEMM kernels that rows of `device` were measured with."""
     if device.type != "cuda":
         return True
-    from .. import _build_info
+    from .._core import _build_info
 
     architectures = [entry for entry in _build_info.gemm_architectures.split(";") if entry]
     return code_for(torch.cuda.get_device_capability(device), architectures) is not None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchops._triton_launch import Launch, is_watched, noting, stream_of
+from torchops._core.triton.launch import Launch, is_watched, noting, stream_of
 
 __all__ = ["Found", "Plan", "Plans", "UnplannableError"]
 

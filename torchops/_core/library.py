@@ -7,17 +7,17 @@ import torch
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 try:
-    from torchops import _build_info
+    from torchops._core import _build_info
 except ImportError as error:
     raise ImportError(
-        f"torchops: expected the compiled library beside the Python modules, got only their source in "
-        f"{Path(__file__).parent}. Run from another folder if torchops is installed; if it is not, build it, in the "
-        f"folder with its pyproject.toml: {REBUILD}"
+        "torchops: expected the compiled library beside the Python modules, got only their source in "
+        f"{Path(__file__).parents[1]}. Run from another folder if torchops is installed; if it is not, build it, in "
+        f"the folder with its pyproject.toml: {REBUILD}"
     ) from error
 
 version: str = _build_info.version
-# In an editable install, the compiled files are not beside this file but where the build put _build_info.
-prefix: Path = Path(_build_info.__file__).parent
+# In an editable install, the compiled files are not in the folder of this one but where the build put _build_info.
+prefix: Path = Path(_build_info.__file__).parents[1]
 
 
 def _minor(torch_version: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from torchops import _build_info, _library
+from torchops._core import _build_info
+from torchops._core import library as _library
 
 # The table omits keys without a kernel of ours.
 _KEYS = (

@@ -2,7 +2,7 @@
 
 For each launch, Triton inspects every argument, and every number of a tuple of strides, to find the matching
 compilation. The properties that decide are the same in every launch, so here they are compared as a single key, and a
-known compilation is launched directly. `_triton_plan.py` goes further, and needs no key per launch.
+known compilation is launched directly. `_core/triton/plan.py` goes further, and needs no key per launch.
 """
 
 from __future__ import annotations
