@@ -1,7 +1,7 @@
 """A triangle update whose pair tensor is shared by several GPUs, a part of its rows each, against one GPU that has all:
 `torchrun --standalone --nproc-per-node=2 -m benchmarks.triangle_sharded`.
 
-What GPUs send each other is in `torchops._distributed_triangle`. The time of a call is that of the slowest GPU, from a
+What GPUs send each other is in `torchops.distributed.triangle`. The time of a call is that of the slowest GPU, from a
 barrier to its last kernel. Contenders are interleaved; each has a median over the rounds. `--device cpu` tries the
 script with gloo.
 """

@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import torchops
-from torchops import _distributed_peers
-from torchops import _distributed_triangle_hopper as hopper
-from torchops import _distributed_triangle_hopper_gradients as hopper_gradients
-from torchops._distributed_peers import Collectives
+from torchops.distributed import symmetric_memory
+from torchops.distributed.symmetric_memory import Collectives
+from torchops.distributed.triangle import hopper, hopper_gradients
 
 Arguments = Callable[..., dict[str, Tensor]]
 AgainstReference = Callable[..., None]
@@ -136,12 +135,12 @@ def check_ranks_without_memory(mesh: Any) -> None:
 
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            patch.setattr(_distributed_peers, "_allocate", lambda *_, of=answer: of("_allocate"))
-            patch.setattr(_distributed_peers, "_rendezvous", lambda *_, of=answer: of("_rendezvous"))
-            workspace = _distributed_peers._new_workspace(group, torch.device("cpu"), 8)
+            patch.setattr(symmetric_memory, "_allocate", lambda *_, of=answer: of("_allocate"))
+            patch.setattr(symmetric_memory, "_rendezvous", lambda *_, of=answer: of("_rendezvous"))
+            workspace = symmetric_memory._new_workspace(group, torch.device("cpu"), 8)
         assert (workspace is None) == bool(step)
-        assert _distributed_peers._workspaces.pop(group, None) is workspace
-        assert _distributed_peers._reachable_groups.pop(group, True) == (not step)
+        assert symmetric_memory._workspaces.pop(group, None) is workspace
+        assert symmetric_memory._reachable_groups.pop(group, True) == (not step)
         assert len([w for w in warned if "out of memory" in str(w.message)]) == (dist.get_rank() in failing)
 
 

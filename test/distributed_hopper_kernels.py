@@ -18,10 +18,9 @@ import torch.distributed.tensor  # with it, torchops has rules for DTensor
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from torchops import _distributed_peers
-from torchops import _distributed_triangle_hopper as hopper
-from torchops import _distributed_triangle_hopper_gradients as hopper_gradients
-from torchops._distributed_triangle_rows import Layers, apart
+from torchops.distributed import symmetric_memory
+from torchops.distributed.triangle import hopper, hopper_gradients
+from torchops.distributed.triangle.rows import Layers, apart
 
 _own_rows = hopper.OwnRows.__init__
 
@@ -191,16 +190,16 @@ class _Files:
         self.ranks = [torch.from_file(str(path), True, size, dtype=torch.uint8) for path in paths]
 
     def barrier(self, channel: int) -> None:
-        assert _distributed_peers._agreed(self.group, channel) == [channel] * len(self.ranks)
+        assert symmetric_memory._agreed(self.group, channel) == [channel] * len(self.ranks)
 
     def get_buffer(self, rank: int, shape: Any, dtype: torch.dtype, offset: int) -> Tensor:
         size = math.prod(shape)
         return self.ranks[rank].view(dtype)[offset : offset + size].view(shape)
 
 
-def _peers(group: Any, device: torch.device, size: int) -> _distributed_peers.Peers:
+def _peers(group: Any, device: torch.device, size: int) -> symmetric_memory.Peers:
     workspace: Any = _Files(group, size)
-    return _distributed_peers.Peers(group, device, workspace)
+    return symmetric_memory.Peers(group, device, workspace)
 
 
 @contextmanager
@@ -236,7 +235,7 @@ def replaced(refuses: bool = False, shares: bool = False) -> Iterator[list[int]]
         if shares:
             patch.setattr(hopper.OwnRows, "__init__", far_apart)
             patch.setattr(hopper, "peers", _peers)
-            patch.setattr(_distributed_peers, "_stream", lambda _: _Stream())
+            patch.setattr(symmetric_memory, "_stream", lambda _: _Stream())
             patch.setattr(torch.cuda, "current_stream", _Stream)
             patch.setattr(torch.cuda, "stream", nullcontext)
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -11,8 +11,8 @@ from attention_update_samples import leaves_of, weights
 from checks import assert_all_close, random_like
 from torch import Tensor
 
-from torchops import _attention_update_panels as panels
-from torchops._attention_update_arguments import check_writable
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update.arguments import check_writable
 from torchops.attention_update import AttentionWeights, triangle_attention_update
 
 OPS = torch.ops.myops

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton_interpreter import interpreted, needs_triton
 
-from torchops import _attention_panels, attention
-from torchops import _attention_update_autograd as autograd
-from torchops import _attention_update_operators as operators
-from torchops import _attention_update_panels as panels
+from torchops import attention
 from torchops._core.triton.plan import Plans
+from torchops._triangle_attention.attention import aten as _attention_panels
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update import autograd, operators
 from torchops.attention_update import Node
 from torchops.nn import TriangleAttention
 
@@ -75,7 +75,7 @@ def test_panels_cuda(monkeypatch: pytest.MonkeyPatch, node: Node, dtype: torch.d
 
     whole = results()
     for module in ("", "_gradients"):
-        fused = importlib.import_module(f"torchops._attention_update_fused{module}")
+        fused = importlib.import_module(f"torchops._triangle_attention.update.triton_fused{module}")
         monkeypatch.setattr(fused, "budget", lambda *_: 3 << 20)
     monkeypatch.setattr(operators, "plans", Plans())
     first = results()
@@ -176,9 +176,9 @@ def test_kernels_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 INTERPRETED = """
 import torch
-from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
-from torchops import _attention_update_panels as panels, _attention_update_triton as kernels
-from torchops._attention_update_operators import _weights
+from torchops._triangle_attention.update import triton_fused as fused, triton_fused_gradients as gradients
+from torchops._triangle_attention.update import aten as panels, triton_steps as kernels
+from torchops._triangle_attention.update.operators import _weights
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)  # so what is not yet written is NaN
@@ -228,9 +228,9 @@ for way, ending, x_dtype, few, width, budget in (
 
 WITHOUT_EPS = """
 import torch
-from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
-from torchops import _attention_update_panels as panels
-from torchops._attention_update_operators import _weights
+from torchops._triangle_attention.update import triton_fused as fused, triton_fused_gradients as gradients
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update.operators import _weights
 
 torch.manual_seed(0)
 shapes = (16,), (16,), (2, 16), *[(16, 16)] * 4, (16,), (16, 16), (16,)
@@ -252,8 +252,8 @@ def test_positions_beyond_the_last_without_eps() -> None:
 
 GRIDS = """
 import torch
-from torchops import _attention_update_panels as panels, _attention_update_triton as kernels
-from torchops._attention_update_operators import _weights
+from torchops._triangle_attention.update import aten as panels, triton_steps as kernels
+from torchops._triangle_attention.update.operators import _weights
 from torchops._core.triton.launch import noting
 
 n, noting.calls, noting.device = 4104, [], torch.device("cpu")

@@ -16,7 +16,7 @@ from torch import Tensor
 from triangle_reference import rows_weights
 
 import torchops
-from torchops._distributed_triangle import _in_order as in_order
+from torchops.distributed.triangle.update import _in_order as in_order
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -17,14 +17,16 @@ pytest.importorskip("triton")
 
 import torch.distributed.tensor  # with it, torchops has rules for DTensor
 
-from torchops import _distributed_triangle, _distributed_triangle_rows, _distributed_triangle_triton
+from torchops.distributed.triangle import rows as by_rows
+from torchops.distributed.triangle import triton as kernels
+from torchops.distributed.triangle import update
 
 GROUPS = 4
-NAMES = _distributed_triangle_rows.Layers._fields
+NAMES = by_rows.Layers._fields
 
 
 def in_order(w: dict[str, Tensor]) -> Any:
-    return _distributed_triangle_rows.apart(_distributed_triangle._in_order(w))
+    return by_rows.apart(update._in_order(w))
 
 
 def by_two_ranks(
@@ -37,9 +39,7 @@ def by_two_ranks(
     def call(rank: int, exchange: Callable[[Tensor], Callable[[], Tensor]], target: Tensor, adds: bool) -> Tensor:
         rows = parts[rank]
         own, part = target if adds else x[:, rows], None if mask is None else mask[:, rows]
-        return _distributed_triangle_triton.update(
-            own, part, in_order(w), n, outgoing, scale, 1e-5, GROUPS, exchange, target, adds
-        )
+        return kernels.update(own, part, in_order(w), n, outgoing, scale, 1e-5, GROUPS, exchange, target, adds)
 
     for rank in range(2):  # what they send
 
@@ -85,7 +85,7 @@ def test_rows_cuda(
 ) -> None:
     torch.manual_seed(0)
     w = weights(c, d, full, dtype)
-    assert _distributed_triangle_triton.fits(in_order(w))
+    assert kernels.fits(in_order(w))
     x = torch.randn(batch, n, n, c, device="cuda").to(of_x)
     factors = None if mask is None else torch.rand(batch, n, n, device="cuda")
     if factors is not None and mask == "bool":
@@ -103,4 +103,4 @@ def test_rows_cuda(
 def test_transposed_cuda(shape: tuple[int, ...]) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         t = torch.randn(shape, device="cuda").to(dtype)
-        assert torch.equal(_distributed_triangle_triton.transposed(t), t.mT)
+        assert torch.equal(kernels.transposed(t), t.mT)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from torchops import _distributed_triangle_hopper as hopper
-from torchops._distributed_triangle import _in_order as in_order
+from torchops.distributed.triangle import hopper
+from torchops.distributed.triangle.update import _in_order as in_order
 
 rows_in = torch.ops.myops._triangle_rows_in.default
 rows_out = torch.ops.myops._triangle_rows_out.default

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchops import _distributed_peers
+from torchops.distributed import symmetric_memory
 
 
 class Stream:
@@ -31,14 +31,14 @@ class Stream:
 def test_a_call_that_exchanges_nothing_comes_after_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda _: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
-    monkeypatch.setattr(_distributed_peers, "_stream", lambda _: Stream())
+    monkeypatch.setattr(symmetric_memory, "_stream", lambda _: Stream())
     former = frozenset(["the work of a call on another stream"])
     workspace: Any = SimpleNamespace(used_by=former)
     current = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     with (
         pytest.raises(MemoryError),
-        _distributed_peers.Peers(None, torch.device("cuda"), workspace),
+        symmetric_memory.Peers(None, torch.device("cuda"), workspace),
     ):
         raise MemoryError
     assert former <= workspace.used_by

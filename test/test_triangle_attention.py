@@ -56,7 +56,7 @@ def test_scale(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_panels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """In several panels, of which the last is smaller."""
-    from torchops import _attention_panels
+    from torchops._triangle_attention.attention import aten as _attention_panels
 
     monkeypatch.setattr(_attention_panels, "_PANEL_BYTES", 50000)
     for masked in (False, True):

@@ -15,7 +15,7 @@ import torchops
 
 INTERPRETED = """
 import torch
-from torchops import _attention_panels as panels, _attention_triton as kernels
+from torchops._triangle_attention.attention import aten as panels, triton as kernels
 
 # In torch.empty_like() of these, features are not adjacent, though they are here.
 OVERLAP, ONE = (400, 200, 100, 1, 1), (24, 8, 1, 0, 1)
@@ -66,7 +66,7 @@ def test_kernels_of_little_shared_memory() -> None:
 
 ONE_NUMBER = """
 import torch
-from torchops import _attention_triton as kernels
+from torchops._triangle_attention.attention import triton as kernels
 
 dbias = torch.randn(3, 1, 1, 1, 1)
 expected = dbias.sum(0)
@@ -83,7 +83,7 @@ def test_sum_of_one_number() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from torchops import _attention_kernels as kernels
+from torchops._triangle_attention.attention import kernels
 
 for size, constants in (("constexpr", {"size": 1}), ("i32", {})):
     types = {"dbias": "*fp32", "parts": "i32", "size": size, "BLOCK": "constexpr"}
@@ -96,7 +96,7 @@ for size, constants in (("constexpr", {"size": 1}), ("i32", {})):
 
 PRECISIONS = """
 import torch
-from torchops import _attention_triton as kernels
+from torchops._triangle_attention.attention import triton as kernels
 
 passed, launcher = [], kernels._launcher
 kernels._launcher = lambda kernel, d, dtype, masked, tf32, *small, **rest: (

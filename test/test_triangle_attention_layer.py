@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
-from torchops import _attention_update_operators as operators
-from torchops import _attention_update_panels as panels
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update import operators
 from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
 from torchops.nn import TriangleAttention
 

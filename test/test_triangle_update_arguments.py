@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from triangle_samples import beneath, small
 
 import torchops
-from torchops import _distributed_triangle
+from torchops.distributed.triangle import update as sharded
 
 OPS = torch.ops.myops
 
@@ -204,4 +204,4 @@ def test_padding_of_the_product(n: int, d: int, dtype: torch.dtype, padded: tupl
         _, product = OPS._triangle_multiplicative_update(x.to(device), None, on_device, True, 1e-5, True)
         assert product.shape == (d, *padded)
         assert product.is_contiguous()
-    assert _distributed_triangle._padded(n, d, dtype) == padded
+    assert sharded._padded(n, d, dtype) == padded

@@ -109,8 +109,8 @@ def test_kept_by_what_decides(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -
 
 INTERPRETED = """
 import torch
-from torchops import _attention_update_fused as fused, _attention_update_fused_gradients as gradients
-from torchops import _attention_update_operators as operators, _attention_update_panels as panels
+from torchops._triangle_attention.update import triton_fused as fused, triton_fused_gradients as gradients
+from torchops._triangle_attention.update import operators, aten as panels
 from torchops._core.triton.plan import Plan
 
 torch.manual_seed(0)

@@ -257,7 +257,7 @@ import sys, warnings
 import torchops
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name == "torchops._distributed_transition" and self in sys.meta_path:
+        if name == "torchops.distributed.transition" and self in sys.meta_path:
             sys.meta_path.remove(self)
             raise error
 sys.meta_path.insert(0, Broken())

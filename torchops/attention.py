@@ -1,8 +1,8 @@
 """Attention among the edges of triangles, as in AlphaFold-style models.
 
 The operator ``myops::triangle_attention`` is registered from here, because its kernels for CUDA are written in Triton
-(`_attention_kernels.py`). Elsewhere it runs in panels of ATen operators (`_attention_panels.py`). It needs Python, so
-C++ programs don't have it.
+(`_triangle_attention/attention/kernels.py`). Elsewhere it runs in panels of ATen operators
+(`_triangle_attention/attention/aten.py`). It needs Python, so C++ programs don't have it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torchops import _attention_panels as panels
-from torchops._attention_arguments import check, check_backward, expect, numbers
+from torchops._triangle_attention.attention import aten as panels
+from torchops._triangle_attention.attention.arguments import check, check_backward, expect, numbers
 from torchops.ops import with_type_errors
 
 __all__ = ["triangle_attention"]
@@ -111,7 +111,7 @@ def body_for(like: Tensor, batch: int, rows: int, heads: int, d: int) -> Any:
     fits = max(batch * heads, rows) <= _MOST_BLOCKS
     if fits and like.is_cuda and like.dtype != torch.float64 and _has_bfloat16(like.device):
         try:
-            kernels = importlib.import_module("torchops._attention_triton")
+            kernels = importlib.import_module("torchops._triangle_attention.attention.triton")
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import SymFloat, SymInt, Tensor
 
-from torchops import _attention_update_autograd  # noqa: F401  (registers gradients)
-from torchops._attention_update_arguments import TENSORS, AttentionWeights, Node
-from torchops._attention_update_operators import update, update_
+from torchops._triangle_attention.update import autograd as _attention_update_autograd  # noqa: F401  (registers gradients)
+from torchops._triangle_attention.update.arguments import TENSORS, AttentionWeights, Node
+from torchops._triangle_attention.update.operators import update, update_
 
 __all__ = ["AttentionWeights", "Node", "triangle_attention_update"]
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchops import _attention_update_operators  # noqa: F401  (defines some of them)
+from torchops._triangle_attention.update import operators as _attention_update_operators  # noqa: F401  (defines some of them)
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The triangle attention update in panels, with the kernels of `_attention_update_kernels.py`.
+"""The triangle attention update in panels, with the kernels of `kernels.py`.
 
 In inference, the only tensor per panel besides x holds q, k and v, and the result of the attention overwrites q.
 """
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchops import _attention_triton as attention
-from torchops import _attention_update_kernels as kernels
-from torchops import _attention_update_panels as panels
-from torchops import _attention_update_triton as steps
-from torchops._attention_update_panels import Weights
 from torchops._core.triton.launch import Launch
+from torchops._triangle_attention.attention import triton as attention
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update import kernels
+from torchops._triangle_attention.update import triton_steps as steps
+from torchops._triangle_attention.update.aten import Weights
 
 __all__ = [
     *("Places", "aligned", "budget", "forward", "kernel_for", "kernel_of", "launch_project", "padded", "part_of"),

@@ -1,6 +1,6 @@
 """The private operators of the triangle attention update. They are registered from Python because the CUDA kernels are
-written in Triton. In inference, a caller's graph has one node for all panels (`_attention_update_panels.py`), for any
-N. Gradients and transforms are in `_attention_update_autograd.py`.
+written in Triton. In inference, a caller's graph has one node for all panels (`aten.py`), for any
+N. Gradients and transforms are in `autograd.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchops import _attention_panels, attention
-from torchops import _attention_update_panels as panels
-from torchops._attention_update_arguments import (
+from torchops import attention
+from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
+from torchops._triangle_attention.attention import aten as _attention_panels
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update.arguments import (
     Parameters,
     check,
     check_kept,
@@ -26,7 +28,6 @@ from torchops._attention_update_arguments import (
     may_alias,
     without_alias,
 )
-from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
 
 __all__ = [
     "NAME",
@@ -71,7 +72,7 @@ def steps_for(x: Tensor, q: Tensor, heads: int) -> Any:
     *batch, rows, _, _ = x.shape
     body = attention.body_for(q, math.prod(batch), rows, heads, q.shape[0] // heads)
     if x.is_cuda and x.stride(-1) == 1 and body is not _attention_panels:
-        return importlib.import_module("torchops._attention_update_triton")
+        return importlib.import_module("torchops._triangle_attention.update.triton_steps")
     return panels
 
 
@@ -132,7 +133,9 @@ def _forward(
 
 @cache
 def _fused(part: str) -> Any:
-    return importlib.import_module(f"torchops._attention_update_fused{part}")  # Triton may not be installed
+    return importlib.import_module(
+        f"torchops._triangle_attention.update.triton_fused{part}"
+    )  # Triton may not be installed
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchops import attention
-from torchops._attention_arguments import expect
-from torchops._attention_update_arguments import (
+from torchops._triangle_attention.attention.arguments import expect
+from torchops._triangle_attention.update.arguments import (
     Parameters,
     check,
     check_constant,
@@ -21,7 +21,7 @@ from torchops._attention_update_arguments import (
     check_writable,
     without_alias,
 )
-from torchops._attention_update_operators import (
+from torchops._triangle_attention.update.operators import (
     NAME,
     is_first,
     is_sparing,

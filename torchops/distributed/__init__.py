@@ -29,14 +29,14 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from torchops._distributed_styles import ColwiseParallel, RowwiseParallel
+    from torchops.distributed.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("torchops._distributed_styles"), name)
+        return getattr(import_module("torchops.distributed.styles"), name)
     raise AttributeError(f"module 'torchops.distributed' has no attribute {name!r}")
 
 
@@ -445,6 +445,6 @@ for _name, _rule in {
 }.items():
     torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _checked(_rule))
 
-import torchops._distributed_attention  # noqa: E402
-import torchops._distributed_transition  # noqa: E402
-import torchops._distributed_triangle  # noqa: E402, F401
+import torchops.distributed.attention  # noqa: E402
+import torchops.distributed.transition  # noqa: E402
+import torchops.distributed.triangle.update  # noqa: E402, F401

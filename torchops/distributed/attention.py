@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
-from torchops import _attention_panels
-from torchops import _attention_update_operators as operators
-from torchops import _attention_update_panels as panels
-from torchops._attention_update_arguments import TENSORS
-from torchops._distributed_pair import PairCall, Placements, local, wrap
+from torchops._triangle_attention.attention import aten as _attention_panels
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update import operators
+from torchops._triangle_attention.update.arguments import TENSORS
 from torchops.distributed import _asked, _checked, _if_given, _sharded, _Way
+from torchops.distributed.pair import PairCall, Placements, local, wrap
 
 _myops = torch.ops.myops
 

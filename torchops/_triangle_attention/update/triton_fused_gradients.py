@@ -1,4 +1,4 @@
-"""Gradients of the triangle attention update in panels, with the kernels of `_attention_update_kernels.py`.
+"""Gradients of the triangle attention update in panels, with the kernels of `kernels.py`.
 
 A panel has `d` (the gradient of the attention's result), z, and one tensor for q, dq, k, v and the gradient of the
 gate. dk and dv overwrite k and v. So the last four parts are the factors from which dz and the gradients of four
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchops import _attention_triton as attention
-from torchops import _attention_update_kernels as kernels
-from torchops import _attention_update_panels as panels
-from torchops import _attention_update_triton as steps
-from torchops._attention_update_fused import (
+from torchops._triangle_attention.attention import triton as attention
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update import kernels
+from torchops._triangle_attention.update import triton_steps as steps
+from torchops._triangle_attention.update.aten import Weights
+from torchops._triangle_attention.update.triton_fused import (
     Places,
     aligned,
     budget,
@@ -28,7 +29,6 @@ from torchops._attention_update_fused import (
     scratch_for,
     triangle_bias,
 )
-from torchops._attention_update_panels import Weights
 
 __all__ = ["backward", "backward_into"]
 

@@ -4,7 +4,7 @@ A panel has as many of them as keep its z, q, k, v and attention result within a
 for all pairs. All tensors stay in the memory order of ``x``: for the ending node, the attention gets transposed views,
 and only the bias is really transposed, which is ``heads / c`` of a pair tensor.
 
-The steps of a panel are functions of a module: ATen operators here, kernels in `_attention_update_triton.py`.
+The steps of a panel are functions of a module: ATen operators here, kernels in `triton_steps.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchops import _attention_panels
-from torchops._attention_update_arguments import TENSORS, AttentionWeights
+from torchops._triangle_attention.attention import aten as _attention_panels
+from torchops._triangle_attention.update.arguments import TENSORS, AttentionWeights
 from torchops.ops import gate, layer_norm
 
 __all__ = [

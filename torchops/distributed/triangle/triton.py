@@ -1,7 +1,7 @@
 # Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""A rank's rows of the triangle update on a GPU, in 16 bits: what `_distributed_triangle_rows.py` does in several
+"""A rank's rows of the triangle update on a GPU, in 16 bits: what `distributed/triangle/rows.py` does in several
 operators, in three passes over memory.
 
 1. ``_ins`` computes the rank's rows of a and b from x, channels first; b in blocks of channels that are sent without a
@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchops._attention_triton import on
 from torchops._core.triton.launch import FP_FUSION
+from torchops._triangle_attention.attention.triton import on
 
 __all__ = ["Exchange", "fits", "transposed", "update"]
 

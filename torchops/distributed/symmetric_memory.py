@@ -1,5 +1,5 @@
 """How ranks that share the rows of a pair tensor send parts of it to each other, for
-:mod:`torchops._distributed_triangle_hopper`.
+:mod:`torchops.distributed.triangle.hopper`.
 
 `Collectives` works everywhere. `Peers` is for GPUs of one machine that can read each other's memory: each rank writes
 what others need to a workspace in symmetric memory, and the others copy it from there. Copy engines do that, so

@@ -1,5 +1,5 @@
-"""What the operators on a pair tensor share if it is a ``DTensor``: `torchops._distributed_triangle` and
-`torchops._distributed_attention`."""
+"""What the operators on a pair tensor share if it is a ``DTensor``: `torchops.distributed.triangle.update` and
+`torchops.distributed.attention`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchops import _attention_panels as panels
+from torchops._triangle_attention.attention import aten as panels
 
 __all__ = ["DTYPES", "check", "check_backward", "check_layout", "expect", "name_of", "numbers"]
 

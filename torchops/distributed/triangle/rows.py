@@ -1,5 +1,5 @@
 """A rank's rows of the triangle update of ``DTensor``, through layer_norm, glu and gate; for
-:mod:`torchops._distributed_triangle`. The gradient is written out here, since DTensor's rules run below autograd.
+:mod:`torchops.distributed.triangle.update`. The gradient is written out here, since DTensor's rules run below autograd.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.functional import linear
 
 from torchops import attention
-from torchops._distributed_pair import PairCall, wrap
 from torchops._gated_triangle import scale_of_product
+from torchops.distributed.pair import PairCall, wrap
 
 _myops = torch.ops.myops
 
@@ -70,7 +70,7 @@ def kernels_for(x: Tensor) -> Any:
     if not (x.is_cuda and attention._has_bfloat16(x.device)):
         return None
     try:
-        return importlib.import_module("torchops._distributed_triangle_triton")
+        return importlib.import_module("torchops.distributed.triangle.triton")
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

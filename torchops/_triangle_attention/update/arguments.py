@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchops import _attention_panels, attention
-from torchops._attention_arguments import DTYPES, check_layout, expect, name_of
+from torchops import attention
+from torchops._triangle_attention.attention import aten as _attention_panels
+from torchops._triangle_attention.attention.arguments import DTYPES, check_layout, expect, name_of
 
 __all__ = [
     "TENSORS",

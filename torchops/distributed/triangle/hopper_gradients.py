@@ -1,4 +1,4 @@
-"""The gradients of a rank's rows of the triangle update where `_distributed_triangle_hopper.py` has made them: by the
+"""The gradients of a rank's rows of the triangle update where `distributed/triangle/hopper.py` has made them: by the
 kernels that a whole pair tensor has, through the private operators ``_triangle_rows_out_backward``,
 ``_triangle_rows_in_backward`` and ``_triangle_rows_parameter_gradients``.
 
@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchops import _attention_update_operators as operators
-from torchops._distributed_peers import Collectives
-from torchops._distributed_triangle_hopper import OwnRows, elements, multiply, own_rows
-from torchops._distributed_triangle_rows import apart, arrived
+from torchops._triangle_attention.update import operators
+from torchops.distributed.symmetric_memory import Collectives
+from torchops.distributed.triangle.hopper import OwnRows, elements, multiply, own_rows
+from torchops.distributed.triangle.rows import apart, arrived
 
 __all__ = ["gradients"]
 

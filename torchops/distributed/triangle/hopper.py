@@ -7,7 +7,7 @@ A rank makes its rows of a and b. With these as matrices of a channel, and ranks
 
 Outgoing, b is made in blocks of rows. As soon as one is made, it goes to the other ranks, while the next block is made
 and this rank's own b is multiplied, and then while other blocks are. Incoming, a rank makes its part of each rank's
-product, in groups of channels, which travel while other groups are multiplied (``_distributed_peers.py``).
+product, in groups of channels, which travel while other groups are multiplied (``distributed/symmetric_memory.py``).
 
 Besides x and the result, a rank has b of all rows, and its own rows of a and o; or, incoming, its own rows of a, b and
 o, parts of o for the others, and theirs for it but one (by collectives, parts for all). Parts are rounded before they
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchops import _attention_update_operators as operators
 from torchops._core import _build_info
-from torchops._distributed_peers import ALIGNMENT, Block, Collectives, Make, peers, room
-from torchops._distributed_triangle_rows import GROUPS, P_OUT, arrived
+from torchops._triangle_attention.update import operators
+from torchops.distributed.symmetric_memory import ALIGNMENT, Block, Collectives, Make, peers, room
+from torchops.distributed.triangle.rows import GROUPS, P_OUT, arrived
 
 __all__ = ["OwnRows", "elements", "multiply", "own_rows", "update"]
 

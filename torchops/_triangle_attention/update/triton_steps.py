@@ -1,9 +1,9 @@
 # Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""GPU versions of the steps of `_attention_update_panels.py` that take several operators, and so several passes over
+"""GPU versions of the steps of `aten.py` that take several operators, and so several passes over
 memory: the layer norm of a part of x, with any strides and also from float32 to 16 bits; and the bias, from x to the
-layout (h, j, k). For few features, `_attention_update_fused.py` fuses more.
+layout (h, j, k). For few features, `triton_fused.py` fuses more.
 
 One compilation serves all N.
 """
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchops import _attention_triton as attention
-from torchops import _attention_update_panels as panels
-from torchops._attention_update_panels import Weights
 from torchops._core.triton.launch import Launch
+from torchops._triangle_attention.attention import triton as attention
+from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update.aten import Weights
 
 __all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias", "whole_bias"]
 

@@ -7,8 +7,8 @@ Along each dimension of the mesh, ``x`` of ``(*batch, N, N, c)`` may be
   so b is gathered. Incoming, ``o[i, j] = sum_k a[k, i] b[k, j]`` is a sum over rows, of which ranks add up parts.
 
 Anything else is redistributed to one of these. The operator itself needs whole pair matrices, so rows go through
-layer_norm, glu and gate (``_distributed_triangle_rows.py``), or kernels: those of the operator
-(``_distributed_triangle_hopper.py``), or others (``_distributed_triangle_triton.py``).
+layer_norm, glu and gate (``distributed/triangle/rows.py``), or kernels: those of the operator
+(``distributed/triangle/hopper.py``), or others (``distributed/triangle/triton.py``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torchops import _attention_update_operators as operators
-from torchops import _distributed_triangle_hopper, _distributed_triangle_hopper_gradients
-from torchops._distributed_pair import local, wrap
-from torchops._distributed_triangle_rows import GROUPS, P_OUT, Rows, TriangleCall, apart, arrived, kernels_for
+from torchops._triangle_attention.update import operators
 from torchops.distributed import _checked
+from torchops.distributed.pair import local, wrap
+from torchops.distributed.triangle import hopper, hopper_gradients
+from torchops.distributed.triangle.rows import GROUPS, P_OUT, Rows, TriangleCall, apart, arrived, kernels_for
 
 _myops = torch.ops.myops
 
@@ -59,7 +59,7 @@ class _Call(TriangleCall):
     def update(self, keep: bool, adds: bool = False) -> tuple[Tensor, Tensor]:
         """The update; with `adds` and sharded rows, x itself, to which it was added."""
         if self.by_rows:
-            done = _distributed_triangle_hopper.update(self, keep, adds)
+            done = hopper.update(self, keep, adds)
             if done is not None:
                 return done
             kernels = self._kernels()
@@ -101,7 +101,7 @@ class _Call(TriangleCall):
         product = local(product, self.with_rows_as(Shard(self.whole.ndim - 2)))
         gradients: list[Any]
         if self.by_rows:
-            done = _distributed_triangle_hopper_gradients.gradients(self, grad, product, wanted, adds)
+            done = hopper_gradients.gradients(self, grad, product, wanted, adds)
             if done is None:
                 done = Rows(self).gradients(grad, product, wanted)
                 if adds and wanted[0]:

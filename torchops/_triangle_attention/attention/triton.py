@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels of triangle attention (`_attention_kernels.py`).
+"""Launches of the Triton kernels of triangle attention (`kernels.py`).
 
 The bias is read as ``(h, j, k)``, in aligned rows that end at a multiple of `_PADDING`, with -inf beyond N. So loads
 are as wide for odd N as for even ones, and there is no tail of keys to mask. Any other bias is copied, which takes 1 /
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from torchops import _attention_kernels as kernels
-from torchops._attention_panels import features_adjacent
 from torchops._core.info import allows_tf32
 from torchops._core.triton.launch import Launch, noting
+from torchops._triangle_attention.attention import kernels
+from torchops._triangle_attention.attention.aten import features_adjacent
 
 __all__ = [
     *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
@@ -211,7 +211,7 @@ def attend(
 ) -> None:
     """The forward pass on prepared arguments: a bias from `padded_bias`, a mask from `added_by`, contiguous features,
     and the tensors' device as the current one. `scaled`: q is multiplied by ``scale * LOG2E`` and the bias by LOG2E, as
-    in `_attention_kernels.py`."""
+    in `kernels.py`."""
     batch, rows, heads, n, d = q.shape
     launch = _launcher("forward", d, q.dtype, added is not None, allows_tf32(q.dtype), SCALED=scaled)
     launch(

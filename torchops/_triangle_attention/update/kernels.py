@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchops._attention_kernels import LOG2E, prepare_heads, prepare_padding
+from torchops._triangle_attention.attention.kernels import LOG2E, prepare_heads, prepare_padding
 
 __all__ = ["UNIT", "bias", "end", "finish", "gate_gradient", "norm_gradient", "products", "project", "to_z"]
 

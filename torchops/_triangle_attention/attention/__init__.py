@@ -1,0 +1,1 @@
+"""The attention of edges to edges: the operator ``myops::triangle_attention``."""

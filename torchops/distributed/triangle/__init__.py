@@ -1,0 +1,1 @@
+"""The triangle multiplicative update of ``DTensor``."""
