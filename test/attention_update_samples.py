@@ -10,7 +10,8 @@ from checks import random_like
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from torchops.attention_update import AttentionWeights, Node
+from torchops import AttentionWeights
+from torchops._triangle_attention.update.arguments import Node
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, distribute_module, distribute_te
 from torch.nn.parallel import DistributedDataParallel
 
 import torchops
-from torchops.attention_update import AttentionWeights, triangle_attention_update
+from torchops import AttentionWeights, triangle_attention_update
 
 C, HEADS, WIDTH = 6, 2, 4
 SHAPES = {"bias_weight": (HEADS, C), "out": (C, WIDTH)} | dict.fromkeys(("q", "k", "v", "gate"), (WIDTH, C))

@@ -11,9 +11,9 @@ from attention_update_samples import leaves_of, weights
 from checks import assert_all_close, random_like
 from torch import Tensor
 
+from torchops import AttentionWeights, triangle_attention_update
 from torchops._triangle_attention.update import aten as panels
 from torchops._triangle_attention.update.arguments import check_writable
-from torchops.attention_update import AttentionWeights, triangle_attention_update
 
 OPS = torch.ops.myops
 

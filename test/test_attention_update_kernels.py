@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton_interpreter import interpreted, needs_triton
 
-from torchops import attention
 from torchops._core.triton.plan import Plans
 from torchops._triangle_attention.attention import aten as _attention_panels
+from torchops._triangle_attention.attention import operators as attention
 from torchops._triangle_attention.update import aten as panels
 from torchops._triangle_attention.update import autograd, operators
-from torchops.attention_update import Node
+from torchops._triangle_attention.update.arguments import Node
 from torchops.nn import TriangleAttention
 
 NODES: tuple[Node, Node] = ("starting", "ending")

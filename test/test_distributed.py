@@ -260,7 +260,7 @@ def attention(x: Any, mask: Any, inplace: bool = False) -> Any:
     tensors: Any = {name: t.detach() for name, t in weights._asdict().items() if isinstance(t, Tensor)}
     if isinstance(x, DTensor):
         tensors = {name: distribute(t, x.device_mesh, Replicate()) for name, t in tensors.items()}
-    update = torchops.attention_update.triangle_attention_update
+    update = torchops.triangle_attention_update
     return update(x, mask, weights._replace(**tensors), inplace=inplace)
 
 

@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 from triangle_samples import parameters as triangle_weights
 
 import torchops
+from torchops import AttentionWeights, triangle_attention_update
 from torchops._triangle_attention.update import aten as _attention_update_panels
-from torchops.attention_update import AttentionWeights, triangle_attention_update
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 

@@ -17,7 +17,7 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.utils._pytree import tree_leaves
 
 import torchops
-from torchops.attention_update import AttentionWeights, triangle_attention_update
+from torchops import AttentionWeights, triangle_attention_update
 
 SIZES = {
     "dense": ((3, 5), (4, 5), (4,)),

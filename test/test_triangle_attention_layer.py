@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
+from torchops import AttentionWeights, triangle_attention_update
 from torchops._triangle_attention.update import aten as panels
 from torchops._triangle_attention.update import operators
-from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
+from torchops._triangle_attention.update.arguments import Node
 from torchops.nn import TriangleAttention
 
 OPS = torch.ops.myops

@@ -80,7 +80,7 @@ def test_errors_when_compiled(op: str, dynamic: bool) -> None:
 def test_errors_of_python_and_of_overwriting() -> None:
     x, given = small()
     function: Any = torchops.triangle_multiplicative_update
-    with pytest.raises(TypeError, match=r"expected the keywords direction, mask, .* got precision"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'precision'"):
         function(x, **given, precision="high")
     del given["p_in_weight"]
     with pytest.raises(TypeError, match="p_in_weight"):

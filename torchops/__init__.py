@@ -8,25 +8,11 @@ from torchops._core import library as _library
 # The modules imported below look up their operators.
 _library.load()
 
-from torchops import (  # noqa: E402, F401
-    _reinplace,
-    adapters,
-    attention,
-    cuda,
-    flops,
-    nn,
-    ops,
-    pair,
-    quantization,
-    scaled,
-)
+from torchops import _reinplace, adapters, cuda, flops, nn, ops, quantization  # noqa: E402, F401
 from torchops._core import trace as _trace  # noqa: E402, F401
 from torchops._core.info import info  # noqa: E402
 from torchops._core.when_imported import when_imported  # noqa: E402
-from torchops.attention import *  # noqa: E402, F403
 from torchops.ops import *  # noqa: E402, F403
-from torchops.pair import *  # noqa: E402, F403
-from torchops.scaled import *  # noqa: E402, F403
 
 if TYPE_CHECKING:
     from torchops import distributed as distributed
@@ -56,5 +42,4 @@ __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)
 """The directory for ``cmake -DCMAKE_PREFIX_PATH=...``, where ``find_package(torchops)`` finds the C++ library."""
 
-__all__ = ["cmake_prefix_path", "cuda", "flops", "info", "nn", "ops", "quantization"]
-__all__ += [*ops.__all__, *scaled.__all__, *pair.__all__, *attention.__all__]
+__all__ = ["cmake_prefix_path", "cuda", "flops", "info", "nn", "ops", "quantization", *ops.__all__]

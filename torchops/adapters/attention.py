@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchops._triangle_attention.update.arguments import Node
 from torchops.adapters.module import Call, Replacement, Shape, random
 from torchops.adapters.signature import Signature
-from torchops.attention import triangle_attention
-from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
-from torchops.ops import gate, layer_norm
+from torchops.ops import AttentionWeights, gate, layer_norm, triangle_attention, triangle_attention_update
 
 
 class Names(NamedTuple):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchops
-from torchops.ops import with_type_errors
+from torchops._core.errors import with_type_errors
 
 from .layers import LayersRead, Linear, as_parameters
 

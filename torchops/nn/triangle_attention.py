@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchops.attention import triangle_attention
-from torchops.attention_update import AttentionWeights, Node, triangle_attention_update
+from torchops._triangle_attention.update.arguments import Node
+from torchops.ops import AttentionWeights, triangle_attention, triangle_attention_update
 
 from .layers import LayersRead, Linear, as_parameters
 
@@ -73,11 +73,11 @@ class TriangleAttention(LayersRead):
         all 1. The result has the shape of ``x`` and the dtype of the parameters. With 16-bit parameters, ``x`` may be
         float32.
 
-    Memory: as :func:`torchops.attention_update.triangle_attention_update`.
+    Memory: as :func:`torchops.triangle_attention_update`.
 
     Raises:
         ValueError: there is no such node.
-        RuntimeError: as :func:`torchops.attention_update.triangle_attention_update`, when called.
+        RuntimeError: as :func:`torchops.triangle_attention_update`, when called.
 
     Example:
 
@@ -113,7 +113,7 @@ class TriangleAttention(LayersRead):
         self.mha.linear_g = Linear(c, heads * head_dim, bias, "gating", **where)
 
     def weights(self) -> AttentionWeights:
-        """The parameters as :func:`torchops.attention_update.triangle_attention_update` takes them."""
+        """The parameters as :func:`torchops.triangle_attention_update` takes them."""
         mha: Any = self.mha
         norm, gate, out = self.layer_norm, mha.linear_g, mha.linear_o  # a look-up in a module takes a microsecond
         return AttentionWeights(

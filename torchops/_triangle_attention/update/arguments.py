@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchops import attention
 from torchops._triangle_attention.attention import aten as _attention_panels
+from torchops._triangle_attention.attention import operators as attention
 from torchops._triangle_attention.attention.arguments import DTYPES, check_layout, expect, name_of
 
 __all__ = [

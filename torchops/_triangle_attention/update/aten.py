@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torchops._triangle_attention.attention import aten as _attention_panels
 from torchops._triangle_attention.update.arguments import TENSORS, AttentionWeights
-from torchops.ops import gate, layer_norm
 
 __all__ = [
     *("Shared", "Weights", "add", "attend", "attend_backward", "backward", "batches", "forward", "heads", "norm"),
@@ -47,7 +46,7 @@ class Weights(AttentionWeights):
 def norm(x: Tensor, w: Weights) -> Tensor:
     """z, contiguous and of the weights' dtype."""
     weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
-    return layer_norm(x, x.shape[-1:], weight, bias, w.eps).to(w.q.dtype)
+    return torch.ops.myops.layer_norm(x, x.shape[-1:], weight, bias, w.eps).to(w.q.dtype)
 
 
 def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
@@ -94,7 +93,7 @@ def add(target: Tensor, x: Tensor | None, o: Tensor, z: Tensor, w: Weights) -> N
     """Writes the product of the gated ``o`` with ``w.out``, plus ``x``, to ``target``, which may be ``x``. May
     overwrite ``o``."""
     if w.gate is not None:
-        o = gate(o, z, w.gate, w.gate_bias)
+        o = torch.ops.myops.gate(o, z, w.gate, w.gate_bias)
     update = F.linear(o, w.out, w.out_bias)
     target.copy_(update) if x is None else torch.add(x, update, out=target)
 
@@ -344,7 +343,7 @@ def _through_gate(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradient of o, if requested, and the gradient of z through the gate."""
     if wanted["out"]:
-        gated = o if w.gate is None or z is None else gate(o, z, w.gate, w.gate_bias)
+        gated = o if w.gate is None or z is None else torch.ops.myops.gate(o, z, w.gate, w.gate_bias)
         sums.add("out", g.T @ gated.reshape(len(g), -1))
         del gated
     if wanted["out_bias"]:

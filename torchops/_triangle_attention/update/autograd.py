@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchops import attention
+from torchops._triangle_attention.attention import operators as attention
 from torchops._triangle_attention.attention.arguments import expect
 from torchops._triangle_attention.update.arguments import (
     Parameters,
@@ -31,9 +31,10 @@ from torchops._triangle_attention.update.operators import (
     update_backward,
     update_kept,
 )
-from torchops.ops import gate, layer_norm
 
 __all__: list[str] = []
+
+_myops = torch.ops.myops
 
 
 def _composite(
@@ -58,13 +59,13 @@ def _composite(
         x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
     batch, (n, c) = math.prod(x.shape[:-3]), x.shape[-2:]
     weight, bias = (t if t is None else t.to(x.dtype) for t in (norm_weight, norm_bias))
-    z = layer_norm(x, (c,), weight, bias, eps).to(q.dtype).reshape(batch, n, n, c)
+    z = _myops.layer_norm(x, (c,), weight, bias, eps).to(q.dtype).reshape(batch, n, n, c)
     q, k, v = (F.linear(z, t).unflatten(-1, (heads, -1)).transpose(-3, -2) for t in (q, k, v))
     of_scores = F.linear(z, bias_weight).movedim(-1, 1).unsqueeze(1)
     kept = None if mask is None else (mask != 0).reshape(batch, n, 1, 1, n)
-    o = attention.triangle_attention(q, k, v, of_scores, kept).transpose(-3, -2).flatten(-2)
+    o = _myops.triangle_attention(q, k, v, of_scores, kept).transpose(-3, -2).flatten(-2)
     if gate_weight is not None:
-        o = gate(o, z, gate_weight, gate_bias)
+        o = _myops.gate(o, z, gate_weight, gate_bias)
     made = F.linear(o, out, out_bias).view(x.shape)
     return made.transpose(-2, -3).contiguous() if ending else made
 

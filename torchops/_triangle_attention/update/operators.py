@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchops import attention
 from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
 from torchops._triangle_attention.attention import aten as _attention_panels
+from torchops._triangle_attention.attention import operators as attention
 from torchops._triangle_attention.update import aten as panels
 from torchops._triangle_attention.update.arguments import (
     Parameters,

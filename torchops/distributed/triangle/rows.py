@@ -15,8 +15,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.functional import linear
 
-from torchops import attention
 from torchops._gated_triangle import scale_of_product
+from torchops._triangle_attention.attention import operators as attention
 from torchops.distributed.pair import PairCall, wrap
 
 _myops = torch.ops.myops

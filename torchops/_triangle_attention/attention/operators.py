@@ -1,8 +1,5 @@
-"""Attention among the edges of triangles, as in AlphaFold-style models.
-
-The operator ``myops::triangle_attention`` is registered from here, because its kernels for CUDA are written in Triton
-(`_triangle_attention/attention/kernels.py`). Elsewhere it runs in panels of ATen operators
-(`_triangle_attention/attention/aten.py`). It needs Python, so C++ programs don't have it.
+"""The operator ``myops::triangle_attention`` and its private ones, which need Python, so C++ programs don't have them.
+On CUDA they run kernels in Triton (`triton.py`), elsewhere in panels of ATen operators (`aten.py`).
 """
 
 from __future__ import annotations
@@ -18,65 +15,6 @@ from torch.autograd import forward_ad
 
 from torchops._triangle_attention.attention import aten as panels
 from torchops._triangle_attention.attention.arguments import check, check_backward, expect, numbers
-from torchops.ops import with_type_errors
-
-__all__ = ["triangle_attention"]
-
-
-@with_type_errors
-def triangle_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """The core of triangle attention: for each row ``i`` and head, attention of the edges ``(i, j)`` to the edges
-    ``(i, k)``, with a bias that depends on ``j`` and ``k`` (`Jumper et al. 2021
-    <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 13 and 14).
-
-    .. code-block:: text
-
-        s[i, h, j, k] = scale * (q[i, h, j] . k[i, h, k]) + bias[h, j, k] - 1e9 * (not mask[i, k])
-        result[i, h, j] = sum over k of softmax(s[i, h, j])[k] * v[i, h, k]
-
-    The scores ``s`` never exist for all rows.
-
-    Args:
-        q, k, v: of shape ``(batch, N, H, N, d)``, or ``(batch, R, H, N, d)`` for ``R`` of the rows. They have one
-            dtype, and any strides, such as those of views of one product.
-        bias: of shape ``(batch, 1, H, N, N)``, and the dtype of ``q``, or float32 if that has 16 bits. Layouts other
-            than rows of ``k`` are copied once.
-        mask: bool, of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, ``True`` for keys to keep; or ``None``. Other
-            keys have no weight, but their ``v`` and the products of their ``k`` must be finite, since 0 times NaN is
-            NaN. A row without any key is computed as if all keys were kept, which is what the formula above says as
-            long as its sums are exact.
-        scale: factor of the products of ``q`` and ``k``. Default: ``d ** -0.5``.
-
-    Dtypes: float32, float64, float16 and bfloat16. Scores and their exponentials are float32 even if ``q`` has 16 bits.
-    Under ``torch.autocast``, the operator runs in the lower precision, as PyTorch's attention does.
-
-    Returns:
-        A new dense tensor of the shape and dtype of ``q``. Its dimensions have the same order in memory as those of
-        ``q``, so ``result.transpose(-3, -2).flatten(-2)`` makes no copy if ``q`` is a view with heads side by side.
-
-    Memory: the result; on CUDA, copies of the mask (in float32) and the bias; and where panels run, scratch for one of
-    them, which has at most 8 MiB unless a single row takes more. Training keeps the arguments, the result and a number
-    for each edge and head. The gradient computes the scores again. Gradients from the Triton kernels have the same bits
-    in every run.
-
-    Raises:
-        RuntimeError: the shapes do not match; devices differ; or dtypes are not supported together.
-
-    Example:
-
-        >>> q, k, v = (torch.randn(1, 5, 2, 5, 16) for _ in range(3))
-        >>> torchops.triangle_attention(q, k, v, bias=torch.randn(1, 1, 2, 5, 5)).shape
-        torch.Size([1, 5, 2, 5, 16])
-    """
-    return _op(q, k, v, bias, mask, scale)
-
 
 # A process in which this module is imported again has its operators already.
 _is_first = not hasattr(torch.ops.myops, "triangle_attention")

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchops.ops import with_type_errors
+from torchops._core.errors import with_type_errors
 
 __all__ = ["transition", "transition_", "triangle_multiplicative_update", "triangle_multiplicative_update_"]
 
@@ -149,7 +149,6 @@ def triangle_multiplicative_update(
     g_out_weight: Tensor,
     g_out_bias: Tensor | None = None,
     eps: float = 1e-5,
-    **other: object,
 ) -> Tensor:
     """The triangle multiplicative update of AlphaFold and its successors, as one operator (`Jumper et al. 2021
     <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 11 and 12).
@@ -188,7 +187,6 @@ def triangle_multiplicative_update(
     everything else is computed again.
 
     Raises:
-        TypeError: there is no such keyword, or a weight is missing.
         RuntimeError: the shapes do not match; devices differ; or dtypes are not supported together.
         ValueError: there is no such direction.
 
@@ -201,8 +199,6 @@ def triangle_multiplicative_update(
         >>> out.shape
         torch.Size([5, 5, 3])
     """
-    if other:
-        raise _unknown("triangle_multiplicative_update", other)
     return _triangle_multiplicative_update(
         x,
         direction,
@@ -242,7 +238,6 @@ def triangle_multiplicative_update_(
     g_out_weight: Tensor,
     g_out_bias: Tensor | None = None,
     eps: float = 1e-5,
-    **other: object,
 ) -> Tensor:
     """Adds :func:`triangle_multiplicative_update` to ``x``, as a model's residual connection does, and returns ``x``.
 
@@ -253,7 +248,6 @@ def triangle_multiplicative_update_(
     out halfway, a part of ``x`` may be overwritten.
 
     Raises:
-        TypeError: as :func:`triangle_multiplicative_update`.
         ValueError: as :func:`triangle_multiplicative_update`.
         RuntimeError: as :func:`triangle_multiplicative_update`; ``x`` has several elements in one place, as after
             ``expand``; or ``x`` is a leaf that requires grad.
@@ -266,8 +260,6 @@ def triangle_multiplicative_update_(
         ... ) is x
         True
     """
-    if other:
-        raise _unknown("triangle_multiplicative_update_", other)
     _triangle_multiplicative_update_(
         x,
         direction,
@@ -287,9 +279,3 @@ def triangle_multiplicative_update_(
         eps=eps,
     )
     return x
-
-
-def _unknown(op: str, other: dict[str, object]) -> TypeError:
-    known = "direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, "
-    known += "norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias and eps"
-    return TypeError(f"{op}: expected the keywords {known}, got {', '.join(other)}")
