@@ -1,7 +1,7 @@
 """GPU MODE's public task "TriMul": `python -m benchmarks.trimul` (gpu-mode/reference-kernels, problems/bioml/trimul).
 
-A triangle update from float32 to float32 that gates before its last projection, by the private operator of
-`torchops._gated_triangle`. Its cases, inputs and tolerance are the task's, and so is the way of timing: synchronised
+A triangle update from float32 to float32 that gates before its last projection, by the kernels of
+`benchmarks.gated_triangle`. Its cases, inputs and tolerance are the task's, and so is the way of timing: synchronised
 calls between two events, with inputs that stay where they are. The score is the geometric mean of the seven.
 """
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import torchops
-from torchops import _gated_triangle as gated
 
+from . import gated_triangle as gated
 from . import machine
 
 TOLERANCE = 2e-2  # relative and absolute

@@ -1,4 +1,4 @@
-"""The triangle update that gates before its last projection: torchops/_gated_triangle.py."""
+"""The triangle update that gates before its last projection: benchmarks/gated_triangle.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton_interpreter import interpreted, needs_triton
 
-from torchops import _gated_triangle as gated
+from benchmarks import gated_triangle as gated
 
 D = 128
 
@@ -68,11 +68,15 @@ def test_what_the_kernels_support() -> None:
 
 
 PLANS = """
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+
+sys.path.append(str(Path.cwd().parent))
 from test_gated_triangle import arguments
-from torchops import _gated_triangle as gated, _gated_triangle_triton as kernels
+from benchmarks import gated_triangle as gated, gated_triangle_triton as kernels
 
 
 class Kernel:
@@ -152,9 +156,14 @@ assert Kernel.launched == [("watched", 0)] * 3
 """
 
 INTERPRETED = """
+import sys
+from pathlib import Path
+
 import torch
+
+sys.path.append(str(Path.cwd().parent))
 from test_gated_triangle import arguments, exact
-from torchops import _gated_triangle_triton as kernels
+from benchmarks import gated_triangle_triton as kernels
 
 for n, c, batch, masked in ((9, 64, 2, True), (3, 512, 1, False)):
     x, w = arguments(n, c, batch, "cpu")

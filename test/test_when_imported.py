@@ -300,7 +300,7 @@ print(*(w.message for w in caught))
 
 
 def test_dtensor_survives_an_interrupted_extension(tmp_path: Path) -> None:
-    """The next import extends it again. What is registered already cannot be registered twice, which is a warning."""
+    """The next import registers what is missing."""
     program = """
 error = KeyboardInterrupt()
 try:
@@ -313,10 +313,10 @@ print(*(str(w.message)[:71] for w in caught))
 """
     assert run(tmp_path, HALFWAY + program + AFTERWARDS, start="") == [
         "interrupted False",
-        "torchops could not extend torch.distributed.tensor, which does without:",
+        "",
         "[0.5, 0.5]",
         "True True",
-        "transition refuses",
+        "True",
     ]
 
 

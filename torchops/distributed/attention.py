@@ -17,18 +17,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import Partial, Replicate, Shard
 
+from torchops._core import devices
 from torchops._triangle_attention.attention import aten as _attention_panels
 from torchops._triangle_attention.update import aten as panels
 from torchops._triangle_attention.update import operators
 from torchops._triangle_attention.update.arguments import TENSORS
-from torchops.distributed import _asked, _checked, _if_given, _sharded, _Way
-from torchops.distributed.pair import PairCall, Placements, local, wrap
-
-_myops = torch.ops.myops
+from torchops.distributed._dtensor import (
+    Way,
+    if_given,
+    local,
+    register_rule,
+    register_ways,
+    sharded,
+    where_wanted,
+    wrap,
+)
+from torchops.distributed.pair import PairCall, Placements
 
 
 class _Call(PairCall):
@@ -109,7 +115,7 @@ class _Rows:
         return self.steps.whole_bias(self._moved_bias(made, Shard(0), Replicate()))
 
     def _forward(self, target: Tensor, adds: bool, kept: tuple[Tensor, Tensor] | None) -> None:
-        with operators._on(self.x.device):
+        with devices.on(self.x.device):
             bias = self.bias()
             panels.forward(self.x, self.keys, self.w, self.ending, target, adds, kept, self.steps, bias)
 
@@ -141,7 +147,7 @@ class _Rows:
         inputs = dict(zip(panels.WANTED, (self.call.whole, *self.call.parameters), strict=True))
         asked = {n: want and inputs[n] is not None for n, want in zip(panels.WANTED, wanted, strict=True)}
         shared = panels.Shared(self.bias, lambda t: self._moved_bias(t, Partial(), Shard(0)))
-        with operators._on(self.x.device):
+        with devices.on(self.x.device):
             made = panels.backward(
                 operators._flat(local(grad, self.places), 3), self.x, self.keys, self.w, self.ending, product,
                 logsumexp, asked, self.call.adds, self.steps, shared,
@@ -191,7 +197,7 @@ def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kw
 
 
 for _suffix, _rule in {"": _update, "_": _update_, "_kept": _update_kept, "_backward": _update_backward}.items():
-    torch.library.register_torch_dispatch(f"myops::{operators.NAME}{_suffix}", DTensor, _checked(_rule))
+    register_rule(f"{operators.NAME}{_suffix}", _rule)
 
 
 # --- the attention alone ---------------------------------------------------------------------------------------------
@@ -201,17 +207,17 @@ _HEADS = Shard(2)
 
 def _ways(q: Any, mask: Any) -> list[tuple[Any, Any, Any, Any]]:
     """The possible placements of q, k, v and the result; of the bias; of its gradient; and of the mask."""
-    alike = [Replicate(), *_sharded(q, [0])]
-    ways: list[tuple[Any, Any, Any, Any]] = [(p, p, p, _if_given(mask, p)) for p in alike]
-    ways += [(p, Replicate(), Partial(), _if_given(mask, p)) for p in _sharded(q, [1])]
-    return [*ways, (_HEADS, _HEADS, _HEADS, _if_given(mask))]
+    alike = [Replicate(), *sharded(q, [0])]
+    ways: list[tuple[Any, Any, Any, Any]] = [(p, p, p, if_given(mask, p)) for p in alike]
+    ways += [(p, Replicate(), Partial(), if_given(mask, p)) for p in sharded(q, [1])]
+    return [*ways, (_HEADS, _HEADS, _HEADS, if_given(mask))]
 
 
-def _attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> list[_Way]:
+def _attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> list[Way]:
     return [([p], [p, p, p, b, m, None]) for p, b, _, m in _ways(q, mask)]
 
 
-def _attention_with_sums(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float) -> list[_Way]:
+def _attention_with_sums(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float) -> list[Way]:
     return [([p, p], [p, p, p, b, m, None]) for p, b, _, m in _ways(q, mask)]
 
 
@@ -226,13 +232,10 @@ def _attention_backward(
     logsumexp: Any,
     scale: float,
     wanted: Sequence[bool],
-) -> list[_Way]:
-    return [(_asked(wanted, [p, p, p, d]), [p, p, p, p, b, m, p, p, None, None]) for p, b, d, m in _ways(q, mask)]
+) -> list[Way]:
+    return [(where_wanted(wanted, [p, p, p, d]), [p, p, p, p, b, m, p, p, None, None]) for p, b, d, m in _ways(q, mask)]
 
 
-register_sharding(_myops.triangle_attention.default)(_attention)
-register_sharding(_myops._triangle_attention.default)(_attention_with_sums)
-register_sharding(_myops._triangle_attention_backward.default)(_attention_backward)
-# As in torchops.distributed: the placements depend on a list argument, at this position.
-_schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-_schema_info[_myops._triangle_attention_backward.default] = RuntimeSchemaInfo(9, needs_pytree=True)
+register_ways("triangle_attention", _attention)
+register_ways("_triangle_attention", _attention_with_sums)
+register_ways("_triangle_attention_backward", _attention_backward, list_position=9)

@@ -3,35 +3,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from torchops.distributed._dtensor import local, moved, wrap
 
 Placements = tuple[Any, ...]
 
 
 def stays(x: Any, p: Any) -> bool:
     return p == Replicate() or (type(p) is Shard and p.dim <= x.ndim - 3)
-
-
-def moved(x: Any, placements: Sequence[Any]) -> Any:
-    """redistribute() must not see that x requires a gradient: autograd is above this."""
-    return x if x is None or x.placements == tuple(placements) else x.detach().redistribute(placements=placements)
-
-
-def local(x: Any, placements: Sequence[Any]) -> Any:
-    return None if x is None else moved(x, placements).to_local()
-
-
-def wrap(local: Tensor, like: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
-    stride = [math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape))]
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
 
 
 class PairCall:

@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-from torch.distributed.tensor.experimental import register_sharding
 
-from torchops.distributed import _asked, _check_stays, _checked, _if_given, _local, _sharded, _Way, _wrap
+from torchops.distributed._dtensor import (
+    Way,
+    check_stays,
+    if_given,
+    local,
+    register_rule,
+    register_ways,
+    sharded,
+    where_wanted,
+    wrap,
+)
 
 _myops = torch.ops.myops
 
@@ -54,18 +62,18 @@ def _transition_of(name: str, x: Any, kwargs: dict[str, Any]) -> tuple[Any, list
         if not (isinstance(t, DTensor) and t.device_mesh == mesh):
             raise RuntimeError(f"{name}: expected DTensors on one mesh, got a {type(t).__name__} or another mesh")
     places = _transition_places(x, parameters)
-    local = {key: _local(t, [q[key] for _, q, _ in places]) for key, t in parameters.items()}
+    own = {key: local(t, [q[key] for _, q, _ in places]) for key, t in parameters.items()}
     coordinates = x.device_mesh.get_coordinate()
     if any(out == Partial() and i > 0 for (_, _, out), i in zip(places, coordinates, strict=True)):
-        local.pop("down_bias", None)
-    on_ranks = _local(x, [p for p, _, _ in places])
-    return _myops.transition(on_ranks, **local, eps=kwargs.get("eps", 1e-5)), [out for _, _, out in places]
+        own.pop("down_bias", None)
+    on_ranks = local(x, [p for p, _, _ in places])
+    return _myops.transition(on_ranks, **own, eps=kwargs.get("eps", 1e-5)), [out for _, _, out in places]
 
 
 def _transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
     (x,) = args
     update, placements = _transition_of("transition", x, kwargs)
-    return _wrap(update, x, placements, x.shape)
+    return wrap(update, x, placements, x.shape)
 
 
 def _add_transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -73,17 +81,17 @@ def _add_transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwar
     update, placements = _transition_of("_add_transition", x, kwargs)
     rows = [Replicate() if p == Partial() else p for p in placements]
     if rows != placements:  # partial sums
-        update = _wrap(update, x, placements, x.shape).redistribute(placements=rows).to_local()
-    return _wrap(_local(x, rows) + update, x, rows, x.shape)
+        update = wrap(update, x, placements, x.shape).redistribute(placements=rows).to_local()
+    return wrap(local(x, rows) + update, x, rows, x.shape)
 
 
 def _transition_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:
     (x,) = args
-    rows = [Replicate(), *_sharded(x, range(x.ndim - 1))]
-    _check_stays("transition_", "x", x, rows, " along dimensions before the last")
+    rows = [Replicate(), *sharded(x, range(x.ndim - 1))]
+    check_stays("transition_", "x", x, rows, " along dimensions before the last")
     update, placements = _transition_of("transition_", x, kwargs)
     if list(x.placements) != placements:  # partial sums
-        update = _wrap(update, x, placements, x.shape).redistribute(placements=x.placements).to_local()
+        update = wrap(update, x, placements, x.shape).redistribute(placements=x.placements).to_local()
     x.to_local().add_(update)
 
 
@@ -100,18 +108,18 @@ def _transition_backward(
     eps: float,
     wanted: Sequence[bool],
     adds: bool = False,
-) -> list[_Way]:
+) -> list[Way]:
     parameters = [norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight]
-    ways: list[_Way] = []
-    for p in (Replicate(), *_sharded(x, range(x.ndim - 1))):
+    ways: list[Way] = []
+    for p in (Replicate(), *sharded(x, range(x.ndim - 1))):
         summed = Replicate() if p == Replicate() else Partial()
-        inputs = [p, p, *map(_if_given, parameters), None, None, None]
-        ways.append((_asked(wanted, [p, *[summed] * 8]), inputs))
+        inputs = [p, p, *map(if_given, parameters), None, None, None]
+        ways.append((where_wanted(wanted, [p, *[summed] * 8]), inputs))
     if adds:  # partial sums would each add grad: see _backward_in_parts
         return ways
     hidden = list(_HIDDEN_PARALLEL.values())
-    inputs = [Replicate(), Replicate(), *map(_if_given, parameters, hidden), None, None, None]
-    ways.append((_asked(wanted, [Partial(), Partial(), Partial(), *hidden[2:]]), inputs))
+    inputs = [Replicate(), Replicate(), *map(if_given, parameters, hidden), None, None, None]
+    ways.append((where_wanted(wanted, [Partial(), Partial(), Partial(), *hidden[2:]]), inputs))
     return ways
 
 
@@ -124,10 +132,7 @@ def _backward_in_parts(_cls: type, op: Any, _types: Any, args: Sequence[Any], _k
     return dx + grad, *others
 
 
-register_sharding(_myops._transition_backward.default)(_transition_backward)
-# As in torchops.distributed: the placements depend on a list argument, at this position.
-_schema_info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-_schema_info[_myops._transition_backward.default] = RuntimeSchemaInfo(10, needs_pytree=True)
+register_ways("_transition_backward", _transition_backward, list_position=10)
 
 for _name, _rule in {
     "transition": _transition,
@@ -135,4 +140,4 @@ for _name, _rule in {
     "_add_transition": _add_transition,
     "_transition_backward": _backward_in_parts,
 }.items():
-    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _checked(_rule))
+    register_rule(_name, _rule)

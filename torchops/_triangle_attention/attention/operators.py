@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torchops._core.devices import has_bfloat16
 from torchops._triangle_attention.attention import aten as panels
 from torchops._triangle_attention.attention.arguments import check, check_backward, expect, numbers
 
@@ -47,7 +47,7 @@ def _body(q: Tensor) -> Any:
 def body_for(like: Tensor, batch: int, rows: int, heads: int, d: int) -> Any:
     """The same for these sizes, on the device and in the dtype of `like`."""
     fits = max(batch * heads, rows) <= _MOST_BLOCKS
-    if fits and like.is_cuda and like.dtype != torch.float64 and _has_bfloat16(like.device):
+    if fits and like.is_cuda and like.dtype != torch.float64 and has_bfloat16(like.device):
         try:
             kernels = importlib.import_module("torchops._triangle_attention.attention.triton")
         except ModuleNotFoundError as error:
@@ -57,11 +57,6 @@ def body_for(like: Tensor, batch: int, rows: int, heads: int, d: int) -> Any:
             if d <= kernels.MAX_HEAD_DIM:
                 return kernels
     return panels
-
-
-@cache
-def _has_bfloat16(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

@@ -9,13 +9,13 @@ forward pass (1461 us, and 1463 without the copy; bfloat16, 4 heads of 32).
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from torchops._core.devices import on
 from torchops._core.info import allows_tf32
 from torchops._core.triton.launch import Launch, noting
 from torchops._triangle_attention.attention import kernels
@@ -23,7 +23,7 @@ from torchops._triangle_attention.attention.aten import features_adjacent
 
 __all__ = [
     *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
-    *("on", "padded_bias", "padded_width", "processors", "shared_memory", "sum_of_dbias"),
+    *("padded_bias", "padded_width", "processors", "shared_memory", "sum_of_dbias"),
 ]
 
 MAX_HEAD_DIM = 128
@@ -178,11 +178,6 @@ def added_by(mask: Tensor, width: int) -> Tensor:
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     _mask_launcher((rows, batch, 1), mask, added, mask.stride(), rows, n, width)
     return added
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes `device` current, because kernels are launched there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

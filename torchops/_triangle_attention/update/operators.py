@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchops._core.devices import on
 from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
 from torchops._triangle_attention.attention import aten as _attention_panels
 from torchops._triangle_attention.attention import operators as attention
@@ -95,11 +95,6 @@ def is_sparing() -> bool:
     return hooks is not None or torch._C._current_graph_task_id() != -1
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes `device` current, because kernels are launched there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def _flat(t: Tensor, trailing: int) -> Tensor:
     """Flattens the batch dimensions into one; a view if the strides allow it."""
     return t.reshape(math.prod(t.shape[:-trailing]), *t.shape[-trailing:])
@@ -124,7 +119,7 @@ def _forward(
     sparing: bool = True,
 ) -> None:
     steps = steps_for(x, w.q, w.heads)
-    with _on(x.device):
+    with on(x.device):
         if steps is not panels and _fused("").takes(x, w):
             _fused("").forward(x, mask, w, ending, target, adds, kept, sparing)
         else:
@@ -171,7 +166,7 @@ def _usable(x: Tensor, parameters: Parameters, heads: int, eps: float) -> tuple[
 
 
 def _run(plan: Plan, found: Found, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
-    with _on(plan.device):
+    with on(plan.device):
         plan.run([*given, *made], [*found.pointers, *(t.data_ptr() for t in made)])
 
 
@@ -358,7 +353,7 @@ def _gradients(
     w = _weights(parameters, heads, eps)
     flat, steps = _flat(x, 3), steps_for(x, w.q, heads)
     arguments = _flat(grad, 3), flat, _rows_of(mask, ending), w, ending, product.contiguous(), logsumexp.contiguous()
-    with _on(x.device):
+    with on(x.device):
         if steps is not panels and all(asked[name] for name in like) and _fused("").takes(flat, w):
             made = _fused("_gradients").backward(*arguments, asked, adds, sparing)
         else:

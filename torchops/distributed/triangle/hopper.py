@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchops._core import _build_info
-from torchops._triangle_attention.update import operators
+from torchops._core import _build_info, devices
 from torchops.distributed.symmetric_memory import ALIGNMENT, Block, Collectives, Make, peers, room
 from torchops.distributed.triangle.rows import GROUPS, P_OUT, arrived
 
@@ -208,7 +207,7 @@ def update(call: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor] | None:
     target = x if inside else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     product = this.channels(*x.shape[:-3]) if keep else None
     try:
-        with operators._on(x.device), this.ranks(keep) as ranks:
+        with devices.on(x.device), this.ranks(keep) as ranks:
             for x_i, mask_i, o, to in elements(x, x, mask, product, target):
                 if not _element(this, ranks, x_i, mask_i, o, to, adds):
                     return None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchops._triangle_attention.update import operators
+from torchops._core import devices
 from torchops.distributed.symmetric_memory import Collectives
 from torchops.distributed.triangle.hopper import OwnRows, elements, multiply, own_rows
 from torchops.distributed.triangle.rows import apart, arrived
@@ -159,7 +159,7 @@ def gradients(
     grad, product = arrived(grad).contiguous(), _readable(this, arrived(product))
     dx = torch.empty_like(x)
     sums = _sums(this, x.shape[:-3].numel())
-    with operators._on(x.device), this.ranks(trains=True) as ranks:
+    with devices.on(x.device), this.ranks(trains=True) as ranks:
         batch = zip(elements(x, x, this.mask, grad, product, dx), sums.unbind(), strict=True)
         for (x_i, mask, grad_i, o, dz), sums_i in batch:
             ranks.begin()

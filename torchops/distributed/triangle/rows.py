@@ -15,9 +15,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.functional import linear
 
-from torchops._gated_triangle import scale_of_product
-from torchops._triangle_attention.attention import operators as attention
-from torchops.distributed.pair import PairCall, wrap
+from torchops._core import devices
+from torchops.distributed._dtensor import wrap
+from torchops.distributed.pair import PairCall
 
 _myops = torch.ops.myops
 
@@ -41,6 +41,11 @@ class Layers(NamedTuple):
     p_out_bias: Tensor | None
     g_out: Tensor
     g_out_bias: Tensor | None
+
+
+def scale_of_product(n: int, dtype: torch.dtype) -> float:
+    """The power of 2 that scales a, so that o fits float16; as ``triangle_scale()`` in C++."""
+    return 1.0 if dtype != torch.float16 or n <= 1 else 2.0 ** -math.ceil(math.log2(n) / 2)
 
 
 class TriangleCall(PairCall):
@@ -67,7 +72,7 @@ class TriangleCall(PairCall):
 
 
 def kernels_for(x: Tensor) -> Any:
-    if not (x.is_cuda and attention._has_bfloat16(x.device)):
+    if not (x.is_cuda and devices.has_bfloat16(x.device)):
         return None
     try:
         return importlib.import_module("torchops.distributed.triangle.triton")

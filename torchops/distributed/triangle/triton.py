@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchops._core.devices import on
 from torchops._core.triton.launch import FP_FUSION
-from torchops._triangle_attention.attention.triton import on
 
 __all__ = ["Exchange", "fits", "transposed", "update"]
 

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torchops._triangle_attention.update import operators
-from torchops.distributed import _checked
-from torchops.distributed.pair import local, wrap
+from torchops._core import devices
+from torchops.distributed._dtensor import local, register_rule, wrap
 from torchops.distributed.triangle import hopper, hopper_gradients
 from torchops.distributed.triangle.rows import GROUPS, P_OUT, Rows, TriangleCall, apart, arrived, kernels_for
 
@@ -88,7 +87,7 @@ class _Call(TriangleCall):
             coming = self.moved_rows(t.unflatten(1, batch or (1,)), here, there, sizes or (1,))
             return lambda: arrived(coming).flatten(1, -3)
 
-        with operators._on(x.device):
+        with devices.on(x.device):
             product = kernels.update(
                 x.view(flat), None if mask is None else mask.reshape(flat[:-1]), w, n, self.outgoing, self.scale(),
                 self.eps, GROUPS, exchange, target.view(flat), inside,
@@ -179,4 +178,4 @@ for _name, _rule in {
     "_triangle_multiplicative_update_": _beneath_,
     "_triangle_multiplicative_update_backward": _backward,
 }.items():
-    torch.library.register_torch_dispatch(f"myops::{_name}", DTensor, _checked(_rule))
+    register_rule(_name, _rule)

@@ -2,20 +2,19 @@
 
 With z = layer_norm(x), a and b as in ``triangle_multiplicative_update`` and o[i, j] = sum_k a[i, k] b[j, k], it is
 ``(layer_norm(o) * sigmoid(z @ gate.T)) @ p_out.T``: the formula of GPU MODE's public task "TriMul", which
-``benchmarks/trimul.py`` runs. Private, because no module of a public package computes it.
+``benchmarks/trimul.py`` runs. No module of a public package computes it, so torchops has no operator for it.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Weights", "scale_of_product", "update", "written_out"]
+__all__ = ["Weights", "update", "written_out"]
 
 
 class Weights(NamedTuple):
@@ -31,11 +30,6 @@ class Weights(NamedTuple):
     norm_out: Tensor
     norm_out_bias: Tensor
     p_out: Tensor
-
-
-def scale_of_product(n: int, dtype: torch.dtype) -> float:
-    """The power of 2 that scales a, so that o fits float16; as ``triangle_scale()`` in C++."""
-    return 1.0 if dtype != torch.float16 or n <= 1 else 2.0 ** -math.ceil(math.log2(n) / 2)
 
 
 def written_out(x: Tensor, mask: Tensor | None, weights: Weights, eps: float = 1e-5) -> Tensor:
@@ -70,7 +64,7 @@ def fits(x: Tensor, weights: Weights, mask: Tensor | None = None) -> bool:
 def _kernels() -> Any:
     """The module with the kernels, or None where Triton is not installed."""
     try:
-        return importlib.import_module("torchops._gated_triangle_triton")
+        return importlib.import_module("benchmarks.gated_triangle_triton")
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

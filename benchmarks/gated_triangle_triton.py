@@ -1,7 +1,7 @@
 # Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""The kernels of `_gated_triangle.py`, which imports this module when needed.
+"""The kernels of `gated_triangle.py`, which imports this module when needed.
 
 The gate is as wide as o, so it is computed together with a and b, and x is read only once:
 
@@ -26,10 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from torchops._core.triton.launch import FP_FUSION, is_watched, stream_of
-from torchops._gated_triangle import fits, scale_of_product
+from torchops.distributed.triangle.rows import scale_of_product
+
+from .gated_triangle import fits
 
 if TYPE_CHECKING:
-    from ._gated_triangle import Weights
+    from .gated_triangle import Weights
 
 __all__ = ["run", "tiling"]
 
