@@ -53,7 +53,8 @@ struct Dense : torch::autograd::Function<Dense<has_bias>> {
     const detail::DensePathGuard on_path(saved_path(ctx));
     const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                    has_bias && ctx->needs_input_grad(2)};
-    if (mask[0] && mask[1] && detail::has_one_pass_gradients(w)) {
+    // With one of them, the other operand was not saved. A graph keeps the path on which it was traced.
+    if (mask[0] && mask[1] && detail::dense_path() != detail::DensePath::kCublas) {
       const auto [dx, dw, db] = detail::dense_gradients(grads[0], y, x, w, mask);
       return {dx, dw, mask[2] ? db : Tensor(), Tensor()};
     }

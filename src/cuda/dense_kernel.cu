@@ -75,28 +75,18 @@ std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor&
   return {none, none};
 }
 
-// The answer is the same for any number of rows.
-bool has_one_pass_kernel(c10::Device device, at::ScalarType dtype, int64_t n, int64_t k) {
-  if (!device.is_cuda() || n % 8 != 0 || k % 8 != 0 || n == 0 || k == 0) return false;
-  const c10::cuda::CUDAGuard guard(device);
-  const auto c = gemm::sm90_case(/*m=*/1, n, k, dtype);
-  return c && (gemm::has_kernel<gemm::DenseGradients>(*c) || gemm::has_kernel<gemm::DenseInputGradients>(*c));
-}
-
-[[maybe_unused]] const auto former = detail::set_one_pass_kernel(has_one_pass_kernel);
-
 // All gradients by a kernel that makes dx while it reads grad and y: with few features dw, too, otherwise dz for it;
 // nullopt if none can run, or none is faster. db may be empty.
 std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_gradients(const Tensor& grad, const Tensor& y, const Tensor& x,
                                                                   const Tensor& w, bool db_wanted) {
   const int64_t n = w.size(0), k = w.size(1);
-  if (!detail::has_one_pass_gradients(w) || y.numel() == 0) return std::nullopt;
+  const detail::DensePath path = detail::dense_path();
+  if (path == detail::DensePath::kCublas || n % 8 != 0 || k % 8 != 0 || y.numel() == 0) return std::nullopt;
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
   const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());
   if (!c) return std::nullopt;
   const bool makes_dw = gemm::has_kernel<gemm::DenseGradients>(*c);
-  const bool automatic = detail::is_automatic(detail::dense_path());
-  if (!makes_dw && automatic && !gemm::prefers_input_gradients(*c)) return std::nullopt;
+  if (!makes_dw && detail::is_automatic(path) && !gemm::prefers_input_gradients(*c)) return std::nullopt;
   const Tensor g = gemm::readable(detail::as_rows(grad));  // the cotangent of a sum has strides of 0
   const auto from_g = gemm::operand(g), from_y = gemm::operand(y_rows), from_x = gemm::operand(x_rows),
              from_w = gemm::operand(w);

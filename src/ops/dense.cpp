@@ -4,10 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <atomic>
-
 #include "ops/common.h"
-#include "ops/dense_path.h"
 
 namespace torchops {
 
@@ -40,11 +37,6 @@ void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
 }
 
 namespace {
-
-std::atomic<detail::HasOnePassKernel>& one_pass_kernel() {
-  static std::atomic<detail::HasOnePassKernel> has_kernel{nullptr};
-  return has_kernel;
-}
 
 void check_cotangent(const char* op, const Tensor& grad, const Tensor& y) {
   detail::check_dtype(op, "y", y);
@@ -99,18 +91,6 @@ void detail::check_dense_gradients(const Tensor& grad, const Tensor& y, const Te
                   " to match y, got ", to_string(w.sym_sizes()));
   check_matches(op, "x", x, "y", y);
   check_shape(op, "x", x, "y and w", with_last(y.sym_sizes(), w.sym_size(1)));
-}
-
-bool detail::has_one_pass_gradients(const Tensor& w) {
-  const HasOnePassKernel has_kernel = one_pass_kernel().load(std::memory_order_relaxed);
-  if (has_kernel == nullptr || dense_path() == DensePath::kCublas) return false;
-  // maybe_as_int() adds no guard for a size that is unknown while tracing.
-  const std::optional<int64_t> n = w.sym_size(0).maybe_as_int(), k = w.sym_size(1).maybe_as_int();
-  return n && k && has_kernel(w.device(), w.scalar_type(), *n, *k);
-}
-
-detail::HasOnePassKernel detail::set_one_pass_kernel(HasOnePassKernel has_kernel) {
-  return one_pass_kernel().exchange(has_kernel);
 }
 
 }  // namespace torchops

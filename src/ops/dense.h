@@ -43,15 +43,5 @@ std::array<at::Tensor, 3> dense_gradients_in_parts(const at::Tensor& grad, const
 void check_dense_backward(const at::Tensor& grad, const at::Tensor& y);
 void check_dense_gradients(const at::Tensor& grad, const at::Tensor& y, const at::Tensor& x, const at::Tensor& w);
 
-/// Whether dense_gradients() has a kernel that computes dx, at least, while it reads grad and y, rather than by a
-/// product of its own: there is one for w's device, dtype and shape, and the path is not kCublas. The number of rows
-/// makes no difference, so a graph traced for any number of rows takes one way or the other without a guard.
-bool has_one_pass_gradients(const at::Tensor& w);
-
-/// Sets the function that tells whether there is such a kernel for w (n x k), and returns the previous one. The CUDA
-/// part of the library sets it; until then there is no kernel.
-using HasOnePassKernel = bool (*)(c10::Device device, at::ScalarType dtype, int64_t n, int64_t k);
-TORCHOPS_API HasOnePassKernel set_one_pass_kernel(HasOnePassKernel has_kernel);
-
 }  // namespace detail
 }  // namespace torchops
