@@ -85,8 +85,6 @@ function(_torchops_gemm_family operation_macro tiling_macro)
           set(unit ops)
           if(NOT header MATCHES "^(ops|scaled)$")
             set(unit own)
-            # It comes before all headers that make descriptors, and of ours only some include it.
-            set_property(GLOBAL APPEND PROPERTY torchops_gemm_headers_of_own "#include \"cuda/gemm/sm90/driver.cuh\"")
           endif()
         endif()
         set_property(GLOBAL APPEND PROPERTY torchops_gemm_units ${unit})

@@ -3,10 +3,6 @@
 // Shared by both steps of a triangle update: TMA tiles of a matrix of positions, and layer
 // norms of tiles in shared memory.
 
-// clang-format off: must come before the headers that it affects
-#include "cuda/gemm/sm90/driver.cuh"
-// clang-format on
-
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
