@@ -211,6 +211,7 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
     warpgroup_commit_batch();
     former = at.index();
     if (!p.writes_dz) {
+      finish_reads();
       sync();  // until all have read their part of grad; then its stage is released
       continue;
     }
