@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -38,24 +39,39 @@ Tensor square_matmul_cuda(const Tensor& a, const Tensor& b, bool transpose_b) {
   return out;
 }
 
-// a = a @ b by the kernel that needs no second buffer, for matrices or batches of them. Returns false, with
-// nothing done, if it cannot run.
-bool fused_(const Tensor& a, const Tensor& b) {
-  if (a.scalar_type() == at::kFloat || a.size(-1) % 8 != 0) return false;  // there is no kernel for TF32
+// a = a @ b by the kernel that needs no second buffer, for matrices or batches of them; nullopt if none can run.
+struct FusedProduct {
+  gemm::Problem problem;
+  gemm::Case of_sizes;
+  bool b_k_major;
+
+  int64_t workspace_bytes() const {
+    return b_k_major ? gemm::most_workspace_bytes<gemm::SquareMatmulT>(problem, of_sizes)
+                     : gemm::most_workspace_bytes<gemm::SquareMatmul>(problem, of_sizes);
+  }
+
+  // Returns false, with nothing done, if it cannot run.
+  bool run(const Tensor& a, const Tensor& workspace) const {
+    return b_k_major ? gemm::run_chosen<gemm::SquareMatmulT>(problem, of_sizes, a, workspace)
+                     : gemm::run_chosen<gemm::SquareMatmul>(problem, of_sizes, a, workspace);
+  }
+};
+
+std::optional<FusedProduct> fused_product(const Tensor& a, const Tensor& b) {
+  if (a.scalar_type() == at::kFloat || a.size(-1) % 8 != 0) return std::nullopt;  // there is no kernel for TF32
   const bool b_k_major = b.stride(-2) == 1;
   const auto rows = gemm::operand(a), factor = gemm::operand(b_k_major ? b.mT() : b);
   auto c = gemm::sm90_case(a.size(-2), a.size(-1), a.size(-1), a.scalar_type());
-  if (!c || !rows || !factor) return false;
+  if (!c || !rows || !factor) return std::nullopt;
   c->batch = a.dim() == 3 ? a.size(0) : 1;
-  if (c->batch > std::numeric_limits<int>::max()) return false;
+  if (c->batch > std::numeric_limits<int>::max()) return std::nullopt;
   gemm::Problem problem;
   problem.m = static_cast<int>(c->m);
   problem.n = problem.k = static_cast<int>(c->n);
   problem.batch = static_cast<int>(c->batch);
   problem.a = problem.d = *rows;
   problem.b = *factor;
-  return b_k_major ? gemm::run_chosen<gemm::SquareMatmulT>(problem, *c, a)
-                   : gemm::run_chosen<gemm::SquareMatmul>(problem, *c, a);
+  return FusedProduct{problem, *c, b_k_major};
 }
 
 constexpr int64_t kPanelBytes = int64_t{16} << 20;
@@ -120,11 +136,26 @@ void square_matmul_cuda_(Tensor& a, const Tensor& b, bool transpose_b) {
     });
     if (gaps) packed = at::detail::empty_cuda(products[0].second.sizes(), b.options());
   }
-  // All panels have one shape. If there is only one product, fused_() has written nothing if it returns false.
-  Tensor scratch = products.size() > 1 ? panel_scratch(products[0].first) : Tensor();
+  const auto factor_of = [&](const Tensor& matrices) {
+    return packed.defined() ? packed.narrow(0, 0, matrices.size(0)) : matrices;
+  };
+  // Several products run one after the other in the same scratch; all panels have one shape. A single one allocates
+  // what it needs, before it writes.
+  Tensor scratch, workspace;
+  if (products.size() > 1) {
+    int64_t bytes = 0;
+    for (const auto& [rows, matrices] : products) {
+      const auto fused = fused_product(rows, factor_of(matrices));
+      if (fused) bytes = std::max(bytes, fused->workspace_bytes());
+    }
+    workspace = at::detail::empty_cuda({bytes}, a.options().dtype(at::kByte));
+    scratch = panel_scratch(products[0].first);
+  }
   for (const auto& [rows, matrices] : products) {
-    const Tensor by = packed.defined() ? packed.narrow(0, 0, matrices.size(0)).copy_(matrices) : matrices;
-    if (fused_(rows, by)) continue;
+    const Tensor by = factor_of(matrices);
+    if (packed.defined()) by.copy_(matrices);
+    const auto fused = fused_product(rows, by);
+    if (fused && fused->run(rows, workspace)) continue;
     if (!scratch.defined()) scratch = panel_scratch(rows);
     multiply_panels_(rows, by, scratch);
   }

@@ -56,10 +56,23 @@ const Kernel<typename Operation::Problem>* chosen(const typename Operation::Prob
   return nullptr;
 }
 
-/// Runs the first kernel in the operation's rules that this build has and that supports the problem, on the current
-/// stream. Allocates its workspace on the device of `like`. Returns false, with nothing done, if there is none.
+/// The most workspace that any of the kernels needs among which run_chosen() chooses.
 template <class Operation>
-bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like) {
+int64_t most_workspace_bytes(const typename Operation::Problem& problem, const Case& c) {
+  int64_t most = 0;
+  for (const auto& rule : rules<Operation>()) {
+    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
+    int64_t bytes = 0;
+    if (kernel != nullptr && kernel->prepare(problem, bytes).done()) most = std::max(most, bytes);
+  }
+  return most;
+}
+
+/// Runs the first kernel in the operation's rules that this build has and that supports the problem, on the current
+/// stream. Its workspace is `workspace`, or allocated on the device of `like` if that is undefined or too small. Returns
+/// false, with nothing done, if there is none.
+template <class Operation>
+bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like, at::Tensor workspace = {}) {
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   for (const auto& rule : rules<Operation>()) {
     const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
@@ -67,9 +80,10 @@ bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Te
     int64_t workspace_bytes = 0;
     Status status = kernel->prepare(problem, workspace_bytes);
     if (status.done()) {
-      at::Tensor workspace;
       if (workspace_bytes > 0) {
-        workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
+        if (!workspace.defined() || workspace.numel() < workspace_bytes) {
+          workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
+        }
         problem.workspace = workspace.mutable_data_ptr();
       }
       status = kernel->run(problem, stream);
