@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not _build_info.cuda_version, reason="not a CUDA
 
 _ROOT = Path(__file__).parents[1]
 _CMAKE = (_ROOT / "CMakeLists.txt").read_text()
-_STEMS = re.findall(r"set\(TORCHOPS_CUDA_OPS(.*?)\)", _CMAKE, re.DOTALL)[0].split()
+_STEMS = re.findall(r"set\(TORCHOPS_OPS(.*?)\)", _CMAKE, re.DOTALL)[0].split()
 CASES = [case for case in OPS if case.name.removesuffix("_") in _STEMS]
 
 

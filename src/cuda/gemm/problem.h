@@ -57,7 +57,7 @@ struct GradientProblem {
   const Operand& c_or_y() const { return has_y_for_c() ? y : c; }
 };
 
-/// A linear layer with up to 128 features in and out: its weight, and its bias or null.
+/// A linear layer: its weight, and its bias or null.
 struct Layer {
   Operand weight;
   const void* bias = nullptr;
