@@ -38,17 +38,22 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mixed(arguments: Arguments, first: torch.dtype, rest: torch.dtype) -> Arguments:
-    """The first tensor in one dtype and the others in another, as new leaves that keep their strides."""
+def mixed(
+    arguments: Arguments, first: torch.dtype, rest: torch.dtype, norms: torch.dtype | None = None
+) -> Arguments:
+    """The first tensor in one dtype and the others in another, as new leaves that keep their strides. Parameters of
+    folded layer norms may get a third one."""
     dtypes = iter([first] + [rest] * len(tensors(arguments)))
 
-    def cast(value: Any) -> Any:
+    def cast(value: Any, name: str = "") -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().to(next(dtypes)).requires_grad_(value.requires_grad)
+        dtype = next(dtypes)
+        dtype = norms if norms is not None and name.startswith("norm_") else dtype
+        return value.detach().to(dtype).requires_grad_(value.requires_grad)
 
     args, kwargs = arguments
-    return [cast(value) for value in args], {name: cast(value) for name, value in kwargs.items()}
+    return [cast(value) for value in args], {name: cast(value, name) for name, value in kwargs.items()}
 
 
 def aten_has_it(case: OpCase, device: str, sample: Sample, first: torch.dtype, rest: torch.dtype) -> bool:
@@ -111,7 +116,8 @@ def test_in_place_keeps_the_dtype(
     arguments = mixed(sample(torch.float32, device, requires_grad=True), first, rest)
     if case.casts_weights and first == torch.float64:
         pytest.skip("an error: see test_weights_alone_are_cast")
-    same = mixed(arguments, first, LOW if case.casts_weights and first != OTHER else first)
+    weights = LOW if case.casts_weights and first != OTHER else first
+    same = mixed(arguments, first, weights, FULL if rest == FULL else weights)
     cotangent = random_like(case.mutated(arguments[0]))
     got, got_grads = gradients(under_autocast(case.pure, device), arguments, cotangent)
     expected, expected_grads = gradients(case.pure, same, cotangent)

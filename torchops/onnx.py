@@ -117,8 +117,10 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         return y
 
     def normalized(x: Any, weight: Any, bias: Any, eps: float, like: Any) -> Any:
+        norms = [t for t in (weight, bias) if t is not None]
+        x = op.Cast(x, to=_FLOAT) if any(t.dtype == _FLOAT for t in norms) and x.dtype != _FLOAT else x
         weight, bias = (t if t is None or t.dtype == x.dtype else op.CastLike(t, x) for t in (weight, bias))
-        z = layer_norm(x, x.shape[-1:], weight, bias, eps)
+        z = layer_norm(x, like.shape[1:], weight, bias, eps)
         return z if x.dtype == like.dtype else op.CastLike(z, like)
 
     def transition(
@@ -188,15 +190,12 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         last = op.Constant(value_ints=[-1])
         a = factor(pa, pa_b, ga, ga_b)
         a, b = op.Split(a, axis=-1, num_outputs=2) if pb is None else (a, factor(pb, pb_b, gb, gb_b))
-        half = p_out.dtype == _FLOAT16
-        if half:  # in which the product may overflow
-            norms = (norm_out_weight, norm_out_bias)
-            a, b, norm_out_weight, norm_out_bias = (t if t is None else op.Cast(t, to=_FLOAT) for t in (a, b, *norms))
+        if p_out.dtype == _FLOAT16:  # in which the product may overflow
+            a, b = op.Cast(a, to=_FLOAT), op.Cast(b, to=_FLOAT)
         kept, summed = (first, second) if outgoing else (second, first)
         o = op.MatMul(op.Transpose(a, perm=[*batch, c, kept, summed]), op.Transpose(b, perm=[*batch, c, summed, kept]))
         o = op.Transpose(o, perm=[*batch, second, c, first])
-        o = layer_norm(o, p_out.shape[1:], norm_out_weight, norm_out_bias, eps)
-        o = op.Cast(o, to=_FLOAT16) if half else o
+        o = normalized(o, norm_out_weight, norm_out_bias, eps, p_out)
         update = gate(linear(o, p_out, p_out_bias), z, g_out, g_out_bias)
         return added(x, update, adds), op.Constant(value_floats=[])  # o is kept for gradients alone
 
@@ -229,7 +228,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
             each = op.Constant(value_ints=[0] * (rank - 1) + [heads, features // heads])  # 0: as it is
             return op.Transpose(op.Reshape(linear(z, w, None), each), perm=[*batch, first, c, second, rank])
 
-        z = by_rows(normalized(x, norm_weight, norm_bias, eps, out), c)
+        z = by_rows(normalized(x, norm_weight, norm_bias, eps, bias_weight), c)
         bias = op.Transpose(linear(z, bias_weight, None), perm=[*batch, c, first, second])
         bias = op.Unsqueeze(bias, op.Constant(value_ints=[first]))
         if mask is not None:

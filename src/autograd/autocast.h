@@ -4,7 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+#include <array>
 #include <optional>
+#include <type_traits>
+#include <utility>
 
 // The behaviour of this library's operators under torch.autocast. An operator without an autocast kernel (sigmoid) runs
 // in the dtype of its input, as do ATen's operators that are in none of autocast's lists.
@@ -37,14 +41,13 @@ class Casting {
   std::optional<Tensor> operator()(const std::optional<Tensor>& argument) const {
     return argument ? std::optional<Tensor>((*this)(*argument)) : argument;
   }
-  c10::List<std::optional<Tensor>> operator()(const c10::List<std::optional<Tensor>>& arguments) const {
-    c10::List<std::optional<Tensor>> cast;
-    for (size_t i = 0; i < arguments.size(); ++i) cast.push_back((*this)(arguments.get(i)));
-    return cast;
-  }
-  /// For an input that operators with 16-bit weights read as float32: casts it only if it has another dtype.
+  /// For what operators with 16-bit weights read as float32, inputs and parameters of layer norms: casts it only if it
+  /// has another dtype.
   Tensor unless_float32(const Tensor& input) const {
     return input.scalar_type() == at::kFloat ? input : (*this)(input);
+  }
+  std::optional<Tensor> unless_float32(const std::optional<Tensor>& input) const {
+    return input ? std::optional<Tensor>(unless_float32(*input)) : input;
   }
   /// The tensor that is overwritten.
   Tensor& unless_float32(Tensor& self) const { return self; }
@@ -76,20 +79,51 @@ struct Autocast<to, function> {
 template <CastTo to, auto function>
 constexpr auto autocast = &Autocast<to, function>::call;
 
-template <auto function>
+template <auto function, auto norms, class Places>
 struct CastParameters;
 
-template <class Return, class X, class... Args, Return (*function)(X&, Args...)>
-struct CastParameters<function> {
+template <class Return, class X, class... Args, Return (*function)(X&, Args...), auto norms, size_t... places>
+struct CastParameters<function, norms, std::index_sequence<places...>> {
+  using List = c10::List<std::optional<Tensor>>;
+  static constexpr bool kHasList = (std::is_same_v<std::decay_t<Args>, List> || ...);
+
+  static constexpr bool is_norm(size_t place) { return std::find(norms.begin(), norms.end(), place) != norms.end(); }
+
+  template <bool is_norm, class Argument>
+  static decltype(auto) cast_one(const Casting& cast, Argument& argument) {
+    if constexpr (std::is_same_v<std::decay_t<Argument>, List>) {
+      List list;
+      for (size_t i = 0; i < argument.size(); ++i) {
+        const std::optional<Tensor> parameter = argument.get(i);
+        list.push_back(CastParameters::is_norm(i) ? cast.unless_float32(parameter) : cast(parameter));
+      }
+      return list;
+    } else if constexpr (is_norm) {
+      return cast.unless_float32(argument);
+    } else {
+      return cast(argument);
+    }
+  }
+
   static Return call(X& x, Args... args) {
     const Casting cast(of_parameters(x), x);
-    return function(cast.unless_float32(x), cast(args)...);
+    return function(cast.unless_float32(x), cast_one<!kHasList && is_norm(1 + places)>(cast, args)...);
   }
 };
 
-/// `function` with its parameters cast, but not a float32 x: operators read that as it is, without a 16-bit copy.
 template <auto function>
-constexpr auto cast_parameters = &CastParameters<function>::call;
+struct ArgumentPlaces;
+template <class Return, class X, class... Args, Return (*function)(X&, Args...)>
+struct ArgumentPlaces<function> {
+  using Others = std::make_index_sequence<sizeof...(Args)>;
+};
+
+/// `function` with its parameters cast, but neither a float32 x nor float32 parameters of layer norms: operators read
+/// these as they are. F.layer_norm of a module under autocast doesn't round its parameters either, and rounded ones
+/// would move every element of a channel in the same direction. `norms` are the places of the latter among the
+/// arguments, or in the list of parameters if there is one.
+template <auto function, auto norms = std::array<size_t, 0>{}>
+constexpr auto cast_parameters = &CastParameters<function, norms, typename ArgumentPlaces<function>::Others>::call;
 
 }  // namespace torchops::autograd
 

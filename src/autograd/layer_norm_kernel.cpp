@@ -64,7 +64,11 @@ struct Normalization {
 // For double backward, which also differentiates through the moments.
 std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& x, int64_t dims,
                                               const OptionalTensor& weight, double eps, std::array<bool, 3> mask) {
-  return normalization_gradients(grad, normalize(x, dims, eps), dims, weight, mask, x.scalar_type());
+  auto out = normalization_gradients(grad, normalize(x, dims, eps), dims, weight, mask, x.scalar_type());
+  for (const size_t i : {1, 2}) {
+    if (mask[i]) out[i] = out[i].to(detail::norm_gradient_dtype(x, weight));
+  }
+  return out;
 }
 
 // layer_norm() with the moments of x, below autograd. Overwrites `target` if there is one, instead of making a new
@@ -241,7 +245,10 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_composite(const Tensor& g
   const Normalized normalized{(x.to(wide) - mean) * rstd, mean, rstd};
   auto out = normalization_gradients(grad.to(wide), normalized, static_cast<int64_t>(normalized_shape.size()), weight,
                                      mask, x.scalar_type());
-  for (Tensor& t : out) t = t.defined() ? t.contiguous() : at::empty({0}, x.options());
+  for (size_t i = 0; i < out.size(); ++i) {
+    const at::ScalarType dtype = i == 0 ? x.scalar_type() : detail::norm_gradient_dtype(x, weight);
+    out[i] = mask[i] ? out[i].to(dtype).contiguous() : at::empty({0}, x.options().dtype(dtype));
+  }
   return {out[0], out[1], out[2]};
 }
 

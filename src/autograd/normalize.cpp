@@ -49,9 +49,7 @@ std::array<Tensor, 3> normalization_gradients(const Tensor& grad, const Normaliz
   const auto sum_rows = [&](const Tensor& t) { return dims == t.dim() ? t : t.flatten(0, -dims - 1).sum(0); };
   if (mask[1]) out[1] = sum_rows(grad * xhat);
   if (mask[2]) out[2] = sum_rows(grad);
-  for (Tensor& t : out) {
-    if (t.defined()) t = t.to(dtype);
-  }
+  if (mask[0]) out[0] = out[0].to(dtype);
   return out;
 }
 

@@ -43,8 +43,8 @@ class WrittenOut {
       if (wanted[0] && adds) of_norm[0] = of_norm[0] + grad;
     }
     return {wanted[0] ? of_norm[0].to(t_.x.scalar_type()) : none(t_.x),
-            wanted[1] ? of_norm[1].to(t_.dtype()) : none(w),
-            wanted[2] ? of_norm[2].to(t_.dtype()) : none(w),
+            wanted[1] ? of_norm[1].to(t_.norm_weight->scalar_type()) : none(t_.norm_weight.value_or(w)),
+            wanted[2] ? of_norm[2].to(t_.norm_bias->scalar_type()) : none(t_.norm_bias.value_or(w)),
             wanted[3] ? weight_gradient(du, z_) : none(w),
             wanted[4] ? bias_gradient(du) : none(w),
             wanted[5] ? weight_gradient(dv, z_) : none(w),
@@ -209,16 +209,18 @@ TORCH_LIBRARY_IMPL(myops, Autograd, m) {
 
 TORCHOPS_MUTATING(InPlace)
 
+constexpr std::array<size_t, 2> kNorms{1, 2};  // the places of their parameters among the arguments
+
 TORCHOPS_AUTOCAST(m) {
-  m.impl("transition", cast_parameters<transition>);
-  m.impl("transition_", cast_parameters<InPlace::in_place>);
-  m.impl("_add_transition", cast_parameters<detail::add_transition>);
+  m.impl("transition", cast_parameters<transition, kNorms>);
+  m.impl("transition_", cast_parameters<InPlace::in_place, kNorms>);
+  m.impl("_add_transition", cast_parameters<detail::add_transition, kNorms>);
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("transition", cast_parameters<Functional::batched>);
-  m.impl("transition_", cast_parameters<InPlace::batched>);
-  m.impl("_add_transition", cast_parameters<Sum::batched>);
+  m.impl("transition", cast_parameters<Functional::batched, kNorms>);
+  m.impl("transition_", cast_parameters<InPlace::batched, kNorms>);
+  m.impl("_add_transition", cast_parameters<Sum::batched, kNorms>);
   m.impl("_transition_backward", Backward::batched);
 }
 

@@ -285,17 +285,22 @@ TORCHOPS_LAZY("_triangle_multiplicative_update", detail::triangle_update)
 TORCHOPS_LAZY("_triangle_multiplicative_update_", detail::triangle_update_)
 TORCHOPS_LAZY("_triangle_multiplicative_update_backward", detail::triangle_update_backward)
 
+// The places of the norms' parameters among the arguments, and in the list.
+constexpr std::array<size_t, 4> kNorms{3, 4, 9, 10};
+constexpr std::array<size_t, 4> kNormsOfList{detail::kNormIn, detail::kNormIn + 1, detail::kNormOut,
+                                             detail::kNormOut + 1};
+
 TORCHOPS_AUTOCAST(m) {
-  m.impl("triangle_multiplicative_update", cast_parameters<triangle_multiplicative_update>);
-  m.impl("triangle_multiplicative_update_", cast_parameters<InPlace::in_place>);
-  m.impl("_triangle_multiplicative_update", cast_parameters<detail::triangle_update>);
-  m.impl("_triangle_multiplicative_update_", cast_parameters<detail::triangle_update_>);
+  m.impl("triangle_multiplicative_update", cast_parameters<triangle_multiplicative_update, kNorms>);
+  m.impl("triangle_multiplicative_update_", cast_parameters<InPlace::in_place, kNorms>);
+  m.impl("_triangle_multiplicative_update", cast_parameters<detail::triangle_update, kNormsOfList>);
+  m.impl("_triangle_multiplicative_update_", cast_parameters<detail::triangle_update_, kNormsOfList>);
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
-  m.impl("triangle_multiplicative_update", cast_parameters<Functional::batched>);
-  m.impl("triangle_multiplicative_update_", cast_parameters<InPlace::batched>);
-  m.impl("_triangle_multiplicative_update", cast_parameters<Beneath::batched>);
+  m.impl("triangle_multiplicative_update", cast_parameters<Functional::batched, kNorms>);
+  m.impl("triangle_multiplicative_update_", cast_parameters<InPlace::batched, kNorms>);
+  m.impl("_triangle_multiplicative_update", cast_parameters<Beneath::batched, kNormsOfList>);
   m.impl("_triangle_multiplicative_update_backward", Backward::batched);
 }
 

@@ -51,8 +51,8 @@ class TriangleWrittenOut {
       const auto [dx, dweight, dbias] =
           normalization_gradients(cotangent.to(normalized.xhat.scalar_type()), normalized, 1, weight,
                                   {true, wanted[2 + layer], wanted[3 + layer]}, dtype);
-      if (wanted[2 + layer]) out[2 + layer] = dweight.to(t_.dtype());
-      if (wanted[3 + layer]) out[3 + layer] = dbias.to(t_.dtype());
+      if (wanted[2 + layer]) out[2 + layer] = dweight.to(weight->scalar_type());
+      if (wanted[3 + layer]) out[3 + layer] = dbias.to(t_.parameters[layer + 1]->scalar_type());
       return dx;
     };
 
@@ -91,7 +91,10 @@ class TriangleWrittenOut {
       }
     }
     for (size_t i = 0; i < out.size(); ++i) {
-      if (!out[i].defined()) out[i] = at::empty({0}, (i == 0 ? t_.x : t_.weight(detail::kPA)).options());
+      if (out[i].defined()) continue;
+      const Tensor& w = t_.weight(detail::kPA);
+      const Tensor like = i == 0 ? t_.x : i == 1 ? t_.mask.value_or(w) : t_.parameters[i - 2].value_or(w);
+      out[i] = at::empty({0}, like.options());
     }
     return out;
   }

@@ -191,10 +191,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cpu(const Tensor& grad, c
   detail::check_layer_norm_backward(grad, x, c10::fromIntArrayRefSlow(normalized_shape), mean, rstd, weight);
   const Affine affine(x, normalized_shape, weight, std::nullopt);
   const auto [dx, dweight, dbias] = layer_norm_gradients(grad, x, normalized_shape, mean, rstd, affine, mask);
-  const auto wanted = [&](bool mask, const Tensor& t) {
-    return mask ? t.to(x.scalar_type()) : at::empty({0}, x.options());
+  const auto wanted = [&](bool mask, const Tensor& t, at::ScalarType dtype) {
+    return mask ? t.to(dtype) : at::empty({0}, x.options().dtype(dtype));
   };
-  return {wanted(mask[0], dx), wanted(mask[1], dweight), wanted(mask[2], dbias)};
+  const at::ScalarType of_parameters = detail::norm_gradient_dtype(x, weight);
+  return {wanted(mask[0], dx, x.scalar_type()), wanted(mask[1], dweight, of_parameters),
+          wanted(mask[2], dbias, of_parameters)};
 }
 
 TORCH_LIBRARY_IMPL(myops, CPU, m) {

@@ -72,13 +72,28 @@ void check_shape(const char* op, const char* name, const at::Tensor& tensor, con
   }
 }
 
+namespace {
+
+void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
+                   const at::Tensor& reference, bool or_float32) {
+  check_layout(op, name, tensor);
+  const at::ScalarType dtype = tensor.scalar_type(), expected = reference.scalar_type();
+  TORCH_CHECK(dtype == expected || (or_float32 && dtype == at::kFloat), op, ": expected ", name, " of dtype ",
+              to_string(expected), or_float32 ? " or float32" : "", " to match ", reference_name, ", got ",
+              to_string(dtype));
+  check_device(op, name, tensor, reference_name, reference);
+}
+
+}  // namespace
+
 void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
                    const at::Tensor& reference) {
-  check_layout(op, name, tensor);
-  TORCH_CHECK(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", name, " of dtype ",
-              to_string(reference.scalar_type()), " to match ", reference_name, ", got ",
-              to_string(tensor.scalar_type()));
-  check_device(op, name, tensor, reference_name, reference);
+  check_matches(op, name, tensor, reference_name, reference, /*or_float32=*/false);
+}
+
+void check_norm_parameter(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
+                          const at::Tensor& reference) {
+  check_matches(op, name, tensor, reference_name, reference, /*or_float32=*/reference.element_size() == 2);
 }
 
 void check_linear_sizes(const char* op, const at::Tensor& x, const char* w_name, const at::Tensor& w,
@@ -130,8 +145,9 @@ std::optional<at::Tensor> read_first(const at::Tensor& written, const std::optio
   return read ? std::optional(read_first(written, *read)) : read;
 }
 
-std::optional<at::Tensor> to_dtype(const std::optional<at::Tensor>& parameter, at::ScalarType dtype) {
-  return parameter && parameter->scalar_type() != dtype ? std::optional(parameter->to(dtype)) : parameter;
+std::optional<at::Tensor> norm_parameter(const std::optional<at::Tensor>& parameter, at::ScalarType x_dtype) {
+  if (!parameter || parameter->scalar_type() == at::kFloat || parameter->scalar_type() == x_dtype) return parameter;
+  return parameter->to(x_dtype);
 }
 
 bool coincide(const at::Tensor& written, const at::Tensor& read) {

@@ -34,6 +34,10 @@ void check_dtype(const char* op, const char* name, const at::Tensor& tensor);
 void check_matches(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
                    const at::Tensor& reference);
 
+/// The same for the weight or bias of a layer norm, which may also be float32 if `reference` has 16 bits.
+void check_norm_parameter(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
+                          const at::Tensor& reference);
+
 /// Raises unless `tensor` is on the device of `reference`.
 void check_device(const char* op, const char* name, const at::Tensor& tensor, const char* reference_name,
                   const at::Tensor& reference);
@@ -71,8 +75,9 @@ c10::SmallVector<Size, c10::kDimVectorStaticSize> with_last(c10::ArrayRef<Size> 
 at::Tensor read_first(const at::Tensor& written, const at::Tensor& read);
 std::optional<at::Tensor> read_first(const at::Tensor& written, const std::optional<at::Tensor>& read);
 
-/// `parameter`, if there is one, in `dtype`.
-std::optional<at::Tensor> to_dtype(const std::optional<at::Tensor>& parameter, at::ScalarType dtype);
+/// The weight or bias of a layer norm, if there is one, as layer_norm() takes it beside an x of this dtype: float32
+/// beside 16 bits stays as it is.
+std::optional<at::Tensor> norm_parameter(const std::optional<at::Tensor>& parameter, at::ScalarType x_dtype);
 
 /// Whether both are the same elements in the same places: overwriting a row of `written` after that row of `read` has
 /// been read then changes no other row of `read`.

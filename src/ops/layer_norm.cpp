@@ -78,7 +78,7 @@ void check(const char* op, const Tensor& x, c10::SymIntArrayRef normalized_shape
   }
   const auto check_affine = [&](const char* name, const OptionalTensor& parameter) {
     if (!parameter) return;
-    detail::check_matches(op, name, *parameter, "x", x);
+    detail::check_norm_parameter(op, name, *parameter, "x", x);
     detail::check_shape(op, name, *parameter, "normalized_shape", normalized_shape);
   };
   check_affine("weight", weight);
@@ -161,8 +161,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, 
                                                             const Tensor& rstd, const OptionalTensor& weight,
                                                             std::array<bool, 3> mask) {
   detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
-  return {detail::empty_if(mask[0], x.sym_sizes(), x), detail::empty_if(mask[1], normalized_shape, x),
-          detail::empty_if(mask[2], normalized_shape, x)};
+  const Tensor& like = weight ? *weight : x;
+  return {detail::empty_if(mask[0], x.sym_sizes(), x), detail::empty_if(mask[1], normalized_shape, like),
+          detail::empty_if(mask[2], normalized_shape, like)};
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {

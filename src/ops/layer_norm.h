@@ -12,7 +12,8 @@ namespace torchops {
 
 /// (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions `normalized_shape`, with the biased
 /// variance, as torch.nn.functional.layer_norm. x: (..., *normalized_shape); weight, bias: normalized_shape, or none;
-/// one floating-point dtype and device. Returns a new contiguous tensor. Throws c10::Error when arguments do not fit.
+/// one floating-point dtype and device, except that weight and bias may be float32 if x is float16 or bfloat16. Returns
+/// a new contiguous tensor of x's dtype. Throws c10::Error when arguments do not fit.
 TORCHOPS_API at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                    const std::optional<at::Tensor>& weight = {},
                                    const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
@@ -62,12 +63,18 @@ std::tuple<at::Tensor, at::Tensor> layer_norm_with_moments_(at::Tensor& x, c10::
                                                             const std::optional<at::Tensor>& weight,
                                                             const std::optional<at::Tensor>& bias, double eps);
 
-/// The gradients (dx, dweight, dbias) of layer_norm() where `mask` asks for them, and empty tensors elsewhere.
+/// The gradients (dx, dweight, dbias) of layer_norm() where `mask` asks for them, and empty tensors elsewhere. Those of
+/// the parameters have norm_gradient_dtype().
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(const at::Tensor& grad, const at::Tensor& x,
                                                                    c10::SymIntArrayRef normalized_shape,
                                                                    const at::Tensor& mean, const at::Tensor& rstd,
                                                                    const std::optional<at::Tensor>& weight,
                                                                    std::array<bool, 3> mask);
+
+/// The dtype of the gradients of weight and bias: the weight's, or without one, that of x.
+inline at::ScalarType norm_gradient_dtype(const at::Tensor& x, const std::optional<at::Tensor>& weight) {
+  return weight ? weight->scalar_type() : x.scalar_type();
+}
 
 /// The argument checks of the above, for every backend.
 void check_layer_norm_backward(const at::Tensor& grad, const at::Tensor& x, c10::SymIntArrayRef normalized_shape,

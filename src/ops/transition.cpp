@@ -81,8 +81,13 @@ void check(const char* op, const Transition& t) {
     detail::check_matches(op, name, *parameter, "gate_weight", t.gate_weight);
     detail::check_shape(op, name, *parameter, reason, shape);
   };
-  check_parameter("norm_weight", t.norm_weight, "x", {c});
-  check_parameter("norm_bias", t.norm_bias, "x", {c});
+  const auto check_norm = [&](const char* name, const OptionalTensor& parameter) {
+    if (!parameter) return;
+    detail::check_norm_parameter(op, name, *parameter, "gate_weight", t.gate_weight);
+    detail::check_shape(op, name, *parameter, "x", {c});
+  };
+  check_norm("norm_weight", t.norm_weight);
+  check_norm("norm_bias", t.norm_bias);
   check_parameter("gate_bias", t.gate_bias, "gate_weight", {hidden});
   check_parameter("up_weight", t.up_weight, "gate_weight", {hidden, c});
   check_parameter("up_bias", t.up_bias, "gate_weight", {hidden});
@@ -121,8 +126,8 @@ TransitionGradients detail::empty_transition_gradients(const Transition& t, cons
   const Tensor& w = t.gate_weight;
   const c10::SymInt hidden = w.sym_size(0), c = w.sym_size(1);
   return {empty_if(wanted[0], t.x.sym_sizes(), t.x),
-          empty_if(wanted[1], {c}, w),
-          empty_if(wanted[2], {c}, w),
+          empty_if(wanted[1], {c}, t.norm_weight.value_or(w)),
+          empty_if(wanted[2], {c}, t.norm_bias.value_or(w)),
           empty_if(wanted[3], w.sym_sizes(), w),
           empty_if(wanted[4], {hidden}, w),
           empty_if(wanted[5], w.sym_sizes(), w),

@@ -24,7 +24,7 @@ namespace {
 // Whether x is a batch of whole pair matrices, or some rows of one.
 enum class Positions { kMatrices, kRows };
 
-// Checks what all forms share: x and the mask. `reference` is a weight, whose dtype all parameters have.
+// Checks what all forms share: x and the mask. `reference` is a weight, whose dtype all others have.
 void check_pair(const char* op, const Tensor& x, const OptionalTensor& mask, const char* reference_name,
                 const Tensor& reference, Positions positions = Positions::kMatrices) {
   detail::check_layout(op, "x", x);
@@ -58,14 +58,22 @@ void check_parameter(const char* op, const std::string& name, const OptionalTens
   detail::check_shape(op, name.c_str(), *parameter, reason, shape);
 }
 
+// The same for the weight or bias of a layer norm.
+void check_norm(const char* op, const char* name, const OptionalTensor& parameter, const char* reason,
+                const c10::SymInt& features, const char* reference_name, const Tensor& reference) {
+  if (!parameter) return;
+  detail::check_norm_parameter(op, name, *parameter, reference_name, reference);
+  detail::check_shape(op, name, *parameter, reason, {features});
+}
+
 void check_output(const char* op, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, const Tensor& p,
                   const OptionalTensor& p_bias, const Tensor& g, const OptionalTensor& g_bias, const c10::SymInt& c,
                   const c10::SymInt& d, const char* reason, const char* reference_name, const Tensor& reference) {
   const auto check = [&](const char* name, const OptionalTensor& parameter, c10::SymIntArrayRef shape) {
     check_parameter(op, name, parameter, reason, shape, reference_name, reference);
   };
-  check("norm_out_weight", norm_weight, {d});
-  check("norm_out_bias", norm_bias, {d});
+  check_norm(op, "norm_out_weight", norm_weight, reason, d, reference_name, reference);
+  check_norm(op, "norm_out_bias", norm_bias, reason, d, reference_name, reference);
   check("p_out_weight", p, {c, d});
   check("p_out_bias", p_bias, {c});
   check("g_out_weight", g, {c, c});
@@ -91,8 +99,8 @@ void detail::check_triangle(const char* op, const TriangleArguments& t, bool wri
                          c10::SymIntArrayRef shape) {
     check_parameter(op, name, parameter, reason, shape, "p_in_weight", t.p_in_weight);
   };
-  check("norm_in_weight", t.norm_in_weight, "x", {c});
-  check("norm_in_bias", t.norm_in_bias, "x", {c});
+  check_norm(op, "norm_in_weight", t.norm_in_weight, "x", c, "p_in_weight", t.p_in_weight);
+  check_norm(op, "norm_in_bias", t.norm_in_bias, "x", c, "p_in_weight", t.p_in_weight);
   check("p_in_bias", t.p_in_bias, "p_in_weight", {rows});
   check("g_in_weight", t.g_in_weight, "p_in_weight", {rows, c});
   check("g_in_bias", t.g_in_bias, "p_in_weight", {rows});
@@ -225,8 +233,9 @@ void check_parameters(const char* op, const TriangleUpdate& t) {
   const auto check = [&](const std::string& name, size_t index, const char* reason, c10::SymIntArrayRef shape) {
     check_parameter(op, name, t.parameters[index], reason, shape, w_name, w);
   };
-  check("norm_in_weight", detail::kNormIn, has_x ? "x" : w_name, {c});
-  check("norm_in_bias", detail::kNormIn + 1, has_x ? "x" : w_name, {c});
+  const char* const of_c = has_x ? "x" : w_name;
+  check_norm(op, "norm_in_weight", t.parameters[detail::kNormIn], of_c, c, w_name, w);
+  check_norm(op, "norm_in_bias", t.parameters[detail::kNormIn + 1], of_c, c, w_name, w);
   const std::array<std::string, 4> names{packed ? "p_in" : "a_p", "b_p", packed ? "g_in" : "a_g", "b_g"};
   for (size_t i = 0; i < names.size(); ++i) {
     check(names[i] + "_weight", detail::kPA + 2 * i, w_name, {rows, c});

@@ -110,7 +110,7 @@ std::vector<Tensor> detail::empty_triangle_parameter_gradients(
       shape = c10::SymDimVector(t.parameters[i]->sym_sizes());
       if (t.packed && kPA <= i && i < kNormOut) shape[0] = shape[0] * 2;
     }
-    gradients.push_back(empty(shape, t.weight(kPA).options()));
+    gradients.push_back(empty(shape, t.parameters[i].value_or(t.weight(kPA)).options()));
   }
   return gradients;
 }

@@ -27,9 +27,9 @@ namespace torchops {
 ///
 /// x: (*batch, N, N, c); direction: "outgoing" or "incoming"; mask: (*batch, N, N), bool or floating-point, or none;
 /// p_in_weight, g_in_weight: (2d, c), first the d rows of a, then those of b; p_out_weight: (c, d); g_out_weight: (c,
-/// c); norms: (c,) and (d,); biases: one element per weight row, or none. All parameters have one floating-point dtype,
-/// and x too, except that it may be float32 if they are float16 or bfloat16. Returns a new contiguous tensor of x's
-/// shape and the parameters' dtype. Throws c10::Error, with nothing computed, when arguments do not fit.
+/// c); norms: (c,) and (d,); biases: one element per weight row, or none. All have one floating-point dtype, except that x
+/// and each of the norms' parameters may be float32 if the weights are float16 or bfloat16. Returns a new contiguous
+/// tensor of x's shape and the weights' dtype. Throws c10::Error, with nothing computed, when arguments do not fit.
 TORCHOPS_API at::Tensor triangle_multiplicative_update(
     const at::Tensor& x, std::string_view direction, const std::optional<at::Tensor>& mask,
     const std::optional<at::Tensor>& norm_in_weight, const std::optional<at::Tensor>& norm_in_bias,
@@ -187,7 +187,7 @@ void register_triangle_update(torch::Library& backend);
 /// The shape of the product o: (*batch, d, N, N), N rounded up to padded_size() rows and padded_row_stride() columns.
 c10::SymDimVector triangle_product_shape(const TriangleUpdate& update);
 
-/// Allocates the gradients, uninitialised; those of parameters in the parameters' dtype. Empty if not wanted.
+/// Allocates the gradients, uninitialised; each in the dtype of what it is for. Empty if not wanted.
 std::vector<at::Tensor> empty_triangle_gradients(
     const TriangleUpdate& update, const TriangleMask& wanted,
     c10::function_ref<at::Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty);

@@ -15,6 +15,7 @@ from torchops._triangle_attention.attention import operators as attention
 from torchops._triangle_attention.attention.arguments import DTYPES, check_layout, expect, name_of
 
 __all__ = [
+    "NORMS",
     "TENSORS",
     "AttentionWeights",
     "Node",
@@ -25,6 +26,7 @@ __all__ = [
     "check_wanted",
     "check_writable",
     "may_alias",
+    "norm_parameters",
     "without_alias",
 ]
 
@@ -35,7 +37,7 @@ class AttentionWeights(NamedTuple):
     """The parameters of triangle attention with ``c`` features and ``heads`` heads of ``d``."""
 
     norm_weight: Tensor | None
-    """``(c,)``, like ``norm_bias``; ``None`` means 1 and 0."""
+    """``(c,)``, like ``norm_bias``; ``None`` means 1 and 0. Either may be float32 beside 16-bit weights."""
     norm_bias: Tensor | None
     bias_weight: Tensor
     """``(heads, c)``: gives the bias of the scores."""
@@ -58,10 +60,18 @@ class AttentionWeights(NamedTuple):
 Parameters = Sequence[Tensor | None]
 """The tensors of AttentionWeights, in its order; None for those not given."""
 
+
+def norm_parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Weight and bias as `torchops.layer_norm` takes them beside `x`: float32 beside 16 bits stays as it is."""
+    return tuple(t if t is None or t.dtype == torch.float32 else t.to(x.dtype) for t in (weight, bias))
+
+
 TENSORS = AttentionWeights._fields[:10]
 """Their names."""
 
-_OPTIONAL = ("norm_weight", "norm_bias", "gate", "gate_bias", "out_bias")
+NORMS = ("norm_weight", "norm_bias")
+
+_OPTIONAL = (*NORMS, "gate", "gate_bias", "out_bias")
 
 
 _passed: set[Any] = set()
@@ -130,9 +140,10 @@ def _check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, head
 
 
 def _check_parameter(op: str, name: str, t: Tensor, x: Tensor, q: Tensor, shape: tuple[Any, ...]) -> None:
+    either = " or float32" if name in NORMS and q.element_size() == 2 else ""
     expect(
-        t.dtype == q.dtype,
-        lambda: f"{op}: expected {name} of dtype {name_of(q.dtype)} to match q, got {name_of(t.dtype)}",
+        t.dtype == q.dtype or (bool(either) and t.dtype == torch.float32),
+        lambda: f"{op}: expected {name} of dtype {name_of(q.dtype)}{either} to match q, got {name_of(t.dtype)}",
     )
     expect(t.device == x.device, lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}")
     _check_shape(op, name, t, x, shape)

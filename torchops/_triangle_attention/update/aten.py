@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchops._triangle_attention.attention import aten as _attention_panels
-from torchops._triangle_attention.update.arguments import TENSORS, AttentionWeights
+from torchops._triangle_attention.update.arguments import TENSORS, AttentionWeights, norm_parameters
 
 __all__ = [
     *("Shared", "Weights", "add", "attend", "attend_backward", "backward", "batches", "forward", "heads", "norm"),
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Weights(AttentionWeights):
-    """The weights, on x's device and in one dtype, and what is computed from them once per call."""
+    """The weights, on x's device, and what is computed from them once per call."""
 
     @cached_property
     def packed(self) -> Tensor:
@@ -45,8 +45,8 @@ class Weights(AttentionWeights):
 
 def norm(x: Tensor, w: Weights) -> Tensor:
     """z, contiguous and of the weights' dtype."""
-    weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
-    return torch.ops.myops.layer_norm(x, x.shape[-1:], weight, bias, w.eps).to(w.q.dtype)
+    parameters = norm_parameters(x, w.norm_weight, w.norm_bias)
+    return torch.ops.myops.layer_norm(x, x.shape[-1:], *parameters, w.eps).to(w.q.dtype)
 
 
 def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
@@ -327,7 +327,7 @@ def backward(
         _through_norm(sums, dbias.to(dtype), x[b], dz_b, dx_b, residual_b, w, ending, wanted)
     if shared is not None and dbias_here is not None:
         _through_norm(sums, shared.summed(dbias_here).to(dtype), x, dz, dx, residual, w, ending, wanted)
-    made_sums = {name: t.to(dtype) for name, t in sums.items()}
+    made_sums = {name: t.to(getattr(w, name).dtype) for name, t in sums.items()}
     return made_sums if dx is None else made_sums | {"x": dx}
 
 
@@ -387,7 +387,7 @@ def _through_norm(
     """Adds the part of dz that comes through the bias, then computes the gradients of the layer norm; dx plus
     `residual`."""
     batch, outer, inner, c = x.shape
-    weight, bias = (None if t is None else t.to(x.dtype) for t in (w.norm_weight, w.norm_bias))
+    weight, bias = norm_parameters(x, w.norm_weight, w.norm_bias)
     row_bytes = inner * c * (3 * x.element_size() + 2 * w.q.element_size())
     for b, rows in panels(batch, outer, row_bytes, _budget(x, w.q.element_size(), True)):
         z, mean, rstd = torch.ops.myops._layer_norm(x[b, rows], (c,), weight, bias, w.eps)

@@ -13,12 +13,14 @@ from torch import Tensor
 from torchops._triangle_attention.attention import operators as attention
 from torchops._triangle_attention.attention.arguments import expect
 from torchops._triangle_attention.update.arguments import (
+    NORMS,
     Parameters,
     check,
     check_constant,
     check_kept,
     check_wanted,
     check_writable,
+    norm_parameters,
     without_alias,
 )
 from torchops._triangle_attention.update.operators import (
@@ -58,8 +60,8 @@ def _composite(
     if ending:
         x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
     batch, (n, c) = math.prod(x.shape[:-3]), x.shape[-2:]
-    weight, bias = (t if t is None else t.to(x.dtype) for t in (norm_weight, norm_bias))
-    z = _myops.layer_norm(x, (c,), weight, bias, eps).to(q.dtype).reshape(batch, n, n, c)
+    parameters = norm_parameters(x, norm_weight, norm_bias)
+    z = _myops.layer_norm(x, (c,), *parameters, eps).to(q.dtype).reshape(batch, n, n, c)
     q, k, v = (F.linear(z, t).unflatten(-1, (heads, -1)).transpose(-3, -2) for t in (q, k, v))
     of_scores = F.linear(z, bias_weight).movedim(-1, 1).unsqueeze(1)
     kept = None if mask is None else (mask != 0).reshape(batch, n, 1, 1, n)
@@ -297,18 +299,23 @@ def _materialized(op: Any) -> Callable[..., Any]:
 
 
 def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    """Casts the parameters, and x unless it is float32 or overwritten: then they get the dtype of a 16-bit x."""
+    """Casts the parameters, and x unless it is float32 or overwritten: then they get the dtype of a 16-bit x. The norm's
+    parameters stay float32, as those of F.layer_norm do."""
 
     def cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         floating = t is not None and t.device.type == device_type and t.is_floating_point() and t.dtype != torch.float64
         return t.to(dtype) if t is not None and floating else t
 
+    def unless_float32(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return t if t is None or t.dtype == torch.float32 else cast(t, dtype)
+
     def kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> Any:
         keeps = op is update_ and x.dtype in (torch.float16, torch.bfloat16)
         dtype = x.dtype if keeps else torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(attention._AUTOCAST):
-            given = x if op is update_ or x.dtype == torch.float32 else cast(x, dtype)
-            return op(given, mask, [cast(t, dtype) for t in parameters], *how)
+            given = x if op is update_ else unless_float32(x, dtype)
+            norms = [unless_float32(t, dtype) for t in parameters[: len(NORMS)]]
+            return op(given, mask, [*norms, *(cast(t, dtype) for t in parameters[len(NORMS) :])], *how)
 
     return kernel
 

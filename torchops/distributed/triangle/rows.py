@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.functional import linear
 
 from torchops._core import devices
+from torchops._triangle_attention.update.arguments import norm_parameters
 from torchops.distributed._dtensor import wrap
 from torchops.distributed.pair import PairCall
 
@@ -156,8 +157,7 @@ class Rows:
 
     @staticmethod
     def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
-        return _myops._layer_norm(x.contiguous(), x.shape[-1:], weight, bias, eps)
+        return _myops._layer_norm(x.contiguous(), x.shape[-1:], *norm_parameters(x, weight, bias), eps)
 
     # What ranks gather (b; incoming, d_o) or add up (db; incoming, o) is sent as (rows, *batch, channels, N), so that
     # each rank sends and receives contiguous memory. While one group of channels is on its way, another is multiplied.
@@ -266,12 +266,14 @@ class Rows:
 
     def _through_norm_in(self, dz: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> None:
         x, names = self.call.x, ("norm_in", "norm_in_bias")
-        weight = None if self.w.norm_in is None else self.w.norm_in.to(x.dtype)
+        weight, _ = norm_parameters(x, self.w.norm_in, None)
         wanted = [asked.any("x"), *asked(*names)]
         out["x"], *affine = _myops._layer_norm_backward(
             dz.to(x.dtype), x.contiguous(), x.shape[-1:], *self.moments[1:], weight, wanted
         )
-        out |= {name: t.to(self.dtype) for name, t in zip(names, affine, strict=True)}
+        for name, t in zip(names, affine, strict=True):
+            parameter = getattr(self.w, name)
+            out[name] = t if parameter is None else t.to(parameter.dtype)
 
 
 class _Asked:
