@@ -11,6 +11,7 @@ import importlib
 import pickle
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,6 +82,27 @@ def test_transformer(package: str, samples: int, keys: int, training: bool) -> N
     model, new = transformer(package)
     args, kwargs = transformer_call(samples, keys)
     got, expected = (results(m.train(training), args, kwargs) for m in (new, model))
+    assert_all_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@packages
+def test_samples_of_one_noise_level_share_the_products_with_it(package: str) -> None:
+    """Rows of the conditioning that share memory are read once, with the same results."""
+    model, new = transformer(package)
+    (a, s, bias, mask), kwargs = transformer_call(3)
+    a, bias, s, mask = a[:3], bias[:1], s[:1].expand(3, -1, -1), mask[:1].expand(3, -1)
+    rows = []
+    released_linear = nn.functional.linear
+
+    def linear(x: Tensor, *weights: Any) -> Tensor:
+        rows.append((x.shape[-1], x.numel() // x.shape[-1]))
+        return released_linear(x, *weights)
+
+    with torch.no_grad(), mock.patch.object(nn.functional, "linear", linear):
+        got = new(a, s, bias, mask, **kwargs)
+        assert {count for width, count in rows if width == SINGLE} == {s.shape[1]}
+        assert_all_close([got], [model(a, s, bias, mask, **kwargs)], atol=1e-5, rtol=1e-5)
+    got, expected = (results(m, (a, s, bias, mask), kwargs) for m in (new, model))
     assert_all_close(got, expected, atol=2e-4, rtol=2e-4)
 
 

@@ -46,6 +46,10 @@ class ProjectedNames(AttentionNames):
         return {**super().layers, **z}
 
 
+# PyTorch's fused kernel copies an additive mask in every call unless its rows are of a multiple of this.
+_ROW = 8
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: float, samples: int) -> Tensor:
     """The result, `(batch, queries, heads * d)`, in the dtype of `v`.
 
@@ -58,12 +62,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: 
         mask: `(batch, keys)`, 1 for keys to keep.
     """
     batch, queries, _, _ = q.shape
-    scores = bias.permute(0, 3, 1, 2).float().contiguous().repeat_interleave(samples, 0)
-    scores = scores + (1 - mask[:, None, None].float()) * -inf
+    scores = bias.permute(0, 3, 1, 2).float().contiguous()
+    if samples > 1 and scores.shape[0] > 1:
+        scores = scores.repeat_interleave(samples, 0)
+    scores = scores + (1 - once(mask)[:, None, None].float()) * -inf
     with torch.autocast("cuda", enabled=False):
         q, k, by_keys = (t.float().transpose(1, 2) for t in (q, k, v))
+        if more := -k.shape[2] % _ROW:
+            k, by_keys = (F.pad(t, (0, 0, 0, more)) for t in (k, by_keys))
+            scores = F.pad(scores, (0, more), value=-torch.inf)
         o = F.scaled_dot_product_attention(q, k, by_keys, attn_mask=scores)
     return o.transpose(1, 2).to(v.dtype).reshape(batch, queries, -1)
+
+
+def once(x: Tensor) -> Tensor:
+    """The first row of an `x` of equal rows, `x` otherwise. Rows that share memory are equal, whatever is in them."""
+    return x[:1] if x.shape[0] > 1 and x.stride(0) == 0 else x
 
 
 class _WithAttention(Replacement):
@@ -192,6 +206,7 @@ class DiffusionLayer(_WithAttention):
         multiplicity: int = 1,
     ) -> Tensor:
         names, at = self._names, f"{self._names.transition}."
+        s = once(s)  # in sampling, the products with it are those of one sample
         b = self._adaptive_norm(a, s, names.norm)
         keys = b
         if to_keys is not None:
