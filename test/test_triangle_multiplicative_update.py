@@ -320,7 +320,7 @@ def test_float32_stream() -> None:
         reference(exact, **{name: t.double() for name, t in low.items()}), exact, torch.ones_like(exact)
     )
     assert grad.dtype == torch.float32
-    assert distance(grad, expected) < 0.1
+    assert distance(grad, expected) < 0.15
 
 
 def test_products_beyond_float16() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -64,8 +65,10 @@ def _written_out(
     down_bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    weight, bias = (None if t is None else t.to(x.dtype) for t in (norm_weight, norm_bias))
-    z = norm(x, weight, bias, eps).to(gate_weight.dtype)
+    given = [t for t in (norm_weight, norm_bias) if t is not None]
+    wide = x.to(functools.reduce(torch.promote_types, (t.dtype for t in given), x.dtype))
+    weight, bias = (None if t is None else t.to(wide.dtype) for t in (norm_weight, norm_bias))
+    z = norm(wide, weight, bias, eps).to(gate_weight.dtype)
     h = silu(F.linear(z, gate_weight, gate_bias)) * F.linear(z, up_weight, up_bias)
     return F.linear(h, down_weight, down_bias)
 
@@ -114,6 +117,12 @@ def _wide(t: Make, *shape: int) -> Tensor:
     return t(*shape, dtype=torch.float32 if t.dtype.itemsize == 2 else t.dtype)
 
 
+def _float32_norm(t: Make, x: Tensor, *names: str, hidden: int = 6) -> Arguments:
+    """These parameters of the norm are float32 beside weights of 16 bits."""
+    args, kwargs = _large(t, x, hidden)
+    return args, kwargs | {name: _wide(t, x.shape[-1]) for name in names}
+
+
 def _inside_x(t: Make, rows: int) -> Arguments:
     """Parameters are rows of x."""
     x = t(rows, 6, scale=0.5)
@@ -150,6 +159,9 @@ def transition_samples(mutates: bool) -> tuple[Sample, ...]:
         Sample("zero_in", lambda t: arguments(t(5, 0), **_weights(t, 0))),
         Sample("zero_hidden", lambda t: arguments(t(5, 7), **_weights(t, 7, 0), **_biases(t, 7, 0))),
         Sample("float32_x", lambda t: _of(t, _wide(t, 2, 5, 7))),
+        Sample("float32_norm", lambda t: _float32_norm(t, t(2, 5, 7), "norm_weight", "norm_bias")),
+        Sample("float32_norm_weight", lambda t: _float32_norm(t, t(2, 5, 7), "norm_weight")),
+        Sample("float32_all_but_weights", lambda t: _float32_norm(t, _wide(t, 5, 7), "norm_weight", "norm_bias")),
         Sample("parameters_inside_x", lambda t: _inside_x(t, 11), leaves=False),
         Sample("x_everywhere", _itself, leaves=False),
         Sample("parameters_inside_tall_x", lambda t: _inside_x(t, 9001), leaves=False, large=True),
@@ -158,6 +170,11 @@ def transition_samples(mutates: bool) -> tuple[Sample, ...]:
         Sample("tall_strided", lambda t: _large(t, t(19, 2003, view=Tensor.t), 61), large=True),
         # As the kernel for compute capability 9.0 takes them.
         Sample("aligned", lambda t: _large(t, t(700, 128), 512), large=True),
+        Sample(
+            "aligned_float32_norm",
+            lambda t: _float32_norm(t, t(700, 128), "norm_weight", "norm_bias", hidden=512),
+            large=True,
+        ),
         Sample("aligned_in_part", lambda t: _large(t, t(3, 331, 72), 264), large=True),
         Sample("wide", lambda t: _large(t, t(67, 61), 1031), large=True),
         Sample("deep", lambda t: _large(t, t(131, 517), 67), large=True),

@@ -5,6 +5,8 @@ Jumper et al. 2021, supplement, algorithms 11 and 12; Abramson et al. 2024, algo
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
@@ -32,14 +34,14 @@ def triangle_multiplicative_update(
     eps: float = 1e-5,
 ) -> Tensor:
     """Any floating dtype, float64 for a result to compare with. A float32 `x` with 16-bit weights is normalised in
-    float32, and what follows has the weights' dtype."""
+    float32, and so is what has float32 parameters of a norm; what follows has the weights' dtype."""
     dtype = p_in_weight.dtype
     z = _norm(x, norm_in_weight, norm_in_bias, eps).to(dtype)
     ab = linear(z, p_in_weight, p_in_bias) * torch.sigmoid(linear(z, g_in_weight, g_in_bias))
     if mask is not None:
         ab = ab * mask.to(dtype).unsqueeze(-1)
     o = torch.einsum(PRODUCTS[direction], *ab.chunk(2, -1))
-    out = linear(_norm(o, norm_out_weight, norm_out_bias, eps), p_out_weight, p_out_bias)
+    out = linear(_norm(o, norm_out_weight, norm_out_bias, eps).to(dtype), p_out_weight, p_out_bias)
     return out * torch.sigmoid(linear(z, g_out_weight, g_out_bias))
 
 
@@ -49,6 +51,8 @@ def triangle_multiplicative_update_(x: Tensor, *args: object, **kwargs: object) 
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    given = [t for t in (weight, bias) if t is not None]
+    x = x.to(functools.reduce(torch.promote_types, (t.dtype for t in given), x.dtype))
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
     return layer_norm(x, x.shape[-1:], weight, bias, eps)
 

@@ -171,10 +171,10 @@ __device__ inline Spread<A> pooled(const Spread<A>& a, const Spread<A>& b) {
 /// rows[r] = the layer norm of channels[:][positions.of(r)]. A tile has all channels of its positions. Each thread
 /// measures its channels of V positions while it holds them, around their own mean. Then a warp puts together what all
 /// warps found for its rows, and writes these. weight and bias may be null.
-template <class T, int V>
+template <class T, class P, int V>
 __global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
-    to_normalized_rows_kernel(MatrixRows<const T> channels, MatrixRows<T> rows, Positions positions, const T* weight,
-                              const T* bias, Accumulate<T> eps, int64_t row_count, int channel_count) {
+    to_normalized_rows_kernel(MatrixRows<const T> channels, MatrixRows<T> rows, Positions positions, const P* weight,
+                              const P* bias, Accumulate<T> eps, int64_t row_count, int channel_count) {
   using Wide = Accumulate<T>;
   constexpr int kBatch = 16 / V, kRows = kTile<V> / kTileThreads;
   extern __shared__ __align__(kVectorBytes) unsigned char whole_tile[];
@@ -300,15 +300,27 @@ struct ChannelPanel {
                                                              factors, rows.size(0), rows.size(1));
     });
   }
-  /// The layer norm of the rows. Returns false, with nothing done, if a tile of them does not fit in shared memory.
+  /// The layer norm of the rows. Its parameters are contiguous, and both of T or, if T has 16 bits, both float32. Returns
+  /// false, with nothing done, if a tile of the rows does not fit in shared memory.
   bool to_normalized_rows(const at::Tensor& rows, const std::optional<at::Tensor>& weight,
                           const std::optional<at::Tensor>& bias, double eps) const {
+    const auto& either = weight ? weight : bias;
+    if constexpr (sizeof(T) == 2) {
+      if (either && either->scalar_type() == at::kFloat) return to_normalized_rows_by<float>(rows, weight, bias, eps);
+    }
+    return to_normalized_rows_by<T>(rows, weight, bias, eps);
+  }
+
+ private:
+  template <class P>
+  bool to_normalized_rows_by(const at::Tensor& rows, const std::optional<at::Tensor>& weight,
+                             const std::optional<at::Tensor>& bias, double eps) const {
     constexpr int64_t most_bytes = 48 << 10;
     const int64_t channel_count = rows.size(1);
     const auto run = [&](auto width, cudaStream_t stream) {
-      const auto pointer = [](const std::optional<at::Tensor>& t) { return t ? t->const_data_ptr<T>() : nullptr; };
+      const auto pointer = [](const std::optional<at::Tensor>& t) { return t ? t->const_data_ptr<P>() : nullptr; };
       const auto grid = static_cast<unsigned>(ceil_div(rows.size(0), int64_t{kTile<width()>}));
-      to_normalized_rows_kernel<T, width()>
+      to_normalized_rows_kernel<T, P, width()>
           <<<grid, dim3(32, kTileThreads), static_cast<size_t>(tile_bytes<T, width()>(channel_count)), stream>>>(
               read_rows<T>(channels), write_rows<T>(rows), positions, pointer(weight), pointer(bias),
               static_cast<Accumulate<T>>(eps), rows.size(0), static_cast<int>(channel_count));
@@ -325,7 +337,6 @@ struct ChannelPanel {
     return true;
   }
 
- private:
   // With V = 2, pairs of rows are neighbours in a channel too.
   bool in_pairs(const at::Tensor& rows, const at::Tensor& others) const {
     return rows.size(1) % 2 == 0 && positions.n % 2 == 0 && positions.padded % 2 == 0 && read_rows<T>(rows).fits(2) &&

@@ -97,7 +97,8 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
   }
   // Parameters would be read again for each row, and make up two thirds of what a block reads: layer_norm of (1024,
   // 131072) in bfloat16 takes 194 us instead of 262 (H100 80GB HBM3).
-  if constexpr (Operator::kParameters > 0) {
+  if constexpr (std::is_same_v<decltype(op.parameters), Parameters<T, Operator::kParameters>> &&
+                Operator::kParameters > 0) {
     const bool aligned = address(rows.x) % kVectorBytes == 0 && rows.columns % kSize == 0 &&
                          (rows.rows == 1 || rows.x_stride * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0);
     if (aligned && launch_streamed_rows(rows, op)) return;

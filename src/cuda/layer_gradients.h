@@ -35,7 +35,8 @@ bool glu_gradients_from_channels(const detail::GluGradients& out, const ChannelP
                                  const at::Tensor& w, const at::Tensor& wg, const std::optional<at::Tensor>& b,
                                  const std::optional<at::Tensor>& bg, std::array<bool, 5> mask, bool adds);
 
-/// The gradients (dx, dweight, dbias) of layer_norm() that are defined in `out`. dx may be `grad`.
+/// The gradients (dx, dweight, dbias) of layer_norm() that are defined in `out`, the latter two in
+/// norm_gradient_dtype(). dx may be `grad`.
 void layer_norm_gradients(const std::array<at::Tensor, 3>& out, const at::Tensor& grad, const at::Tensor& x,
                           const at::Tensor& mean, const at::Tensor& rstd, const std::optional<at::Tensor>& weight);
 

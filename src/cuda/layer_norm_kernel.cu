@@ -21,8 +21,18 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The variance is computed from the squared distances from the mean, not from the squares, so no digits cancel.
-template <class T>
+// Calls f(P()) for the type of the parameters beside elements of type T.
+template <class T, class F>
+auto with_parameter_type(bool are_float32, const F& f) {
+  if constexpr (sizeof(T) == 2) {
+    if (are_float32) return f(float());
+  }
+  return f(T());
+}
+
+// The variance is computed from the squared distances from the mean, not from the squares, so no digits cancel. P is
+// the type of the parameters.
+template <class T, class P>
 struct LayerNorm {
   using A = Accumulate<T>;
   // Shared memory for x would shrink L1, and each long row would read weight and bias from L2.
@@ -34,7 +44,7 @@ struct LayerNorm {
     A count, mean, rest, squares;
   };
 
-  Parameters<T, kParameters> parameters;  // weight and bias
+  Parameters<P, kParameters> parameters;  // weight and bias
   A* mean;                                // null, or one number per row, with moment_stride; like rstd
   A* rstd;
   int64_t moment_stride, rows;
@@ -90,15 +100,19 @@ struct LayerNorm {
   }
 };
 
+bool is_float32(const OptionalTensor& t) { return t && t->scalar_type() == at::kFloat; }
+
 struct Affine {
-  Tensor weight, bias;  // contiguous, or undefined
+  Tensor weight, bias;  // contiguous and of one dtype, or undefined
+  bool are_float32;
 
   // Parameters in memory that will be overwritten are copied.
-  Affine(const Tensor& x, const OptionalTensor& w, const OptionalTensor& b, bool in_place) {
+  Affine(const Tensor& x, const OptionalTensor& w, const OptionalTensor& b, bool in_place)
+      : are_float32(is_float32(w) || is_float32(b)) {
     const auto prepare = [&](const OptionalTensor& parameter) {
       if (!parameter) return Tensor();
-      return in_place && detail::may_alias(x, *parameter) ? parameter->clone(at::MemoryFormat::Contiguous)
-                                                          : parameter->contiguous();
+      const Tensor t = are_float32 ? parameter->to(at::kFloat) : *parameter;
+      return in_place && detail::may_alias(x, t) ? t.clone(at::MemoryFormat::Contiguous) : t.contiguous();
     };
     weight = prepare(w);
     bias = prepare(b);
@@ -110,17 +124,19 @@ void layer_norm_rows(const Tensor& x, const Tensor& y, const Affine& affine, dou
                      const Tensor& rstd) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
     using A = Accumulate<scalar_t>;
-    const auto read = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<scalar_t>() : nullptr; };
     const auto written = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr<A>() : nullptr; };
-    launch_rows(Rows<scalar_t>{x.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), x.size(0), x.size(1),
-                               x.stride(0), y.stride(0)},
-                LayerNorm<scalar_t>{{{read(affine.weight), read(affine.bias)}, {scalar_t(1), scalar_t(0)}},
-                                    written(mean),
-                                    written(rstd),
-                                    mean.defined() ? mean.stride(0) : 0,
-                                    x.size(0),
-                                    static_cast<A>(x.size(1)),
-                                    static_cast<A>(eps)});
+    with_parameter_type<scalar_t>(affine.are_float32, [&]<class P>(P) {
+      const auto read = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<P>() : nullptr; };
+      launch_rows(Rows<scalar_t>{x.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), x.size(0), x.size(1),
+                                 x.stride(0), y.stride(0)},
+                  LayerNorm<scalar_t, P>{{{read(affine.weight), read(affine.bias)}, {P(1), P(0)}},
+                                         written(mean),
+                                         written(rstd),
+                                         mean.defined() ? mean.stride(0) : 0,
+                                         x.size(0),
+                                         static_cast<A>(x.size(1)),
+                                         static_cast<A>(eps)});
+    });
   });
 }
 
@@ -195,23 +211,23 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cuda_(Tensor& x, at::IntArray
 
 // dx = rstd * (w g - mean(w g) - xhat * mean(w g xhat)), xhat = (x - mean) * rstd; with kColumnSums = 2, also the sums
 // of g xhat and of g over the rows: dweight and dbias.
-template <class T, int kSumsOfColumn>
+template <class T, class P, int kSumsOfColumn>
 struct LayerNormGradient {
   using A = Accumulate<T>;
   static constexpr int kSums = 2, kColumnSums = kSumsOfColumn;
-  using Columns = Packed<T, kVectorSize<T>>;
+  using Columns = Packed<P, kVectorSize<T>>;
   struct OfRow {
     A mean, rstd;
   };
 
-  const T* weight;  // or null
+  const P* weight;  // or null
   const A *mean, *rstd;
   A inverse_columns;
 
   __device__ Columns columns(int64_t column) const {
     Columns out;
 #pragma unroll
-    for (int i = 0; i < kVectorSize<T>; ++i) out.at[i] = weight == nullptr ? T(1) : weight[column + i];
+    for (int i = 0; i < kVectorSize<T>; ++i) out.at[i] = weight == nullptr ? P(1) : weight[column + i];
     return out;
   }
   __device__ OfRow of_row(int64_t row) const { return {mean[row], rstd[row]}; }
@@ -247,25 +263,26 @@ struct LayerNormGradient {
 };
 
 // grad and x are (rows, columns) with unit column stride and aligned rows. Computes the gradients that are defined in
-// `out`: dx (rows, columns), dweight and dbias (columns).
-template <class T, int kSumsOfColumn>
+// `out`: dx (rows, columns), and in the type of the weight dweight and dbias (columns).
+template <class T, class P, int kSumsOfColumn>
 void layer_norm_row_gradients(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                               const Tensor& weight, const std::array<Tensor, 3>& out, const RowDivision& division) {
   using A = Accumulate<T>;
   const int64_t rows = x.size(0), columns = x.size(1);
   Tensor partial;
   if constexpr (kSumsOfColumn > 0) partial = at::empty({division.parts, kSumsOfColumn * columns}, mean.options());
-  const auto to = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr<T>() : nullptr; };
   const bool reads_x = out[0].defined() || out[1].defined();
-  launch_row_gradients(GradientRows<T>{reads_x ? x.const_data_ptr<T>() : nullptr, grad.const_data_ptr<T>(), to(out[0]),
+  launch_row_gradients(GradientRows<T>{reads_x ? x.const_data_ptr<T>() : nullptr, grad.const_data_ptr<T>(),
+                                       out[0].defined() ? out[0].mutable_data_ptr<T>() : nullptr,
                                        partial.defined() ? partial.mutable_data_ptr<A>() : nullptr, rows, columns,
                                        x.stride(0), grad.stride(0), 1},
-                       LayerNormGradient<T, kSumsOfColumn>{weight.defined() ? weight.const_data_ptr<T>() : nullptr,
-                                                           mean.const_data_ptr<A>(), rstd.const_data_ptr<A>(),
-                                                           A{1} / static_cast<A>(columns)},
+                       LayerNormGradient<T, P, kSumsOfColumn>{weight.defined() ? weight.const_data_ptr<P>() : nullptr,
+                                                              mean.const_data_ptr<A>(), rstd.const_data_ptr<A>(),
+                                                              A{1} / static_cast<A>(columns)},
                        division);
   if constexpr (kSumsOfColumn > 0) {
-    launch_column_sum<T, A, std::min(4, kVectorSize<T>), 32, 32>(
+    const auto to = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr<P>() : nullptr; };
+    launch_column_sum<P, A, std::min(4, kVectorSize<T>), 32, 32>(
         partial.const_data_ptr<A>(), to(out[1]), to(out[2]), division.parts, columns, kSumsOfColumn * columns,
         kSumsOfColumn * columns, c10::cuda::getCurrentCUDAStream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -280,13 +297,15 @@ bool gradients_by_rows(const std::array<Tensor, 3>& out, const Tensor& grad, con
   return with_element_type(x.scalar_type(), [&](auto element) {
     using scalar_t = decltype(element);
     const bool parameters = out[1].defined() || out[2].defined();
-    const auto division = parameters ? divide_rows<scalar_t, LayerNormGradient<scalar_t, 2>>(rows, columns)
-                                     : divide_rows<scalar_t, LayerNormGradient<scalar_t, 0>>(rows, columns);
-    if (!division) return false;
-    const auto run = parameters ? layer_norm_row_gradients<scalar_t, 2> : layer_norm_row_gradients<scalar_t, 0>;
-    run(vector_rows(grad, dims), vector_rows(x, dims), mean.contiguous(), rstd.contiguous(),
-        weight ? weight->contiguous() : Tensor(), out, *division);
-    return true;
+    return with_parameter_type<scalar_t>(is_float32(weight), [&]<class P>(P) {
+      const auto division = parameters ? divide_rows<scalar_t, LayerNormGradient<scalar_t, P, 2>>(rows, columns)
+                                       : divide_rows<scalar_t, LayerNormGradient<scalar_t, P, 0>>(rows, columns);
+      if (!division) return false;
+      const auto run = parameters ? layer_norm_row_gradients<scalar_t, P, 2> : layer_norm_row_gradients<scalar_t, P, 0>;
+      run(vector_rows(grad, dims), vector_rows(x, dims), mean.contiguous(), rstd.contiguous(),
+          weight ? weight->contiguous() : Tensor(), out, *division);
+      return true;
+    });
   });
 }
 
@@ -298,6 +317,11 @@ std::tuple<Tensor, Tensor, Tensor> gradients_by_aten(const Tensor& grad, const T
                                                      at::IntArrayRef normalized_shape, const Tensor& mean,
                                                      const Tensor& rstd, const OptionalTensor& weight,
                                                      std::array<bool, 3> mask) {
+  if (weight && weight->scalar_type() != x.scalar_type()) {
+    auto [dx, dweight, dbias] = gradients_by_aten(grad.to(at::kFloat), x.to(at::kFloat), normalized_shape, mean, rstd,
+                                                  weight, mask);
+    return {mask[0] ? dx.to(x.scalar_type()) : dx, dweight, dbias};
+  }
   const int64_t rows = mean.numel(), columns = c10::multiply_integers(normalized_shape);
   const auto matrix = [&](const Tensor& t, int64_t width) { return t.contiguous().view({rows, width}); };
   const bool parameters = mask[1] || mask[2];
@@ -318,17 +342,27 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, 
                                                             std::array<bool, 3> mask) {
   detail::check_layer_norm_backward(grad, x, c10::fromIntArrayRefSlow(normalized_shape), mean, rstd, weight);
   const c10::cuda::CUDAGuard on_device(x.device());
-  const auto wanted = [&](bool mask, const Tensor& t) { return mask ? t : at::empty({0}, x.options()); };
+  const at::TensorOptions of_parameters = x.options().dtype(detail::norm_gradient_dtype(x, weight));
+  const auto wanted = [](bool mask, const Tensor& t, const at::TensorOptions& options) {
+    return mask ? t : at::empty({0}, options);
+  };
+  const auto results = [&](const Tensor& dx, const Tensor& dweight, const Tensor& dbias) {
+    return std::tuple(wanted(mask[0], dx, x.options()), wanted(mask[1], dweight, of_parameters),
+                      wanted(mask[2], dbias, of_parameters));
+  };
   if (x.numel() > 0 && (mask[0] || mask[1] || mask[2])) {
-    const auto made = [&](bool mask, at::IntArrayRef sizes) { return mask ? at::empty(sizes, x.options()) : Tensor(); };
-    const std::array<Tensor, 3> out{made(mask[0], x.sizes()), made(mask[1], normalized_shape),
-                                    made(mask[2], normalized_shape)};
+    const auto made = [](bool mask, at::IntArrayRef sizes, const at::TensorOptions& options) {
+      return mask ? at::empty(sizes, options) : Tensor();
+    };
+    const std::array<Tensor, 3> out{made(mask[0], x.sizes(), x.options()),
+                                    made(mask[1], normalized_shape, of_parameters),
+                                    made(mask[2], normalized_shape, of_parameters)};
     if (gradients_by_rows(out, grad, x, mean, rstd, weight, static_cast<int64_t>(normalized_shape.size()))) {
-      return {wanted(mask[0], out[0]), wanted(mask[1], out[1]), wanted(mask[2], out[2])};
+      return results(out[0], out[1], out[2]);
     }
   }
   const auto [dx, dweight, dbias] = gradients_by_aten(grad, x, normalized_shape, mean, rstd, weight, mask);
-  return {wanted(mask[0], dx), wanted(mask[1], dweight), wanted(mask[2], dbias)};
+  return results(dx, dweight, dbias);
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "cuda/gemm/norm_vector.cuh"
 #include "cuda/pair_gradient_step.h"
 #include "ops/triangle_layout.h"
 
@@ -29,8 +30,8 @@ template <class T, int count>
 struct FoldedLayers {
   FoldedLayer<T> layers[count];
   struct {
-    const T *weight, *bias;
-    T *dweight, *dbias;
+    gemm::NormValues<T> weight, bias;
+    gemm::NormSums<T> dweight, dbias;
   } norms[2];
   const float* sums;
   int64_t batch, batch_stride;
@@ -49,8 +50,8 @@ __global__ void __launch_bounds__(kUnfoldColumns* kUnfoldRows) unfold_norms_kern
     return layer.norm == of && column < layer.columns && row < layer.rows;
   };
   const int columns = all.layers[of == 0 ? 1 : 0].columns;
-  const float gamma = norm.weight == nullptr || column >= columns ? 1.f : static_cast<float>(norm.weight[column]);
-  const float beta = norm.bias == nullptr || column >= columns ? 0.f : static_cast<float>(norm.bias[column]);
+  const float gamma = column < columns ? norm.weight.at(column, 1.f) : 1.f;
+  const float beta = column < columns ? norm.bias.at(column, 0.f) : 0.f;
   float2 of_norm = make_float2(0.f, 0.f);
   int most_rows = 0;
 #pragma unroll
@@ -101,8 +102,8 @@ __global__ void __launch_bounds__(kUnfoldColumns* kUnfoldRows) unfold_norms_kern
   }
   if (threadIdx.y != 0 || column >= columns) return;
   const float2 sum = shared[0][threadIdx.x];
-  if (norm.dweight != nullptr) norm.dweight[column] = static_cast<T>(sum.x);
-  if (norm.dbias != nullptr) norm.dbias[column] = static_cast<T>(sum.y);
+  norm.dweight.set(column, sum.x);
+  norm.dbias.set(column, sum.y);
 }
 
 template <class T>
@@ -110,10 +111,15 @@ void launch_unfold_norms(const TriangleUpdate& t, const detail::TriangleResults&
                          int64_t batch) {
   constexpr size_t count = detail::kSummedLayers.size();
   std::vector<Tensor> kept;
-  const auto vector = [&](const OptionalTensor& parameter) -> const T* {
-    if (!parameter) return nullptr;
+  const auto norm_vector = [&](const OptionalTensor& parameter) -> gemm::NormValues<T> {
+    if (!parameter) return {};
     kept.push_back(parameter->contiguous());
-    return kept.back().const_data_ptr<T>();
+    return {gemm::norm_vector(kept.back())};
+  };
+  const auto norm_result = [&](size_t parameter) -> gemm::NormSums<T> {
+    const Tensor& gradient = results[parameter];
+    if (!gradient.defined()) return {};
+    return {gradient.mutable_data_ptr(), gradient.scalar_type() == at::kFloat};
   };
   const auto result = [&](size_t parameter) {
     return results[parameter].defined() ? results[parameter].mutable_data_ptr<T>() : nullptr;
@@ -135,7 +141,8 @@ void launch_unfold_norms(const TriangleUpdate& t, const detail::TriangleResults&
                      result(layer + 1)};
   }
   for (const auto& [norm, layer] : {std::pair(0, detail::kNormIn), std::pair(1, detail::kNormOut)}) {
-    all.norms[norm] = {vector(t.parameters[layer]), vector(t.parameters[layer + 1]), result(layer), result(layer + 1)};
+    all.norms[norm] = {norm_vector(t.parameters[layer]), norm_vector(t.parameters[layer + 1]), norm_result(layer),
+                       norm_result(layer + 1)};
   }
   all.sums = sums;
   all.batch = batch;

@@ -55,7 +55,8 @@ struct Step {
   gemm::Norm norm(const TriangleUpdate& t, TriangleParameter layer, double eps) {
     // Never 0: after the last position, tiles have rows of zeros, which must not become NaN.
     constexpr double least = 1e-30;
-    return {vector(t.parameters[layer]), vector(t.parameters[layer + 1]), static_cast<float>(std::max(eps, least))};
+    return {norm_vector(t.parameters[layer]), norm_vector(t.parameters[layer + 1]),
+            static_cast<float>(std::max(eps, least))};
   }
   gemm::Layer layer(const TriangleUpdate& t, TriangleParameter layer) {
     const auto weight = gemm::operand(t.weight(layer));
@@ -106,10 +107,13 @@ struct Step {
   }
 
  private:
-  const void* vector(const OptionalTensor& parameter) {
-    if (!parameter) return nullptr;
+  const Tensor& keep(const OptionalTensor& parameter) {
     kept.push_back(parameter->contiguous());
-    return kept.back().const_data_ptr();
+    return kept.back();
+  }
+  const void* vector(const OptionalTensor& parameter) { return parameter ? keep(parameter).const_data_ptr() : nullptr; }
+  gemm::NormVector norm_vector(const OptionalTensor& parameter) {
+    return parameter ? gemm::norm_vector(keep(parameter)) : gemm::NormVector{};
   }
 };
 

@@ -30,6 +30,7 @@ struct Rows {
 };
 
 /// Vectors with a number per column, at any alignment. One that is null has the same number, `otherwise`, everywhere.
+/// Their type may be another one than that of the rows, with the same Accumulate.
 template <class T, int n>
 struct Parameters {
   const T* at[n];
@@ -41,8 +42,11 @@ struct Parameters {
     const T* const from = at[which] + column;
     if constexpr (N > 1) {
       if (reinterpret_cast<uintptr_t>(from) % kVectorBytes == 0) {
-        const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
-        unpack(*reinterpret_cast<const Packed<T, N>*>(&bits), out);
+        constexpr int kPieces = N * sizeof(T) / kVectorBytes;
+        alignas(Packed<T, N>) uint4 bits[kPieces];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) bits[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+        unpack(*reinterpret_cast<const Packed<T, N>*>(bits), out);
         return;
       }
     }
@@ -82,7 +86,7 @@ struct Parameters<T, 0> {
 /// A row that is read once. Per thread, up to kVectors vectors stay in registers, as in memory, and up to kStaged more
 /// in shared memory that no other thread reads. x and y must have the same distance to a 16-byte boundary.
 ///
-/// kAhead parameters of these vectors, if they are aligned, come to shared memory while the row is on its way: reading
+/// kAhead parameters of these vectors, if they are aligned and of T, come to shared memory while the row is on its way: reading
 /// them after the reductions takes about as long as a reduction. layer_norm of (65536, 256) in bfloat16 takes 25.1 us
 /// instead of 27.9, and a copy 24.4 (H100 80GB HBM3). In registers they would leave room for fewer threads.
 template <class T, class Group, int kVectors, int kStaged = 0, int kAhead = 0>
@@ -114,9 +118,9 @@ class RowInRegisters : RowPlaces<T, Group, kVectors + kStaged> {
   }
 
   /// Called before write().
-  template <int n>
-  __device__ void read_ahead(const Parameters<T, n>& parameters) {
-    if constexpr (kAhead > 0) {
+  template <class P, int n>
+  __device__ void read_ahead(const Parameters<P, n>& parameters) {
+    if constexpr (kAhead > 0 && std::is_same_v<P, T>) {
       static_assert(kAhead == n);
       are_ahead_ = parameters.are_aligned(this->head());
       if (!are_ahead_) return;
@@ -169,8 +173,8 @@ class RowInRegisters : RowPlaces<T, Group, kVectors + kStaged> {
 
   /// Calls f(values, read) with arrays of neighbouring elements; f makes them the output. read(i, out) reads their
   /// parameters number i.
-  template <int n, class F>
-  __device__ void write(const Parameters<T, n>& parameters, F f) const {
+  template <class P, int n, class F>
+  __device__ void write(const Parameters<P, n>& parameters, F f) const {
     if (kAhead > 0 && are_ahead_) {
       wait_for_copies();
       write_vectors(f, [&](int k, int i, auto& out) { unpack(*ahead(k, i), out); });
@@ -235,8 +239,8 @@ class RowInMemory {
     edges_ = static_cast<int>(rows.columns - vectors_ * kSize);
   }
 
-  template <int n>
-  __device__ void read_ahead(const Parameters<T, n>&) {}
+  template <class P, int n>
+  __device__ void read_ahead(const Parameters<P, n>&) {}
 
   template <class F>
   __device__ void for_each(F f) const {
@@ -250,8 +254,8 @@ class RowInMemory {
     if (rank_ < edges_) f(static_cast<A>(x_[edge_column()]), 0);
   }
 
-  template <int n, class F>
-  __device__ void write(const Parameters<T, n>& parameters, F f) const {
+  template <class P, int n, class F>
+  __device__ void write(const Parameters<P, n>& parameters, F f) const {
     for (int64_t i = rank_; i < vectors_; i += size_) {
       const int64_t column = head_ + i * kSize;
       A values[kSize];

@@ -39,8 +39,8 @@ class Layers {
  public:
   explicit Layers(const Transition& t)
       : t_(t),
-        norm_weight_(detail::to_dtype(t.norm_weight, t.x.scalar_type())),
-        norm_bias_(detail::to_dtype(t.norm_bias, t.x.scalar_type())) {}
+        norm_weight_(detail::norm_parameter(t.norm_weight, t.x.scalar_type())),
+        norm_bias_(detail::norm_parameter(t.norm_bias, t.x.scalar_type())) {}
 
   const OptionalTensor& norm_weight() const { return norm_weight_; }
 
@@ -93,7 +93,7 @@ class Fused {
     problem.c = static_cast<int>(c);
     problem.hidden = static_cast<int>(hidden);
     problem.x = *from;
-    problem.norm = {vector(t.norm_weight), vector(t.norm_bias), static_cast<float>(t.eps)};
+    problem.norm = {norm_vector(t.norm_weight), norm_vector(t.norm_bias), static_cast<float>(t.eps)};
     problem.gate = {*gate, vector(t.gate_bias)};
     problem.up = {*up, vector(t.up_bias)};
     problem.down = {*down, vector(t.down_bias)};
@@ -107,10 +107,13 @@ class Fused {
   Problem problem;
 
  private:
-  const void* vector(const OptionalTensor& parameter) {
-    if (!parameter) return nullptr;
+  const Tensor& keep(const OptionalTensor& parameter) {
     kept_.push_back(parameter->contiguous());
-    return kept_.back().const_data_ptr();
+    return kept_.back();
+  }
+  const void* vector(const OptionalTensor& parameter) { return parameter ? keep(parameter).const_data_ptr() : nullptr; }
+  gemm::NormVector norm_vector(const OptionalTensor& parameter) {
+    return parameter ? gemm::norm_vector(keep(parameter)) : gemm::NormVector{};
   }
 
   std::optional<gemm::Case> case_;

@@ -88,11 +88,14 @@ class TriangleLayers : public detail::TriangleLayout {
   /// The layer norm of a panel of o, as rows.
   at::Tensor normalized_rows_of(const at::Tensor& channels, const detail::TrianglePanel& panel) const {
     at::Tensor rows = empty({(panel.end - panel.begin) * n(), this->channels()});
-    const std::optional<at::Tensor>&weight = update().parameters[detail::kNormOut],
-          &bias = update().parameters[detail::kNormOut + 1];
-    const auto of_weight = contiguous(weight), of_bias = contiguous(bias);
+    std::optional<at::Tensor> weight = contiguous(update().parameters[detail::kNormOut]),
+                              bias = contiguous(update().parameters[detail::kNormOut + 1]);
+    if (weight && bias && weight->scalar_type() != bias->scalar_type()) {
+      weight = weight->to(at::kFloat);
+      bias = bias->to(at::kFloat);
+    }
     with_channels(panel, channels, {}, 1, [&]<class T>(const ChannelPanel<T>& of) {
-      if (of.to_normalized_rows(rows, of_weight, of_bias, eps_out())) return;
+      if (of.to_normalized_rows(rows, weight, bias, eps_out())) return;
       of.to_rows(rows);
       layer_norm_(rows, at::IntArrayRef(rows.size(1)), weight, bias, eps_out());
     });
@@ -238,8 +241,8 @@ class TriangleLayers : public detail::TriangleLayout {
       : TriangleLayout(t, kTriangleBackend, scratch.group),
         steps_(std::move(steps)),
         panel_bytes_(scratch.panels),
-        norm_weight_(detail::to_dtype(t.parameters[detail::kNormIn], t.x.scalar_type())),
-        norm_bias_(detail::to_dtype(t.parameters[detail::kNormIn + 1], t.x.scalar_type())) {}
+        norm_weight_(detail::norm_parameter(t.parameters[detail::kNormIn], t.x.scalar_type())),
+        norm_bias_(detail::norm_parameter(t.parameters[detail::kNormIn + 1], t.x.scalar_type())) {}
 
   PairSteps steps_;
   int64_t panel_bytes_;

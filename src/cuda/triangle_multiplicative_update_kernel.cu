@@ -151,7 +151,8 @@ struct NormalizedRows {
   void backward(const Tensor& grad, const OptionalTensor& weight, TriangleParameter layer,
                 const TriangleGradients& gradients) const {
     const auto sum = [&](size_t parameter) {
-      return gradients.wants(parameter) ? at::detail::empty_cuda({rows.size(1)}, rows.options()) : Tensor();
+      const auto options = rows.options().dtype(detail::norm_gradient_dtype(rows, weight));
+      return gradients.wants(parameter) ? at::detail::empty_cuda({rows.size(1)}, options) : Tensor();
     };
     const Tensor dweight = sum(layer), dbias = sum(layer + 1);
     layer_norm_gradients({grad, dweight, dbias}, grad, rows, mean, rstd, weight);

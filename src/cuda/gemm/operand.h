@@ -31,6 +31,9 @@ inline std::optional<Operand> operand(const at::Tensor& t) {
   return Operand{t.const_data_ptr(), row_stride, batch_stride};
 }
 
+/// A contiguous weight or bias of a layer norm.
+inline NormVector norm_vector(const at::Tensor& t) { return {t.const_data_ptr(), t.scalar_type() == at::kFloat}; }
+
 /// A matrix as an operand, or else a copy that is one, if its columns allow. contiguous() returns what is contiguous as
 /// it is, even if its address is not aligned.
 inline at::Tensor readable(const at::Tensor& t) { return operand(t) ? t : t.clone(at::MemoryFormat::Contiguous); }

@@ -63,9 +63,15 @@ struct Layer {
   const void* bias = nullptr;
 };
 
-/// A layer norm over features: weight and bias may be null.
+/// The weight or bias of a layer norm, or null: contiguous, with elements of x's type, or float32.
+struct NormVector {
+  const void* data = nullptr;
+  bool is_float32 = false;
+};
+
+/// A layer norm over features.
 struct Norm {
-  const void *weight = nullptr, *bias = nullptr;
+  NormVector weight, bias;
   float eps = 0;
 };
 
@@ -130,7 +136,7 @@ struct TransitionProblem {
 
 /// The gradients of a transition for the cotangent `grad` of its result: dx, plus `grad` if `adds`; and either all or
 /// none (null) of the weights of gate, up (hidden x c) and down (c x hidden). With the weights also the biases and the
-/// norm, as far as they are not null. All are contiguous.
+/// norm, as far as they are not null. All are contiguous; those of the norm have the types of its vectors.
 struct TransitionGradientProblem {
   int m = 0, c = 0, hidden = 0;
   Operand x, grad, dx;

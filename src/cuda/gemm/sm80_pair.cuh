@@ -5,7 +5,7 @@
 // their positions into registers, normalise them there, and multiply them with weights that come through shared memory
 // in chunks of outputs, while the next chunks are being copied.
 
-#include "cuda/gemm/problem.h"
+#include "cuda/gemm/norm_vector.cuh"
 #include "cuda/gemm/sm80_kernel.cuh"
 
 namespace torchops::cuda::gemm {
@@ -199,14 +199,14 @@ __device__ void normalize(uint32_t (&words)[Pieces<T>::kSteps][2 * positions], i
     const float variance = fmaf(-rest[i], rest[i], sum_of_quad(rstd[i]) * by);
     rstd[i] = rsqrtf(fmaxf(variance, 0.f) + norm.eps);
   }
-  const auto *const weight = static_cast<const T*>(norm.weight), *const bias = static_cast<const T*>(norm.bias);
+  const NormValues<T> weight{norm.weight}, bias{norm.bias};
   for_each([&](int k, int h) {
     const int feature = (2 * k + h) * elements + static_cast<int>(threadIdx.x) % 4 * packed;
     float weights[packed], biases[packed];
 #pragma unroll
     for (int v = 0; v < packed; ++v) {
-      weights[v] = weight != nullptr ? static_cast<float>(weight[feature + v]) : 1.f;
-      biases[v] = bias != nullptr ? static_cast<float>(bias[feature + v]) : 0.f;
+      weights[v] = weight.at(feature + v, 1.f);
+      biases[v] = bias.at(feature + v, 0.f);
     }
 #pragma unroll
     for (int i = 0; i < positions; ++i) {

@@ -9,6 +9,7 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
+#include "cuda/gemm/norm_vector.cuh"
 #include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/tma.cuh"
 #include "cuda/per_device.h"
@@ -185,10 +186,11 @@ struct alignas(16) NormVectors {
 
   /// Called by `threads` threads. Null means ones for the weight, zeros for the bias.
   template <class Element>
-  CUTLASS_DEVICE void load(const Element* weights, const Element* biases, int count, int threads) {
+  CUTLASS_DEVICE void load(const NormValues<Element>& weights, const NormValues<Element>& biases, int count,
+                           int threads) {
     for (int i = static_cast<int>(threadIdx.x); i < kK; i += threads) {
-      weight[i] = i >= count ? 0.f : weights == nullptr ? 1.f : static_cast<float>(weights[i]);
-      bias[i] = i >= count || biases == nullptr ? 0.f : static_cast<float>(biases[i]);
+      weight[i] = i >= count ? 0.f : weights.at(i, 1.f);
+      bias[i] = i >= count ? 0.f : biases.at(i, 0.f);
     }
   }
 };

@@ -107,10 +107,10 @@ struct PairGradients {
                        parameters.d_o.map, parameters.w[0].map, parameters.w[1].map)) {
         return Status::of(cudaErrorInvalidValue);
       }
-      parameters.norm_x[0] = static_cast<const T*>(p.norm_x.weight);
-      parameters.norm_x[1] = static_cast<const T*>(p.norm_x.bias);
-      parameters.norm_o[0] = static_cast<const T*>(p.norm_o.weight);
-      parameters.norm_o[1] = static_cast<const T*>(p.norm_o.bias);
+      parameters.norm_x[0] = {p.norm_x.weight};
+      parameters.norm_x[1] = {p.norm_x.bias};
+      parameters.norm_o[0] = {p.norm_o.weight};
+      parameters.norm_o[1] = {p.norm_o.bias};
       parameters.mask = static_cast<const T*>(p.mask);
       parameters.mask_row_stride = p.mask_row_stride;
       parameters.mask_stride = p.mask_stride;

@@ -116,7 +116,8 @@ struct PairGradientsKernel {
     StoreRows dxhat;
     StoreChannels d_o;  // in the output step
     LoadWeight w[2];
-    const Element *bias[2], *norm_x[2], *norm_o[2], *mask;
+    const Element *bias[2], *mask;
+    NormValues<Element> norm_x[2], norm_o[2];
     float2* moments;  // one per position
     int64_t mask_row_stride, mask_stride, moments_row_stride, moments_stride;
     struct {  // what is added to dx; shared memory has no room for it

@@ -72,7 +72,8 @@ struct PairInKernel {
   struct Parameters {
     PlaneMap<cute::SM90_TMA_LOAD, Element, kRows, kK> x;
     Side sides[2];
-    const Element *mask, *norm[2];
+    const Element* mask;
+    NormValues<Element> norm[2];
     int64_t mask_row_stride, mask_stride;
     float eps;
     int c, d;
@@ -338,8 +339,8 @@ struct PairIn {
       parameters.mask = static_cast<const T*>(p.mask);
       parameters.mask_row_stride = p.mask_row_stride;
       parameters.mask_stride = p.mask_stride;
-      parameters.norm[0] = static_cast<const T*>(p.norm_x.weight);
-      parameters.norm[1] = static_cast<const T*>(p.norm_x.bias);
+      parameters.norm[0] = {p.norm_x.weight};
+      parameters.norm[1] = {p.norm_x.bias};
       parameters.eps = p.norm_x.eps;
       parameters.c = p.c;
       parameters.d = p.d;

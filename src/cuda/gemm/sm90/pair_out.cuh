@@ -75,7 +75,7 @@ struct PairOutKernel {
     PlaneMap<cute::SM90_TMA_STORE, Element, kRows, kColumns> out;
     TileMap<cute::SM90_TMA_LOAD, Element, kColumns, kK> w[2];
     const Element* bias[2];
-    const Element *norm_x[2], *norm_o[2];
+    NormValues<Element> norm_x[2], norm_o[2];
     float eps_x, eps_o;
     int c, d;
     bool adds;
@@ -305,10 +305,10 @@ struct PairOut {
       }
       parameters.bias[0] = static_cast<const T*>(p.value[0].bias);
       parameters.bias[1] = static_cast<const T*>(p.gate[0].bias);
-      parameters.norm_x[0] = static_cast<const T*>(p.norm_x.weight);
-      parameters.norm_x[1] = static_cast<const T*>(p.norm_x.bias);
-      parameters.norm_o[0] = static_cast<const T*>(p.norm_o.weight);
-      parameters.norm_o[1] = static_cast<const T*>(p.norm_o.bias);
+      parameters.norm_x[0] = {p.norm_x.weight};
+      parameters.norm_x[1] = {p.norm_x.bias};
+      parameters.norm_o[0] = {p.norm_o.weight};
+      parameters.norm_o[1] = {p.norm_o.bias};
       parameters.eps_x = p.norm_x.eps;
       parameters.eps_o = p.norm_o.eps;
       parameters.c = p.c;

@@ -28,7 +28,8 @@ CUTLASS_DEVICE int row_of_sums(int thread, int m, int r) {
 /// and their terms times `scale`. With `in_blocks`, rows are at place_in_blocks().
 template <class T>
 struct FoldedWeight {
-  const T *weight, *bias, *norm_weight, *norm_bias;
+  const T *weight, *bias;
+  NormValues<T> norm_weight, norm_bias;
   int64_t row_stride;
   int rows, padded, k;
   float scale;
@@ -68,9 +69,8 @@ __global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const
       auto values = widen(*reinterpret_cast<const Piece*>(f.weight + row * f.row_stride + column));
 #pragma unroll
       for (int v = 0; v < 8; ++v) {
-        const float gamma = f.norm_weight == nullptr ? 1.f : static_cast<float>(f.norm_weight[column + v]);
-        if (f.norm_bias != nullptr) shift = fmaf(values[v], static_cast<float>(f.norm_bias[column + v]), shift);
-        values[v] *= gamma;
+        if (f.norm_bias.data != nullptr) shift = fmaf(values[v], f.norm_bias.at(column + v, 0.f), shift);
+        values[v] *= f.norm_weight.at(column + v, 1.f);
       }
       static_cast<cutlass::Array<T, 8>&>(folded) = round(values);
       values = widen(folded);

@@ -45,8 +45,8 @@ struct WidePairIn {
         const Layer& layer = i < 2 ? p.value[i] : p.gate[i - 2];
         all.of[i] = {static_cast<const T*>(layer.weight.data),
                      static_cast<const T*>(layer.bias),
-                     static_cast<const T*>(p.norm_x.weight),
-                     static_cast<const T*>(p.norm_x.bias),
+                     {p.norm_x.weight},
+                     {p.norm_x.bias},
                      layer.weight.row_stride,
                      p.d,
                      static_cast<int>(channels),

@@ -44,8 +44,8 @@ struct WidePairOut {
         const Norm& norm = i == 0 ? p.norm_x : p.norm_o;
         all.of[i] = {static_cast<const T*>(layer.weight.data),
                      static_cast<const T*>(layer.bias),
-                     static_cast<const T*>(norm.weight),
-                     static_cast<const T*>(norm.bias),
+                     {norm.weight},
+                     {norm.bias},
                      layer.weight.row_stride,
                      p.c,
                      padded_features(p),

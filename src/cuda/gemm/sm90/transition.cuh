@@ -55,7 +55,8 @@ struct FeedForwardKernel {
     TileMap<cute::SM90_TMA_LOAD, Element, kRows, kC> x;
     TileMap<cute::SM90_TMA_STORE, Element, kRows, kC> out;
     TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kChunk, kChunk> gate, up, down;
-    const Element *gate_bias, *up_bias, *down_bias, *norm[2];
+    const Element *gate_bias, *up_bias, *down_bias;
+    NormValues<Element> norm[2];
     float eps;
     int m, c, hidden, row_tiles;  // row_tiles: of the rows of a cluster
     bool adds;
@@ -396,8 +397,8 @@ struct FeedForward {
       parameters.gate_bias = static_cast<const T*>(p.gate.bias);
       parameters.up_bias = static_cast<const T*>(p.up.bias);
       parameters.down_bias = static_cast<const T*>(p.down.bias);
-      parameters.norm[0] = static_cast<const T*>(p.norm.weight);
-      parameters.norm[1] = static_cast<const T*>(p.norm.bias);
+      parameters.norm[0] = {p.norm.weight};
+      parameters.norm[1] = {p.norm.bias};
       parameters.eps = p.norm.eps;
       parameters.m = p.m;
       parameters.c = p.c;

@@ -5,6 +5,7 @@
 // of the weights, and so on for the next rows. Finally the norm is unfolded again. All sums are in a fixed order.
 
 #include "cuda/gemm/column_sum.cuh"
+#include "cuda/gemm/norm_vector.cuh"
 #include "cuda/gemm/sm90/cluster_launch.cuh"
 #include "cuda/gemm/sm90/transition_dw.cuh"
 
@@ -15,7 +16,8 @@ template <class T>
 struct FoldedFactors {
   const T* weights[2];
   int64_t strides[2];
-  const T *biases[2], *norm_weight, *norm_bias;
+  const T* biases[2];
+  NormValues<T> norm_weight, norm_bias;
   int c, hidden;
 };
 
@@ -36,9 +38,8 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
     T* const to = weights + (int64_t{layer} * from.hidden + row) * from.c;
     for (int column = lane; column < from.c; column += 32) {
       const float value = static_cast<float>(w[column]);
-      to[column] =
-          static_cast<T>(from.norm_weight == nullptr ? value : value * static_cast<float>(from.norm_weight[column]));
-      if (from.norm_bias != nullptr) shift = fmaf(value, static_cast<float>(from.norm_bias[column]), shift);
+      to[column] = static_cast<T>(value * from.norm_weight.at(column, 1.f));
+      if (from.norm_bias.data != nullptr) shift = fmaf(value, from.norm_bias.at(column, 0.f), shift);
     }
     if (lane == 0 && bias != nullptr) shift += static_cast<float>(bias[row]);
   }
@@ -49,7 +50,8 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
 /// Where the gradients go; null if not wanted.
 template <class T>
 struct FeedForwardResults {
-  T *weights[3], *biases[3], *norm_weight, *norm_bias;  // of gate, up, down
+  T *weights[3], *biases[3];  // of gate, up, down
+  NormSums<T> norm_weight, norm_bias;
 };
 
 constexpr int kUnfoldThreads = 256;
@@ -62,9 +64,6 @@ __global__ void __launch_bounds__(kUnfoldThreads)
     unfold_factors_kernel(const FoldedFactors<T> from, const FeedForwardResults<T> to, const Sums* sums, int slices) {
   constexpr int kSlice = sizeof(sums->biases[0]) / sizeof(float);
   const int thread = threadIdx.x;
-  const auto gamma = [&](int column) {
-    return from.norm_weight == nullptr ? 1.f : static_cast<float>(from.norm_weight[column]);
-  };
   if (static_cast<int>(blockIdx.x) < from.c) {
     const int column = blockIdx.x;
     float2 sum = make_float2(0.f, 0.f);
@@ -86,8 +85,8 @@ __global__ void __launch_bounds__(kUnfoldThreads)
       }
     }
     if (thread != 0) return;
-    if (to.norm_weight != nullptr) to.norm_weight[column] = static_cast<T>(shared[0].x);
-    if (to.norm_bias != nullptr) to.norm_bias[column] = static_cast<T>(shared[0].y);
+    to.norm_weight.set(column, shared[0].x);
+    to.norm_bias.set(column, shared[0].y);
     return;
   }
   const int weight = from.hidden * from.c;
@@ -95,11 +94,11 @@ __global__ void __launch_bounds__(kUnfoldThreads)
   if (i < 2 * weight) {
     const int layer = i >= weight, element = i - layer * weight, row = element / from.c, column = element % from.c;
     const Sums& of = sums[row / kSlice];
-    const float beta = from.norm_bias == nullptr ? 0.f : static_cast<float>(from.norm_bias[column]);
+    const float gamma = from.norm_weight.at(column, 1.f), beta = from.norm_bias.at(column, 0.f);
     const float db = of.biases[layer][row % kSlice];
     T* const weights = layer == 0 ? to.weights[0] : to.weights[1];
     T* const biases = layer == 0 ? to.biases[0] : to.biases[1];
-    weights[element] = static_cast<T>(fmaf(of.weights[layer][row % kSlice][column], gamma(column), db * beta));
+    weights[element] = static_cast<T>(fmaf(of.weights[layer][row % kSlice][column], gamma, db * beta));
     if (column == 0 && biases != nullptr) biases[row] = static_cast<T>(db);
   } else if (i < 3 * weight) {
     const int element = i - 2 * weight, column = element / from.hidden, row = element % from.hidden;
@@ -177,8 +176,8 @@ struct FeedForwardGradients {
         factors.strides[i] = layer.weight.row_stride;
         factors.biases[i] = static_cast<const T*>(layer.bias);
       }
-      factors.norm_weight = static_cast<const T*>(p.norm.weight);
-      factors.norm_bias = static_cast<const T*>(p.norm.bias);
+      factors.norm_weight = {p.norm.weight};
+      factors.norm_bias = {p.norm.bias};
       factors.c = p.c;
       factors.hidden = p.hidden;
       fold_factors_kernel<T><<<dim3(Dx::kMostHidden / kFoldWarps, 2), 32 * kFoldWarps, 0, stream>>>(
@@ -204,8 +203,8 @@ struct FeedForwardGradients {
         results.weights[i] = static_cast<T*>(p.dweights[i]);
         results.biases[i] = static_cast<T*>(p.dbiases[i]);
       }
-      results.norm_weight = static_cast<T*>(p.dnorm_weight);
-      results.norm_bias = static_cast<T*>(p.dnorm_bias);
+      results.norm_weight = {p.dnorm_weight, p.norm.weight.is_float32};
+      results.norm_bias = {p.dnorm_bias, p.norm.bias.is_float32};
       const int blocks = p.c + (3 * p.hidden * p.c + kUnfoldThreads - 1) / kUnfoldThreads;
       unfold_factors_kernel<T, Sums><<<blocks, kUnfoldThreads, 0, stream>>>(factors, results, sums, of.slices);
       return Status::of(cudaGetLastError());
