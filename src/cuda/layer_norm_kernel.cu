@@ -297,7 +297,9 @@ bool gradients_by_rows(const std::array<Tensor, 3>& out, const Tensor& grad, con
   return with_element_type(x.scalar_type(), [&](auto element) {
     using scalar_t = decltype(element);
     const bool parameters = out[1].defined() || out[2].defined();
-    return with_parameter_type<scalar_t>(is_float32(weight), [&]<class P>(P) {
+    const bool are_float32 =
+        (weight || parameters) && detail::norm_gradient_dtype(x, weight) == at::kFloat;
+    return with_parameter_type<scalar_t>(are_float32, [&]<class P>(P) {
       const auto division = parameters ? divide_rows<scalar_t, LayerNormGradient<scalar_t, P, 2>>(rows, columns)
                                        : divide_rows<scalar_t, LayerNormGradient<scalar_t, P, 0>>(rows, columns);
       if (!division) return false;
@@ -317,7 +319,7 @@ std::tuple<Tensor, Tensor, Tensor> gradients_by_aten(const Tensor& grad, const T
                                                      at::IntArrayRef normalized_shape, const Tensor& mean,
                                                      const Tensor& rstd, const OptionalTensor& weight,
                                                      std::array<bool, 3> mask) {
-  if (weight && weight->scalar_type() != x.scalar_type()) {
+  if ((weight || mask[2]) && detail::norm_gradient_dtype(x, weight) != x.scalar_type()) {
     auto [dx, dweight, dbias] = gradients_by_aten(grad.to(at::kFloat), x.to(at::kFloat), normalized_shape, mean, rstd,
                                                   weight, mask);
     return {mask[0] ? dx.to(x.scalar_type()) : dx, dweight, dbias};

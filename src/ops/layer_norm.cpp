@@ -161,9 +161,10 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, 
                                                             const Tensor& rstd, const OptionalTensor& weight,
                                                             std::array<bool, 3> mask) {
   detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
-  const Tensor& like = weight ? *weight : x;
-  return {detail::empty_if(mask[0], x.sym_sizes(), x), detail::empty_if(mask[1], normalized_shape, like),
-          detail::empty_if(mask[2], normalized_shape, like)};
+  const auto of_parameters = x.options().dtype(detail::norm_gradient_dtype(x, weight));
+  const c10::SymDimVector none{0};
+  const auto made = [&](bool wanted) { return at::empty_symint(wanted ? normalized_shape : none, of_parameters); };
+  return {detail::empty_if(mask[0], x.sym_sizes(), x), made(mask[1]), made(mask[2])};
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {

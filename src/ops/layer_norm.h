@@ -71,9 +71,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(const at::Ten
                                                                    const std::optional<at::Tensor>& weight,
                                                                    std::array<bool, 3> mask);
 
-/// The dtype of the gradients of weight and bias: the weight's, or without one, that of x.
+/// The dtype of the gradients of weight and bias: the weight's; without one, at least float32, since the bias may be.
 inline at::ScalarType norm_gradient_dtype(const at::Tensor& x, const std::optional<at::Tensor>& weight) {
-  return weight ? weight->scalar_type() : x.scalar_type();
+  return weight ? weight->scalar_type() : moments_dtype(x.scalar_type());
 }
 
 /// The argument checks of the above, for every backend.
