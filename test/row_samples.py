@@ -119,7 +119,9 @@ def layer_norm_samples(mutates: bool) -> tuple[Sample, ...]:
         Sample("zero_in", lambda t: arguments(t(5, 0), [0], t(0), t(0))),
         Sample("offset", lambda t: arguments(t(5, 7, view=lambda v: v + 100.0), [7]), large=True),
         Sample("large", lambda t: arguments(t(2053, 517), [517], t(517), t(517)), large=True),
-        Sample("large_float32_affine", lambda t: arguments(t(2053, 520), [520], _wide(t, 520), _wide(t, 520)), large=True),
+        Sample(
+            "large_float32_affine", lambda t: arguments(t(2053, 520), [520], _wide(t, 520), _wide(t, 520)), large=True
+        ),
         Sample("large_plain_strided", lambda t: arguments(t(517, 1031, view=Tensor.t), [517]), large=True),
         Sample("one_long_row", lambda t: arguments(t(1, 300_007), [300_007]), large=True),
     )

@@ -191,7 +191,7 @@ def test_layers_under_autocast(dtype: torch.dtype) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             (theirs,), (ours,) = (_run(m, z.to(dtype), masks=(mask,)) for m in (original, model))
     assert ours.dtype == theirs.dtype == torch.float32
-    assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+    assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
 
 
 @needs_boltz

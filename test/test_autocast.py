@@ -38,9 +38,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mixed(
-    arguments: Arguments, first: torch.dtype, rest: torch.dtype, norms: torch.dtype | None = None
-) -> Arguments:
+def mixed(arguments: Arguments, first: torch.dtype, rest: torch.dtype, norms: torch.dtype | None = None) -> Arguments:
     """The first tensor in one dtype and the others in another, as new leaves that keep their strides. Parameters of
     folded layer norms may get a third one."""
     dtypes = iter([first] + [rest] * len(tensors(arguments)))

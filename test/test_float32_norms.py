@@ -45,7 +45,7 @@ def _attention_shapes(c: int) -> dict[str, tuple[int, ...]]:
     return {"norm_weight": (c,), "norm_bias": (c,), "bias_weight": (HEADS, c), **products}
 
 
-def _weights(given: dict[str, Tensor]) -> AttentionWeights:
+def _weights(given: dict[str, Any]) -> AttentionWeights:
     return AttentionWeights(**given, gate_bias=None, out_bias=None, heads=HEADS)
 
 
@@ -59,11 +59,11 @@ def _attention(node: Any) -> Case:
     return Case(function, reference, _attention_shapes)
 
 
-def _triangle(direction: str) -> Case:
-    def function(x: Tensor, **given: Tensor) -> Tensor:
+def _triangle(direction: Any) -> Case:
+    def function(x: Tensor, **given: Any) -> Tensor:
         return torchops.triangle_multiplicative_update(x, direction, **given)
 
-    def reference(x: Tensor, **given: Tensor) -> Tensor:
+    def reference(x: Tensor, **given: Any) -> Tensor:
         return triangle_reference.triangle_multiplicative_update(x, direction, **given)
 
     return Case(function, reference, _triangle_shapes)

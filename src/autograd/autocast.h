@@ -89,16 +89,16 @@ struct CastParameters<function, norms, std::index_sequence<places...>> {
 
   static constexpr bool is_norm(size_t place) { return std::find(norms.begin(), norms.end(), place) != norms.end(); }
 
-  template <bool is_norm, class Argument>
-  static decltype(auto) cast_one(const Casting& cast, Argument& argument) {
+  template <size_t place, class Argument>
+  static decltype(auto) cast_at(const Casting& cast, Argument& argument) {
     if constexpr (std::is_same_v<std::decay_t<Argument>, List>) {
       List list;
       for (size_t i = 0; i < argument.size(); ++i) {
         const std::optional<Tensor> parameter = argument.get(i);
-        list.push_back(CastParameters::is_norm(i) ? cast.unless_float32(parameter) : cast(parameter));
+        list.push_back(is_norm(i) ? cast.unless_float32(parameter) : cast(parameter));
       }
       return list;
-    } else if constexpr (is_norm) {
+    } else if constexpr (!kHasList && is_norm(place)) {
       return cast.unless_float32(argument);
     } else {
       return cast(argument);
@@ -107,7 +107,7 @@ struct CastParameters<function, norms, std::index_sequence<places...>> {
 
   static Return call(X& x, Args... args) {
     const Casting cast(of_parameters(x), x);
-    return function(cast.unless_float32(x), cast_one<!kHasList && is_norm(1 + places)>(cast, args)...);
+    return function(cast.unless_float32(x), cast_at<1 + places>(cast, args)...);
   }
 };
 

@@ -300,8 +300,8 @@ struct ChannelPanel {
                                                              factors, rows.size(0), rows.size(1));
     });
   }
-  /// The layer norm of the rows. Its parameters are contiguous, and both of T or, if T has 16 bits, both float32. Returns
-  /// false, with nothing done, if a tile of the rows does not fit in shared memory.
+  /// The layer norm of the rows. Its parameters are contiguous, and both of T or, if T has 16 bits, both float32.
+  /// Returns false, with nothing done, if a tile of the rows does not fit in shared memory.
   bool to_normalized_rows(const at::Tensor& rows, const std::optional<at::Tensor>& weight,
                           const std::optional<at::Tensor>& bias, double eps) const {
     const auto& either = weight ? weight : bias;

@@ -297,8 +297,7 @@ bool gradients_by_rows(const std::array<Tensor, 3>& out, const Tensor& grad, con
   return with_element_type(x.scalar_type(), [&](auto element) {
     using scalar_t = decltype(element);
     const bool parameters = out[1].defined() || out[2].defined();
-    const bool are_float32 =
-        (weight || parameters) && detail::norm_gradient_dtype(x, weight) == at::kFloat;
+    const bool are_float32 = (weight || parameters) && detail::norm_gradient_dtype(x, weight) == at::kFloat;
     return with_parameter_type<scalar_t>(are_float32, [&]<class P>(P) {
       const auto division = parameters ? divide_rows<scalar_t, LayerNormGradient<scalar_t, P, 2>>(rows, columns)
                                        : divide_rows<scalar_t, LayerNormGradient<scalar_t, P, 0>>(rows, columns);
@@ -320,8 +319,8 @@ std::tuple<Tensor, Tensor, Tensor> gradients_by_aten(const Tensor& grad, const T
                                                      const Tensor& rstd, const OptionalTensor& weight,
                                                      std::array<bool, 3> mask) {
   if ((weight || mask[2]) && detail::norm_gradient_dtype(x, weight) != x.scalar_type()) {
-    auto [dx, dweight, dbias] = gradients_by_aten(grad.to(at::kFloat), x.to(at::kFloat), normalized_shape, mean, rstd,
-                                                  weight, mask);
+    auto [dx, dweight, dbias] =
+        gradients_by_aten(grad.to(at::kFloat), x.to(at::kFloat), normalized_shape, mean, rstd, weight, mask);
     return {mask[0] ? dx.to(x.scalar_type()) : dx, dweight, dbias};
   }
   const int64_t rows = mean.numel(), columns = c10::multiply_integers(normalized_shape);

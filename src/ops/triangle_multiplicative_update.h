@@ -27,9 +27,10 @@ namespace torchops {
 ///
 /// x: (*batch, N, N, c); direction: "outgoing" or "incoming"; mask: (*batch, N, N), bool or floating-point, or none;
 /// p_in_weight, g_in_weight: (2d, c), first the d rows of a, then those of b; p_out_weight: (c, d); g_out_weight: (c,
-/// c); norms: (c,) and (d,); biases: one element per weight row, or none. All have one floating-point dtype, except that x
-/// and each of the norms' parameters may be float32 if the weights are float16 or bfloat16. Returns a new contiguous
-/// tensor of x's shape and the weights' dtype. Throws c10::Error, with nothing computed, when arguments do not fit.
+/// c); norms: (c,) and (d,); biases: one element per weight row, or none. All have one floating-point dtype, except
+/// that x and each of the norms' parameters may be float32 if the weights are float16 or bfloat16. Returns a new
+/// contiguous tensor of x's shape and the weights' dtype. Throws c10::Error, with nothing computed, when arguments do
+/// not fit.
 TORCHOPS_API at::Tensor triangle_multiplicative_update(
     const at::Tensor& x, std::string_view direction, const std::optional<at::Tensor>& mask,
     const std::optional<at::Tensor>& norm_in_weight, const std::optional<at::Tensor>& norm_in_bias,

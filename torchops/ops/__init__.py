@@ -5,7 +5,8 @@ as it treats the operators. In-place functions return their first argument, as P
 return nothing.
 
 All tensors of a call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
-inputs with 16-bit weights. The dtypes float32, float64, float16 and bfloat16 are supported.
+inputs with 16-bit weights, and ``layer_norm`` and ``layer_norm_`` a float32 ``weight`` and ``bias`` with a 16-bit
+``x``. The dtypes float32, float64, float16 and bfloat16 are supported.
 
 Invalid arguments raise an error that names the operator, the argument, what was expected and what was passed. It is a
 ``TypeError`` for an argument of a wrong type, such as a number instead of a tensor. Nothing is modified then.

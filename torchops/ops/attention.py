@@ -102,8 +102,8 @@ def triangle_attention_update(
         inplace: overwrite ``x``. This is for inference; training copies ``x`` first.
         residual: add ``x``. This is for training: the last pass over the gradient of ``x`` adds that of the sum.
 
-    Dtypes: float32, float64, float16 or bfloat16, one for all parameters. If that is float16 or bfloat16, ``x`` may be
-    float32.
+    Dtypes: float32, float64, float16 or bfloat16, one for all parameters. If that is float16 or bfloat16, ``x`` and the
+    weight and bias of the norm may each be float32; ``torch.autocast`` leaves them so.
 
     Memory: without gradients, the result and, on CUDA, at most a tensor of the size of ``x`` in the dtype of the
     weights, or 128 MiB if that is more; on the CPU, 32 MiB and the bias; or one row, if rows are longer. Training keeps

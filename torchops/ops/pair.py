@@ -47,9 +47,9 @@ def transition(
         down_weight: of shape ``(c, hidden)``; its bias ``(c,)``, or ``None``.
         eps: of the layer norm.
 
-    Dtypes: float32, float64, float16 or bfloat16, one for all parameters. If that is float16 or bfloat16, ``x`` may be
-    float32. It is rounded only after the mean of each row has been subtracted. ``torch.autocast`` casts the parameters,
-    and leaves a float32 ``x`` as it is.
+    Dtypes: float32, float64, float16 or bfloat16, one for all parameters. If that is float16 or bfloat16, ``x``,
+    ``norm_weight`` and ``norm_bias`` may each be float32. ``x`` is rounded only after the mean of each row has been
+    subtracted. ``torch.autocast`` casts the other parameters, and leaves a float32 ``x`` or norm as it is.
 
     Memory: the ``hidden`` features, several times as many as those of ``x``, exist only for one panel of rows at a
     time. For backward, only the arguments are kept; everything else is computed again.
@@ -174,8 +174,9 @@ def triangle_multiplicative_update(
         eps: of both layer norms.
 
     Dtypes: float32, float64, float16 or bfloat16, one for all arguments but the mask. If the parameters are float16 or
-    bfloat16, ``x`` may be float32. It is rounded only after the mean of each row has been subtracted.
-    ``torch.autocast`` casts the mask and the parameters, and leaves a float32 ``x`` as it is. In float16, the
+    bfloat16, ``x`` and the weights and biases of the norms may each be float32. ``x`` is rounded only after the mean of
+    each row has been subtracted. ``torch.autocast`` casts the mask and the other parameters, and leaves a float32 ``x``
+    or norm as it is. In float16, the
     operator scales ``a`` by a power of two of at most ``1 / sqrt(N)``, so ``o`` overflows only if large products of one
     sign add up: it cannot while ``sqrt(N) * max|a| * max|b|`` is at most 65504.
 

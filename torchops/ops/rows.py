@@ -81,7 +81,8 @@ def layer_norm(
         bias: shift of shape ``normalized_shape``, or ``None`` for 0.
         eps: added to the variance.
 
-    Dtypes: float32, float64, float16 or bfloat16, one for all arguments.
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments. If that of ``x`` is float16 or bfloat16,
+    ``weight`` and ``bias`` may each be float32.
 
     Memory: the result. Backward reads ``x`` and ``weight``, and two numbers per row.
 

@@ -61,9 +61,10 @@ Parameters = Sequence[Tensor | None]
 """The tensors of AttentionWeights, in its order; None for those not given."""
 
 
-def norm_parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+def norm_parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias as `torchops.layer_norm` takes them beside `x`: float32 beside 16 bits stays as it is."""
-    return tuple(t if t is None or t.dtype == torch.float32 else t.to(x.dtype) for t in (weight, bias))
+    weight, bias = (t if t is None or t.dtype == torch.float32 else t.to(x.dtype) for t in (weight, bias))
+    return weight, bias
 
 
 TENSORS = AttentionWeights._fields[:10]

@@ -299,8 +299,8 @@ def _materialized(op: Any) -> Callable[..., Any]:
 
 
 def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    """Casts the parameters, and x unless it is float32 or overwritten: then they get the dtype of a 16-bit x. The norm's
-    parameters stay float32, as those of F.layer_norm do."""
+    """Casts the parameters, and x unless it is float32 or overwritten: then they get the dtype of a 16-bit x. Those of
+    the norm stay float32, as those of F.layer_norm do."""
 
     def cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         floating = t is not None and t.device.type == device_type and t.is_floating_point() and t.dtype != torch.float64
