@@ -20,7 +20,6 @@ from test_adapters import randomised
 from torch import Tensor, nn
 
 from torchops.adapters.diffusion import AttentionPairBias, DiffusionLayer
-from torchops.adapters.step_graph import StepGraph
 from torchops.nn import replace
 
 pytestmark = [pytest.mark.xdist_group("adapters")]
@@ -156,40 +155,3 @@ def test_state_dict_copies_and_hooks() -> None:
 def test_a_layer_with_a_last_norm_is_left() -> None:
     layer = released(TRANSFORMERS["boltz"], "DiffusionTransformerLayer", HEADS, C, SINGLE, post_layer_norm=True)
     assert "post_lnorm" in replace(layer).left["0"]
-
-
-def test_the_score_model_is_a_step_graph() -> None:
-    """On a CPU it runs as it is."""
-    arguments = {"token_s": 8, "atom_s": 8, "token_transformer_depth": 1, "token_transformer_heads": 2}
-    few = {"atom_encoder_depth": 1, "atom_encoder_heads": 2, "atom_decoder_depth": 1, "atom_decoder_heads": 2}
-    model = released("boltz.model.modules.diffusionv2", "DiffusionModule", **arguments, **few, dim_fourier=8).eval()
-    new = copy.deepcopy(model)
-    assert "0" in replace(new).replaced
-    assert isinstance(new[0], StepGraph)  # type: ignore[index]
-    encoders = importlib.import_module("boltz.model.modules.encodersv2")
-    tokens, atoms, samples, windows = 6, 64, 2, 2
-    indices = encoders.get_indexing_matrix(windows, 32, 128, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    conditioning = {
-        "q": draw(1, atoms, 8),
-        "c": draw(1, atoms, 8),
-        "to_keys": encoders.partial(encoders.single_to_keys, indexing_matrix=indices, W=32, H=128),
-        "atom_enc_bias": draw(1, windows, 32, 128, 2),
-        "atom_dec_bias": draw(1, windows, 32, 128, 2),
-        "token_trans_bias": draw(1, tokens, tokens, 2),
-    }
-    of_tokens = nn.functional.one_hot(torch.arange(atoms) * tokens // atoms, tokens)[None]
-    feats = {
-        **{"ref_pos": draw(1, atoms, 3), "atom_pad_mask": torch.ones(1, atoms), "atom_to_token": of_tokens},
-        "token_pad_mask": torch.ones(1, tokens),
-    }
-    call: dict[str, Any] = {
-        **{"s_inputs": draw(1, tokens, 8), "s_trunk": draw(1, tokens, 8), "feats": feats, "multiplicity": samples},
-        **{"r_noisy": draw(samples, atoms, 3), "times": draw(samples), "diffusion_conditioning": conditioning},
-    }
-    with torch.no_grad():
-        assert_all_close([new[0](**call)], [model[0](**call)], atol=1e-3, rtol=1e-3)  # type: ignore[index]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torchops.adapters import attention, diffusion, transition
 from torchops.adapters.layer import Layer, LayerAdapter, Parts, added
 from torchops.adapters.module import Adapter, Call, random
+from torchops.adapters.sampling import SamplerAdapter, ScoreAdapter
 from torchops.adapters.signature import CHUNKS, KERNELS, Signature
-from torchops.adapters.step_graph import GraphAdapter
 from torchops.adapters.triangle import PACKED, Direction, TriangleUpdate
 
 _KERNELS = dict.fromkeys(("use_kernels", "use_cuequiv_mul", "use_cuequiv_attn", "use_trifast"), KERNELS)
@@ -189,6 +189,11 @@ def _diffusion(package: str, transformers: str, attentions: str) -> Iterable[Ada
     yield Adapter(inside, ("AttentionPairBias",), diffusion.AttentionPairBias, names, _PAIR_BIAS, roles)
 
 
+def _sampling(file: str) -> Iterable[Adapter]:
+    yield ScoreAdapter(file, "DiffusionModule")
+    yield SamplerAdapter(file, "AtomDiffusion")
+
+
 MODULES = (
     *_modules("boltz", "triangular_mult"),
     *_modules("boltzgen", "triangular"),
@@ -198,8 +203,8 @@ MODULES = (
 LAYERS = (
     *_layers("boltz"),
     *_layers("boltzgen"),
-    GraphAdapter("boltz.model.modules.diffusionv2", "DiffusionModule"),
-    GraphAdapter("boltzgen.model.modules.diffusion", "DiffusionModule"),
+    *_sampling("boltz.model.modules.diffusionv2"),
+    *_sampling("boltzgen.model.modules.diffusion"),
     LayerAdapter("boltz.model.modules.trunk", ("PairformerLayer",), FirstPairformerLayer, _FIRST_PARTS, _LAYER),
 )
 UNFIT: tuple[tuple[str, str, str], ...] = ()

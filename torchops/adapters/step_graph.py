@@ -248,7 +248,7 @@ class _Graphs:
                 self.refused = True
                 return module.released(*args, **kwargs)
         for i, place in kind.recording.copied:
-            place.copy_(leaves[i])
+            _distinct(place).copy_(_distinct(leaves[i]))
         kind.recording.graph.replay()
         return pytree.tree_map_only(Tensor, torch.clone, kind.recording.result)
 
@@ -267,7 +267,8 @@ class _Graphs:
         return result
 
     def _record(self, module: StepGraph, leaves: list[Any], spec: Any, varying: set[int]) -> _Recording | None:
-        copied = [(i, leaves[i].clone()) for i in sorted(varying)]
+        # With their layout: what shares memory is computed once.
+        copied = [(i, _distinct(leaves[i]).clone().expand(leaves[i].shape)) for i in sorted(varying)]
         places = list(leaves)
         for i, place in copied:
             places[i] = place
@@ -303,6 +304,14 @@ def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 def _capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
+
+
+def _distinct(t: Tensor) -> Tensor:
+    """One of the rows that share memory, along each dimension."""
+    for dim, stride in enumerate(t.stride()):
+        if stride == 0:
+            t = t.narrow(dim, 0, min(1, t.shape[dim]))
+    return t
 
 
 def _sizes(leaf: Any) -> Any:

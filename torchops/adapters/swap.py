@@ -44,10 +44,12 @@ def replace_known_modules(model: nn.Module) -> Replacements:
     """Replaces modules of public packages: first those without known parts, then layers made of replacements."""
     tried: dict[Any, str | None] = {}
     replaced, left = [], {}
-    for layers in (False, True):
+    layers, more = False, True
+    while more:
         found = {module: known(module, tried, layers) for module in model.modules()}
         if (own := found[model]) is not None and "" not in left:
             left[""] = own if isinstance(own, str) else "it is the model itself"
+        before = len(replaced)
         gone: set[nn.Module] = set()  # inside of those that are replaced
         for name, parent in list(model.named_modules()):
             for key, child in () if parent in gone else parent._modules.items():
@@ -55,7 +57,10 @@ def replace_known_modules(model: nn.Module) -> Replacements:
                 if child is not None and isinstance(new, Replacement):
                     parent._modules[key] = new
                     replaced.append(join(name, key))
+                    left.pop(join(name, key), None)
                     gone.update(child.modules())
                 elif isinstance(new, str):
                     left[join(name, key)] = new
+        # A layer may be replaced once the layers inside are.
+        layers, more = True, not layers or len(replaced) > before
     return Replacements(tuple(replaced), left)

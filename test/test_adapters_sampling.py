@@ -1,0 +1,170 @@
+"""Samplers and score models of public packages: what is the same for all samples of a step is computed once, with the
+same random numbers and results.
+
+The packages are those of test_adapters.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from checks import assert_all_close
+from test_adapters_diffusion import released
+from torch import Tensor, nn
+
+from torchops.adapters.sampling import Sampler, ScoreModel
+from torchops.nn import replace
+
+pytestmark = [pytest.mark.xdist_group("adapters")]
+
+FILES = {"boltz": "boltz.model.modules.diffusionv2", "boltzgen": "boltzgen.model.modules.diffusion"}
+packages = pytest.mark.parametrize("package", FILES)
+C, HEADS, TOKENS, ATOMS, WINDOWS = 8, 2, 6, 64, 2
+SCORE = {
+    **{"token_s": C, "atom_s": C, "dim_fourier": C, "token_transformer_depth": 2, "token_transformer_heads": HEADS},
+    **{f"atom_{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("depth", 1), ("heads", HEADS))},
+}
+NO_STEERING = {
+    **{"fk_steering": False, "physical_guidance_update": False, "contact_guidance_update": False},
+    "guidance_update": False,
+}
+
+
+def sampler(package: str) -> tuple[Any, Any]:
+    model = released(FILES[package], "AtomDiffusion", SCORE, num_sampling_steps=3).eval()
+    new: Any = copy.deepcopy(model)
+    report = replace(new)
+    assert {"0", "0.score_model"} <= set(report.replaced)
+    assert isinstance(new[0], Sampler)
+    assert isinstance(new[0].score_model, ScoreModel)
+    return model[0], new[0]  # type: ignore[index]
+
+
+def conditions(package: str) -> dict[str, Any]:
+    """What the sampler gives the score model."""
+    encoders = importlib.import_module(f"{package}.model.modules.encoders{'v2' if package == 'boltz' else ''}")
+    indices = encoders.get_indexing_matrix(WINDOWS, 32, 128, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    conditioning = {
+        **{"q": draw(1, ATOMS, C), "c": draw(1, ATOMS, C)},
+        "to_keys": functools.partial(encoders.single_to_keys, indexing_matrix=indices, W=32, H=128),
+        "atom_enc_bias": draw(1, WINDOWS, 32, 128, HEADS),
+        "atom_dec_bias": draw(1, WINDOWS, 32, 128, HEADS),
+        "token_trans_bias": draw(1, TOKENS, TOKENS, 2 * HEADS),
+    }
+    of_tokens = nn.functional.one_hot(torch.arange(ATOMS) * TOKENS // ATOMS, TOKENS)[None]
+    feats = {
+        **{"ref_pos": draw(1, ATOMS, 3), "atom_pad_mask": torch.ones(1, ATOMS), "atom_to_token": of_tokens},
+        **{"token_pad_mask": torch.tensor([[1.0] * (TOKENS - 1) + [0.0]]), "coords": draw(3, ATOMS, 3)},
+    }
+    trunk = {"s_inputs": draw(1, TOKENS, C), "s_trunk": draw(1, TOKENS, C)}
+    return {**trunk, "feats": feats, "diffusion_conditioning": conditioning}
+
+
+def sampled(module: Any, package: str, samples: int = 3) -> Tensor:
+    torch.manual_seed(1)
+    given = conditions(package)
+    mask = given["feats"]["atom_pad_mask"]
+    steering = {"steering_args": NO_STEERING} if package == "boltz" else {}
+    with torch.no_grad():
+        out = module.sample(mask, num_sampling_steps=3, multiplicity=samples, **steering, **given)
+    coords: Tensor = out["sample_atom_coords"]
+    return coords
+
+
+@contextmanager
+def conditioned() -> Iterator[list[int]]:
+    """The rows of all products of which the input has the width of the conditioning."""
+    rows: list[int] = []
+    linear = nn.functional.linear
+
+    def counting(x: Tensor, *weights: Any) -> Tensor:
+        if x.dim() == 3 and x.shape[-2] == TOKENS:
+            rows.append(x.numel() // x.shape[-1])
+        return linear(x, *weights)
+
+    with mock.patch.object(nn.functional, "linear", counting):
+        yield rows
+
+
+@packages
+def test_samples(package: str) -> None:
+    """The same structures; and of a step's products, those with the conditioning are of one sample."""
+    model, new = sampler(package)
+    expected = sampled(model, package)
+    with conditioned() as rows:
+        got = sampled(new, package)
+    assert_all_close([got], [expected], atol=1e-4, rtol=1e-4)
+    assert rows.count(TOKENS) >= 3 * 2 * 6  # steps, layers, products
+    assert_all_close([sampled(new, package, 1)], [sampled(model, package, 1)], atol=1e-4, rtol=1e-4)
+
+
+@packages
+def test_training_draws_a_level_for_each_sample(package: str) -> None:
+    model, new = sampler(package)
+    given = conditions(package)
+    results = []
+    for module in (model, new):
+        torch.manual_seed(1)
+        out = module(**given, multiplicity=3)["denoised_atom_coords"]
+        weights = [p for p in module.score_model.single_conditioner.parameters() if p.requires_grad]
+        results.append([out, *torch.autograd.grad(out.square().mean(), weights)])
+    assert_all_close(*results, atol=1e-3, rtol=1e-3)
+
+
+@packages
+def test_levels_in_other_memory_are_not_looked_at(package: str) -> None:
+    """They may differ."""
+    model, new = sampler(package)
+    call = conditions(package) | {"multiplicity": 3, "r_noisy": torch.randn(3, ATOMS, 3)}
+    for times in (torch.rand(3), torch.rand(1).expand(3)):
+        with torch.no_grad():
+            got, expected = (m.score_model(times=times, **call) for m in (new, model))
+        got, expected = (value["r_update"] if package == "boltzgen" else value for value in (got, expected))
+        assert_all_close([got], [expected], atol=1e-3, rtol=1e-3)
+
+
+def test_methods_and_properties_are_the_released_ones() -> None:
+    model, new = sampler("boltz")
+    assert new.device == model.device
+    assert torch.equal(new.sample_schedule(5), model.sample_schedule(5))
+    assert new.state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = new.nothing
+    for copied in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        assert_all_close([sampled(copied, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
+
+
+def test_a_hook_sees_all_samples() -> None:
+    model, new = sampler("boltz")
+    expected, seen = sampled(model, "boltz"), []
+    new.score_model.single_conditioner.norm_single.register_forward_hook(lambda _, args, out: seen.append(len(args[0])))
+    assert_all_close([sampled(new, "boltz")], [expected], atol=1e-4, rtol=1e-4)
+    assert seen == [3, 3, 3]
+
+
+def test_a_score_model_that_calls_its_parts_otherwise_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a later release might."""
+    kind = importlib.import_module(FILES["boltz"]).DiffusionModule
+    forward = kind.forward
+
+    def later(self: Any, s_inputs: Tensor, s_trunk: Tensor, **rest: Any) -> Any:
+        return forward(self, s_inputs=s_inputs, s_trunk=2 * s_trunk, **rest)
+
+    monkeypatch.setattr(kind, "forward", later)
+    model, new = sampler("boltz")
+    assert not new.score_model.shares
+    assert_all_close([sampled(new, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
