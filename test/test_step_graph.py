@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchops._core import _build_info
 from torchops.adapters import step_graph
@@ -27,11 +28,14 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and _build_info.cuda_v
 class Again:
     """In place of a CUDA graph."""
 
-    def __init__(self, function: Callable[[], Tensor]) -> None:
-        self.function, self.result = function, function().fill_(float("nan"))
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.result = pytree.tree_map_only(Tensor, lambda t: torch.full_like(t, float("nan")), function())
 
     def replay(self) -> None:
-        self.result.copy_(self.function())
+        for place, value in zip(*map(pytree.tree_leaves, (self.result, self.function())), strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(value)
 
 
 class Step(nn.Module):
@@ -66,7 +70,7 @@ def wrapped(module: nn.Module) -> StepGraph:
     return step
 
 
-def again(function: Callable[[], Tensor]) -> tuple[Again, Tensor]:
+def again(function: Callable[[], Any]) -> tuple[Again, Any]:
     graph = Again(function)
     return graph, graph.result
 
@@ -82,6 +86,7 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(step_graph, "_settings", lambda: torch.is_inference_mode_enabled())
         monkeypatch.setattr(step_graph, "_drawn", lambda: torch.get_rng_state().tolist())
         monkeypatch.setattr(step_graph, "_capturing", lambda: False)
+        monkeypatch.setattr(step_graph, "_available", lambda: 2**40)
     with torch.no_grad():
         yield wrapped(module), module, feats
 

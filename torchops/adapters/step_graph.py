@@ -8,6 +8,8 @@ parameters are. Whatever does not fit runs as it is.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import warnings
@@ -21,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchops.adapters.constants import Constants, Known
 from torchops.adapters.module import PLAIN, Adapter, Replacement, restored
 from torchops.adapters.signature import Signature
-from torchops.nn.layers import has_hooks
+from torchops.adapters.state import State, Watch
 from torchops.nn.replace import module_reason
 
 DEVICE = "cuda"
@@ -31,13 +34,17 @@ DEVICE = "cuda"
 # Graphs kept for a module: a sampler may run its samples in chunks of two sizes.
 KEPT = 2
 
+# Of the available memory, for what a step need not compute again.
+KEPT_SHARE = 0.25
+
 
 class StepGraph(Replacement):
     """Replaces a module by itself. In inference on a GPU, the third call of the same kind becomes a CUDA graph, and the
     calls after it replay that.
 
     A kind is the sizes and dtypes of tensors and everything else in the arguments. Tensors that were the same object in
-    the second call as in the first are read where they are, the others are copied into the memory of the graph.
+    the second call as in the first are read where they are, the others are copied into the memory of the graph. What is
+    computed from the former alone is computed once, before the graph: nobody may change them through ``.data``.
 
     A graph goes when one of those tensors does, which is when the prediction ends, or for a newer one. It is off under
     autograd, in training, under ``torch.compile`` and in a capture of the caller, where a module inside has hooks,
@@ -105,42 +112,6 @@ class GraphAdapter(Adapter):
         return module_reason(module, type(module)) or StepGraph(module, self.names, Signature((), (), {}, {}, {}))
 
 
-class _Modules(NamedTuple):
-    """What is inside a module, as far as a graph depends on it."""
-
-    ids: tuple[int, ...]
-    pointers: tuple[Any, ...]
-    attributes: tuple[Any, ...]
-    hooks: bool
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Modules:
-        ids, pointers, attributes, hooks = [], [], [], _has_global_hooks()
-        todo = [module]
-        while todo:
-            each = todo.pop()
-            ids.append(id(each))
-            hooks = hooks or (each is not module and (has_hooks(each) or "forward" in each.__dict__))
-            for registry in (each._parameters, each._buffers):
-                pointers += [_place(t) for t in registry.values() if t is not None]
-            attributes += [_place(v) if isinstance(v, Tensor) else v for v in vars(each).values() if _is_attribute(v)]
-            todo += [child for child in each._modules.values() if child is not None]
-        return cls(tuple(ids), tuple(pointers), tuple(attributes), hooks)
-
-
-def _place(t: Tensor) -> Any:
-    return t.data_ptr(), t.dtype, t.stride()
-
-
-def _is_attribute(value: Any) -> bool:
-    return isinstance(value, (Tensor, tuple, *PLAIN))
-
-
-def _has_global_hooks() -> bool:
-    hooks = torch.nn.modules.module
-    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
-
-
 class _Leaf(NamedTuple):
     """An argument that has to be the same object, with the same content, in every call."""
 
@@ -172,13 +143,22 @@ class _Constant:
 
 def _version(value: Any) -> Any:
     """What changes with the content of a tensor, or with its memory."""
+    if isinstance(value, functools.partial):
+        return [_version(t) for t in _held(value)]
     if not isinstance(value, Tensor):
         return None
     return value.data_ptr(), None if value.is_inference() else value._version
 
 
+def _held(value: Any) -> list[Tensor]:
+    """The tensors in an argument."""
+    leaves = pytree.tree_leaves((value.args, value.keywords)) if isinstance(value, functools.partial) else [value]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
 class _Recording(NamedTuple):
     graph: torch.cuda.CUDAGraph
+    constants: Any  # which the graph reads
     copied: list[tuple[int, Tensor]]  # arguments of which each call has another, and their place in the graph
     result: Any
 
@@ -186,9 +166,10 @@ class _Recording(NamedTuple):
 class _Kind:
     """The calls of one kind so far."""
 
-    def __init__(self, leaves: list[Any], settings: Any, modules: _Modules) -> None:
+    def __init__(self, leaves: list[Any], settings: Any, modules: State) -> None:
         self.settings, self.modules = settings, modules
         self.recording: _Recording | None = None
+        self.constants: Any = None
         self.calls = 1
         self.varying: set[int] = set()
         self.leaves: list[_Leaf | None] = [_Leaf.holding(leaf) for leaf in leaves]
@@ -206,7 +187,7 @@ class _Kind:
 
     def forget(self) -> None:
         """Give the memory of the graph back. The next call starts again."""
-        self.recording, self.calls, self.leaves = None, 0, []
+        self.recording, self.constants, self.calls, self.leaves = None, None, 0, []
 
     def changed(self, leaves: list[Any]) -> list[int]:
         return [
@@ -222,12 +203,15 @@ class _Graphs:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.kinds: OrderedDict[Any, _Kind] = OrderedDict()
+        self.watch: Watch | None = None
         self.refused = False
 
     def run(self, module: StepGraph, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = (str(spec), tuple(map(_sizes, leaves)))
-        settings, modules = _settings(), _Modules.of(module)
+        if self.watch is None:
+            self.watch = Watch(module)
+        settings, modules = _settings(), self.watch.now(module)
         kind = self.kinds.get(key)
         if self.refused or modules.hooks:
             return module.released(*args, **kwargs)
@@ -239,11 +223,11 @@ class _Graphs:
             if not all(isinstance(leaves[i], Tensor) for i in changed):
                 return self._first(module, args, kwargs, key, _Kind(leaves, settings, modules))
             kind.settle(leaves, changed)
-            return module.released(*args, **kwargs)
+            return self._second(module, args, kwargs, kind)
         if changed:  # another prediction
             return self._first(module, args, kwargs, key, _Kind(leaves, settings, modules))
         if kind.recording is None:
-            kind.recording = self._record(module, leaves, spec, kind.varying)
+            kind.recording = self._record(module, leaves, spec, kind)
             if kind.recording is None:
                 self.refused = True
                 return module.released(*args, **kwargs)
@@ -266,40 +250,72 @@ class _Graphs:
             self.kinds[key] = kind
         return result
 
-    def _record(self, module: StepGraph, leaves: list[Any], spec: Any, varying: set[int]) -> _Recording | None:
+    def _second(self, module: StepGraph, args: Any, kwargs: Any, kind: _Kind) -> Any:
+        """Finds out what does not depend on the arguments that change, and keeps it for the graph."""
+        if any(each._compiled_call_impl is not None for each in module.modules()):
+            return module.released(*args, **kwargs)  # what compiled code reads is not seen
+        leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+        constants = Constants(t for i, leaf in leaves if i not in kind.varying for t in _held(leaf))
+        with _without_cache(), constants:
+            result = module.released(*args, **kwargs)
+        size = constants.finish(result)
+        if size is not None and size <= KEPT_SHARE * _available():
+            kind.constants = constants.steps
+        return result
+
+    def _record(self, module: StepGraph, leaves: list[Any], spec: Any, kind: _Kind) -> _Recording | None:
         # With their layout: what shares memory is computed once.
-        copied = [(i, _distinct(leaves[i]).clone().expand(leaves[i].shape)) for i in sorted(varying)]
+        copied = [(i, _distinct(leaves[i]).clone().expand(leaves[i].shape)) for i in sorted(kind.varying)]
         places = list(leaves)
         for i, place in copied:
             places[i] = place
         args, kwargs = pytree.tree_unflatten(places, spec)
-        try:
-            graph, result = _capture(lambda: module.released(*args, **kwargs))
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            name = type(module.__dict__["_former"]).__name__
-            warnings.warn(f"{name} runs without a CUDA graph: {reason}", stacklevel=5)
-            return None
-        return _Recording(graph, copied, result)
+
+        def run() -> Any:
+            with Known(kind.constants) if kind.constants else contextlib.nullcontext():
+                return module.released(*args, **kwargs)
+
+        while True:
+            try:
+                graph, result = _capture(run)
+                return _Recording(graph, kind.constants, copied, result)
+            except Exception as error:
+                if kind.constants:  # its operators depend on more than the arguments that change
+                    kind.constants = None
+                    continue
+                if not isinstance(error, RuntimeError):
+                    raise
+                reason = str(error).partition("\n")[0]
+                name = type(module.__dict__["_former"]).__name__
+                warnings.warn(f"{name} runs without a CUDA graph: {reason}", stacklevel=5)
+                return None
 
 
 def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of what `function` launches, which has not run yet, and its result."""
     graph = torch.cuda.CUDAGraph()
-    # Autocast would take weights from its cache, which goes when the caller leaves autocast.
-    cast = torch.autocast(
-        "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False
-    )
     try:
         # Other threads may allocate meanwhile.
-        with cast, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _without_cache(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = function()
-    except RuntimeError:
+    except Exception:
         # A capture that fails leaves the generator in it, and the next random number would raise.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())
         raise
     return graph, result
+
+
+def _without_cache() -> torch.autocast:
+    """Autocast would take weights from its cache, which goes when the caller leaves autocast."""
+    return torch.autocast(
+        "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False
+    )
+
+
+def _available() -> int:
+    """Bytes of GPU memory that can be allocated."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def _capturing() -> bool:
