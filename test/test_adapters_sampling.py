@@ -19,9 +19,9 @@ import pytest
 import torch
 from checks import assert_all_close
 from test_adapters_diffusion import released
+from test_step_graph import again
 from torch import Tensor, nn
 
-from test_step_graph import again
 from torchops.adapters import step_graph
 from torchops.adapters.sampling import Sampler, ScoreModel
 from torchops.nn import replace

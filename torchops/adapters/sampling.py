@@ -208,10 +208,8 @@ def _calls_as_known(module: nn.Module) -> bool:
             multiplicity=2,
         )
     except _SeenError:
-        expected = {CONDITIONER: (times, *(t.repeat(2, 1, 1) for t in (trunk, inputs))), TRANSFORMER: mask.repeat(2, 1)}
-        (given, conditioned), got = calls[TRANSFORMER], calls[CONDITIONER]
-        equal = all(map(torch.equal, got, expected[CONDITIONER])) and torch.equal(given, expected[TRANSFORMER])
-        return equal and torch.equal(conditioned, s.expand(2, -1, -1))
+        expected = times, *(t.repeat(2, 1, 1) for t in (trunk, inputs)), mask.repeat(2, 1), s.expand(2, -1, -1)
+        return all(map(torch.equal, (*calls[CONDITIONER], *calls[TRANSFORMER]), expected))
     except Exception:  # the package's code may raise anything
         return False
     return False

@@ -43,7 +43,8 @@ def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False)
 def replace_known_modules(model: nn.Module) -> Replacements:
     """Replaces modules of public packages: first those without known parts, then layers made of replacements."""
     tried: dict[Any, str | None] = {}
-    replaced, left = [], {}
+    replaced: list[str] = []
+    left: dict[str, str] = {}
     layers, more = False, True
     while more:
         found = {module: known(module, tried, layers) for module in model.modules()}
