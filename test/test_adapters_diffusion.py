@@ -147,9 +147,57 @@ def test_state_dict_copies_and_hooks() -> None:
     with torch.no_grad():
         for each in copies:
             assert_all_close([each(*args, **kwargs)], [other(*args, **kwargs)], atol=1e-4, rtol=1e-4)
-        new.layers[0].adaln.s_scale.register_forward_hook(lambda *_: None)  # type: ignore[index, union-attr]
-        with pytest.raises(RuntimeError, match=r"DiffusionLayer: expected adaln\.s_scale, .* without hooks"):
-            new(*args, **kwargs)
+
+
+class Adapted(nn.Module):
+    """What a tool that adapts models puts in place of a linear layer."""
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.weight = of.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * nn.functional.linear(x, self.weight)
+
+
+CHANGES = {
+    "hook": (lambda m: m.adaln.s_bias.register_forward_hook(lambda _, args, y: 3 * y), "a hook"),
+    "pre-hook": (lambda m: m.transition.b_to_a.register_forward_pre_hook(lambda _, args: (3 * args[0],)), "a hook"),
+    "hook of a part": (lambda m: m.transition.register_forward_hook(lambda _, args, y: 3 * y), "a hook"),
+    "forward": (lambda m: setattr(m.pair_bias_attn.proj_g, "forward", lambda x: 3 * x), "of its own"),
+    "adapter": (lambda m: setattr(m.pair_bias_attn, "proj_k", Adapted(m.pair_bias_attn.proj_k)), "is a Adapted"),
+    "part": (lambda m: setattr(m, "post_lnorm", nn.Tanh()), "is a Tanh"),
+}
+
+
+@packages
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_added_afterwards_takes_the_released_forward(package: str, change: str) -> None:
+    """And says so."""
+    model, new = transformer(package)
+    args, kwargs = transformer_call(3)
+    do, reason = CHANGES[change]
+    unchanged = model(*args, **kwargs)
+    for each in (model, new):
+        do(each.layers[1])  # type: ignore[index, union-attr, no-untyped-call]
+    with pytest.warns(UserWarning, match=f"DiffusionTransformerLayer runs as released: .* {reason}") as seen:
+        got = new(*args, **kwargs)
+    assert len(seen) == 1
+    expected = model(*args, **kwargs)
+    assert_all_close([got], [expected], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(expected, unchanged, atol=1e-2)
+
+
+@packages
+def test_arguments_that_fail_as_released_are_not_written_to(package: str) -> None:
+    model, new = transformer(package)
+    (a, s, bias, mask), kwargs = transformer_call(3)
+    for given in ((a.double(), s, bias, mask), (a, s[:, :, :-1], bias, mask), (a, s, bias, mask[:, :-1])):
+        copies = [t.clone() for t in given]
+        for each in (model, new):
+            with pytest.raises((RuntimeError, ValueError)):
+                each(*given, **kwargs)
+        assert all(map(torch.equal, given, copies))
 
 
 def test_a_layer_with_a_last_norm_is_left() -> None:

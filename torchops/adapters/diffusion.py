@@ -9,6 +9,7 @@ with bias b, q and k of `heads` heads of d features, and a mask m of 0 and 1,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchops.adapters.module import Call, Replacement, Shape, random
+from torchops.adapters.module import Call, Parameters, Replacement, Shape, random, restored
 from torchops.adapters.signature import Signature
+from torchops.nn.layers import has_hooks
 
 
 class AttentionNames(NamedTuple):
@@ -81,9 +83,32 @@ def once(x: Tensor) -> Tensor:
 
 
 class _WithAttention(Replacement):
-    """A module with the layers of attention under a prefix."""
+    """A module with the layers of attention under a prefix. If a layer inside has become more than its parameters, the
+    released forward runs."""
 
     operator = "myops::sigmoid"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if reason := self.why_not():
+            former = restored(self.__dict__["_former"], self)
+            warnings.warn(f"{type(former).__name__} runs as released: {reason}", stacklevel=2)
+            return former(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    def why_not(self) -> str | None:
+        """Why a call cannot read the parameters of the layers inside, or None."""
+        former: nn.Module = self.__dict__["_former"]
+        todo: list[tuple[str, Any, Any]] = [("", self, former)]
+        for name, module, released in todo:
+            for key, child in module._modules.items():
+                path, of = f"{name}{key}", released._modules.get(key)
+                if not isinstance(child, Parameters) and type(child) is not type(of):
+                    return f"{path} is a {type(child).__name__}"
+                if child is not None and (has_hooks(child) or "forward" in child.__dict__):
+                    return f"{path} has a hook or a forward of its own"
+                if of is not None and of._modules:
+                    todo.append((f"{path}.", child, of))
+        return None
 
     def attend(
         self,

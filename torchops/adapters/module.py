@@ -139,6 +139,8 @@ def restored(former: nn.Module, now: nn.Module) -> nn.Module:
     """The released module, with the parameters, the children and the plain attributes that its replacement has now.
     Made for a call, so that threads share nothing."""
     module = like(former, type(former))
+    if isinstance(now, Parameters):  # what a user added to it
+        vars(module).update({k: v for k, v in vars(now).items() if "hook" in k or k == "forward"})
     plain = {k: v for k, v in vars(now).items() if k in vars(former) and isinstance(v, PLAIN)}
     vars(module).update(plain)
     for name in former._parameters:
