@@ -6,6 +6,7 @@ Without a GPU, something that calls the function again stands in for the graph.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -48,7 +49,7 @@ class Step(nn.Module):
         self.does = ""
 
     def forward(self, x: Tensor, t: Tensor, feats: dict[str, Any], scale: float = 1.0) -> Tensor:
-        y = self.layers(x * t) * scale + feats["bias"]
+        y = self.layers(x * t) * scale + feats["bias"] * 2
         if self.does == "random":
             return y + torch.randn_like(y)
         if self.does == "sync":
@@ -64,6 +65,10 @@ def triple(x: Tensor) -> Tensor:
     return x * 3
 
 
+def shifted(x: Tensor, by: Tensor) -> Tensor:
+    return x + by * 2
+
+
 def wrapped(module: nn.Module) -> StepGraph:
     step = GraphAdapter(__name__, "Step").replacement(module, {})
     assert isinstance(step, StepGraph)
@@ -71,8 +76,16 @@ def wrapped(module: nn.Module) -> StepGraph:
 
 
 def again(function: Callable[[], Any]) -> tuple[Again, Any]:
-    graph = Again(function)
+    def captured() -> Any:
+        with step_graph._without_cache():
+            return function()
+
+    graph = Again(captured)
     return graph, graph.result
+
+
+def settings() -> Any:
+    return torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
 
 
 @pytest.fixture(params=DEVICES)
@@ -83,7 +96,7 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "cpu":
         monkeypatch.setattr(step_graph, "DEVICE", "cpu")
         monkeypatch.setattr(step_graph, "_capture", again)
-        monkeypatch.setattr(step_graph, "_settings", lambda: torch.is_inference_mode_enabled())
+        monkeypatch.setattr(step_graph, "_settings", settings)
         monkeypatch.setattr(step_graph, "_drawn", lambda: torch.get_rng_state().tolist())
         monkeypatch.setattr(step_graph, "_capturing", lambda: False)
         monkeypatch.setattr(step_graph, "_available", lambda: 2**40)
@@ -125,9 +138,14 @@ def test_other_sizes_have_graphs_of_their_own_and_few_are_kept(step: tuple[StepG
     assert graphs(new) == 2
 
 
-@pytest.mark.parametrize("change", ["object", "content", "weight", "weight_object", "scale", "function", "layer"])
+@pytest.mark.parametrize(
+    "change", ["object", "content", "held", "weight", "weight_object", "scale", "function", "layer"]
+)
 def test_what_may_not_change(step: tuple[StepGraph, Step, dict[str, Any]], change: str) -> None:
     new, module, feats = step
+    held = torch.randn(8, device=feats["bias"].device)
+    if change == "held":
+        feats["function"] = functools.partial(shifted, by=held)
     compare(new, module, feats)
     kwargs: dict[str, Any] = {}
     layers: Any = module.layers
@@ -135,6 +153,8 @@ def test_what_may_not_change(step: tuple[StepGraph, Step, dict[str, Any]], chang
         feats["bias"] = torch.randn_like(feats["bias"])
     elif change == "content":
         feats["bias"].mul_(3)
+    elif change == "held":
+        held.mul_(3)
     elif change == "weight":
         layers[0].weight.data.mul_(3)
     elif change == "weight_object":
@@ -211,6 +231,35 @@ def test_a_capture_that_fails(step: tuple[StepGraph, Step, dict[str, Any]], monk
         compare(new, module, feats)
     compare(new, module, feats)
     assert graphs(new) == 0
+
+
+def test_a_step_that_runs_other_operators_when_it_is_recorded(
+    step: tuple[StepGraph, Step, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the graph computes everything."""
+    new, module, feats = step
+    calls = []
+
+    def changing(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x + feats["bias"].exp() if len(calls) == 3 else x.clone() + feats["bias"].exp()
+
+    feats["function"] = changing  # its third call is the second of `new`
+    compare(new, module, feats)
+    (kind,) = step_graph._graphs(new).kinds.values()
+    assert kind.recording is not None
+    assert kind.recording.constants is None
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_constants_are_not_kept_where_memory_is_short(
+    step: tuple[StepGraph, Step, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    new, module, feats = step
+    monkeypatch.setattr(step_graph, "KEPT_SHARE", share)
+    compare(new, module, feats)
+    (kind,) = step_graph._graphs(new).kinds.values()
+    assert (kind.constants is None) == (share == 0)
 
 
 def test_switches(step: tuple[StepGraph, Step, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
