@@ -101,6 +101,17 @@ def test_deviations_of_what_is_exact_and_of_what_is_not() -> None:
     assert found["score model, from float64"]["norm"] == pytest.approx(0.5)
 
 
+def test_the_score_model_is_judged_as_it_is_called() -> None:
+    """With rows that share memory where the sampler gives it such."""
+    one, strides = subject(), []
+    judge = deviations.Judge(one)
+    first, second = one.model.first, one.model.second  # type: ignore[union-attr]
+    first.register_forward_hook(lambda module, args, out: out[:1].expand(3))  # type: ignore[union-attr]
+    second.register_forward_pre_hook(lambda module, args: strides.append(args[0].stride()))  # type: ignore[union-attr]
+    assert judge.deviations(one, "float32")["score model, from float64"]["norm"] == 0
+    assert strides == [(0,), (0,)]
+
+
 def test_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For what is missing, not for what the package itself lacks."""
     lines = ["import missing_top.inner", "from missing_base import Base", "from missing_other import decorate", ""]
@@ -120,14 +131,14 @@ def test_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_layers_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the document has a bar for each variant."""
+    """And the document has a bar for each variant, in the order in which one does not change the next."""
     package = Released("none")
     monkeypatch.setattr(package, "version", lambda: "1")
     monkeypatch.setattr(Released, "compiled", ("",))
     model = Model()
     monkeypatch.setattr(Released, "build", lambda self, sizes, device: model)
     monkeypatch.setattr(importlib.import_module("benchmarks.whole.boltz"), "package", lambda name: package)
-    how = ["--device", "cpu", "--backend", "eager", "--variants", "released,compiled", "--output", str(tmp_path)]
+    how = ["--device", "cpu", "--backend", "eager", "--variants", "compiled,released", "--output", str(tmp_path)]
     assert main(["whole", *how]) == 0
     document = json.loads((tmp_path / "whole-boltz-256-1.json").read_text())
     assert list(document["variants"]) == ["released", "compiled"]

@@ -50,7 +50,8 @@ class Clock:
         patched: set[type[nn.Module]] = set()
         if package.sampler:
             sampler: Any = subject.model.get_submodule(package.sampler)
-            vars(sampler)["sample"] = self._wrapped(sampler.sample, "sampling", lambda _: type(sampler).__name__)
+            kind = kinds.get(package.sampler, type(sampler).__name__)
+            vars(sampler)["sample"] = self._wrapped(sampler.sample, "sampling", lambda _, kind=kind: kind)
             self._undo.append(lambda: vars(sampler).pop("sample"))
         for name, module in _callable(subject.model):
             part, kind = name if name in package.parts else None, kinds.get(name, type(module).__name__)

@@ -36,13 +36,19 @@ class Judge:
     def deviations(self, subject: Subject, precision: str) -> dict[str, dict[str, float]]:
         """Of the outputs, and of the score model, in the precision that the package gives it."""
         score, mixed = subject.model.get_submodule(subject.package.score), []
-        hook = score.register_forward_pre_hook(lambda *_: mixed.append(torch.is_autocast_enabled(subject.device.type)))
+        given: list[Any] = []
+
+        def look(_: Any, args: Any, kwargs: Any) -> None:
+            mixed.append(torch.is_autocast_enabled(subject.device.type))
+            given[:] = args, kwargs
+
+        hook = score.register_forward_pre_hook(look, with_kwargs=True)
         try:
             got = subject.run(precision)
         finally:
             hook.remove()
         found = {name: of(got[name].float().cpu(), exact) for name, exact in self._outputs.items()}
-        args, kwargs = self._call
+        args, kwargs = _laid_out(self._call, tuple(given))
         torch.manual_seed(3)
         precision = precision if precision != "bf16-mixed" or mixed[0] else "float32"
         with ran_in(precision, subject.device), torch.inference_mode():
@@ -72,6 +78,20 @@ def of(got: Tensor, exact: Tensor) -> dict[str, float]:
 def first_tensor(value: Any) -> Tensor:
     """The first tensor of a result."""
     return next(leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _laid_out(value: Any, like: Any) -> Any:
+    """The tensors of a tree with rows that share memory where those of another do."""
+
+    def leaf(each: Any, other: Any) -> Any:
+        if not isinstance(each, Tensor) or not isinstance(other, Tensor):
+            return each
+        shared = each
+        for dim, stride in enumerate(other.stride()):
+            shared = shared.narrow(dim, 0, 1) if stride == 0 and each.shape[dim] > 1 else shared
+        return shared.expand(each.shape)
+
+    return torch.utils._pytree.tree_map(leaf, value, like)
 
 
 def _to(value: Any, change: Any) -> Any:
