@@ -12,7 +12,7 @@ from checks import assert_all_close, random_like
 from torch import Tensor
 
 from torchops import AttentionWeights, triangle_attention_update
-from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.update import aten, panels
 from torchops._triangle_attention.update.arguments import check_writable
 
 OPS = torch.ops.myops
@@ -47,7 +47,7 @@ def test_tensors_whose_memory_holds_other_values() -> None:
 
 @pytest.mark.parametrize("name", ["mask", "norm_weight", "bias_weight", "q", "gate", "gate_bias", "out", "out_bias"])
 def test_separate_tensors_over_the_memory_that_is_overwritten(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(panels, "_CPU_BYTES", 1)  # each row is written before the next is read
+    monkeypatch.setattr(panels, "CPU_BYTES", 1)  # each row is written before the next is read
     w = weights(dtype=torch.float32)
     memory = bytearray(4 * 768)
     x, shared = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
@@ -64,9 +64,9 @@ def test_separate_tensors_over_the_memory_that_is_overwritten(monkeypatch: pytes
 
 
 def test_version_counter_of_what_fails_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_CPU_BYTES", 1)
+    monkeypatch.setattr(panels, "CPU_BYTES", 1)
     w, x = weights(dtype=torch.float32), torch.randn(4, 4, 12)
-    add = panels.add
+    add = aten.add
     added: list[None] = []
 
     def failing(*args: Any) -> None:
@@ -75,7 +75,7 @@ def test_version_counter_of_what_fails_halfway(monkeypatch: pytest.MonkeyPatch) 
         add(*args)
         added.append(None)
 
-    monkeypatch.setattr(panels, "add", failing)
+    monkeypatch.setattr(aten, "add", failing)
     old = x.clone()
     with pytest.raises(MemoryError):
         triangle_attention_update(x, None, w, inplace=True)

@@ -13,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from triton_interpreter import interpreted, needs_triton
 
 from torchops._core.triton.plan import Plans
-from torchops._triangle_attention.attention import aten as _attention_panels
-from torchops._triangle_attention.attention import operators as attention
-from torchops._triangle_attention.update import aten as panels
-from torchops._triangle_attention.update import autograd, operators
+from torchops._triangle_attention.attention import backends as attention
+from torchops._triangle_attention.update import aten, autograd, backends, operators
 from torchops._triangle_attention.update.arguments import Node
 from torchops.nn import TriangleAttention
 
@@ -74,7 +72,7 @@ def test_panels_cuda(monkeypatch: pytest.MonkeyPatch, node: Node, dtype: torch.d
         return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], grad)]
 
     whole = results()
-    for module in ("", "_gradients"):
+    for module in ("", "_backward"):
         fused = importlib.import_module(f"torchops._triangle_attention.update.triton_fused{module}")
         monkeypatch.setattr(fused, "budget", lambda *_: 3 << 20)
     monkeypatch.setattr(operators, "plans", Plans())
@@ -164,81 +162,76 @@ def test_kernels_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the sizes of the attention, whatever c is."""
     seen = []
 
-    def body_for(like: Tensor, *sizes: int) -> Any:
+    def why_not_triton(like: Tensor, *sizes: int) -> str:
         seen.append(sizes)
-        return _attention_panels
+        return "a reason"
 
-    monkeypatch.setattr(attention, "body_for", body_for)
+    monkeypatch.setattr(attention, "why_not_triton", why_not_triton)
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    assert operators.steps_for(torch.zeros(2, 5, 3, 7, 128), torch.zeros(6 * 32, 128), 6) is panels
+    steps: Any = backends.steps_for(torch.zeros(2, 5, 3, 7, 128), torch.zeros(6 * 32, 128), 6)
+    assert steps is aten
     assert seen == [(10, 3, 6, 32)]
 
 
 INTERPRETED = """
 import torch
-from torchops._triangle_attention.update import triton_fused as fused, triton_fused_gradients as gradients
-from torchops._triangle_attention.update import aten as panels, triton_steps as kernels
-from torchops._triangle_attention.update.operators import _weights
+from torchops._triangle_attention.update import aten, panels, panels_backward, triton_fused, triton_steps
+from torchops._triangle_attention.update.arguments import TENSORS, Inputs, Kept, weights_of
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)  # so what is not yet written is NaN
 c, heads, n, batch = 24, 2, 5, 3
-ways = {
-    "fused": (fused.forward, gradients.backward),
-    "steps": (lambda *args: panels.forward(*args, kernels), lambda *args: panels.backward(*args, kernels)),
-}
 # Panels of two of the batch and of one; of two rows and of one; and of one of the batch.
-for way, ending, x_dtype, few, width, budget in (
-    ("fused", False, torch.float32, False, 16, 13000), ("fused", True, torch.float16, True, 24, 4000),
-    ("steps", True, torch.float32, True, 16, 8000),
+for backend, ending, x_dtype, few, width, budget in (
+    (triton_fused, False, torch.float32, False, 16, 13000), (triton_fused, True, torch.float16, True, 24, 4000),
+    (triton_steps, True, torch.float32, True, 16, 8000),
 ):
-    panels._budget = lambda *_: budget
-    forward, backward = ways[way]
+    panels.budget = panels_backward.budget = lambda *_: budget
     shapes = (c,), (c,), (heads, c), *[(width, c)] * 4, (width,), (c, width), (c,)
     parameters = [(torch.randn(shape) / shape[-1] ** 0.5).half() for shape in shapes]
     given = [None if few and i in (1, 7, 9) else t for i, t in enumerate(parameters)]
-    w, exact_w = (_weights([t if t is None else t.to(d) for t in given], heads, 1e-5) for d in (None, torch.float64))
+    w, exact_w = (weights_of([t if t is None else t.to(d) for t in given], heads, 1e-5) for d in (None, torch.float64))
     x, mask = torch.randn(batch, n, n, c).to(x_dtype), torch.rand(batch, n, n) > 0.3
     mask = mask if few else mask.half()
-    assert fused.takes(x, w)
+    inputs, exact_inputs = Inputs(x, mask, w, ending), Inputs(x.double(), mask, exact_w, ending)
+    assert triton_fused.why_not(inputs) is None
     exact, kept = torch.zeros(x.shape).double(), []
     for dtype in (torch.float16, torch.float64):
         wide = torch.promote_types(dtype, torch.float32)
-        kept.append((torch.empty(batch, n, n, width, dtype=dtype), torch.empty(batch, n, heads, n, dtype=wide)))
+        kept.append(Kept(torch.empty(batch, n, n, width, dtype=dtype), torch.empty(batch, n, heads, n, dtype=wide)))
     y, new, both = x.clone(), torch.empty(x.shape, dtype=torch.float16), torch.empty_like(x)
-    forward(y, mask, w, ending, y, True, None)
-    forward(x, mask, w, ending, both, True, None)
+    backend.forward(inputs._replace(x=y, adds=True), y, None)
+    backend.forward(inputs._replace(adds=True), both, None)
     assert torch.equal(both, y)
-    forward(x, mask, w, ending, new, False, kept[0])
-    panels.forward(x.double(), mask, exact_w, ending, exact, False, kept[1], panels)
+    backend.forward(inputs, new, kept[0])
+    aten.forward(exact_inputs, exact, kept[1])
     for got, expected in ((new, exact), (y, x + exact), *zip(*kept)):
-        assert (got.double() - expected).norm() <= 5e-3 * expected.norm(), (way, ending, got.dtype)
-    grad, wanted = torch.randn(x.shape), {name: True for name in panels.WANTED}
-    for name, i in zip(panels.WANTED[1:], range(10)):
-        wanted[name] = given[i] is not None
+        assert (got.double() - expected).norm() <= 5e-3 * expected.norm(), (backend, ending, got.dtype)
+    grad, wanted = torch.randn(x.shape), {"x": True} | {name: t is not None for name, t in zip(TENSORS, given)}
     for adds in (False, True):
-        made = backward(grad.to(w.q.dtype), x, mask, w, ending, *kept[0], wanted, adds)
-        expected = panels.backward(grad.double(), x.double(), mask, exact_w, ending, *kept[1], wanted, False, panels)
+        made = backend.backward(grad.to(w.q.dtype), inputs._replace(adds=adds), kept[0], wanted)
+        expected = aten.backward(grad.double(), exact_inputs, kept[1], wanted)
         expected["x"] += adds * grad
         assert made.keys() == expected.keys()
         for name, exact in expected.items():
-            assert (made[name].double() - exact).norm() <= 1e-2 * exact.norm(), (way, ending, adds, name)
+            assert (made[name].double() - exact).norm() <= 1e-2 * exact.norm(), (backend, ending, adds, name)
 """
 
 
 WITHOUT_EPS = """
 import torch
-from torchops._triangle_attention.update import triton_fused as fused, triton_fused_gradients as gradients
-from torchops._triangle_attention.update import aten as panels
-from torchops._triangle_attention.update.operators import _weights
+from torchops._triangle_attention.update import triton_fused as fused
+from torchops._triangle_attention.update.arguments import Inputs, Kept, weights_of
+from torchops._triangle_attention.update.panels_backward import WANTED
 
 torch.manual_seed(0)
 shapes = (16,), (16,), (2, 16), *[(16, 16)] * 4, (16,), (16, 16), (16,)
-w = _weights([torch.randn(shape).half() for shape in shapes], 2, 0.0)
+w = weights_of([torch.randn(shape).half() for shape in shapes], 2, 0.0)
 x = torch.randn(1, 5, 5, 16).half()
-target, kept = torch.empty_like(x), (torch.empty(1, 5, 5, 16).half(), torch.empty(1, 5, 2, 5))
-fused.forward(x, None, w, False, target, False, kept)
-made = gradients.backward(torch.randn_like(x), x, None, w, False, *kept, {name: True for name in panels.WANTED}, False)
+target, kept = torch.empty_like(x), Kept(torch.empty(1, 5, 5, 16).half(), torch.empty(1, 5, 2, 5))
+inputs = Inputs(x, None, w, False)
+fused.forward(inputs, target, kept)
+made = fused.backward(torch.randn_like(x), inputs, kept, {name: True for name in WANTED})
 assert target.isfinite().all() and all(t.isfinite().all() for t in made.values()), made
 """
 
@@ -252,19 +245,21 @@ def test_positions_beyond_the_last_without_eps() -> None:
 
 GRIDS = """
 import torch
-from torchops._triangle_attention.update import aten as panels, triton_steps as kernels
-from torchops._triangle_attention.update.operators import _weights
 from torchops._core.triton.launch import noting
+from torchops._triangle_attention.update import triton_steps
+from torchops._triangle_attention.update.arguments import Inputs, Kept, weights_of
+from torchops._triangle_attention.update.panels_backward import WANTED
 
 n, noting.calls, noting.device = 4104, [], torch.device("cpu")
 for c, width, dtype in ((128, 64, torch.float32), (256, 256, torch.bfloat16), (512, 128, torch.bfloat16)):
     shapes = (c,), (c,), (4, c), *[(width, c)] * 4, (width,), (c, width), (c,)
-    w = _weights([torch.empty(shape, dtype=dtype, device="meta") for shape in shapes], 4, 1e-5)
+    w = weights_of([torch.empty(shape, dtype=dtype, device="meta") for shape in shapes], 4, 1e-5)
     x = torch.empty(1, n, n, c, dtype=dtype, device="meta")
-    kept = torch.empty(1, n, n, width, dtype=dtype, device="meta"), torch.empty(1, n, 4, n, device="meta")
+    kept = Kept(torch.empty(1, n, n, width, dtype=dtype, device="meta"), torch.empty(1, n, 4, n, device="meta"))
     for ending in (False, True):
-        panels.forward(x, None, w, ending, torch.empty_like(x), False, kept, kernels)
-        panels.backward(x, x, None, w, ending, *kept, {name: True for name in panels.WANTED}, False, kernels)
+        inputs = Inputs(x, None, w, ending)
+        triton_steps.forward(inputs, torch.empty_like(x), kept)
+        triton_steps.backward(x, inputs, kept, {name: True for name in WANTED})
 assert len(noting.calls) > 50
 for launch, grid, _ in noting.calls:
     assert max(grid[1:]) <= 65535, (launch, grid)

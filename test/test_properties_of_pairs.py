@@ -18,7 +18,7 @@ from triangle_samples import parameters as triangle_weights
 
 import torchops
 from torchops import AttentionWeights, triangle_attention_update
-from torchops._triangle_attention.update import aten as _attention_update_panels
+from torchops._triangle_attention.update import panels
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 
@@ -279,8 +279,8 @@ def test_attention_update_in_place(data: st.DataObject) -> None:
         arguments = parts_of_one_storage(data.draw, arguments, arguments["q"].dtype)
     with_a_key_in_every_row(arguments["mask"])
     # With small panels, x is read after a part of it has been overwritten.
-    panels = data.draw(st.sampled_from([1, _attention_update_panels._CPU_BYTES]))
-    with mock.patch.object(_attention_update_panels, "_CPU_BYTES", panels):
+    panel_bytes = data.draw(st.sampled_from([1, panels.CPU_BYTES]))
+    with mock.patch.object(panels, "CPU_BYTES", panel_bytes):
         assert_overwrites(attention_update, attention_update_written_out, arguments | {"adds": "in place"})
 
 

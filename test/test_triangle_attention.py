@@ -56,9 +56,9 @@ def test_scale(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_panels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """In several panels, of which the last is smaller."""
-    from torchops._triangle_attention.attention import aten as _attention_panels
+    from torchops._triangle_attention.attention import aten
 
-    monkeypatch.setattr(_attention_panels, "_PANEL_BYTES", 50000)
+    monkeypatch.setattr(aten, "_PANEL_BYTES", 50000)
     for masked in (False, True):
         check(arguments(23, masked=masked, device=device, requires_grad=True))
 

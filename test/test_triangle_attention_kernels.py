@@ -15,7 +15,8 @@ import torchops
 
 INTERPRETED = """
 import torch
-from torchops._triangle_attention.attention import aten as panels, triton as kernels
+from torchops._triangle_attention.attention import aten, triton
+from torchops._triangle_attention.attention.arguments import inputs_of
 
 # In torch.empty_like() of these, features are not adjacent, though they are here.
 OVERLAP, ONE = (400, 200, 100, 1, 1), (24, 8, 1, 0, 1)
@@ -32,11 +33,11 @@ for n, d, masked, strides in ((70, 16, True, None), (40, 24, False, None), (5, 1
         mask = torch.rand(1, 2, 1, 1, n) > 0.3
         mask[:, 1] = False
     exact = [t.double() for t in (q, k, v, bias)]
-    out, lse = kernels.forward(q, k, v, bias, mask, 0.25)
-    exact_out, exact_lse = panels.forward(*exact, mask, 0.25)
-    got = kernels.backward(grad, q, k, v, bias, mask, out, lse, 0.25, (True,) * 4)
-    expected = panels.backward(grad.double(), *exact, mask, exact_out, exact_lse, 0.25, (True,) * 4)
-    for g, e in zip((out, lse, *got), (exact_out, exact_lse, *expected)):
+    inputs, exact_inputs = inputs_of(q, k, v, bias, mask, 0.25), inputs_of(*exact, mask, 0.25)
+    saved, exact_saved = triton.forward(inputs), aten.forward(exact_inputs)
+    got = triton.backward(grad, inputs, saved, (True,) * 4)
+    expected = aten.backward(grad.double(), exact_inputs, exact_saved, (True,) * 4)
+    for g, e in zip((*saved, *got), (*exact_saved, *expected)):
         torch.testing.assert_close(g.double(), e, rtol=1e-4, atol=1e-5)
 """
 
@@ -48,8 +49,8 @@ def test_kernels_interpreted() -> None:
 
 
 LITTLE_SHARED_MEMORY = """
-kernels._properties = lambda device: (4, 99 << 10)
-programs = [kernels._launcher(name, 100, torch.float32, False, False, True) for name in ("q", "kv")]
+triton._properties = lambda device: (4, 99 << 10)
+programs = [triton._launcher(name, 100, torch.float32, False, False, True) for name in ("q", "kv")]
 assert [launch.options["BLOCK_K"] for launch in programs] == [16, 16]
 """
 
@@ -97,6 +98,7 @@ for size, constants in (("constexpr", {"size": 1}), ("i32", {})):
 PRECISIONS = """
 import torch
 from torchops._triangle_attention.attention import triton as kernels
+from torchops._triangle_attention.attention.arguments import inputs_of
 
 passed, launcher = [], kernels._launcher
 kernels._launcher = lambda kernel, d, dtype, masked, tf32, *small, **rest: (
@@ -105,8 +107,8 @@ kernels._launcher = lambda kernel, d, dtype, masked, tf32, *small, **rest: (
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 for dtype in (torch.float32, torch.float16):
     q, bias = torch.randn(1, 2, 2, 5, 16).to(dtype), torch.randn(1, 1, 2, 5, 5).to(dtype)
-    out, lse = kernels.forward(q, q, q, bias, None, 0.25)
-    kernels.backward(q, q, q, q, bias, None, out, lse, 0.25, (True,) * 4)
+    inputs = inputs_of(q, q, q, bias, None, 0.25)
+    kernels.backward(q, inputs, kernels.forward(inputs), (True,) * 4)
 assert passed == [True] * 4 + [False] * 4, passed
 """
 

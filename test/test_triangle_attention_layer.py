@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
 from torchops import AttentionWeights, triangle_attention_update
-from torchops._triangle_attention.update import aten as panels
-from torchops._triangle_attention.update import operators
+from torchops._triangle_attention.update import operators, panels, panels_backward
 from torchops._triangle_attention.update.arguments import Node
 from torchops.nn import TriangleAttention
 
@@ -54,7 +53,8 @@ def test_values_and_gradients(
 ) -> None:
     """Panels of many of a batch, and of some rows of one."""
     if panel_bytes:
-        monkeypatch.setattr(panels, "_budget", lambda *_: panel_bytes)
+        for module in (panels, panels_backward):
+            monkeypatch.setattr(module, "budget", lambda *_: panel_bytes)
     for gate, biases, masked in ((True, True, False), (True, False, True), (False, True, True)):
         w = weights(gate=gate, biases=biases, device=device)
         x = random_like(torch.empty(*batch, 11, 11, 12, dtype=torch.float64), 20).to(device)
@@ -122,7 +122,7 @@ def test_gradients_that_nobody_asks_for() -> None:
             got = backward(wanted)
         counts.append(counter.get_total_flops())
         made = []
-        for function in (OPS._triangle_attention_update_backward, operators._backward_kernel):
+        for function in (OPS._triangle_attention_update_backward, operators.backward_kernel):
             with FlopCounterMode(display=False) as counter:
                 function(grad, x, product, logsumexp, None, plain, *how, wanted)
             made.append(counter.get_total_flops())

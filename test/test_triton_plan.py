@@ -109,8 +109,9 @@ def test_kept_by_what_decides(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -
 
 INTERPRETED = """
 import torch
-from torchops._triangle_attention.update import triton_fused as fused, triton_fused_gradients as gradients
-from torchops._triangle_attention.update import operators, aten as panels
+from torchops._triangle_attention.update import triton_fused as fused, triton_fused_backward as gradients
+from torchops._triangle_attention.update.arguments import Arguments, Kept, inputs_of
+from torchops._triangle_attention.update.panels_backward import WANTED
 from torchops._core.triton.plan import Plan
 
 torch.manual_seed(0)
@@ -118,20 +119,19 @@ fused.budget = gradients.budget = lambda *_: 4000
 c, heads, n, ending = 24, 2, 5, True
 shapes = (c,), (c,), (heads, c), (16, c), (16, c), (16, c), (16, c), (16,), (c, 16), (c,)
 parameters = [(torch.randn(shape) / shape[-1] ** 0.5).half() for shape in shapes]
-w = operators._weights(parameters, heads, 1e-5)
 x, mask = torch.randn(1, n, n, c), torch.rand(1, n, n) > 0.3
 made = [torch.empty(1, n, n, c).half(), torch.empty(1, n, n, 16).half(), torch.empty(1, n, heads, n)]
 
 
 def forward(x, mask, *rest):
-    x, w = operators._usable(x, rest[:10], heads, 1e-5)
-    fused.forward(x, mask, w, ending, rest[10], False, rest[11:])
+    inputs = inputs_of(Arguments(x, mask, rest[:10], heads, 1e-5, ending))
+    fused.forward(inputs, rest[10], Kept(*rest[11:]))
 
 
 def backward(grad, x, o, logsumexp, mask, *rest):
-    x, w = operators._usable(x, rest[:10], heads, 1e-5)
-    into = dict(zip(panels.WANTED, rest[10:], strict=True))
-    gradients.backward_into(into, grad, x, mask, w, ending, o, logsumexp, False, False)
+    inputs = inputs_of(Arguments(x, mask, rest[:10], heads, 1e-5, ending))
+    into = dict(zip(WANTED, rest[10:], strict=True))
+    gradients.backward_into(into, grad, inputs, Kept(o, logsumexp), False)
 
 
 def check(function, given, made):

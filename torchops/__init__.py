@@ -9,7 +9,6 @@ from torchops._core import library as _library
 _library.load()
 
 from torchops import _reinplace, adapters, cuda, flops, nn, ops, quantization  # noqa: E402, F401
-from torchops._core import trace as _trace  # noqa: E402, F401
 from torchops._core.info import info  # noqa: E402
 from torchops._core.when_imported import when_imported  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403

@@ -6,44 +6,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchops._triangle_attention.update import operators as _attention_update_operators  # noqa: F401  (defines some of them)
-
-__all__: list[str] = []
-
-# By the name that users know.
-_UNTRACEABLE = {
-    "triangle_attention_update": (
-        "_triangle_attention_update",
-        "_triangle_attention_update_",
-        "_triangle_attention_update_kept",
-        "_triangle_attention_update_backward",
-    ),
-    "triangle_multiplicative_update": (
-        "_triangle_multiplicative_update",
-        "_triangle_multiplicative_update_",
-        "_triangle_multiplicative_update_backward",
-        "_triangle_rows_in",
-        "_triangle_rows_in_backward",
-        "_triangle_rows_out",
-        "_triangle_rows_out_backward",
-        "_triangle_rows_parameter_gradients",
-    ),
-}
+__all__ = ["refuse"]
 
 _library = torch.library.Library("myops", "IMPL")
 
 
-def _refuse(operator: str) -> Any:
+def refuse(public: str, *names: str) -> None:
+    """Lets the operators of these names raise. `public` is what users call."""
+
     def call(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"{operator}: torch.jit.trace cannot record a list of optional tensors; use torch.export.export, and "
+            f"{public}: torch.jit.trace cannot record a list of optional tensors; use torch.export.export, and "
             "torch._inductor.aoti_compile_and_package to serve the program (docs/serving.md)"
         )
 
-    return call
-
-
-for _operator, _names in _UNTRACEABLE.items():
-    for _name in _names:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"myops::{_name}", "Tracer"):  # another import has
-            _library.impl(_name, _refuse(_operator), "Tracer")
+    for name in names:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"myops::{name}", "Tracer"):  # another import has
+            _library.impl(name, call, "Tracer")

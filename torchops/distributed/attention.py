@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchops._core import devices
-from torchops._triangle_attention.attention import aten as _attention_panels
-from torchops._triangle_attention.update import aten as panels
-from torchops._triangle_attention.update import operators
-from torchops._triangle_attention.update.arguments import TENSORS
+from torchops._triangle_attention.attention.arguments import accumulator
+from torchops._triangle_attention.update import operators, panels, panels_backward
+from torchops._triangle_attention.update.arguments import TENSORS, Arguments, Inputs, Kept, flat, rows_of, weights_of
+from torchops._triangle_attention.update.backends import steps_for
 from torchops.distributed._dtensor import (
     Way,
     if_given,
@@ -38,22 +38,11 @@ from torchops.distributed.pair import PairCall, Placements
 
 
 class _Call(PairCall):
-    def __init__(
-        self,
-        op: str,
-        x: Any,
-        mask: Any,
-        parameters: Sequence[Any],
-        heads: int,
-        eps: float,
-        ending: bool,
-        adds: bool = False,
-        writes: bool = False,
-    ) -> None:
-        super().__init__(op, x, mask, parameters, writes)
-        self.adds = adds
-        self.heads, self.eps, self.ending = heads, eps, ending
-        self.arguments = (self.x, self.mask, self.parameters, heads, eps, ending)
+    def __init__(self, op: str, *args: Any, writes: bool = False) -> None:
+        whole = Arguments(*args)
+        super().__init__(op, *whole[:3], writes)
+        self.heads, self.ending, self.adds = whole.heads, whole.ending, whole.adds
+        self.own = whole._replace(x=self.x, mask=self.mask, parameters=self.parameters)
 
     def wrapped(self, update: Tensor) -> Any:
         return wrap(update, self.whole, self.placements, self.whole.shape)
@@ -81,10 +70,10 @@ class _Rows:
         self.call, self.ending = call, call.ending
         self.places = call.with_rows_as(call.columns) if self.ending else call.placements
         self.whole_x = local(call.dx, self.places)
-        self.x = operators._flat(self.whole_x, 3)
-        self.keys = operators._rows_of(local(call.dmask, self.places), self.ending)
-        self.w = operators._weights(call.parameters, call.heads, call.eps)
-        self.steps = operators.steps_for(self.x, self.w.q, call.heads)
+        self.x, self.w = flat(self.whole_x, 3), weights_of(*call.own[2:5])
+        mask = rows_of(local(call.dmask, self.places), self.ending)
+        self.inputs = Inputs(self.x, mask, self.w, self.ending, call.adds)
+        self.steps = steps_for(self.x, self.w.q, call.heads)
         self.own, self.n = panels.rows_and_keys(self.x, self.ending)
 
     def _returned(self, t: Tensor) -> Tensor:
@@ -114,10 +103,9 @@ class _Rows:
             made = self.w.q.new_empty((len(self.x), self.w.heads, self.own, self.n))
         return self.steps.whole_bias(self._moved_bias(made, Shard(0), Replicate()))
 
-    def _forward(self, target: Tensor, adds: bool, kept: tuple[Tensor, Tensor] | None) -> None:
+    def _forward(self, target: Tensor, adds: bool, kept: Kept | None) -> None:
         with devices.on(self.x.device):
-            bias = self.bias()
-            panels.forward(self.x, self.keys, self.w, self.ending, target, adds, kept, self.steps, bias)
+            panels.forward(self.inputs._replace(adds=adds), target, kept, self.steps, self.bias())
 
     def update(self, keep: bool) -> tuple[Tensor, ...]:
         adds = self.call.adds
@@ -126,9 +114,9 @@ class _Rows:
             self._forward(target, adds, None)
             return (self._returned(target),)
         sums = (len(self.x), self.own, self.w.heads, self.n)
-        kept = (
+        kept = Kept(
             self.w.q.new_empty((*self.x.shape[:-1], self.w.q.shape[0])),
-            self.w.q.new_empty(sums, dtype=_attention_panels.accumulator(self.w.q.dtype)),
+            self.w.q.new_empty(sums, dtype=accumulator(self.w.q.dtype)),
         )
         self._forward(target, adds, kept)
         return self._returned(target), *kept
@@ -143,15 +131,13 @@ class _Rows:
         else:  # strides that don't allow a single batch dimension
             target.add_(self.update(False)[0])
 
-    def gradients(self, grad: Any, product: Tensor, logsumexp: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-        inputs = dict(zip(panels.WANTED, (self.call.whole, *self.call.parameters), strict=True))
-        asked = {n: want and inputs[n] is not None for n, want in zip(panels.WANTED, wanted, strict=True)}
-        shared = panels.Shared(self.bias, lambda t: self._moved_bias(t, Partial(), Shard(0)))
+    def gradients(self, grad: Any, kept: Kept, wanted: Sequence[bool]) -> list[Tensor | None]:
+        inputs = dict(zip(panels_backward.WANTED, (self.call.whole, *self.call.parameters), strict=True))
+        asked = {n: want and inputs[n] is not None for n, want in zip(panels_backward.WANTED, wanted, strict=True)}
+        shared = panels_backward.Shared(self.bias, lambda t: self._moved_bias(t, Partial(), Shard(0)))
         with devices.on(self.x.device):
-            made = panels.backward(
-                operators._flat(local(grad, self.places), 3), self.x, self.keys, self.w, self.ending, product,
-                logsumexp, asked, self.call.adds, self.steps, shared,
-            )  # fmt: skip
+            of_update = flat(local(grad, self.places), 3)
+            made = panels_backward.backward(of_update, self.inputs, kept, asked, self.steps, shared)
         if "x" in made:
             made["x"] = self._returned(made["x"])
         # A rank without rows contributes zeros to the sums.
@@ -163,37 +149,32 @@ class _Rows:
 
 def _update(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
     call = _Call("_triangle_attention_update", *args)
-    return call.wrapped(_Rows(call).update(False)[0] if call.by_rows else operators.update(*call.arguments, call.adds))
+    return call.wrapped(_Rows(call).update(False)[0] if call.by_rows else operators.update(*call.own))
 
 
 def _update_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> None:
-    x, mask, parameters, heads, eps, ending = args
-    call = _Call("_triangle_attention_update_", x, mask, parameters, heads, eps, ending, writes=True)
-    _Rows(call).update_() if call.by_rows else operators.update_(*call.arguments)
+    call = _Call("_triangle_attention_update_", *args, writes=True)
+    _Rows(call).update_() if call.by_rows else operators.update_(*call.own[:6])
 
 
 def _update_kept(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
     call = _Call("_triangle_attention_update_kept", *args)
-    made = _Rows(call).update(True) if call.by_rows else operators.update_kept(*call.arguments, call.adds)
-    update, *kept = made
+    update, *kept = _Rows(call).update(True) if call.by_rows else operators.update_kept(*call.own)
     return call.wrapped(update), *call.wrapped_kept(kept)
 
 
 def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    # Trailing arguments with their default, False, are not passed. The panels for sharded rows have no `sparing`.
-    grad, x, product, logsumexp, *arguments, wanted, sparing, adds = (*args, False, False)[:12]
-    mask, parameters, heads, eps, ending = arguments
-    call = _Call("_triangle_attention_update_backward", x, mask, parameters, heads, eps, ending, adds)
-    product, logsumexp = (local(t, p) for t, p in zip((product, logsumexp), call.kept_places(), strict=True))
+    whole = operators.BackwardArguments.of(*args)
+    call = _Call("_triangle_attention_update_backward", *whole.a)
+    kept = Kept(*(local(t, p) for t, p in zip(whole.kept, call.kept_places(), strict=True)))
     gradients: list[Any]
-    if call.by_rows:
-        gradients = _Rows(call).gradients(grad, product, logsumexp, wanted)
+    if call.by_rows:  # the panels for sharded rows have no `sparing`
+        gradients = _Rows(call).gradients(whole.grad, kept, whole.wanted)
     else:
-        own = local(grad, call.placements)
-        gradients = operators.update_backward(
-            own, call.x, product, logsumexp, *call.arguments[1:], wanted, sparing, adds
-        )
-    return call.wrapped_gradients(gradients, [call.whole, *call.parameters], [call.placements], wanted)
+        x, *how, adds = call.own
+        grad = local(whole.grad, call.placements)
+        gradients = operators.update_backward(grad, x, *kept, *how, whole.wanted, whole.sparing, adds)
+    return call.wrapped_gradients(gradients, [call.whole, *call.parameters], [call.placements], whole.wanted)
 
 
 for _suffix, _rule in {"": _update, "_": _update_, "_kept": _update_kept, "_backward": _update_backward}.items():

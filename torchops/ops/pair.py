@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchops._core import trace
 from torchops._core.errors import with_type_errors
 
 __all__ = ["transition", "transition_", "triangle_multiplicative_update", "triangle_multiplicative_update_"]
@@ -16,6 +17,18 @@ _transition = torch.ops.myops.transition
 _transition_ = torch.ops.myops.transition_
 _triangle_multiplicative_update = torch.ops.myops.triangle_multiplicative_update
 _triangle_multiplicative_update_ = torch.ops.myops.triangle_multiplicative_update_
+
+trace.refuse(
+    "triangle_multiplicative_update",
+    "_triangle_multiplicative_update",
+    "_triangle_multiplicative_update_",
+    "_triangle_multiplicative_update_backward",
+    "_triangle_rows_in",
+    "_triangle_rows_in_backward",
+    "_triangle_rows_out",
+    "_triangle_rows_out_backward",
+    "_triangle_rows_parameter_gradients",
+)
 
 
 @with_type_errors

@@ -1,28 +1,65 @@
-"""Argument checks of `myops::triangle_attention` and its private operators, for all backends."""
+"""Arguments of `myops::triangle_attention` and its private operators, and their checks, for all backends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchops._triangle_attention.attention import aten as panels
+from torchops._core.checks import DTYPES, check_layout, expect, name_of
 
-__all__ = ["DTYPES", "check", "check_backward", "check_layout", "expect", "name_of", "numbers"]
+__all__ = ["Inputs", "OutputMask", "Saved", "accumulator", "check", "check_backward", "checked", "inputs_of"]
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def expect(holds: Any, message: Callable[[], str]) -> None:
-    """Like torch._check, which takes a microsecond or more even if the condition holds, and is called only for symbolic
-    ones."""
-    if holds is not True:
-        torch._check(holds, message)
+OutputMask = Sequence[bool]
+"""Which gradients are requested, of q, k, v and the bias."""
 
 
-def check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
+class Inputs(NamedTuple):
+    """What the operator documents; the scale is a number here."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    mask: Tensor | None
+    scale: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """batch, rows, heads, n: of a number for each edge and head."""
+        return self.q.shape[:4]  # type: ignore[return-value]
+
+
+class Saved(NamedTuple):
+    """What the forward pass keeps for the backward pass."""
+
+    out: Tensor
+    logsumexp: Tensor
+    """The logarithms of the sums of exponentials, (batch, rows, heads, n)."""
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores and their exponentials are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def inputs_of(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Inputs:
+    """Of arguments that were checked; the scale is that of the head dimension if none is given."""
+    return Inputs(q, k, v, bias, mask, float(max(q.shape[-1], 1)) ** -0.5 if scale is None else scale)
+
+
+def checked(op: str, *args: Any) -> Inputs:
+    check(op, *args)
+    return inputs_of(*args)
+
+
+def check(
+    op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> None:
     for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias)):
         check_layout(op, name, t)
     if mask is not None:
@@ -40,16 +77,6 @@ def check(op: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor |
     if mask is not None:
         expect(mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {name_of(mask.dtype)}")
         _check_place(op, "mask", mask, q, (batch, rows, 1, 1, n))
-
-
-def check_layout(op: str, name: str, t: Tensor | None) -> None:
-    if t is None:  # the dispatcher takes it for an undefined tensor
-        raise TypeError(f"{op}: expected {name} of type Tensor, got NoneType")
-    expect(
-        t.layout == torch.strided,
-        lambda: f"{op}: expected {name} of layout strided, got {name_of(t.layout)}",
-    )
-    expect(not t.is_nested, lambda: f"{op}: expected {name} of layout strided, got a nested tensor")
 
 
 def _check_bias(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
@@ -83,35 +110,18 @@ def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int])
         expect(size == expected, message)
 
 
-def name_of(value: torch.dtype | torch.layout) -> str:
-    return str(value).removeprefix("torch.")
-
-
-def numbers(q: Tensor) -> tuple[int, ...]:
-    return q.shape[:4]
-
-
-def check_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    wanted: Sequence[bool],
-) -> None:
-    op = "_triangle_attention_backward"
-    check(op, q, k, v, bias, mask)
-    expect(len(wanted) == 4, lambda: f"{op}: expected wanted of 4 values, got {len(wanted)}")
-    for name, t in (("grad", grad), ("out", out)):
+def check_backward(op: str, grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask) -> None:
+    """Checks what a backward pass has besides the checked inputs."""
+    q = inputs.q
+    expect(len(output_mask) == 4, lambda: f"{op}: expected wanted of 4 values, got {len(output_mask)}")
+    for name, t in (("grad", grad), ("out", saved.out)):
         check_layout(op, name, t)
         _check_matches(op, name, t, q, q.shape)
+    logsumexp = saved.logsumexp
     check_layout(op, "logsumexp", logsumexp)
-    dtype = panels.accumulator(q.dtype)
+    dtype = accumulator(q.dtype)
     expect(
         logsumexp.dtype == dtype,
         lambda: f"{op}: expected logsumexp of dtype {name_of(dtype)} to match q, got {name_of(logsumexp.dtype)}",
     )
-    _check_place(op, "logsumexp", logsumexp, q, numbers(q))
+    _check_place(op, "logsumexp", logsumexp, q, inputs.sizes)

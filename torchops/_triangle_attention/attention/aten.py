@@ -11,16 +11,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["accumulator", "backward", "features_adjacent", "forward", "written_out", "written_out_gradients"]
+from torchops._triangle_attention.attention.arguments import Inputs, OutputMask, Saved, accumulator
+
+__all__ = ["backward", "features_adjacent", "forward", "why_not", "written_out", "written_out_gradients"]
 
 _PANEL_BYTES = 8 << 20
 
 _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores and their exponentials are computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def why_not(inputs: Inputs) -> str | None:
+    return None
 
 
 def _kept(mask: Tensor | None) -> Tensor | None:
@@ -31,8 +32,8 @@ def _kept(mask: Tensor | None) -> Tensor | None:
     return mask | ~mask.any(-1, keepdim=True)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, with strides like q's, and the logarithms of the sums, ``(batch, R, H, N)``."""
+def forward(inputs: Inputs) -> Saved:
+    q, k, v, bias, mask, scale = inputs
     keep = _kept(mask)
     batch, count, heads, n, d = q.shape
     dtype = accumulator(q.dtype)
@@ -58,27 +59,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, 
         torch.logsumexp(s, -1, out=lse[b, rows])
         p = s.sub_(lse[b, rows].unsqueeze(-1)).exp_()
         out[b, rows] = (p @ panel[2].to(dtype)).to(q.dtype)
-    return out, lse
+    return Saved(out, lse)
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    wanted: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor | None, ...]:
-    """The requested gradients of q, k and v, with strides like theirs, and of the bias."""
+def backward(grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask) -> tuple[Tensor | None, ...]:
+    (q, k, v, bias, mask, scale), (out, lse) = inputs, saved
     keep = _kept(mask)
     batch, count, heads, n, _ = q.shape
     dtype = accumulator(q.dtype)
-    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
-    dbias = bias.new_zeros(bias.shape, dtype=dtype) if wanted[3] else None
+    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), output_mask[:3], strict=True))
+    dbias = bias.new_zeros(bias.shape, dtype=dtype) if output_mask[3] else None
     for b, rows in _panels(batch, count, 2 * heads * n * n * dtype.itemsize):
         g, q_rows, k_rows, v_rows, o = (t[b, rows].to(dtype) for t in (grad, q, k, v, out))
         p = _scores(q_rows, k_rows, bias[b], None if keep is None else keep[b, rows], scale)
@@ -129,7 +119,8 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor, keep: Tensor | None, scale: floa
 # --- in differentiable operators, all rows at once -------------------------------------------------------------------
 
 
-def _probabilities(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _probabilities(inputs: Inputs) -> Tensor:
+    q, k, _, bias, mask, scale = inputs
     keep = _kept(mask)
     s = (q @ k.mT).to(accumulator(q.dtype)) * scale + bias
     if keep is not None:
@@ -137,14 +128,13 @@ def _probabilities(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor | None, scal
     return torch.softmax(s, -1)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return _probabilities(q, k, bias, mask, scale).to(q.dtype) @ v
+def written_out(inputs: Inputs) -> Tensor:
+    return _probabilities(inputs).to(inputs.q.dtype) @ inputs.v
 
 
-def written_out_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    p = _probabilities(q, k, bias, mask, scale)
+def written_out_gradients(grad: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, bias, _, scale = inputs
+    p = _probabilities(inputs)
     dp = (grad @ v.mT).to(p.dtype)
     ds = p * (dp - (p * dp).sum(-1, keepdim=True))
     scaled = (ds * scale).to(q.dtype)

@@ -19,14 +19,14 @@ from torchops._core.devices import on
 from torchops._core.info import allows_tf32
 from torchops._core.triton.launch import Launch, noting
 from torchops._triangle_attention.attention import kernels
+from torchops._triangle_attention.attention.arguments import Inputs, OutputMask, Saved
 from torchops._triangle_attention.attention.aten import features_adjacent
+from torchops._triangle_attention.attention.backends import why_not_triton
 
 __all__ = [
-    *("MAX_HEAD_DIM", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
-    *("padded_bias", "padded_width", "processors", "shared_memory", "sum_of_dbias"),
+    *("Prepared", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
+    *("padded_bias", "padded_width", "processors", "shared_memory", "sum_of_dbias", "why_not"),
 ]
-
-MAX_HEAD_DIM = 128
 
 _PADDING = 128  # every BLOCK_K divides it
 _PARTIAL_BYTES = 48 << 20  # limit for the parts of the gradient of the bias
@@ -180,33 +180,40 @@ def added_by(mask: Tensor, width: int) -> Tensor:
     return added
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, with strides like q's, and the logarithms of the sums, (batch, rows, heads, n)."""
-    batch, rows, heads, n, _ = q.shape
-    given_q = q
-    q, k, v = _readable(q), _readable(k), _readable(v)
-    out = torch.empty_like(q)
-    lse = q.new_empty((batch, rows, heads, n), dtype=torch.float32)
-    bias = padded_bias(bias)
+def why_not(inputs: Inputs) -> str | None:
+    batch, rows, heads, _ = inputs.sizes
+    return why_not_triton(inputs.q, batch, rows, heads, inputs.q.shape[-1])
+
+
+def forward(inputs: Inputs) -> Saved:
+    q, k, v = map(_readable, inputs[:3])
+    out, lse = torch.empty_like(q), q.new_empty(inputs.sizes, dtype=torch.float32)
+    bias = padded_bias(inputs.bias)
     with on(q.device):
-        attend(q, k, v, bias, _added(mask, bias), scale, out, lse)
-    return cast(Tensor, _laid_out_like(out, given_q)), lse
+        attend(Prepared(q, k, v, bias, _added(inputs.mask, bias), inputs.scale), Saved(out, lse))
+    return Saved(cast(Tensor, _laid_out_like(out, inputs.q)), lse)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    added: Tensor | None,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    scaled: bool = False,
-) -> None:
-    """The forward pass on prepared arguments: a bias from `padded_bias`, a mask from `added_by`, contiguous features,
-    and the tensors' device as the current one. `scaled`: q is multiplied by ``scale * LOG2E`` and the bias by LOG2E, as
-    in `kernels.py`."""
+class Prepared(NamedTuple):
+    """Inputs as the kernels take them, with the tensors' device as the current one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    """q, k and v have contiguous features."""
+    bias: Tensor
+    """From `padded_bias`."""
+    added: Tensor | None
+    """From `added_by`, for a mask."""
+    scale: float
+    scaled: bool = False
+    """q is multiplied by ``scale * LOG2E`` and the bias by LOG2E, as in `kernels.py`."""
+
+
+def attend(inputs: Prepared, saved: Saved) -> None:
+    """The forward pass, which writes to `saved`."""
+    q, k, v, bias, added, scale, scaled = inputs
+    out, lse = saved
     batch, rows, heads, n, d = q.shape
     launch = _launcher("forward", d, q.dtype, added is not None, allows_tf32(q.dtype), SCALED=scaled)
     launch(
@@ -217,31 +224,19 @@ def attend(
     )  # fmt: skip
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    wanted: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor | None, ...]:
-    """The requested gradients of q, k, v and bias; the first three with strides like theirs."""
-    given = q, k, v
-    grad, q, k, v, out = map(_readable, (grad, q, k, v, out))
-    padded = padded_bias(bias)
+def backward(grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask) -> tuple[Tensor | None, ...]:
+    grad, q, k, v, out = map(_readable, (grad, *inputs[:3], saved.out))
+    padded = padded_bias(inputs.bias)
     # empty_like() of the readable tensors, because gradients are written by contiguous rows too.
-    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), wanted[:3], strict=True))
+    dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), output_mask[:3], strict=True))
     with on(q.device):
-        dbias = new_dbias(grad, padded) if wanted[3] else None
-        attend_backward(grad, q, k, v, padded, _added(mask, padded), out, lse, scale, (dq, dk, dv), dbias)
+        dbias = new_dbias(grad, padded) if output_mask[3] else None
+        prepared = Prepared(q, k, v, padded, _added(inputs.mask, padded), inputs.scale)
+        attend_backward(grad, prepared, Saved(out, saved.logsumexp), (dq, dk, dv), dbias)
         # A copy if there are several parts, as the first part is a view of a larger tensor.
-        made = None if dbias is None else sum_of_dbias(dbias).to(bias.dtype, copy=len(dbias) > 1).unsqueeze(1)
-    dq, dk, dv = map(_laid_out_like, (dq, dk, dv), given)
-    return dq, dk, dv, made
+        summed = None if dbias is None else sum_of_dbias(dbias).to(inputs.bias.dtype, copy=len(dbias) > 1).unsqueeze(1)
+    dq, dk, dv = map(_laid_out_like, (dq, dk, dv), inputs[:3])
+    return dq, dk, dv, summed
 
 
 def _added(mask: Tensor | None, bias: Tensor) -> Tensor | None:
@@ -250,29 +245,24 @@ def _added(mask: Tensor | None, bias: Tensor) -> Tensor | None:
 
 def attend_backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    added: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
+    inputs: Prepared,
+    saved: Saved,
     into: tuple[Tensor | None, Tensor | None, Tensor | None],
     dbias: Tensor | None,
     adds: bool = False,
     bias_of_keys: Tensor | None = None,
     numbers: Tensor | None = None,
-    scaled: bool = False,
 ) -> None:
-    """The backward pass on prepared arguments, as for `attend`. Gradients of q, k and v go to the tensors in `into`
-    that are not None. That of the bias goes to `dbias` (from `new_dbias`), or is added to it. `bias_of_keys` is
-    ``of_keys(bias)``. `numbers` are log_sums and delta as `prepare` computes them, if they are known already. Gradients
-    are those of the unscaled arguments, even if these are `scaled`.
+    """The backward pass. Gradients of q, k and v go to the tensors in `into` that are not None. That of the bias goes
+    to `dbias` (from `new_dbias`), or is added to it. `bias_of_keys` is ``of_keys(bias)``. `numbers` are log_sums and
+    delta as `prepare` computes them, if they are known already. Gradients are those of the unscaled arguments, even if
+    these are `scaled`.
 
     The last kernel computes the gradients of k and v, each tile from its own part of k and v, so they may overwrite
     these.
     """
+    q, k, v, bias, added, scale, scaled = inputs
+    out, lse = saved
     batch, rows, heads, n, d = q.shape
     width = bias.shape[-1]
     if numbers is None:
@@ -286,23 +276,23 @@ def attend_backward(
     sizes = rows, n, heads, scale, width
     gap = len(numbers[0])
     how = d, q.dtype, added is not None, allows_tf32(q.dtype), _is_small(q.device)
-    inputs = grad, q, k, v, bias, lse if added is None else added, numbers
+    tensors = grad, q, k, v, bias, lse if added is None else added, numbers
     if dbias is not None:
         grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads
         launch = _launcher("bias", *how, ADDS=adds, SCALED=scaled)
-        launch(grid, *inputs, dbias, *strides, *sizes, _blocks(rows, len(dbias)), gap)
+        launch(grid, *tensors, dbias, *strides, *sizes, _blocks(rows, len(dbias)), gap)
     dq, dk, dv = into
     if dq is not None:
         launch = _launcher("q", *how, SCALED=scaled)
         grid = _blocks(n, launch.options["BLOCK_J"]), rows, batch * heads
-        launch(grid, *inputs, dq, *strides, _strides(dq), *sizes, gap)
+        launch(grid, *tensors, dq, *strides, _strides(dq), *sizes, gap)
     if dk is not None or dv is not None:
         launch = _launcher("kv", *how, WANT_K=dk is not None, WANT_V=dv is not None, SCALED=scaled)
         either = k if dk is None else dk, v if dv is None else dv
         bias_of_keys = of_keys(bias) if bias_of_keys is None else bias_of_keys
         launch(
             (_blocks(n, launch.options["BLOCK_K"]), rows, batch * heads),
-            grad, q, k, v, bias_of_keys, *inputs[5:], *either, *strides[:4], bias_of_keys.stride()[:3],
+            grad, q, k, v, bias_of_keys, *tensors[5:], *either, *strides[:4], bias_of_keys.stride()[:3],
             *map(_strides, either), *sizes, gap,
         )  # fmt: skip
 

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchops._triangle_attention.attention import aten as _attention_panels
-from torchops._triangle_attention.attention import operators as attention
-from torchops._triangle_attention.attention.arguments import DTYPES, check_layout, expect, name_of
+from torchops._core.checks import DTYPES, check_layout, expect, name_of
+from torchops._core.registration import needs_grad
+from torchops._triangle_attention.attention.arguments import accumulator
 
 __all__ = [
     "NORMS",
     "TENSORS",
+    "Arguments",
     "AttentionWeights",
+    "Inputs",
+    "Kept",
     "Node",
     "Parameters",
+    "Weights",
     "check",
     "check_constant",
     "check_kept",
     "check_wanted",
     "check_writable",
+    "flat",
+    "inputs_of",
     "may_alias",
     "norm_parameters",
+    "rows_of",
+    "weights_of",
     "without_alias",
 ]
 
@@ -75,27 +84,120 @@ NORMS = ("norm_weight", "norm_bias")
 _OPTIONAL = (*NORMS, "gate", "gate_bias", "out_bias")
 
 
+class Arguments(NamedTuple):
+    """Of the private operators, whose names stand in `operators.py`."""
+
+    x: Tensor
+    mask: Tensor | None
+    parameters: Parameters
+    heads: int
+    eps: float
+    ending: bool
+    adds: bool = False
+    """The result is x plus the update."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.x, self.mask, *self.parameters
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        return [self.x, *(t for t in self.parameters if t is not None)]
+
+    @property
+    def q(self) -> Tensor:
+        q = self.parameters[3]
+        assert q is not None
+        return q
+
+
+class Weights(AttentionWeights):
+    """The weights, on x's device, and what is computed from them once per call."""
+
+    @cached_property
+    def packed(self) -> Tensor:
+        return torch.cat((self.q, self.k, self.v))
+
+    @property
+    def scale(self) -> float:
+        return float(max(self.q.shape[0] // self.heads, 1)) ** -0.5
+
+
+class Inputs(NamedTuple):
+    """What backends compute with."""
+
+    x: Tensor
+    """(batch, N, N, c). Of sharded rows i, only this rank's; for the ending node, columns."""
+    mask: Tensor | None
+    """(batch, i, k), in the order of the attention."""
+    w: Weights
+    ending: bool
+    adds: bool = False
+
+
+class Kept(NamedTuple):
+    """What the forward pass keeps for the backward pass."""
+
+    product: Tensor
+    """The result of the attention before its gate, (batch, N, N, heads * d)."""
+    logsumexp: Tensor
+    """The logarithms of the sums, (batch, i, heads, j)."""
+
+
+def flat(t: Tensor, trailing: int) -> Tensor:
+    """Flattens the batch dimensions into one; a view if the strides allow it."""
+    return t.reshape(math.prod(t.shape[:-trailing]), *t.shape[-trailing:])
+
+
+def rows_of(mask: Tensor | None, ending: bool) -> Tensor | None:
+    """The mask as (batch, i, k), in the order of the attention."""
+    if mask is None:
+        return None
+    mask = flat(mask, 2)
+    return mask.mT if ending else mask
+
+
+def weights_of(parameters: Parameters, heads: int, eps: float, overwritten: Tensor | None = None) -> Weights:
+    """The weights, contiguous and not in memory that is overwritten."""
+
+    def usable(t: Tensor | None) -> Tensor | None:
+        if overwritten is not None:
+            t = without_alias(overwritten, t)
+        return None if t is None else t.contiguous()
+
+    made: list[Any] = [usable(t) for t in parameters]
+    return Weights._make([*made, heads, eps])
+
+
+def inputs_of(a: Arguments) -> Inputs:
+    w = weights_of(a.parameters, a.heads, a.eps)
+    return Inputs(flat(a.x, 3), rows_of(a.mask, a.ending), w, a.ending, a.adds)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
 _passed: set[Any] = set()
 
 
-def check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int) -> None:
+def check(op: str, a: Arguments) -> None:
     """Checks the arguments. Arguments that passed once pass again without being looked at one by one, which takes the
     host tens of microseconds. `op` is the public name, without the underscore of the private operators, since users
     don't call these."""
-    looks = [t if t is None else (t.is_nested or t.shape, t.dtype, t.device, t.layout) for t in (x, mask, *parameters)]
-    key = heads, *looks
+    looks = [t if t is None else (t.is_nested or t.shape, t.dtype, t.device, t.layout) for t in a.tensors]
+    key = a.heads, *looks
     try:
         if key in _passed:
             return
     except TypeError:  # symbolic sizes
-        return _check(op, x, mask, parameters, heads)
-    _check(op, x, mask, parameters, heads)
+        return _check(op, a)
+    _check(op, a)
     if len(_passed) >= 4096:
         _passed.clear()
     _passed.add(key)
 
 
-def _check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int) -> None:
+def _check(op: str, a: Arguments) -> None:
+    x, mask, parameters, heads = a[:4]
     expect(len(parameters) == 10, lambda: f"{op}: expected 10 parameters, got {len(parameters)}")
     given = dict(zip(TENSORS, parameters, strict=True))
     missing = [name for name, t in given.items() if t is None and name not in _OPTIONAL]
@@ -106,9 +208,8 @@ def _check(op: str, x: Tensor, mask: Tensor | None, parameters: Parameters, head
             check_layout(op, name, t)
     q = given["q"]
     assert q is not None
-    dtypes = DTYPES
     expect(
-        q.dtype in dtypes,
+        q.dtype in DTYPES,
         lambda: f"{op}: expected q of dtype float32, float64, float16 or bfloat16, got {name_of(q.dtype)}",
     )
     either = " or float32" if q.element_size() == 2 else ""
@@ -220,19 +321,15 @@ def may_alias(written: Tensor, read: Tensor) -> bool:
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)  # not a subclass, such as a fake tensor
 
 
-def check_kept(
-    grad: Tensor, x: Tensor, product: Tensor, logsumexp: Tensor, mask: Any, parameters: Parameters, heads: int
-) -> None:
-    op = "_triangle_attention_update_backward"
-    check(op, x, mask, parameters, heads)
-    q = parameters[3]
-    assert q is not None
+def check_kept(op: str, grad: Tensor, kept: Kept, a: Arguments) -> None:
+    check(op, a)
+    x, q, heads = a.x, a.q, a.heads
     batch, n = math.prod(x.shape[:-3]), x.shape[-2]
-    wide = _attention_panels.accumulator(q.dtype)
+    wide = accumulator(q.dtype)
     for name, t, dtype, shape in (
         ("grad", grad, q.dtype, tuple(x.shape)),
-        ("product", product, q.dtype, (batch, n, n, q.shape[0])),
-        ("logsumexp", logsumexp, wide, (batch, n, heads, n)),
+        ("product", kept.product, q.dtype, (batch, n, n, q.shape[0])),
+        ("logsumexp", kept.logsumexp, wide, (batch, n, heads, n)),
     ):
         check_layout(op, name, t)
         expect(
@@ -246,13 +343,12 @@ def check_kept(
         _check_shape(op, name, t, x, shape)
 
 
-def check_wanted(wanted: Sequence[bool]) -> None:
-    op = "_triangle_attention_update_backward"
+def check_wanted(op: str, wanted: Sequence[bool]) -> None:
     expect(len(wanted) == 11, lambda: f"{op}: expected wanted of 11 elements, got {len(wanted)}")
 
 
 def check_constant(op: str, mask: Tensor | None) -> None:
     expect(
-        mask is None or not attention._needs_grad(mask),
+        mask is None or not needs_grad(mask),
         lambda: f"{op}: expected mask that needs no gradient, got one that does",
     )

@@ -1,33 +1,40 @@
-"""Gradients, transforms and autocast of the triangle attention update: all that is above the backends."""
+"""Gradients, transforms and autocast of the triangle attention update, and its registration."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchops._triangle_attention.attention import operators as attention
-from torchops._triangle_attention.attention.arguments import expect
+from torchops._core.checks import expect
+from torchops._core.registration import (
+    AUTOCAST,
+    below_autograd,
+    needs_decomposition,
+    needs_grad,
+    no_derivatives,
+    register,
+    without_autocast,
+)
+from torchops._triangle_attention.update import operators
 from torchops._triangle_attention.update.arguments import (
     NORMS,
+    Arguments,
     Parameters,
     check,
     check_constant,
-    check_kept,
     check_wanted,
     check_writable,
     norm_parameters,
     without_alias,
 )
 from torchops._triangle_attention.update.operators import (
-    NAME,
-    is_first,
+    BackwardArguments,
     is_sparing,
-    library,
     update,
     update_,
     update_backward,
@@ -39,24 +46,18 @@ __all__: list[str] = []
 _myops = torch.ops.myops
 
 
-def _composite(
-    x: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    adds: bool = False,
-) -> Tensor:
+def _composite(*args: Any) -> Tensor:
     """In differentiable operators, with q, k and v for all rows at once."""
+    a = Arguments(*args)
+    x, mask, parameters, heads, eps, ending, adds = a
+    if adds:
+        return (x + _composite(*a[:6])).contiguous()
     norm_weight, norm_bias, bias_weight, q, k, v, gate_weight, gate_bias, out, out_bias = parameters
     assert bias_weight is not None
     assert q is not None
     assert k is not None
     assert v is not None
     assert out is not None
-    if adds:
-        return (x + _composite(x, mask, parameters, heads, eps, ending)).contiguous()
     if ending:
         x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
     batch, (n, c) = math.prod(x.shape[:-3]), x.shape[-2:]
@@ -72,10 +73,6 @@ def _composite(
     return made.transpose(-2, -3).contiguous() if ending else made
 
 
-def _given(x: Tensor, parameters: Parameters) -> list[Tensor]:
-    return [x, *(t for t in parameters if t is not None)]
-
-
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -88,7 +85,7 @@ class _Update(torch.autograd.Function):
         adds: bool,
         *parameters: Tensor | None,
     ) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             made, product, logsumexp = update_kept(x, mask, parameters, heads, eps, ending, adds)
         ctx.save_for_backward(x, product, logsumexp, mask, *parameters)
         ctx.how, ctx.adds = (heads, eps, ending), adds
@@ -105,8 +102,8 @@ class _Update(torch.autograd.Function):
         # precision.
         adds, of_layer = ctx.adds and grad.dtype == dtype, grad.to(dtype)
         arguments = of_layer, x, product, logsumexp, mask, parameters, *ctx.how, wanted, ctx.sparing, adds
-        if attention._only_values():
-            with torch._C._AutoDispatchBelowAutograd():
+        if no_derivatives():
+            with below_autograd():
                 grads = update_backward(*arguments)
         else:
             grads = update_backward(*arguments)
@@ -116,47 +113,41 @@ class _Update(torch.autograd.Function):
         return dx, None, None, None, None, None, *rest
 
 
-def _autograd(
-    x: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    adds: bool = False,
-) -> Tensor:
-    op, how = "triangle_attention_update", (heads, eps, ending, adds)
-    if attention._only_values():
-        with torch._C._AutoDispatchBelowAutograd():
-            return update(x, mask, parameters, *how)
-    check(op, x, mask, parameters, how[0])
-    check_constant(op, mask)
-    given = _given(x, parameters)
-    if attention._needs_decomposition(*given):
-        return _composite(x, mask, parameters, *how)
-    if attention._needs_grad(*given):
-        return _Update.apply(x, mask, *how, *parameters)
-    with torch._C._AutoDispatchBelowAutograd():
-        return update(x, mask, parameters, *how)
+def _autograd(*args: Any) -> Tensor:
+    op, a = "triangle_attention_update", Arguments(*args)
+    if not no_derivatives():
+        check(op, a)
+        check_constant(op, a.mask)
+        if needs_decomposition(*a.differentiable):
+            return _composite(*a)
+        if needs_grad(*a.differentiable):
+            return _Update.apply(a.x, a.mask, *a[3:], *a.parameters)
+    with below_autograd():
+        return update(*a)
 
 
-def _autograd_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
-    op = "triangle_attention_update_"
-    if attention._only_values():
-        return _version_(x, mask, parameters, *how)
-    check(op, x, mask, parameters, how[0])
+def _autograd_(*args: Any) -> None:
+    op, a = "triangle_attention_update_", Arguments(*args)
+    x = a.x
+    if no_derivatives():
+        return _version_(*args)
+    check(op, a)
     check_writable(op, x)
-    check_constant(op, mask)
-    given = _given(x, parameters)
-    if attention._needs_decomposition(*given):
-        _batched_(x, mask, parameters, *how)
-    elif attention._needs_grad(*given):
+    check_constant(op, a.mask)
+    if needs_decomposition(*a.differentiable):
+        _batched_(*args)
+    elif needs_grad(*a.differentiable):
         _check_in_place(x)  # before x is overwritten, since requires_grad is set last
-        mask, *parameters = (without_alias(x, t) for t in (mask, *parameters))
-        x.add_(update(torch.ops.myops._keep(x), mask, parameters, *how))
+        x.add_(update(*_copied(a)))
     else:
-        with torch._C._AutoDispatchBelowAutograd():
-            update_(x, mask, parameters, *how)
+        with below_autograd():
+            update_(*args)
+
+
+def _copied(a: Arguments) -> Arguments:
+    """With a copy of x, which is about to be overwritten, and of what shares its memory."""
+    mask, *parameters = (without_alias(a.x, t) for t in a.tensors[1:])
+    return a._replace(x=_myops._keep(a.x), mask=mask, parameters=parameters)
 
 
 def _check_in_place(x: Tensor) -> None:
@@ -174,79 +165,57 @@ def _version_(x: Tensor, *args: Any) -> None:
     torch.autograd.graph.increment_version(x)
 
 
-def _functionalized_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
+def _functionalized_(*args: Any) -> None:
     """For the key Functionalize, as the mutating operators of C++ have one (src/autograd/recipe.h)."""
-    check("triangle_attention_update_", x, mask, parameters, how[0])
-    check_writable("triangle_attention_update_", x)
+    a = Arguments(*args)
+    check("triangle_attention_update_", a)
+    check_writable("triangle_attention_update_", a.x)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        x.copy_(update(x, mask, parameters, *how, True))
+        a.x.copy_(update(*a._replace(adds=True)))
 
 
-def _kept_autograd(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    op = "_triangle_attention_update_kept"
-    check(op, x, mask, parameters, how[0])
-    given = _given(x, parameters)
+def _kept_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    op, a = "_triangle_attention_update_kept", Arguments(*args)
+    check(op, a)
     expect(
-        not (attention._needs_decomposition(*given) or attention._needs_grad(*given)),
+        not (needs_decomposition(*a.differentiable) or needs_grad(*a.differentiable)),
         lambda: f"{op}: expected no argument that needs a gradient or has a tangent, got one",
     )
-    with torch._C._AutoDispatchBelowAutograd():
-        return update_kept(x, mask, parameters, *how)
+    with below_autograd():
+        return update_kept(*args)
 
 
-def _backward_autograd(
-    grad: Tensor,
-    x: Tensor,
-    product: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    *rest: Any,
-) -> list[Tensor]:
+def _backward_autograd(*args: Any) -> list[Tensor]:
     """Differentiated only by double backward, which goes through everything and so recomputes it."""
-    check_kept(grad, x, product, logsumexp, mask, parameters, rest[0])
-    given = [grad, *_given(x, parameters)]
-    if attention._needs_decomposition(*given) or attention._needs_grad(*given):
-        return _composite_gradients(grad, x, product, logsumexp, mask, parameters, *rest)
-    with torch._C._AutoDispatchBelowAutograd():
-        return update_backward(grad, x, product, logsumexp, mask, parameters, *rest)
+    b = BackwardArguments.of(*args)
+    b.check()
+    given = [b.grad, *b.a.differentiable]
+    if needs_decomposition(*given) or needs_grad(*given):
+        return _composite_gradients(*args)
+    with below_autograd():
+        return update_backward(*args)
 
 
-def _composite_gradients(
-    grad: Tensor,
-    x: Tensor,
-    product: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    wanted: Sequence[bool],
-    sparing: bool = False,
-    adds: bool = False,
-) -> list[Tensor]:
-    check_wanted(wanted)
-    inputs = (x, *parameters)
-    asked = [i for i, (t, want) in enumerate(zip(inputs, wanted, strict=True)) if want and t is not None]
+def _composite_gradients(*args: Any) -> list[Tensor]:
+    b = BackwardArguments.of(*args)
+    check_wanted("_triangle_attention_update_backward", b.wanted)
+    requested = b.requested
 
     def of_those(*values: Tensor) -> Tensor:
-        all_of_them: list[Any] = list(inputs)
-        for i, value in zip(asked, values, strict=True):
-            all_of_them[i] = value
-        return _composite(all_of_them[0], mask, all_of_them[1:], heads, eps, ending)
+        x, *parameters = (dict[str, Any](b.inputs) | dict(zip(requested, values, strict=True))).values()
+        return _composite(*b.a._replace(x=x, parameters=parameters, adds=False))
 
-    made = torch.func.vjp(of_those, *(inputs[i] for i in asked))[1](grad) if asked else ()
-    by_input = dict(zip(asked, made, strict=True))
-    if adds and 0 in by_input:
-        by_input[0] = by_input[0] + grad
-    return [by_input[i] if i in by_input else x.new_empty(0) for i in range(len(inputs))]
+    values = torch.func.vjp(of_those, *requested.values())[1](b.grad) if requested else ()
+    made = dict(zip(requested, values, strict=True))
+    if b.a.adds and "x" in made:
+        made["x"] = made["x"] + b.grad
+    return b.listed(made)
 
 
-def _batched_(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> None:
+def _batched_(*args: Any) -> None:
     """In ATen operators, which save what they are given: none of that may be overwritten."""
-    mask, *parameters = (without_alias(x, t) for t in (mask, *parameters))
-    x.add_(_composite(torch.ops.myops._keep(x), mask, parameters, *how))
+    a = Arguments(*args)
+    a.x.add_(_composite(*_copied(a)))
 
 
 def _each_of_batch(*args: Any) -> list[Tensor]:
@@ -312,7 +281,7 @@ def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
     def kernel(x: Tensor, mask: Tensor | None, parameters: Parameters, *how: Any) -> Any:
         keeps = op is update_ and x.dtype in (torch.float16, torch.bfloat16)
         dtype = x.dtype if keeps else torch.get_autocast_dtype(device_type)
-        with torch._C._ExcludeDispatchKeyGuard(attention._AUTOCAST):
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
             given = x if op is update_ else unless_float32(x, dtype)
             norms = [unless_float32(t, dtype) for t in parameters[: len(NORMS)]]
             return op(given, mask, [*norms, *(cast(t, dtype) for t in parameters[len(NORMS) :])], *how)
@@ -323,30 +292,29 @@ def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
 # --- registration ----------------------------------------------------------------------------------------------------
 
 
-def _register() -> None:
-    for suffix, op, autograd, batched in (
-        ("", update, _autograd, _composite),
-        ("_", update_, _autograd_, _batched_),
-        ("_kept", update_kept, _kept_autograd, None),
-        (
-            "_backward",
-            update_backward,
-            attention._without_autocast(_backward_autograd),
-            attention._without_autocast(_composite_gradients),
-        ),
-    ):
-        library.impl(NAME + suffix, autograd, "Autograd")
-        for key in ("Negative", "Conjugate", "ZeroTensor"):
-            library.impl(NAME + suffix, _materialized(op), key)
-        if batched is not None:
-            library.impl(NAME + suffix, batched, "FuncTorchBatched")
-    library.impl(NAME + "_", _version_, "ADInplaceOrView")
-    library.impl(NAME + "_", _functionalized_, "Functionalize")
-    library.impl(NAME + "_backward", _each_of_batch, "Batched")
-    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        for suffix, op in (("", update), ("_", update_)):
-            library.impl(NAME + suffix, _autocast(op, device), key)
+def _register(op: Any, vmap: Any, others: dict[str, Any], **kernels: Any) -> None:
+    """`vmap` is for lists of optional tensors, which :func:`torch.library.register_vmap` does not know."""
+    for key in ("Negative", "Conjugate", "ZeroTensor"):
+        others[key] = _materialized(op)
+    register(op, others=others | {"FuncTorchBatched": vmap}, untraceable="triangle_attention_update", **kernels)
 
 
-if is_first:
-    _register()
+_register(update, _composite, {}, kernel=operators.kernel, fake=operators.fake, autograd=_autograd, autocast=_autocast)
+_register(
+    update_,
+    _batched_,
+    {"ADInplaceOrView": _version_, "Functionalize": _functionalized_},
+    kernel=operators.kernel_,
+    fake=operators.fake_,
+    autograd=_autograd_,
+    autocast=_autocast,
+)
+_register(update_kept, None, {}, kernel=operators.kept_kernel, fake=operators.kept_fake, autograd=_kept_autograd)
+_register(
+    update_backward,
+    without_autocast(_composite_gradients),
+    {"Batched": _each_of_batch},
+    kernel=without_autocast(operators.backward_kernel),
+    fake=operators.backward_fake,
+    autograd=without_autocast(_backward_autograd),
+)

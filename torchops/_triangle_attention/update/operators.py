@@ -1,91 +1,54 @@
-"""The private operators of the triangle attention update. They are registered from Python because the CUDA kernels are
-written in Triton. In inference, a caller's graph has one node for all panels (`aten.py`), for any
-N. Gradients and transforms are in `autograd.py`.
+"""The private operators of the triangle attention update. In inference, a caller's graph has one node for all panels
+(`panels.py`), for any N. Gradients and transforms are in `autograd.py`.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchops._core.devices import on
+from torchops._core.registration import define
 from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
-from torchops._triangle_attention.attention import aten as _attention_panels
-from torchops._triangle_attention.attention import operators as attention
-from torchops._triangle_attention.update import aten as panels
+from torchops._triangle_attention.attention.arguments import accumulator
 from torchops._triangle_attention.update.arguments import (
-    Parameters,
+    Arguments,
+    Inputs,
+    Kept,
+    Weights,
     check,
     check_kept,
     check_wanted,
     check_writable,
+    flat,
+    inputs_of,
     may_alias,
+    rows_of,
+    weights_of,
     without_alias,
 )
+from torchops._triangle_attention.update.backends import backend_for, load, why_not_triton
+from torchops._triangle_attention.update.panels_backward import WANTED
 
-__all__ = [
-    "NAME",
-    "is_first",
-    "is_sparing",
-    "library",
-    "steps_for",
-    "update",
-    "update_",
-    "update_backward",
-    "update_kept",
-]
+__all__ = ["NAME", "is_sparing", "update", "update_", "update_backward", "update_kept"]
 
 NAME = "_triangle_attention_update"
+_PUBLIC, _PUBLIC_, _BACKWARD = "triangle_attention_update", "triangle_attention_update_", f"{NAME}_backward"
 
-# False if this module is imported again in the same process, which then has the operators already.
-is_first = not hasattr(torch.ops.myops, NAME)
-library = torch.library.Library("myops", "FRAGMENT")
 _ARGUMENTS = "Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending"
-for _schema in (
-    # The update, or x plus the update, in the dtype of x.
-    f"{NAME}(Tensor x, {_ARGUMENTS}, bool adds=False) -> Tensor",
-    f"{NAME}_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
-    # The same, plus the result of the attention before its gate, and the logarithms of the sums.
-    f"{NAME}_kept(Tensor x, {_ARGUMENTS}, bool adds=False) -> (Tensor, Tensor, Tensor)",
-    f"{NAME}_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, {_ARGUMENTS}, "
-    "bool[11] wanted, bool sparing=False, bool adds=False) -> Tensor[]",
-):
-    if is_first:
-        library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-update = torch.ops.myops._triangle_attention_update.default
-update_ = torch.ops.myops._triangle_attention_update_.default
-update_kept = torch.ops.myops._triangle_attention_update_kept.default
-update_backward = torch.ops.myops._triangle_attention_update_backward.default
-
-
-# --- backends --------------------------------------------------------------------------------------------------------
-
-
-def steps_for(x: Tensor, q: Tensor, heads: int) -> Any:
-    """The module with the steps for this x. `q` is the weight."""
-    *batch, rows, _, _ = x.shape
-    body = attention.body_for(q, math.prod(batch), rows, heads, q.shape[0] // heads)
-    if x.is_cuda and x.stride(-1) == 1 and body is not _attention_panels:
-        return importlib.import_module("torchops._triangle_attention.update.triton_steps")
-    return panels
-
-
-def _weights(parameters: Parameters, heads: int, eps: float, overwritten: Tensor | None = None) -> panels.Weights:
-    """The weights, contiguous and not in memory that is overwritten."""
-
-    def usable(t: Tensor | None) -> Tensor | None:
-        if overwritten is not None:
-            t = without_alias(overwritten, t)
-        return None if t is None else t.contiguous()
-
-    made: list[Any] = [usable(t) for t in parameters]
-    return panels.Weights._make([*made, heads, eps])
+# The update, or x plus the update, in the dtype of x.
+update = define(f"{NAME}(Tensor x, {_ARGUMENTS}, bool adds=False) -> Tensor")
+update_ = define(f"{NAME}_(Tensor(a!) x, {_ARGUMENTS}) -> ()")
+# The same, plus what is kept for the backward pass.
+update_kept = define(f"{NAME}_kept(Tensor x, {_ARGUMENTS}, bool adds=False) -> (Tensor, Tensor, Tensor)")
+update_backward = define(
+    f"{_BACKWARD}(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, {_ARGUMENTS}, "
+    "bool[11] wanted, bool sparing=False, bool adds=False) -> Tensor[]"
+)
 
 
 def is_sparing() -> bool:
@@ -95,42 +58,45 @@ def is_sparing() -> bool:
     return hooks is not None or torch._C._current_graph_task_id() != -1
 
 
-def _flat(t: Tensor, trailing: int) -> Tensor:
-    """Flattens the batch dimensions into one; a view if the strides allow it."""
-    return t.reshape(math.prod(t.shape[:-trailing]), *t.shape[-trailing:])
+class BackwardArguments(NamedTuple):
+    """Of the operator for gradients."""
 
+    grad: Tensor
+    kept: Kept
+    a: Arguments
+    wanted: Sequence[bool]
+    sparing: bool
 
-def _rows_of(mask: Tensor | None, ending: bool) -> Tensor | None:
-    """The mask as (batch, i, k), in the order of the attention."""
-    if mask is None:
-        return None
-    mask = _flat(mask, 2)
-    return mask.mT if ending else mask
+    @classmethod
+    def of(cls, grad: Tensor, x: Tensor, product: Tensor, logsumexp: Tensor, *args: Any) -> BackwardArguments:
+        """From the operator's arguments, in its order."""
+        *how, wanted, sparing, adds = (*args, False, False)[:8]
+        return cls(grad, Kept(product, logsumexp), Arguments._make((x, *how, adds)), wanted, sparing)
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.grad, self.a.x, *self.kept, *self.a.tensors[1:]
 
-def _forward(
-    x: Tensor,
-    mask: Tensor | None,
-    w: panels.Weights,
-    ending: bool,
-    target: Tensor,
-    adds: bool,
-    kept: tuple[Tensor, Tensor] | None,
-    sparing: bool = True,
-) -> None:
-    steps = steps_for(x, w.q, w.heads)
-    with on(x.device):
-        if steps is not panels and _fused("").takes(x, w):
-            _fused("").forward(x, mask, w, ending, target, adds, kept, sparing)
-        else:
-            panels.forward(x, mask, w, ending, target, adds, kept, steps)
+    @property
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What may get a gradient."""
+        return dict(zip(WANTED, (self.a.x, *self.a.parameters), strict=True))
 
+    def check(self) -> None:
+        check_kept(_BACKWARD, self.grad, self.kept, self.a)
+        check_wanted(_BACKWARD, self.wanted)
 
-@cache
-def _fused(part: str) -> Any:
-    return importlib.import_module(
-        f"torchops._triangle_attention.update.triton_fused{part}"
-    )  # Triton may not be installed
+    @property
+    def requested(self) -> dict[str, Tensor]:
+        """What is to get a gradient."""
+        wanted = zip(self.inputs.items(), self.wanted, strict=True)
+        return {name: t for (name, t), want in wanted if want and t is not None}
+
+    def empty(self) -> dict[str, Tensor]:
+        return {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in self.requested.items()}
+
+    def listed(self, made: dict[str, Tensor]) -> list[Tensor]:
+        return [made[name] if name in made else self.a.x.new_empty(0) for name in WANTED]
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
@@ -141,28 +107,21 @@ plans = Plans()
 
 
 def _planned(
-    found: Found,
-    launches: Callable[..., None],
-    x: Tensor,
-    parameters: Parameters,
-    heads: int,
-    tensors: Callable[[], Sequence[Tensor | None]],
+    found: Found, launches: Callable[..., None], a: Arguments, tensors: Callable[[], Sequence[Tensor | None]]
 ) -> Plan | None:
     """The plan of a call that has passed its checks, if the fused kernels can use its tensors as they are."""
     plan = found.plan
-    if plan is None and x.is_cuda and x.numel():
-        q = parameters[3]
-        assert q is not None
-        unfused = steps_for(x, q, heads) is panels
-        plan = False if unfused else plans.add(found, launches, tensors(), x.device)
+    if plan is None and a.x.is_cuda and a.x.numel():
+        unfused = why_not_triton(a.x, a.q, a.heads)
+        plan = False if unfused else plans.add(found, launches, tensors(), a.x.device)
     return plan if isinstance(plan, Plan) else None
 
 
-def _usable(x: Tensor, parameters: Parameters, heads: int, eps: float) -> tuple[Tensor, panels.Weights]:
-    x, w = _flat(x, 3), _weights(parameters, heads, eps)
-    if not _fused("").takes(x, w):
-        raise UnplannableError("x")
-    return x, w
+def _fused_inputs(a: Arguments) -> Inputs:
+    inputs = inputs_of(a)
+    if reason := load("triton_fused").why_not(inputs):
+        raise UnplannableError(reason)
+    return inputs
 
 
 def _run(plan: Plan, found: Found, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
@@ -173,259 +132,145 @@ def _run(plan: Plan, found: Found, given: Sequence[Tensor | None], made: Sequenc
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _kernel(
-    x: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    adds: bool = False,
-) -> Tensor:
-    return _update(False, x, mask, parameters, heads, eps, ending, adds)[0]
+def kernel(*args: Any) -> Tensor:
+    return _update(False, Arguments(*args))[0]
 
 
-def _kept_kernel(
-    x: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    adds: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    made, product, logsumexp = _update(True, x, mask, parameters, heads, eps, ending, adds)
+def kept_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    made, product, logsumexp = _update(True, Arguments(*args))
     return made, product, logsumexp
 
 
-def _update(
-    keeps: bool,
-    x: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    adds: bool,
-) -> list[Tensor]:
-    given, sparing = (x, mask, *parameters), not keeps or is_sparing()
-    found = plans.find(("update", keeps, heads, eps, ending, adds, sparing), given)
+def _update(keeps: bool, a: Arguments) -> list[Tensor]:
+    given, sparing = a.tensors, not keeps or is_sparing()
+    found = plans.find(("update", keeps, *a[3:], sparing), given)
     if found.plan is None:
-        check("triangle_attention_update", x, mask, parameters, heads)
-    made = [_empty_update(x, parameters, adds)]
+        check(_PUBLIC, a)
+    made = [_empty_update(a)]
     if keeps:
-        made += _empty_kept(x, parameters, heads)
+        made += _empty_kept(a)
 
     def launches(x: Tensor, mask: Tensor | None, *rest: Tensor) -> None:
-        x, w = _usable(x, rest[:10], heads, eps)
+        inputs = _fused_inputs(a._replace(x=x, mask=mask, parameters=rest[:10]))
         out, *kept = rest[10:]
-        _fused("").forward(x, _rows_of(mask, ending), w, ending, _flat(out, 3), adds, kept or None, sparing)
+        load("triton_fused").forward(inputs, flat(out, 3), Kept(*kept) if kept else None, sparing)
 
-    plan = _planned(found, launches, x, parameters, heads, lambda: [*given, *made])
+    plan = _planned(found, launches, a, lambda: [*given, *made])
     if plan is not None:
         _run(plan, found, given, made)
-    elif x.numel():
-        w = _weights(parameters, heads, eps)
-        kept = (made[1], made[2]) if keeps else None
-        _forward(_flat(x, 3), _rows_of(mask, ending), w, ending, _flat(made[0], 3), adds, kept, sparing)
+    elif a.x.numel():
+        _forward(inputs_of(a), flat(made[0], 3), Kept(*made[1:]) if keeps else None, sparing)
     return made
 
 
-def _kernel_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
-    op, given = "triangle_attention_update_", (x, mask, *parameters)
-    found = plans.find(("overwrite", heads, eps, ending), given)
+def _forward(inputs: Inputs, target: Tensor, kept: Kept | None, sparing: bool = True) -> None:
+    with on(inputs.x.device):
+        backend_for(inputs).forward(inputs, target, kept, sparing)
+
+
+def kernel_(*args: Any) -> None:
+    a = Arguments._make((*args, True))
+    x, given = a.x, a.tensors
+    found = plans.find(("overwrite", *a[3:6]), given)
     if found.plan is None:
-        check(op, x, mask, parameters, heads)
-        check_writable(op, x)
+        check(_PUBLIC_, a)
+        check_writable(_PUBLIC_, x)
 
     def launches(x: Tensor, mask: Tensor | None, *parameters: Tensor) -> None:
-        x, w = _usable(x, parameters, heads, eps)
-        _fused("").forward(x, _rows_of(mask, ending), w, ending, x, True, None)
+        inputs = _fused_inputs(a._replace(x=x, mask=mask, parameters=parameters))
+        load("triton_fused").forward(inputs, inputs.x, None)
 
-    plan = _planned(found, launches, x, parameters, heads, lambda: given)
+    plan = _planned(found, launches, a, lambda: given)
     if plan is not None and not any(t is not None and may_alias(x, t) for t in given[1:]):
         _run(plan, found, given, ())
     elif x.numel():
-        w = _weights(parameters, heads, eps, overwritten=x)
-        kept_keys = _rows_of(without_alias(x, mask), ending)
+        w = weights_of(a.parameters, a.heads, a.eps, overwritten=x)
+        mask = rows_of(without_alias(x, a.mask), a.ending)
         try:
-            _overwrite(x, kept_keys, w, ending)
+            _overwrite(x, mask, w, a.ending)
         except BaseException:  # such as out of memory: x is partly overwritten, and autograd must know
             if not x.is_inference():
                 torch.autograd.graph.increment_version(x)
             raise
 
 
-def _overwrite(x: Tensor, kept_keys: Tensor | None, w: panels.Weights, ending: bool) -> None:
+def _overwrite(x: Tensor, mask: Tensor | None, w: Weights, ending: bool) -> None:
     """Batch dimensions that cannot be merged into one are processed one by one."""
     try:
-        flat = x.view(math.prod(x.shape[:-3]), *x.shape[-3:])
+        merged = x.view(math.prod(x.shape[:-3]), *x.shape[-3:])
     except RuntimeError:
-        part = None if kept_keys is None else kept_keys.unflatten(0, (len(x), -1))
+        part = None if mask is None else mask.unflatten(0, (len(x), -1))
         for i, each in enumerate(x):
             _overwrite(each, None if part is None else part[i], w, ending)
     else:
-        _forward(flat, kept_keys, w, ending, flat, True, None)
+        _forward(Inputs(merged, mask, w, ending, True), merged, None)
 
 
-def _empty_update(x: Tensor, parameters: Parameters, adds: bool) -> Tensor:
-    q = parameters[3]
-    assert q is not None
-    return torch.empty(x.shape, dtype=x.dtype if adds else q.dtype, device=x.device)
+def _empty_update(a: Arguments) -> Tensor:
+    return torch.empty(a.x.shape, dtype=a.x.dtype if a.adds else a.q.dtype, device=a.x.device)
 
 
-def _empty_kept(x: Tensor, parameters: Parameters, heads: int) -> tuple[Tensor, Tensor]:
-    q = parameters[3]
-    assert q is not None
-    batch, n = math.prod(x.shape[:-3]), x.shape[-2]
-    wide = _attention_panels.accumulator(q.dtype)
-    return q.new_empty((batch, n, n, q.shape[0])), q.new_empty((batch, n, heads, n), dtype=wide)
+def _empty_kept(a: Arguments) -> tuple[Tensor, Tensor]:
+    batch, n, q = math.prod(a.x.shape[:-3]), a.x.shape[-2], a.q
+    return q.new_empty((batch, n, n, q.shape[0])), q.new_empty((batch, n, a.heads, n), dtype=accumulator(q.dtype))
 
 
-def _backward_kernel(
-    grad: Tensor,
-    x: Tensor,
-    product: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    wanted: Sequence[bool],
-    sparing: bool = False,
-    adds: bool = False,
-) -> list[Tensor]:
+def backward_kernel(*args: Any) -> list[Tensor]:
     """Panels get a larger share of memory than in inference, or a smaller one if gradients are `sparing`."""
-    given = grad, x, product, logsumexp, mask, *parameters
-    found = plans.find(("gradients", heads, eps, ending, *wanted, sparing, adds), given)
+    b = BackwardArguments.of(*args)
+    found = plans.find(("gradients", *b.a[3:], *b.wanted, b.sparing), b.tensors)
     if found.plan is None:
-        check_kept(grad, x, product, logsumexp, mask, parameters, heads)
-        check_wanted(wanted)
-    inputs = dict(zip(panels.WANTED, (x, *parameters), strict=True))
-    asked = {name: want and inputs[name] is not None for name, want in zip(panels.WANTED, wanted, strict=True)}
-    made: dict[str, Tensor] = {}
-    if x.numel() == 0:
-        of_each = {name: t for name, t in inputs.items() if t is not None}
-        made = {name: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for name, t in of_each.items()}
-    elif any(asked.values()):
-        made = _gradients(found, given, asked, heads, eps, ending, sparing, adds)
-    return [made[name] if asked[name] else x.new_empty(0) for name in inputs]
+        b.check()
+    if b.a.x.numel() == 0:
+        return b.listed({name: t.zero_() for name, t in b.empty().items()})
+    return b.listed(_gradients(found, b) if b.requested else {})
 
 
-def _gradients(
-    found: Found,
-    given: tuple[Tensor | None, ...],
-    asked: dict[str, bool],
-    heads: int,
-    eps: float,
-    ending: bool,
-    sparing: bool,
-    adds: bool,
-) -> dict[str, Tensor]:
-    _, x, _, _, mask, *parameters = given
-    assert x is not None
-    inputs = dict(zip(panels.WANTED, (x, *parameters), strict=True))
-    like = {name: t for name, t in inputs.items() if t is not None}
-    if all(asked[name] for name in like):
-
-        def empty() -> list[Tensor]:
-            return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like.values()]
+def _gradients(found: Found, b: BackwardArguments) -> dict[str, Tensor]:
+    a, requested = b.a, b.requested
+    if len(requested) == len(a.differentiable):
+        names = tuple(requested)
 
         def launches(grad: Tensor, x: Tensor, o: Tensor, logsumexp: Tensor, mask: Tensor | None, *rest: Tensor) -> None:
-            (x, w), grad = _usable(x, rest[:10], heads, eps), _flat(grad, 3)
-            if not _fused("").aligned(grad):
+            inputs = _fused_inputs(a._replace(x=x, mask=mask, parameters=rest[:10]))
+            grad, fused = flat(grad, 3), load("triton_fused")
+            if not fused.aligned(grad):
                 raise UnplannableError("grad")
-            made = dict(zip(like, rest[10:], strict=True))
-            kept = o.contiguous(), logsumexp.contiguous()
-            _fused("_gradients").backward_into(made, grad, x, _rows_of(mask, ending), w, ending, *kept, adds, sparing)
+            made = dict(zip(names, rest[10:], strict=True))
+            fused.backward_into(made, grad, inputs, Kept(o.contiguous(), logsumexp.contiguous()), b.sparing)
 
-        plan = _planned(found, launches, x, parameters, heads, lambda: [*given, *empty()])
+        plan = _planned(found, launches, a, lambda: [*b.tensors, *b.empty().values()])
         if plan is not None:
-            empties = empty()
-            _run(plan, found, given, empties)
-            return dict(zip(like, empties, strict=True))
-    grad, _, product, logsumexp, *_ = given
-    assert grad is not None
-    assert product is not None
-    assert logsumexp is not None
-    made: dict[str, Tensor]
-    w = _weights(parameters, heads, eps)
-    flat, steps = _flat(x, 3), steps_for(x, w.q, heads)
-    arguments = _flat(grad, 3), flat, _rows_of(mask, ending), w, ending, product.contiguous(), logsumexp.contiguous()
-    with on(x.device):
-        if steps is not panels and all(asked[name] for name in like) and _fused("").takes(flat, w):
-            made = _fused("_gradients").backward(*arguments, asked, adds, sparing)
-        else:
-            made = panels.backward(*arguments, asked, adds, steps)
-    return {name: t.view(like[name].shape) for name, t in made.items()}
+            made = b.empty()
+            _run(plan, found, b.tensors, list(made.values()))
+            return made
+    inputs, kept = inputs_of(a), Kept(*(t.contiguous() for t in b.kept))
+    wanted = {name: name in requested for name in WANTED}
+    with on(a.x.device):
+        made = backend_for(inputs).backward(flat(b.grad, 3), inputs, kept, wanted, b.sparing)
+    return {name: t.view(requested[name].shape) for name, t in made.items()}
 
 
 # --- fake kernels ----------------------------------------------------------------------------------------------------
 
 
-def _fake(
-    x: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    adds: bool = False,
-) -> Tensor:
-    check("triangle_attention_update", x, mask, parameters, heads)
-    return _empty_update(x, parameters, adds)
+def fake(*args: Any) -> Tensor:
+    a = Arguments(*args)
+    check(_PUBLIC, a)
+    return _empty_update(a)
 
 
-def _fake_(x: Tensor, mask: Tensor | None, parameters: Parameters, heads: int, eps: float, ending: bool) -> None:
-    check("triangle_attention_update_", x, mask, parameters, heads)
-    check_writable("triangle_attention_update_", x)
+def fake_(*args: Any) -> None:
+    a = Arguments(*args)
+    check(_PUBLIC_, a)
+    check_writable(_PUBLIC_, a.x)
 
 
-def _kept_fake(
-    x: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    adds: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake(x, mask, parameters, heads, eps, ending, adds), *_empty_kept(x, parameters, heads)
+def kept_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake(*args), *_empty_kept(Arguments(*args))
 
 
-def _backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    product: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    parameters: Parameters,
-    heads: int,
-    eps: float,
-    ending: bool,
-    wanted: Sequence[bool],
-    sparing: bool = False,
-    adds: bool = False,
-) -> list[Tensor]:
-    check_kept(grad, x, product, logsumexp, mask, parameters, heads)
-    check_wanted(wanted)
-    return [
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else x.new_empty(0)
-        for t, want in zip((x, *parameters), wanted, strict=True)
-    ]
-
-
-# --- registration ----------------------------------------------------------------------------------------------------
-
-
-if is_first:
-    for _suffix, _of_backends, _of_shapes in (
-        ("", _kernel, _fake),
-        ("_", _kernel_, _fake_),
-        ("_kept", _kept_kernel, _kept_fake),
-        ("_backward", attention._without_autocast(_backward_kernel), _backward_fake),
-    ):
-        for _key in ("CPU", "CUDA"):
-            library.impl(NAME + _suffix, _of_backends, _key)
-        torch.library.register_fake(f"myops::{NAME}{_suffix}", _of_shapes, lib=library)
+def backward_fake(*args: Any) -> list[Tensor]:
+    b = BackwardArguments.of(*args)
+    b.check()
+    return b.listed(b.empty())

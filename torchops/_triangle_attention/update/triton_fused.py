@@ -6,176 +6,57 @@ In inference, the only tensor per panel besides x holds q, k and v, and the resu
 from __future__ import annotations
 
 import math
-from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchops._core.triton.launch import Launch
 from torchops._triangle_attention.attention import triton as attention
-from torchops._triangle_attention.update import aten as panels
-from torchops._triangle_attention.update import kernels
+from torchops._triangle_attention.attention.arguments import Saved
+from torchops._triangle_attention.update import kernels, panels, triton_fused_backward
 from torchops._triangle_attention.update import triton_steps as steps
-from torchops._triangle_attention.update.aten import Weights
+from torchops._triangle_attention.update.arguments import TENSORS, Inputs, Kept
+from torchops._triangle_attention.update.triton_fused_launch import (
+    Places,
+    aligned,
+    budget,
+    kernel_for,
+    launch_project,
+    part_of,
+    scratch_for,
+    triangle_bias,
+)
 
-__all__ = [
-    *("Places", "aligned", "budget", "forward", "kernel_for", "kernel_of", "launch_project", "padded", "part_of"),
-    *("scratch_for", "takes", "triangle_bias"),
-]
+__all__ = ["backward", "backward_into", "forward", "why_not"]
 
 _MOST = 128  # features of x, and of all heads: programs hold the weights
 _SHARED_MEMORY = 160 << 10  # bytes that a program needs at most, with 128 features
 
-
-def takes(x: Tensor, w: Weights) -> bool:
-    """Whether the kernels support x. They read any strides that keep its rows aligned."""
-    c, width = x.shape[-1], w.q.shape[0]
-    unit = kernels.UNIT
-    return (
-        w.q.element_size() == 2
-        and w.gate is not None
-        and max(c, width) <= _MOST
-        and c % unit == width % unit == 0
-        and aligned(x)
-        and math.prod(x.shape[1:3]) < 1 << 31
-        and attention.shared_memory(x.device) >= _SHARED_MEMORY
-    )
+backward_into = triton_fused_backward.backward_into
 
 
-def budget(x: Tensor, itemsize: int, training: bool, sparing: bool = False) -> int:
-    """Bytes per panel. Every launch has a tail in which multiprocessors wait: on an H100, the kernels of a forward and
-    a backward pass at N = 768 take 8.9 ms with 4 panels of gradients, and 9.6 with 12. Gradients of 128 features and 4
-    heads take one panel up to N = 400, where the host limits the time, and two beyond."""
-    pair = math.prod(x.shape[1:]) * itemsize
-    if sparing:
-        return max(pair // 2, 48 << 20)
-    return (
-        max(pair * 18 // 5, 288 << 20) if training and x.device.type != "cpu" else panels._budget(x, itemsize, training)
-    )
+def why_not(inputs: Inputs) -> str | None:
+    """The kernels read any strides that keep rows of x aligned."""
+    x, w = inputs.x, inputs.w
+    c, width, unit = x.shape[-1], w.q.shape[0], kernels.UNIT
+    if w.q.element_size() != 2:
+        return "expected parameters of 16 bits"
+    if w.gate is None:
+        return "expected a gate"
+    if max(c, width) > _MOST or c % unit or width % unit:
+        return f"expected features, and heads * d, of at most {_MOST}, multiples of {unit}, got {c} and {width}"
+    if not aligned(x):
+        return f"expected x with strides that are multiples of {unit}, got {x.stride()}"
+    if math.prod(x.shape[1:3]) >= 1 << 31:
+        return f"expected fewer than {1 << 31} pairs"
+    if attention.shared_memory(x.device) < _SHARED_MEMORY:
+        return f"expected {_SHARED_MEMORY} bytes of shared memory"
+    return None
 
 
-def aligned(t: Tensor) -> bool:
-    return t.stride(-1) == 1 and all(stride % kernels.UNIT == 0 for stride in t.stride()[:-1])
-
-
-def padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
-class _Tile(NamedTuple):
-    """Positions per block, how Triton compiles the loop, and the programs per multiprocessor, which loop over blocks; 0
-    for one program per block."""
-
-    block: int
-    warps: int
-    stages: int
-    programs: int
-
-
-# The best of sweeps on an H100, with N = 768, c = 128, 4 heads of 32 and bfloat16. In a profile of a forward and a
-# backward pass, these took, in this order, 605, 157, 257, 521, 299, 230 and 275 us. The fourth also computes the
-# numbers that the attention's gradients read, and the gradient of `out`.
-_TILES = {
-    "project": _Tile(64, 8, 1, 2),
-    "bias": _Tile(64, 4, 1, 4),
-    "end": _Tile(32, 4, 1, 3),
-    "gate_gradient": _Tile(32, 8, 3, 1),
-    "to_z": _Tile(64, 4, 2, 0),
-    "norm_gradient": _Tile(16, 4, 1, 6),
-    "products": _Tile(64, 8, 4, 0),
-    "finish": _Tile(128, 4, 1, 0),  # BLOCK must hold a row of features
-}
-
-
-class _Kernel:
-    """A kernel with its constants, and its grid for a number of positions."""
-
-    def __init__(self, name: str, **constants: int) -> None:
-        tile = _TILES[name]
-        self.block, self._programs = tile.block, tile.programs
-        kernel = getattr(kernels, name)
-        constants |= {"STAGES": tile.stages}
-        taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
-        how = {"num_warps": tile.warps, "num_stages": tile.stages}
-        self.launch = Launch(kernel, **taken, BLOCK=tile.block, **how)
-
-    def blocks(self, count: int, device: torch.device) -> int:
-        return min(self.blocks_of(count), self.programs(device)) if self._programs else self.blocks_of(count)
-
-    def blocks_of(self, count: int) -> int:
-        return -(-count // self.block)
-
-    def programs(self, device: torch.device) -> int:
-        """How many programs run at the same time."""
-        return self._programs * attention.processors(device)
-
-
-@cache
-def kernel_of(name: str, c: int, width: int, **constants: int) -> _Kernel:
-    return _Kernel(name, C=c, PADDED_C=padded(c), WIDTH=width, PADDED_WIDTH=padded(width), **constants)
-
-
-def kernel_for(w: Weights, name: str, **constants: int) -> _Kernel:
-    """The kernel `name` for these weights."""
-    return kernel_of(
-        name, w.q.shape[1], w.q.shape[0], HAS_WEIGHT=w.norm_weight is not None, HAS_BIAS=w.norm_bias is not None,
-        HAS_GATE_BIAS=w.gate_bias is not None, HAS_OUT_BIAS=w.out_bias is not None, **constants,
-    )  # fmt: skip
-
-
-class Places:
-    """How the kernels find the positions (batch, outer, inner) of a tensor (batch, N, N, ...)."""
-
-    def __init__(self, t: Tensor) -> None:
-        batch, outer, inner = t.stride()[:3]
-        self.strides = batch // kernels.UNIT, outer // kernels.UNIT, inner // kernels.UNIT
-
-    def at(self, b: slice, rows: slice, ending: bool) -> tuple[int, int, int, int]:
-        """The start and the strides of a panel."""
-        batch, outer, inner = self.strides
-        return b.start * batch + rows.start * (inner if ending else outer), batch, outer, inner
-
-
-def scratch_for(b: slice, rows: slice, n: int, features: int, ending: bool, like: Tensor) -> Tensor:
-    """Scratch for a panel, in the memory order of x."""
-    size = rows.stop - rows.start
-    return like.new_empty((b.stop - b.start, *((n, size) if ending else (size, n)), features))
-
-
-def part_of(scratch: Tensor, rows: slice, ending: bool) -> Tensor:
-    """The part that a panel uses of scratch for the largest panel."""
-    return scratch[:, :, : rows.stop - rows.start] if ending else scratch[:, : rows.stop - rows.start]
-
-
-def triangle_bias(x: Tensor, b: slice, w: Weights, ending: bool) -> Tensor:
-    """Like `_attention_update_triton.triangle_bias`, times LOG2E."""
-    n = x.shape[1]
-    width = attention.padded_width(n)
-    made = w.q.new_empty((b.stop - b.start, w.heads, n, width))
-    kernel = kernel_for(w, "bias", HEADS=w.heads, PADDED_H=padded(w.heads))
-    at, batch, outer, inner = Places(x).at(b, slice(0, n), False)
-    if ending:
-        outer, inner = inner, outer
-    kernel.launch(
-        (kernel.blocks(n * width, x.device), len(made), 1),
-        x, w.norm_weight, w.norm_bias, w.bias_weight, made, at, batch, outer, inner, width, n, n * width, w.eps,
-    )  # fmt: skip
-    return made
-
-
-def forward(
-    x: Tensor,
-    mask: Tensor | None,
-    w: Weights,
-    ending: bool,
-    target: Tensor,
-    adds: bool,
-    kept: tuple[Tensor, Tensor] | None,
-    sparing: bool = True,
-) -> None:
-    """Like :func:`_attention_update_panels.forward`. Unless it is `sparing`, panels are larger, because the gradients
-    will use as much memory anyway: at N = 768 and c = 128, one panel instead of four."""
+def forward(inputs: Inputs, target: Tensor, kept: Kept | None, sparing: bool = True) -> None:
+    """Unless it is `sparing`, panels are larger, because the gradients will use as much memory anyway: at N = 768 and
+    c = 128, one panel instead of four."""
+    x, mask, w, ending, adds = inputs
     batch, n = x.shape[:2]
     width, heads = w.q.shape[0], w.heads
     row_bytes = n * (3 * width * w.q.element_size() + 4 * heads)
@@ -195,12 +76,12 @@ def forward(
             of_rows = None if added is None else added[:, rows]
             if kept is None:
                 assert numbers is not None
-                attention.attend(q, k, v, bias, of_rows, w.scale, q, numbers, scaled=True)
+                saved = Saved(q, numbers)
                 o, o_at = qkv, (0, *Places(qkv).strides)
             else:
-                o, o_at = kept[0], Places(kept[0]).at(b, rows, ending)
-                made = panels.heads(panels.slab(o, b, rows, ending), heads, ending)
-                attention.attend(q, k, v, bias, of_rows, w.scale, made, kept[1][b, rows], scaled=True)
+                o, o_at = kept.product, Places(kept.product).at(b, rows, ending)
+                saved = Saved(panels.heads(panels.slab(o, b, rows, ending), heads, ending), kept.logsumexp[b, rows])
+            attention.attend(attention.Prepared(q, k, v, bias, of_rows, w.scale, scaled=True), saved)
             count = n * (rows.stop - rows.start)
             end.launch(
                 (end.blocks(count, x.device), size, 1),
@@ -209,13 +90,13 @@ def forward(
             )  # fmt: skip
 
 
-def launch_project(
-    kernel: _Kernel, x: Tensor, x_at: tuple[int, ...], w: Weights, made: Tensor, k_at: int, z: Tensor | None
-) -> None:
-    batch, outer, inner = made.shape[:3]
-    z_strides = (0, 0, 0) if z is None else Places(z).strides
-    kernel.launch(
-        (kernel.blocks(outer * inner, x.device), batch, 1),
-        x, w.norm_weight, w.norm_bias, w.q, w.k, w.v, made, z, *x_at, 0, *Places(made).strides, *z_strides,
-        k_at // kernels.UNIT, (k_at + w.q.shape[0]) // kernels.UNIT, inner, outer * inner, w.scale, w.eps,
-    )  # fmt: skip
+def backward(
+    grad: Tensor, inputs: Inputs, kept: Kept, wanted: dict[str, bool], sparing: bool = False
+) -> dict[str, Tensor]:
+    """The kernels compute all gradients together; the steps do, if only some are requested."""
+    given = {"x": inputs.x} | {name: t for name in TENSORS if (t := getattr(inputs.w, name)) is not None}
+    if not all(wanted[name] for name in given):
+        return steps.backward(grad, inputs, kept, wanted, sparing)
+    made = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items()}
+    backward_into(made, grad if aligned(grad) else grad.contiguous(), inputs, kept, sparing)
+    return made

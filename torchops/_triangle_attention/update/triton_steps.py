@@ -10,6 +10,8 @@ One compilation serves all N.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,10 +22,15 @@ from torch import Tensor
 
 from torchops._core.triton.launch import Launch
 from torchops._triangle_attention.attention import triton as attention
-from torchops._triangle_attention.update import aten as panels
-from torchops._triangle_attention.update.aten import Weights
+from torchops._triangle_attention.attention.arguments import Inputs as AttentionInputs
+from torchops._triangle_attention.attention.arguments import Saved
+from torchops._triangle_attention.update import aten, panels, panels_backward
+from torchops._triangle_attention.update.arguments import Inputs, Kept, Weights
 
-__all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias", "whole_bias"]
+__all__ = [
+    *("add", "attend", "attend_backward", "backward", "forward", "norm", "prepared_mask", "triangle_bias"),
+    *("whole_bias", "why_not"),
+]
 
 _MAX_NORM = 4096  # the longest row that a program holds, in features
 
@@ -153,7 +160,7 @@ def _grid(shape: _Shape, launch: Launch) -> tuple[int, int, int]:
 def norm(x: Tensor, w: Weights) -> Tensor:
     c = x.shape[-1]
     if c > _MAX_NORM:
-        return panels.norm(x, w)
+        return aten.norm(x, w)
     z = torch.empty(x.shape, dtype=w.q.dtype, device=x.device)
     shape, strides = _positions(x, z)
     launch = _launcher(_norm, c, w.norm_weight is not None, w.norm_bias is not None)
@@ -165,7 +172,7 @@ def triangle_bias(x: Tensor, w: Weights, ending: bool) -> Tensor:
     """The bias in rows that end at a multiple of the kernels' blocks, as these expect."""
     c = x.shape[-1]
     if c > _MAX_NORM:
-        return whole_bias(panels.triangle_bias(x, w, ending))
+        return whole_bias(aten.triangle_bias(x, w, ending))
     batch, (own, n) = len(x), panels.rows_and_keys(x, ending)
     width = attention.padded_width(n)
     made = w.q.new_empty((batch, w.heads, own, width))
@@ -188,41 +195,40 @@ def prepared_mask(mask: Tensor, bias: Tensor) -> Tensor:
     return attention.added_by(mask, bias.shape[-1])
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    out: Tensor | None = None,
-    logsumexp: Tensor | None = None,
-) -> Tensor:
-    if out is None:
-        out = torch.empty_like(q)
-    if logsumexp is None:
-        logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    attention.attend(q, k, v, bias, mask, scale, out, logsumexp)
-    return out
+def attend(a: AttentionInputs, saved: Saved | None) -> Tensor:
+    if saved is None:
+        q = a.q
+        saved = Saved(torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device))
+    attention.attend(attention.Prepared(*a), saved)
+    return saved.out
 
 
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    scale: float,
-    wanted: tuple[bool, bool, bool, bool],
-    into: tuple[Tensor, Tensor, Tensor],
+    grad: Tensor, a: AttentionInputs, saved: Saved, output_mask: Sequence[bool], into: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor | None:
-    dq, dk, dv = (t if want else None for t, want in zip(into, wanted[:3], strict=True))
-    dbias = attention.new_dbias(q, bias) if wanted[3] else None
-    attention.attend_backward(grad, q, k, v, bias, mask, out, logsumexp, scale, (dq, dk, dv), dbias)
+    dq, dk, dv = (t if want else None for t, want in zip(into, output_mask[:3], strict=True))
+    dbias = attention.new_dbias(a.q, a.bias) if output_mask[3] else None
+    attention.attend_backward(grad, attention.Prepared(*a), saved, (dq, dk, dv), dbias)
     return None if dbias is None else attention.sum_of_dbias(dbias)
 
 
-add = panels.add
+add = aten.add
+
+
+# --- the backend -----------------------------------------------------------------------------------------------------
+
+_this: Any = sys.modules[__name__]
+
+
+def why_not(inputs: Inputs) -> str | None:
+    return None
+
+
+def forward(inputs: Inputs, target: Tensor, kept: Kept | None, sparing: bool = True) -> None:
+    panels.forward(inputs, target, kept, _this)
+
+
+def backward(
+    grad: Tensor, inputs: Inputs, kept: Kept, wanted: dict[str, bool], sparing: bool = False
+) -> dict[str, Tensor]:
+    return panels_backward.backward(grad, inputs, kept, wanted, _this)

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from torchops._triangle_attention.attention import triton as attention
-from torchops._triangle_attention.update import aten as panels
-from torchops._triangle_attention.update import kernels
+from torchops._triangle_attention.attention.arguments import Saved
+from torchops._triangle_attention.update import kernels, panels
 from torchops._triangle_attention.update import triton_steps as steps
-from torchops._triangle_attention.update.aten import Weights
-from torchops._triangle_attention.update.triton_fused import (
+from torchops._triangle_attention.update.arguments import Inputs, Kept, Weights
+from torchops._triangle_attention.update.triton_fused_launch import (
     Places,
-    aligned,
     budget,
     kernel_for,
     kernel_of,
@@ -30,7 +29,7 @@ from torchops._triangle_attention.update.triton_fused import (
     triangle_bias,
 )
 
-__all__ = ["backward", "backward_into"]
+__all__ = ["backward_into"]
 
 _CHUNKS = 33  # partial sums of each weight gradient
 _FINISHED = "q", "k", "v", "gate", "out", "norm_weight", "norm_bias", "bias_weight", "gate_bias", "out_bias"
@@ -85,40 +84,11 @@ class _GateGradients:
         kernel.launch((each, size, 1), *before, self.sums, columns, *behind)
 
 
-def backward(
-    grad: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    w: Weights,
-    ending: bool,
-    o: Tensor,
-    logsumexp: Tensor,
-    wanted: dict[str, bool],
-    adds: bool,
-    sparing: bool = False,
-) -> dict[str, Tensor]:
-    """Like :func:`_attention_update_panels.backward`, if all gradients are requested, or all but those of parameters
-    that are None."""
-    parameters = dict(zip(panels.WANTED[1:], w[:10], strict=True))
-    given = {"x": x} | {name: t for name, t in parameters.items() if t is not None}
-    made = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items() if wanted[name]}
-    backward_into(made, grad if aligned(grad) else grad.contiguous(), x, mask, w, ending, o, logsumexp, adds, sparing)
-    return made
-
-
-def backward_into(
-    made: dict[str, Tensor],
-    grad: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    w: Weights,
-    ending: bool,
-    o: Tensor,
-    logsumexp: Tensor,
-    adds: bool,
-    sparing: bool,
-) -> None:
-    """Only launches kernels, so that it can be planned."""
+def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: Kept, sparing: bool) -> None:
+    """Writes the gradients of x and of all parameters that are not None to `made`. `grad` is aligned. Only launches
+    kernels, so that it can be planned."""
+    x, mask, w, ending, adds = inputs
+    o, logsumexp = kept
     batch, n, _, c = x.shape
     width, heads, dtype = w.q.shape[0], w.heads, w.q.dtype
     assert w.gate is not None
@@ -158,10 +128,11 @@ def backward_into(
             q, dq, k, v, _ = (panels.heads(t, heads, ending) for t in places.split(width, -1))
             if dbias is None:
                 dbias = attention.new_dbias(q, bias, wide=True)
+            of_rows = None if added is None else added[:, rows]
             attention.attend_backward(
-                panels.heads(d, heads, ending), q, k, v, bias, None if added is None else added[:, rows],
-                panels.heads(panels.slab(o, b, rows, ending), heads, ending), lse, w.scale, (dq, k, v),
-                dbias, has_dbias, bias_of_keys, numbers, scaled=True,
+                panels.heads(d, heads, ending), attention.Prepared(q, k, v, bias, of_rows, w.scale, scaled=True),
+                Saved(panels.heads(panels.slab(o, b, rows, ending), heads, ending), lse), (dq, k, v),
+                dbias, has_dbias, bias_of_keys, numbers,
             )  # fmt: skip
             has_dbias = True
             d_inputs = places[..., width:]
