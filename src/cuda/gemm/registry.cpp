@@ -54,21 +54,6 @@ bool has_sm90_kernels() {
 
 #define TORCHOPS_OPERATION(name, ...) \
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
-#define TORCHOPS_NARROW(name, ...) \
-  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
-#define TORCHOPS_PAIR(name, ...) template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
-#define TORCHOPS_WIDE_PAIR(name, ...) \
-  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
-#define TORCHOPS_PAIR_GRADIENT(name, ...) \
-  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
-#define TORCHOPS_FEED_FORWARD(name, ...) \
-  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
-#define TORCHOPS_FEED_FORWARD_GRADIENT(name, ...) \
-  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
-#define TORCHOPS_GRADIENT(name, ...) \
-  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
-#define TORCHOPS_COTANGENT(name, ...) \
-  template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #include "cuda/gemm/table.def"
 
 }  // namespace torchops::cuda::gemm

@@ -65,50 +65,10 @@ inline constexpr int kSpec = 0;
 #include "cuda/gemm/table.def"
 
 /// The operations, by name: the types of their problems and of their tilings.
-#define TORCHOPS_OPERATION(name, ...) \
-  struct name {                       \
-    using Problem = gemm::Problem;    \
-    using Tiling = gemm::Tiling;      \
-  };
-#define TORCHOPS_NARROW(name, ...) \
-  struct name {                    \
-    using Problem = gemm::Problem; \
-    using Tiling = NarrowTiling;   \
-  };
-#define TORCHOPS_PAIR(name, ...)       \
-  struct name {                        \
-    using Problem = gemm::PairProblem; \
-    using Tiling = NarrowTiling;       \
-  };
-#define TORCHOPS_WIDE_PAIR(name, ...)  \
-  struct name {                        \
-    using Problem = gemm::PairProblem; \
-    using Tiling = gemm::Tiling;       \
-  };
-#define TORCHOPS_PAIR_GRADIENT(name, ...)      \
-  struct name {                                \
-    using Problem = gemm::PairGradientProblem; \
-    using Tiling = GradientTiling;             \
-  };
-#define TORCHOPS_FEED_FORWARD(name, ...) \
-  struct name {                          \
-    using Problem = TransitionProblem;   \
-    using Tiling = NarrowTiling;         \
-  };
-#define TORCHOPS_FEED_FORWARD_GRADIENT(name, ...) \
-  struct name {                                   \
-    using Problem = TransitionGradientProblem;    \
-    using Tiling = NarrowTiling;                  \
-  };
-#define TORCHOPS_GRADIENT(name, ...) \
-  struct name {                      \
-    using Problem = GradientProblem; \
-    using Tiling = GradientTiling;   \
-  };
-#define TORCHOPS_COTANGENT(name, ...) \
-  struct name {                       \
-    using Problem = GradientProblem;  \
-    using Tiling = gemm::Tiling;      \
+#define TORCHOPS_OPERATION(name, problem, tiling, ...) \
+  struct name {                                        \
+    using Problem = gemm::problem;                     \
+    using Tiling = gemm::tiling;                       \
   };
 #include "cuda/gemm/table.def"
 
