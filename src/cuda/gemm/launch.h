@@ -69,8 +69,8 @@ int64_t most_workspace_bytes(const typename Operation::Problem& problem, const C
 }
 
 /// Runs the first kernel in the operation's rules that this build has and that supports the problem, on the current
-/// stream. Its workspace is `workspace`, or allocated on the device of `like` if that is undefined or too small. Returns
-/// false, with nothing done, if there is none.
+/// stream. Its workspace is `workspace`, or allocated on the device of `like` if that is undefined or too small.
+/// Returns false, with nothing done, if there is none.
 template <class Operation>
 bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like, at::Tensor workspace = {}) {
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();

@@ -1,8 +1,8 @@
 #pragma once
 
 // Caches the driver's functions for CUTLASS, which has the runtime look them up again in every call. Each translation
-// unit includes it before all headers that make descriptors for TMA (unit.cu.in does): their inline functions, which the
-// library has once, would else call the one or the other.
+// unit includes it before all headers that make descriptors for TMA (unit.cu.in does): their inline functions, which
+// the library has once, would else call the one or the other.
 
 #include <cudaTypedefs.h>
 
