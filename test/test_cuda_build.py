@@ -91,9 +91,9 @@ def test_an_activation_and_a_tiling_are_a_line_each(tmp_path: Path) -> None:
         shutil.copytree(_ROOT / name, tmp_path / name)
     cuda = tmp_path / "src" / "cuda"
     for file, text, before in (
-        (cuda / "activation.cuh", lines["activation.cuh"], "/// F(z) in the type"),
-        (cuda / "gemm" / "table.def", lines["table.def"], "#undef TORCHOPS_ELEMENT"),
-        (cuda / "gemm" / "sm90" / "ops.cuh", family[1] + "\n", "}  // namespace torchops::cuda::gemm"),
+        (cuda / "base" / "activation.cuh", lines["base/activation.cuh"], "/// F(z) in the type"),
+        (cuda / "gemm" / "table.def", lines["gemm/table.def"], "#undef TORCHOPS_ELEMENT"),
+        (cuda / "gemm" / "sm90" / "products" / "ops.cuh", family[1] + "\n", "}  // namespace torchops::cuda::gemm"),
     ):
         source = file.read_text()
         assert source.count(before) == 1

@@ -4,14 +4,14 @@
 
 #include <optional>
 
-#include "cuda/activation.cuh"
-#include "cuda/gemm/backward_pass.cuh"
-#include "cuda/gemm/few_rows.cuh"
-#include "cuda/gemm/launch.h"
-#include "cuda/gemm/operand.h"
-#include "cuda/gemm/sm80.cuh"
-#include "cuda/linear.h"
-#include "cuda/sigmoid.h"
+#include "cuda/base/activation.cuh"
+#include "cuda/linear/few_rows.cuh"
+#include "cuda/linear/launch.h"
+#include "cuda/linear/operand.h"
+#include "cuda/linear/products.h"
+#include "cuda/linear/sm80.cuh"
+#include "cuda/passes/backward.cuh"
+#include "cuda/passes/sigmoid.h"
 #include "ops/common.h"
 #include "ops/dense.h"
 #include "ops/dense_path.h"

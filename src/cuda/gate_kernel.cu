@@ -3,13 +3,13 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "cuda/gate_pass.cuh"
-#include "cuda/gemm/launch.h"
-#include "cuda/gemm/operand.h"
-#include "cuda/gemm/sm80.cuh"
-#include "cuda/layer_gradients.h"
-#include "cuda/linear.h"
-#include "cuda/whole_vectors.h"
+#include "cuda/linear/launch.h"
+#include "cuda/linear/layer_gradients.h"
+#include "cuda/linear/operand.h"
+#include "cuda/linear/products.h"
+#include "cuda/linear/sm80.cuh"
+#include "cuda/linear/whole_vectors.h"
+#include "cuda/passes/gate.cuh"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/gate.h"

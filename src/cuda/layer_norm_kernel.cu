@@ -7,11 +7,11 @@
 
 #include <limits>
 
-#include "cuda/gemm/column_sum.cuh"
-#include "cuda/launch_row_gradients.cuh"
-#include "cuda/launch_rows.cuh"
-#include "cuda/layer_gradients.h"
-#include "cuda/overwrite_rows.h"
+#include "cuda/base/column_sum.cuh"
+#include "cuda/base/overwrite_rows.h"
+#include "cuda/linear/layer_gradients.h"
+#include "cuda/rows/launch.cuh"
+#include "cuda/rows/launch_gradients.cuh"
 #include "ops/common.h"
 #include "ops/layer_norm.h"
 

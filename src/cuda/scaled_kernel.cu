@@ -9,10 +9,10 @@
 
 #include <optional>
 
-#include "cuda/gemm/launch.h"
-#include "cuda/gemm/operand.h"
-#include "cuda/linear.h"
-#include "cuda/pass.cuh"
+#include "cuda/linear/launch.h"
+#include "cuda/linear/operand.h"
+#include "cuda/linear/products.h"
+#include "cuda/passes/pass.cuh"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/glu.h"

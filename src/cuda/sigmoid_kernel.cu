@@ -8,9 +8,9 @@
 
 #include <algorithm>
 
-#include "cuda/activation.cuh"
-#include "cuda/sigmoid.h"
-#include "cuda/vector.cuh"
+#include "cuda/base/activation.cuh"
+#include "cuda/base/vector.cuh"
+#include "cuda/passes/sigmoid.h"
 #include "ops/sigmoid.h"
 
 namespace torchops::cuda {

@@ -8,9 +8,9 @@
 
 #include <algorithm>
 
-#include "cuda/launch_row_pairs.cuh"
-#include "cuda/launch_rows.cuh"
-#include "cuda/overwrite_rows.h"
+#include "cuda/base/overwrite_rows.h"
+#include "cuda/rows/launch.cuh"
+#include "cuda/rows/launch_pairs.cuh"
 #include "ops/softmax.h"
 
 namespace torchops::cuda {

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/batched_product.h"
-#include "cuda/gemm/launch.h"
-#include "cuda/gemm/operand.h"
-#include "cuda/linear.h"
+#include "cuda/linear/batched_product.h"
+#include "cuda/linear/launch.h"
+#include "cuda/linear/operand.h"
+#include "cuda/linear/products.h"
 #include "ops/common.h"
 #include "ops/matrices.h"
 #include "ops/square_matmul.h"

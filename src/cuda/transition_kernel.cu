@@ -8,12 +8,12 @@
 
 #include <algorithm>
 
-#include "cuda/centered.h"
-#include "cuda/gemm/launch.h"
-#include "cuda/gemm/operand.h"
-#include "cuda/layer_gradients.h"
-#include "cuda/linear.h"
-#include "cuda/vector.cuh"
+#include "cuda/base/vector.cuh"
+#include "cuda/linear/launch.h"
+#include "cuda/linear/layer_gradients.h"
+#include "cuda/linear/operand.h"
+#include "cuda/linear/products.h"
+#include "cuda/triangle/centered.h"
 #include "ops/common.h"
 #include "ops/dense_path.h"
 #include "ops/glu.h"
@@ -21,8 +21,8 @@
 #include "ops/overwriting.h"
 #include "ops/transition.h"
 
-// If the kernel of gemm/sm90/transition.cuh can run, one pass over the rows; the rows of a
-// float32 x are centred for it first (centered.h). Otherwise, panels of rows that fit the
+// If the kernel of transition/forward.cuh can run, one pass over the rows; the rows of a
+// float32 x are centred for it first (triangle/centered.h). Otherwise, panels of rows that fit the
 // second-level cache go through layer_norm, glu and the product with the down weights. Only the
 // hidden features of a panel exist at a time.
 namespace torchops::cuda {

@@ -2,19 +2,19 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "cuda/layer_gradients.h"
-#include "cuda/pair_gradient_steps.cuh"
-#include "cuda/triangle_layers.cuh"
+#include "cuda/linear/layer_gradients.h"
+#include "cuda/triangle/gradients.cuh"
+#include "cuda/triangle/layers.cuh"
 #include "ops/gate.h"
 #include "ops/layer_norm.h"
 #include "ops/overwriting.h"
 
 // For each batch element: a and b from x, channels first; batched products, which overwrite a with o; the update from o
 // and x. Besides x, the panels and a spare group of channels, two pair tensors are alive: a and b, then o and the
-// update. If the kernels of pair_steps.cuh can run, the first and the last step are one pass over memory each.
+// update. If the kernels of triangle/forward.cuh can run, the first and the last step are one pass over memory each.
 // Otherwise panels that fit the second-level cache go through layer_norm, glu and a transposition in the first step,
-// and through a transposition with its layer norm, projection and gate in the last (triangle_layers.cuh). A float32 x
-// with 16-bit weights is centred for those kernels first (centered.h), which takes half its size in addition.
+// and through a transposition with its layer norm, projection and gate in the last (triangle/layers.cuh). A float32 x
+// with 16-bit weights is centred for those kernels first (triangle/centered.h), which takes half its size in addition.
 // TriangleGradients::make() has the order of a backward pass, which takes three pair tensors besides x, the cotangent
 // and dx, or four if o is held.
 namespace torchops::cuda {
@@ -56,7 +56,7 @@ template <class Finish>
 Tensor for_each_product(const TriangleLayers& layers, bool keep_product, const Finish& finish) {
   const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) {
     make_a_and_b(layers, e, a, b);
-    // Sums of padding that is infinite or NaN would be right, but slow (sum_again() in gemm/sm80_float32_tile.cuh).
+    // Sums of padding that is infinite or NaN would be right, but slow (sum_again() in sm80/float32_tile.cuh).
     if (!gemm::is_exact_float32(a.scalar_type()) || !gemm::splits_float32()) return;
     for (const Tensor& made : {a, b}) layers.zero_rows(made);
   };

@@ -32,8 +32,8 @@ struct Rule {
 template <class Operation>
 std::span<const Rule<typename Operation::Tiling>> rules();
 
-/// Whether, for dense, the rules of NarrowDense come first: where one suits, narrow.cuh is faster than the other
-/// kernels of sm90/.
+/// Whether, for dense, the rules of NarrowDense come first: where one suits, products/resident_weights.cuh is faster
+/// than the other kernels of sm90/.
 bool prefers_narrow(const Case& c);
 
 /// Whether cuBLAS is faster for dense than the kernels of sm90/.
@@ -42,32 +42,33 @@ bool prefers_cublas(const Case& c);
 /// Whether DenseInputGradients and the product of its dz are faster than a pass for dz and two products.
 bool prefers_input_gradients(const Case& c);
 
-/// The tilings of sm80_kernel.cuh, by the outputs of a CTA.
+/// The tilings of sm80/kernel.cuh, by the outputs of a CTA.
 enum class Sm80Tiling { k128x128, k128x64, k64x64, k64x32, k32x32 };
 
 Sm80Tiling sm80_tiling(const Case& c);
 
-/// The tilings of sm80_resident.cuh, by the rows that a warp multiplies at a time; k16RowsAlone has all registers of a
+/// The tilings of sm80/resident.cuh, by the rows that a warp multiplies at a time; k16RowsAlone has all registers of a
 /// multiprocessor for one CTA.
 enum class ResidentTiling { k64Rows, k16Rows, k16RowsAlone };
 
 /// With more features, shared memory would have no room for enough rows of w.
 constexpr int kMostResidentColumns = 512;
 
-/// The tiling of sm80_resident.cuh that is faster than sm80_kernel.cuh, if one is, for so many products. The epilogue
+/// The tiling of sm80/resident.cuh that is faster than sm80/kernel.cuh, if one is, for so many products. The epilogue
 /// may read another factor, or make the cotangents of two products.
 std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool reads_factor, bool makes_cotangents);
 
-/// Whether sm80.cuh is faster than the kernels of sm90/, too.
+/// Whether linear/sm80.cuh is faster than the kernels of sm90/, too.
 bool prefers_sm80(const Case& c);
 
-/// Whether cuBLAS and a pass over its result are faster than sm80.cuh.
+/// Whether cuBLAS and a pass over its result are faster than linear/sm80.cuh.
 bool prefers_cublas_to_sm80(const Case& c);
 
 /// A split product of longer sums, of which all parts are added in turn, would err more than cuBLAS.
 constexpr int64_t kMostSplitColumns = 8192;
 
-/// Whether cuBLAS and a pass over its result are faster than sm80_float32.cuh, by FFMAs or, if it `splits`, by TF32.
+/// Whether cuBLAS and a pass over its result are faster than linear/sm80_float32.cuh, by FFMAs or, if it `splits`, by
+/// TF32.
 bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits);
 
 /// Whether cuBLAS is faster than split_product().

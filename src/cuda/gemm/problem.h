@@ -8,7 +8,7 @@
 namespace torchops::cuda::gemm {
 
 /// A matrix in device memory, or a batch of them. The elements of a row (of a column, if an operation says so) are
-/// contiguous; strides are in elements. Pointers and strides are multiples of 16 bytes (operand.h checks this).
+/// contiguous; strides are in elements. Pointers and strides are multiples of 16 bytes (linear/operand.h checks this).
 struct Operand {
   const void* data = nullptr;
   int64_t row_stride = 0;

@@ -1,10 +1,11 @@
 #pragma once
 
-#include "cuda/activation.cuh"
+#include "cuda/base/activation.cuh"
 
-// What sm80.cuh, sm80_float32.cuh and, of sm90/, narrow.cuh, wide.cuh and gated_gradients.cuh compute from their
-// products. A rule says how many products there are, whether it reads c, and the scale in which a product plus bias is
-// passed to it as z (and as t, if there are two products): with Exactness::kExact, 1. No torch, no CUTLASS.
+// What linear/sm80.cuh, linear/sm80_float32.cuh and, of sm90/, products/resident_weights.cuh,
+// products/streamed_weights.cuh and gradients/gated.cuh compute from their products. A rule says how many products
+// there are, whether it reads c, and the scale in which a product plus bias is passed to it as z (and as t, if there
+// are two products): with Exactness::kExact, 1. No torch, no CUTLASS.
 namespace torchops::cuda::gemm {
 
 /// y = F(a @ b.T + bias)

@@ -40,7 +40,7 @@ struct TilingSpec {
 };
 
 /// A warpgroup computes rows x tile_n of the output; k is at most most_k. The loads have at most `stages` buffers, but
-/// more in some kernels (see narrow.cuh).
+/// more in some kernels (see products/resident_weights.cuh).
 struct NarrowSpec {
   int rows, tile_n, most_k, stages;
 };

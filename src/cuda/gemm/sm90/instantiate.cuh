@@ -4,7 +4,7 @@
 
 namespace torchops::cuda::gemm {
 
-/// The class of sm90/ops.cuh, sm90/one_pass.cuh, ... that implements an operation of table.def.
+/// The class of products/ops.cuh, gradients/one_pass.cuh, ... that implements an operation of table.def.
 template <class Operation>
 struct FormulaOf;
 

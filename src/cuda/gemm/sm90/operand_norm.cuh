@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/gemm/sm90/pair.cuh"
+#include "cuda/gemm/sm90/triangle/steps.cuh"
 
 // Layer norms of 64 rows of up to 128 features that a warpgroup has in registers, as an operand or as accumulators of
 // its matrix instructions, which have the same layout: a row is shared by the four threads of a quad, and each of them

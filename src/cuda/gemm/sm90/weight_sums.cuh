@@ -6,7 +6,7 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cute/tensor.hpp>
 
-#include "cuda/gemm/sm90/cutlass.cuh"
+#include "cuda/gemm/sm90/skeleton/cutlass.cuh"
 
 namespace torchops::cuda::gemm {
 

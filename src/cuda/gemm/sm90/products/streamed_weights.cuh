@@ -1,0 +1,311 @@
+#pragma once
+
+// One or two products of the same rows, with an epilogue in registers, for sums of any length
+// (products/resident_weights.cuh is for few features). The epilogues are in products/streamed_value.cuh and
+// gradients/streamed_cotangents.cuh.
+//
+// A tile of two weights is one operand in shared memory: tile_n rows of b, followed by the same rows of b2. One matrix
+// instruction computes both products, and a thread has column j of both, so the products never leave the CTA. A single
+// weight has as many rows in a tile as two have together:
+//
+//   load warp     tiles of a and of the weights, 64 columns of each -> a stage of shared memory, by TMA, several ahead
+//   warpgroups    kCooperative: half of a tile's rows each; kPingPong: a tile each, in turn, so that the epilogue of
+//                 one overlaps the matrix instructions of the other
+//
+// The CTAs of a cluster are side by side. Each loads a part of the rows that all of them
+// need, and TMA delivers it to all.
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/algorithm/gemm.hpp>
+#include <cute/arch/cluster_sm90.hpp>
+#include <cutlass/pipeline/sm90_pipeline.hpp>
+
+#include "cuda/gemm/rules.cuh"
+#include "cuda/gemm/sm90/skeleton/cluster_launch.cuh"
+#include "cuda/gemm/sm90/skeleton/tma.cuh"
+#include "cuda/gemm/sm90/skeleton/turns.cuh"
+
+namespace torchops::cuda::gemm {
+
+/// How a tile is divided, and which part of it a thread has.
+template <class Element_, Tiling tiling, int products>
+struct WideTile {
+  using Element = Element_;
+  static constexpr TilingSpec kTiling = kSpec<tiling>;
+  static constexpr bool kPingPong = kTiling.schedule == Schedule::kPingPong;
+  static constexpr int kProducts = products, kColumns = 2 * kTiling.tile_n, kN = kColumns / products;
+  static constexpr int kM = kTiling.tile_m, kK = 64, kCluster = kTiling.cluster_n;
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kRows = kPingPong ? kM : kM / kWarpgroups;  // per warpgroup
+  static constexpr int kSize = static_cast<int>(sizeof(Element));
+  static constexpr Exactness kExactness =
+      std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+  static_assert(kSize == 2 && kRows % 64 == 0 && kN % 64 == 0 && kN <= 128);
+  static_assert(kRows * kColumns <= 64 * 256, "the sums are 128 registers of a thread");
+  static_assert(kTiling.cluster_m == 1 && kTiling.epilogue_n == kTiling.tile_n && kTiling.resident_k == 0 &&
+                kTiling.stages == 0);
+
+  template <int n>
+  using ProductOf = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<n>, cute::Int<kK>>,
+                                 cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+  using Product = ProductOf<kColumns>;
+  using Result = ProductOf<kN>;  // assigns a result to the thread that has its sums
+  template <int rows>
+  using ResultShape = cute::Shape<cute::Int<rows>, cute::Int<kN>>;
+  using SharedRows = cute::array_aligned<Element, kRows * kN, 1024>;
+
+  CUTLASS_DEVICE static auto swizzled(SharedRows& rows) {
+    return cute::as_position_independent_swizzle_tensor(
+        cute::make_tensor(cute::make_smem_ptr(rows.data()), SwizzledRows<Element, kRows, kN>{}));
+  }
+};
+
+/// Starts a stage's part of sums += a @ w.T as its own group of matrix instructions; all are fragments of a warpgroup.
+template <class Product, class A, class W, class Sums>
+CUTLASS_DEVICE void start_products(Product& product, const A& a, const W& w, Sums& sums) {
+  using namespace cute;
+  warpgroup_arrive();
+  CUTLASS_PRAGMA_UNROLL
+  for (int block = 0; block < size<2>(a); ++block) {
+    cute::gemm(product, a(_, _, block), w(_, _, block), sums);
+    product.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+/// The biases of a tile's columns, scaled as the rule needs them; 0 for columns that do not exist.
+template <class Rule, class Tile>
+struct WideBias {
+  struct Shared {
+    alignas(16) float at[Rule::kProducts][Tile::kN];
+  };
+  using Pointers = const typename Tile::Element* [2];
+  float of_thread[Rule::kProducts];
+
+  CUTLASS_DEVICE void read(const Pointers& bias, int n, int column, int thread) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Rule::kProducts; ++i) {
+      const bool present = bias[i] != nullptr && thread < Tile::kN && column * Tile::kN + thread < n;
+      of_thread[i] = present ? Rule::scale(i) * static_cast<float>(bias[i][column * Tile::kN + thread]) : 0.f;
+    }
+  }
+  CUTLASS_DEVICE void share(Shared& shared, int thread) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Rule::kProducts; ++i) {
+      if (thread < Tile::kN) shared.at[i][thread] = of_thread[i];
+    }
+  }
+};
+
+/// Compile-time parameters of the kernel. Epilogue_ has
+///   Tile, and Parameters, which the Parameters of the kernel contain
+///   Shared                   shared memory of a warpgroup; init(Shared&) initialises it, on one thread of the CTA
+///   (parameters, shared, n, thread)   its constructor, for each thread of a warpgroup
+///   begin(row, column)       before the products of a tile; its place in the grid of tiles of kRows x kN
+///   share()                  while the last of these products run; all threads synchronise between it and
+///   finish(sums, sync)       when the products are complete
+///   end()                    after the last tile
+template <class Epilogue_>
+struct WideKernel {
+  using Epilogue = Epilogue_;
+  using Tile = typename Epilogue::Tile;
+  using Element = typename Tile::Element;
+  using Product = typename Tile::Product;
+  static constexpr bool kPingPong = Tile::kPingPong;
+  static constexpr int kM = Tile::kM, kN = Tile::kN, kK = Tile::kK, kColumns = Tile::kColumns, kRows = Tile::kRows;
+  static constexpr int kProducts = Tile::kProducts, kCluster = Tile::kCluster, kWarpgroups = Tile::kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // in the last warpgroup, only one thread works
+  static constexpr int kRowsOfA = kM / kCluster;            // loaded by a CTA for its cluster
+  static constexpr int kStageBytes = (kM + kColumns) * kK * Tile::kSize;
+  static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::Shared));
+  static constexpr int kStages = (226 * 1024 - kWarpgroups * kEpilogueBytes) / kStageBytes;
+  static_assert(kStages >= 3);
+  using PipelineState = cutlass::PipelineState<kStages>;
+  using Barrier = cutlass::arch::ClusterBarrier;
+  using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+  struct Stage {
+    cute::array_aligned<Element, kM * kK, 1024> a;
+    cute::array_aligned<Element, kColumns * kK, 1024> w;
+  };
+  struct Shared {
+    Stage stages[kStages];
+    typename Epilogue::Shared epilogue[kWarpgroups];
+    LoadBarrier loaded[kStages];
+    Barrier free[kStages];
+    Turns<kWarpgroups> turns;
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024);
+
+  using LoadOfA = std::conditional_t<(kCluster > 1), cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
+  struct Parameters {
+    TileMap<LoadOfA, Element, kRowsOfA, kK> a;
+    TileMap<cute::SM90_TMA_LOAD, Element, kN, kK> w[kProducts];
+    typename Epilogue::Parameters epilogue;
+    int n, steps;
+    int rows, columns;  // of the grid of cluster tiles
+  };
+
+  CUTLASS_DEVICE static int rank() { return kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0; }
+  CUTLASS_DEVICE static int first() { return static_cast<int>(blockIdx.x) / kCluster; }
+  CUTLASS_DEVICE static int clusters() { return static_cast<int>(gridDim.x) / kCluster; }
+
+  /// In the grid of CTA tiles.
+  struct Place {
+    int row, column;
+  };
+
+  /// Where this CTA's part of a cluster tile is. Clusters take tiles in groups of rows, column after column, so that
+  /// those that run at once share rows and columns in L2. With kPingPong, groups of 4096 rows are up to 2% faster
+  /// than groups of 2048 (H100, glu).
+  CUTLASS_DEVICE static Place place(const Parameters& p, int tile) {
+    constexpr int group = (kPingPong ? 4096 : 2048) / kM;
+    const int in_group = group * p.columns, first = tile / in_group * group, at = tile % in_group;
+    const int height = min(group, p.rows - first);
+    return {first + at % height, at / height * kCluster + rank()};
+  }
+
+  CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
+    const int rank = WideKernel::rank();
+    PipelineState at;
+    for (int tile = first(); tile < p.rows * p.columns; tile += clusters()) {
+      const Place place = WideKernel::place(p, tile);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = 0; step < p.steps; ++step, ++at) {
+        Stage& stage = shared.stages[at.index()];
+        LoadBarrier& loaded = shared.loaded[at.index()];
+        shared.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
+        loaded.arrive_and_expect_tx(kStageBytes);
+        p.a.load(stage.a.data() + rank * kRowsOfA * kK, place.row * kCluster + rank, step, loaded, (1 << kCluster) - 1);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kProducts; ++i) p.w[i].load(stage.w.data() + i * kN * kK, place.column, step, loaded);
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+};
+
+template <class Epilogue>
+CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& shared, int warpgroup) {
+  using namespace cute;
+  const int thread = threadIdx.x % 128;
+  const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
+  // Signals all CTAs that load for this one; one thread for each.
+  const auto release = [&](int stage) {
+    if constexpr (kCluster == 1) {
+      if (thread == 0) shared.free[stage].arrive();
+    } else {
+      if (thread < kCluster) shared.free[stage].arrive(thread);
+    }
+  };
+  Product product;
+  const auto slice = product.get_slice(thread);
+  Tensor sums = partition_fragment_C(product, Shape<Int<kRows>, Int<kColumns>>{});
+  Epilogue epilogue(p.epilogue, shared.epilogue[warpgroup], p.n, thread);
+
+  PipelineState at;
+  if (kPingPong && warpgroup > 0) at.advance(p.steps);
+  uint32_t round = 0;
+  for (int tile = first() + (kPingPong ? warpgroup : 0) * clusters(); tile < p.rows * p.columns;
+       tile += (kPingPong ? kWarpgroups : 1) * clusters(), ++round) {
+    const Place place = WideKernel::place(p, tile);
+    epilogue.begin(kPingPong ? place.row : place.row * kWarpgroups + warpgroup, place.column);
+    if constexpr (kPingPong) shared.turns.wait(warpgroup, round);  // until the other one has seen all of its stages
+    int former = 0;
+    product.accumulate_ = GMMA::ScaleOut::Zero;
+    warpgroup_fence_operand(sums);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int step = 0; step < p.steps; ++step, ++at) {
+      Stage& stage = shared.stages[at.index()];
+      shared.loaded[at.index()].wait(at.phase());
+      if constexpr (kPingPong) {
+        if (step == p.steps - 1) shared.turns.pass_on(warpgroup);
+      }
+      const Tensor a = slice.make_fragment_A(
+          slice.partition_A(make_tensor(make_smem_ptr(stage.a.data() + (kPingPong ? 0 : warpgroup) * kRows * kK),
+                                        SwizzledRows<Element, kRows, kK>{})));
+      const Tensor w = slice.make_fragment_B(
+          slice.partition_B(make_tensor(make_smem_ptr(stage.w.data()), SwizzledRows<Element, kColumns, kK>{})));
+      start_products(product, a, w, sums);
+      if (step > 0) {
+        warpgroup_wait<1>();
+        release(former);
+      }
+      former = at.index();
+    }
+    epilogue.share();
+    sync();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(sums);
+    release(former);
+    if constexpr (kPingPong) at.advance(p.steps);
+    epilogue.finish(sums, sync);
+  }
+  epilogue.end();
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    wide_kernel(const __grid_constant__ typename Kernel::Parameters p) {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
+  constexpr bool clustered = Kernel::kCluster > 1;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Kernel::kStages; ++stage) {
+      shared.loaded[stage].init(1);
+      shared.free[stage].init(Kernel::kCluster * (Kernel::kPingPong ? 1 : Kernel::kWarpgroups));
+    }
+    if constexpr (Kernel::kPingPong) shared.turns.init();
+    for (auto& epilogue : shared.epilogue) Kernel::Epilogue::init(epilogue);
+    cutlass::arch::fence_barrier_init();
+  }
+  clustered ? cute::cluster_sync() : __syncthreads();
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp >= 4 * Kernel::kWarpgroups) {
+    cutlass::arch::warpgroup_reg_dealloc<40>();
+    if (warp == 4 * Kernel::kWarpgroups && cute::elect_one_sync()) Kernel::load(p, shared);
+    __syncwarp();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<232>();
+    Kernel::compute(p, shared, warp / 4);
+  }
+  if constexpr (clustered) cute::cluster_sync();  // the others may still write to this CTA's barriers
+}
+
+/// Launches a WideKernel.
+template <class Kernel>
+struct WideLaunch {
+  using Parameters = typename Kernel::Parameters;
+  using Launch = ClusterLaunch<Kernel, wide_kernel<Kernel>, Kernel::kCluster>;
+
+  static Status prepare() { return Launch::prepare(); }
+
+  /// a is m x k; both weights are n x k.
+  static void describe(Parameters& parameters, int m, int n, int k, const Operand& a, const Operand& b,
+                       const Operand& b2) {
+    parameters.a = decltype(Parameters::a)::of(a.data, a.row_stride, m, k);
+    for (int i = 0; i < Kernel::kProducts; ++i) {
+      const Operand& w = i == 0 ? b : b2;
+      parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(w.data, w.row_stride, n, k);
+    }
+    parameters.n = n;
+    parameters.steps = divided(k, Kernel::kK);
+    parameters.rows = divided(m, Kernel::kM);
+    parameters.columns = divided(n, Kernel::kN * Kernel::kCluster);
+  }
+
+  static cudaError_t run(const Parameters& parameters, cudaStream_t stream) {
+    if (!are_encoded(parameters.a.map, parameters.w[0].map, parameters.w[Kernel::kProducts - 1].map)) {
+      return cudaErrorInvalidValue;
+    }
+    int clusters = 0;
+    if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return error;
+    return Launch::run(parameters, std::min(clusters, parameters.rows * parameters.columns), stream);
+  }
+};
+
+}  // namespace torchops::cuda::gemm

@@ -1,0 +1,310 @@
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/cat_cuda_dispatch.h>
+#include <ATen/ops/empty_like.h>
+
+#include "cuda/linear/launch.h"
+#include "cuda/linear/layer_gradients.h"
+#include "cuda/linear/operand.h"
+#include "cuda/linear/products.h"
+#include "cuda/linear/sm80.cuh"
+#include "cuda/passes/glu.cuh"
+#include "ops/common.h"
+#include "ops/dense_path.h"
+#include "ops/glu.h"
+
+namespace torchops::cuda {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using detail::GluActivation;
+using Products = std::optional<GluPair>;
+
+// What gradients are made of: matrices, and contiguous biases.
+struct BackwardRows {
+  Tensor g, x;  // g has contiguous rows; it is undefined if a kernel reads the cotangent elsewhere
+  const Tensor &w, &wg;
+  OptionalTensor b, bg;
+  GluActivation activation;
+  std::array<bool, 5> mask;
+  Products kept;
+  bool adds;  // to dx
+
+  bool rounds_x() const { return x.scalar_type() != w.scalar_type(); }
+};
+
+using GradientCall = std::optional<std::pair<gemm::GradientProblem, gemm::Case>>;
+
+// The arguments of the gradient kernels; nullopt if none can run. With a float32 x, only in_one_pass() can use them.
+GradientCall gradient_call(const BackwardRows& a) {
+  const Tensor& w = a.w;
+  if (a.kept || detail::dense_path() == detail::DensePath::kCublas || w.size(0) % 8 != 0 || w.size(1) == 0) {
+    return std::nullopt;
+  }
+  const auto from_g = gemm::operand(a.g), from_x = gemm::operand(a.x), from_w = gemm::operand(w),
+             from_wg = gemm::operand(a.wg);
+  const auto c = gemm::sm90_case(a.x.size(0), w.size(0), w.size(1), w.scalar_type());
+  if (!from_g || !from_x || !from_w || !from_wg || !c) return std::nullopt;
+  gemm::GradientProblem problem;
+  problem.m = static_cast<int>(c->m);
+  problem.n = static_cast<int>(c->n);
+  problem.k = static_cast<int>(c->k);
+  problem.grad = *from_g;
+  problem.x = *from_x;
+  problem.w = *from_w;
+  problem.w2 = *from_wg;
+  problem.bias = a.b ? a.b->const_data_ptr() : nullptr;
+  problem.bias2 = a.bg ? a.bg->const_data_ptr() : nullptr;
+  problem.is_wide = a.rounds_x();
+  return std::pair(problem, *c);
+}
+
+// All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all
+// gradients are wanted. The gradients are contiguous.
+bool in_one_pass(const detail::GluGradients& gradients, const BackwardRows& a, const GradientCall& call) {
+  if (!call || !a.mask[0] || !a.mask[1] || !a.mask[2] || call->second.k % 8 != 0) return false;
+  auto [problem, c] = *call;
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const Tensor own = a.adds ? at::empty_like(a.x, at::MemoryFormat::Contiguous) : dx;
+  problem.dx = own.mutable_data_ptr();
+  problem.dw = dw.mutable_data_ptr();
+  problem.dw2 = dwg.mutable_data_ptr();
+  problem.dbias = a.mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  const bool done = a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluGradients>(problem, c, own)
+                                                         : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, c, own);
+  if (done && a.adds) dx.add_(own);
+  return done;
+}
+
+// All gradients but dx by a kernel that recomputes both products; if dx is wanted, also dz and du in alternating groups
+// of columns. False, with nothing done, if it cannot run or not all are wanted. The gradients are contiguous.
+bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& cotangents, const BackwardRows& a,
+                         const GradientCall& call) {
+  if (!call || !a.mask[1] || !a.mask[2] || call->second.k % 8 != 0) return false;
+  auto [problem, c] = *call;
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  if (a.mask[0]) problem.dz = *gemm::operand(cotangents);
+  problem.dw = dw.mutable_data_ptr();
+  problem.dw2 = dwg.mutable_data_ptr();
+  problem.dbias = a.mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  problem.has_wide_sums = dw.scalar_type() != a.w.scalar_type();
+  return a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluWeightGradients>(problem, c, dw)
+                                              : gemm::run_chosen<gemm::GluSigmoidWeightGradients>(problem, c, dw);
+}
+
+// The rows of w and wg in the alternating order in which weights_in_one_pass() writes their cotangents.
+Tensor by_turns(const Tensor& w, const Tensor& wg) {
+  const auto turns = [](const Tensor& t) { return t.reshape({-1, gemm::GradientProblem::kTurn, t.size(1)}); };
+  return at::cuda::cat(at::TensorList({turns(w), turns(wg)}), 1).view({-1, w.size(1)});
+}
+
+// The gradients of biases, if they are wanted.
+void sum_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, std::array<bool, 5> mask) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  if (mask[3]) sum_columns(db, cotangents.z);
+  if (mask[4]) sum_columns(dbg, cotangents.u);
+}
+
+// dz, du and the gradients of biases by a kernel that recomputes both products without storing them. Returns false,
+// with nothing done, if it cannot run or cuBLAS is faster.
+bool fused_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, const BackwardRows& a,
+                      const GradientCall& call) {
+  if (!call || (detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(call->second))) return false;
+  const auto& [dz, du] = cotangents;
+  const auto to_dz = gemm::operand(dz), to_du = gemm::operand(du);
+  if (!to_dz || !to_du) return false;
+  auto [problem, c] = *call;
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const bool kernel_sums = db.scalar_type() == a.w.scalar_type();  // it cannot write float32
+  problem.dz = *to_dz;
+  problem.dz2 = *to_du;
+  problem.dbias = kernel_sums && a.mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = kernel_sums && a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  const bool done = a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluCotangents>(problem, c, dz)
+                                                         : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
+  if (done && !kernel_sums) sum_cotangents(gradients, cotangents, a.mask);
+  return done;
+}
+
+// The same on every GPU from compute capability 8.0 on. Other passes sum dz and du, as they are rounded.
+bool portable_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, const BackwardRows& a) {
+  const detail::DensePath path = detail::dense_path();
+  if (a.kept || path == detail::DensePath::kCublas) return false;
+  const auto& [dz, du] = cotangents;
+  const gemm::Sm80Tensors tensors{
+      .d = dz, .a = a.x, .b = a.w, .bias = a.b, .b2 = &a.wg, .bias2 = &a.bg, .g = &a.g, .d2 = &du};
+  const bool automatic = detail::is_automatic(path);
+  const bool done = a.activation == GluActivation::kSilu
+                        ? gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors, automatic)
+                        : gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, automatic);
+  if (done) sum_cotangents(gradients, cotangents, a.mask);
+  return done;
+}
+
+// Stacking both weights makes one product of two; for few rows, it costs more.
+bool stacks_weights(int64_t rows, int64_t out_features) { return rows > 4 * out_features; }
+
+// dz and du in a tensor for both: side by side, so that the products that make or read them are one call of cuBLAS
+// each, or one after the other where two calls are made, which are more exact if each result is contiguous
+// (linear/products.h).
+struct Cotangents : GluPair {
+  Tensor both;
+
+  explicit Cotangents(const Tensor& both) : GluPair(within(both)), both(both) {}
+
+ private:
+  static GluPair within(const Tensor& both) {
+    const int64_t rows = both.size(0), n = both.size(1) / 2;
+    if (stacks_weights(rows, n)) return GluPair::halves(both);
+    const Tensor parts = both.view({2, rows, n});
+    return {parts.select(0, 0), parts.select(0, 1)};
+  }
+};
+
+// dz, du and the gradients of biases by cuBLAS and a pass, or by the pass alone if the products were kept. `stack` has
+// both weights, or is undefined.
+void cotangents_from_products(const detail::GluGradients& gradients, const Cotangents& cotangents,
+                              const BackwardRows& a, const Tensor& stack) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const int64_t rows = a.x.size(0);
+  const bool wants_sums = a.mask[3] || a.mask[4];
+  const OptionalTensor stacked_bias = stack.defined() && !a.kept ? stacked(a.b, a.bg) : std::nullopt;
+  const int64_t step = rows_of_panel(rows, a.w, !a.kept && (a.b || a.bg), rounded_row_bytes(a.x, a.w));
+  PassSums sums(wants_sums, a.w, 2, rows, step, a.w.size(0));
+  for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
+    const GluPair to = cotangents.narrow(begin, end);
+    if (a.kept) {
+      glu_backward_rows(sums, to, panel(a.g), a.kept->narrow(begin, end), a.activation);
+      return;
+    }
+    const Tensor x = panel(a.x).to(a.w.scalar_type());
+    if (stack.defined()) {
+      linear_out(panel(cotangents.both), x, stack, stacked_bias);
+    } else {
+      linear_out(to.z, x, a.w, a.b);
+      linear_out(to.u, x, a.wg, a.bg);
+    }
+    glu_backward_rows(sums, to, panel(a.g), to, a.activation);
+  });
+  sums.finish(a.mask[3] ? db : Tensor(), a.mask[4] ? dbg : Tensor());
+}
+
+// The gradients of x and of the weights, if they are wanted, from both cotangents. `stack` has both weights, or is
+// undefined.
+void from_cotangents(const detail::GluGradients& gradients, const Cotangents& cotangents, const BackwardRows& a,
+                     const Tensor& stack) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const auto& [dz, du] = static_cast<const GluPair&>(cotangents);
+  const Tensor& both = cotangents.both;
+  const int64_t n = a.w.size(0);
+  const bool stacks = stacks_weights(both.size(0), n);
+  if (a.mask[0] && stacks) {
+    input_gradient(detail::as_rows(dx), both, stack.defined() ? stack : stacked(a.w, a.wg), a.adds);
+  } else if (a.mask[0]) {
+    const Tensor dx_rows = detail::as_rows(dx);
+    input_gradient(dx_rows, dz, a.w, a.adds);
+    input_gradient(dx_rows, du, a.wg, /*accumulate=*/true);
+  }
+  // From more than 128 features on, cuBLAS may be slow for both in float32: 936 us for (65535, 257) to 2 * 255, and 487
+  // in two products (H100).
+  const bool in_parts = n > 128 && a.w.scalar_type() == at::kFloat && !gemm::element_of(at::kFloat);
+  if (a.mask[1] && a.mask[2] && stacks && !in_parts) {
+    // Copies round, so that the product need not.
+    const bool wide = detail::is_product_rounded_in_parts(both, a.x);
+    const Tensor both_weights =
+        at::detail::empty_cuda({2 * n, a.w.size(1)}, wide ? dw.options().dtype(at::kFloat) : dw.options());
+    weight_gradient_out(both_weights, both, a.x);
+    dw.copy_(both_weights.narrow(0, 0, n));
+    dwg.copy_(both_weights.narrow(0, n, n));
+  } else {
+    if (a.mask[1]) weight_gradient_out(dw, dz, a.x);
+    if (a.mask[2]) weight_gradient_out(dwg, du, a.x);
+  }
+}
+
+// The gradients by way of the cotangents of both products. The gradients of weights and biases may be float32.
+void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a, const GradientCall& call) {
+  const int64_t rows = a.g.size(0), n = a.w.size(0);
+  const Tensor both = at::detail::empty_cuda({rows, 2 * n}, a.w.options());
+  if (weights_in_one_pass(gradients, both, a, call)) {
+    if (a.mask[0]) input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.adds);
+    return;
+  }
+  const Cotangents cotangents(both);
+  const bool are_made =
+      fused_cotangents(gradients, cotangents, a, call) || portable_cotangents(gradients, cotangents, a);
+  const bool recomputes = !are_made && !a.kept;
+  const Tensor stack = stacks_weights(rows, n) && (a.mask[0] || recomputes) ? stacked(a.w, a.wg) : Tensor();
+  if (!are_made) cotangents_from_products(gradients, cotangents, a, stack);
+  from_cotangents(gradients, cotangents, a, stack);
+}
+
+// The gradients by way of the cotangents, for a float32 x that is a factor of those of weights.
+void by_rounded_panels(const detail::GluGradients& gradients, const BackwardRows& a) {
+  const auto& [dx, dw, dwg, db, dbg] = gradients;
+  const Tensor dx_rows = a.mask[0] ? detail::as_rows(dx) : dx;
+  for_each_rounded_panel(a.x, {dw, dwg, db, dbg}, [&](int64_t begin, const Tensor& x, const auto& parts) {
+    const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, x.size(0)); };
+    BackwardRows rows = a;
+    rows.g = panel(a.g);
+    rows.x = x;
+    if (a.kept) rows.kept = a.kept->narrow(begin, begin + x.size(0));
+    by_cotangents({a.mask[0] ? panel(dx_rows) : dx, parts[0], parts[1], parts[2], parts[3]}, rows, gradient_call(rows));
+  });
+}
+
+}  // namespace
+
+// The formulas are in src/cpu/glu_kernel.cpp.
+void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Tensor& x, const Tensor& w,
+                   const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
+                   std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u, bool adds) {
+  auto& [dx, dw, dwg, db, dbg] = gradients;
+  if (grad.numel() == 0) {
+    for (const Tensor& t : {dw, dwg, db, dbg}) t.zero_();
+    if (!adds) dx.zero_();
+    return;
+  }
+  const BackwardRows rows{
+      .g = unit_columns(detail::as_rows(grad)),
+      .x = detail::as_rows(x),
+      .w = w,
+      .wg = wg,
+      .b = contiguous(b),
+      .bg = contiguous(bg),
+      .activation = detail::glu_activation(activation),
+      .mask = mask,
+      .kept = z ? Products({unit_columns(detail::as_rows(*z)), unit_columns(detail::as_rows(*u))}) : std::nullopt,
+      .adds = adds};
+  const GradientCall call = gradient_call(rows);
+  if (in_one_pass(gradients, rows, call)) return;
+  if (!rows.rounds_x()) return by_cotangents(gradients, rows, call);
+  mask[1] || mask[2] ? by_rounded_panels(gradients, rows) : by_cotangents(gradients, rows, std::nullopt);
+}
+
+bool glu_gradients_from_channels(const detail::GluGradients& gradients, const ChannelPanel<float>& grad,
+                                 const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
+                                 const OptionalTensor& bg, std::array<bool, 5> mask, bool adds) {
+  const BackwardRows rows{.g = {},
+                          .x = x,
+                          .w = w,
+                          .wg = wg,
+                          .b = contiguous(b),
+                          .bg = contiguous(bg),
+                          .activation = GluActivation::kSigmoid,
+                          .mask = mask,
+                          .kept = {},
+                          .adds = adds};
+  const Cotangents cotangents(at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options()));
+  const gemm::Sm80Tensors tensors{
+      .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
+  if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;
+  sum_cotangents(gradients, cotangents, mask);
+  from_cotangents(gradients, cotangents, rows, {});
+  return true;
+}
+
+}  // namespace torchops::cuda

@@ -1,0 +1,53 @@
+#include "cuda/linear/launch.h"
+
+#include <ATen/Context.h>
+#include <cudaTypedefs.h>
+
+#include "cuda/gemm/driver.h"
+#include "ops/dense_path.h"
+
+namespace torchops::cuda::gemm {
+namespace {
+
+// The driver encodes TMA descriptors only on a thread that has a context. The runtime binds one at the first launch,
+// but that launch may be ours: an autograd thread whose memory comes from the caching allocator has called nothing
+// before.
+void bind_context() {
+  static DriverFunction<PFN_cuCtxGetCurrent_v4000> known("cuCtxGetCurrent", 4000);
+  PFN_cuCtxGetCurrent_v4000 get_current = nullptr;
+  C10_CUDA_CHECK(known.get(get_current));
+  TORCH_CHECK(get_current != nullptr, "the CUDA driver has no cuCtxGetCurrent");
+  CUcontext context = nullptr;
+  if (get_current(&context) == CUDA_SUCCESS && context != nullptr) return;
+  int device = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaSetDevice(device));
+}
+
+}  // namespace
+
+std::optional<Element> element_of(at::ScalarType dtype) {
+  if (dtype == at::kBFloat16) return Element::kBFloat16;
+  if (dtype == at::kHalf) return Element::kFloat16;
+  if (dtype != at::kFloat) return std::nullopt;
+  // Both of torch's interfaces set this. allowTF32CuBLAS() is the old one, which throws if the new one has been used.
+  const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+  return precision == at::Float32Precision::TF32 ? std::optional(Element::kTF32) : std::nullopt;
+}
+
+std::optional<int> sm90_multiprocessors() {
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  if (device.major != 9 || device.minor != 0 || detail::dense_path() == detail::DensePath::kPortable) {
+    return std::nullopt;
+  }
+  if (!has_sm90_kernels()) {
+    TORCH_WARN_ONCE(
+        "torchops was built without its kernels for this GPU (compute capability 9.0), so its products take slower "
+        "ways. Rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST; `python -m torchops` shows what it was built for.");
+    return std::nullopt;
+  }
+  bind_context();
+  return device.multiProcessorCount;
+}
+
+}  // namespace torchops::cuda::gemm

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "cuda/gemm/choose.h"
+
+// From torch to the kernels: what a device can run, and launching the chosen kernel.
+namespace torchops::cuda::gemm {
+
+/// The element type of a dtype in GEMM kernels; for float32 only if torch allows TF32
+/// in products, for float64 none.
+std::optional<Element> element_of(at::ScalarType dtype);
+
+/// The multiprocessors of the current device if the kernels of sm90/ are for it, and the thread's DensePath allows
+/// them, else nullopt. Warns once if they are, but this build lacks them. Afterwards, the calling thread has a CUDA
+/// context.
+std::optional<int> sm90_multiprocessors();
+
+/// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nullopt if the
+/// kernels of sm90/ don't support it.
+inline std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
+  const auto sm_count = sm90_multiprocessors();
+  const auto element = sm_count ? element_of(dtype) : std::nullopt;
+  return element ? std::optional(Case{m, n, k, 1, *element, *sm_count}) : std::nullopt;
+}
+
+/// The same for linear/sm80.cuh.
+inline std::optional<Case> sm80_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  if (device.major < 8 || (dtype != at::kBFloat16 && dtype != at::kHalf)) return std::nullopt;
+  return Case{m, n, k, 1, *element_of(dtype), device.multiProcessorCount};
+}
+
+/// Whether this build has a kernel that the operation's rules choose for such a case.
+template <class Operation>
+bool has_kernel(const Case& c) {
+  return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
+    return rule.suits(c) && find<Operation>(c.element, rule.tiling) != nullptr;
+  });
+}
+
+/// The kernel that run_chosen() would run, and the workspace that it needs; null if there is none.
+template <class Operation>
+const Kernel<typename Operation::Problem>* chosen(const typename Operation::Problem& problem, const Case& c,
+                                                  int64_t& workspace_bytes) {
+  for (const auto& rule : rules<Operation>()) {
+    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
+    if (kernel != nullptr && kernel->prepare(problem, workspace_bytes).done()) return kernel;
+  }
+  return nullptr;
+}
+
+/// The most workspace that any of the kernels needs among which run_chosen() chooses.
+template <class Operation>
+int64_t most_workspace_bytes(const typename Operation::Problem& problem, const Case& c) {
+  int64_t most = 0;
+  for (const auto& rule : rules<Operation>()) {
+    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
+    int64_t bytes = 0;
+    if (kernel != nullptr && kernel->prepare(problem, bytes).done()) most = std::max(most, bytes);
+  }
+  return most;
+}
+
+/// Runs the first kernel in the operation's rules that this build has and that supports the problem, on the current
+/// stream. Its workspace is `workspace`, or allocated on the device of `like` if that is undefined or too small.
+/// Returns false, with nothing done, if there is none.
+template <class Operation>
+bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like, at::Tensor workspace = {}) {
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  for (const auto& rule : rules<Operation>()) {
+    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
+    if (kernel == nullptr) continue;
+    int64_t workspace_bytes = 0;
+    Status status = kernel->prepare(problem, workspace_bytes);
+    if (status.done()) {
+      if (workspace_bytes > 0) {
+        if (!workspace.defined() || workspace.numel() < workspace_bytes) {
+          workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
+        }
+        problem.workspace = workspace.mutable_data_ptr();
+      }
+      status = kernel->run(problem, stream);
+    }
+    if (status.kind == Status::kNotForMe) continue;
+    C10_CUDA_CHECK(status.error);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace torchops::cuda::gemm

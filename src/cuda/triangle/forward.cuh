@@ -1,0 +1,155 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <utility>
+
+#include "cuda/base/per_device.h"
+#include "cuda/gemm/sm80/triangle_in.cuh"
+#include "cuda/gemm/sm80/triangle_out.cuh"
+#include "cuda/linear/products.h"
+#include "cuda/triangle/centered.h"
+#include "cuda/triangle/problem.h"
+
+// The input and output steps of a triangle update by kernels. Up to 128 features and channels, each is one pass over
+// memory: by the kernels for compute capability 9.0, or by those for all from 8.0 on. Beyond that, there are only
+// kernels for 9.0.
+namespace torchops::cuda {
+
+namespace pair_steps {
+
+/// The elements for which the kernels of sm80/triangle.cuh compute such products, with x in their dtype; nullopt if
+/// they don't.
+inline std::optional<gemm::Element> sm80_element(const TriangleUpdate& t) {
+  const int64_t c = t.x.size(-1), d = t.weight(detail::kPA).size(0);
+  if (!may_run(t) || c > gemm::kMostFeatures || d > gemm::kMostFeatures ||
+      at::cuda::getCurrentDeviceProperties()->major < 8) {
+    return std::nullopt;
+  }
+  return gemm::element_of(t.dtype());
+}
+
+/// Runs one of those kernels.
+template <class Spec, auto kernel>
+void launch_portable(const gemm::PairProblem& p) {
+  static PerDevice granted;
+  int multiprocessors = 0;
+  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, Spec::kSharedBytes, multiprocessors));
+  kernel<<<static_cast<unsigned>(Spec::Tile::count(p.n)), gemm::kSm80Threads, Spec::kSharedBytes,
+           at::cuda::getCurrentCUDAStream()>>>(p);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+/// A float32 x, centred so that both steps can read it; nullopt for another x, and if there are no such kernels.
+inline std::optional<Centered> centered(const TriangleUpdate& t) {
+  if (!Centered::takes(t.x, t.dtype()) || !sm80_element(t)) return std::nullopt;
+  return Centered(t.x, t.dtype(), t.eps);
+}
+
+/// Whether there are too many features or channels for the one-pass kernels.
+inline bool is_wide(const gemm::PairProblem& p) { return p.c > gemm::kMostFeatures || p.d > gemm::kMostFeatures; }
+
+}  // namespace pair_steps
+
+/// Both steps of a call, one batch element at a time. What the elements share is looked up once: for small N, host time
+/// counts. Both steps return false, with nothing done, if the kernels cannot run.
+class PairSteps {
+ public:
+  explicit PairSteps(const detail::TriangleUpdate& t)
+      : t_(t),
+        case_(pair_steps::chosen_case(t)),
+        sm80_(t.x.scalar_type() == t.dtype() ? pair_steps::sm80_element(t) : std::nullopt) {}
+
+  /// Whether there are kernels for these sizes and dtypes, and whether they include those for gradients.
+  bool have_kernels() const { return case_ || sm80_; }
+  bool have_gradient_kernels() const { return case_.has_value(); }
+  /// From x (N, N, c) and the mask (N, N), or none, both in the direction of the update: a and b, with
+  /// zeros in their padded columns, and perhaps in the memory between these and the next row.
+  bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
+  /// From the product o and x (N, N, c): `out` = the update, plus `residual` if it is defined. `residual` is x; or,
+  /// with up to 128 features and channels, a float32 tensor, in which case `out` is float32 too and may be `residual`.
+  /// `out` may be x if x is added, or if c and d are at most 128.
+  bool out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& out,
+           double eps_out) const;
+
+ private:
+  bool wide_in(gemm::PairProblem& problem, const at::Tensor& a) const;
+  bool wide_out(gemm::PairProblem& problem, const at::Tensor& x, const at::Tensor& out) const;
+  /// Calls f(T()) for the type of the elements, if a kernel of sm80/triangle.cuh can compute this call.
+  template <class F>
+  bool run_portable(const F& f) const {
+    if (!sm80_) return false;
+    *sm80_ == gemm::Element::kTF32       ? f(float{})
+    : *sm80_ == gemm::Element::kBFloat16 ? f(at::BFloat16{})
+                                         : f(at::Half{});
+    return true;
+  }
+
+  const detail::TriangleUpdate& t_;
+  std::optional<gemm::Case> case_;  // on compute capability 9.0
+  std::optional<gemm::Element> sm80_;
+  // (N, N, 2): the layer norm's moments of the element last passed to in(), in the direction of the update.
+  mutable at::Tensor moments_;
+};
+
+inline bool PairSteps::wide_in(gemm::PairProblem& p, const at::Tensor& a) const {
+  moments_ = at::detail::empty_cuda({p.n, p.n, 2}, a.options().dtype(at::kFloat));
+  p.moments = moments_.mutable_data_ptr();
+  p.moments_row_stride = p.n;
+  p.moments_stride = 1;
+  if (gemm::run_chosen<gemm::WideTriangleIn>(p, *case_, a)) return true;
+  moments_.reset();
+  return false;
+}
+
+// Several CTAs may read the same rows of x, so the update cannot overwrite x before it is complete.
+inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& x, const at::Tensor& out) const {
+  if (!moments_.defined()) return false;
+  p.moments = moments_.mutable_data_ptr();
+  p.moments_row_stride = t_.outgoing ? p.n : 1;
+  p.moments_stride = t_.outgoing ? 1 : p.n;
+  const bool adds = std::exchange(p.adds, false), overwrites = adds && p.out == p.x.data;
+  const at::Tensor update = overwrites ? at::Tensor(at::detail::empty_cuda(out.sizes(), out.options())) : out;
+  p.out = update.mutable_data_ptr();
+  p.out_row_stride = update.stride(1);
+  p.out_stride = update.stride(0);
+  if (!gemm::run_chosen<gemm::WideTriangleOut>(p, *case_, update)) return false;
+  at::Tensor target = out;
+  if (adds) target.add_(overwrites ? update : x);
+  return true;
+}
+
+inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b,
+                          double scale) const {
+  if (!have_kernels()) return false;
+  pair_steps::Step step(t_, x);
+  gemm::PairProblem& p = step.problem;
+  step.set_input(t_, mask, a, b, scale, /*owns_gaps=*/true);
+  if (!step.fits || a.stride(0) != b.stride(0)) return false;
+  if (pair_steps::is_wide(p)) return wide_in(p, a);
+  if (case_ && gemm::run_chosen<gemm::TriangleIn>(p, *case_, a)) return true;
+  return run_portable(
+      [&]<class T>(T) { pair_steps::launch_portable<gemm::PairIn80<T>, gemm::sm80_pair_in_kernel<T>>(p); });
+}
+
+inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& out,
+                           double eps_out) const {
+  const auto to = have_kernels() ? pair_steps::positions(out) : std::nullopt;
+  if (!to) return false;
+  pair_steps::Step step(t_, x);
+  gemm::PairProblem& p = step.problem;
+  step.set_output(t_, o, out, *to, eps_out, residual.defined());
+  if (!step.fits) return false;
+  if (residual.defined() && residual.scalar_type() != t_.dtype()) {
+    const auto from = pair_steps::positions(residual);
+    if (!from || pair_steps::is_wide(p)) return false;
+    p.residual = *from;
+  }
+  if (pair_steps::is_wide(p)) return wide_out(p, x, out);
+  if (case_ && gemm::run_chosen<gemm::TriangleOut>(p, *case_, out)) return true;
+  return run_portable(
+      [&]<class T>(T) { pair_steps::launch_portable<gemm::PairOut80<T>, gemm::sm80_pair_out_kernel<T>>(p); });
+}
+
+}  // namespace torchops::cuda
