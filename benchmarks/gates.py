@@ -190,7 +190,7 @@ def prepared(
     ways = {name: way for name, way in contenders(line, device).items() if name not in without}
 
     def on_path() -> Any:
-        return torchops.cuda.dense_path(path) if path != "auto" else nullcontext()  # type: ignore[arg-type]
+        return torchops.cuda.kernel_path(path) if path != "auto" else nullcontext()  # type: ignore[arg-type]
 
     errors = {}
     first = inputs(line, device)
@@ -272,7 +272,7 @@ STREAM_TITLE = "Gates of a float32 stream with 16-bit weights"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--path", choices=[*TITLES], default="auto", help="torchops.cuda.dense_path")
+    parser.add_argument("--path", choices=[*TITLES], default="auto", help="torchops.cuda.kernel_path")
     parser.add_argument("--stream", action="store_true", help="float32 x, or x and v, beside 16-bit weights")
     parser.add_argument("--case", nargs="+", default=[""], help="only lines whose name contains one of these")
     parser.add_argument("--without", nargs="+", default=[], help="contenders to leave out: torch.compile Triton")

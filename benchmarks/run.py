@@ -36,8 +36,8 @@ def refusal(options: argparse.Namespace, device: torch.device) -> str:
     """Why the requested measurements are impossible, or an empty string."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return "--device cuda: torch finds no CUDA device"
-    if (path := os.environ.get("TORCHOPS_DENSE_PATH", "auto")) != "auto":
-        return f"TORCHOPS_DENSE_PATH={path} forces one path of dense; unset it, so that dense takes its own choice"
+    if (path := os.environ.get("TORCHOPS_KERNEL_PATH", "auto")) != "auto":
+        return f"TORCHOPS_KERNEL_PATH={path} forces one path of dense; unset it, so that dense takes its own choice"
     reasons = (implementations.unavailable(mode, device.type) for mode in options.mode)
     return next((reason for reason in reasons if reason), "")
 

@@ -197,7 +197,7 @@ def precision(line: Line) -> Iterator[None]:
     """Sets the precision of products, and which kernels run."""
     former = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = line.tf32
-    path: AbstractContextManager[Any] = nullcontext() if line.path == "auto" else torchops.cuda.dense_path(line.path)
+    path: AbstractContextManager[Any] = nullcontext() if line.path == "auto" else torchops.cuda.kernel_path(line.path)
     try:
         with path:
             yield

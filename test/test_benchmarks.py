@@ -366,9 +366,9 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 
 
 def test_a_forced_path_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("TORCHOPS_DENSE_PATH", "cublas")
+    monkeypatch.setenv("TORCHOPS_KERNEL_PATH", "cublas")
     assert main(["run", "-o", "dense", "--device", "cpu"]) == 2
-    assert "TORCHOPS_DENSE_PATH=cublas" in capsys.readouterr().err
+    assert "TORCHOPS_KERNEL_PATH=cublas" in capsys.readouterr().err
 
 
 def test_pictures(tmp_path: Path) -> None:

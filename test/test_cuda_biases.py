@@ -76,7 +76,7 @@ def test_biases(name: str, path: Any, dtype: torch.dtype, shape: tuple[int, int,
 
     def of(operator: Operator, wide: bool) -> list[Tensor]:
         inputs = [(t.double() if wide else t).detach().requires_grad_() for t in given]
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             y = operator(*inputs)
         gradients = torch.autograd.grad(y, inputs, cotangent.double() if wide else cotangent, allow_unused=True)
         return [y.detach(), *(g for g in gradients if g is not None)]

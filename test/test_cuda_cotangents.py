@@ -92,7 +92,7 @@ def test_gradients(shape: tuple[int, int, int], dtype: torch.dtype, name: str, p
         eager = gradients(reference, inputs, grad)
         for columns in (n, 2 * n, k):
             poison(rows, columns, dtype=dtype)
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             got = gradients(function, inputs, grad)
             again = gradients(function, inputs, grad)
         for g, other, value, repeated in zip(got, eager, exact, again, strict=True):
@@ -119,7 +119,7 @@ def test_no_row_is_missing_in_the_gradients_of_weights(
         last = rows - rows // 128 * 128
         grad[:-last] = 0  # so that the last ones are all that counts
         exact = gradients(reference, double(inputs), grad.double())
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             got = gradients(function, inputs, grad)
         for g, value in zip(got, exact, strict=True):
             assert error(g, value) <= 1e-2
@@ -137,7 +137,7 @@ def test_panels_of_float32(name: str) -> None:
 def test_which_gradients_are_wanted(rows: int, name: str, path: Any) -> None:
     function, _, backward = operator(name)
     inputs, grad = inputs_of(name, rows, 256, 192, torch.bfloat16), random(rows, 192, dtype=torch.bfloat16)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         every = gradients(function, inputs, grad)
         for mask in itertools.product([False, True], repeat=len(inputs)):
             for wanted, got, other in zip(mask, backward(grad, inputs, list(mask)), every, strict=True):
@@ -170,7 +170,7 @@ def test_views(k: int, view: str, name: str, path: Any) -> None:
     if name in GATES:
         inputs[0] = of(random(rows, n + 8, dtype=dtype))
     exact, eager = gradients(reference, double(inputs), grad.double()), gradients(reference, inputs, grad)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         got = gradients(function, inputs, grad)
     for g, other, value in zip(got, eager, exact, strict=True):
         assert error(g, value) <= 1.5 * error(other, value)
@@ -182,7 +182,7 @@ def test_special_values(name: str) -> None:
     rows, k, n = 1000, 256, 192
     inputs, grad = inputs_of(name, rows, k, n, torch.bfloat16), random(rows, n, dtype=torch.bfloat16)
     grad[123, 45] = float("nan")
-    with torchops.cuda.dense_path("fused"):
+    with torchops.cuda.kernel_path("fused"):
         got = operator(name)[2](grad, inputs, [True] * len(inputs))
     by_name = dict(zip(["v", "x", "w", "b"] if name in GATES else ["x", "w", "wg", "b", "bg"], got, strict=True))
     for of, g in by_name.items():

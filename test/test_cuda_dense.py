@@ -99,7 +99,7 @@ def test_dense(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -> No
         exact = torch.sigmoid(F.linear(x.double(), w.double(), None if b is None else b.double()))
         eager = torch.sigmoid(F.linear(x, w, b))
         poison(rows, out_features, dtype=dtype)
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             y = torchops.dense(x, w, b)
             assert torch.equal(y, torchops.dense(x, w, b))
         assert y.is_contiguous()
@@ -115,7 +115,7 @@ def test_dense_in_tf32(rows: int, out_features: int, interface: str, tf32: Any, 
     setattr(torch.backends.cuda.matmul, interface, tf32)
     x, w = random(rows, 264, dtype=torch.float32), random(out_features, 264, dtype=torch.float32, scale=0.06)
     b = random(out_features, dtype=torch.float32)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         y = torchops.dense(x, w, b)
     assert_accurate(y, torch.sigmoid(F.linear(x, w, b)), torch.sigmoid(F.linear(x.double(), w.double(), b.double())))
 
@@ -139,7 +139,7 @@ def test_dense_of_views(view: str, rows: int, path: Any) -> None:
     x = DENSE_VIEWS[view](random(rows, 512, dtype=torch.bfloat16))
     w = random(128, 256, dtype=torch.bfloat16, scale=0.06)[:, : x.shape[-1]]
     b = random(256, dtype=torch.bfloat16)[::2]
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         y = torchops.dense(x, w, b)
     assert_accurate(y, torch.sigmoid(F.linear(x, w, b)), torch.sigmoid(F.linear(x.double(), w.double(), b.double())))
 
@@ -149,7 +149,7 @@ def test_dense_of_views(view: str, rows: int, path: Any) -> None:
 def test_dense_of_special_values(rows: int, path: Any) -> None:
     w = random(64, 64, dtype=torch.bfloat16)
     w[5, 5] = float("nan")
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         y = torchops.dense(random(rows, 64, dtype=torch.bfloat16), w)
         tail = torchops.dense(torch.full((1, 8), -8.0, device=DEVICE, dtype=w.dtype), torch.eye(8, device=DEVICE).to(w))
     assert bool(y[:, 5].isnan().all())
@@ -203,10 +203,10 @@ def assert_accurate_gradients(x: Tensor, w: Tensor, b: Tensor | None, grad: Tens
 
 def takes_one_pass(x: Tensor, w: Tensor, b: Tensor | None, grad: Tensor, *, path: Any = "auto", **kwargs: Any) -> bool:
     leaves = [t.detach().requires_grad_() for t in (x, w, b) if t is not None]
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         y = torchops.dense(*leaves)
     names = kernel_names(lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True, **kwargs))
-    return any(re.search("(one_pass|input)_gradients_kernel", name) for name in names)
+    return any(re.search("(OnePass|InputGradients)Kernel", name) for name in names)
 
 
 HAS_ONE_PASS = torch.cuda.get_device_capability() == (9, 0) and "9.0a" in _build_info.gemm_architectures
@@ -261,10 +261,10 @@ def test_dense_gradients_with_dz(shape: tuple[int, ...], dtype: torch.dtype, has
     *rows, k, n = shape
     x, grad = random(*rows, k, dtype=dtype), random(*rows, n, dtype=dtype)
     w, b = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype) if has_bias else None
-    with torchops.cuda.dense_path("fused"):
+    with torchops.cuda.kernel_path("fused"):
         assert_accurate_gradients(x, w, b, grad)
         names = kernel_names(lambda: gradients(x, w, b, grad))
-    assert sum("input_gradients_kernel" in name for name in names) == 1
+    assert sum("InputGradientsKernel" in name for name in names) == 1
 
 
 @needs_one_pass
@@ -285,11 +285,11 @@ def test_when_dx_comes_with_dz(view: str, m: int, k: int, n: int, path: Any, exp
     x = x[:, :k].contiguous() if view == "contiguous" else x[:, 1:] if view == "unaligned" else x[:1, :k].expand(m, k)
     b, grad = random(n, dtype=torch.bfloat16), random(m, n, dtype=torch.bfloat16)
     y = torchops.dense(x, w, b)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         call = partial(torch.ops.myops._dense_gradients, grad, y, x, w, [True, True, True])
-        assert any("input_gradients_kernel" in name for name in kernel_names(call)) == expected
+        assert any("InputGradientsKernel" in name for name in kernel_names(call)) == expected
         got = call()
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         parts = call()
     for one, part in zip(got, parts, strict=True):
         assert error(one, part.double()) < 4e-3

@@ -61,7 +61,7 @@ def test_values_of_odd_sizes(seed: int, path: Any) -> None:
     rows, n = x.shape[0], w.shape[0]
     v = rows_in(4 * (seed % 2), n + -n % 4 + 4 * (seed % 3), random(rows, n, dtype=FLOAT))
     b, bg = biases_of(n, biased)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         cases: list[tuple[Any, Any, tuple[Any, ...]]] = [
             (torchops.dense, lambda *t: torch.sigmoid(F.linear(*t)), (x, w, b)),
             (torchops.gate, gate_reference, (v, x, w, b)),
@@ -93,7 +93,7 @@ def test_values_by_ffma(seed: int) -> None:
         for of in (rows, n, n)
     )
     b, bg = biases_of(n, seed % 2 == 0)
-    with torchops.cuda.dense_path("portable"):
+    with torchops.cuda.kernel_path("portable"):
         poison(rows, n, dtype=FLOAT)
         y, u = torchops.dense(x, w, b), torchops.glu(x, w, wg, b, bg)
     assert_accurate(y, torch.sigmoid(F.linear(x, w, b)), torch.sigmoid(F.linear(*double(x, w, b))))
@@ -123,7 +123,7 @@ def test_gradients(shape: tuple[int, int, int], path: Any) -> None:
     ]
     for ours, theirs, args in cases:
         leaves = [t.detach().requires_grad_() for t in args]
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             got = torch.autograd.grad(ours(*leaves), leaves, grad)
         eager = torch.autograd.grad(theirs(*leaves), leaves, grad)
         doubles = [t.detach().double().requires_grad_() for t in args]
@@ -137,7 +137,7 @@ def test_gate_of_its_own_rows(n: int) -> None:
     x, w = random(40000, n, dtype=FLOAT), random(n, n, dtype=FLOAT, scale=n**-0.5)
     eager, exact = gate_reference(x, x, w), gate_reference(x.double(), x.double(), w.double())
     for path in PATHS:
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             assert_accurate(torchops.gate(x, x, w), eager, exact)
             y = x.clone()
             torchops.gate_(y, y, w)
@@ -150,7 +150,7 @@ def test_special_values() -> None:
     x = F.pad(x, (0, 3)).cuda()
     w = torch.zeros(4, 4, device="cuda")
     w[:, 0] = 1
-    with torchops.cuda.dense_path("fused"):
+    with torchops.cuda.kernel_path("fused"):
         y = torchops.dense(x, w)
         exact = torch.sigmoid(x[:, :1].double()).expand(-1, 4)
         torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-44, equal_nan=True)
@@ -182,7 +182,7 @@ def test_triangle_update(
         given["mask"] = torch.rand(batch, n, n, device="cuda")
     x, grad = random(batch, n, n, c, dtype=FLOAT), random(batch, n, n, c, dtype=FLOAT)
     wanted = {"x"} | set(given)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         got = results(torchops.triangle_multiplicative_update, x, grad, direction, given, wanted)
     eager = results(reference, x, grad, direction, given, wanted)
     doubles = {name: t.double() for name, t in given.items()}

@@ -63,7 +63,7 @@ def test_values_and_gradients(
     x, grad = random(batch, n, n, c), random(batch, n, n, c)
     wanted = {"x"} | set(given)
     exact = results(reference, x, grad, direction, given, wanted)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         poison_all(16 * x.nbytes)
         got = results(update, x, grad, direction, given, wanted)
         assert torch.equal(update(x, direction, **given), update(x, direction, **given))
@@ -133,7 +133,7 @@ def test_products_and_channels_are_one_kernel(c: int, d: int, fits: bool) -> Non
     """Except where cuBLAS is asked for, or what every GPU can do; and for rows that are not aligned."""
     given, x = parameters(c, d), random(64, 64, c)
     for path in PATHS:
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             names = kernels(lambda: update(x, **given))
         taken = sum("glu_to_channels_float64" in name for name in names)
         assert taken == (2 if fits and path in ("auto", "fused") else 0)

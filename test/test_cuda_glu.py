@@ -69,7 +69,7 @@ def test_glu_of_long_sums(shape: tuple[int, int, int], dtype: torch.dtype, activ
         exact = glu_reference(*double(x, w, wg, b, bg), activation=activation)
         eager = glu_reference(x, w, wg, b, bg, activation=activation)
         poison(rows, n, dtype=dtype)
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             y = torchops.glu(x, w, wg, b, bg, activation=activation)
             assert torch.equal(y, torchops.glu(x, w, wg, b, bg, activation=activation))
         assert y.is_contiguous()
@@ -90,7 +90,7 @@ def test_gate_of_long_sums(shape: tuple[int, int, int], dtype: torch.dtype, path
     for b in (None, random(n + 1, dtype=dtype)[1:]):
         exact, eager = gate_reference(*double(v, x, w, b)), gate_reference(v, x, w, b)
         poison(rows, n, dtype=dtype)
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             y, overwritten = torchops.gate(v, x, w, b), v.clone()
             torchops.gate_(overwritten, x, w, b)
         assert y.is_contiguous()
@@ -136,7 +136,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_glu_of_views_of_long_rows(view: str, path: Any) -> None:
     x = VIEWS[view](random(2000, 1048, dtype=torch.bfloat16))
     w, wg = weights(1544, 520, x.dtype)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         y = torchops.glu(x, w, wg, activation="silu")
     eager = glu_reference(x, w, wg, activation="silu")
     assert y.shape == eager.shape
@@ -147,7 +147,7 @@ def test_glu_of_special_values_in_long_sums() -> None:
     """A NaN in a weight stays in its column, one in x in its row."""
     x, (w, wg) = random(3000, 512, dtype=torch.bfloat16), weights(1024, 512, torch.bfloat16)
     w[5, 5], wg[700, 300], x[1234, 7] = (float("nan"),) * 3
-    with torchops.cuda.dense_path("fused"):
+    with torchops.cuda.kernel_path("fused"):
         y = torchops.glu(x, w, wg)
     expected = torch.zeros_like(y, dtype=torch.bool)
     expected[:, [5, 700]], expected[1234] = True, True

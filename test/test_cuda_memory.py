@@ -37,7 +37,7 @@ def test_gate_(features: tuple[int, int], of_inputs: torch.dtype, of_weights: to
     rows = BYTES // (out * of_inputs.itemsize)
     v, x = random(rows, out, dtype=of_inputs), random(rows, inner, dtype=of_inputs)
     w, b = random(out, inner, dtype=of_weights, scale=inner**-0.5), random(out, dtype=of_weights)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         for bias in (None, b):
             assert memory_of(lambda bias=bias: torchops.gate_(v, x, w, bias)) <= 32 * MIB  # type: ignore[misc]
         if inner == out:
@@ -69,5 +69,5 @@ def test_transition_(features: tuple[int, int], dtype: torch.dtype, biases: bool
         sizes = {"gate_bias": hidden, "up_bias": hidden, "down_bias": c}
         weights |= {name: random(size, dtype=dtype) for name, size in sizes.items()}
     x = random(BYTES // (c * dtype.itemsize), c, dtype=dtype)
-    with torch.no_grad(), torchops.cuda.dense_path(path):
+    with torch.no_grad(), torchops.cuda.kernel_path(path):
         assert memory_of(lambda: torchops.transition_(x, **weights)) <= 32 * MIB

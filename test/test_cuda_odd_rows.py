@@ -87,7 +87,7 @@ def test_values_and_gradients(sizes: tuple[int, int], dtype: torch.dtype, biased
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_groups_of_rows(dtype: torch.dtype, n: int, rows: int) -> None:
     """Rows without gaps, of which some together are whole pieces, by cuBLAS and a pass."""
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         _assert_as_eager(dtype, rows, 16, n, biased=True)
 
 
@@ -153,7 +153,7 @@ def test_last_rows_count(k: int, n: int, rows: int) -> None:
     w, b = random(n, k, dtype=torch.float16, scale=k**-0.5), random(n, dtype=torch.float16)
     grad[:-last] = 0
     z = torch.nn.functional.linear(x, w, b)
-    with torchops.cuda.dense_path("cublas"):  # without copies
+    with torchops.cuda.kernel_path("cublas"):  # without copies
         got = torch.ops.myops._gate_backward(grad, v, x, w, b, [False, False, True, True], False, z)[2:]
     exact = _derived(gate_reference, double(v[-last:], x[-last:], w, b), grad[-last:])[3:]
     for one, value in zip(got, exact, strict=True):
@@ -170,7 +170,7 @@ def test_last_rows_of_copies_count(layout: str) -> None:
     v, grad = (random(rows, n, dtype=torch.float16) for _ in range(2))
     w, b = random(n, n, dtype=torch.float16, scale=1 / 16), random(n, dtype=torch.float16)
     grad[:-last] = 0
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         got = torch.ops.myops._gate_backward(grad, v, x, w, b, [False, False, True, False])[2]
     exact = _derived(gate_reference, double(v[-last:], x[-last:], w, b), grad[-last:])[3]
     assert float((got.double() - exact).norm() / exact.norm()) < 2e-3
@@ -181,7 +181,7 @@ def test_long_sums_are_rounded_once(rows: int, k: int, n: int) -> None:
     """cuBLAS may round parts of a 16-bit product over many rows, and so scale a sum of equal terms."""
     v, x, grad = (torch.ones(rows, size, dtype=torch.bfloat16, device="cuda") for size in (n, k, n))
     w, b = torch.zeros(n, k, dtype=torch.bfloat16, device="cuda"), torch.zeros(n, dtype=torch.bfloat16, device="cuda")
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         of_gate = torch.ops.myops._gate_backward(grad, v, x, w, b, [False, False, True, False])[2]
         of_glu = torch.ops.myops._glu_backward(grad, x, w, w, b + 1, b, "sigmoid", [False, True, True, False, False])
     for one, each in ((of_gate, 0.25), (of_glu[1], 0.5), (of_glu[2], 0.25)):

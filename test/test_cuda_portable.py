@@ -31,7 +31,7 @@ def _portable() -> Iterator[None]:
     torch.manual_seed(0)
     matmul = torch.backends.cuda.matmul
     former, matmul.allow_tf32 = matmul.allow_tf32, True
-    with torchops.cuda.dense_path("portable"):
+    with torchops.cuda.kernel_path("portable"):
         yield
     matmul.allow_tf32 = former
 
@@ -144,6 +144,6 @@ def test_one_kernel_for_each_step() -> None:
         lambda: glu_backward(rows, rows, w, w, None, None, "silu", (True, True, True, False, False)),
     ):
         # The products of the cotangents are the same, but cuBLAS and a pass make these.
-        with torchops.cuda.dense_path("cublas"):
+        with torchops.cuda.kernel_path("cublas"):
             by_cublas = kernels(backward)
         assert kernels(backward) < by_cublas

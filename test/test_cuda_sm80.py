@@ -37,7 +37,7 @@ def assert_dense(x: Tensor, w: Tensor, b: Tensor | None, path: Any) -> Tensor:
     """Each element within one rounding of the result, and the error of a sum in float32."""
     exact = torch.sigmoid(F.linear(x.double(), w.double(), None if b is None else b.double()))
     poison(x.shape[0], w.shape[0], dtype=x.dtype)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         y = torchops.dense(x, w, b)
         assert torch.equal(y, torchops.dense(x, w, b))
     assert y.is_contiguous()
@@ -118,7 +118,7 @@ def test_dense_of_other_strides(path: Any) -> None:
     assert_dense(x[3:4, 5:104], w[::2, 1:100], None, path)
     assert_dense(x.as_strided((150, 99), (2, 1)), w[:, 1:100], None, path)
     for a, b in [(x[:, ::4], w[:, ::4]), (x.T[:200, :100], w[:, :100]), (x[:, :99], w.T[:60, :99])]:
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             y = torchops.dense(a, b)
         assert_accurate(y, torch.sigmoid(F.linear(a, b)), torch.sigmoid(F.linear(a.double(), b.double())))
 
@@ -134,7 +134,7 @@ def test_glu_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any, activation: 
     exact = glu_reference(*double(x, w, wg, *biases), activation=activation)
     eager = glu_reference(x, w, wg, *biases, activation=activation)
     poison(rows, n, dtype=dtype)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         y = torchops.glu(x, w, wg, *biases, activation=activation)
         assert torch.equal(y, torchops.glu(x, w, wg, *biases, activation=activation))
     assert_accurate(y, eager, exact)
@@ -151,7 +151,7 @@ def test_gate_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any) -> None:
     exact = gate_reference(*double(v, x, w, b))
     eager = gate_reference(v, x, w, b)
     poison(rows, n, dtype=dtype)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         y = torchops.gate(v, x, w, b)
         torchops.gate_(v, x, w, b)
     assert_accurate(y, eager, exact)
@@ -165,7 +165,7 @@ def test_gate_of_odd_sizes(seed: int, dtype: torch.dtype, path: Any) -> None:
 def test_gate_of_its_own_rows(n: int, path: Any) -> None:
     x, w = random(5000, n, dtype=torch.bfloat16), random(n, n, dtype=torch.bfloat16, scale=n**-0.5)
     eager, exact = gate_reference(x, x, w), gate_reference(x.double(), x.double(), w.double())
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         assert_accurate(torchops.gate(x, x, w), eager, exact)
         torchops.gate_(x, x, w)
     assert_accurate(x, eager, exact)
@@ -175,7 +175,7 @@ def test_gate_of_its_own_rows(n: int, path: Any) -> None:
 def test_special_values(dtype: torch.dtype) -> None:
     x, w = random(100, 50, dtype=dtype), random(60, 50, dtype=dtype)
     x[7, 3], w[5, 49] = float("nan"), float("inf")
-    with torchops.cuda.dense_path("fused"):
+    with torchops.cuda.kernel_path("fused"):
         y = torchops.dense(x, w)
     assert bool(y[7].isnan().all())
     expected = torch.sigmoid(F.linear(x, w))
@@ -191,7 +191,7 @@ def test_gradients(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -
     leaves = [random(rows, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)]
     leaves = [t.requires_grad_() for t in leaves]
     grad = random(rows, n, dtype=dtype)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         got = torch.autograd.grad(torchops.dense(*leaves), leaves, grad)
     eager = torch.autograd.grad(torch.sigmoid(F.linear(*leaves)), leaves, grad)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
@@ -202,7 +202,7 @@ def test_gradients(shape: tuple[int, int, int], dtype: torch.dtype, path: Any) -
 
 def kernels(x: Tensor, w: Tensor, path: Any) -> int:
     """How many kernels a call of dense runs."""
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         return cuda_checks.kernels(lambda: torchops.dense(x, w))
 
 
@@ -218,7 +218,7 @@ def test_product_and_epilogue_are_one_kernel() -> None:
     # On compute capability 9.0 too, few tiles take the kernel that other GPUs have.
     results = {}
     for path in [*PATHS, "portable"]:
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             results[path] = torchops.dense(x, w)
     assert torch.equal(results["auto"], results["portable"])
     if torch.cuda.get_device_capability() == (9, 0):
@@ -236,7 +236,7 @@ def test_gates_of_many_odd_rows() -> None:
         v, x = random(rows, 33, dtype=torch.bfloat16), random(rows, 35, dtype=torch.bfloat16)
         for gated in (partial(torchops.gate, v, x, w), partial(torchops.glu, x, w, wg)):
             assert (cuda_checks.kernels(gated) == 1) == in_one_kernel
-            with torchops.cuda.dense_path("fused"):
+            with torchops.cuda.kernel_path("fused"):
                 assert cuda_checks.kernels(gated) == 1
         assert_accurate(torchops.gate(v, x, w), gate_reference(v, x, w), gate_reference(*double(v, x, w)))
         assert_accurate(torchops.glu(x, w, wg), glu_reference(x, w, wg), glu_reference(*double(x, w, wg)))

@@ -32,7 +32,7 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def _portable() -> Iterator[None]:
     torch.manual_seed(0)
-    with torchops.cuda.dense_path("portable"):
+    with torchops.cuda.kernel_path("portable"):
         yield
 
 
@@ -168,7 +168,7 @@ def test_when_it_is_taken() -> None:
     columns = 128 * (torch.cuda.get_device_properties("cuda").multi_processor_count // 2 + 1)
     assert not is_resident(lambda: torchops.dense(x[:5000, :8], random(columns, 8, dtype=torch.bfloat16)))
     # Equal rows are none that Hopper's kernels could read.
-    with torchops.cuda.dense_path("auto"):
+    with torchops.cuda.kernel_path("auto"):
         assert is_resident(lambda: torchops.dense(x[:1, :512].expand(70001, 512), w[:, :512]))
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         assert not is_resident(lambda: torchops.dense(x[:, :512], w[:, :512]))

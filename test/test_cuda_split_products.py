@@ -49,7 +49,7 @@ def test_layouts(seed: int) -> None:
     for transpose_b in (False, True):
         factor = b.mT if transpose_b else b
         exact = a.double() @ factor.double()
-        with torchops.cuda.dense_path("fused"):
+        with torchops.cuda.kernel_path("fused"):
             poison(*a.shape, dtype=FLOAT)
             y = torchops.square_matmul(a, b, transpose_b=transpose_b)
             z = a.clone()
@@ -78,7 +78,7 @@ def test_as_accurate_as_float32(kind: str, n: int) -> None:
     torch.manual_seed(0)
     a, b = HARD[kind](torch.randn(n, n, device="cuda"), torch.randn(n, n, device="cuda"))
     exact, scale = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    with torchops.cuda.dense_path("fused"):
+    with torchops.cuda.kernel_path("fused"):
         ours = (torchops.square_matmul(a, b).double() - exact) / scale
     theirs = ((a @ b).double() - exact) / scale
     # A single term is most of a scaled sum. With 512 columns, cuBLAS adds parts of a sum, which errs less than one sum.
@@ -101,7 +101,7 @@ def test_what_is_not_finite_is_as_in_float32() -> None:
     x[20, 3] = torch.finfo(FLOAT).max  # rounds to infinity in TF32
     w[:, 3], wg[:, 3] = 0.1, 0.2
     w[100, 200], w[101, 3], wg[7, 255], wg[8, 5] = -inf, inf, nan, inf
-    with torchops.cuda.dense_path("fused"):
+    with torchops.cuda.kernel_path("fused"):
         assert same(torchops.square_matmul(x, w), x @ w)
         assert same(torchops.square_matmul(x, w, transpose_b=True), x @ w.T)
         torch.testing.assert_close(torchops.dense(x, w), torch.sigmoid(F.linear(x, w)), equal_nan=True)
@@ -115,7 +115,7 @@ def test_a_gate_of_what_it_overwrites() -> None:
         v, w = random(1000, n, dtype=FLOAT), random(n, n, dtype=FLOAT)
         v[::7, 1], v[::5, 3], w[n - 1, 2] = float("inf"), float("nan"), float("inf")
         expected = gate_reference(v, v, w)
-        with torchops.cuda.dense_path("fused"):
+        with torchops.cuda.kernel_path("fused"):
             assert same(torchops.gate(v, v, w), expected)
             torchops.gate_(v, v, w)
         assert same(v, expected)
@@ -125,7 +125,7 @@ def test_small_numbers() -> None:
     """Below 2^-114, what is left of a number after rounding to TF32 is subnormal, and digits are lost."""
     for scale, least, most in ((1e-30, 0.0, 1e-6), (1e-36, 1e-6, 1e-4), (1e-39, 1e-4, 1e-1)):
         a, b = random(128, 128, dtype=FLOAT) * scale, random(128, 128, dtype=FLOAT)
-        with torchops.cuda.dense_path("fused"):
+        with torchops.cuda.kernel_path("fused"):
             got = torchops.square_matmul(a, b)
         assert least <= error(got, a.double() @ b.double()) <= most
 
@@ -135,12 +135,12 @@ def test_what_multiplies() -> None:
     a, b, g = random(40000, 128, dtype=FLOAT), random(128, 128, dtype=FLOAT), random(40000, 128, dtype=FLOAT)
     a.requires_grad_()
     for path, splits in (("auto", True), ("fused", True), ("portable", False), ("cublas", False)):
-        with torchops.cuda.dense_path(path):  # type: ignore[arg-type]
+        with torchops.cuda.kernel_path(path):  # type: ignore[arg-type]
             y = torchops.square_matmul(a, b)
         (da,) = torch.autograd.grad(y, a, g)
         assert torch.equal(y, a @ b) != splits
         assert torch.equal(da, g @ b.T) != splits
     x, w = random(4096, 256, dtype=FLOAT), random(256, 256, dtype=FLOAT)
     assert kernels(lambda: torchops.dense(x, w)) == 1
-    with torchops.cuda.dense_path("portable"):
+    with torchops.cuda.kernel_path("portable"):
         assert kernels(lambda: torchops.dense(x, w)) > 1

@@ -105,7 +105,7 @@ def test_batches_by_panels(shape: tuple[int, int, int], dtype: torch.dtype, layo
     expected, exact = a @ factor, a.double() @ factor.double()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with torchops.cuda.dense_path("portable"):
+    with torchops.cuda.kernel_path("portable"):
         torchops.square_matmul_(a, b, transpose_b=transpose_b)
     assert torch.cuda.max_memory_allocated() - before <= 33 * MIB
     if rounds_alike:

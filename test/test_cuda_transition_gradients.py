@@ -97,7 +97,7 @@ def test_a_few_kernels_make_all_gradients(in_place: bool) -> None:
         function = (lambda x, **w: torchops.transition_(x.clone(), **w)) if in_place else transition
         gradients(function, x, x, weights)
 
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         by_panels = kernels(call)
     assert 2 * kernels(call) < by_panels  # with those of the forward pass and copies of the parameters, on both sides
 

@@ -24,7 +24,7 @@ C, MIB = 128, 1 << 20
 def _on_path(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
     path: Literal["auto", "portable"] = request.param
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         yield
     torch.cuda.empty_cache()
 

@@ -61,7 +61,7 @@ def test_values(n: int, d: int, direction: str, path: Literal["auto", "portable"
     with torch.no_grad():
         want["y"] = reference(x.double(), direction, mask=mask.double(), **exact)
         eager["y"] = reference(x, direction, mask=mask, **low)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         poison_all(12 * x.nbytes * d // c)
         got = gradients(update, x, grad, direction, mask, low)
         poison_all(12 * x.nbytes * d // c)
@@ -86,7 +86,7 @@ def test_layer_norms_without_eps(n: int, path: Literal["auto", "portable"]) -> N
     x, grad = (torch.randn(n, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     exact: Any = {name: w.double() for name, w in low.items()}
     want = gradients(functools.partial(reference, eps=0.0), x.double(), grad.double(), "outgoing", None, exact)
-    with torchops.cuda.dense_path(path):
+    with torchops.cuda.kernel_path(path):
         got = gradients(functools.partial(update, eps=0.0), x, grad, "outgoing", None, low)
         with torch.no_grad():
             got["y"], want["y"] = update(x, eps=0.0, **low), reference(x.double(), eps=0.0, **exact)
@@ -100,7 +100,7 @@ def test_memory(n: int, c: int, path: Literal["auto", "portable", "cublas"]) -> 
     """Two pair tensors and a little, of which a new result is one. Rows of 100 features are not aligned for kernels."""
     low = {name: w.to(torch.bfloat16) for name, w in parameters(c, 128).items()}
     x = torch.randn(n, n, c, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad(), torchops.cuda.dense_path(path):
+    with torch.no_grad(), torchops.cuda.kernel_path(path):
         for call in (update, update_):
             assert memory_of(functools.partial(call, x, **low)) <= 2.1 * x.nbytes * 128 / c + 64 * MIB
 

@@ -26,7 +26,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _cublas() -> Iterator[None]:
     torch.manual_seed(0)
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         yield
     torch.cuda.empty_cache()
 

@@ -157,7 +157,7 @@ def test_refused() -> None:
     assert answers(60, 32, torch.float16) == [False, False]
     assert answers(64, 32, torch.bfloat16, torch.float32) == [False, False]
     for path in ("cublas", "portable"):
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             assert answers(64, 32, torch.bfloat16) == [False, False]
 
 
@@ -330,7 +330,7 @@ def test_gradients_refused(path: Any) -> None:
         moments = full("moments", rows, n, 2, of=torch.float32)
         both = full("both", sums_of(listed, 1).shape[1], 2, of=torch.float32)
         sums = both[:, 0] if odd == "sums" else both[:, 0].clone()
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             got = [out_backward(grad, o[..., :n], x, listed, 1e-5, 1e-5, d_o, dz, moments, sums)]
             assert got[0] or all((t == 7).all() for t in (d_o, dz, moments, sums))
             for written in (dz, sums):

@@ -139,7 +139,7 @@ def test_when() -> None:
             arguments = leaves(dtype=dtype)
             arguments[frozen].requires_grad_(False)
             assert not chosen(arguments)
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         assert not chosen(leaves())
 
 

@@ -87,8 +87,8 @@ def test_unknown_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert backend.count(GLU) == count
 
 
-def test_dense_path() -> None:
-    with torchops.cuda.dense_path("cublas"):
+def test_kernel_path() -> None:
+    with torchops.cuda.kernel_path("cublas"):
         assert check(FORMS[0].function, arguments(FORMS[0]), False).count(GATE) == 0
     assert check(FORMS[0].function, arguments(FORMS[0]), False).count(GATE) == 1
 

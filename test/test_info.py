@@ -94,7 +94,7 @@ def test_width_with_all_keys_of_the_library() -> None:
 def test_json_is_the_dictionary() -> None:
     facts = json.loads(command("--json"))
     here = torchops.info()
-    for varies in ("dense_path", "devices"):
+    for varies in ("kernel_path", "devices"):
         assert type(facts.pop(varies)) is type(here.pop(varies))
     assert facts == here
 

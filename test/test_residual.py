@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from torchops.cuda import dense_path
+from torchops.cuda import kernel_path
 from torchops.nn import PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate, pair_layer
 
 OPS = torch.ops.myops
@@ -337,7 +337,7 @@ def test_values_and_gradients_cuda(
     """Of the features that kernels are for, fewer, and more; N that is no multiple of a tile."""
     for c, n in ((128, 70), (40, 65), (192, 37)):
         layer, x = layer_of(name, c, dtype=dtype, device="cuda"), pair(n, c, of_x, "cuda")
-        with dense_path(path):
+        with kernel_path(path):
             check(name, layer, x)
             if c == 128:
                 check(name, layer, x.transpose(1, 2))

@@ -107,7 +107,7 @@ def test_large(device: str, shape: Any, scales: str) -> None:
 
 @pytest.mark.parametrize("shape", [((129,), 256, 272), ((300,), 130, 65), ((0,), 16, 16)], ids=str)
 def test_without_a_fused_kernel(device: str, shape: Any) -> None:
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         for scales in SCALES:
             for dtype in OUT:
                 given = arguments(shape, device, scales)
@@ -119,7 +119,7 @@ def test_panels(device: str) -> None:
     for path in ("auto", "cublas"):
         for features in (64, 72):
             given = arguments(((9000 if device == "cuda" else 3000,), features, 2064), device)
-            with torchops.cuda.dense_path(path):
+            with torchops.cuda.kernel_path(path):
                 assert_exact(torchops.dense_scaled(*given), exact(*given), features)
 
 
@@ -171,7 +171,7 @@ def test_layouts(device: str, layout: str) -> None:
         scale_x, scale_w = scale_x.expand(40, 3)[:, :1], scale_w.repeat(1, 2)[:, ::2]
         scale_x, b = torch.rand(40, 2, device=device)[:, 1:], torch.randn(96, device=device)[::2]
     for path in ("auto", "cublas"):
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             y = torchops.dense_scaled(x, w, scale_x, scale_w, b)
         assert_exact(y, exact(x, w, scale_x, scale_w, b), 64)
 

@@ -71,7 +71,7 @@ def test_without_a_fused_kernel(device: str) -> None:
     x, w, scale_x, scale_w, b = arguments(shape, device)
     v = value(shape, device, torch.bfloat16)
     z = linear(x, w, scale_x, scale_w, b)
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         assert_exact(torchops.gate_scaled(v, x, w, scale_x, scale_w, b), v.double() * torch.sigmoid(z), v.double())
         y = torchops.glu_scaled(x, w, w, scale_x, scale_w, scale_w, b, activation="silu")
     t = linear(x, w, scale_x, scale_w, None)

@@ -42,13 +42,13 @@ myops::_add_transition(Tensor x, *, Tensor? norm_weight=None, Tensor? norm_bias=
 myops::_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Tensor, Tensor)
 myops::_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)
 myops::_dense_on_path(Tensor x, Tensor w, Tensor? b, str path) -> Tensor
-myops::_dense_path(str? path=None) -> str
 myops::_gate(Tensor v, Tensor x, Tensor w, Tensor? b) -> (Tensor, Tensor)
 myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask, bool v_is_y=False, Tensor? z=None) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_glu(Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation) -> (Tensor, Tensor, Tensor)
 myops::_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask, Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_keep(Tensor x) -> Tensor
 myops::_keeps_products(Tensor x, Tensor w, bool of_glu) -> bool
+myops::_kernel_path(str? path=None) -> str
 myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] mask) -> (Tensor, Tensor, Tensor)
@@ -106,13 +106,13 @@ myops::_add_transition                           x    x     x         .         
 myops::_dense_backward                           x    x     x         .                .              .            .             x                 x
 myops::_dense_gradients                          .    x     x         .                .              .            .             x                 x
 myops::_dense_on_path                            .    .     x         .                .              x            x             x                 x
-myops::_dense_path                               .    .     .         .                .              .            .             .                 .
 myops::_gate                                     x    x     .         .                .              .            .             .                 x
 myops::_gate_backward                            x    x     x         .                .              .            .             x                 x
 myops::_glu                                      x    x     .         .                .              .            .             .                 x
 myops::_glu_backward                             x    x     x         .                .              .            .             x                 x
 myops::_keep                                     .    x     x         .                .              .            .             x                 x
 myops::_keeps_products                           .    .     .         .                .              .            .             .                 .
+myops::_kernel_path                              .    .     .         .                .              .            .             .                 .
 myops::_layer_norm                               x    x     .         .                .              .            .             .                 x
 myops::_layer_norm_                              x    x     .         x                x              .            .             .                 x
 myops::_layer_norm_backward                      x    x     .         .                .              .            .             .                 x

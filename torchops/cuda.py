@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["dense_path"]
+__all__ = ["kernel_path"]
 
 _PATHS = ("auto", "fused", "portable", "cublas")
 
 
-class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
+class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
     """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu``, ``square_matmul``, ``square_matmul_``,
     transitions and triangle updates take on CUDA, either from the call on or within a ``with`` statement.
 
@@ -34,7 +34,7 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
     makes all but the gradient of ``w``; on ``"auto"``, not for few rows of more than 512 features out.
 
     The path applies to the current thread, and backward takes the path of its forward pass. A thread starts with the
-    path in the environment variable ``TORCHOPS_DENSE_PATH``, or with ``"auto"``.
+    path in the environment variable ``TORCHOPS_KERNEL_PATH``, or with ``"auto"``.
 
     In a function that ``torch.compile`` or ``torch.export`` traces, use the ``with`` statement, since a mere call is
     not part of the graph. The graph keeps the path, forward and backward. Only ``dense`` supports this; the other
@@ -48,24 +48,24 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
 
     Example:
 
-        >>> with torchops.cuda.dense_path("cublas"):
+        >>> with torchops.cuda.kernel_path("cublas"):
         ...     y = torchops.dense(torch.zeros(2, 3), torch.ones(4, 3))
     """
 
     def __init__(self, path: Literal["auto", "fused", "portable", "cublas"]) -> None:
         if path not in _PATHS:
-            raise ValueError(f"dense_path: expected path auto, fused, portable or cublas, got {path}")
+            raise ValueError(f"kernel_path: expected path auto, fused, portable or cublas, got {path}")
         self._traced = _OnPath(path) if torch.compiler.is_compiling() else None
         self._path = path
         self._formers: list[str] = []
         # The first `with` returns to the path from before the call.
-        self._before: str | None = None if self._traced else torch.ops.myops._dense_path(path)
+        self._before: str | None = None if self._traced else torch.ops.myops._kernel_path(path)
 
     def __enter__(self) -> None:
         if self._traced:
             self._traced.__enter__()
             return
-        former = torch.ops.myops._dense_path(self._path)
+        former = torch.ops.myops._kernel_path(self._path)
         self._formers.append(former if self._before is None else self._before)
         self._before = None
 
@@ -75,7 +75,7 @@ class dense_path:  # noqa: N801 (used as a function is, like torch.set_grad_enab
         if self._traced:
             self._traced.__exit__(kind, error, trace)
         else:
-            torch.ops.myops._dense_path(self._formers.pop())
+            torch.ops.myops._kernel_path(self._formers.pop())
 
 
 _myops = torch.ops.myops
@@ -100,7 +100,7 @@ class _OnPath(TorchFunctionMode):
         if func is torch.ops.myops.dense or func is torch.ops.myops.dense.default:
             return _on_path(self.path, *args, **kwargs)
         if self.path != "auto" and func in _NOT_IN_GRAPHS:
-            raise NotImplementedError(f"dense_path: expected dense within a traced function, got {func}")
+            raise NotImplementedError(f"kernel_path: expected dense within a traced function, got {func}")
         return func(*args, **kwargs)
 
 

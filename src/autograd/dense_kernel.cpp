@@ -22,7 +22,7 @@ struct DenseFunctional : FunctionalOp<DenseFunctional, dense> {
 
 struct DenseOnPath : FunctionalOp<DenseOnPath, detail::dense_on_path> {
   static void check(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, std::string_view path) {
-    detail::parse_dense_path("_dense_on_path", std::string(path));
+    detail::parse_kernel_path("_dense_on_path", std::string(path));
     check_dense(x, w, b);
   }
   static Tensor decomposed(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, std::string_view) {
@@ -50,11 +50,11 @@ struct Dense : torch::autograd::Function<Dense<has_bias>> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &y = saved[0], &x = saved[1], &w = saved[2];
-    const detail::DensePathGuard on_path(saved_path(ctx));
+    const detail::KernelPathGuard on_path(saved_path(ctx));
     const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                    has_bias && ctx->needs_input_grad(2)};
     // With one of them, the other operand was not saved. A graph keeps the path on which it was traced.
-    if (mask[0] && mask[1] && detail::dense_path() != detail::DensePath::kCublas) {
+    if (mask[0] && mask[1] && detail::kernel_path() != detail::KernelPath::kCublas) {
       const auto [dx, dw, db] = detail::dense_gradients(grads[0], y, x, w, mask);
       return {dx, dw, mask[2] ? db : Tensor(), Tensor()};
     }
@@ -72,7 +72,7 @@ Tensor DenseFunctional::train(const Tensor& x, const Tensor& w, const std::optio
 }
 
 Tensor DenseOnPath::train(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, std::string_view path) {
-  return train_dense(x, w, b, detail::parse_dense_path("_dense_on_path", std::string(path)));
+  return train_dense(x, w, b, detail::parse_kernel_path("_dense_on_path", std::string(path)));
 }
 
 // Differentiated only by double backward.

@@ -82,7 +82,7 @@ struct Gate : torch::autograd::Function<Gate> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const detail::DensePathGuard on_path(saved_path(ctx));
+    const detail::KernelPathGuard on_path(saved_path(ctx));
     const Tensor &v = saved[0], &x = saved[1], &w = saved[2];
     const OptionalTensor b = optional_of(saved[3]);
     const std::array<bool, 4> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),

@@ -58,7 +58,7 @@ struct Glu : torch::autograd::Function<Glu> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const detail::DensePathGuard on_path(saved_path(ctx));
+    const detail::KernelPathGuard on_path(saved_path(ctx));
     const OptionalTensor b = optional_of(saved[3]), bg = optional_of(saved[4]);
     // needs_input_grad counts only the tensors that were passed.
     const std::array<bool, 5> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),

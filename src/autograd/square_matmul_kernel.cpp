@@ -51,7 +51,7 @@ struct SquareMatmul : torch::autograd::Function<SquareMatmul> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const detail::DensePathGuard on_path(saved_path(ctx));
+    const detail::KernelPathGuard on_path(saved_path(ctx));
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &a = saved[0], &b = saved[1], &grad = grads[0];
     const bool transpose_b = ctx->saved_data["transpose_b"].toBool(), batched = ctx->saved_data["batched"].toBool();

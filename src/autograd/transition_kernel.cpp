@@ -97,7 +97,7 @@ struct Layer : torch::autograd::Function<Layer> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const detail::DensePathGuard on_path(saved_path(ctx));
+    const detail::KernelPathGuard on_path(saved_path(ctx));
     TransitionMask wanted{};
     size_t edges = 0;  // counts only the tensors that were passed
     for (size_t i = 0; i < wanted.size(); ++i) {

@@ -108,7 +108,7 @@ struct Update : torch::autograd::Function<Update> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list saved = ctx->get_saved_variables();
     const TriangleProduct product = take_product(ctx, saved);
-    const detail::DensePathGuard on_path(saved_path(ctx));
+    const detail::KernelPathGuard on_path(saved_path(ctx));
     const int64_t given = ctx->saved_data["given"].toInt();
     TriangleMask wanted{};
     size_t edges = 0;

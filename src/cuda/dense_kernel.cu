@@ -14,7 +14,7 @@
 #include "cuda/passes/sigmoid.h"
 #include "ops/common.h"
 #include "ops/dense.h"
-#include "ops/dense_path.h"
+#include "ops/kernel_path.h"
 
 namespace torchops::cuda {
 namespace {
@@ -45,9 +45,9 @@ bool fused_aligned(const Tensor& y, const Tensor& x, const Tensor& w, const std:
 
 // The same by any fused kernel, if that is wanted.
 bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  const detail::DensePath path = detail::dense_path();
+  const detail::KernelPath path = detail::kernel_path();
   const bool automatic = detail::is_automatic(path);
-  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
+  if (path == detail::KernelPath::kCublas || x.size(1) == 0) return false;
   return fused_aligned(y, x, w, b, automatic) ||
          gemm::run_sm80<gemm::LinearRule<Sigmoid>>({.d = y, .a = x, .b = w, .bias = b}, automatic);
 }
@@ -80,8 +80,8 @@ std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor&
 std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_gradients(const Tensor& grad, const Tensor& y, const Tensor& x,
                                                                   const Tensor& w, bool db_wanted) {
   const int64_t n = w.size(0), k = w.size(1);
-  const detail::DensePath path = detail::dense_path();
-  if (path == detail::DensePath::kCublas || n % 8 != 0 || k % 8 != 0 || y.numel() == 0) return std::nullopt;
+  const detail::KernelPath path = detail::kernel_path();
+  if (path == detail::KernelPath::kCublas || n % 8 != 0 || k % 8 != 0 || y.numel() == 0) return std::nullopt;
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
   const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());
   if (!c) return std::nullopt;

@@ -11,9 +11,9 @@
 #include "cuda/linear/whole_vectors.h"
 #include "cuda/passes/gate.cuh"
 #include "ops/common.h"
-#include "ops/dense_path.h"
 #include "ops/gate.h"
 #include "ops/kept_products.h"
+#include "ops/kernel_path.h"
 #include "ops/overwriting.h"
 
 namespace torchops::cuda {
@@ -49,9 +49,9 @@ bool fused_aligned(const Tensor& y, const Tensor& v, const Tensor& x, const Tens
 
 // The same by any fused kernel, if that is wanted.
 bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  const detail::DensePath path = detail::dense_path();
+  const detail::KernelPath path = detail::kernel_path();
   const bool automatic = detail::is_automatic(path);
-  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
+  if (path == detail::KernelPath::kCublas || x.size(1) == 0) return false;
   const bool mixed = v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type();
   if (!mixed && fused_aligned(y, v, x, w, b, automatic)) return true;
   if (x.const_data_ptr() == y.const_data_ptr() && y.size(1) > gemm::kSm80LeastColumns) return false;
@@ -174,7 +174,7 @@ using GradientCall = std::optional<std::pair<gemm::GradientProblem, gemm::Case>>
 GradientCall gradient_call(const Tensor& g, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
                            bool v_is_y) {
   const at::ScalarType dtype = w.scalar_type();
-  if (detail::dense_path() == detail::DensePath::kCublas || v.scalar_type() != dtype || w.size(0) % 8 != 0 ||
+  if (detail::kernel_path() == detail::KernelPath::kCublas || v.scalar_type() != dtype || w.size(0) % 8 != 0 ||
       w.size(1) == 0) {
     return std::nullopt;
   }
@@ -211,7 +211,8 @@ bool in_one_pass(const detail::GateGradients& gradients, const GradientCall& cal
 // nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const GradientCall& call,
                       std::array<bool, 4> mask) {
-  if (!call || (detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(call->second))) return false;
+  if (!call || (detail::is_automatic(detail::kernel_path()) && gemm::prefers_cublas_for_glu(call->second)))
+    return false;
   const auto to_dz = gemm::operand(dz);
   if (!to_dz) return false;
   auto [problem, c] = *call;
@@ -228,8 +229,8 @@ bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, cons
 bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const Tensor& g, const Tensor& v,
                          const Tensor& x, const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask,
                          bool v_is_y) {
-  const detail::DensePath path = detail::dense_path();
-  if (path == detail::DensePath::kCublas ||
+  const detail::KernelPath path = detail::kernel_path();
+  if (path == detail::KernelPath::kCublas ||
       !gemm::run_sm80<gemm::CotangentsOf<gemm::GateRule>>(
           {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr, .c_is_y = v_is_y},
           detail::is_automatic(path))) {

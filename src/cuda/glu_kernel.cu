@@ -10,8 +10,8 @@
 #include "cuda/linear/whole_vectors.h"
 #include "cuda/passes/glu.cuh"
 #include "ops/common.h"
-#include "ops/dense_path.h"
 #include "ops/glu.h"
+#include "ops/kernel_path.h"
 
 namespace torchops::cuda {
 namespace {
@@ -60,9 +60,9 @@ bool fused_aligned(const Tensor& y, const Products& products, const Tensor& x, c
 // The same by any fused kernel, if that is wanted.
 bool fused(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
            const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
-  const detail::DensePath path = detail::dense_path();
+  const detail::KernelPath path = detail::kernel_path();
   const bool automatic = detail::is_automatic(path);
-  if (path == detail::DensePath::kCublas || x.size(1) == 0) return false;
+  if (path == detail::KernelPath::kCublas || x.size(1) == 0) return false;
   if (x.scalar_type() == w.scalar_type() && fused_aligned(y, products, x, w, wg, b, bg, activation, automatic))
     return true;
   if (products) return false;

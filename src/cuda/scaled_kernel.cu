@@ -14,8 +14,8 @@
 #include "cuda/linear/products.h"
 #include "cuda/passes/pass.cuh"
 #include "ops/common.h"
-#include "ops/dense_path.h"
 #include "ops/glu.h"
+#include "ops/kernel_path.h"
 #include "ops/scaled.h"
 
 namespace torchops::cuda {
@@ -122,7 +122,7 @@ bool fused(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v)
   const auto a = gemm::operand(x), b = gemm::operand(w), c = gemm::operand(v ? *v : y), d = gemm::operand(y);
   const auto sm_count = gemm::sm90_multiprocessors();
   if (y.scalar_type() != at::kBFloat16 || x.size(1) == 0 || !a || !b || !c || !d || !sm_count ||
-      detail::dense_path() == detail::DensePath::kCublas) {
+      detail::kernel_path() == detail::KernelPath::kCublas) {
     return false;
   }
   gemm::Problem problem;

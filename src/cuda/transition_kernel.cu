@@ -15,8 +15,8 @@
 #include "cuda/linear/products.h"
 #include "cuda/triangle/centered.h"
 #include "ops/common.h"
-#include "ops/dense_path.h"
 #include "ops/glu.h"
+#include "ops/kernel_path.h"
 #include "ops/layer_norm.h"
 #include "ops/overwriting.h"
 #include "ops/transition.h"
@@ -83,7 +83,7 @@ class Fused {
     const int64_t c = x.size(1), hidden = t.gate_weight.size(0);
     const auto from = gemm::operand(x), gate = gemm::operand(t.gate_weight), up = gemm::operand(t.up_weight),
                down = gemm::operand(t.down_weight);
-    if (detail::dense_path() == detail::DensePath::kCublas || x.scalar_type() != t.dtype() || c == 0 || hidden == 0 ||
+    if (detail::kernel_path() == detail::KernelPath::kCublas || x.scalar_type() != t.dtype() || c == 0 || hidden == 0 ||
         c % 8 != 0 || hidden % 8 != 0 || !from || !gate || !up || !down) {
       return;
     }

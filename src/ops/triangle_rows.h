@@ -6,9 +6,9 @@
 // its product, and of its backward pass after and before the products there. The products of an incoming update are
 // sums over rows, or those of an outgoing one if the input steps are given rows of the transpose of x. They return
 // false, with nothing done, if there are no kernels for these arguments: other kernels than those for compute
-// capability 9.0 need whole matrices. What that depends on is the device, dense_path(), and the dtypes and sizes, which
-// ranks share; but also whether all channels, `out` and dz are aligned to 16 bytes, with such strides, and moments to
-// 8, and whether sums are contiguous.
+// capability 9.0 need whole matrices. What that depends on is the device, kernel_path(), and the dtypes and sizes,
+// which ranks share; but also whether all channels, `out` and dz are aligned to 16 bytes, with such strides, and
+// moments to 8, and whether sums are contiguous.
 namespace torchops::detail {
 
 /// Writes these rows of a and b, channels first, from x (rows, N, c) and the mask (rows, N): a, times `scale`, and b

@@ -120,8 +120,8 @@ def info() -> dict[str, Any]:
 
     Keys: ``version``, ``library`` (path), ``built_for`` and ``running_on`` (versions), ``cuda_architectures``,
     ``gemm_architectures`` (those that have GEMM kernels of their own), ``devices`` (each with what it is and which way
-    :func:`torchops.dense` and, on a GPU, :func:`torchops.square_matmul_` take there), ``dense_path`` (see
-    :func:`torchops.cuda.dense_path`) and ``dispatch_keys`` of every operator. Needs no GPU.
+    :func:`torchops.dense` and, on a GPU, :func:`torchops.square_matmul_` take there), ``kernel_path`` (see
+    :func:`torchops.cuda.kernel_path`) and ``dispatch_keys`` of every operator. Needs no GPU.
 
     Example:
 
@@ -149,7 +149,7 @@ def info() -> dict[str, Any]:
         "cuda_architectures": architectures,
         "gemm_architectures": gemm_architectures,
         "devices": _devices(architectures, gemm_architectures),
-        "dense_path": torch.ops.myops._dense_path(),
+        "kernel_path": torch.ops.myops._kernel_path(),
         "dispatch_keys": dispatch_keys(),
     }
 
@@ -162,7 +162,7 @@ def report(facts: dict[str, Any]) -> str:
         lines.append(f"{title.replace('_', ' ') + ':':12}{versions}")
     lines.append(f"CUDA code:  {', '.join(facts['cuda_architectures']) or 'none'}")
     lines.append(f"GEMM code:  {', '.join(facts['gemm_architectures']) or 'none'}")
-    lines.append(f"dense path: {facts['dense_path']}")
+    lines.append(f"dense path: {facts['kernel_path']}")
     lines.append("devices:")
     for device in facts["devices"]:
         first, *rest = device.items()

@@ -42,7 +42,7 @@ def _uuid() -> Any:
     build."""
     files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
     on_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("myops::dense", "CUDA")
-    return get_hash_for_files(files, extra=f"{on_cuda} {table.TABLE.identity()} {torch.ops.myops._dense_path()}")
+    return get_hash_for_files(files, extra=f"{on_cuda} {table.TABLE.identity()} {torch.ops.myops._kernel_path()}")
 
 
 def _has_tangents(graph: fx.Graph) -> bool:
@@ -123,8 +123,8 @@ def _ask(use: table.Use, device: torch.device) -> None:
         raise Refusal(reason)
     if device.type == "cuda" and not table.has_kernels(device):
         raise Refusal("this build of torchops has no GEMM kernels for the GPU")
-    if (path := torch.ops.myops._dense_path()) != "auto":
-        raise Refusal(f"torchops.cuda.dense_path is {path}")
+    if (path := torch.ops.myops._kernel_path()) != "auto":
+        raise Refusal(f"torchops.cuda.kernel_path is {path}")
 
 
 def _tell(place: Place) -> None:

@@ -9,8 +9,8 @@
 #include "cuda/linear/sm80.cuh"
 #include "cuda/passes/glu.cuh"
 #include "ops/common.h"
-#include "ops/dense_path.h"
 #include "ops/glu.h"
+#include "ops/kernel_path.h"
 
 namespace torchops::cuda {
 namespace {
@@ -38,7 +38,7 @@ using GradientCall = std::optional<std::pair<gemm::GradientProblem, gemm::Case>>
 // The arguments of the gradient kernels; nullopt if none can run. With a float32 x, only in_one_pass() can use them.
 GradientCall gradient_call(const BackwardRows& a) {
   const Tensor& w = a.w;
-  if (a.kept || detail::dense_path() == detail::DensePath::kCublas || w.size(0) % 8 != 0 || w.size(1) == 0) {
+  if (a.kept || detail::kernel_path() == detail::KernelPath::kCublas || w.size(0) % 8 != 0 || w.size(1) == 0) {
     return std::nullopt;
   }
   const auto from_g = gemm::operand(a.g), from_x = gemm::operand(a.x), from_w = gemm::operand(w),
@@ -111,7 +111,8 @@ void sum_cotangents(const detail::GluGradients& gradients, const GluPair& cotang
 // with nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, const BackwardRows& a,
                       const GradientCall& call) {
-  if (!call || (detail::is_automatic(detail::dense_path()) && gemm::prefers_cublas_for_glu(call->second))) return false;
+  if (!call || (detail::is_automatic(detail::kernel_path()) && gemm::prefers_cublas_for_glu(call->second)))
+    return false;
   const auto& [dz, du] = cotangents;
   const auto to_dz = gemm::operand(dz), to_du = gemm::operand(du);
   if (!to_dz || !to_du) return false;
@@ -130,8 +131,8 @@ bool fused_cotangents(const detail::GluGradients& gradients, const GluPair& cota
 
 // The same on every GPU from compute capability 8.0 on. Other passes sum dz and du, as they are rounded.
 bool portable_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, const BackwardRows& a) {
-  const detail::DensePath path = detail::dense_path();
-  if (a.kept || path == detail::DensePath::kCublas) return false;
+  const detail::KernelPath path = detail::kernel_path();
+  if (a.kept || path == detail::KernelPath::kCublas) return false;
   const auto& [dz, du] = cotangents;
   const gemm::Sm80Tensors tensors{
       .d = dz, .a = a.x, .b = a.w, .bias = a.b, .b2 = &a.wg, .bias2 = &a.bg, .g = &a.g, .d2 = &du};

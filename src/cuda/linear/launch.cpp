@@ -4,7 +4,7 @@
 #include <cudaTypedefs.h>
 
 #include "cuda/gemm/driver.h"
-#include "ops/dense_path.h"
+#include "ops/kernel_path.h"
 
 namespace torchops::cuda::gemm {
 namespace {
@@ -37,7 +37,7 @@ std::optional<Element> element_of(at::ScalarType dtype) {
 
 std::optional<int> sm90_multiprocessors() {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-  if (device.major != 9 || device.minor != 0 || detail::dense_path() == detail::DensePath::kPortable) {
+  if (device.major != 9 || device.minor != 0 || detail::kernel_path() == detail::KernelPath::kPortable) {
     return std::nullopt;
   }
   if (!has_sm90_kernels()) {

@@ -17,7 +17,7 @@ namespace torchops::cuda::gemm {
 /// in products, for float64 none.
 std::optional<Element> element_of(at::ScalarType dtype);
 
-/// The multiprocessors of the current device if the kernels of sm90/ are for it, and the thread's DensePath allows
+/// The multiprocessors of the current device if the kernels of sm90/ are for it, and the thread's KernelPath allows
 /// them, else nullopt. Warns once if they are, but this build lacks them. Afterwards, the calling thread has a CUDA
 /// context.
 std::optional<int> sm90_multiprocessors();

@@ -14,7 +14,7 @@
 #include "cuda/linear/sm80_launch.cuh"
 #include "cuda/linear/sm80_tensors.h"
 #include "cuda/passes/channel_transpose.cuh"
-#include "ops/dense_path.h"
+#include "ops/kernel_path.h"
 
 namespace torchops::cuda::gemm {
 
@@ -24,7 +24,7 @@ namespace torchops::cuda::gemm {
 inline bool splits_float32() {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   return (device.major == 8 || device.major == 9) && device.minor == 0 &&
-         detail::dense_path() != detail::DensePath::kPortable;
+         detail::kernel_path() != detail::KernelPath::kPortable;
 }
 
 template <class Rule, InChannels in_channels = InChannels::kNothing>

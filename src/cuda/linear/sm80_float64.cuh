@@ -13,7 +13,7 @@
 #include "cuda/gemm/sm80/float64_kernel.cuh"
 #include "cuda/linear/sm80_arguments.cuh"
 #include "cuda/passes/channel_transpose.cuh"
-#include "ops/dense_path.h"
+#include "ops/kernel_path.h"
 
 namespace torchops::cuda::gemm {
 
@@ -21,9 +21,9 @@ namespace torchops::cuda::gemm {
 /// can do.
 inline bool wants_float64(at::ScalarType dtype) {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-  const detail::DensePath path = detail::dense_path();
+  const detail::KernelPath path = detail::kernel_path();
   return dtype == at::kDouble && (device.major == 8 || device.major == 9) && device.minor == 0 &&
-         (path == detail::DensePath::kAuto || path == detail::DensePath::kFused);
+         (path == detail::KernelPath::kAuto || path == detail::KernelPath::kFused);
 }
 
 /// A gated linear unit whose output has channels first; t.d is not used. Returns false, with nothing done, if the

@@ -2,7 +2,7 @@
 #include "cuda/linear/operand.h"
 #include "cuda/linear/sm80_float32.cuh"
 #include "cuda/linear/split_product.h"
-#include "ops/dense_path.h"
+#include "ops/kernel_path.h"
 
 namespace torchops::cuda {
 namespace {
@@ -87,8 +87,8 @@ bool read(const Tensor& t, Float32Operand& to, int64_t& batch_stride, Major& maj
 bool split_product(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
   constexpr int64_t most_batches = 65535;
   const int64_t m = out.size(-2), n = out.size(-1), k = a.size(-1), batch = out.dim() == 3 ? out.size(0) : 1;
-  const detail::DensePath path = detail::dense_path();
-  if (path == detail::DensePath::kCublas || a.scalar_type() != b.scalar_type() ||
+  const detail::KernelPath path = detail::kernel_path();
+  if (path == detail::KernelPath::kCublas || a.scalar_type() != b.scalar_type() ||
       a.scalar_type() != out.scalar_type() || !is_exact_float32(a.scalar_type()) || !splits_float32() ||
       out.numel() == 0 || k == 0 || k > kMostSplitColumns || n % 4 != 0 || batch > most_batches ||
       (detail::is_automatic(path) && prefers_cublas_to_split_product(batch, m, n, k))) {

@@ -6,8 +6,8 @@ namespace torchops::cuda {
 
 /// out = a @ b in float32 by split products (SplitTF32 in gemm/mma.cuh), or out += a @ b with `accumulate`. These are
 /// matrices, or batches of as many; either dimension of a and b may be contiguous. Returns false, with nothing done, if
-/// torch's settings or those of dense_path() or the device want another way, if it cannot read or write the tensors, if
-/// a has more than kMostSplitColumns, or if cuBLAS is faster and the path automatic.
+/// torch's settings or those of kernel_path() or the device want another way, if it cannot read or write the tensors,
+/// if a has more than kMostSplitColumns, or if cuBLAS is faster and the path automatic.
 bool split_product(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate = false);
 
 }  // namespace torchops::cuda

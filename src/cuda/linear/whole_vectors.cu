@@ -9,7 +9,7 @@
 #include "cuda/linear/products.h"
 #include "cuda/linear/whole_vectors.h"
 #include "ops/common.h"
-#include "ops/dense_path.h"
+#include "ops/kernel_path.h"
 
 namespace torchops::cuda {
 namespace {
@@ -123,7 +123,7 @@ std::optional<WholeVectors> WholeVectors::of(const Tensor& x, const Tensor& w, a
   const int64_t out_features = w.size(0);
   const auto has_other_dtype = [&](const Tensor& t) { return t.scalar_type() != w.scalar_type(); };
   if (w.element_size() != 2 || has_other_dtype(x) || std::ranges::any_of(others, has_other_dtype) ||
-      x.numel() * out_features < std::max(least, int64_t{1}) || !detail::is_automatic(detail::dense_path()) ||
+      x.numel() * out_features < std::max(least, int64_t{1}) || !detail::is_automatic(detail::kernel_path()) ||
       at::cuda::getCurrentDeviceProperties()->major < 8) {
     return std::nullopt;
   }

@@ -16,8 +16,8 @@
 #include "cuda/linear/sm80_float64.cuh"
 #include "cuda/passes/channel_transpose.cuh"
 #include "cuda/triangle/forward.cuh"
-#include "ops/dense_path.h"
 #include "ops/glu.h"
+#include "ops/kernel_path.h"
 #include "ops/layer_norm.h"
 #include "ops/triangle_layout.h"
 
@@ -108,7 +108,7 @@ class TriangleLayers : public detail::TriangleLayout {
   };
   Glu glu_of(detail::TriangleParameter p, detail::TriangleParameter g) const {
     const at::Tensor &w = update().weight(p), &wg = update().weight(g);
-    const bool fused = w.element_size() == 2 && detail::dense_path() != detail::DensePath::kCublas;
+    const bool fused = w.element_size() == 2 && detail::kernel_path() != detail::KernelPath::kCublas;
     const bool full = gemm::wants_float64(w.scalar_type()) && gemm::are_full_weights(w, wg);
     if (fused || full || wants_exact(p, g)) return {p, g, {}, {}};
     return {p, g, stacked(w, wg), stacked(update().bias(p), update().bias(g))};
@@ -162,8 +162,8 @@ class TriangleLayers : public detail::TriangleLayout {
   /// Whether a kernel in float32 should compute a gated linear unit, and can read its weights.
   bool wants_exact(detail::TriangleParameter p, detail::TriangleParameter g) const {
     const at::Tensor &w = update().weight(p), &wg = update().weight(g);
-    const detail::DensePath path = detail::dense_path();
-    return path != detail::DensePath::kCublas && gemm::are_full_weights(w, wg) &&
+    const detail::KernelPath path = detail::kernel_path();
+    return path != detail::KernelPath::kCublas && gemm::are_full_weights(w, wg) &&
            gemm::wants_float32(w.scalar_type(), n() * n(), w.size(0), w.size(1), detail::is_automatic(path));
   }
   /// gated_to_channels() by a kernel in float32 or float64. Returns false, with nothing done, if it cannot run.

@@ -7,7 +7,7 @@
 
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
-#include "ops/dense_path.h"
+#include "ops/kernel_path.h"
 #include "ops/triangle_multiplicative_update.h"
 
 // From the arguments of a triangle update to the problem that the kernels of gemm/ solve.
@@ -120,7 +120,7 @@ struct Step {
 /// Whether kernels may compute a call with x in the dtype of the products: rows are whole pieces of 16 bytes.
 inline bool may_run(const TriangleUpdate& t) {
   const int64_t row_bytes = t.x.size(-1) * static_cast<int64_t>(c10::elementSize(t.dtype()));
-  return detail::dense_path() != detail::DensePath::kCublas && t.x.numel() > 0 && row_bytes % 16 == 0 &&
+  return detail::kernel_path() != detail::KernelPath::kCublas && t.x.numel() > 0 && row_bytes % 16 == 0 &&
          t.weight(detail::kPA).size(0) % 8 == 0;
 }
 

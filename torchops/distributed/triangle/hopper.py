@@ -51,7 +51,7 @@ def _is_hopper(device: torch.device) -> bool:
 def _have_kernels(x: Tensor, p_out: Tensor) -> bool:
     """Whether there may be kernels, which ``_triangle_rows_in`` decides. Depends on what ranks share."""
     narrow = all(size <= 128 and size % 8 == 0 for size in p_out.shape)
-    path = torch.ops.myops._dense_path() in ("auto", "fused")
+    path = torch.ops.myops._kernel_path() in ("auto", "fused")
     return path and narrow and x.dtype == p_out.dtype and x.element_size() == 2 and _is_hopper(x.device)
 
 

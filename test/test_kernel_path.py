@@ -1,4 +1,4 @@
-"""torchops.cuda.dense_path: whose path it is, and that graphs keep it. The CPU has one path, so kernels that only say
+"""torchops.cuda.kernel_path: whose path it is, and that graphs keep it. The CPU has one path, so kernels that only say
 which one they see stand in for its own."""
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 import torchops
-from torchops.cuda import dense_path
+from torchops.cuda import kernel_path
 
 
 def current() -> str:
-    return torch.ops.myops._dense_path()
+    return torch.ops.myops._kernel_path()
 
 
 @pytest.fixture(autouse=True)
 def _auto() -> Iterator[None]:
     yield
-    dense_path("auto")
+    kernel_path("auto")
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_with_statement() -> None:
-    with dense_path("cublas"):
+    with kernel_path("cublas"):
         assert current() == "cublas"
-        with dense_path("fused"):
+        with kernel_path("fused"):
             assert current() == "fused"
         assert current() == "cublas"
-        with pytest.raises(ZeroDivisionError), dense_path("auto"):
+        with pytest.raises(ZeroDivisionError), kernel_path("auto"):
             raise ZeroDivisionError
         assert current() == "cublas"
     assert current() == "auto"
@@ -68,7 +68,7 @@ def test_with_statement() -> None:
 
 def test_with_statements_of_one_object() -> None:
     """One after another, within one another, and after a call that set another path."""
-    path = dense_path("cublas")
+    path = kernel_path("cublas")
     for _ in range(2):
         with path:
             assert current() == "cublas"
@@ -76,7 +76,7 @@ def test_with_statements_of_one_object() -> None:
                 assert current() == "cublas"
             assert current() == "cublas"
         assert current() == "auto"
-    dense_path("fused")
+    kernel_path("fused")
     with pytest.raises(ZeroDivisionError), path:
         raise ZeroDivisionError
     with path:
@@ -85,17 +85,17 @@ def test_with_statements_of_one_object() -> None:
 
 
 def test_call() -> None:
-    dense_path("cublas")
+    kernel_path("cublas")
     assert current() == "cublas"
-    dense_path("fused")
+    kernel_path("fused")
     assert current() == "fused"
 
 
 def test_wrong_name() -> None:
-    with pytest.raises(ValueError, match=r"^dense_path: expected path auto, fused, portable or cublas, got triton$"):
-        dense_path("triton")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^_dense_path: expected path auto, fused, portable or cublas, got triton"):
-        torch.ops.myops._dense_path("triton")
+    with pytest.raises(ValueError, match=r"^kernel_path: expected path auto, fused, portable or cublas, got triton$"):
+        kernel_path("triton")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^_kernel_path: expected path auto, fused, portable or cublas, got triton"):
+        torch.ops.myops._kernel_path("triton")
     with pytest.raises(ValueError, match=r"^_dense_on_path: expected path auto, fused, portable or cublas, got triton"):
         torch.ops.myops._dense_on_path(torch.ones(2, 3), torch.ones(4, 3), None, "triton")
     assert current() == "auto"
@@ -107,15 +107,15 @@ def test_info_asks_and_does_not_set() -> None:
     others: set[str] = set()
 
     def ask() -> None:
-        dense_path("fused")
+        kernel_path("fused")
         while not done.is_set():
             others.add(current())
 
     thread = threading.Thread(target=ask)
     thread.start()
-    with dense_path("cublas"):
+    with kernel_path("cublas"):
         for _ in range(3):
-            assert torchops.info()["dense_path"] == "cublas"
+            assert torchops.info()["kernel_path"] == "cublas"
     done.set()
     thread.join()
     assert others == {"fused"}
@@ -123,7 +123,7 @@ def test_info_asks_and_does_not_set() -> None:
 
 def test_of_the_thread() -> None:
     results: list[str] = []
-    with dense_path("cublas"):
+    with kernel_path("cublas"):
         thread = threading.Thread(target=lambda: results.append(current()))
         thread.start()
         thread.join()
@@ -133,12 +133,12 @@ def test_of_the_thread() -> None:
 @pytest.mark.parametrize("thread", [False, True], ids=["here", "other_thread"])
 def test_backward_takes_the_path_of_forward(seen: list[str], thread: bool) -> None:
     x, w, b = tensors()
-    with dense_path("cublas"):
+    with kernel_path("cublas"):
         y = torchops.dense(x, w, b)
     z = torchops.dense(x, w, b)
 
     def backward() -> None:
-        with dense_path("fused"):
+        with kernel_path("fused"):
             y.sum().backward()
             z.sum().backward()
             seen.append(current())
@@ -153,9 +153,9 @@ def test_backward_takes_the_path_of_forward(seen: list[str], thread: bool) -> No
 
 
 def two_paths(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    with torchops.cuda.dense_path("cublas"):
+    with torchops.cuda.kernel_path("cublas"):
         first = torchops.dense(x, w, b)
-        with torchops.cuda.dense_path("fused"):
+        with torchops.cuda.kernel_path("fused"):
             second = torch.ops.myops.dense.default(x, w, b)
     return first, second, torch.ops.myops.dense(x, w, b)
 
@@ -191,7 +191,7 @@ def test_compiled(seen: list[str], backend: str) -> None:
 
 def test_a_failed_trace_leaves_no_path_behind() -> None:
     def wrong(x: Tensor, w: Tensor) -> Tensor:
-        with torchops.cuda.dense_path("cublas"):
+        with torchops.cuda.kernel_path("cublas"):
             return torchops.dense(x, w)
 
     with pytest.raises(Exception, match="dense: expected w of shape"):
@@ -206,12 +206,12 @@ def test_gates_are_refused_in_graphs(op: str) -> None:
     x, w = torch.ones(4, 4), torch.ones(4, 4)
 
     def on_path(path: Any) -> Tensor:
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             return getattr(torchops, op)(x.clone(), x, w) if op != "glu" else torchops.glu(x, w, w)
 
     compiled = torch.compile(on_path, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled("auto"), on_path("cublas"))
-    with pytest.raises(Exception, match=f"dense_path: expected dense within a traced function, got myops.{op}"):
+    with pytest.raises(Exception, match=f"kernel_path: expected dense within a traced function, got myops.{op}"):
         compiled("cublas")
     assert torch.overrides._get_current_function_mode_stack() == []
 
@@ -221,7 +221,7 @@ def test_triangle_updates_are_refused_in_graphs() -> None:
     weights: dict[str, Any] = {"p_in_weight": w, "g_in_weight": w, "p_out_weight": w[:, :1], "g_out_weight": w}
 
     def on_path(path: Any) -> Tensor:
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             return torchops.triangle_multiplicative_update(x, **weights)
 
     compiled = torch.compile(on_path, backend="eager", fullgraph=True)
@@ -235,7 +235,7 @@ def test_transitions_are_refused_in_graphs(residual: bool) -> None:
     layer, x = torchops.nn.Transition(4), torch.ones(3, 4)
 
     def on_path(path: Any) -> Tensor:
-        with torchops.cuda.dense_path(path):
+        with torchops.cuda.kernel_path(path):
             return layer(x, residual=residual)
 
     compiled = torch.compile(on_path, backend="eager", fullgraph=True)
@@ -260,7 +260,7 @@ def test_backward_of_gates_takes_the_path_of_forward() -> None:
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         library.impl("_gate_backward", gate_backward, "CPU")
         library.impl("_glu_backward", glu_backward, "CPU")
-        with dense_path("cublas"):
+        with kernel_path("cublas"):
             results = [torchops.gate(x, x, w), torchops.gate_(x.clone(), x, w), torchops.glu(x, w, w)]
         for y in results:
             y.sum().backward()
@@ -286,10 +286,10 @@ def test_around_a_compiled_function(seen: list[str]) -> None:
     """The path of the thread that runs it, whenever it was compiled."""
     x, w, b = tensors()
     compiled = torch.compile(lambda: torchops.dense(x, w, b), backend="aot_eager", fullgraph=True)
-    with dense_path("cublas"):
+    with kernel_path("cublas"):
         compiled()
     compiled()
-    with dense_path("fused"):
+    with kernel_path("fused"):
         compiled()
     assert seen == ["forward cublas", "forward auto", "forward fused"]
 
@@ -312,16 +312,16 @@ def test_environment(name: str, path: str) -> None:
     """A wrong name is reported once, and taken for auto: it comes from outside of the program."""
     program = (
         "import threading, torchops; paths = []; "
-        "ask = lambda: paths.append(torchops.info()['dense_path']); ask(); ask(); "
+        "ask = lambda: paths.append(torchops.info()['kernel_path']); ask(); ask(); "
         "thread = threading.Thread(target=ask); thread.start(); thread.join(); print(*paths)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        env={**os.environ, "TORCHOPS_DENSE_PATH": name},
+        env={**os.environ, "TORCHOPS_KERNEL_PATH": name},
         cwd=os.path.dirname(__file__),
     )
     assert done.stdout.split() == [path] * 3, done.stderr
-    warning = "TORCHOPS_DENSE_PATH: expected auto, fused, portable or cublas, got quick; taking auto"
+    warning = "TORCHOPS_KERNEL_PATH: expected auto, fused, portable or cublas, got quick; taking auto"
     assert done.stderr.count(warning) == (name == "quick")
