@@ -79,53 +79,67 @@ def test_fake_tensors_on_cuda(op_case: OpCase) -> None:
         assert (out.shape, out.dtype) == (expected.shape, expected.dtype), sample.name
 
 
+def _copy_of_the_sources(to: Path) -> Path:
+    for name in ("CMakeLists.txt", "pyproject.toml"):
+        shutil.copy(_ROOT / name, to)
+    for name in ("cmake", "src"):
+        shutil.copytree(_ROOT / name, to / name)
+    return to / "src" / "cuda"
+
+
+def _insert(file: Path, text: str, before: str) -> None:
+    source = file.read_text()
+    assert source.count(before) == 1
+    file.write_text(source.replace(before, text + "\n" + before))
+
+
+def _configure(folder: Path) -> set[str]:
+    """Returns the kernels of the copy, as "operation, element, tiling"."""
+    options = ("-DTORCHOPS_CUDA=ON", "-DTORCH_CUDA_ARCH_LIST=9.0a", "-DTORCHOPS_WERROR=ON")
+    _run("-S", folder, "-B", folder / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", *options)
+    return set(re.findall(r"TORCHOPS_INSTANCE\((.*)\)", (folder / "build/gemm/instances.def").read_text()))
+
+
+def _run(*arguments: object) -> None:
+    done = subprocess.run([*_cmake_command(), *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 def test_an_activation_and_a_tiling_are_a_line_each(tmp_path: Path) -> None:
     """The lines of docs/adding_an_operator.md in a copy of the sources: CMake finds the kernel, nvcc compiles it."""
     page = (_ROOT / "docs" / "adding_an_operator.md").read_text()
     lines = dict(re.findall(r"```cpp\n// (\S+)\n(.*?)```", page, re.DOTALL))
     family = re.search(r"`(template <class F> using TanhFamily.*?;)`", page)
     assert family is not None
-    for name in ("CMakeLists.txt", "pyproject.toml"):
-        shutil.copy(_ROOT / name, tmp_path)
-    for name in ("cmake", "src"):
-        shutil.copytree(_ROOT / name, tmp_path / name)
-    cuda = tmp_path / "src" / "cuda"
-    for file, text, before in (
-        (cuda / "base" / "activation.cuh", lines["base/activation.cuh"], "/// F(z) in the type"),
-        (cuda / "gemm" / "table.def", lines["gemm/table.def"], "#undef TORCHOPS_ELEMENT"),
-        (cuda / "gemm" / "sm90" / "products" / "ops.cuh", family[1] + "\n", "}  // namespace torchops::cuda::gemm"),
-    ):
-        source = file.read_text()
-        assert source.count(before) == 1
-        file.write_text(source.replace(before, text + "\n" + before))
+    cuda = _copy_of_the_sources(tmp_path)
+    _insert(cuda / "base" / "activation.cuh", lines["base/activation.cuh"], "/// F(z) in the type")
+    _insert(cuda / "gemm" / "table.def", lines["gemm/table.def"], "#undef TORCHOPS_ELEMENT")
+    _insert(cuda / "gemm" / "sm90" / "products" / "ops.cuh", family[1] + "\n", "}  // namespace torchops::cuda::gemm")
+    assert "TanhLinear, kBFloat16, k256x64" in _configure(tmp_path)
+    unit = "CMakeFiles/torchops_gemm.dir/gemm/TanhLinear_k256x64_kBFloat16.cu.o"
+    _run("--build", tmp_path / "build", "--target", unit)
 
-    options = (
-        "-DTORCHOPS_CUDA=ON",
-        "-DTORCH_CUDA_ARCH_LIST=9.0a",
-        "-DTORCHOPS_WERROR=ON",
+
+def test_a_tiling_and_an_element_are_a_line_for_every_family(tmp_path: Path) -> None:
+    table = _copy_of_the_sources(tmp_path) / "gemm" / "table.def"
+    operations = re.findall(
+        r"^TORCHOPS_OPERATION\((\w+), \w+, \w+, (\w+)<.*>, \((.*?)\), \S+\)$", table.read_text(), re.MULTILINE
     )
-    commands = (
-        [
-            "-S",
-            str(tmp_path),
-            "-B",
-            str(tmp_path / "build"),
-            "-G",
-            "Ninja",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            *options,
-        ],
-        [
-            "--build",
-            str(tmp_path / "build"),
-            "--target",
-            "CMakeFiles/torchops_gemm.dir/gemm/TanhLinear_k256x64_kBFloat16.cu.o",
-        ],
+    tilings = re.findall(
+        r"^(TORCHOPS_\w*TILING)\((\w+), \((.*?)\), \((.*?)\), (.*)\)$", table.read_text(), re.MULTILINE
     )
-    for command in commands:
-        done = subprocess.run([*_cmake_command(), *command], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "TORCHOPS_INSTANCE(TanhLinear, kBFloat16, k256x64)" in (tmp_path / "build/gemm/instances.def").read_text()
+    assert len(operations) > 30
+    added, expected = ["TORCHOPS_ELEMENT(kAdded, cutlass::float_e5m2_t)"], set()
+    for family in {family for _, family, _ in operations}:
+        macro, _, _, elements, numbers = next(tiling for tiling in tilings if family in tiling[2].split(", "))
+        added.append(f"{macro}(kAdded{family}, ({family}), ({elements}, kAdded), {numbers})")
+        for operation in (operation for operation in operations if operation[1] == family):
+            both = {*operation[2].split(", ")} & {*elements.split(", ")} | {"kAdded"}
+            expected |= {f"{operation[0]}, {element}, kAdded{family}" for element in both}
+    table.write_text(re.sub(r"(OPERATION\(.*>, \(.*?)\)", r"\1, kAdded)", table.read_text()))
+    _insert(table, "\n".join(added), "#undef TORCHOPS_ELEMENT")
+    kernels = _configure(tmp_path)
+    assert {kernel for kernel in kernels if "kAdded" in kernel} == expected
 
 
 def _cmake_command() -> list[str]:
