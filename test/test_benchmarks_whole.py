@@ -44,6 +44,19 @@ def test_boltz(tmp_path: Path) -> None:
     assert "| pairformer_module |" in page
 
 
+@pytest.mark.skipif(find_spec("openfold3") is None, reason="openfold3 is not installed")
+@pytest.mark.xdist_group("adapters")
+def test_openfold3(tmp_path: Path) -> None:
+    sizes = [f"--{name}={value}" for name, value in (SMALL | {"tokens": 12, "blocks": 1, "rounds": 0}).items()]
+    how = ["--device", "cpu", "--variants", "released,replaced", "--precision", "float32", "--no-plots"]
+    what = ["whole", "--package", "openfold3", "--no-deviations"]
+    assert main([*what, *sizes, *how, "--output", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "whole-openfold3-12-1.json").read_text())
+    for result in document["variants"].values():
+        assert {"sample_diffusion", "pairformer_stack", "msa_module", "aux_heads"} <= set(result["parts, s"])
+    assert any("pairformer_stack" in name for name in document["replace"]["replaced"])
+
+
 class Inner(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1

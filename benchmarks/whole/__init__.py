@@ -29,7 +29,7 @@ from ..progress import Progress
 from . import deviations, frame, measure, report
 
 # Each package's file.
-PACKAGES = {"boltz": "boltz", "boltz-community": "boltz", "boltzgen": "boltz"}
+PACKAGES = {"boltz": "boltz", "boltz-community": "boltz", "boltzgen": "boltz", "openfold3": "openfold3"}
 VARIANTS = ("released", "compiled", "replaced")
 SIZES = {"tokens": 256, "msa": 1024, "blocks": 0, "steps": 200, "samples": 1, "recycling": 3, "rounds": 1}
 TEXTS = {
