@@ -118,9 +118,9 @@ def test_the_score_model_is_judged_as_it_is_called() -> None:
     """With rows that share memory where the sampler gives it such."""
     one, strides = subject(), []
     judge = deviations.Judge(one)
-    first, second = one.model.first, one.model.second  # type: ignore[union-attr]
-    first.register_forward_hook(lambda module, args, out: out[:1].expand(3))  # type: ignore[union-attr]
-    second.register_forward_pre_hook(lambda module, args: strides.append(args[0].stride()))  # type: ignore[union-attr]
+    first, second = (one.model.get_submodule(name) for name in ("first", "second"))
+    first.register_forward_hook(lambda module, args, out: out[:1].expand(3))
+    second.register_forward_pre_hook(lambda module, args: strides.append(args[0].stride()))
     assert judge.deviations(one, "float32")["score model, from float64"]["norm"] == 0
     assert strides == [(0,), (0,)]
 

@@ -50,8 +50,8 @@ class Clock:
         patched: set[type[nn.Module]] = set()
         if package.sampler:
             sampler: Any = subject.model.get_submodule(package.sampler)
-            kind = kinds.get(package.sampler, type(sampler).__name__)
-            vars(sampler)["sample"] = self._wrapped(sampler.sample, "sampling", lambda _, kind=kind: kind)
+            sampled = kinds.get(package.sampler, type(sampler).__name__)
+            vars(sampler)["sample"] = self._wrapped(sampler.sample, "sampling", lambda _: sampled)
             self._undo.append(lambda: vars(sampler).pop("sample"))
         for name, module in _callable(subject.model):
             part, kind = name if name in package.parts else None, kinds.get(name, type(module).__name__)
