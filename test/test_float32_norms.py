@@ -16,7 +16,7 @@ from transition_samples import transition_reference
 from triangle_samples import distance
 
 import torchops
-from torchops.attention_update import AttentionWeights, triangle_attention_update
+from torchops.ops import AttentionWeights, triangle_attention_update
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 LOW = torch.bfloat16
