@@ -61,8 +61,8 @@ def _composite(*args: Any) -> Tensor:
     if ending:
         x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
     batch, (n, c) = math.prod(x.shape[:-3]), x.shape[-2:]
-    parameters = norm_parameters(x, norm_weight, norm_bias)
-    z = _myops.layer_norm(x, (c,), *parameters, eps).to(q.dtype).reshape(batch, n, n, c)
+    norm = norm_parameters(x, norm_weight, norm_bias)
+    z = _myops.layer_norm(x, (c,), *norm, eps).to(q.dtype).reshape(batch, n, n, c)
     q, k, v = (F.linear(z, t).unflatten(-1, (heads, -1)).transpose(-3, -2) for t in (q, k, v))
     of_scores = F.linear(z, bias_weight).movedim(-1, 1).unsqueeze(1)
     kept = None if mask is None else (mask != 0).reshape(batch, n, 1, 1, n)
