@@ -84,7 +84,7 @@ def test_sum_of_one_number() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from torchops._triangle_attention.attention import kernels
+from torchops._triangle_attention.attention import kernels_backward as kernels
 
 for size, constants in (("constexpr", {"size": 1}), ("i32", {})):
     types = {"dbias": "*fp32", "parts": "i32", "size": size, "BLOCK": "constexpr"}

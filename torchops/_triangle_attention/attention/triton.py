@@ -18,7 +18,7 @@ from torch import Tensor
 from torchops._core.devices import on
 from torchops._core.info import allows_tf32
 from torchops._core.triton.launch import Launch, noting
-from torchops._triangle_attention.attention import kernels
+from torchops._triangle_attention.attention import kernels, kernels_backward
 from torchops._triangle_attention.attention.arguments import Inputs, OutputMask, Saved
 from torchops._triangle_attention.attention.aten import features_adjacent
 from torchops._triangle_attention.attention.backends import why_not_triton
@@ -85,9 +85,9 @@ def _launch(kernel: str, d: int, dtype: torch.dtype, small: bool = False) -> _La
 
 _KERNELS = {
     "forward": kernels.forward,
-    "q": kernels.backward_q,
-    "kv": kernels.backward_kv,
-    "bias": kernels.backward_bias,
+    "q": kernels_backward.backward_q,
+    "kv": kernels_backward.backward_kv,
+    "bias": kernels_backward.backward_bias,
 }
 
 
@@ -109,12 +109,12 @@ def _launcher(
 
 @cache
 def _prepare_launcher(d: int) -> Launch:
-    return Launch(kernels.prepare, D=d, PADDED_D=_padded(d), BLOCK_J=64)
+    return Launch(kernels_backward.prepare, D=d, PADDED_D=_padded(d), BLOCK_J=64)
 
 
 _mask_launcher = Launch(kernels.add_of_mask, BLOCK=512)
-_transpose_launcher = Launch(kernels.transpose, BLOCK=64)
-_parts_launcher = Launch(kernels.sum_parts, BLOCK=1024)
+_transpose_launcher = Launch(kernels_backward.transpose, BLOCK=64)
+_parts_launcher = Launch(kernels_backward.sum_parts, BLOCK=1024)
 
 
 def _padded(d: int) -> int:

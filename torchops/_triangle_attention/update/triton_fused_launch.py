@@ -1,4 +1,4 @@
-"""Launches of the kernels of `kernels.py`: tiles, places of panels in memory, and the steps of both passes."""
+"""Launches of the kernels of `kernels.py` and `kernels_backward.py`: tiles, and places of panels in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchops._core.triton.launch import Launch
 from torchops._triangle_attention.attention import triton as attention
-from torchops._triangle_attention.update import kernels, panels
+from torchops._triangle_attention.update import kernels, kernels_backward, panels
 from torchops._triangle_attention.update.arguments import Weights
 
 __all__ = [
@@ -71,7 +71,7 @@ class _Kernel:
     def __init__(self, name: str, **constants: int) -> None:
         tile = _TILES[name]
         self.block, self._programs = tile.block, tile.programs
-        kernel = getattr(kernels, name)
+        kernel = getattr(kernels if hasattr(kernels, name) else kernels_backward, name)
         constants |= {"STAGES": tile.stages}
         taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
         how = {"num_warps": tile.warps, "num_stages": tile.stages}
