@@ -1,5 +1,6 @@
 """Fused, in-place operators for PyTorch. Importing this package registers them as ``torch.ops.myops.*``."""
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,16 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
+def _register_backend() -> None:
+    """For ``torch.compile(model, backend="torchops")``."""
+    registry, inductor = import_module("torch._dynamo.backends.registry"), import_module("torchops.inductor")
+    with suppress(AssertionError):  # it has the name from an earlier import of torchops
+        registry.register_backend(inductor.backend, name="torchops")
+
+
 when_imported("torch.utils.flop_counter", flops.register)
 when_imported("torch._inductor.lowering", _reinplace.register)
+when_imported("torch._dynamo.backends.registry", _register_backend)
 when_imported("torchao.utils", quantization.register_with_torchao)
 when_imported("torch.distributed.tensor", lambda: import_module("torchops.distributed"))
 

@@ -40,11 +40,15 @@ Besides what the table doesn't cover, a place is left as it is if
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Enabled", "Place", "disable", "enable", "matches", "options", "report"]
+if TYPE_CHECKING:
+    from torch import fx
+
+__all__ = ["Enabled", "Place", "backend", "disable", "enable", "matches", "options", "report"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,36 @@ class Enabled:
     ) -> None:
         if self._switched_on:
             disable()
+
+
+def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The pass as a backend of ``torch.compile`` that generates no code: ``torch.compile(model, backend="torchops")``.
+
+    It replaces every gate that the pass recognises, without asking the table, whose times are those of generated code.
+    All else in the model runs by the kernels of eager mode, so it compiles in a fraction of the time that Inductor
+    takes, and needs no compiler. TorchDynamo guards what the model decides by (attributes, dtypes, hooks, autocast, the
+    classes of weights) and compiles again where that changes. ``module.compile(backend="torchops")`` compiles one
+    module in place.
+
+    Graphs are functional: where the model overwrites a tensor, the graph makes a new one, and copies it to an argument.
+
+    Args:
+        module: a graph of TorchDynamo.
+        inputs: its arguments.
+
+    Returns:
+        A function that computes the same as ``module``.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
+        >>> y = torch.compile(model, backend="torchops")(torch.zeros(2, 3))
+        >>> torchops.inductor.report()[-1].rewritten
+        True
+    """
+    from ._inductor.backend import compiled
+
+    return compiled(module, inputs)
 
 
 def enable() -> Enabled:

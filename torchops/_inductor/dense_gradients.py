@@ -14,8 +14,8 @@ from torch import fx
 
 from .expressions import ACTIVATIONS, POINTS, Evaluator, UnknownError, Values, formula, is_arrangement, points, root
 from .gates import Term
-from .gradients import ELSEWHERE, Sinks, is_transposed, replace_sinks
 from .graph import Refusal, as_rows, aten, emit, holds, is_call, known
+from .sinks import ELSEWHERE, Sinks, is_transposed, replace_sinks
 
 if TYPE_CHECKING:
     from .dense import Dense
@@ -91,6 +91,12 @@ class DenseGradients:
             if rest_a is None or rest_b is None:
                 self.inner.add(node)
                 return formula(operator.mul, a, b), rest_a if rest_b is None else rest_b
+        if is_call(node, {aten.sigmoid_backward.default}):
+            g, rest = self._factors(node.args[0])
+            y, of_others = self._factors(node.args[1])
+            if rest is not None and of_others is None:
+                self.inner.add(node)
+                return formula(lambda g, y: g * y * (1 - y), g, y), rest
         self.inner = before
         return _ONE, node
 

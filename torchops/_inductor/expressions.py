@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import RESHAPES, aten, cast, is_call, keeps_order, same_sizes, val
+from .graph import CASTS, RESHAPES, aten, is_call, keeps_order, same_sizes, val
 
 POINTS = 32
 
@@ -48,6 +48,8 @@ _POINTWISE: dict[Any, Callable[..., float]] = {
     aten.reciprocal.default: lambda a: 1 / a,
     aten.sigmoid.default: _sigmoid,
     aten.silu.default: _silu,
+    aten.sigmoid_backward.default: lambda g, y: g * y * (1 - y),
+    aten.silu_backward.default: lambda g, u: g * slope("silu", u),
 }
 
 ACTIVATIONS: dict[str, Callable[[float], float]] = {"sigmoid": _sigmoid, "silu": _silu}
@@ -67,10 +69,10 @@ def formula(function: Callable[..., float], *values: Values) -> Values:
 def is_cast(node: fx.Node) -> bool:
     """Whether the node casts between a 16-bit dtype and float32, which changes the precision of what lies in
     between."""
-    if not is_call(node, {cast}):
+    if not is_call(node, CASTS) or set(node.kwargs) - {"dtype", "device", "layout"}:
         return False
     before, after = val(node.args[0]), val(node)
-    if before is None or after is None:
+    if before is None or after is None or (before.device, before.layout) != (after.device, after.layout):
         return False
     floats = (torch.float16, torch.bfloat16, torch.float32)
     return before.dtype in floats and after.dtype in floats and {before.dtype, after.dtype} != set(floats[:2])

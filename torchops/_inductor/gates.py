@@ -202,7 +202,7 @@ class Gated:
             self.v, self.operator = other, "gate"
         return True
 
-    def use(self, training: bool) -> table.Use:
+    def use(self, training: bool, generates_code: bool) -> table.Use:
         """What the operator would compute; refuses what it doesn't support."""
         assert self.gate is not None
         y = known(self.result)
@@ -225,7 +225,7 @@ class Gated:
         if not is_call(self.result, {aten.glu.default}) and not all(same_sizes(t.shape, y.shape) for t in operands):
             raise Refusal("what is gated has another shape than the gate")
         if self.v is not None:
-            self._check_v(y)
+            self._check_v(y, generates_code)
         if not contiguous(y):
             raise Refusal("the result would have other strides")
         self.columns = n_out
@@ -236,14 +236,14 @@ class Gated:
             self.operator, device, capability, dtype, n_in, n_out, linear.rows(), training, is_fused(self.result)
         )
 
-    def _check_v(self, y: Tensor) -> None:
+    def _check_v(self, y: Tensor, generates_code: bool) -> None:
         assert self.v is not None
         v = known(self.v)
         if v.dtype != y.dtype or v.device != y.device or v.layout != torch.strided:
             raise Refusal("dtypes, devices or layouts differ")
         if not contiguous(v):
             raise Refusal("what is gated would have to be copied to rows")
-        if not is_in_memory(self.v):
+        if generates_code and not is_in_memory(self.v):
             raise Refusal("what is gated is computed by Inductor, in the kernel that gates it")
 
     # --- its replacement ---------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from .graph import (
     Refusal,
     as_rows,
     aten,
-    cast,
     emit,
     holds,
     is_call,
@@ -43,103 +42,25 @@ from .graph import (
     known,
     same_sizes,
 )
+from .sinks import ELSEWHERE, NOT_ALL, Sinks, replace, replace_sinks
 
 if TYPE_CHECKING:
-    from .gates import Gated, Term
+    from .gates import Gated
 
 _gate_backward = torch.ops.myops._gate_backward.default
 _glu_backward = torch.ops.myops._glu_backward.default
 
-ELSEWHERE = "its gradient is computed in a way that is not known"
-_NOT_ALL = "not all of its gradients are asked for, and no measurement is about some of them"
 _U, _V, _G = points(0), points(1), points(2)
 
 
-class Sinks:
-    """What reads dv, du, or both as one matrix: the products with the weight and with x, and the sum."""
-
-    def __init__(self, tops: list[fx.Node]) -> None:
-        self.tops = tops
-        self.arranged: set[fx.Node] = set(tops)
-        self.dx: list[fx.Node] = []
-        self.dw: list[tuple[fx.Node, bool]] = []  # with whether it is (in, out)
-        self.db: list[fx.Node] = []
-        self.cat: list[fx.Node] = []
-        self.permuted: set[fx.Node] = set()
-
-    def collect(self, term: Term, has_halves: bool) -> None:
-        waiting = list(self.tops)
-        while waiting:
-            node = waiting.pop()
-            for user in list(node.users):
-                if user in self.arranged or self._take(node, user, term, has_halves):
-                    continue
-                if not is_arrangement(user):
-                    raise Refusal(ELSEWHERE)
-                self.arranged.add(user)
-                waiting.append(user)
-
-    def _take(self, node: fx.Node, user: fx.Node, term: Term, has_halves: bool) -> bool:
-        linear = term.linear
-        if is_call(user, {aten.mm.default}):
-            if user.args[0] is node and is_transposed(user.args[1], linear.w):
-                self.dx.append(user)
-            elif user.args[1] is node and is_transposed(user.args[0], linear.x):
-                self.dw.append((user, True))
-            else:
-                return False
-            return True
-        if is_call(user, {aten.permute.default}) and list(user.args[1]) == [1, 0]:  # type: ignore[arg-type]
-            if not all(is_call(n, {aten.mm.default}) and n.args[0] is user for n in user.users):
-                return False
-            if any(key(n.args[1]) != key(linear.x) for n in user.users):
-                return False
-            self.permuted.add(user)
-            self.dw += [(n, False) for n in user.users]
-            return True
-        if is_call(user, {aten.sum.dim_IntList}):
-            dims: Any = user.args[1]
-            rank, z, total = known(node).dim(), known(linear.product), known(user)
-            if sorted(d % rank for d in dims) != list(range(rank - 1)):
-                return False
-            if total.dtype != z.dtype or not holds(total.numel() == z.shape[-1]):
-                return False
-            self.db.append(user)
-            return True
-        if has_halves and is_call(user, {aten.cat.default}):
-            self.cat.append(user)
-            return True
-        return False
-
-    def check(self, has_bias: bool) -> None:
-        """Checks that there is exactly one of each that there may be."""
-        if len(self.dx) != 1 or len(self.dw) != 1 or len(self.db) != has_bias:
-            raise Refusal(_NOT_ALL)
-
-    @property
-    def nodes(self) -> set[fx.Node]:
-        return {*self.arranged, *self.permuted, *self.dx, *self.db, *self.cat, *(node for node, _ in self.dw)}
-
-
-def is_transposed(node: Any, other: fx.Node) -> bool:
-    """Whether `node` is the transpose of a matrix."""
-    if is_call(node, {aten.permute.default}) and list(node.args[1]) == [1, 0] and key(node.args[0]) == key(other):
-        return True
-    base = key(other)
-    transpose = [1, 0]
-    return (
-        isinstance(base, tuple)
-        and base[0] is aten.permute.default
-        and base[3] == (repr(transpose),)
-        and base[1] == key(node)
-    )
-
-
 class Gradients:
-    """Everything from the gate to its gradients, proven to compute those of the operator; refuses anything else."""
+    """Everything from the gate to its gradients, proven to compute those of the operator; refuses anything else.
 
-    def __init__(self, place: Gated) -> None:
-        self.place = place
+    With `partial`, gradients may be missing, which the operator then leaves out.
+    """
+
+    def __init__(self, place: Gated, partial: bool) -> None:
+        self.place, self.partial = place, partial
         self.order = {node: i for i, node in enumerate(place.result.graph.nodes)}
         self.cotangent: fx.Node | None = None
         self.seen: set[fx.Node] = set()
@@ -227,8 +148,8 @@ class Gradients:
             waiting += node.users
         if self.cotangent is None:
             raise Refusal("the pre-activation or the gate has another user")
-        if not self.dv or not self.du:
-            raise Refusal(_NOT_ALL)
+        if not (self.dv or self.du) or not (self.partial or (self.dv and self.du)):
+            raise Refusal(NOT_ALL)
         # A product of the backward pass is a gate, too: that of a cotangent, where a sigmoid is gated.
         first = min(self.order[node] for node in (*self.dv, *self.du))
         if first < self.order[place.result] or first < self.order[self.cotangent]:
@@ -250,10 +171,12 @@ class Gradients:
         self.sinks = [gate]
         has_bias = place.gate.linear.bias is not None
         if place.value is None:
-            gate.check(has_bias)
+            gate.check(has_bias, self.partial)
         elif halves:
             value = Sinks(self.dv)
             value.collect(place.value, True)
+            if not self.dv or not self.du:
+                raise Refusal(NOT_ALL)
             cats = set(gate.cat) | set(value.cat)
             if len(cats) != 1 or any(s.dx or s.dw or s.db or len(s.cat) != 1 for s in (gate, value)):
                 raise Refusal(ELSEWHERE)
@@ -261,15 +184,18 @@ class Gradients:
             self._check_halves(cat, gate, value)
             packed = Sinks([cat])
             packed.collect(place.gate, False)
-            packed.check(has_bias)
+            packed.check(has_bias, self.partial)
             self.sinks = [packed, gate, value]
         else:
             value = Sinks(self.dv)
             value.collect(place.value, False)
-            gate.check(has_bias)
-            value.check(place.value.linear.bias is not None)
+            gate.check(has_bias, self.partial)
+            value.check(place.value.linear.bias is not None, self.partial)
             self.sinks = [value, gate]
-            self._joined = self._join(value.dx[0], gate.dx[0])
+            if value.dx and gate.dx:
+                self._joined = self._join(value.dx[0], gate.dx[0])
+            elif value.dx or gate.dx:
+                raise Refusal(ELSEWHERE)
         g, y = known(self.cotangent), known(place.result)
         # g may have another shape, because it is above arrangements.
         if g.dtype != y.dtype or not holds(g.numel() == y.numel()):
@@ -334,58 +260,41 @@ class Gradients:
         def new(target: Callable[..., Any], *args: Any) -> fx.Node:
             return emit(first, target, *args)
 
+        wanted = self._wanted(arguments[3:])
         with place.result.graph.inserting_before(first):
             g = as_rows(first, cotangent, rows, place.columns)
-            biases = [argument is not None for argument in arguments[3:]]
             if place.value is None:
-                backward = new(_gate_backward, g, *arguments, [True, True, True, *biases], False, *products)
+                backward = new(_gate_backward, g, *arguments, wanted, False, *products)
             else:
-                mask = [True, True, True, *biases]
-                backward = new(_glu_backward, g, *arguments, place.activation, mask, *products)
-            count = 4 if place.value is None else 5
-            outputs = [new(operator.getitem, backward, i) for i in range(count)]
+                backward = new(_glu_backward, g, *arguments, place.activation, wanted, *products)
+            outputs = [new(operator.getitem, backward, i) if needed else None for i, needed in enumerate(wanted)]
         if place.value is None:
             dv, dx, dw, db = outputs
             for node in self.dv:
-                _replace(node, dv, place.sizes)
+                assert dv is not None
+                replace(node, dv, place.sizes)
             replace_sinks(self.sinks[0], dx, dw, db)
             return
         dx, dw, dwg, db, dbg = outputs
         if len(self.sinks) == 2:
-            joined, rest = self._joined
-            joined.replace_all_uses_with(rest)
-            self.seen.add(joined)
+            if dx is not None:
+                joined, rest = self._joined
+                joined.replace_all_uses_with(rest)
+                self.seen.add(joined)
             replace_sinks(self.sinks[0], dx, dw, db)
             replace_sinks(self.sinks[1], None, dwg, dbg)
             return
         assert place.gate is not None
         pairs = ((dw, dwg), (db, dbg)) if place.gate.begin else ((dwg, dw), (dbg, db))
         with place.result.graph.inserting_before(first):
-            both = [new(aten.cat.default, list(pair)) for pair in pairs]
+            both = [None if None in pair else new(aten.cat.default, list(pair)) for pair in pairs]
         replace_sinks(self.sinks[0], dx, *both)
 
-
-def replace_sinks(sinks: Sinks, dx: fx.Node | None, dw: fx.Node, db: fx.Node) -> None:
-    """Puts the gradients where they were computed. dx may already be used elsewhere."""
-    if dx is not None:
-        _replace(sinks.dx[0], dx, list(known(dx).shape))
-    for node, is_in_out in sinks.dw:
-        if is_in_out:
-            with node.graph.inserting_before(node):
-                dw = emit(node, aten.permute.default, dw, [1, 0])
-                # The strides of the product: they are those of a gradient that is returned, and views need them.
-                dw = emit(node, aten.clone.default, dw, memory_format=torch.contiguous_format)
-        _replace(node, dw, [])
-    for node in sinks.db:
-        _replace(node, db, list(known(node).shape))
-
-
-def _replace(node: fx.Node, by: fx.Node, sizes: list[Any]) -> None:
-    """Replaces `node` by the same elements, in its shape and dtype. `sizes` is its shape as arguments of a node."""
-    value = known(node)
-    with node.graph.inserting_before(node):
-        if not same_sizes(known(by).shape, value.shape):
-            by = emit(node, aten.view.default, by, sizes)
-        if known(by).dtype != value.dtype:
-            by = emit(node, cast, by, value.dtype)
-    node.replace_all_uses_with(by)
+    def _wanted(self, biases: Sequence[Any]) -> list[bool]:
+        """Which gradients the operator's backward computes, in its order."""
+        sinks = self.sinks[:2] if len(self.sinks) == 2 else self.sinks[:1]
+        dx, dw = any(s.dx for s in sinks), [bool(s.dw) for s in sinks]
+        db = [bool(s.db) for s in sinks]
+        if self.place.value is None:
+            return [bool(self.dv), dx, *dw, *db]
+        return [dx, *(dw * 2)[:2], *(db * 2)[:2]]

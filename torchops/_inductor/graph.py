@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
+CASTS = {cast, aten._to_copy.default}  # the latter where Inductor's decompositions don't apply
 
 # Operators that return the same elements in another arrangement.
 VIEWS = {
@@ -130,10 +131,10 @@ def key(node: Any) -> Hashable:
             below, _ = source(below, SAME)  # type: ignore[arg-type]
         if is_call(below, {aten.permute.default}) and [dims[d] for d in below.args[1]] == list(range(len(dims))):  # type: ignore
             return key(below.args[0])  # type: ignore[union-attr]
-    if is_call(node, VIEWS | PERMUTATIONS | {cast}):
+    if is_call(node, VIEWS | PERMUTATIONS | CASTS):
         value = val(node)
         shape = None if value is None or node.target not in VIEWS else str(tuple(value.shape))
-        rest = None if shape else tuple(map(repr, node.args[1:]))
+        rest = None if shape else tuple(map(repr, (*node.args[1:], *node.kwargs.items())))
         return ("view" if shape else node.target, key(node.args[0]), shape, rest)
     return node
 

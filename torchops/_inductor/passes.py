@@ -13,6 +13,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from torchops.inductor import Place
+from torchops.nn.replace import has_kernel
 
 from . import table
 from .dense import Dense
@@ -51,7 +52,11 @@ def _has_tangents(graph: fx.Graph) -> bool:
 
 class RewriteGates(CustomGraphPass):
     """For ``joint_custom_pre_pass``: rewrites every place in a graph of ATen operators that a row of the table
-    covers."""
+    covers. If no code is generated for the graph, everything in it is in memory, and the table says nothing about
+    it."""
+
+    def __init__(self, generates_code: bool = True) -> None:
+        self.generates_code = generates_code
 
     def __call__(self, graph: fx.Graph) -> None:
         training = _has_tangents(graph)
@@ -89,26 +94,24 @@ class RewriteGates(CustomGraphPass):
         for place in left.values():
             _tell(place)
 
-    @staticmethod
-    def _gated(gated: Gated) -> Place:
+    def _gated(self, gated: Gated) -> Place:
         line = where(gated.result)
         try:
             is_used = any(
                 u is not gated.result and u not in gated.private for node in gated.private for u in node.users
             )
-            use = gated.use(training=is_used)
-            gradients = Gradients(gated) if is_used else None
-            _ask(use, known(gated.result).device)
+            use = gated.use(is_used, self.generates_code)
+            gradients = Gradients(gated, partial=not self.generates_code) if is_used else None
+            self._ask(use, known(gated.result).device)
             gated.rewrite(gradients)
         except Refusal as reason:
             return Place(gated.operator, line, False, str(reason))
         return Place(gated.operator, line, True)
 
-    @staticmethod
-    def _dense(dense: Dense, training: bool) -> Place:
+    def _dense(self, dense: Dense, training: bool) -> Place:
         line = where(dense.sigmoid)
         try:
-            _ask(dense.use(training), known(dense.sigmoid).device)
+            self._ask(dense.use(training), known(dense.sigmoid).device)
             dense.rewrite()
         except Refusal as reason:
             return Place("dense", line, False, str(reason))
@@ -117,14 +120,17 @@ class RewriteGates(CustomGraphPass):
     def uuid(self) -> Any:
         return _uuid()
 
-
-def _ask(use: table.Use, device: torch.device) -> None:
-    if reason := table.TABLE.reason_against(use):
-        raise Refusal(reason)
-    if device.type == "cuda" and not table.has_kernels(device):
-        raise Refusal("this build of torchops has no GEMM kernels for the GPU")
-    if (path := torch.ops.myops._kernel_path()) != "auto":
-        raise Refusal(f"torchops.cuda.kernel_path is {path}")
+    def _ask(self, use: table.Use, device: torch.device) -> None:
+        if not self.generates_code:
+            if not has_kernel("myops::glu", device):
+                raise Refusal(f"torchops has no kernels for {device.type}")
+            return
+        if reason := table.TABLE.reason_against(use):
+            raise Refusal(reason)
+        if device.type == "cuda" and not table.has_kernels(device):
+            raise Refusal("this build of torchops has no GEMM kernels for the GPU")
+        if (path := torch.ops.myops._kernel_path()) != "auto":
+            raise Refusal(f"torchops.cuda.kernel_path is {path}")
 
 
 def _tell(place: Place) -> None:

@@ -175,7 +175,7 @@ def parameters_reason(parameters: Mapping[str, nn.Parameter | None], like: str, 
             return f"{name} is of {parameter.layout}"
         if parameter.dtype not in DTYPES:
             return f"{name} is of {parameter.dtype}"
-        if not _has_kernel(operator, parameter.device):
+        if not has_kernel(operator, parameter.device):
             return f"{name} is on {parameter.device}"
         if parameter.dtype != first.dtype or parameter.device != first.device:
             return f"{name} is of another dtype or device than {like}"
@@ -242,7 +242,8 @@ def identity(module: nn.Module) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _has_kernel(operator: str, device: torch.device) -> bool:
+def has_kernel(operator: str, device: torch.device) -> bool:
+    """Whether an operator, by its name with the namespace, has a kernel for the device."""
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
