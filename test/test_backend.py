@@ -57,7 +57,7 @@ def found(call: Callable[[], Any]) -> list[tuple[str, bool]]:
     """What the pass saw during a call."""
     before = len(torchops.inductor.report())
     call()
-    return [(place.operator, place.rewritten) for place in torchops.inductor.report()[before:]]
+    return [(match.kind, match.replaced) for match in torchops.inductor.report()[before:]]
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...], list[str]]] = {

@@ -280,9 +280,9 @@ def test_log(caplog: pytest.LogCaptureFixture) -> None:
         check(lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), nd(5, 7)(), False)
         check(returned, nd(5, 7)(), False)
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("rewritten to myops.dense: ")
+    assert first.startswith("dense replaced: ")
     assert "test_inductor.py" in first
-    assert second.startswith("left as it is, since the pre-activation has another user: ")
+    assert second.startswith("dense left, since the pre-activation has another user: ")
 
 
 def test_backward_graphs_do_not_count() -> None:
@@ -344,18 +344,6 @@ def test_models(name: str, dtype: torch.dtype) -> None:
     values(torch.compile(model, backend=without), [x.detach().requires_grad_() for x in inputs], True)
     # Of a gate, its bias is saved as well, with which the backward pass computes the gate again.
     assert backend.saved_bytes <= without.saved_bytes + sum(counts) * 8 * dtype.itemsize
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_replaced(name: str) -> None:
-    """What replace() makes of them in eager mode has the same values and gradients."""
-    make, shapes, _ = MODELS[name]
-    model, inputs = make(8).double(), [t(*shape, 8).requires_grad_() for shape in shapes]
-    expected = values(model, inputs, True)
-    report = torchops.nn.replace(model)
-    assert report.left == {}
-    assert report.replaced
-    assert_all_close(values(model, inputs, True), expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

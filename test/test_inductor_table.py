@@ -52,10 +52,10 @@ def test_the_table_decides(monkeypatch: pytest.MonkeyPatch, row: table.Row, trai
     (form,) = (form for form in FORMS if form.name == "silu")
     assert check(form.function, arguments(form), train).count(GLU) == count
     (place,) = torchops.inductor.report()
-    assert place.rewritten == bool(count)
-    assert place.operator == "glu silu"
-    assert 'test_inductor_gates.py", line ' in place.line
-    assert str(Path(__file__).parent) not in place.line
+    assert place.replaced == bool(count)
+    assert place.kind == "glu silu"
+    assert 'test_inductor_gates.py", line ' in place.name
+    assert str(Path(__file__).parent) not in place.name
     if not count:
         assert place.reason is not None
         assert "glu silu, cuda 9.0, float64, 8 to 6 features, 8 rows, " in place.reason

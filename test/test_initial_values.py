@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchops
-from torchops.nn.gated import PackedGLU
+from torchops.nn.gates import PackedGLU
 
 MAKE: dict[str, Callable[[bool], nn.Module]] = {
     "Dense": lambda bias: torchops.nn.Dense(9, 7, bias),

@@ -124,17 +124,50 @@ class Halves(nn.Module):
         return value * torch.sigmoid(gate)
 
 
+class FusedSwiGLU(nn.Module):
+    def __init__(self, of: SwiGLU) -> None:
+        super().__init__()
+        self.gate, self.up = of.gate, of.up
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.up, self.gate
+        return torchops.glu(x, value.weight, gate.weight, value.bias, gate.bias, activation="silu")
+
+
+class FusedHalves(nn.Module):
+    def __init__(self, of: Halves) -> None:
+        super().__init__()
+        self.both = of.both
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, biases = self.both.weight.chunk(2), self.both.bias.chunk(2)
+        return torchops.glu(x, *weights, *biases)
+
+
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 @pytest.mark.parametrize("activation", [SwiGLU, Halves])
 def test_weights_after_replace(activation: type[nn.Module], config: str) -> None:
     """The layers run as they were written."""
-    model = activation()
+    model = nn.Sequential(activation())
     former, x = copy.deepcopy(model), torch.randn(5, 64)
-    assert torchops.nn.replace(model).replaced
+    assert torchops.replace(model, {SwiGLU: FusedSwiGLU, Halves: FusedHalves}).replaced == ("0",)
     for m in (model, former):
         torchao.quantize_(m, getattr(torchao, config)())
     assert type(next(model.parameters())) is type(next(former.parameters())) is not nn.Parameter
     assert torch.equal(model(x), former(x))
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+@pytest.mark.parametrize("activation", [nn.Sigmoid, nn.GLU])
+def test_weights_of_pairs(activation: type[nn.Module], config: str) -> None:
+    """The layer in the place of a pair computes both as written."""
+    model = nn.Sequential(nn.Linear(64, 96), activation())
+    former, x = copy.deepcopy(model), torch.randn(5, 64)
+    assert torchops.replace(model).replaced == ("0",)
+    torchao.quantize_(model, getattr(torchao, config)(), filter_fn=lambda m, name: name == "0")
+    torchao.quantize_(former, getattr(torchao, config)())
+    assert type(model[0].weight) is type(former[0].weight) is not nn.Parameter
+    torch.testing.assert_close(model(x), former(x))
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])

@@ -1,4 +1,4 @@
-"""torchops.nn.replace: what it puts in the place of Linear and Sigmoid, and what it leaves alone."""
+"""torchops.replace: what it puts in the place of Linear and an activation after it, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from checks import assert_all_close, random_like
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-import torchops
-from torchops.nn import Dense, replace
+from torchops import replace
+from torchops.nn import Dense
+from torchops.nn.gates import PackedGLU
+from torchops.nn.pairs import Applied
 
 
 def x(rows: int = 5, columns: int = 6) -> Tensor:
@@ -52,11 +54,11 @@ def test_replaces() -> None:
     original = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
     report = replace(model)
-    assert report.replaced == ("", *NAMES)  # the forward of the model ends in a gate
+    assert report.replaced == NAMES
     assert report.left == {}
     for name in NAMES:
         assert type(model.get_submodule(name)) is Dense
-    assert [type(m) for m in model.mixed] == [Dense, nn.Identity, Dense, nn.Identity, nn.Dropout, nn.Sigmoid]
+    assert [type(m) for m in model.mixed] == [Dense, Applied, Dense, Applied, nn.Dropout, nn.Sigmoid]
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
     assert all(after[name] is parameters[name] for name in after)
@@ -68,16 +70,77 @@ def test_replaces() -> None:
     with torch.profiler.profile() as profile:
         model(x())
     calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls["myops::dense"] == 4
-    assert calls["myops::gate"] == 1
+    assert calls["myops::dense"] == 5
     assert calls["aten::sigmoid"] == 1
+
+
+def test_glus() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.GLU(), nn.Linear(4, 6, bias=False), nn.GLU(-1)).double()
+    original, inputs = copy.deepcopy(model), [x().double().requires_grad_() for _ in range(2)]
+    names = list(model.state_dict())
+    assert replace(model).replaced == ("0", "2")
+    assert list(model.state_dict()) == names
+    assert [type(m) for m in model] == [PackedGLU, Applied, PackedGLU, Applied]
+    results = []
+    for m, leaf in zip((model, original), inputs, strict=True):
+        out = m(leaf)
+        results.append([out, *torch.autograd.grad(out, [leaf, *m.parameters()], random_like(out.detach(), 2))])
+    assert_all_close(*results)
+    with torch.profiler.profile() as profile:
+        model(inputs[0])
+    assert [event.name for event in profile.events()].count("myops::glu") == 2
+
+
+class Tagged(Tensor):
+    """A weight whose layer computes something else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * out if func is torch.nn.functional.linear else out
+
+
+def another(model: nn.Sequential) -> None:
+    torch.manual_seed(1)
+    layer: Any = model[0]
+    model[0] = nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
+
+
+AFTERWARDS: dict[str, Callable[[nn.Sequential], object]] = {
+    "another layer": another,
+    "tensor subclass": lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().as_subclass(Tagged))),
+    "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
+    "pruned": lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("activation", [nn.Sigmoid, nn.GLU])
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_what_is_done_afterwards(name: str, activation: type[nn.Module]) -> None:
+    """Is done to the layer before the activation."""
+    model = nn.Sequential(nn.Linear(6, 6), activation()).double()
+    original = copy.deepcopy(model)
+    assert replace(model).replaced == ("0",)
+    for m in (model, original):
+        AFTERWARDS[name](m)
+    for ours in (model, *([] if name in ("pruned", "tensor subclass") else [copy.deepcopy(model)])):
+        assert_all_close([ours(x().double())], [original(x().double())])
+
+
+def test_pickled_pairs() -> None:
+    model = pair()
+    replace(model)
+    again = pickle.loads(pickle.dumps(model))
+    another(again)
+    expected = again[0](x()).sigmoid()
+    assert_all_close([again(x())], [expected])
 
 
 def test_again_does_nothing() -> None:
     model = Model()
     replace(model)
     before = {name: id(module) for name, module in model.named_modules()}
-    assert replace(model) == torchops.nn.Replacements((), {})
+    assert not replace(model)
     assert {name: id(module) for name, module in model.named_modules()} == before
 
 
@@ -198,6 +261,12 @@ def with_parameter(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[], 
     return changed(change)
 
 
+def hooked_glu() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.GLU())
+    model[1].register_forward_hook(lambda *a: None)
+    return model
+
+
 LEFT = {
     "forward_hook": (changed(lambda m: m[0].register_forward_hook(lambda *a: None)), "Linear has hooks"),
     "pre_hook": (changed(lambda m: m[0].register_forward_pre_hook(lambda *a: None)), "Linear has hooks"),
@@ -223,6 +292,12 @@ LEFT = {
     "elsewhere": (with_parameter("bias", lambda t: t.to("meta")), "bias is of another dtype or device than weight"),
     "mixed": (with_parameter("bias", Tensor.double), "bias is of another dtype or device than weight"),
     "complex": (changed(lambda m: m.to(torch.complex64)), "weight is of torch.complex64"),
+    "glu_of_rows": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.GLU(0)),
+        "the GLU is along dimension 0, not the last one",
+    ),
+    "odd_glu": (lambda: nn.Sequential(nn.Linear(6, 5), nn.GLU()), "its layer has an odd number of features"),
+    "glu_hook": (lambda: hooked_glu(), "GLU has hooks"),
 }
 
 
@@ -243,10 +318,10 @@ def test_leaves_what_is_not_a_pair() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Sigmoid(), nn.Linear(6, 6), nn.Hardsigmoid(), Dense(6, 6))
     model.append(nn.Sigmoid())
     types = [type(m) for m in model]
-    assert replace(model) == torchops.nn.Replacements((), {})
+    assert not replace(model)
     assert [type(m) for m in model] == types
     linear = nn.Linear(6, 6)
-    assert replace(linear) == torchops.nn.Replacements((), {})
+    assert not replace(linear)
 
 
 def test_shared_layers() -> None:
@@ -280,6 +355,6 @@ def test_compiled_model() -> None:
     model = Model().eval()
     compiled: Any = torch.compile(model, backend="eager")
     expected = compiled(x())
-    assert replace(compiled).replaced == ("_orig_mod", *("_orig_mod." + name for name in NAMES))
+    assert replace(compiled).replaced == tuple("_orig_mod." + name for name in NAMES)
     assert_all_close([compiled(x())], [expected])
     assert type(model.gate[0]) is Dense

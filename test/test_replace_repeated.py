@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchops.nn import gated, replace
+import torchops
+from torchops import replace
+from torchops.adapters import declared
 from torchops.nn.replace import identity
+from torchops.nn.swapped import Swapped
 
 
 class Scaled(nn.Module):
@@ -28,16 +31,28 @@ class Scaled(nn.Module):
         return out * self.scale * len(self.sizes) + self.options["shift"][0]
 
 
+class Fused(nn.Module):
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.value, self.gate, self.norm = of.value, of.gate, of.norm
+        self.scale, self.sizes, self.options = of.scale, of.sizes, of.options
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.value, self.gate
+        out = torchops.glu(x, value.weight, gate.weight, value.bias, gate.bias)
+        return out * self.scale * len(self.sizes) + self.options["shift"][0]
+
+
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     modules: list[nn.Module] = []
-    outcome = gated._outcome
+    trial = declared._tried
 
-    def counted(module: nn.Module) -> Any:
+    def counted(module: nn.Module, *others: Any) -> Any:
         modules.append(module)
-        return outcome(module)
+        return trial(module, *others)
 
-    monkeypatch.setattr(gated, "_outcome", counted)
+    monkeypatch.setattr(declared, "_tried", counted)
     return modules
 
 
@@ -46,9 +61,9 @@ def test_each_kind_is_tried_once(tried: list[nn.Module]) -> None:
     model[2].train(False)
     model[3].requires_grad_(False)
     original = copy.deepcopy(model)
-    assert replace(model).replaced == tuple("01234")
-    assert sum(isinstance(module, Scaled) for module in tried) == 1
-    assert len({type(layer) for layer in model}) == 1
+    assert replace(model, {Scaled: Fused}).replaced == tuple("01234")
+    assert len(tried) == 1
+    assert [layer.training for layer in model] == [True, True, False, True, True]
     x = torch.randn(3, 6)
     torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-4)
 
@@ -91,10 +106,11 @@ def test_layers_that_differ(tried: list[nn.Module]) -> None:
     model[3].gate.register_forward_hook(lambda *a: None)
     model[4].options["shift"] = (-1.0, "b")
     original = copy.deepcopy(model)
-    report = replace(model)
+    report = replace(model, {Scaled: Fused})
     assert report.replaced == ("0", "1", "2", "4", "5")
     assert report.left == {"3": "gate: Linear has hooks"}
-    assert sum(isinstance(module, Scaled) for module in tried) == 5
+    assert len(tried) == 4
+    assert sum(isinstance(module, Swapped) for module in model) == 5
     x = torch.randn(3, 6)
     for new, old in zip(model, original, strict=True):
         torch.testing.assert_close(new(x), old(x), rtol=1e-4, atol=1e-4)

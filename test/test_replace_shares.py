@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchops.nn import replace
+import torchops
+from torchops import replace
 
 
 class Gated(nn.Module):
@@ -18,6 +19,16 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.value(x) * self.gate(x).sigmoid()
+
+
+class Fused(nn.Module):
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.value, self.gate = of.value, of.gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.value, self.gate
+        return torchops.glu(x, value.weight, gate.weight, value.bias, gate.bias)
 
 
 class Plain(nn.Module):
@@ -41,7 +52,7 @@ def test_shares() -> None:
     """They add up to 1, and each parameter counts once, where it is used."""
     model: Any = Model()
     model.gates[1].gate.register_forward_hook(lambda *a: None)
-    report = replace(model)
+    report = replace(model, {Gated: Fused})
     total = 3 * 40 + 20 + 20
     assert sum(share.parameters for share in report.shares) == pytest.approx(1)
     found = {(s.kind, s.fate): (s.modules, round(s.parameters * total), s.reason) for s in report.shares}
@@ -59,4 +70,4 @@ def test_shares() -> None:
 
 
 def test_nothing_to_report() -> None:
-    assert "Replacements(" in str(replace(nn.Identity()))
+    assert "Report(" in str(replace(nn.Identity()))

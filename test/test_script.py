@@ -157,7 +157,7 @@ def test_error_text() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_swapped_glu(bias: bool) -> None:
-    """The one swapped layer without a forward that is made of a graph."""
+    """With the activation that it applies."""
     model = nn.Sequential(nn.Linear(7, 12, bias=bias), nn.GLU())
     x = random_like(torch.empty(5, 7))
     expected = model(x)

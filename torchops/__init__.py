@@ -12,6 +12,7 @@ _library.load()
 from torchops import _reinplace, adapters, cuda, flops, nn, ops, quantization  # noqa: E402, F401
 from torchops._core.info import info  # noqa: E402
 from torchops._core.when_imported import when_imported  # noqa: E402
+from torchops.nn.replace import replace  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403
 
 if TYPE_CHECKING:
@@ -50,4 +51,4 @@ __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)
 """The directory for ``cmake -DCMAKE_PREFIX_PATH=...``, where ``find_package(torchops)`` finds the C++ library."""
 
-__all__ = ["cmake_prefix_path", "cuda", "flops", "info", "nn", "ops", "quantization", *ops.__all__]
+__all__ = ["cmake_prefix_path", "cuda", "flops", "info", "nn", "ops", "quantization", "replace", *ops.__all__]

@@ -5,8 +5,8 @@ Switch it on before the model is compiled, which happens at its first call, and 
     torchops.inductor.enable()
     model = torch.compile(model)
     model(x)
-    for place in torchops.inductor.report():
-        print(place)
+    for match in torchops.inductor.report():
+        print(match)
 
 A place is rewritten only if a measurement says that this is faster. A table has rows for a device, a dtype, numbers of
 features and of rows, for inference or training, with both times (``python -m benchmarks inductor`` measures them).
@@ -41,39 +41,15 @@ Besides what the table doesn't cover, a place is left as it is if
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from torchops.nn.report import Report
 
 if TYPE_CHECKING:
     from torch import fx
 
-__all__ = ["Enabled", "Place", "backend", "disable", "enable", "matches", "options", "report"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """What became of one gate in a graph that was compiled.
-
-    Attributes:
-        operator: ``dense``, ``gate``, ``glu sigmoid`` or ``glu silu``: what it is, or would be.
-        line: of the user's code, or the name of a node where that is not known.
-        rewritten: whether the operator took its place.
-        reason: why it did not.
-    """
-
-    operator: str
-    line: str
-    rewritten: bool
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        name = self.operator.split()[0]
-        return (
-            f"rewritten to myops.{name}: {self.line}"
-            if self.rewritten
-            else f"left as it is, since {self.reason}: {self.line}"
-        )
+__all__ = ["Enabled", "backend", "disable", "enable", "matches", "options", "report"]
 
 
 class Enabled:
@@ -114,7 +90,7 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
         >>> y = torch.compile(model, backend="torchops")(torch.zeros(2, 3))
-        >>> torchops.inductor.report()[-1].rewritten
+        >>> torchops.inductor.report()[-1].replaced
         True
     """
     from ._inductor.backend import compiled
@@ -139,7 +115,7 @@ def enable() -> Enabled:
 
         >>> with torchops.inductor.enable():
         ...     y = torch.compile(lambda x, w: torch.sigmoid(x @ w.T))(torch.zeros(2, 3), torch.ones(4, 3))
-        >>> [place.rewritten for place in torchops.inductor.report()]  # nobody measured that two rows are faster
+        >>> [match.replaced for match in torchops.inductor.report()]  # nobody measured that two rows are faster
         [False]
     """
     from torch._dynamo.utils import counters
@@ -195,23 +171,24 @@ def matches() -> int:
     return counters["inductor"][_inductor.COUNTER]
 
 
-def report() -> tuple[Place, ...]:
+def report() -> Report:
     """Returns what became of each gate that the pass has seen since it was switched on, in the order of compilation.
 
-    Each place has ``operator``, ``line`` (of your code), ``rewritten`` and, if it was left as it is, ``reason``. A
-    graph that Inductor loads from its cache is not examined again and adds nothing here, but :func:`matches` counts it.
+    Those that ``backend="torchops"`` has seen are there, too. Each is a :class:`torchops.nn.Match` with ``kind``,
+    ``name`` (the line of your code), ``replaced`` and, if it was left as it is, ``reason``. A graph that Inductor loads
+    from its cache is not examined again and adds nothing here, but :func:`matches` counts it.
 
     Example:
 
         >>> with torchops.inductor.enable():
         ...     y = torch.compile(lambda x, w: torch.sigmoid(x @ w.T))(torch.zeros(2, 5), torch.ones(3, 5))
-        >>> for place in torchops.inductor.report():
-        ...     print(place.operator, place.rewritten)
+        >>> for match in torchops.inductor.report():
+        ...     print(match.kind, match.replaced)
         dense False
     """
     from . import _inductor
 
-    return tuple(_inductor.REPORT)
+    return Report(_inductor.REPORT)
 
 
 def options() -> dict[str, Any]:

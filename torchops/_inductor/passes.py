@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from torchops.inductor import Place
 from torchops.nn.replace import has_kernel
+from torchops.nn.report import Match
 
 from . import table
 from .dense import Dense
@@ -35,7 +35,7 @@ COUNTER = "torchops"
 _OPERATORS = tuple(getattr(torch.ops.myops, name).default for name in ("dense", "gate", "_gate", "glu", "_glu"))
 
 
-REPORT: list[Place] = []
+REPORT: list[Match] = []
 
 
 def _uuid() -> Any:
@@ -63,7 +63,7 @@ class RewriteGates(CustomGraphPass):
         results = [
             n for n in graph.nodes if n.op == "call_function" and n.target in (aten.mul.Tensor, aten.glu.default)
         ]
-        left: dict[fx.Node, Place] = {}
+        left: dict[fx.Node, Match] = {}
         done: set[fx.Node] = set()
         for result in results:
             if result in done or result.graph is not graph or result._erased:
@@ -78,7 +78,7 @@ class RewriteGates(CustomGraphPass):
                 continue
             done.add(product)
             place = self._gated(gated)
-            if place.rewritten:
+            if place.replaced:
                 _tell(place)
             else:
                 left[product] = place
@@ -90,11 +90,11 @@ class RewriteGates(CustomGraphPass):
             # The reason for the whole gate says more than the one for its sigmoid alone.
             former = left.pop(dense.linear.product, place)
             done.add(dense.linear.product)
-            _tell(place if place.rewritten else former)
+            _tell(place if place.replaced else former)
         for place in left.values():
             _tell(place)
 
-    def _gated(self, gated: Gated) -> Place:
+    def _gated(self, gated: Gated) -> Match:
         line = where(gated.result)
         try:
             is_used = any(
@@ -105,17 +105,17 @@ class RewriteGates(CustomGraphPass):
             self._ask(use, known(gated.result).device)
             gated.rewrite(gradients)
         except Refusal as reason:
-            return Place(gated.operator, line, False, str(reason))
-        return Place(gated.operator, line, True)
+            return Match(line, gated.operator, False, str(reason))
+        return Match(line, gated.operator, True)
 
-    def _dense(self, dense: Dense, training: bool) -> Place:
+    def _dense(self, dense: Dense, training: bool) -> Match:
         line = where(dense.sigmoid)
         try:
             self._ask(dense.use(training), known(dense.sigmoid).device)
             dense.rewrite()
         except Refusal as reason:
-            return Place("dense", line, False, str(reason))
-        return Place("dense", line, True)
+            return Match(line, "dense", False, str(reason))
+        return Match(line, "dense", True)
 
     def uuid(self) -> Any:
         return _uuid()
@@ -133,7 +133,7 @@ class RewriteGates(CustomGraphPass):
             raise Refusal(f"torchops.cuda.kernel_path is {path}")
 
 
-def _tell(place: Place) -> None:
+def _tell(place: Match) -> None:
     REPORT.append(place)
     log.info("%s", place)
 

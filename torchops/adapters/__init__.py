@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from torchops.adapters import swap  # noqa: F401  (importing it tells replace())
+from torchops.adapters import declared, gated, swap  # noqa: F401  (importing them tells replace())
 from torchops.adapters.module import Adapter
 
 __all__ = ["adapters", "unfit"]

@@ -31,11 +31,11 @@ def probe(
     taken for what its class says.
     """
     try:
-        with alone(), _plain_float32():
+        with alone, plain_float32():
             generator = torch.Generator("cpu").manual_seed(0)
             original = copy.deepcopy(module).to_empty(device="cpu").float()
             for name, parameter in original.named_parameters():
-                parameter.requires_grad_().data.copy_(_random_parameter(name, parameter, generator))
+                parameter.requires_grad_().data.copy_(random_parameter(name, parameter, generator))
             for parent in original.modules() if gpu_norms else ():
                 parent._modules.update({k: _plain(v) for k, v in parent._modules.items() if isinstance(v, gpu_norms)})
             return _difference(original, make(original), generator)
@@ -50,7 +50,7 @@ def _plain(norm: Any) -> nn.LayerNorm:
     return made
 
 
-def _random_parameter(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
+def random_parameter(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
     value = torch.randn(like.shape, generator=generator, device="cpu")
     if like.dim() > 1:
         return value / like.shape[-1] ** 0.5
@@ -58,7 +58,7 @@ def _random_parameter(name: str, like: Tensor, generator: torch.Generator) -> Te
 
 
 @contextmanager
-def _plain_float32() -> Iterator[None]:
+def plain_float32() -> Iterator[None]:
     """Isolates the comparison from the global state around the call of `replace`, and that state from the
     comparison."""
     mkldnn: Any = torch.backends.mkldnn
@@ -92,7 +92,7 @@ def _difference(original: nn.Module, new: Replacement, generator: torch.Generato
             theirs, ours = (_results(module, call, new.outputs) for module in (original, new))
             said = call.said or ("" if call.gradients else "without gradients")
             when = f"in {'training' if training else 'evaluation'}{said and ', ' + said}"
-            if reason := _compared(theirs, ours, when):
+            if reason := compared(theirs, ours, when):
                 return reason
     return None
 
@@ -118,7 +118,7 @@ def _results(module: nn.Module, call: Call, outputs: int) -> dict[str, Any]:
     return results | {"random number drawn next": torch.rand((), device="cpu")}
 
 
-def _compared(theirs: dict[str, Any], ours: dict[str, Any], when: str) -> str | None:
+def compared(theirs: dict[str, Any], ours: dict[str, Any], when: str) -> str | None:
     # Without rounding, some gradients would be 0: those of anything that adds the same number to all scores of a
     # softmax.
     rounding = 1e-7 * max([g.norm().item() for name, g in theirs.items() if name.startswith("gradient")], default=0)

@@ -1,7 +1,8 @@
-"""The part of :func:`torchops.nn.replace` that handles modules of public packages."""
+"""The part of :func:`torchops.replace` that handles modules of public packages."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -9,10 +10,12 @@ from torch import nn
 import torchops
 from torchops.adapters.module import Replacement
 from torchops.adapters.triangle import FUSED, PACKED, SEPARATE
-from torchops.nn.replace import Replacements, first_swapper, join
+from torchops.nn.replace import Declared, Turn, join, swapper
+from torchops.nn.report import Match
+from torchops.nn.swapped import Swapped, outside
 
 
-def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False) -> Replacement | str | None:
+def find_replacement(module: nn.Module, tried: dict[Any, str | None], layers: bool = False) -> Replacement | str | None:
     """The replacement of `module`, the reason why there is none, or None if the module is unknown. With `layers`, looks
     for layers whose parts are replacements."""
     if isinstance(module, Replacement | torchops.nn.TriangleMultiplicativeUpdate):
@@ -39,29 +42,29 @@ def known(module: nn.Module, tried: dict[Any, str | None], layers: bool = False)
     return None
 
 
-@first_swapper
-def replace_known_modules(model: nn.Module) -> Replacements:
+@swapper(Turn.MODULES)
+def replace_known_modules(model: nn.Module, declared: Declared, known: Collection[str]) -> Iterator[Match]:
     """Replaces modules of public packages: first those without known parts, then layers made of replacements."""
     tried: dict[Any, str | None] = {}
-    replaced: list[str] = []
-    left: dict[str, str] = {}
-    layers, more = False, True
+    layers, more, told = False, True, False
     while more:
-        found = {module: known(module, tried, layers) for module in model.modules()}
-        if (own := found[model]) is not None and "" not in left:
-            left[""] = own if isinstance(own, str) else "it is the model itself"
-        before = len(replaced)
+        found = {
+            module: find_replacement(module, tried, layers) for name, module in outside(model) if name not in known
+        }
+        if (own := found.get(model)) is not None and not told:
+            told = True
+            yield Match("", type(model).__name__, False, own if isinstance(own, str) else "it is the model itself")
+        replaced = False
         gone: set[nn.Module] = set()  # inside of those that are replaced
-        for name, parent in list(model.named_modules()):
-            for key, child in () if parent in gone else parent._modules.items():
+        for name, parent in list(outside(model)):
+            for key, child in () if parent in gone or isinstance(parent, Swapped) else parent._modules.items():
                 new = None if child is None else found.get(child)
                 if child is not None and isinstance(new, Replacement):
                     parent._modules[key] = new
-                    replaced.append(join(name, key))
-                    left.pop(join(name, key), None)
                     gone.update(child.modules())
-                elif isinstance(new, str):
-                    left[join(name, key)] = new
+                    replaced = True
+                if child is not None and new is not None:
+                    reason = new if isinstance(new, str) else None
+                    yield Match(join(name, key), type(child).__name__, reason is None, reason)
         # A layer may be replaced once the layers inside are.
-        layers, more = True, not layers or len(replaced) > before
-    return Replacements(tuple(replaced), left)
+        layers, more = True, not layers or replaced

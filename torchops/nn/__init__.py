@@ -7,20 +7,22 @@ it. Call ``torchops.softmax_(x)`` in the ``forward`` that made ``x``. :class:`Tr
 inplace=True)``.
 """
 
-from torchops.nn import gated as _gated  # noqa: F401  (replace() knows it once it is imported)
+from torchops.nn import pairs as _pairs  # noqa: F401  (replace() knows both once they are imported)
+from torchops.nn import sources as _sources  # noqa: F401
 from torchops.nn.gates import GLU, Dense, Gate
 from torchops.nn.pair import Transition, TriangleMultiplicativeUpdate
 from torchops.nn.pair_layer import PairLayer
 from torchops.nn.replace import replace
-from torchops.nn.replacements import Replacements, Share
+from torchops.nn.report import Match, Report, Share
 from torchops.nn.triangle_attention import TriangleAttention
 
 __all__ = [
     "GLU",
     "Dense",
     "Gate",
+    "Match",
     "PairLayer",
-    "Replacements",
+    "Report",
     "Share",
     "Transition",
     "TriangleAttention",

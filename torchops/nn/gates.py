@@ -14,6 +14,7 @@ from .layers import LayersRead, LinearParameters, as_parameters, is_read
 __all__ = ["GLU", "Dense", "Gate"]
 
 torch.fx.wrap("_dense")
+torch.fx.wrap("packed_glu")
 
 
 def is_dense(x: Tensor) -> bool:
@@ -23,6 +24,22 @@ def is_dense(x: Tensor) -> bool:
 
 def _dense(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return dense(x, w, b) if is_dense(x) and is_read(w) else torch.sigmoid(nn.functional.linear(x, w, b))
+
+
+def packed_glu(x: Tensor, w: Tensor, b: Tensor | None, activation: str = "sigmoid", gate_first: bool = False) -> Tensor:
+    """``value * activation(gate)`` of the halves of ``linear(x, w, b)``, by halves of the weight. Those of a DTensor
+    may lie elsewhere, and other subclasses may have none."""
+    if not is_dense(x) or not is_read(w, distributed=False):
+        first, second = nn.functional.linear(x, w, b).chunk(2, -1)
+        gate, value = (first, second) if gate_first else (second, first)
+        return value * (torch.sigmoid(gate) if activation == "sigmoid" else nn.functional.silu(gate))
+    i, j = (1, 0) if gate_first else (0, 1)
+    weights = w.chunk(2)
+    if b is None:
+        return torch.ops.myops.glu(x, weights[i], weights[j], activation=activation)  # type: ignore[no-any-return]
+    biases = b.chunk(2)
+    out: Tensor = torch.ops.myops.glu(x, weights[i], weights[j], biases[i], biases[j], activation=activation)
+    return out
 
 
 class Dense(LinearParameters):
@@ -56,6 +73,13 @@ class Dense(LinearParameters):
 
     def forward(self, input: Tensor) -> Tensor:
         return _dense(input, self.weight, self.bias)
+
+
+class PackedGLU(LinearParameters):
+    """An ``nn.Linear`` followed by ``nn.GLU()``, computed by one operator: :func:`torchops.glu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return packed_glu(input, self.weight, self.bias)
 
 
 class Gate(LinearParameters):

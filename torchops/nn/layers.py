@@ -109,17 +109,18 @@ _READ = (nn.Linear, nn.LayerNorm)
 _PLAIN = tuple(kind.forward for kind in _READ)
 
 
-def is_read(parameter: Tensor | None) -> bool:
-    """Whether operators read a tensor of this class: one of PyTorch itself, a DTensor, or what stands for one in a
-    trace. Another subclass may change what ``F.linear`` computes, and know nothing else."""
+def is_read(parameter: Tensor | None, distributed: bool = True) -> bool:
+    """Whether operators read a tensor of this class: one of PyTorch itself, a DTensor if they know its rules, or what
+    stands for one in a trace. Another subclass may change what ``F.linear`` computes, and know nothing else."""
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return True
     else:
         kind = type(parameter)
-        return kind in (nn.Parameter, Tensor, type(None)) or kind.__module__.startswith(_IN_TORCH)
+        plain = kind in (nn.Parameter, Tensor, type(None)) or kind.__module__.startswith(_IN_TRACES)
+        return plain or (distributed and kind.__module__.startswith("torch.distributed."))
 
 
-_IN_TORCH = ("torch.distributed.", "torch._subclasses.", "torch.fx.")
+_IN_TRACES = ("torch._subclasses.", "torch.fx.")
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -128,13 +129,13 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(hooks)
 
 
-def does_more(layer: nn.Module) -> bool:
+def does_more(layer: nn.Module, distributed: bool = True) -> bool:
     """Whether a call of `layer` does more than its class does with its parameters, as they are now. Hooks may set
     parameters (pruning, weight and spectral norm, ``fully_shard``, offloading) or change what goes in and out."""
     if has_hooks(layer) or "forward" in layer.__dict__:
         return True
     for parameter in layer._parameters.values():  # noqa: SIM110  (in each call of a forward, so a plain loop)
-        if not is_read(parameter):
+        if not is_read(parameter, distributed):
             return True
     return False
 

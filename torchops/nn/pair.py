@@ -255,10 +255,10 @@ class TriangleMultiplicativeUpdate(LayersRead):
         Raises:
             TypeError: it is not such a module, or does not compute what this layer computes. The error says why.
         """
-        from torchops.adapters.swap import known
+        from torchops.adapters.swap import find_replacement
         from torchops.adapters.triangle import TriangleUpdate
 
-        update = module if isinstance(module, TriangleUpdate) else known(module, {})
+        update = module if isinstance(module, TriangleUpdate) else find_replacement(module, {})
         if not isinstance(update, TriangleUpdate):
             kind = type(module)
             got = update if isinstance(update, str) else f"{kind.__module__}.{kind.__qualname__}"

@@ -7,145 +7,134 @@ its parameters do more than their classes say.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from enum import IntEnum
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from .gates import Dense
-from .replacements import Replacements, shares
+from .report import Match, Report, shares
 
-__all__ = ["Replacements", "replace"]
-
-_ALONE = threading.RLock()  # a forward that is traced may itself call `replace`
+__all__ = ["replace"]
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """One thread at a time. Tracing and comparing change what the whole process sees: functions of torch, the default
-    dtype, random states. Compilations of other threads wait, too, since torch.fx does not allow them during a trace;
-    their lock comes first, because a compiler may call :func:`replace`."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    with getattr(dynamo, "compile_lock", contextlib.nullcontext()), _ALONE:
-        yield
-
+# One thread at a time: comparing sets the default dtype and random states of the whole process. A module that is
+# compared may itself call `replace`.
+alone = threading.RLock()
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
-Swapper = Callable[[nn.Module], Replacements]
+Factory = Callable[[Any], "nn.Module | None"]
+Example = Callable[[Any], tuple[Any, ...]]
+Declared = Mapping[type[nn.Module], "Factory | tuple[Factory, Example]"]
 
-_swappers: list[Swapper] = []
-_last_swappers: list[Callable[[nn.Module, Collection[str]], Replacements]] = []
-
-
-def first_swapper(function: Swapper) -> Swapper:
-    """Registers ``function`` for :func:`replace`, before all others: it takes modules with the layers inside."""
-    _swappers.insert(0, function)
-    return function
+# Each replaces one kind of layer. It gets the model, the classes that the user declares, and the names of what those
+# before it replaced or left.
+Swapper = Callable[[nn.Module, Declared, Collection[str]], Iterable[Match]]
 
 
-def swapper(function: Swapper) -> Swapper:
-    """Has `replace` call `function` after those that are known."""
-    _swappers.append(function)
-    return function
+class Turn(IntEnum):
+    """In which order they are called: what takes modules with the layers inside comes first."""
+
+    DECLARED = 0
+    MODULES = 1
+    PARTS = 2
+    PAIRS = 3
+    SOURCES = 4
 
 
-def last_swapper(
-    function: Callable[[nn.Module, Collection[str]], Replacements],
-) -> Callable[[nn.Module, Collection[str]], Replacements]:
-    """Has `replace` call `function` after all others, with the names of what they replaced or left.
-
-    This is for functions that change modules of any class, and must not touch those that others know and leave.
-    """
-    _last_swappers.append(function)
-    return function
+_swappers: dict[Turn, Swapper] = {}
 
 
-def replace(model: nn.Module) -> Replacements:
+def swapper(turn: Turn) -> Callable[[Swapper], Swapper]:
+    """Registers a function for :func:`replace`."""
+
+    def registered(function: Swapper) -> Swapper:
+        _swappers[turn] = function
+        return function
+
+    return registered
+
+
+def replace(model: nn.Module, declared: Declared | None = None) -> Report:
     """Replaces layers of ``model`` by layers of torchops that compute the same, with the same parameters.
 
     The model is changed in place. A new layer has the parameters themselves, so optimizers keep working, and all other
     state of the old layer (training mode, ``requires_grad``, dtype, device, attributes). Names in the state dict stay
-    the same, and state dicts load both ways. Calling it again does nothing. It replaces
+    the same, and state dicts load both ways. Calling it again does nothing. It replaces what is declared:
 
-    - an ``nn.Linear`` followed by an ``nn.Sigmoid`` in an ``nn.Sequential``, by :class:`Dense` and an ``nn.Identity``;
-    - an ``nn.Linear`` followed by ``nn.GLU()`` in an ``nn.Sequential``, by a layer that computes both and an
-      ``nn.Identity``;
-    - the forward of a module that gates by linear layers that it owns, as in ``up(x) * silu(gate(x))``,
-      ``F.glu(packed(x))`` or ``v * sigmoid(gate(x))``. The new forward calls :func:`torchops.glu` or
-      :func:`torchops.gate` with the parameters of these layers, and no longer the layers. The class becomes a subclass
-      of the old one, so that attributes, other methods and hooks stay. ``torch.fx`` traces the forward once, so
-      attributes that steer it keep the values that they have now. While one of these layers has a hook or a weight of
-      a tensor subclass, or another layer is in its place, the old forward runs;
-    - triangle multiplicative updates, triangle attention and transitions of the public packages that
-      ``torchops.adapters`` knows, by modules with the same signature that call the operators; and layers made of
-      them, which then add their updates in place in inference.
+    - an ``nn.Linear`` followed by an ``nn.Sigmoid`` or ``nn.GLU()`` in an ``nn.Sequential``, by one layer;
+    - triangle multiplicative updates, triangle attention, transitions, layers of diffusion transformers and gated
+      feed-forward layers of the public packages that ``torchops.adapters`` knows, by modules with the same signature
+      that call the operators; and layers made of them, which then add their updates in place in inference;
+    - modules of the classes in ``declared``, by what you make of them.
+
+    What a ``forward`` computes with linear layers, as in ``up(x) * silu(gate(x))``, it does not follow: a compiler
+    does, with ``torch.compile(model, backend="torchops")`` or :mod:`torchops.inductor`. If a module owns linear layers
+    and its source calls a sigmoid, SiLU or GLU, the report says so.
 
     It leaves a layer as it is, and reports it, if its parts do more than their classes say or are visible from outside:
 
-    - it is of a subclass, parametrized or quantized;
+    - it is of a subclass (as ``fully_shard`` makes one), parametrized or quantized;
     - it has a hook, an overridden or a compiled forward. A hook of a linear layer would see other values, since those
       before the sigmoid no longer exist. Hooks of the ``nn.Sequential`` and of everything else see the same values and
       are kept;
     - a parameter is a tensor subclass (such as a DTensor), is sparse, or has a dtype or device that the operator does
       not support; or the parameters differ in dtype or device;
-    - the linear layer is also used where no sigmoid follows it. If a sigmoid follows it wherever it is used, one
-      ``Dense`` replaces it in all places;
+    - the linear layer is also used where no activation follows it. If one follows it wherever it is used, one layer
+      replaces it in all places;
     - the ``nn.Sequential`` is of a subclass with its own forward or iteration;
-    - a forward that gates cannot be traced (autocast inside it cannot), differs between training and evaluation,
-      decides by the hash, text, type or identity of a value, overwrites tensors (``+=`` does), uses a layer with two
-      names, changes attributes, draws random numbers, or computes something else than its replacement on a copy with
-      random parameters;
-    - a sigmoid of a linear layer is no factor of one product, or the activation of what looks like a gated linear unit
-      computes neither a sigmoid nor a SiLU;
-    - a module of a package is of no known class, has other layers, or computes something else. For each class and size,
-      one module is compared with its replacement first, on a small problem with random parameters on the CPU.
+    - a module of a package has other layers, or computes something else. For each class and size, one module is
+      compared with its replacement first, on a small problem with random parameters on the CPU. Those of ``declared``
+      are compared in the same way, in training and in evaluation, in float32, bfloat16 and under autocast.
 
     Other threads may call modules meanwhile, but not those of ``model``, and not if they draw random numbers, which may
     come twice, compile, or depend on the default dtype: what is compared sets these for the whole process. If several
     threads call ``replace``, one waits for the other.
 
-    It does not see code that takes a layer out of a module and calls it alone. :mod:`torchops.inductor` follows the
-    computation itself and needs no such structure.
+    It does not see code that takes a layer out of a module and calls it alone.
+
+    Args:
+        model: whose layers are replaced. ``model`` itself stays the same object.
+        declared: for a class, a function that gets a module of just this class and returns what replaces it, or None to
+            leave it. That has the module's parameters and buffers under the same names, and need not care what becomes
+            of its layers later: while one has a hook, is replaced or parametrized, or has a weight of a tensor
+            subclass, the former ``forward`` runs. Instead of the function, a pair with another one, which gets the
+            module and returns the arguments that both are called with to compare them; otherwise, ``replace`` guesses
+            them from the sizes of the layers.
 
     Returns:
-        What was replaced and what was left; ``str`` of it is a table by class and share of the parameters. ``model``
-        itself, whose name is empty, may get another forward, but stays the same object.
+        What was replaced and what was left; ``str`` of it is a table by class and share of the parameters.
 
     Raises:
-        TypeError: ``model`` is not an ``nn.Module``.
+        TypeError: ``model`` is not an ``nn.Module``, or a key of ``declared`` no class of modules.
 
     Example:
 
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
-        >>> torchops.nn.replace(model)
-        Replacements(replaced=('0',), left={})
-        >>> model
-        Sequential(
-          (0): Dense(in_features=3, out_features=4, bias=True)
-          (1): Identity()
-        )
+        >>> torchops.replace(model)
+        Report(replaced=('0',), left={})
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: expected model of type nn.Module, got {type(model).__name__}")
-    with alone():
+    for kind in declared or {}:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"replace: expected classes of modules in declared, got {kind!r}")
+    with alone:
         kinds = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
         order = {name: i for i, name in enumerate(kinds)}
-        reports = [swap(model) for swap in _swappers]
-        known = {name for report in reports for name in (*report.replaced, *report.left)}
-        reports += [swap(model, known) for swap in _last_swappers]
-    replaced = sorted((name for report in reports for name in report.replaced), key=order.__getitem__)
-    left = {name: why for report in reports for name, why in report.left.items()}
-    return Replacements(tuple(replaced), left, shares(model, kinds, replaced, left))
+        found: dict[str, Match] = {}
+        for _, swap in sorted(_swappers.items()):
+            for match in swap(model, declared or {}, frozenset(found)):
+                found[match.name] = match
+    matches = sorted(found.values(), key=lambda match: order.get(match.name, len(order)))
+    return Report(matches, shares(model, kinds, matches))
 
 
 # --- what every swapper asks -----------------------------------------------------------------------------------------
@@ -251,70 +240,3 @@ def has_kernel(operator: str, device: torch.device) -> bool:
 def join(prefix: str, key: str) -> str:
     """The name of the child `key` of the module named `prefix`."""
     return f"{prefix}.{key}" if prefix else key
-
-
-# --- a linear layer and the sigmoid that follows it ------------------------------------------------------------------
-
-
-@swapper
-def replace_sigmoids(model: nn.Module) -> Replacements:
-    """Pairs of nn.Linear and nn.Sigmoid in an nn.Sequential, by Dense."""
-    names = {parent: name for name, parent in model.named_modules()}
-    pairs = [pair for parent in names if isinstance(parent, nn.Sequential) for pair in _pairs(parent)]
-    follows = {(pair.parent, pair.linear_key) for pair in pairs}
-    layers = {id(pair.linear) for pair in pairs}
-    reasons: dict[int, str] = {}
-    for pair in pairs:
-        if reason := _reason_to_leave(pair):
-            reasons.setdefault(id(pair.linear), reason)
-    for parent, name in names.items():
-        for key, child in parent._modules.items():
-            if id(child) in layers and (parent, key) not in follows:
-                reasons.setdefault(id(child), f"no sigmoid follows it as {join(name, key)}")
-
-    dense: dict[int, Dense] = {}
-    replaced, left = [], {}
-    for pair in pairs:
-        name = join(names[pair.parent], pair.linear_key)
-        if reason := reasons.get(id(pair.linear)):
-            left[name] = reason
-            continue
-        if id(pair.linear) not in dense:
-            dense[id(pair.linear)] = like(pair.linear, Dense)
-        pair.parent._modules[pair.linear_key] = dense[id(pair.linear)]
-        pair.parent._modules[pair.sigmoid_key] = nn.Identity().train(pair.sigmoid.training)
-        replaced.append(name)
-    return Replacements(tuple(replaced), left)
-
-
-class _Pair(NamedTuple):
-    parent: nn.Sequential
-    linear_key: str
-    sigmoid_key: str
-
-    @property
-    def linear(self) -> nn.Linear:
-        return self.parent._modules[self.linear_key]  # type: ignore[return-value]
-
-    @property
-    def sigmoid(self) -> nn.Sigmoid:
-        return self.parent._modules[self.sigmoid_key]  # type: ignore[return-value]
-
-
-def _pairs(parent: nn.Sequential) -> list[_Pair]:
-    children = list(parent._modules.items())
-    return [
-        _Pair(parent, key, next_key)
-        for (key, child), (next_key, following) in pairwise(children)
-        if isinstance(child, nn.Linear) and isinstance(following, nn.Sigmoid)
-    ]
-
-
-def _reason_to_leave(pair: _Pair) -> str | None:
-    parent, linear, sigmoid = pair.parent, pair.linear, pair.sigmoid
-    if reason := sequential_reason(parent):
-        return reason
-    for module, plain in ((linear, nn.Linear), (sigmoid, nn.Sigmoid)):
-        if reason := module_reason(module, plain):
-            return reason
-    return parameters_reason(linear._parameters, "weight", "myops::dense")

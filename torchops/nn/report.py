@@ -1,14 +1,14 @@
-"""What :func:`torchops.nn.replace` did with a model, also by class and share of its parameters."""
+"""What :func:`torchops.replace` or a compiler pass did with a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
-__all__ = ["Replacements", "Share"]
+__all__ = ["Match", "Report", "Share"]
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,55 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Replacements:
-    """What :func:`replace` did.
+class Match:
+    """What became of one place that looks replaceable.
 
     Attributes:
-        replaced: names of the layers that were replaced, in the order of ``model.named_modules()``.
-        left: names of the layers that look replaceable but were left as they are, with the reason.
-        shares: which part of the parameters that is, by class, the greatest share first. ``str(report)`` shows it as a
-            table.
+        name: of the module in the model; of a gate in a compiled graph, the line of your code.
+        kind: the class of the module; of a gate in a compiled graph ``dense``, ``gate``, ``glu sigmoid`` or ``glu
+            silu``.
+        replaced: whether something of torchops took its place.
+        reason: why not.
     """
 
-    replaced: tuple[str, ...]
-    left: Mapping[str, str]
-    shares: Sequence[Share] = field(default=(), repr=False, compare=False)
+    name: str
+    kind: str
+    replaced: bool
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} replaced: {self.name}" if self.replaced else f"{self.kind} left, {self.reason}: {self.name}"
+        )
+
+
+class Report(tuple[Match, ...]):
+    """What became of each place that looks replaceable: a tuple of :class:`Match`.
+
+    Attributes:
+        shares: which part of the parameters that is, by class, the greatest share first, if a whole model was looked
+            at. ``str(report)`` shows it as a table.
+    """
+
+    shares: tuple[Share, ...]
+
+    def __new__(cls, matches: Iterable[Match] = (), shares: Iterable[Share] = ()) -> Report:
+        report = super().__new__(cls, matches)
+        report.shares = tuple(shares)
+        return report
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """The names of what was replaced."""
+        return tuple(match.name for match in self if match.replaced)
+
+    @property
+    def left(self) -> dict[str, str]:
+        """The names of what looks replaceable but was left as it is, with the reason."""
+        return {match.name: match.reason or "" for match in self if not match.replaced}
+
+    def __repr__(self) -> str:
+        return f"Report(replaced={self.replaced}, left={self.left})"
 
     def __str__(self) -> str:
         width = max((len(share.kind) for share in self.shares), default=0)
@@ -53,15 +89,13 @@ class Replacements:
             f"{share.reason and ': '}{share.reason}"
             for share in self.shares
         ]
-        return "\n".join(lines) if lines else repr(self)
+        return "\n".join(lines or map(str, self)) or repr(self)
 
 
-def shares(
-    model: nn.Module, kinds: Mapping[str, str], replaced: Sequence[str], left: Mapping[str, str]
-) -> tuple[Share, ...]:
+def shares(model: nn.Module, kinds: Mapping[str, str], matches: Iterable[Match]) -> tuple[Share, ...]:
     """The shares of a model after the replacement, whose modules had these classes by name before."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    done = set(replaced)
+    done, left = {match.name for match in matches if match.replaced}, Report(matches).left
     owners: dict[tuple[str, str, str], tuple[set[int], int]] = {}
     seen: set[int] = set()
     total = sum(map(_size, model.parameters())) or 1

@@ -1,0 +1,476 @@
+"""torchops.replace: classes for which a replacement is declared, by the user and for packages."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import assert_all_close, random_like
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import torchops
+from torchops import replace
+from torchops.nn.swapped import Swapped
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, features: int = 6, hidden: int = 8) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(features, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, features)
+        self.scale = nn.Parameter(torch.ones(features))
+        self.register_buffer("shift", torch.zeros(features))
+        self.note = "kept"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x)) * self.scale + self.shift
+
+    def doubled(self, x: Tensor) -> Tensor:
+        return 2 * self(x)
+
+
+class Fused(nn.Module):
+    """What takes the place of a SwiGLU."""
+
+    def __init__(self, of: SwiGLU) -> None:
+        super().__init__()
+        self.gate, self.up, self.down, self.scale = of.gate, of.up, of.down, of.scale
+        self.register_buffer("shift", of.shift)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torchops.glu(x, self.up.weight, self.gate.weight, activation="silu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.hidden(x)) * self.scale + self.shift
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = SwiGLU()
+        self.rest = nn.Sequential(SwiGLU(), nn.Linear(6, 6), nn.Sigmoid())
+        self.again = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.rest(self.first(x)))
+
+
+def x(rows: int = 5) -> Tensor:
+    return random_like(torch.empty(rows, 6))
+
+
+def values(model: nn.Module, features: Tensor) -> list[Tensor]:
+    leaf = features.clone().requires_grad_()
+    out = model(leaf)
+    leaves = [leaf, *(p for p in model.parameters() if p.requires_grad)]
+    return [out, *torch.autograd.grad(out, leaves, random_like(out.detach(), 1), allow_unused=True)]  # type: ignore
+
+
+def glus(model: nn.Module, features: Tensor) -> int:
+    """How many operators a call runs."""
+    with torch.profiler.profile() as profile:
+        model(features)
+    return [event.name for event in profile.events()].count("myops::glu")
+
+
+def test_declared() -> None:
+    """Parameters, names, attributes, methods and hooks stay; values and gradients too; again does nothing."""
+    model = Model()
+    original = copy.deepcopy(model)
+    parameters, names = dict(model.named_parameters()), list(model.state_dict())
+    report = replace(model, {SwiGLU: Fused})
+    assert report.replaced == ("first", "rest.0", "rest.1", "again")
+    assert report.left == {}
+    assert [(match.name, match.kind) for match in report][:2] == [("first", "SwiGLU"), ("rest.0", "SwiGLU")]
+    assert isinstance(model.first, Swapped)
+    assert model.again is model.first
+    assert list(model.state_dict()) == names
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    for remade in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_all_close(values(remade, x()), values(original, x()), atol=1e-5, rtol=1e-4)
+        assert glus(remade, x()) == 3
+    assert model.first.note == "kept"
+    assert_all_close([model.first.doubled(x())], [original.first.doubled(x())], atol=1e-5, rtol=1e-4)
+    assert not replace(model, {SwiGLU: Fused})
+    original.load_state_dict(model.state_dict())
+    model.load_state_dict(original.state_dict())
+
+
+def test_modes_dtypes_and_devices() -> None:
+    """They reach what was swapped."""
+    model = Model()
+    original = copy.deepcopy(model)
+    replace(model, {SwiGLU: Fused})
+    for change in (nn.Module.eval, nn.Module.train, nn.Module.double, lambda m: m.requires_grad_(False)):
+        for m in (model, original):
+            change(m)
+        features = x().to(model.first.scale.dtype)
+        assert_all_close(values(model, features), values(original, features), atol=1e-5, rtol=1e-4)
+        assert glus(model, features) == 3
+    former = model.first.__dict__["_former"]
+    assert model.eval().first.training is former.training is False
+    meta = Model().to("meta")
+    assert replace(meta, {SwiGLU: Fused}).left == {}
+    meta.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter, value in zip(meta.parameters(), Model().parameters(), strict=True):
+            parameter.copy_(value)
+        meta.first.shift.zero_()
+        meta.rest[0].shift.zero_()
+    assert glus(meta, x()) == 3
+    assert_all_close([meta.first(x())], [meta.first.__dict__["_former"](x())], atol=1e-5, rtol=1e-4)
+
+
+class LowRank(nn.Module):
+    """A layer beside another one, as libraries for fine-tuning make it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.extra = base, nn.Linear(6, 8)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.extra(x)
+
+
+class Tagged(Tensor):
+    """A weight whose layer computes something else, and which cannot be split."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.chunk, torch.chunk, torch.split):
+            raise NotImplementedError(func)
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * out if func is F.linear else out
+
+
+LATER: dict[str, Callable[[Any], object]] = {
+    "another layer": lambda m: setattr(m, "up", LowRank(m.up)),
+    "hook": lambda m: m.up.register_forward_hook(lambda module, args, out: 0 * out),
+    "parametrization": lambda m: nn.utils.parametrizations.weight_norm(m.up),
+    "pruning": lambda m: prune.l1_unstructured(m.up, "weight", 0.5),
+    "own forward": lambda m: setattr(m.up, "forward", lambda x: m.gate(x)),
+    "tensor subclass": lambda m: setattr(m.up, "weight", nn.Parameter(m.up.weight.detach().as_subclass(Tagged))),
+    "bias": lambda m: setattr(m.up, "bias", nn.Parameter(torch.ones(8))),
+    "hook of a layer that is called": lambda m: m.down.register_forward_hook(lambda module, args, out: 0 * out),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", LATER)
+def test_layers_that_change_later(name: str, compiled: bool) -> None:
+    """The former forward calls them."""
+    model = nn.ModuleList([SwiGLU()])
+    original = copy.deepcopy(model)
+    replace(model, {SwiGLU: Fused})
+    for m in (model, original):
+        torch.manual_seed(0)
+        LATER[name](m[0])
+    # TorchDynamo would take this subclass for a plain tensor, in the former forward, too.
+    compiled = compiled and name != "tensor subclass"
+    function = torch.compile(model[0], backend="eager") if compiled else model[0]
+    with torch.no_grad():
+        assert_all_close([function(x())], [original[0](x())], atol=1e-6, rtol=1e-5)
+        assert glus(model[0], x()) == 0
+
+
+def test_new_parameters() -> None:
+    """Of a layer or of the module itself are read where they are."""
+    model = nn.ModuleList([SwiGLU()])
+    original = copy.deepcopy(model)
+    replace(model, {SwiGLU: Fused})
+    for m in (model[0], original[0]):
+        torch.manual_seed(0)
+        m.up.weight = nn.Parameter(torch.randn(8, 6))
+        m.scale = nn.Parameter(torch.full((6,), 3.0))
+        m.shift = torch.ones(6)
+    assert_all_close([model[0](x())], [original[0](x())], atol=1e-5, rtol=1e-4)
+    assert glus(model[0], x()) == 1
+
+
+# --- what is left ----------------------------------------------------------------------------------------------------
+
+
+class Wrong(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.01 * super().forward(x)
+
+
+class WrongInHalf(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if x.dtype == torch.float32 else 2)
+
+
+class WrongUnderAutocast(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if torch.is_autocast_enabled("cpu") else 1)
+
+
+class OtherDtype(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+class WrongInEvaluation(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if self.training else 2)
+
+
+class WrongGradient(Fused):
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x.detach())
+
+
+class OverwritesInput(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if not torch.is_grad_enabled():
+            x.zero_()
+        return out
+
+
+class Draws(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(1)
+        return super().forward(x)
+
+
+class Copies(Fused):
+    def __init__(self, of: SwiGLU) -> None:
+        super().__init__(of)
+        self.scale = nn.Parameter(of.scale.detach().clone())
+
+
+class Fails(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+
+class Pairs(Fused):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+FACTORIES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "wrong": (Wrong, "it computes something else: its result in training differs by 1.0e-02 of its norm"),
+    "half": (WrongInHalf, "it computes something else: its result in bfloat16"),
+    "autocast": (WrongUnderAutocast, "it computes something else: its result under autocast"),
+    "dtype": (OtherDtype, "its dtype of result is torch.bfloat16, and that of its replacement torch.float32"),
+    "evaluation": (WrongInEvaluation, "it computes something else: its result in evaluation"),
+    "gradient": (WrongGradient, "it computes something else: its gradient of its argument 0 in training"),
+    "input": (OverwritesInput, "it computes something else: its argument 0 afterwards"),
+    "draws": (Draws, "it computes something else: its random number drawn next"),
+    "copies": (Copies, "what is to replace it has another scale"),
+    "fails": (Fails, "computing it to compare raised ValueError: not today"),
+    "pairs": (Pairs, "its structure is "),
+    "no module": (lambda of: of.forward, "what is to replace it is a method"),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories_that_are_wrong(name: str) -> None:
+    factory, reason = FACTORIES[name]
+    model = nn.ModuleList([SwiGLU()])
+    report = replace(model, {SwiGLU: factory})
+    assert report.replaced == ()
+    assert report.left["0"].startswith(reason)
+    assert type(model[0]) is SwiGLU
+
+
+class Derived(SwiGLU):
+    pass
+
+
+MODULES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "hook": (lambda m: m.up.register_forward_hook(lambda *a: None), "up: Linear has hooks"),
+    "hook of the module": (lambda m: m.register_forward_hook(lambda *a: None), "SwiGLU has hooks"),
+    "parametrized": (lambda m: nn.utils.parametrizations.weight_norm(m.up), "up is parametrized"),
+    "subclass": (LATER["tensor subclass"], "up.weight is a Tagged"),
+    "derived class": (lambda m: setattr(m, "__class__", Derived), "Derived is not SwiGLU itself"),
+    "own forward": (lambda m: setattr(m, "forward", lambda x: x), "SwiGLU has a forward of its own"),
+    "compiled": (lambda m: m.compile(backend="eager"), "SwiGLU has a forward of its own"),
+    "lazy": (lambda m: setattr(m, "down", nn.LazyLinear(6)), "down: LazyLinear has hooks"),
+    "complex": (lambda m: m.to(torch.complex64), "scale is of torch.complex64"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules", "ignore:Lazy modules")
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_that_do_more(name: str) -> None:
+    change, reason = MODULES[name]
+    model = nn.ModuleDict({"left": SwiGLU(), "right": SwiGLU()})
+    change(model["left"])
+    report = replace(model, {SwiGLU: Fused})
+    assert report.replaced == ("right",)
+    assert list(report.left) == ["left"]
+    assert reason in report.left["left"]
+
+
+def test_the_model_itself() -> None:
+    assert replace(SwiGLU(), {SwiGLU: Fused}).left == {"": "it is the model itself"}
+
+
+def test_a_factory_may_decline() -> None:
+    report = replace(nn.ModuleList([SwiGLU()]), {SwiGLU: lambda of: None})
+    assert report.replaced == ()
+    assert list(report.left) == ["0"]  # its source calls a SiLU
+    with pytest.raises(TypeError, match="expected classes of modules in declared, got 3"):
+        replace(SwiGLU(), {3: Fused})  # type: ignore[dict-item]
+
+
+class Choosy(nn.Module):
+    """Takes a mask of the rows, of which no layer has the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if mask.shape != x.shape[:-1] or mask.dtype != torch.bool:
+            raise ValueError("a mask of the rows")
+        return x * self.gate(x).sigmoid() * mask[..., None]
+
+
+class FusedChoosy(nn.Module):
+    def __init__(self, of: Choosy) -> None:
+        super().__init__()
+        self.gate = of.gate
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torchops.gate(x, x, self.gate.weight, self.gate.bias) * mask[..., None]
+
+
+def test_examples() -> None:
+    """Of calls that cannot be guessed."""
+    model = nn.ModuleList([Choosy()])
+    report = replace(model, {Choosy: FusedChoosy})
+    assert report.left == {"0": "no call of it could be guessed: declare (function, example) for its class"}
+
+    def example(of: Choosy) -> tuple[Tensor, Tensor]:
+        rows = torch.randn(4, of.gate.in_features)
+        return rows, rows[:, 0] > 0
+
+    assert replace(model, {Choosy: (FusedChoosy, example)}).replaced == ("0",)
+
+
+# --- what the source says --------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Speaks of a sigmoid, and calls none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()  # not sigmoid(x)
+
+
+class ByModule(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.layer(x)) * x
+
+
+class Inside(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gated(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.layer(x))
+
+
+class Inherits(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.layer])
+        del self.layer
+
+
+SOURCES = [(Plain, None), (ByModule, "SiLU"), (Inside, "sigmoid"), (Inherits, "sigmoid"), (SwiGLU, "silu")]
+
+
+@pytest.mark.parametrize(("kind", "called"), SOURCES)
+def test_forwards_that_may_gate(kind: type[nn.Module], called: str | None) -> None:
+    """Are named, and what to do."""
+    report = replace(nn.ModuleDict({"it": kind()}))
+    assert report.replaced == ()
+    assert list(report.left) == (["it"] if called else [])
+    if called:
+        assert f"may gate by {called}," in report.left["it"]
+        assert 'backend="torchops"' in report.left["it"]
+
+
+# --- packages --------------------------------------------------------------------------------------------------------
+
+MODELS = ["llama.Llama", "mistral.Mistral", "qwen2.Qwen2", "qwen3.Qwen3", "phi3.Phi3", "olmo.Olmo", "olmo2.Olmo2"]
+MODELS += ["granite.Granite", "cohere.Cohere", "glm.Glm"]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers(name: str, activation: str) -> None:
+    """Whole models of it. With another activation, their layers stay."""
+    transformers: Any = importlib.import_module("transformers")
+    kind = name.partition(".")[2]
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 31, "head_dim": 6}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, **tokens, num_attention_heads=4, num_key_value_heads=2, hidden_act=activation
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    former, ids = copy.deepcopy(model), torch.randint(31, (2, 7))
+    report = replace(model)
+    assert report.replaced == (("model.layers.0.mlp", "model.layers.1.mlp") if activation == "silu" else ())
+    assert report.left == {}
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, former(ids).logits)
+
+
+@pytest.mark.skipif(find_spec("boltz") is None, reason="boltz is not installed")
+@pytest.mark.parametrize("training", [False, True])
+def test_parts_of_boltz(training: bool) -> None:
+    """Gradients, and the released chunks of heads in evaluation."""
+    blocks = importlib.import_module("boltz.model.modules.transformersv2")
+    averaging = importlib.import_module("boltz.model.layers.pair_averaging")
+    model: Any = nn.ModuleDict(
+        {
+            "norm": blocks.AdaLN(8, 6),
+            "transition": blocks.ConditionedTransitionBlock(8, 6),
+            "averaging": averaging.PairWeightedAveraging(8, 4, 3, 2),
+        }
+    ).train(training)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(random_like(parameter, parameter.numel()))
+    former = copy.deepcopy(model)
+    report = replace(model)
+    assert report.replaced == ("norm", "transition", "averaging")
+    assert report.left == {}
+    a, s = random_like(torch.empty(2, 5, 8), 1), random_like(torch.empty(2, 5, 6), 2)
+    m, z, mask = random_like(torch.empty(2, 3, 5, 8)), random_like(torch.empty(2, 5, 5, 4)), torch.ones(2, 5, 5)
+    for name, args in (("norm", (a, s)), ("transition", (a, s)), ("averaging", (m, z, mask))):
+        for more in ({}, {"chunk_heads": True}, {"chunk_heads": False}) if name == "averaging" else ({},):
+            results = []
+            for part in (model[name], former[name]):
+                leaf = args[0].clone().requires_grad_()
+                out = part(leaf, *args[1:], **more)
+                results.append([out, *torch.autograd.grad(out, [leaf, *part.parameters()], random_like(out, 5))])
+            assert_all_close(*results, atol=1e-5, rtol=1e-4)
