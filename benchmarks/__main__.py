@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     gains = commands.add_parser("inductor", help=text, description=text)
     gains.set_defaults(function=inductor.run)
     inductor.add_arguments(gains)
-    text = "measure a whole prediction of a released model before and after torchops.nn.replace"
+    text = "measure a whole prediction of a released model before and after torchops.replace"
     models = commands.add_parser(
         "whole", help=text, description=whole.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""A stack of layers of the released Boltz before and after `torchops.nn.replace`: `python -m benchmarks.boltz`.
+"""A stack of layers of the released Boltz before and after `torchops.replace`: `python -m benchmarks.boltz`.
 
 Four layers of its ``PairformerNoSeqModule`` with random parameters: chunks and checkpoints are those of the release (in
 inference, chunks of 128 rows from N = 385 on; training is checkpointed by layer for N > 512, since four layers of the
@@ -64,7 +64,7 @@ def stacks(n: int, device: torch.device, features: int) -> dict[str, nn.Module]:
     )
     before = randomised(before).to(device)
     after = copy.deepcopy(before)
-    report = torchops.nn.replace(after)
+    report = torchops.replace(after)
     if report.left or not {f"layers.{i}" for i in range(LAYERS)} <= set(report.replaced):
         raise AssertionError(f"not everything was replaced: {report}")
     return {"before": before, "after": after}
@@ -259,7 +259,7 @@ def modules(
         torch.manual_seed(3)
         before = randomised(make(file)).to(device).eval()
         model = nn.Sequential(copy.deepcopy(before))
-        report = torchops.nn.replace(model)
+        report = torchops.replace(model)
         row: dict[str, Any] = {"package": package, "version": _version(package), "module": what}
         row["class"] = type(before).__name__
         if report.replaced[:1] != ("0",):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchops
-from torchops._inductor import table
+from torchops.inductor import table
 
 from . import machine, parallel, timing
 from .case import BACKWARD, FORWARD

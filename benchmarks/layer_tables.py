@@ -109,7 +109,7 @@ def pair_layer(machine: str) -> str:
 
 
 def released(machine: str) -> str:
-    """Results of `python -m benchmarks.boltz` for a stack of layers before and after `torchops.nn.replace`."""
+    """Results of `python -m benchmarks.boltz` for a stack of layers before and after `torchops.replace`."""
     document = read(machine, "boltz")
     lines = ["| N | call | as released | after `replace` | deviation before, after |", "|---|---|---|---|---|"]
     for result in document["results"]:
@@ -121,7 +121,7 @@ def released(machine: str) -> str:
 
 
 def swapped(machine: str) -> str:
-    """Results of `python -m benchmarks.boltz` for single modules before and after `torchops.nn.replace`."""
+    """Results of `python -m benchmarks.boltz` for single modules before and after `torchops.replace`."""
     document = read(machine, "boltz")
     lines = [
         "| package | module | largest element | difference in float32 | in bf16-mixed | distance before, after |",

@@ -23,8 +23,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchops.adapters.triangle import TriangleUpdate
-from torchops.nn import TriangleMultiplicativeUpdate, replace
+from torchops.convert import swappers as replace
+from torchops.convert import triangle_update
+from torchops.convert.triangle import TriangleUpdate
+from torchops.nn import TriangleMultiplicativeUpdate
 
 # One process imports the packages, which takes seconds, for all tests.
 pytestmark = [
@@ -269,7 +271,7 @@ def test_openfold_computes_in_the_dtype_of_a_bfloat16_stream(name: str, autocast
 def test_from_module(package: Package) -> None:
     model = Block(package).eval()
     for module, direction in ((model.out, "outgoing"), (model.in_, "incoming")):
-        layer = TriangleMultiplicativeUpdate.from_module(module)
+        layer = triangle_update(module)
         assert (layer.direction, layer.training) == (direction, False)
         torch.testing.assert_close(layer(*inputs()), module(*inputs()), rtol=1e-4, atol=1e-4)
         storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -331,12 +333,12 @@ def test_refuses(change: str) -> None:
     assert reason in report.left["out"]
     assert model.out is kept
     with pytest.raises(TypeError, match="expected a triangle update of a known package, got "):
-        TriangleMultiplicativeUpdate.from_module(kept)
+        triangle_update(kept)
 
 
 def test_from_module_of_another_kind() -> None:
     with pytest.raises(TypeError, match=r"got torchops\.nn\.pair\.TriangleMultiplicativeUpdate$"):
-        TriangleMultiplicativeUpdate.from_module(TriangleMultiplicativeUpdate(8))
+        triangle_update(TriangleMultiplicativeUpdate(8))
 
 
 @pytest.mark.parametrize("name", OPENFOLD)

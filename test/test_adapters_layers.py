@@ -20,8 +20,8 @@ from test_adapters import randomised
 from test_adapters_parts import BOLTZ, HEAD, HEADS, C, changed
 from torch import Tensor, nn
 
-from torchops.adapters.layer import Layer
-from torchops.nn import replace
+from torchops.convert import swappers as replace
+from torchops.convert.layer import Layer
 
 pytestmark = [
     pytest.mark.xdist_group("adapters"),

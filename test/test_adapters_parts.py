@@ -20,9 +20,9 @@ from test_adapters import deviation, randomised
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from torchops.adapters.attention import TriangleAttention
-from torchops.adapters.transition import Transition
-from torchops.nn import replace
+from torchops.convert import swappers as replace
+from torchops.convert.attention import TriangleAttention
+from torchops.convert.transition import Transition
 
 pytestmark = [
     pytest.mark.xdist_group("adapters"),

@@ -17,8 +17,8 @@ from test_adapters_layers import _stack, _streams
 from test_adapters_parts import CASES, INSTALLED, Case, inputs
 from torch import Tensor, nn
 
-from torchops.adapters.module import Replacement
-from torchops.nn import replace
+from torchops.convert import swappers as replace
+from torchops.convert.module import Replacement
 
 pytestmark = [
     pytest.mark.xdist_group("adapters"),

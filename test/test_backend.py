@@ -156,7 +156,7 @@ def test_saved_between_forward_and_backward() -> None:
 
 def test_arguments_are_released() -> None:
     """So that what the backward pass has read for the last time is gone before its end."""
-    from torchops._inductor import backend
+    from torchops.inductor import backend
 
     graph = torch.fx.symbolic_trace(lambda x, y: x + y)
     run = backend._as_it_is(graph, ())

@@ -255,7 +255,7 @@ def test_index_has_every_page() -> None:
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = [f for f in map(torchops.ops.__dict__.get, torchops.ops.__all__) if inspect.isfunction(f)]
-MODULES = [getattr(torchops.nn, module) for module in torchops.nn.__all__ if module not in ("Match", "Report", "Share")]
+MODULES = [*(getattr(torchops.nn, module) for module in torchops.nn.__all__), torchops.replace]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

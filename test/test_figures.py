@@ -294,9 +294,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     (
         "docs/existing_models.md",
         "In training, it makes gated attention {:.0f}% slower than eager mode",
-        lambda: slowdown(
-            *(model("gated attention", BACKWARD, way) for way in ("eager", "eager + torchops.nn.replace"))
-        ),
+        lambda: slowdown(*(model("gated attention", BACKWARD, way) for way in ("eager", "eager + torchops.replace"))),
     ),
     (
         "docs/pair_layer.md",

@@ -26,7 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import torchops
-from torchops._inductor import CountMatches, RewriteGates, table
+from torchops.inductor import table
+from torchops.inductor.passes import CountMatches, RewriteGates
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
 

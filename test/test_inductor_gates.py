@@ -13,8 +13,8 @@ from checks import assert_all_close
 from test_inductor import DENSE, GATE, GLU, SIGMOID, Backend, check, everywhere, t, values
 from torch import Tensor, fx
 
-from torchops._inductor import table
-from torchops._inductor.expressions import Evaluator, formula, points
+from torchops.inductor import table
+from torchops.inductor.expressions import Evaluator, formula, points
 
 __all__ = ["everywhere"]  # a fixture
 

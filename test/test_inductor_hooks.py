@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
 import torchops
-from torchops._inductor import table
+from torchops.inductor import table
 
 __all__ = ["everywhere"]  # a fixture
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchops
-from torchops._inductor import REPORT, RewriteGates, table
+from torchops.inductor import table
+from torchops.inductor.passes import REPORT, RewriteGates
 
 __all__ = ["everywhere"]  # a fixture
 

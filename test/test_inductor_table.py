@@ -13,7 +13,8 @@ from test_inductor import DENSE, GATE, GLU, Backend, check, everywhere, t
 from test_inductor_gates import FORMS, arguments
 
 import torchops
-from torchops._inductor import REPORT, table
+from torchops.inductor import table
+from torchops.inductor.passes import REPORT
 
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
-from torchops._inductor import table
+from torchops.inductor import table
 
 OPS = torch.ops.myops
 HALF = torch.bfloat16

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
-from torchops._inductor import table
+from torchops.inductor import table
 
 OPS = torch.ops.myops
 HALF, LONG = torch.bfloat16, 1032

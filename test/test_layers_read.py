@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
-from torchops.nn import GLU, PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate, replace
+from torchops.convert import swappers as replace
+from torchops.nn import GLU, PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate
 
 C = 6
 MODULES: dict[str, Callable[[], nn.Module]] = {

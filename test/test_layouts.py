@@ -210,7 +210,7 @@ def test_sparse_inputs_after_a_swap(layout: str) -> None:
         expected = model(x)
         if layout == "to_mkldnn" and isinstance(after, nn.GLU):
             continue  # not supported by PyTorch's either
-        assert torchops.nn.replace(model).replaced == ("0",)
+        assert torchops.replace(model).replaced == ("0",)
         out = model(getattr(x, layout)())
         torch.testing.assert_close(out.to_dense() if out.layout is not torch.strided else out, expected)
 
@@ -224,7 +224,7 @@ def test_nested_inputs_after_a_swap() -> None:
         out = model(torch.nested.as_nested_tensor(parts, layout=torch.jagged))
         assert out.is_nested
         results.append([out.values(), *torch.autograd.grad(out.values().square().sum(), list(model.parameters()))])
-        torchops.nn.replace(model)
+        torchops.replace(model)
     assert isinstance(model[0], torchops.nn.Dense)
     assert_all_close(*results)
 

@@ -94,7 +94,7 @@ def test_what_replaces_linear_layers_leaves_gates(replaced: bool) -> None:
     x = torch.randn(5, 64)
     model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), torchops.nn.Dense(64, 64), nn.Linear(64, 32))
     if replaced:
-        assert torchops.nn.replace(model).replaced == ("0",)
+        assert torchops.replace(model).replaced == ("0",)
     training = QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int8, "per_channel"), step="prepare")
     for change in (convert_to_float8_training, lambda m: torchao.quantize_(m, training)):
         changed = copy.deepcopy(model)

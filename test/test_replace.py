@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from torchops import replace
+from torchops.convert.sequential import Applied
 from torchops.nn import Dense
 from torchops.nn.gates import PackedGLU
-from torchops.nn.pairs import Applied
 
 
 def x(rows: int = 5, columns: int = 6) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 import torchops
 from torchops import replace
-from torchops.nn.swapped import Swapped
+from torchops.convert.swapped import Swapped
 
 
 class SwiGLU(nn.Module):

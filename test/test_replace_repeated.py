@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import torchops
 from torchops import replace
-from torchops.adapters import declared
-from torchops.nn.replace import identity
-from torchops.nn.swapped import Swapped
+from torchops.convert import declared
+from torchops.convert.swapped import Swapped
+from torchops.convert.swappers import identity
 
 
 class Scaled(nn.Module):

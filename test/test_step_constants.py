@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchops.adapters.constants import Constants, Known
+from torchops.convert.constants import Constants, Known
 
 
 class Counted(TorchDispatchMode):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchops._core import _build_info
-from torchops.adapters import step_graph
-from torchops.adapters.step_graph import GraphAdapter, StepGraph, recorded
+from torchops.convert import step_graph
+from torchops.convert.step_graph import GraphAdapter, StepGraph, recorded
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and _build_info.cuda_version else [])]
 

@@ -145,7 +145,7 @@ def test_before_replace(tool: Callable[[nn.Linear], nn.Module]) -> None:
     model = use(tool, a_model())
     expected = model(x)
     assert not torch.allclose(expected, a_model()(x))
-    assert torchops.nn.replace(model).replaced == ()
+    assert torchops.replace(model).replaced == ()
     torch.testing.assert_close(model(x), expected)
 
 
@@ -154,7 +154,7 @@ def test_after_replace(tool: Callable[[nn.Linear], nn.Module]) -> None:
     """The tool takes the layers that are linear layers still, and they compute what it has made of them."""
     x = torch.randn(5, 6, dtype=torch.float64)
     model, written = a_model(), a_model()
-    torchops.nn.replace(model)
+    torchops.replace(model)
     left = [name for name, part in model.named_modules() if hasattr(part, "weight") and type(part) is not nn.Linear]
     assert left == ["0", "2", "6.gate.0"]
     use(tool, model)
@@ -179,7 +179,7 @@ class _Hidden(nn.Module):
 def test_replaced_models_exchange_state_dicts() -> None:
     x = torch.randn(5, 6, dtype=torch.float64)
     model, other = a_model(), a_model()
-    torchops.nn.replace(model)
+    torchops.replace(model)
     for one, two in ((model, other), (other, model)):
         for parameter in one.parameters():
             nn.init.normal_(parameter)

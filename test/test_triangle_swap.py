@@ -1,4 +1,4 @@
-"""Which triangle updates torchops.nn.replace takes for what they are named: those that compute the same.
+"""Which triangle updates torchops.replace takes for what they are named: those that compute the same.
 
 A release of a package that does not exist stands in for it here, and differs from the known ones in one thing.
 """
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torchops.adapters.triangle import TriangleUpdate
-from torchops.nn import TriangleMultiplicativeUpdate, replace
+from torchops.convert import swappers as replace
+from torchops.convert import triangle_update
+from torchops.convert.triangle import TriangleUpdate
+from torchops.nn import TriangleMultiplicativeUpdate
 
 FILE = "boltz.model.layers.triangular_mult"
 
@@ -214,9 +216,9 @@ def test_refuses_what_only_looks_alike(release: Release) -> None:
     release(with_method("product", Update.product))
     assert replace(model).left == expected
     with pytest.raises(TypeError, match="got TriangleMultiplicationOutgoing has the layers"):
-        TriangleMultiplicativeUpdate.from_module(model[0])
+        triangle_update(model[0])
     with pytest.raises(TypeError, match=r"got torch\.nn\.modules\.linear\.Linear"):
-        TriangleMultiplicativeUpdate.from_module(nn.Linear(3, 4))
+        triangle_update(nn.Linear(3, 4))
 
 
 def test_the_model_itself_is_not_replaced(release: Release) -> None:

@@ -323,11 +323,12 @@ print(*(str(w.message)[:71] for w in caught))
 def test_modules_are_attributes(tmp_path: Path) -> None:
     program = """
 import sys, torchops
-from torchops import *
 print([name in sys.modules for name in ("torchops.distributed", "torchops.inductor", "torchops.onnx")])
 print({"distributed", "inductor", "onnx"} <= set(dir(torchops)))
 print(torchops.onnx.__name__, torchops.inductor.__name__, torchops.distributed.__name__)
 print(torchops.onnx is sys.modules["torchops.onnx"])
+from torchops import *
+print(distributed is torchops.distributed)
 try:
     torchops.nothing
 except AttributeError as error:
@@ -337,6 +338,7 @@ except AttributeError as error:
         "[False, False, False]",
         "True",
         "torchops.onnx torchops.inductor torchops.distributed",
+        "True",
         "True",
         "module 'torchops' has no attribute 'nothing'",
     ]

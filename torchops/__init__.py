@@ -9,10 +9,10 @@ from torchops._core import library as _library
 # The modules imported below look up their operators.
 _library.load()
 
-from torchops import _reinplace, adapters, cuda, flops, nn, ops, quantization  # noqa: E402, F401
+from torchops import convert, cuda, flops, nn, ops, quantization  # noqa: E402
 from torchops._core.info import info  # noqa: E402
 from torchops._core.when_imported import when_imported  # noqa: E402
-from torchops.nn.replace import replace  # noqa: E402
+from torchops.convert import Match, Report, Share, replace  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _register_backend() -> None:
 
 
 when_imported("torch.utils.flop_counter", flops.register)
-when_imported("torch._inductor.lowering", _reinplace.register)
+when_imported("torch._inductor.lowering", lambda: import_module("torchops.inductor.reinplace").register())
 when_imported("torch._dynamo.backends.registry", _register_backend)
 when_imported("torchao.utils", quantization.register_with_torchao)
 when_imported("torch.distributed.tensor", lambda: import_module("torchops.distributed"))
@@ -51,4 +51,5 @@ __version__ = _library.version
 cmake_prefix_path = str(_library.prefix)
 """The directory for ``cmake -DCMAKE_PREFIX_PATH=...``, where ``find_package(torchops)`` finds the C++ library."""
 
-__all__ = ["cmake_prefix_path", "cuda", "flops", "info", "nn", "ops", "quantization", "replace", *ops.__all__]
+__all__ = ["Match", "Report", "Share", "cmake_prefix_path", "info", "replace", *ops.__all__]
+__all__ += ["convert", "cuda", "distributed", "flops", "inductor", "nn", "onnx", "ops", "quantization"]

@@ -1,4 +1,4 @@
-"""A whole prediction of a released model before and after `torchops.nn.replace`: `python -m benchmarks whole`.
+"""A whole prediction of a released model before and after `torchops.replace`: `python -m benchmarks whole`.
 
 The model has random weights and synthetic features, since time and memory depend on neither. "Released" means the
 package as published with its own optional kernels off. It is measured as released, with its layers under

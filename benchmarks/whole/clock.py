@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchops.adapters.module import Parameters
-from torchops.adapters.step_graph import StepGraph
+from torchops.convert.module import Parameters
+from torchops.convert.step_graph import StepGraph
 
 from .frame import Subject
 

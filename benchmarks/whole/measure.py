@@ -118,7 +118,7 @@ def replaced(subject: Subject) -> dict[str, Any]:
     """Calls `replace`; what it did, by name without numbers, and how long it took."""
     kinds = classes(subject)
     start = time.perf_counter()
-    found = torchops.nn.replace(subject.model)
+    found = torchops.replace(subject.model)
     seconds = time.perf_counter() - start
 
     def counted(names: Any) -> dict[str, int]:

@@ -97,7 +97,7 @@ def _replace(document: dict[str, Any]) -> list[str]:
     if "replace" not in document:
         return []
     found = document["replace"]
-    lines = ["", f"`torchops.nn.replace` took {found['seconds']:.1f} s.", ""]
+    lines = ["", f"`torchops.replace` took {found['seconds']:.1f} s.", ""]
     lines += [_row(["share of the parameters", "class", "modules", "fate"]), "|---" * 4 + "|"]
     for share in found["shares"]:
         fate = share["fate"] + (f": {share['reason']}" if share["reason"] else "")

@@ -1,4 +1,4 @@
-"""Modules over the operators of torchops, and :func:`replace`, which puts them into existing models.
+"""Modules over the operators of torchops. :func:`torchops.replace` puts them into existing models.
 
 There are no modules for operators that overwrite a tensor, such as a ``Softmax_``. Whether you may overwrite a tensor
 depends on where you use it, not on where you create a layer: a residual connection, a hook or a caller may still need
@@ -7,25 +7,17 @@ it. Call ``torchops.softmax_(x)`` in the ``forward`` that made ``x``. :class:`Tr
 inplace=True)``.
 """
 
-from torchops.nn import pairs as _pairs  # noqa: F401  (replace() knows both once they are imported)
-from torchops.nn import sources as _sources  # noqa: F401
 from torchops.nn.gates import GLU, Dense, Gate
 from torchops.nn.pair import Transition, TriangleMultiplicativeUpdate
 from torchops.nn.pair_layer import PairLayer
-from torchops.nn.replace import replace
-from torchops.nn.report import Match, Report, Share
 from torchops.nn.triangle_attention import TriangleAttention
 
 __all__ = [
     "GLU",
     "Dense",
     "Gate",
-    "Match",
     "PairLayer",
-    "Report",
-    "Share",
     "Transition",
     "TriangleAttention",
     "TriangleMultiplicativeUpdate",
-    "replace",
 ]

@@ -7,9 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchops.nn.layers import LayersRead, LinearParameters, as_parameters, is_read
 from torchops.ops import dense, gate, glu
-
-from .layers import LayersRead, LinearParameters, as_parameters, is_read
 
 __all__ = ["GLU", "Dense", "Gate"]
 
@@ -36,7 +35,7 @@ def packed_glu(x: Tensor, w: Tensor, b: Tensor | None, activation: str = "sigmoi
     i, j = (1, 0) if gate_first else (0, 1)
     weights = w.chunk(2)
     if b is None:
-        return torch.ops.myops.glu(x, weights[i], weights[j], activation=activation)  # type: ignore[no-any-return]
+        return torch.ops.myops.glu(x, weights[i], weights[j], activation=activation)
     biases = b.chunk(2)
     out: Tensor = torch.ops.myops.glu(x, weights[i], weights[j], biases[i], biases[j], activation=activation)
     return out

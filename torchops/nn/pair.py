@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torchops
 from torchops._core.errors import with_type_errors
-
-from .layers import LayersRead, Linear, as_parameters
+from torchops.nn.layers import LayersRead, Linear, as_parameters
+from torchops.ops import transition, transition_, triangle_multiplicative_update, triangle_multiplicative_update_
 
 __all__ = ["Transition", "TriangleMultiplicativeUpdate"]
 
@@ -90,8 +89,8 @@ class Transition(LayersRead):
         and is meant for inference."""
         if self.calls_layers():
             return self.add_by_layers(x, inplace=inplace, residual=residual)
-        functional = _add_transition if residual else torchops.transition
-        operator = torchops.transition_ if inplace else functional
+        functional = _add_transition if residual else transition
+        operator = transition_ if inplace else functional
         return operator(
             x,
             norm_weight=self.norm.weight,
@@ -200,7 +199,7 @@ class TriangleMultiplicativeUpdate(LayersRead):
         if residual and not inplace:
             outgoing = self.direction == "outgoing"
             return _add_triangle_update(x, mask, self._parameters_beneath(), outgoing, self.eps, False, True)[0]
-        operator = torchops.triangle_multiplicative_update_ if inplace else torchops.triangle_multiplicative_update
+        operator = triangle_multiplicative_update_ if inplace else triangle_multiplicative_update
         return operator(
             x,
             self.direction,
@@ -240,38 +239,3 @@ class TriangleMultiplicativeUpdate(LayersRead):
 
     def extra_repr(self) -> str:
         return f"{self.c}, {self.d}, direction={self.direction}, eps={self.eps}"
-
-    @classmethod
-    def from_module(cls, module: nn.Module) -> TriangleMultiplicativeUpdate:
-        """Returns a layer with the values of a module of Boltz, BoltzGen, OpenFold, OpenFold-3, Protenix or ESMFold.
-
-        The module stays as it is. The values are copies, packed if the module has separate layers for ``a`` and ``b``.
-        A bias that only some of its layers have is 0 for the others. To keep parameters and their names, use
-        :func:`replace`.
-
-        Args:
-            module: one of the classes in ``docs/triangle_update.md``.
-
-        Raises:
-            TypeError: it is not such a module, or does not compute what this layer computes. The error says why.
-        """
-        from torchops.adapters.swap import find_replacement
-        from torchops.adapters.triangle import TriangleUpdate
-
-        update = module if isinstance(module, TriangleUpdate) else find_replacement(module, {})
-        if not isinstance(update, TriangleUpdate):
-            kind = type(module)
-            got = update if isinstance(update, str) else f"{kind.__module__}.{kind.__qualname__}"
-            raise TypeError(f"TriangleMultiplicativeUpdate: expected a triangle update of a known package, got {got}")
-        values = update.packed()
-        p_out = values["p_out.weight"]
-        assert p_out is not None
-        c, d = p_out.shape
-        bias = any(values[f"{name}.bias"] is not None for name in ("p_in", "g_in", "p_out", "g_out"))
-        layer = cls(c, d, update.direction, bias=bias, eps=update.eps, device="meta", dtype=p_out.dtype)
-        layer.to_empty(device=p_out.device).train(module.training)
-        with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                value = values[name]
-                parameter.copy_(torch.full_like(parameter, name.endswith("weight")) if value is None else value)
-        return layer

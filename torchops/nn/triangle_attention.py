@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchops._triangle_attention.update.arguments import Node
+from torchops.nn.layers import LayersRead, Linear, as_parameters
 from torchops.ops import AttentionWeights, triangle_attention, triangle_attention_update
-
-from .layers import LayersRead, Linear, as_parameters
 
 __all__ = ["TriangleAttention"]
 

@@ -1,0 +1,12 @@
+"""Puts layers of torchops into existing models: :func:`replace`.
+
+It swaps what is declared: layers in an ``nn.Sequential``, modules of public packages (a file for each family of them),
+and classes that you name. Each is compared with what takes its place (:mod:`torchops.convert.probe`).
+"""
+
+from torchops._core.report import Match, Report, Share
+from torchops.convert import declared, gated, sequential, sources, swap  # noqa: F401  (they register what they swap)
+from torchops.convert.known import triangle_update
+from torchops.convert.swappers import replace
+
+__all__ = ["Match", "Report", "Share", "replace", "triangle_update"]

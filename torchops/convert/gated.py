@@ -1,0 +1,173 @@
+"""Modules of public packages that gate by linear layers and stay as they are inside: feed-forward layers of language
+models in transformers, and parts of the MSA and diffusion modules of Boltz and BoltzGen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchops._core.report import Match
+from torchops.convert.declared import swap_classes
+from torchops.convert.swappers import Declared, Example, Factory, Turn, swapper
+from torchops.nn.gates import packed_glu
+from torchops.nn.layers import as_parameters
+from torchops.ops import gate, glu
+
+
+class Operators(nn.Module):
+    """Has the layers, parameters and buffers of the module `of`."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        vars(self).update({name: vars(of)[name] for name in ("_parameters", "_buffers", "_modules")})
+
+
+class FeedForward(Operators):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gated = self.up_proj, self.gate_proj
+        out: Tensor = self.down_proj(glu(x, value.weight, gated.weight, value.bias, gated.bias, activation="silu"))
+        return out
+
+
+class PackedFeedForward(Operators):
+    """The same with one layer for both, whose first half is the gate."""
+
+    gate_up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        both = self.gate_up_proj
+        out: Tensor = self.down_proj(packed_glu(hidden_states, both.weight, both.bias, "silu", gate_first=True))
+        return out
+
+
+def _gated(v: Tensor, x: Tensor, layer: Any) -> Tensor:
+    """``v * sigmoid(layer(x))``, in the dtype of the product if that is what autocast makes of it."""
+    device, dtype = x.device.type, layer.weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    if v.dtype == dtype and v.shape[:-1] == x.shape[:-1]:
+        return gate(v, as_parameters(x, layer), layer.weight, layer.bias)
+    return v * torch.sigmoid(layer(x))
+
+
+class AdaptiveNorm(Operators):
+    """``sigmoid(s_scale(s)) * a + s_bias(s)`` of normalised `a` and `s`."""
+
+    a_norm: nn.LayerNorm
+    s_norm: nn.LayerNorm
+    s_scale: nn.Linear
+    s_bias: nn.Linear
+
+    def forward(self, a: Tensor, s: Tensor) -> Tensor:
+        a, s = self.a_norm(a), self.s_norm(s)
+        out: Tensor = _gated(a, s, self.s_scale) + self.s_bias(s)
+        return out
+
+
+class ConditionedTransition(Operators):
+    """``sigmoid(output_projection(s)) * b_to_a(swish_gate(a) * a_to_b(a))`` of a normalised `a`."""
+
+    swish_gate: nn.Sequential
+    output_projection: nn.Sequential
+    a_to_b: nn.Linear
+    b_to_a: nn.Linear
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__(of)
+        vars(self)["_norm"] = AdaptiveNorm(of.get_submodule("adaln"))  # past nn.Module, which would register it
+
+    def forward(self, a: Tensor, s: Tensor) -> Tensor:
+        both: Any = self.swish_gate[0]
+        a = self.__dict__["_norm"](a, s)
+        b = packed_glu(a, both.weight, both.bias, "silu") * self.a_to_b(a)
+        return _gated(self.b_to_a(b), s, self.output_projection[0])
+
+
+class PairWeightedAveraging(Operators):
+    """``proj_o(sigmoid(proj_g(m)) * average of proj_m(m))``, with weights from `z`; in chunks of heads as released."""
+
+    norm_m: nn.LayerNorm
+    norm_z: nn.LayerNorm
+    proj_m: nn.Linear
+    proj_g: nn.Linear
+    proj_z: nn.Linear
+    proj_o: nn.Linear
+
+    def __init__(self, of: Any) -> None:
+        super().__init__(of)
+        self.heads, self.inf = of.num_heads, of.inf
+        vars(self)["_released"] = of  # past nn.Module, which would register it
+
+    def forward(self, m: Tensor, z: Tensor, mask: Tensor, chunk_heads: Any = True) -> Tensor:
+        if chunk_heads and not self.training:
+            out: Tensor = self.__dict__["_released"](m, z, mask, chunk_heads)
+            return out
+        m, z = self.norm_m(m), self.norm_z(z)
+        v = self.proj_m(m).unflatten(-1, (self.heads, -1)).permute(0, 3, 1, 2, 4)
+        b = self.proj_z(z).permute(0, 3, 1, 2) + (1 - mask[:, None]) * -self.inf
+        o = torch.einsum("bhij,bhsjd->bhsid", torch.softmax(b, dim=-1), v).permute(0, 2, 3, 1, 4).flatten(-2)
+        out = self.proj_o(_gated(o, m, self.proj_g))
+        return out
+
+
+def _example_of_msa(of: Any) -> tuple[Any, ...]:
+    generator = torch.Generator("cpu").manual_seed(0)
+    m, z, mask = (
+        torch.randn(shape, generator=generator, device="cpu").bfloat16().float()
+        for shape in ((2, 3, 5, of.c_m), (2, 5, 5, of.c_z), (2, 5, 5))
+    )
+    return m, z, (mask > -0.5).float(), False
+
+
+def _if_silu(kind: Callable[[nn.Module], nn.Module], activation: str) -> Factory:
+    def made(of: nn.Module) -> nn.Module | None:
+        is_silu = type(getattr(of, activation)).__name__ in ("SiLU", "SiLUActivation")
+        return kind(of) if is_silu else None
+
+    return made
+
+
+_SEPARATE, _PACKED = _if_silu(FeedForward, "act_fn"), _if_silu(PackedFeedForward, "activation_fn")
+_LANGUAGE_MODELS = {
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo", "Olmo2", "Granite", "Cohere"), _SEPARATE),
+    **dict.fromkeys(("Phi3", "Glm"), _PACKED),
+}
+_BOLTZ = (
+    "boltz.model.modules.transformers",  # of Boltz 1
+    "boltz.model.modules.transformersv2",
+    "boltzgen.model.modules.transformers",
+)
+_CLASSES: Mapping[tuple[str, str], Factory | tuple[Factory, Example]] = {
+    **{
+        (f"transformers.models.{name.lower()}.modeling_{name.lower()}", f"{name}MLP"): factory
+        for name, factory in _LANGUAGE_MODELS.items()
+    },
+    **{(file, "AdaLN"): AdaptiveNorm for file in _BOLTZ},
+    **{(file, "ConditionedTransitionBlock"): ConditionedTransition for file in _BOLTZ},
+    **{
+        (f"{package}.model.layers.pair_averaging", "PairWeightedAveraging"): (PairWeightedAveraging, _example_of_msa)
+        for package in ("boltz", "boltzgen")
+    },
+}
+
+
+@swapper(Turn.PARTS)
+def replace_gated(model: nn.Module, declared: Declared, known: Collection[str]) -> Iterator[Match]:
+    """Puts operators into these modules, if their packages are imported."""
+    classes: dict[type[nn.Module], Factory | tuple[Factory, Example]] = {}
+    for (file, name), value in _CLASSES.items():
+        kind = vars(sys.modules[file]).get(name) if file in sys.modules else None
+        if isinstance(kind, type) and kind not in declared:
+            classes[kind] = value
+    return swap_classes(model, classes, known)

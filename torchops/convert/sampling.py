@@ -1,0 +1,215 @@
+"""The sampler of a diffusion model and the score model that it calls in every step (Abramson et al. 2024, algorithms
+18 and 20), and their replacements.
+
+A sampler gives all samples of a step the same noise level. So what the score model computes from the noise level and
+the trunk alone is the same for all samples, and one of them suffices. That all are the same is known on the host where
+the sampler has the noise level as a number. From there it is passed on as a layout: equal rows share memory, with a
+stride of 0, and no value is looked at. Rows that differ, as in training, never share memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchops.convert.diffusion import once
+from torchops.convert.module import Replacement, restored
+from torchops.convert.signature import Signature
+from torchops.convert.step_graph import GraphAdapter, StepGraph
+from torchops.convert.swappers import like, module_reason
+from torchops.nn.layers import has_hooks
+
+SCORE, NOISE, CONDITIONER, TRANSFORMER = "score_model", "c_noise", "single_conditioner", "token_transformer"
+
+
+class Sampler(Replacement):
+    """Replaces a sampler by itself, but for the noise levels that it gives the score model: those of one number share
+    memory.
+
+    It has all methods and properties of the released class.
+    """
+
+    operator = "none"
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Sampler:
+        made = like(module, cls)
+        vars(made)["_class"] = type(module)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = inspect.getattr_static(self.__dict__.get("_class"), name, None)
+            if found is None or name.startswith("__"):
+                raise
+        return found.__get__(self, type(self)) if hasattr(type(found), "__get__") else found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._released("forward")(*args, **kwargs)
+
+    def preconditioned_network_forward(
+        self, noised_atom_coords: Tensor, sigma: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """The released one, to which a number means this tensor, too."""
+        if isinstance(sigma, float):
+            rows = noised_atom_coords.shape[0]
+            sigma = torch.full((1,), sigma, device=noised_atom_coords.device).expand(rows)
+        result: Tensor = self._released("preconditioned_network_forward")(noised_atom_coords, sigma, *args, **kwargs)
+        return result
+
+    def c_noise(self, sigma: Tensor) -> Tensor:
+        """What the score model takes for a noise level."""
+        noise: Tensor = self._released(NOISE)(once(sigma))
+        return noise.expand(sigma.shape)
+
+    def _released(self, name: str) -> Any:
+        return getattr(self.__dict__["_class"], name).__get__(self, type(self))
+
+
+class SamplerAdapter(GraphAdapter):
+    """Samplers. They stay what they are, so there is nothing to compare."""
+
+    def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
+        if reason := module_reason(module, type(module)):
+            return reason
+        if not isinstance(module._modules.get(SCORE), ScoreModel):
+            return f"its {SCORE} is not replaced"
+        if any(not inspect.isfunction(getattr(type(module), name, None)) for name in _OVERRIDDEN):
+            return f"it has no method {' or '.join(_OVERRIDDEN)}"
+        return Sampler.of(module)
+
+
+_OVERRIDDEN = ("preconditioned_network_forward", NOISE)
+
+
+class ScoreModel(StepGraph):
+    """Replaces a score model by itself. If the noise levels of all samples share memory, what depends on them and the
+    trunk is computed for one sample, and given to the layers as rows that share memory."""
+
+    def released(self, *args: Any, **kwargs: Any) -> Any:
+        former: nn.Module = restored(self.__dict__["_former"], self)
+        if not args and self.shares and _of_one_level(kwargs) and not self._seen():
+            _share(former, kwargs)
+        return former(**kwargs) if not args else former(*args, **kwargs)
+
+    @property
+    def shares(self) -> bool:
+        """Whether its released class calls its parts as is known."""
+        known: bool = self.__dict__["_shares"]
+        return known
+
+    def _seen(self) -> bool:
+        """Whether a hook would see fewer rows."""
+        return any(has_hooks(module) for module in self._modules[CONDITIONER].modules())  # type: ignore[union-attr]
+
+
+class ScoreAdapter(GraphAdapter):
+    """Score models."""
+
+    def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
+        if reason := module_reason(module, type(module)):
+            return reason
+        new = ScoreModel(module, self.names, Signature((), (), {}, {}, {}))
+        vars(new)["_shares"] = _calls_as_known(module)
+        return new
+
+
+def _of_one_level(call: Mapping[str, Any]) -> bool:
+    times, trunk = call.get("times"), call.get("s_trunk")
+    samples = call.get("multiplicity", 1)
+    return (
+        isinstance(times, Tensor)
+        and isinstance(trunk, Tensor)
+        and times.shape == (samples,)
+        and samples > 1
+        and times.stride() == (0,)
+        and trunk.shape[0] == 1
+    )
+
+
+def _share(former: nn.Module, call: Mapping[str, Any]) -> None:
+    """Gives a score model parts for one call, with these arguments, that compute one sample."""
+    parts = former._modules
+    held: Any = SimpleNamespace(**call)
+    conditioner = _Conditioner(parts[CONDITIONER], held.times, held.s_trunk, held.s_inputs)
+    parts[CONDITIONER] = conditioner  # type: ignore[assignment]
+    parts[TRANSFORMER] = _Transformer(parts[TRANSFORMER], held.feats["token_pad_mask"])  # type: ignore[assignment]
+
+
+class _Conditioner(NamedTuple):
+    """The part that is called with the trunk's outputs repeated for each sample."""
+
+    of: Any
+    times: Tensor
+    s_trunk: Tensor
+    s_inputs: Tensor
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        result = self.of(times=once(self.times), s_trunk=self.s_trunk, s_inputs=self.s_inputs)
+        samples = len(self.times)
+        return pytree.tree_map_only(Tensor, lambda t: t.expand(samples, *t.shape[1:]), result)
+
+
+class _Transformer(NamedTuple):
+    """The part that is called with the mask repeated for each sample."""
+
+    of: Any
+    mask: Tensor
+
+    def __call__(self, *args: Any, mask: Tensor, **kwargs: Any) -> Any:
+        return self.of(*args, mask=self.mask.to(mask.dtype).expand(mask.shape), **kwargs)
+
+
+class _SeenError(Exception):
+    """Ends a forward whose first calls were seen."""
+
+
+def _calls_as_known(module: nn.Module) -> bool:
+    """Whether the forward of a score model repeats the trunk's outputs, and the mask, for each sample, and gives them
+    to these parts. It is called with parts that only look, and ends there."""
+    calls: dict[str, Any] = {}
+    trunk, inputs, s = (torch.arange(n * 6.0).view(1, 3, 2 * n) for n in (1, 2, 3))
+    mask, times = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.5, 0.25])
+
+    def conditioner(times: Tensor, s_trunk: Tensor, s_inputs: Tensor) -> tuple[Tensor, Tensor]:
+        calls[CONDITIONER] = times, s_trunk, s_inputs
+        return s.expand(2, -1, -1), times
+
+    def transformer(*_: Any, mask: Tensor, s: Tensor, **__: Any) -> None:
+        calls[TRANSFORMER] = mask, s
+        raise _SeenError
+
+    encoded = torch.zeros(2, 3, 6), torch.zeros(2, 1, 1), torch.zeros(2, 1, 1), None
+    looking: Any = like(module, type(module))
+    looking._modules = {
+        CONDITIONER: conditioner,
+        "atom_attention_encoder": lambda **_: encoded,
+        "s_to_a_linear": lambda s: s,
+        TRANSFORMER: transformer,
+    }
+    none = dict.fromkeys(("q", "c", "atom_enc_bias", "atom_dec_bias", "token_trans_bias"), torch.zeros(1, 1, 1))
+    looking.training = False
+    try:
+        looking(
+            s_inputs=inputs,
+            s_trunk=trunk,
+            r_noisy=torch.zeros(2, 1, 3),
+            times=times,
+            feats={"token_pad_mask": mask},
+            diffusion_conditioning={**none, "to_keys": None},
+            multiplicity=2,
+        )
+    except _SeenError:
+        expected = times, *(t.repeat(2, 1, 1) for t in (trunk, inputs)), mask.repeat(2, 1), s.expand(2, -1, -1)
+        return all(map(torch.equal, (*calls[CONDITIONER], *calls[TRANSFORMER]), expected))
+    except Exception:  # the package's code may raise anything
+        return False
+    return False
