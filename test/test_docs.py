@@ -15,6 +15,7 @@ import ast
 import contextlib
 import doctest
 import gc
+import importlib
 import inspect
 import io
 import os
@@ -287,6 +288,18 @@ def test_reference_has_every_name() -> None:
         r"^\.\. autofunction:: torchops\.(\w+)$", (DOCS / "site" / "index.rst").read_text(), re.MULTILINE
     )
     assert sorted(listed) == sorted(["info", *(function.__name__ for function in FUNCTIONS)])
+
+
+def test_table_of_the_public_api() -> None:
+    """Has each public name once, with its module."""
+    rows = re.findall(r"^\| (`.*?) \| `([\w.]+)` \|", (DOCS / "api.md").read_text(), re.MULTILINE)
+    listed = sorted((module, name) for names, module in rows for name in re.findall(r"`(\w+)`", names))
+    modules = [torchops, *(m for m in map(torchops.__dict__.get, torchops.__all__) if inspect.ismodule(m))]
+    modules += [importlib.import_module(f"torchops.{name}") for name in ("distributed", "inductor", "onnx")]
+    public = {(module.__name__, name) for module in modules for name in module.__all__}
+    public -= {("torchops", module.__name__.rpartition(".")[2]) for module in modules}
+    public -= {(f"torchops.{module}", name) for module in ("ops", "convert") for name in torchops.__all__}
+    assert listed == sorted(public)
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------
