@@ -183,12 +183,12 @@ def test_sizes_that_change() -> None:
         assert_all_close(values(function, model, [x], True), values(model, model, [x], True))
 
 
-FROZEN: dict[str, Callable[[SwiGLU], list[nn.Parameter | None]]] = {
+FROZEN: dict[str, Callable[[SwiGLU], list[Tensor | None]]] = {
     "gate": lambda m: [m.gate.weight, m.gate.bias],
     "up": lambda m: [m.up.weight, m.up.bias],
     "both weights": lambda m: [m.gate.weight, m.up.weight],
     "a bias": lambda m: [m.gate.bias],
-    "all": lambda m: list(m.parameters()),
+    "all": lambda m: [*m.parameters()],
 }
 
 

@@ -223,10 +223,10 @@ def test_augmented_assignments(forward: Callable[..., Tensor], autocast: bool) -
     model: Any = type("Model", (WithMean,), {"forward": forward, "__module__": __name__})().float()
     former = copy.deepcopy(model)
     results = []
-    for call in (torch.compile(model, backend="torchops"), former):
+    for call, held in ((torch.compile(model, backend="torchops"), model), (former, former)):
         x, y = values().float(), values(1).float()
         with torch.no_grad(), torch.autocast("cpu", enabled=autocast):
-            results.append([call(x, y), x, y, (former if call is former else model).mean])
+            results.append([call(x, y), x, y, held.mean])
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype
         assert_close(ours, theirs, 2e-2 if autocast else 1e-6)

@@ -106,7 +106,7 @@ def another(model: nn.Sequential) -> None:
     model[0] = nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
 
 
-AFTERWARDS: dict[str, Callable[[nn.Sequential], object]] = {
+AFTERWARDS: dict[str, Callable[[Any], object]] = {
     "another layer": another,
     "tensor subclass": lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().as_subclass(Tagged))),
     "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m[0]),

@@ -27,6 +27,7 @@ class SwiGLU(nn.Module):
         self.gate, self.up = (nn.Linear(features, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, features)
         self.scale = nn.Parameter(torch.ones(features))
+        self.shift: Tensor
         self.register_buffer("shift", torch.zeros(features))
         self.note = "kept"
 
@@ -71,7 +72,7 @@ def values(model: nn.Module, features: Tensor) -> list[Tensor]:
     leaf = features.clone().requires_grad_()
     out = model(leaf)
     leaves = [leaf, *(p for p in model.parameters() if p.requires_grad)]
-    return [out, *torch.autograd.grad(out, leaves, random_like(out.detach(), 1), allow_unused=True)]  # type: ignore
+    return [out, *torch.autograd.grad(out, leaves, random_like(out.detach(), 1), allow_unused=True)]
 
 
 def glus(model: nn.Module, features: Tensor) -> int:
@@ -117,7 +118,7 @@ def test_modes_dtypes_and_devices() -> None:
         assert glus(model, features) == 3
     former = model.first.__dict__["_former"]
     assert model.eval().first.training is former.training is False
-    meta = Model().to("meta")
+    meta: Any = Model().to("meta")
     assert replace(meta, {SwiGLU: Fused}).left == {}
     meta.to_empty(device="cpu")
     with torch.no_grad():
@@ -132,7 +133,7 @@ def test_modes_dtypes_and_devices() -> None:
 class LowRank(nn.Module):
     """A layer beside another one, as libraries for fine-tuning make it."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base, self.extra = base, nn.Linear(6, 8)
 
@@ -171,7 +172,7 @@ LATER: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name", LATER)
 def test_layers_that_change_later(name: str, compiled: bool) -> None:
     """The former forward calls them."""
-    model = nn.ModuleList([SwiGLU()])
+    model: Any = nn.ModuleList([SwiGLU()])
     original = copy.deepcopy(model)
     replace(model, {SwiGLU: Fused})
     for m in (model, original):
@@ -187,7 +188,7 @@ def test_layers_that_change_later(name: str, compiled: bool) -> None:
 
 def test_new_parameters() -> None:
     """Of a layer or of the module itself are read where they are."""
-    model = nn.ModuleList([SwiGLU()])
+    model: Any = nn.ModuleList([SwiGLU()])
     original = copy.deepcopy(model)
     replace(model, {SwiGLU: Fused})
     for m in (model[0], original[0]):
@@ -324,7 +325,7 @@ def test_the_model_itself() -> None:
 def test_a_factory_may_decline() -> None:
     report = replace(nn.ModuleList([SwiGLU()]), {SwiGLU: lambda of: None})
     assert report.replaced == ()
-    assert list(report.left) == ["0"]  # its source calls a SiLU
+    assert list(report.left) == ["0"]  # its forward names a SiLU
     with pytest.raises(TypeError, match="expected classes of modules in declared, got 3"):
         replace(SwiGLU(), {3: Fused})  # type: ignore[dict-item]
 
@@ -364,7 +365,7 @@ def test_examples() -> None:
     assert replace(model, {Choosy: (FusedChoosy, example)}).replaced == ("0",)
 
 
-# --- what the source says --------------------------------------------------------------------------------------------
+# --- what the code names ---------------------------------------------------------------------------------------------
 
 
 class Plain(nn.Module):

@@ -5,7 +5,7 @@ and classes that you name. Each is compared with what takes its place (:mod:`tor
 """
 
 from torchops._core.report import Match, Report, Share
-from torchops.convert import declared, gated, sequential, sources, swap  # noqa: F401  (they register what they swap)
+from torchops.convert import declared, gated, named, sequential, swap  # noqa: F401  (they register what they swap)
 from torchops.convert.known import triangle_update
 from torchops.convert.swappers import replace
 

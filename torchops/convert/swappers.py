@@ -45,7 +45,7 @@ class Turn(IntEnum):
     MODULES = 1
     PARTS = 2
     PAIRS = 3
-    SOURCES = 4
+    NAMES = 4
 
 
 _swappers: dict[Turn, Swapper] = {}
@@ -76,7 +76,7 @@ def replace(model: nn.Module, declared: Declared | None = None) -> Report:
 
     What a ``forward`` computes with linear layers, as in ``up(x) * silu(gate(x))``, it does not follow: a compiler
     does, with ``torch.compile(model, backend="torchops")`` or :mod:`torchops.inductor`. If a module owns linear layers
-    and its source calls a sigmoid, SiLU or GLU, the report says so.
+    and its methods name a sigmoid, SiLU or GLU, the report says so.
 
     It leaves a layer as it is, and reports it, if its parts do more than their classes say or are visible from outside:
 
