@@ -58,7 +58,7 @@ def two_additions(x: Tensor, w: Tensor, wg: Tensor, b: Tensor) -> Tensor:
 SQUARE = ((4, 4, 6), (4, 4, 8), (6, 8), (6,))  # v, x, w, b of gates whose first dimensions can be exchanged
 
 REFUSED: list[tuple[str, str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = [
-    ("gate_returned", "left as it is", lambda v, x, w, b: (lambda s: (v * s, s))(sigmoid(x, w, b)), GATED),
+    ("gate_returned", "gate left", lambda v, x, w, b: (lambda s: (v * s, s))(sigmoid(x, w, b)), GATED),
     ("gate_reused", "", lambda v, x, w, b: (lambda s: v * s + (1 - s))(sigmoid(x, w, b)), GATED),
     ("value_used", "", lambda x, w, u: (lambda z: z * torch.sigmoid(F.linear(x, u)) + z.cos())(F.linear(x, w)), TWO),
     ("computed", "what is gated is computed by Inductor", lambda v, x, w, b: gate(v.sin(), x, w, b), GATED),

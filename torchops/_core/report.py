@@ -49,9 +49,8 @@ class Match:
     reason: str | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} replaced: {self.name}" if self.replaced else f"{self.kind} left, {self.reason}: {self.name}"
-        )
+        became = "replaced" if self.replaced else f"left, since {self.reason}"
+        return f"{self.kind} {became}: {self.name}"
 
 
 class Report(tuple[Match, ...]):
