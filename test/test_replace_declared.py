@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from checks import assert_all_close, random_like
 from torch import Tensor, nn
@@ -316,6 +317,54 @@ def test_modules_that_do_more(name: str) -> None:
     assert report.replaced == ("right",)
     assert list(report.left) == ["left"]
     assert reason in report.left["left"]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.xdist_group("one rank")
+def test_sharded_modules() -> None:
+    """Before, they are left, with a reason; later, what they were runs, or operators on gathered parameters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    model: Any = nn.ModuleDict({"whole": SwiGLU(), "layer": SwiGLU(), "pair": nn.Sequential(nn.Linear(6, 6), nn.GLU())})
+    fully_shard(model["whole"], mesh=mesh)
+    fully_shard(model["layer"].up, mesh=mesh)
+    fully_shard(model["pair"], mesh=mesh)
+    report = replace(model, {SwiGLU: Fused})
+    assert report.replaced == ()
+    assert report.left["whole"] == "FSDPSwiGLU is not SwiGLU itself"
+    assert report.left["layer"].startswith("up: FSDPLinear has hooks")
+    assert report.left["pair.0"] == "Linear has hooks"
+
+    for shard in (lambda m: fully_shard(m, mesh=mesh), lambda m: fully_shard(m.up, mesh=mesh)):
+        later: Any = nn.ModuleList([SwiGLU()])
+        expected = later[0](x())
+        replace(later, {SwiGLU: Fused})
+        shard(later[0])
+        assert_all_close([later[0](x())], [expected], atol=1e-5, rtol=1e-4)
+
+    later = nn.ModuleList([SwiGLU()])
+    expected = later[0](x())
+    replace(later, {SwiGLU: Fused})
+    for parameters in [part._parameters for part in later[0].modules() if part._parameters]:
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                parameters[name] = nn.Parameter(distribute_tensor(parameter.detach(), mesh))
+    later[0].shift = distribute_tensor(later[0].shift, mesh)
+    got = later[0](distribute_tensor(x(), mesh))
+    assert isinstance(got, DTensor)
+    assert_all_close([got.full_tensor()], [expected], atol=1e-5, rtol=1e-4)
+    assert not later[0].is_unchanged()
 
 
 def test_the_model_itself() -> None:
