@@ -5,11 +5,10 @@
 #include <optional>
 
 #include "cuda/base/activation.cuh"
-#include "cuda/linear/few_rows.cuh"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
-#include "cuda/linear/sm80.cuh"
+#include "cuda/linear/run.cuh"
 #include "cuda/passes/backward.cuh"
 #include "cuda/passes/sigmoid.h"
 #include "ops/common.h"
@@ -21,37 +20,6 @@ namespace {
 
 using at::Tensor;
 
-// y = sigmoid(x @ w.T + b) by the kernel for few rows or one of gemm/sm90, which want rows aligned to 16 bytes. Returns
-// false, with nothing done, if none can run or, if `automatic`, others are faster. All tensors are matrices.
-bool fused_aligned(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, bool automatic) {
-  const auto a = gemm::operand(x), factor = gemm::operand(w);
-  if (!a || !factor) return false;
-  gemm::Problem problem;
-  problem.m = static_cast<int>(y.size(0));
-  problem.n = static_cast<int>(y.size(1));
-  problem.k = static_cast<int>(x.size(1));
-  problem.a = *a;
-  problem.b = *factor;
-  problem.d.data = y.mutable_data_ptr();
-  problem.bias = b ? b->const_data_ptr() : nullptr;
-  if (gemm::run_few_rows<Sigmoid>(problem, x.scalar_type())) return true;
-  const auto d = gemm::operand(y);
-  const auto c = gemm::sm90_case(problem.m, problem.n, problem.k, x.scalar_type());
-  if (!d || !c || (automatic && (gemm::prefers_cublas(*c) || gemm::prefers_sm80(*c)))) return false;
-  problem.d = *d;
-  return (gemm::prefers_narrow(*c) && gemm::run_chosen<gemm::NarrowDense>(problem, *c, y)) ||
-         gemm::run_chosen<gemm::Dense>(problem, *c, y);
-}
-
-// The same by any fused kernel, if that is wanted.
-bool fused(const Tensor& y, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  const detail::KernelPath path = detail::kernel_path();
-  const bool automatic = detail::is_automatic(path);
-  if (path == detail::KernelPath::kCublas || x.size(1) == 0) return false;
-  return fused_aligned(y, x, w, b, automatic) ||
-         gemm::run_sm80<gemm::LinearRule<Sigmoid>>({.d = y, .a = x, .b = w, .bias = b}, automatic);
-}
-
 Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   const c10::cuda::CUDAGuard guard(x.device());
@@ -61,7 +29,7 @@ Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   const Tensor x_rows = x.dim() == 2 ? x : detail::as_rows(x);
   Tensor y_rows = y.dim() == 2 ? y : y.view({y.numel() / out_features, out_features});
   const std::optional<Tensor> bias = contiguous(b);
-  if (fused(y_rows, x_rows, w, bias)) return y;
+  if (gemm::run<gemm::LinearRule<Sigmoid>>({.d = y_rows, .a = x_rows, .b = w, .bias = bias})) return y;
   linear_out(y_rows, x_rows, w, bias);
   sigmoid_without_gaps(y, y);
   return y;

@@ -7,7 +7,7 @@
 #include "cuda/linear/layer_gradients.h"
 #include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
-#include "cuda/linear/sm80.cuh"
+#include "cuda/linear/run.cuh"
 #include "cuda/linear/whole_vectors.h"
 #include "cuda/passes/gate.cuh"
 #include "ops/common.h"
@@ -22,40 +22,9 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// y = v * sigmoid(x @ w.T + b) by the kernel of gemm/sm90 for few features, which reads and writes each row once, or by
-// that for longer sums. False, with nothing done, if none can run or if cuBLAS is faster and `automatic`. All are
-// matrices of one dtype; y may be v.
-bool fused_aligned(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
-                   bool automatic) {
-  const at::ScalarType dtype = w.scalar_type();
-  if (w.size(0) % 8 != 0) return false;  // TMA writes whole pieces of 16 bytes
-  const auto from_x = gemm::operand(x), from_w = gemm::operand(w), from_v = gemm::operand(v), to_y = gemm::operand(y);
-  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), dtype);
-  if (!from_x || !from_w || !from_v || !to_y || !c) return false;
-  gemm::Problem problem;
-  problem.m = static_cast<int>(c->m);
-  problem.n = static_cast<int>(c->n);
-  problem.k = static_cast<int>(c->k);
-  problem.a = *from_x;
-  problem.b = *from_w;
-  problem.c = *from_v;
-  problem.d = *to_y;
-  problem.bias = b ? b->const_data_ptr() : nullptr;
-  // Several tiles of a row of the result read the whole row of x.
-  if (x.const_data_ptr() == y.const_data_ptr() && c->n > 128) return false;
-  if (gemm::run_chosen<gemm::Gate>(problem, *c, y)) return true;
-  return !(automatic && gemm::prefers_cublas_for_glu(*c)) && gemm::run_chosen<gemm::WideGate>(problem, *c, y);
-}
-
-// The same by any fused kernel, if that is wanted.
+// y = v * sigmoid(x @ w.T + b) by a fused kernel, if one can run and that is wanted. All are matrices; y may be v.
 bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  const detail::KernelPath path = detail::kernel_path();
-  const bool automatic = detail::is_automatic(path);
-  if (path == detail::KernelPath::kCublas || x.size(1) == 0) return false;
-  const bool mixed = v.scalar_type() != w.scalar_type() || x.scalar_type() != w.scalar_type();
-  if (!mixed && fused_aligned(y, v, x, w, b, automatic)) return true;
-  if (x.const_data_ptr() == y.const_data_ptr() && y.size(1) > gemm::kSm80LeastColumns) return false;
-  return gemm::run_sm80<gemm::GateRule>({.d = y, .a = x, .b = w, .bias = b, .c = &v}, automatic);
+  return gemm::run<gemm::GateRule>({.d = y, .a = x, .b = w, .bias = b, .c = &v});
 }
 
 // Copies of whole vectors, if they pay in forward: for gate of (262144, 129) to 128 features, 148 us instead of 202. If
@@ -211,16 +180,14 @@ bool in_one_pass(const detail::GateGradients& gradients, const GradientCall& cal
 // nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const GradientCall& call,
                       std::array<bool, 4> mask) {
-  if (!call || (detail::is_automatic(detail::kernel_path()) && gemm::prefers_cublas_for_glu(call->second)))
-    return false;
   const auto to_dz = gemm::operand(dz);
-  if (!to_dz) return false;
+  if (!call || !to_dz) return false;
   auto [problem, c] = *call;
   const bool kernel_sums = db.scalar_type() == dz.scalar_type();  // it cannot write float32
   problem.dz = *to_dz;
   problem.dc = mask[0] ? dv.mutable_data_ptr() : nullptr;
   problem.dbias = kernel_sums && mask[3] ? db.mutable_data_ptr() : nullptr;
-  if (!gemm::run_chosen<gemm::GateCotangents>(problem, c, dz)) return false;
+  if (!gemm::run_cotangents<gemm::GateCotangents>(problem, c, dz)) return false;
   if (!kernel_sums && mask[3]) sum_columns(db, dz);
   return true;
 }
@@ -229,11 +196,8 @@ bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, cons
 bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const Tensor& g, const Tensor& v,
                          const Tensor& x, const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask,
                          bool v_is_y) {
-  const detail::KernelPath path = detail::kernel_path();
-  if (path == detail::KernelPath::kCublas ||
-      !gemm::run_sm80<gemm::CotangentsOf<gemm::GateRule>>(
-          {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr, .c_is_y = v_is_y},
-          detail::is_automatic(path))) {
+  if (!gemm::run<gemm::CotangentsOf<gemm::GateRule>>(
+          {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr, .c_is_y = v_is_y})) {
     return false;
   }
   if (mask[3]) sum_columns(db, dz);

@@ -2,16 +2,13 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "cuda/linear/launch.h"
 #include "cuda/linear/layer_gradients.h"
-#include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
-#include "cuda/linear/sm80.cuh"
+#include "cuda/linear/run.cuh"
 #include "cuda/linear/whole_vectors.h"
 #include "cuda/passes/glu.cuh"
 #include "ops/common.h"
 #include "ops/glu.h"
-#include "ops/kernel_path.h"
 
 namespace torchops::cuda {
 namespace {
@@ -21,54 +18,17 @@ using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
 using Products = std::optional<GluPair>;
 
-// Calls the kernel for few features, which reads each row once and doesn't store the products, or that for longer sums.
-template <class Narrow, class Wide>
-bool run_aligned(const gemm::Problem& problem, const gemm::Case& c, const Tensor& y, bool automatic) {
-  if (problem.z.data == nullptr && gemm::run_chosen<Narrow>(problem, c, y)) return true;
-  return !(automatic && gemm::prefers_cublas_for_glu(c)) && gemm::run_chosen<Wide>(problem, c, y);
-}
-
-// glu of the rows of x by a kernel of gemm/sm90 that writes only the result and, if they are wanted, the products.
-// Returns false, with nothing done, if none can run or if cuBLAS is faster and `automatic`. All tensors are matrices.
-bool fused_aligned(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
-                   const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation, bool automatic) {
-  if (w.size(0) % 8 != 0) return false;  // TMA writes whole pieces of 16 bytes
-  const auto from_x = gemm::operand(x), from_w = gemm::operand(w), from_wg = gemm::operand(wg), to_y = gemm::operand(y);
-  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
-  if (!from_x || !from_w || !from_wg || !to_y || !c) return false;
-  gemm::Problem problem;
-  problem.m = static_cast<int>(c->m);
-  problem.n = static_cast<int>(c->n);
-  problem.k = static_cast<int>(c->k);
-  problem.a = *from_x;
-  problem.b = *from_w;
-  problem.b2 = *from_wg;
-  problem.d = *to_y;
-  problem.bias = b ? b->const_data_ptr() : nullptr;
-  problem.bias2 = bg ? bg->const_data_ptr() : nullptr;
-  if (products) {
-    const auto to_z = gemm::operand(products->z), to_u = gemm::operand(products->u);
-    if (!to_z || !to_u) return false;
-    problem.z = *to_z;
-    problem.z2 = *to_u;
-  }
-  return activation == GluActivation::kSilu
-             ? run_aligned<gemm::GluSilu, gemm::WideGluSilu>(problem, *c, y, automatic)
-             : run_aligned<gemm::GluSigmoid, gemm::WideGluSigmoid>(problem, *c, y, automatic);
-}
-
-// The same by any fused kernel, if that is wanted.
+// glu of the rows of x by a fused kernel, and the products if they are wanted, if one can run and that is wanted. All
+// tensors are matrices.
 bool fused(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
            const OptionalTensor& b, const OptionalTensor& bg, GluActivation activation) {
-  const detail::KernelPath path = detail::kernel_path();
-  const bool automatic = detail::is_automatic(path);
-  if (path == detail::KernelPath::kCublas || x.size(1) == 0) return false;
-  if (x.scalar_type() == w.scalar_type() && fused_aligned(y, products, x, w, wg, b, bg, activation, automatic))
-    return true;
-  if (products) return false;
-  const gemm::Sm80Tensors tensors{.d = y, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg};
-  return activation == GluActivation::kSilu ? gemm::run_sm80<gemm::GluRule<Silu>>(tensors, automatic)
-                                            : gemm::run_sm80<gemm::GluRule<Sigmoid>>(tensors, automatic);
+  gemm::RuleTensors tensors{.d = y, .a = x, .b = w, .bias = b, .b2 = &wg, .bias2 = &bg};
+  if (products) {
+    tensors.z = &products->z;
+    tensors.u = &products->u;
+  }
+  return activation == GluActivation::kSilu ? gemm::run<gemm::GluRule<Silu>>(tensors)
+                                            : gemm::run<gemm::GluRule<Sigmoid>>(tensors);
 }
 
 // y for all rows of x, as matrices; and the products if they are wanted.

@@ -246,9 +246,11 @@ TORCHOPS_RULES(GluSiluGradients, kGated)
 TORCHOPS_RULES(GluSigmoidWeightGradients, kWeightGradients)
 TORCHOPS_RULES(GluSiluWeightGradients, kWeightGradients)
 
+namespace {
+
 // Where its rules choose a tiling, it took 0.66 to 1.07 of the time of the kernels of kDense, 0.92 in the median (H100,
 // bfloat16; 307 shapes, 256 to 1048576 rows, k from 32 to 256, n from 32 to 4096).
-bool prefers_narrow(const Case& c) {
+bool prefers_resident_weights(const Case& c) {
   // It starts slower than small tiles do, so its own should fill most multiprocessors.
   if (c.k > 256 || c.m * c.n < 1 << 20) return false;
   // Its CTAs stay in their columns, which should divide nine of ten multiprocessors.
@@ -263,6 +265,47 @@ bool prefers_narrow(const Case& c) {
 
 // cuBLAS splits a long sum among multiprocessors that would otherwise have no tile.
 bool prefers_cublas(const Case& c) { return c.m < 16 || (c.k >= 512 && c.tiles(64, 128) * 2 <= c.sm_count); }
+
+// The warps of a CTA share a long sum, so few outputs occupy more multiprocessors.
+bool prefers_sm80(const Case& c) { return c.element != Element::kTF32 && c.tiles(64, 128) * 2 <= c.sm_count; }
+
+// cuBLAS and the pass win with long sums of many outputs, which take much longer than the pass; with longer ones from
+// 65 rows on, (128, 4096) to 4096 features in 18 us instead of 26; and if the elements of a must be loaded one by one,
+// (1000, 1001) to 1003 in 32 instead of 49. But their rows of odd length are slow: (4096, 1000) to 1001 takes 97 us,
+// and 34 by the kernel (H100, bfloat16).
+bool prefers_cublas_to_sm80(const Case& c) {
+  if (c.k % 2 != 0) return c.k > 512;
+  return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
+}
+
+// Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
+// kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40
+// (H100, bfloat16).
+bool prefers_cublas_for_glu(const Case& c) { return c.m < 16 || (c.k >= 4096 && c.tiles(128, 64) * 4 <= c.sm_count); }
+
+}  // namespace
+
+Plan plan(const Case& c, const Conditions& conditions) {
+  Plan plan;
+  if (!conditions.is_gated) plan.add(Way::kFewRows);
+  const bool by_cublas = conditions.automatic && (conditions.is_gated ? prefers_cublas_for_glu(c) : prefers_cublas(c));
+  if (conditions.has_sm90) {
+    const bool slower = by_cublas || (conditions.automatic && !conditions.is_gated && prefers_sm80(c));
+    const bool resident = conditions.is_gated ? !conditions.writes_products && !conditions.makes_cotangents
+                                              : !slower && prefers_resident_weights(c);
+    if (resident) plan.add(Way::kResidentWeights);
+    if (!slower) plan.add(Way::kStreamedWeights);
+  }
+  if (conditions.writes_products) return plan;
+  if (conditions.is_float32) {
+    if (!conditions.automatic || !prefers_cublas_to_float32(c.m, c.n, c.k, conditions.splits_float32))
+      plan.add(Way::kSm80);
+  } else if (conditions.is_mixed || !conditions.automatic ||
+             !(prefers_cublas_to_sm80(c) || (conditions.is_gated && by_cublas))) {
+    plan.add(Way::kSm80);
+  }
+  return plan;
+}
 
 // A CTA has 128 rows and all columns, so few rows of many columns occupy few multiprocessors for long: dz and dx of
 // (4096, 256) to 1024 features take 30 us instead of 27. 65536 rows take 175 us instead of 224 (H100, bfloat16).
@@ -292,18 +335,6 @@ std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool 
   return w_rows <= 128 || makes_cotangents ? k16Rows : k64Rows;
 }
 
-// The warps of a CTA share a long sum, so few outputs occupy more multiprocessors.
-bool prefers_sm80(const Case& c) { return c.element != Element::kTF32 && c.tiles(64, 128) * 2 <= c.sm_count; }
-
-// cuBLAS and the pass win with long sums of many outputs, which take much longer than the pass; with longer ones from
-// 65 rows on, (128, 4096) to 4096 features in 18 us instead of 26; and if the elements of a must be loaded one by one,
-// (1000, 1001) to 1003 in 32 instead of 49. But their rows of odd length are slow: (4096, 1000) to 1001 takes 97 us,
-// and 34 by the kernel (H100, bfloat16).
-bool prefers_cublas_to_sm80(const Case& c) {
-  if (c.k % 2 != 0) return c.k > 512;
-  return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
-}
-
 // By FFMAs: cuBLAS multiplies faster the longer the sums are, and then takes another pass. The kernel took 0.39 to 0.97
 // of their time with 32 to 128 features in, up to 1.07 of it with 192, and up to 2.8 times as long with 1024 (dense,
 // gate and glu; 2048 to 262144 rows, 64 to 512 features out). By split products: 0.3 to 0.97 with up to 256 features
@@ -321,11 +352,6 @@ bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_
   const auto tiles = [](int64_t size) { return (size + 127) / 128; };
   return batch * tiles(m) * tiles(n) < 240 || (n % 128 != 0 && n != 64 && n < 512) || m < 128 || k < 64;
 }
-
-// Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
-// kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40
-// (H100, bfloat16).
-bool prefers_cublas_for_glu(const Case& c) { return c.m < 16 || (c.k >= 4096 && c.tiles(128, 64) * 4 <= c.sm_count); }
 
 // (262143, 129) to 127 features: gate took 471 us by the kernel and 220 by cuBLAS and the pass, glu 453 and 357, in
 // eager mode 246 and 374. One by one, gate of (4095, 129) to 127 took 15.3 and 10.7, of (1023, 129) to 127 9.7 and 9.0,

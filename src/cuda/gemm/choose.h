@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <optional>
 #include <span>
@@ -32,12 +34,40 @@ struct Rule {
 template <class Operation>
 std::span<const Rule<typename Operation::Tiling>> rules();
 
-/// Whether, for dense, the rules of NarrowDense come first: where one suits, products/resident_weights.cuh is faster
-/// than the other kernels of sm90/.
-bool prefers_narrow(const Case& c);
+/// Ways to compute a rule (rules.cuh) of products.
+enum class Way {
+  kFewRows,          // linear/few_rows.cuh
+  kResidentWeights,  // in sm90/, for few features
+  kStreamedWeights,  // in sm90/, for any number of features
+  kSm80,             // linear/sm80.cuh
+};
 
-/// Whether cuBLAS is faster for dense than the kernels of sm90/.
-bool prefers_cublas(const Case& c);
+/// What the ways to compute a rule depend on, besides its Case.
+struct Conditions {
+  bool is_gated = false;          // a second product, or another matrix, multiplies
+  bool makes_cotangents = false;  // instead of the rule's value
+  bool writes_products = false;   // too
+  bool has_sm90 = false;          // the kernels of sm90/ can read and write the operands, on this device
+  bool is_float32 = false;        // of exact products
+  bool splits_float32 = false;    // these are split products
+  bool is_mixed = false;          // of operands in two dtypes
+  bool automatic = false;         // measurements choose; otherwise, whatever can run is tried
+};
+
+/// Ways in the order in which they are to be tried. If none can run, cuBLAS multiplies, and a pass does the rest.
+class Plan {
+ public:
+  void add(Way way) { ways_[count_++] = way; }
+  bool has(Way way) const { return std::find(begin(), end(), way) != end(); }
+  const Way* begin() const { return ways_.data(); }
+  const Way* end() const { return ways_.data() + count_; }
+
+ private:
+  std::array<Way, 4> ways_{};
+  size_t count_ = 0;
+};
+
+Plan plan(const Case& c, const Conditions& conditions);
 
 /// Whether DenseInputGradients and the product of its dz are faster than a pass for dz and two products.
 bool prefers_input_gradients(const Case& c);
@@ -58,12 +88,6 @@ constexpr int kMostResidentColumns = 512;
 /// may read another factor, or make the cotangents of two products.
 std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool reads_factor, bool makes_cotangents);
 
-/// Whether linear/sm80.cuh is faster than the kernels of sm90/, too.
-bool prefers_sm80(const Case& c);
-
-/// Whether cuBLAS and a pass over its result are faster than linear/sm80.cuh.
-bool prefers_cublas_to_sm80(const Case& c);
-
 /// A split product of longer sums, of which all parts are added in turn, would err more than cuBLAS.
 constexpr int64_t kMostSplitColumns = 8192;
 
@@ -74,12 +98,9 @@ bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits);
 /// Whether cuBLAS is faster than split_product().
 bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_t k);
 
-/// Whether two cuBLAS products and a pass over both are faster than WideGluSigmoid and WideGluSilu. Where they are, the
-/// other kernels of glu and gate were not measured.
-bool prefers_cublas_for_glu(const Case& c);
-
-/// The same where rows are not aligned to 16 bytes: any of gate(), or those of x or of a weight of glu() if elements
-/// must be loaded one by one. `one_by_one`: gate() must load factors so, and also load values or store results.
+/// Whether cuBLAS and a pass over its result are faster than linear/sm80.cuh where rows are not aligned to 16 bytes:
+/// any of gate(), or those of x or of a weight of glu() if elements must be loaded one by one. `one_by_one`: gate()
+/// must load factors so, and also load values or store results.
 bool prefers_cublas_for_odd_glu(const Case& c, bool one_by_one);
 
 }  // namespace torchops::cuda::gemm

@@ -6,7 +6,7 @@
 #include "cuda/linear/layer_gradients.h"
 #include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
-#include "cuda/linear/sm80.cuh"
+#include "cuda/linear/run.cuh"
 #include "cuda/passes/glu.cuh"
 #include "ops/common.h"
 #include "ops/glu.h"
@@ -111,11 +111,9 @@ void sum_cotangents(const detail::GluGradients& gradients, const GluPair& cotang
 // with nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, const BackwardRows& a,
                       const GradientCall& call) {
-  if (!call || (detail::is_automatic(detail::kernel_path()) && gemm::prefers_cublas_for_glu(call->second)))
-    return false;
   const auto& [dz, du] = cotangents;
   const auto to_dz = gemm::operand(dz), to_du = gemm::operand(du);
-  if (!to_dz || !to_du) return false;
+  if (!call || !to_dz || !to_du) return false;
   auto [problem, c] = *call;
   const auto& [dx, dw, dwg, db, dbg] = gradients;
   const bool kernel_sums = db.scalar_type() == a.w.scalar_type();  // it cannot write float32
@@ -123,23 +121,22 @@ bool fused_cotangents(const detail::GluGradients& gradients, const GluPair& cota
   problem.dz2 = *to_du;
   problem.dbias = kernel_sums && a.mask[3] ? db.mutable_data_ptr() : nullptr;
   problem.dbias2 = kernel_sums && a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
-  const bool done = a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluCotangents>(problem, c, dz)
-                                                         : gemm::run_chosen<gemm::GluSigmoidCotangents>(problem, c, dz);
+  const bool done = a.activation == GluActivation::kSilu
+                        ? gemm::run_cotangents<gemm::GluSiluCotangents>(problem, c, dz)
+                        : gemm::run_cotangents<gemm::GluSigmoidCotangents>(problem, c, dz);
   if (done && !kernel_sums) sum_cotangents(gradients, cotangents, a.mask);
   return done;
 }
 
 // The same on every GPU from compute capability 8.0 on. Other passes sum dz and du, as they are rounded.
 bool portable_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, const BackwardRows& a) {
-  const detail::KernelPath path = detail::kernel_path();
-  if (a.kept || path == detail::KernelPath::kCublas) return false;
+  if (a.kept) return false;
   const auto& [dz, du] = cotangents;
-  const gemm::Sm80Tensors tensors{
+  const gemm::RuleTensors tensors{
       .d = dz, .a = a.x, .b = a.w, .bias = a.b, .b2 = &a.wg, .bias2 = &a.bg, .g = &a.g, .d2 = &du};
-  const bool automatic = detail::is_automatic(path);
   const bool done = a.activation == GluActivation::kSilu
-                        ? gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors, automatic)
-                        : gemm::run_sm80<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, automatic);
+                        ? gemm::run<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors)
+                        : gemm::run<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors);
   if (done) sum_cotangents(gradients, cotangents, a.mask);
   return done;
 }
@@ -300,7 +297,7 @@ bool glu_gradients_from_channels(const detail::GluGradients& gradients, const Ch
                           .kept = {},
                           .adds = adds};
   const Cotangents cotangents(at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options()));
-  const gemm::Sm80Tensors tensors{
+  const gemm::RuleTensors tensors{
       .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
   if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;
   sum_cotangents(gradients, cotangents, mask);

@@ -13,9 +13,9 @@
 #include "cuda/gemm/sm80/kernel.cuh"
 #include "cuda/gemm/sm80/resident.cuh"
 #include "cuda/linear/launch.h"
+#include "cuda/linear/rule_tensors.h"
 #include "cuda/linear/sm80_float32.cuh"
 #include "cuda/linear/sm80_launch.cuh"
-#include "cuda/linear/sm80_tensors.h"
 
 namespace torchops::cuda::gemm {
 
@@ -117,7 +117,7 @@ struct AlignedArguments {
 };
 
 template <class Rule, class T, class X = T, class V = T>
-AlignedArguments<Rule, T, X, V> aligned_arguments(const Sm80Tensors& t) {
+AlignedArguments<Rule, T, X, V> aligned_arguments(const RuleTensors& t) {
   AlignedArguments<Rule, T, X, V> of;
   auto& p = of.p;
   p.m = static_cast<int>(t.d.size(0));
@@ -155,7 +155,7 @@ AlignedArguments<Rule, T, X, V> aligned_arguments(const Sm80Tensors& t) {
 // Returns false, with nothing done, if there is no kernel for rows of this alignment, or if `automatic` and cuBLAS is
 // faster for it.
 template <class Rule, class T>
-bool launch_sm80(const Sm80Tensors& t, const Case& of, bool automatic) {
+bool launch_sm80(const RuleTensors& t, const Case& of, bool automatic) {
   auto [p, a_vector, b_vector] = aligned_arguments<Rule, T>(t);
   const int vector = std::min(a_vector, b_vector);
   const bool is_slow = Rule::kReadsC ? std::min(vector, p.store_vector) < 8 : vector == 1;
@@ -181,7 +181,7 @@ bool launch_sm80(const Sm80Tensors& t, const Case& of, bool automatic) {
 
 // The same where a, or c and the output, are float32; a is rounded to T as it is read.
 template <class Rule, class T>
-bool launch_mixed(const Sm80Tensors& t, const Case& of) {
+bool launch_mixed(const RuleTensors& t, const Case& of) {
   const auto launch = [&]<class X, class V>() {
     const auto [p, a_vector, b_vector] = aligned_arguments<Rule, T, X, V>(t);
     constexpr int least_b_vector = std::is_same_v<X, float> ? 2 : kVectorSize<T>;
@@ -199,10 +199,10 @@ bool launch_mixed(const Sm80Tensors& t, const Case& of) {
 /// d2 are what its backward() makes of g, for rows aligned to 16 bytes, as rows of float32 always must be. With b of 16
 /// bits, a, or c and the output, may be float32; see sm80_resident_kernel() for what is beside it. Returns false, with
 /// nothing done, if the elements are neither of 16 bits nor exact float32, if a tensor has no unit column stride or no
-/// such rows, or if `automatic` and cuBLAS is faster.
+/// such rows, or if `automatic` and cuBLAS is faster for rows that are not aligned.
 template <class Rule>
-bool run_sm80(const Sm80Tensors& t, bool automatic) {
-  if (t.b.scalar_type() == at::kFloat) return run_float32<Rule>(t, automatic);
+bool run_sm80(const RuleTensors& t, bool automatic) {
+  if (t.b.scalar_type() == at::kFloat) return run_float32<Rule>(t);
   constexpr bool gated = kIsGated<Rule>;
   const auto c = sm80_case(t.d.size(0), t.d.size(1), t.a.size(1), t.b.scalar_type());
   if (!c || c->k == 0 || !has_unit_columns(t.a) || !has_unit_columns(t.b) || !has_unit_columns(t.d) ||
@@ -216,7 +216,6 @@ bool run_sm80(const Sm80Tensors& t, bool automatic) {
                                               : launch_mixed<Rule, c10::Half>(t, *c);
     }
   }
-  if (automatic && (prefers_cublas_to_sm80(*c) || (gated && prefers_cublas_for_glu(*c)))) return false;
   return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, *c, automatic)
                                           : launch_sm80<Rule, c10::Half>(t, *c, automatic);
 }

@@ -9,14 +9,14 @@
 #include "cuda/base/vector.cuh"
 #include "cuda/gemm/sm80/kernel.cuh"
 #include "cuda/linear/operand.h"
-#include "cuda/linear/sm80_tensors.h"
+#include "cuda/linear/rule_tensors.h"
 
 namespace torchops::cuda::gemm {
 
 /// The arguments but for the output, and without the cotangent unless reads_g; nullopt if a kernel cannot read them.
 /// Rows must be aligned to 16 bytes, and so must columns of outputs in groups of that size be complete.
 template <class T, class Rule, bool reads_g = kMakesCotangents<Rule>>
-std::optional<Sm80Arguments<T, Rule::kProducts>> full_arguments(const Sm80Tensors& t) {
+std::optional<Sm80Arguments<T, Rule::kProducts>> full_arguments(const RuleTensors& t) {
   Sm80Arguments<T, Rule::kProducts> p{};
   const auto reads = [](const at::Tensor& from, const T*& data, int64_t& stride) {
     const auto of = operand(from);

@@ -10,9 +10,9 @@
 #include "cuda/gemm/sm80/float32_kernel.cuh"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
+#include "cuda/linear/rule_tensors.h"
 #include "cuda/linear/sm80_arguments.cuh"
 #include "cuda/linear/sm80_launch.cuh"
-#include "cuda/linear/sm80_tensors.h"
 #include "cuda/passes/channel_transpose.cuh"
 #include "ops/kernel_path.h"
 
@@ -56,7 +56,7 @@ inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k,
 
 /// Sets d and d2 of the arguments. Returns false if the kernel cannot write them.
 template <int products>
-bool set_float32_outputs(Sm80Arguments<float, products>& p, const Sm80Tensors& t) {
+bool set_float32_outputs(Sm80Arguments<float, products>& p, const RuleTensors& t) {
   const auto writes = [](const at::Tensor& to, float*& data, int64_t& stride) {
     const auto of = operand(to);
     if (!of) return false;
@@ -69,8 +69,8 @@ bool set_float32_outputs(Sm80Arguments<float, products>& p, const Sm80Tensors& t
 
 /// What run_sm80() says, for float32. Rows must be aligned to 16 bytes, and the number of outputs a multiple of 4.
 template <class Rule>
-bool run_float32(const Sm80Tensors& t, bool automatic) {
-  if (!wants_float32(t.a.scalar_type(), t.a.size(0), t.b.size(0), t.a.size(1), automatic)) return false;
+bool run_float32(const RuleTensors& t) {
+  if (!is_exact_float32(t.a.scalar_type())) return false;
   auto p = full_arguments<float, Rule>(t);
   if (!p || !set_float32_outputs(*p, t)) return false;
   launch_float32<Rule>(*p, {});
@@ -87,7 +87,7 @@ inline ChannelRows<float> float32_channels(const ChannelPanel<float>& of) {
 
 /// The same for a rule with two products whose output is in channels; t.d is not used.
 template <class Rule>
-bool run_float32_to_channels(const Sm80Tensors& t, const ChannelPanel<float>& to) {
+bool run_float32_to_channels(const RuleTensors& t, const ChannelPanel<float>& to) {
   const auto p = full_arguments<float, Rule>(t);
   if (!p || !are_float32_channels(to)) return false;
   launch_float32<Rule, InChannels::kOutput>(*p, float32_channels(to));
@@ -96,7 +96,7 @@ bool run_float32_to_channels(const Sm80Tensors& t, const ChannelPanel<float>& to
 
 /// The same for cotangents of which that of the output is in channels; t.g is not used.
 template <class Rule>
-bool run_float32_from_channels(const Sm80Tensors& t, const ChannelPanel<float>& from) {
+bool run_float32_from_channels(const RuleTensors& t, const ChannelPanel<float>& from) {
   auto p = full_arguments<float, Rule, /*reads_g=*/false>(t);
   if (!p || !are_float32_channels(from) || !set_float32_outputs(*p, t)) return false;
   launch_float32<Rule, InChannels::kCotangent>(*p, float32_channels(from));

@@ -29,7 +29,7 @@ inline bool wants_float64(at::ScalarType dtype) {
 /// A gated linear unit whose output has channels first; t.d is not used. Returns false, with nothing done, if the
 /// kernel cannot read the operands.
 template <class F>
-bool run_float64_to_channels(const Sm80Tensors& t, const ChannelPanel<double>& to) {
+bool run_float64_to_channels(const RuleTensors& t, const ChannelPanel<double>& to) {
   auto p = full_arguments<double, GluRule<F>>(t);
   if (!p) return false;
   static PerDevice granted;

@@ -174,7 +174,7 @@ class TriangleLayers : public detail::TriangleLayout {
     const auto bias = contiguous(update().bias(unit.p)), gate_bias = contiguous(update().bias(unit.g));
     bool done = false;
     with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& to) {
-      const gemm::Sm80Tensors tensors{.d = channels, .a = z, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias};
+      const gemm::RuleTensors tensors{.d = channels, .a = z, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias};
       if constexpr (std::is_same_v<T, float>) done = gemm::run_float32_to_channels<gemm::GluRule<Sigmoid>>(tensors, to);
       if constexpr (std::is_same_v<T, double>) done = gemm::run_float64_to_channels<Sigmoid>(tensors, to);
     });
