@@ -38,7 +38,7 @@ MIXTURES = [(True, False), (False, True), (True, True)]
 @pytest.fixture(autouse=True, params=["auto", "portable"])
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.manual_seed(0)
-    with torchops.cuda.dense_path(request.param):
+    with torchops.cuda.kernel_path(request.param):
         yield request.param
 
 
@@ -49,7 +49,7 @@ def residents(call: Callable[[], object]) -> int:
 
 def in_one_pass(call: Callable[[], object]) -> bool:
     """Whether Hopper's kernel for all gradients runs."""
-    return any("gated_gradients_kernel" in name for name in kernel_names(call))
+    return any("GatedGradientsKernel" in name for name in kernel_names(call))
 
 
 def has_hopper_kernels(path: str) -> bool:
@@ -312,5 +312,5 @@ def test_same_bits() -> None:
     assert_same_bits(lambda: [torchops.glu(x, w, w), torchops.gate(v, x, w)], times=20)
     y = torchops.glu(x, w, w)
     assert torch.equal(torchops.glu(x[:300], w, w), y[:300])
-    with torchops.cuda.dense_path("portable"):
+    with torchops.cuda.kernel_path("portable"):
         torch.testing.assert_close(torchops.glu(x.bfloat16(), w, w), y)

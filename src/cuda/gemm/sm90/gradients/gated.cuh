@@ -3,7 +3,6 @@
 // The launch of gradients/gated_kernel.cuh, and of the kernel that adds the sums of its CTAs.
 
 #include "cuda/base/column_sum.cuh"
-#include "cuda/base/per_device.h"
 #include "cuda/gemm/sm90/gradients/gated_kernel.cuh"
 
 namespace torchops::cuda::gemm {
@@ -27,14 +26,9 @@ struct GatedGradients {
     }
 
    private:
-    // As many CTAs as run at once, or as have work. The order of additions depends on this number.
     template <class Kernel>
     static cudaError_t blocks(const GradientProblem& p, int& blocks) {
-      static PerDevice sm_count;
-      const cudaError_t error =
-          granted_multiprocessors(sm_count, gated_gradients_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-      blocks = std::min(blocks, p.m / Kernel::kRows + (p.m % Kernel::kRows != 0));
-      return error;
+      return Persistent<Kernel>::resident(divided(p.m, Kernel::kRows), blocks);
     }
 
     static int64_t columns(const GradientProblem& p) { return int64_t{p.n} * p.k + p.n; }
@@ -81,8 +75,9 @@ struct GatedGradients {
                        parameters.w[Kernel::kProducts - 1].map, parameters.dx.map, parameters.dc.map)) {
         return Status::of(cudaErrorInvalidValue);
       }
-      gated_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = Persistent<Kernel>::run(parameters, count, stream); error != cudaSuccess) {
+        return Status::of(error);
+      }
       for (int i = 0; i < Kernel::kProducts; ++i) {
         launch_column_sum<T, float, 4, 32, 16>(parameters.partial + i * columns(p),
                                                static_cast<T*>(i == 0 ? p.dw : p.dw2),

@@ -14,13 +14,13 @@
 // Or x and dx are float32 (`wide`): the load warp's tiles of x are ahead in buffers of their own, from which the other
 // warps of its warpgroup round them to a stage; dx is stored from registers.
 
-#include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
-#include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "cuda/gemm/rules.cuh"
+#include "cuda/gemm/sm90/pointwise.cuh"
+#include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
 #include "cuda/gemm/sm90/weight_sums.cuh"
 
@@ -34,17 +34,15 @@ struct GatedGradientsKernel {
   static constexpr int kRows = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
   static constexpr int kProducts = Rule::kProducts, kSize = static_cast<int>(sizeof(Element));
   static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
-  static constexpr int kThreads = kConsumers + 128;
-  // A tile is divided among as many warpgroups as have 64 rows of dw each. If there are more,
-  // groups of them take tiles in turn, each with its own sums, and the pointwise part of one group
-  // overlaps the products of another.
+  // A tile is divided among as many warpgroups as have 64 rows of dw each. If there are more, groups of them take tiles
+  // in turn, each with its own sums, and the pointwise part of one group overlaps the products of another.
   static constexpr int kDivision = std::min(kN / 64, kWarpgroups), kGroups = kWarpgroups / kDivision;
   static constexpr int kGroupThreads = 128 * kDivision;
   static constexpr int kLoadBytes = kRows * ((wide ? 0 : kK) + kN + (Rule::kReadsC ? kN : 0)) * kSize;
   // Of dx, one for each group; or of x in float32.
   using BufferElement = std::conditional_t<wide, float, Element>;
-  static constexpr int kBuffers = wide ? 2 : kGroups,
-                       kBufferBytes = kRows * kK * static_cast<int>(sizeof(BufferElement));
+  static constexpr int kBuffers = wide ? 2 : kGroups;
+  static constexpr int kBufferBytes = kRows * kK * static_cast<int>(sizeof(BufferElement));
   static constexpr int kRoundingWarps = 3, kRoundingThreads = 32 * kRoundingWarps;
   // Besides x and grad: the second of two dz, or c.
   static constexpr int kStageBytes = kRows * (kK + 2 * kN) * kSize;
@@ -52,11 +50,12 @@ struct GatedGradientsKernel {
   static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kBuffers * kBufferBytes - kProducts * kN * 4;
   // A group always uses the same stages, so that the parity of a barrier tells its phases apart.
   static constexpr int kStages = std::min(kRoom / kStageBytes, 6) / kGroups * kGroups;
-  static constexpr Exactness kExactness =
-      std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+  static constexpr Exactness kExactness = kExactnessOf<Element>;
   static_assert(kStages >= 2 * kGroups && (kProducts == 2) != Rule::kReadsC);
-  using PipelineState = cutlass::PipelineState<kStages>;
-  using BufferState = cutlass::PipelineState<kBuffers>;
+  // A stage is loaded with its bytes, and when each thread that rounds is done; it is free after each warp whose
+  // products have read it, and for dc also the thread whose store has.
+  using Stages = Ring<kStages, kGroupThreads / 32 + (Rule::kReadsC ? 1 : 0), 1 + (wide ? kRoundingThreads : 0)>;
+  using Buffers = Ring<kBuffers, kRoundingThreads>;
 
   template <int rows, int columns>
   using Rows = SwizzledRows<Element, rows, columns>;
@@ -73,26 +72,22 @@ struct GatedGradientsKernel {
     Stage stages[kStages];
     cute::array_aligned<BufferElement, kRows * kK, 1024> buffers[kBuffers];
     alignas(16) float bias[kProducts][kN];  // scaled as the rule needs it
-    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages], buffered[kBuffers];
-    cutlass::arch::ClusterBarrier consumed[kStages], rounded[kBuffers];
+    LoadBarrier<> w_loaded;
+    Stages ring;
+    Buffers buffer_ring;
+
+    CUTLASS_DEVICE void init() { init_barriers(w_loaded, ring, buffer_ring); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
-  // That of the bytes, and each thread that rounds.
-  static constexpr int kLoadedArrivals = 1 + (wide ? kRoundingThreads : 0);
-  // Each warp, after its products have read the stage; for dc also the thread whose store has read it.
-  static constexpr int kConsumedArrivals = kGroupThreads / 32 + (Rule::kReadsC ? 1 : 0);
 
   template <int rows, int columns>
   using Load = TileMap<cute::SM90_TMA_LOAD, Element, rows, columns>;
-  template <int rows, int columns>
-  using Store = TileMap<cute::SM90_TMA_STORE, Element, rows, columns>;
   struct Parameters {
     TileMap<cute::SM90_TMA_LOAD, BufferElement, kRows, kK> x;
     Load<kRows, kN> grad, c;  // c and dc; a copy of grad's if the rule has none
     Load<kN, kK> w[kProducts];
-    Store<kRows, kK> dx;  // if not wide
+    TileMap<cute::SM90_TMA_STORE, Element, kRows, kK> dx;  // if not wide
     float* wide_dx;
-    Store<kRows, kN> dc;
+    TileMap<cute::SM90_TMA_STORE, Element, kRows, kN> dc;
     const Element* bias[2];
     float* partial;  // for each group of each CTA, for each product: dw (n x k), dbias (n)
     bool c_is_y;
@@ -120,22 +115,19 @@ struct GatedGradientsKernel {
     shared.w_loaded.arrive_and_expect_tx(kWeightBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kProducts; ++i) p.w[i].load(shared.w[i].data(), 0, 0, shared.w_loaded);
-    PipelineState at;
-    BufferState of_x;
+    typename Stages::At at;
+    typename Buffers::At of_x;
     const auto load_x = [&](int tile) {
       if (tile >= p.tiles()) return;
-      shared.rounded[of_x.index()].wait(of_x.phase() ^ 1);
-      shared.buffered[of_x.index()].arrive_and_expect_tx(kBufferBytes);
-      if constexpr (wide) p.x.load(shared.buffers[of_x.index()].data(), tile, 0, shared.buffered[of_x.index()]);
+      auto& buffered = shared.buffer_ring.fill(of_x, kBufferBytes);
+      if constexpr (wide) p.x.load(shared.buffers[of_x.index()].data(), tile, 0, buffered);
       ++of_x;
     };
     if constexpr (wide) load_x(blockIdx.x);
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x, ++at) {
       if constexpr (wide) load_x(tile + gridDim.x);  // one tile further, because rounding takes time
       auto& stage = shared.stages[at.index()];
-      auto& loaded = shared.loaded[at.index()];
-      shared.consumed[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-      loaded.arrive_and_expect_tx(kLoadBytes);
+      auto& loaded = shared.ring.fill(at, kLoadBytes);
       if constexpr (!wide) p.x.load(stage.x.data(), tile, 0, loaded);
       p.grad.load(stage.grad.data(), tile, 0, loaded);
       if constexpr (Rule::kReadsC) p.c.load(stage.second.data(), tile, 0, loaded);
@@ -143,15 +135,16 @@ struct GatedGradientsKernel {
   }
 
   /// Called by kRoundingThreads threads if wide: x from float32 to its stage.
-  CUTLASS_DEVICE static void round(const Parameters& p, Shared& shared, int thread) {
+  CUTLASS_DEVICE static void round(const Parameters& p, Shared& shared) {
     using namespace cute;
+    const int thread = static_cast<int>(threadIdx.x) - kConsumers - 32;
     constexpr int vectors = kK / 4;
     const cutlass::NumericArrayConverter<Element, float, 2> to_elements;
-    PipelineState at;
-    BufferState of_x;
+    typename Stages::At at;
+    typename Buffers::At of_x;
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x, ++at, ++of_x) {
-      shared.buffered[of_x.index()].wait(of_x.phase());
-      shared.consumed[at.index()].wait(at.phase() ^ 1);
+      shared.buffer_ring.wait_until_loaded(of_x);
+      shared.ring.wait_until_free(at);
       const Tensor from = as_position_independent_swizzle_tensor(
           make_tensor(make_smem_ptr(shared.buffers[of_x.index()].data()), SwizzledRows<BufferElement, kRows, kK>{}));
       const Tensor to = as_position_independent_swizzle_tensor(
@@ -172,8 +165,8 @@ struct GatedGradientsKernel {
       }
       // TMA may overwrite what was read, and products read what was written.
       finish_reads();
-      shared.loaded[at.index()].arrive();
-      shared.rounded[of_x.index()].arrive();
+      shared.ring.loaded[at.index()].arrive();
+      shared.buffer_ring.free[of_x.index()].arrive();
     }
   }
 
@@ -191,24 +184,24 @@ struct GatedGradientsKernel {
 
   // Called by the consumers while the first tiles are being loaded.
   CUTLASS_DEVICE static void load_bias(const Parameters& p, Shared& shared) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kProducts; ++i) {
-      for (int column = threadIdx.x; column < kN; column += kConsumers) {
-        const bool present = p.bias[i] != nullptr && column < p.n;
-        shared.bias[i][column] = present ? Rule::scale(i) * static_cast<float>(p.bias[i][column]) : 0.f;
-      }
-    }
+    load_scaled_bias<Rule>(p.bias, shared.bias, 0, p.n, kConsumers);
     if constexpr (Rule::kReadsC) repeat_last_weights(p, shared);
     cutlass::arch::NamedBarrier::sync(kConsumers, kGroups);
   }
 
-  CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int group);
+  CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  static constexpr int kCluster = 1;
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 232, compute>,
+                            Warps<40, OneThread<load>, WholeWarp<round, wide ? kRoundingWarps : 0>>>;
 };
 
 template <class Rule, class Element, GradientTiling tiling, bool wide>
 CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(const Parameters& p, Shared& shared,
-                                                                               int group) {
+                                                                               int warpgroup) {
   using namespace cute;
+  load_bias(p, shared);
+  const int group = warpgroup / kDivision;
   const int thread = threadIdx.x % kGroupThreads;
   // The same for all of a warpgroup, as descriptors must be; the shuffle tells the compiler.
   const int leader = __shfl_sync(~0u, thread / 128, 0) * 128;
@@ -253,12 +246,12 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(c
   const cutlass::NumericArrayConverter<Element, float, 2> round;
 
   shared.w_loaded.wait(0);
-  PipelineState at;
+  typename Stages::At at;
   at.advance(group);
   int former = -1;  // the stage that products of dw may still be reading
   for (int tile = blockIdx.x + group * gridDim.x; tile < p.tiles(); tile += kGroups * gridDim.x, at.advance(kGroups)) {
     auto& stage = shared.stages[at.index()];
-    shared.loaded[at.index()].wait(at.phase());
+    shared.ring.wait_until_loaded(at);
 
     const Tensor x =
         slice_z.make_fragment_A(slice_z.partition_A(make_tensor(make_smem_ptr(stage.x.data()), Rows<kRows, kK>{})));
@@ -279,7 +272,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(c
     warpgroup_wait<1>();
     warpgroup_fence_operand(sums_w);
     if constexpr (kProducts == 2) warpgroup_fence_operand(sums_w2);
-    if (former >= 0 && thread % 32 == 0) shared.consumed[former].arrive();
+    if (former >= 0 && thread % 32 == 0) shared.ring.free[former].arrive();
     warpgroup_wait<0>();
     warpgroup_fence_operand(z);
     if constexpr (kProducts == 2) warpgroup_fence_operand(t);
@@ -318,7 +311,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(c
     write_tile(second, stage.second.data());
     if (thread == 0) {
       tma_store_wait<0>();  // for the previous tile: dx may be overwritten
-      if (Rule::kReadsC && former >= 0) shared.consumed[former].arrive();
+      if (Rule::kReadsC && former >= 0) shared.ring.free[former].arrive();
     }
     cutlass::arch::fence_view_async_shared();
     sync();
@@ -401,39 +394,6 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(c
   for (int j = 0; j < kProducts; ++j) {
     write_column_sums<kN, kDivision>(sums_b[j], thread, scratch + j * 4 * kN, partial + j * (weights + p.n) + weights,
                                      p.n, sync);
-  }
-}
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    gated_gradients_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) {
-    shared.w_loaded.init(1);
-    for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      shared.loaded[stage].init(Kernel::kLoadedArrivals);
-      shared.consumed[stage].init(Kernel::kConsumedArrivals);
-    }
-    for (int buffer = 0; buffer < Kernel::kBuffers; ++buffer) {
-      shared.buffered[buffer].init(1);
-      shared.rounded[buffer].init(Kernel::kRoundingThreads);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= Kernel::kConsumers / 32) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == Kernel::kConsumers / 32) {
-      if (cute::elect_one_sync()) Kernel::load(p, shared);
-    } else if constexpr (Kernel::kIsWide) {
-      Kernel::round(p, shared, threadIdx.x - Kernel::kConsumers - 32);
-    }
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
-    Kernel::load_bias(p, shared);
-    Kernel::compute(p, shared, warp / (4 * Kernel::kDivision));
   }
 }
 

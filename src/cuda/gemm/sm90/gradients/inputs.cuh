@@ -15,15 +15,13 @@
 //
 // TMA reads zeros beyond the matrices, and does not store there.
 
-#include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
-#include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "cuda/base/column_sum.cuh"
-#include "cuda/base/per_device.h"
 #include "cuda/gemm/sm90/gradients/cotangent_tile.cuh"
+#include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
 
 namespace torchops::cuda::gemm {
@@ -32,16 +30,14 @@ template <class F, class Element_, GradientTiling tiling>
 struct InputGradientsKernel {
   using Element = Element_;
   static constexpr int kRows = 64, kBox = 64, kK = kSpec<tiling>.most_k, kWarpgroups = kSpec<tiling>.consumers;
-  static constexpr int kConsumers = 128 * kWarpgroups, kHeight = kRows * kWarpgroups;
-  static constexpr int kLoadWarp = kConsumers / 32, kWeightWarp = kLoadWarp + 1, kStoreWarp = kLoadWarp + 2;
-  static constexpr int kThreads = kConsumers + 128;
+  static constexpr int kHeight = kRows * kWarpgroups;
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = 2 * kHeight * kBox * kSize, kWeightBytes = kBox * kK * kSize;
   static constexpr int kWeightStages = 3, kResultBytes = kHeight * kBox * kSize;
   static constexpr int kStages =
       std::min((227 * 1024 - 2048 - kWeightStages * kWeightBytes - kResultBytes) / kStageBytes, 5);
-  using PipelineState = cutlass::PipelineState<kStages>;
-  using WeightState = cutlass::PipelineState<kWeightStages>;
+  using Stages = Ring<kStages, /*releases=*/kWarpgroups + 1>;  // products, and the store
+  using WeightStages = Ring<kWeightStages, /*releases=*/kWarpgroups>;
   using Cotangent = CotangentTile<F, Element, kRows, kBox, 128>;
 
   struct Shared {
@@ -55,10 +51,13 @@ struct InputGradientsKernel {
       cute::array_aligned<Element, kRows * kBox, 1024> dx;
       float sums[2][Cotangent::kHeight][kBox];
     } results[kWarpgroups];
-    cutlass::arch::ClusterTransactionBarrier loaded[kStages], w_loaded[kWeightStages];
-    cutlass::arch::ClusterBarrier computed[kStages], free[kStages], w_free[kWeightStages];
+    Stages ring;
+    WeightStages w_ring;
+    Barrier<kWarpgroups> computed[kStages];
+
+    CUTLASS_DEVICE void init() { init_barriers(ring, computed, w_ring); }
   };
-  static_assert(kStages >= 3 && sizeof(Shared) <= 227 * 1024);
+  static_assert(kStages >= 3);
   static_assert(sizeof(typename Shared::Result) == kRows * kBox * kSize);
 
   struct Parameters {
@@ -87,12 +86,10 @@ struct InputGradientsKernel {
   }
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
-    PipelineState at;
+    typename Stages::At at;
     for_boxes(p, [&](int tile, int box) {
       auto& stage = shared.stages[at.index()];
-      auto& loaded = shared.loaded[at.index()];
-      shared.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-      loaded.arrive_and_expect_tx(kStageBytes);
+      auto& loaded = shared.ring.fill(at, kStageBytes);
       p.grad.load(stage.grad.data(), tile, box, loaded);
       p.y.load(stage.y.data(), tile, box, loaded);
       ++at;
@@ -100,28 +97,29 @@ struct InputGradientsKernel {
   }
 
   CUTLASS_DEVICE static void load_weights(const Parameters& p, Shared& shared) {
-    WeightState at;
+    typename WeightStages::At at;
     for_boxes(p, [&](int, int box) {
-      auto& loaded = shared.w_loaded[at.index()];
-      shared.w_free[at.index()].wait(at.phase() ^ 1);
-      loaded.arrive_and_expect_tx(kWeightBytes);
-      p.w.load(shared.w[at.index()].data(), box, 0, loaded);
+      p.w.load(shared.w[at.index()].data(), box, 0, shared.w_ring.fill(at, kWeightBytes));
       ++at;
     });
   }
 
   CUTLASS_DEVICE static void store(const Parameters& p, Shared& shared) {
-    PipelineState at;
+    typename Stages::At at;
     for_boxes(p, [&](int tile, int box) {
       shared.computed[at.index()].wait(at.phase());
       p.dz.store(shared.stages[at.index()].grad.data(), tile, box);
       cute::tma_store_wait<0>();
-      shared.free[at.index()].arrive();
+      shared.ring.free[at.index()].arrive();
       ++at;
     });
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  static constexpr int kCluster = 1;
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 232, compute>,
+                            Warps<40, OneThread<load>, OneThread<load_weights>, OneThread<store>>>;
 };
 
 template <class F, class Element, GradientTiling tiling>
@@ -147,8 +145,8 @@ CUTLASS_DEVICE void InputGradientsKernel<F, Element, tiling>::compute(const Para
     return reinterpret_cast<const uint32_t&>(rounded);
   };
 
-  PipelineState at;
-  WeightState w_at;
+  typename Stages::At at;
+  typename WeightStages::At w_at;
   const int tiles = p.tiles(), boxes = p.boxes();
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     product.accumulate_ = GMMA::ScaleOut::Zero;
@@ -159,7 +157,7 @@ CUTLASS_DEVICE void InputGradientsKernel<F, Element, tiling>::compute(const Para
       float sum = adds && tile != blockIdx.x ? partial[column] : 0.f;
       float of_thread[Cotangent::kVector] = {};
       Element* const dz = stage.grad.data() + warpgroup * kPart;
-      shared.loaded[at.index()].wait(at.phase());
+      shared.ring.wait_until_loaded(at);
       Cotangent::make(dz, stage.y.data() + warpgroup * kPart, of_thread, thread);
       if (partial != nullptr) {
         auto* const to = reinterpret_cast<float4*>(&result.sums[box % 2][0][0]) + 2 * thread;
@@ -169,7 +167,7 @@ CUTLASS_DEVICE void InputGradientsKernel<F, Element, tiling>::compute(const Para
       finish_reads();  // and writes, which the products and the store read
       sync();
       if (thread == 0) shared.computed[at.index()].arrive();
-      shared.w_loaded[w_at.index()].wait(w_at.phase());
+      shared.w_ring.wait_until_loaded(w_at);
       const Tensor a = slice.make_fragment_A(
           slice.partition_A(make_tensor(make_smem_ptr(dz), SwizzledRows<Element, kRows, kBox>{})));
       const Tensor b = slice.make_fragment_B(slice.partition_B(
@@ -190,8 +188,8 @@ CUTLASS_DEVICE void InputGradientsKernel<F, Element, tiling>::compute(const Para
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
       if (thread == 0) {
-        shared.free[at.index()].arrive();
-        shared.w_free[w_at.index()].arrive();
+        shared.ring.free[at.index()].arrive();
+        shared.w_ring.free[w_at.index()].arrive();
       }
     }
 
@@ -217,36 +215,6 @@ CUTLASS_DEVICE void InputGradientsKernel<F, Element, tiling>::compute(const Para
   }
 }
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    input_gradients_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      shared.loaded[stage].init(1);
-      shared.computed[stage].init(Kernel::kWarpgroups);
-      shared.free[stage].init(Kernel::kWarpgroups + 1);  // products, and the store
-    }
-    for (int stage = 0; stage < Kernel::kWeightStages; ++stage) {
-      shared.w_loaded[stage].init(1);
-      shared.w_free[stage].init(Kernel::kWarpgroups);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= Kernel::kLoadWarp) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == Kernel::kLoadWarp && cute::elect_one_sync()) Kernel::load(p, shared);
-    if (warp == Kernel::kWeightWarp && cute::elect_one_sync()) Kernel::load_weights(p, shared);
-    if (warp == Kernel::kStoreWarp && cute::elect_one_sync()) Kernel::store(p, shared);
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
-    Kernel::compute(p, shared, warp / 4);
-  }
-}
-
 /// dz = F::backward(grad, y), dx = dz @ w, and dbias, dz summed over the rows before it is rounded, or null. Sums are
 /// in float32; the same arguments give the same bits on the same kind of device.
 template <class F>
@@ -255,14 +223,10 @@ struct InputGradients {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = InputGradientsKernel<F, T, tiling>;
+    using Launch = Persistent<Kernel>;
 
-    // As many CTAs as run at once, or as have work. The order of additions depends on this number.
     static cudaError_t blocks(const GradientProblem& p, int& blocks) {
-      static PerDevice sm_count;
-      const cudaError_t error =
-          granted_multiprocessors(sm_count, input_gradients_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-      blocks = std::min(blocks, p.m / Kernel::kHeight + (p.m % Kernel::kHeight != 0));
-      return error;
+      return Launch::resident(divided(p.m, Kernel::kHeight), blocks);
     }
 
     static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
@@ -290,8 +254,9 @@ struct InputGradients {
       if (!are_encoded(parameters.grad.map, parameters.y.map, parameters.w.map, parameters.dz.map, parameters.dx.map)) {
         return Status::of(cudaErrorInvalidValue);
       }
-      input_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
+        return Status::of(error);
+      }
       if (p.dbias == nullptr) return {};
       launch_column_sum<T, float, 1, 32, 32>(parameters.partial, static_cast<T*>(p.dbias), nullptr,
                                              int64_t{count} * Kernel::kWarpgroups, p.n, p.n, p.n, stream);

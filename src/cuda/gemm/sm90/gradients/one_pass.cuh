@@ -16,29 +16,25 @@
 // At the end each CTA writes its dw and dbias, and a second kernel adds them in the order of the CTAs. TMA reads zeros
 // beyond the matrices, and does not store there.
 
-#include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
-#include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "cuda/base/column_sum.cuh"
-#include "cuda/base/per_device.h"
 #include "cuda/gemm/sm90/gradients/cotangent_tile.cuh"
-#include "cuda/gemm/sm90/skeleton/cutlass.cuh"
+#include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
 
 namespace torchops::cuda::gemm {
 
 /// Compile-time parameters of the kernel. F is an activation whose backward needs only its output.
 template <class F_, class Element_, GradientTiling tiling>
-struct OnePassTiling {
+struct OnePassKernel {
   using F = F_;
   using Element = Element_;
   static constexpr int kRows = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
   static constexpr int kWarpgroups = kSpec<tiling>.consumers;
-  static constexpr int kConsumers = 128 * kWarpgroups, kLoadWarp = kConsumers / 32, kStoreWarp = kLoadWarp + 1;
-  static constexpr int kThreads = kConsumers + 128;  // whole warpgroups; in the last one, two warps work
+  static constexpr int kConsumers = 128 * kWarpgroups;
   // The sums of dw need more registers than a thread gets by default; whole warpgroups give and take them.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160, kOtherRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kStageBytes = kRows * (2 * kN + kK) * static_cast<int>(sizeof(Element));
@@ -46,7 +42,7 @@ struct OnePassTiling {
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStages = (227 * 1024 - kBarrierBytes - kWeightBytes) / kStageBytes;
   static constexpr bool kResultOverY = kK <= kN;
-  using PipelineState = cutlass::PipelineState<kStages>;
+  using Stages = Ring<kStages, /*releases=*/1>;
 
   template <int rows, int columns>
   using Rows = SwizzledRows<Element, rows, columns>;
@@ -74,10 +70,13 @@ struct OnePassTiling {
     };
     cute::array_aligned<Element, kN * kK, 1024> w;
     Stage stages[kStages];
-    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier computed[kStages], stored[kStages];
+    LoadBarrier<> w_loaded;
+    Stages ring;
+    Barrier<kConsumers> computed[kStages];
+
+    CUTLASS_DEVICE void init() { init_barriers(w_loaded, ring, computed); }
   };
-  static_assert(kStages >= 2 && sizeof(Shared) <= 227 * 1024);
+  static_assert(kStages >= 2);
 
   template <int rows, int columns>
   using Load = TileMap<cute::SM90_TMA_LOAD, Element, rows, columns>;
@@ -88,36 +87,42 @@ struct OnePassTiling {
     TileMap<cute::SM90_TMA_STORE, Element, kRows, kK> dx;
     float* partial;
     int m, n, k;
+
+    CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
   };
+
+  CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
+    const int tiles = p.tiles();
+    shared.w_loaded.arrive_and_expect_tx(kWeightBytes);
+    p.w.load(shared.w.data(), 0, 0, shared.w_loaded);
+    typename Stages::At at;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
+      auto& stage = shared.stages[at.index()];
+      auto& loaded = shared.ring.fill(at, kStageBytes);
+      p.grad.load(stage.grad.data(), tile, 0, loaded);
+      p.y.load(stage.y.data(), tile, 0, loaded);
+      p.x.load(stage.x.data(), tile, 0, loaded);
+    }
+  }
+
+  CUTLASS_DEVICE static void store(const Parameters& p, Shared& shared) {
+    const int tiles = p.tiles();
+    typename Stages::At at;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
+      auto& stage = shared.stages[at.index()];
+      shared.computed[at.index()].wait(at.phase());
+      p.dx.store(kResultOverY ? stage.y.data() : stage.x.data(), tile, 0);
+      cute::tma_store_wait<0>();
+      shared.ring.free[at.index()].arrive();
+    }
+  }
+
+  CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared);
+
+  static constexpr int kCluster = 1;
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, kConsumerRegisters, compute>,
+                            Warps<kOtherRegisters, OneThread<load>, OneThread<store>>>;
 };
-
-template <class Tiling>
-CUTLASS_DEVICE void load_tiles(const typename Tiling::Parameters& p, typename Tiling::Shared& shared, int tiles) {
-  shared.w_loaded.arrive_and_expect_tx(Tiling::kWeightBytes);
-  p.w.load(shared.w.data(), 0, 0, shared.w_loaded);
-  typename Tiling::PipelineState at;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
-    auto& stage = shared.stages[at.index()];
-    auto& loaded = shared.loaded[at.index()];
-    shared.stored[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-    loaded.arrive_and_expect_tx(Tiling::kStageBytes);
-    p.grad.load(stage.grad.data(), tile, 0, loaded);
-    p.y.load(stage.y.data(), tile, 0, loaded);
-    p.x.load(stage.x.data(), tile, 0, loaded);
-  }
-}
-
-template <class Tiling>
-CUTLASS_DEVICE void store_tiles(const typename Tiling::Parameters& p, typename Tiling::Shared& shared, int tiles) {
-  typename Tiling::PipelineState at;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
-    auto& stage = shared.stages[at.index()];
-    shared.computed[at.index()].wait(at.phase());
-    p.dx.store(Tiling::kResultOverY ? stage.y.data() : stage.x.data(), tile, 0);
-    cute::tma_store_wait<0>();
-    shared.stored[at.index()].arrive();
-  }
-}
 
 /// Writes the sums of dbias of all consumers, added in the order of their rows, to `to`. scratch has room
 /// for kVector floats per consumer.
@@ -134,45 +139,41 @@ CUTLASS_DEVICE void write_bias_sums(const float (&sums)[Tiling::kVector], float*
   to[thread] = sum;
 }
 
-template <class Tiling>
-CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename Tiling::Shared& shared, int tiles) {
+template <class F, class Element, GradientTiling tiling>
+CUTLASS_DEVICE void OnePassKernel<F, Element, tiling>::compute(const Parameters& p, Shared& shared) {
   using namespace cute;
-  using Element = typename Tiling::Element;
-  constexpr int rows = Tiling::kRows, n = Tiling::kN, k = Tiling::kK;
-  const int thread = threadIdx.x;
+  constexpr int rows = kRows, n = kN, k = kK;
+  const int thread = threadIdx.x, tiles = p.tiles();
   // The same for all of a warpgroup, as descriptors must be; the shuffle tells the compiler.
   const int leader = __shfl_sync(~0u, thread / 128, 0) * 128;
 
-  typename Tiling::ProductX product_x;
-  typename Tiling::ProductW product_w;
+  ProductX product_x;
+  ProductW product_w;
   const auto slice_x = product_x.get_slice(leader);
   const auto slice_w = product_w.get_slice(leader);
   Tensor sums_x = partition_fragment_C(product_x, Shape<Int<rows>, Int<k>>{});
   Tensor sums_w = partition_fragment_C(product_w, Shape<Int<n>, Int<k>>{});
-  const Tensor weight =
-      make_tensor(make_smem_ptr(shared.w.data()), typename Tiling::template Transposed<n, k>{});  // (k, n)
+  const Tensor weight = make_tensor(make_smem_ptr(shared.w.data()), Transposed<n, k>{});  // (k, n)
   const Tensor b_x = slice_x.make_fragment_B(slice_x.partition_B(weight));
   const auto write_result = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, product_x);
   const auto write_slice = write_result.get_slice(thread);
   clear(sums_w);
-  float sums_b[Tiling::kVector] = {};
+  float sums_b[kVector] = {};
 
   shared.w_loaded.wait(0);
-  typename Tiling::PipelineState at;
+  typename Stages::At at;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++at) {
     auto& stage = shared.stages[at.index()];
-    shared.loaded[at.index()].wait(at.phase());
-    Tiling::Cotangent::make(stage.grad.data(), stage.y.data(), sums_b, thread);
+    shared.ring.wait_until_loaded(at);
+    Cotangent::make(stage.grad.data(), stage.y.data(), sums_b, thread);
     cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);
+    cutlass::arch::NamedBarrier::sync(kConsumers, 0);
 
     const auto dz = make_smem_ptr(stage.grad.data());
-    const Tensor a_x =
-        slice_x.make_fragment_A(slice_x.partition_A(make_tensor(dz, typename Tiling::template Rows<rows, n>{})));
-    const Tensor a_w =
-        slice_w.make_fragment_A(slice_w.partition_A(make_tensor(dz, typename Tiling::template Transposed<rows, n>{})));
-    const Tensor b_w = slice_w.make_fragment_B(slice_w.partition_B(
-        make_tensor(make_smem_ptr(stage.x.data()), typename Tiling::template Transposed<rows, k>{})));
+    const Tensor a_x = slice_x.make_fragment_A(slice_x.partition_A(make_tensor(dz, Rows<rows, n>{})));
+    const Tensor a_w = slice_w.make_fragment_A(slice_w.partition_A(make_tensor(dz, Transposed<rows, n>{})));
+    const Tensor b_w =
+        slice_w.make_fragment_B(slice_w.partition_B(make_tensor(make_smem_ptr(stage.x.data()), Transposed<rows, k>{})));
     warpgroup_fence_operand(sums_x);
     warpgroup_fence_operand(sums_w);
     warpgroup_arrive();
@@ -189,20 +190,19 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
     }
     warpgroup_commit_batch();
 
-    if constexpr (Tiling::kResultOverY) {
+    if constexpr (kResultOverY) {
       warpgroup_wait<1>();  // dx is stored while the products of dw run
       warpgroup_fence_operand(sums_x);
     } else {
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums_x);
-      cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);  // until all warpgroups are done with x
+      cutlass::arch::NamedBarrier::sync(kConsumers, 0);  // until all warpgroups are done with x
     }
     Tensor result = make_tensor_like<Element>(sums_x);
     const cutlass::NumericArrayConverter<Element, float, decltype(size(sums_x))::value> round;
     recast<cutlass::Array<Element, decltype(size(sums_x))::value>>(result)(0) =
         round(recast<cutlass::Array<float, decltype(size(sums_x))::value>>(sums_x)(0));
-    const Tensor to = make_tensor(make_smem_ptr(Tiling::kResultOverY ? stage.y.data() : stage.x.data()),
-                                  typename Tiling::template Rows<rows, k>{});
+    const Tensor to = make_tensor(make_smem_ptr(kResultOverY ? stage.y.data() : stage.x.data()), Rows<rows, k>{});
     copy(write_result, write_slice.retile_S(result),
          write_slice.partition_D(as_position_independent_swizzle_tensor(to)));
     cutlass::arch::fence_view_async_shared();
@@ -221,35 +221,8 @@ CUTLASS_DEVICE void compute_tiles(const typename Tiling::Parameters& p, typename
     }
   }
   // Once all consumers are here, no product reads w any more.
-  cutlass::arch::NamedBarrier::sync(Tiling::kConsumers, 0);
-  write_bias_sums<Tiling>(sums_b, reinterpret_cast<float*>(shared.w.data()), partial + p.n * p.k, p.n, thread);
-}
-
-template <class Tiling>
-__global__ void __launch_bounds__(Tiling::kThreads, 1)
-    one_pass_gradients_kernel(const __grid_constant__ typename Tiling::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Tiling::Shared*>(bytes);
-  if (threadIdx.x == 0) {
-    shared.w_loaded.init(1);
-    for (int stage = 0; stage < Tiling::kStages; ++stage) {
-      shared.loaded[stage].init(1);
-      shared.computed[stage].init(Tiling::kConsumers);
-      shared.stored[stage].init(1);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const int tiles = p.m / Tiling::kRows + (p.m % Tiling::kRows != 0);
-  if (warp >= Tiling::kLoadWarp) {
-    cutlass::arch::warpgroup_reg_dealloc<Tiling::kOtherRegisters>();
-    if (warp == Tiling::kLoadWarp && cute::elect_one_sync()) load_tiles<Tiling>(p, shared, tiles);
-    if (warp == Tiling::kStoreWarp && cute::elect_one_sync()) store_tiles<Tiling>(p, shared, tiles);
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<Tiling::kConsumerRegisters>();
-    compute_tiles<Tiling>(p, shared, tiles);
-  }
+  cutlass::arch::NamedBarrier::sync(kConsumers, 0);
+  write_bias_sums<OnePassKernel>(sums_b, reinterpret_cast<float*>(shared.w.data()), partial + p.n * p.k, p.n, thread);
 }
 
 /// dx = dz @ w, dw = dz.T @ x, and dbias = dz summed over the rows before it is rounded, where dz =
@@ -260,16 +233,11 @@ struct OnePass {
   template <Element element, GradientTiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    using Tiling = OnePassTiling<F, T, tiling>;
+    using Kernel = OnePassKernel<F, T, tiling>;
+    using Launch = Persistent<Kernel>;
 
-    // As many CTAs as run at once, or as have work. The order of additions depends on this number.
     static cudaError_t blocks(const GradientProblem& p, int& blocks) {
-      static PerDevice sm_count;
-      const cudaError_t error =
-          granted_multiprocessors(sm_count, one_pass_gradients_kernel<Tiling>, sizeof(typename Tiling::Shared), blocks);
-      const int tiles = p.m / Tiling::kRows + (p.m % Tiling::kRows != 0);
-      blocks = std::min(blocks, tiles);
-      return error;
+      return Launch::resident(divided(p.m, Kernel::kRows), blocks);
     }
 
     static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
@@ -283,7 +251,7 @@ struct OnePass {
     static Status run(const GradientProblem& p, cudaStream_t stream) {
       int count = 0;
       if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
-      using Parameters = typename Tiling::Parameters;
+      using Parameters = typename Kernel::Parameters;
       if (!are_encodable<T>(p.grad, p.y, p.x, p.w)) return Status::of(cudaErrorInvalidValue);
       auto* const partial = static_cast<float*>(p.workspace);
       const Parameters parameters{decltype(Parameters::grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n),
@@ -298,9 +266,9 @@ struct OnePass {
       if (!are_encoded(parameters.grad.map, parameters.y.map, parameters.x.map, parameters.w.map, parameters.dx.map)) {
         return Status::of(cudaErrorInvalidValue);
       }
-      one_pass_gradients_kernel<Tiling>
-          <<<count, Tiling::kThreads, sizeof(typename Tiling::Shared), stream>>>(parameters);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
+        return Status::of(error);
+      }
       const int64_t weights = int64_t{p.n} * p.k;
       launch_column_sum<T, float, 4, 32, 16>(partial, static_cast<T*>(p.dw), static_cast<T*>(p.dbias), count, weights,
                                              weights + p.n, weights + p.n, stream);

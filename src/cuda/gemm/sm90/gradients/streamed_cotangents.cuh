@@ -26,7 +26,9 @@ struct CotangentEpilogue {
     typename Tile::SharedRows first;   // grad, then the cotangent of the first product
     typename Tile::SharedRows second;  // c, then its cotangent; or the cotangent of the second product
     typename Bias::Shared bias;
-    cutlass::arch::ClusterTransactionBarrier loaded;
+    LoadBarrier<> loaded;
+
+    CUTLASS_DEVICE void init() { loaded.init(); }
   };
   struct Parameters {
     TileMap<cute::SM90_TMA_LOAD, Element, kRows, kN> grad, c;  // c: a copy of grad's if the rule reads none
@@ -36,7 +38,6 @@ struct CotangentEpilogue {
     float* sums;  // for each warp of each tile, for each product: n; or null
   };
 
-  CUTLASS_DEVICE static void init(Shared& shared) { shared.loaded.init(1); }
   CUTLASS_DEVICE CotangentEpilogue(const Parameters& p, Shared& shared, int n, int thread)
       : p_(p), shared_(shared), n_(n), thread_(thread) {}
 

@@ -14,16 +14,15 @@
 //
 // The warpgroups don't wait for each other, so that the rule of one overlaps the products of the other.
 
-#include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/cluster_sm90.hpp>
-#include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "cuda/base/column_sum.cuh"
 #include "cuda/gemm/rules.cuh"
-#include "cuda/gemm/sm90/skeleton/cluster_launch.cuh"
+#include "cuda/gemm/sm90/pointwise.cuh"
+#include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
 
 namespace torchops::cuda::gemm {
@@ -33,18 +32,16 @@ struct WeightGradientsKernel {
   using Rule = Rule_;
   using Element = Element_;
   static constexpr int kRows = 64, kBox = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
-  static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
-  static constexpr int kThreads = kConsumers + 128, kCluster = kN / kBox, kBoxes = kK / kBox;
+  static constexpr int kWarpgroups = kSpec<tiling>.consumers, kCluster = kN / kBox, kBoxes = kK / kBox;
   static constexpr int kColumns = kBox / kWarpgroups;  // of each product, per warpgroup
   static constexpr int kTurn = GradientProblem::kTurn;
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kRows * (kK + kBox) * kSize, kWeightBytes = 2 * kBox * kK * kSize;
   static constexpr int kRoom = 227 * 1024 - 2048 - kWeightBytes - kWarpgroups * kRows * kBox * kSize;
   static constexpr int kStages = std::min(kRoom / kStageBytes, 6);
-  static constexpr Exactness kExactness =
-      std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+  static constexpr Exactness kExactness = kExactnessOf<Element>;
   static_assert(Rule::kProducts == 2 && kWarpgroups == 2 && kStages >= 3 && kCluster <= 8 && kTurn == 8);
-  using PipelineState = cutlass::PipelineState<kStages>;
+  using Stages = Ring<kStages, /*releases=*/kCluster * kWarpgroups>;
 
   struct Shared {
     struct Stage {
@@ -54,10 +51,11 @@ struct WeightGradientsKernel {
     cute::array_aligned<Element, kBox * kK, 1024> w[kWarpgroups];  // alternately kTurn rows of w and of w2
     Stage stages[kStages];
     cute::array_aligned<Element, kRows * kBox, 1024> dz[kWarpgroups];  // columns alternate in the same way
-    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier free[kStages];
+    LoadBarrier<> w_loaded;
+    Stages ring;
+
+    CUTLASS_DEVICE void init() { init_barriers(w_loaded, ring); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   struct Parameters {
     TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kRows, kBox> x;
@@ -99,13 +97,11 @@ struct WeightGradientsKernel {
         }
       }
     }
-    PipelineState at;
+    typename Stages::At at;
     for (int tile = p.first(); tile < p.tiles(); tile += p.step(), ++at) {
       auto& stage = shared.stages[at.index()];
-      auto& loaded = shared.loaded[at.index()];
       // Free in all CTAs. Data of another CTA may arrive before the bytes are announced here.
-      shared.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-      loaded.arrive_and_expect_tx(kStageBytes);
+      auto& loaded = shared.ring.fill(at, kStageBytes);
       for (int box = rank; box < kBoxes; box += kCluster) {
         p.x.load(stage.x.data() + box * kRows * kBox, tile, box, loaded, (1 << kCluster) - 1);
       }
@@ -114,6 +110,8 @@ struct WeightGradientsKernel {
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 232, compute>, Warps<40, OneThread<load>>>;
 };
 
 template <class Rule, class Element, GradientTiling tiling>
@@ -123,7 +121,7 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
   const auto release = [&](int stage) {  // signals all CTAs that load for this one
-    if (thread < kCluster) shared.free[stage].arrive(thread);
+    if (thread < kCluster) shared.ring.free[stage].arrive(thread);
   };
   // A warp has kTurn columns of both products; a thread has one of these, and pairs of rows.
   const int first = p.rank() * kBox + warpgroup * kColumns, column = first + warp * kTurn + lane / 4;
@@ -155,11 +153,11 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
   };
 
   shared.w_loaded.wait(0);
-  PipelineState at;
+  typename Stages::At at;
   int former = -1;  // the stage that products of dw may still be reading
   for (int tile = p.first(); tile < p.tiles(); tile += p.step(), ++at) {
     auto& stage = shared.stages[at.index()];
-    shared.loaded[at.index()].wait(at.phase());
+    shared.ring.wait_until_loaded(at);
     const Tensor x = slice_z.make_fragment_B(
         slice_z.partition_B(make_tensor(make_smem_ptr(stage.x.data()), SwizzledRows<Element, kRows, kK>{})));
     warpgroup_fence_operand(sums);
@@ -250,32 +248,6 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
   }
 }
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    weight_gradients_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) {
-    shared.w_loaded.init(1);
-    for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      shared.loaded[stage].init(1);
-      shared.free[stage].init(Kernel::kCluster * Kernel::kWarpgroups);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-  cute::cluster_sync();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= 4 * Kernel::kWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == 4 * Kernel::kWarpgroups && cute::elect_one_sync()) Kernel::load(p, shared);
-    __syncwarp();
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
-    Kernel::compute(p, shared, warp / 4);
-  }
-  cute::cluster_sync();  // the others may still write to this CTA's shared memory
-}
-
 /// From grad, x and both weights: dw, dw2, dbias and dbias2, each of which may be null; and dz, if it is not null, with
 /// both cotangents alternating, an m x 2 n matrix.
 template <class Rule>
@@ -284,13 +256,10 @@ struct WeightGradients {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = WeightGradientsKernel<Rule, T, tiling>;
-    using Launch = ClusterLaunch<Kernel, weight_gradients_kernel<Kernel>, Kernel::kCluster>;
+    using Launch = Persistent<Kernel>;
 
-    // As many clusters as run at once, or as have work. The order of additions depends on this number.
     static cudaError_t clusters(const GradientProblem& p, int& clusters) {
-      const cudaError_t error = Launch::resident(clusters);
-      clusters = std::min(clusters, p.m / Kernel::kRows + (p.m % Kernel::kRows != 0));
-      return error;
+      return Launch::resident(divided(p.m, Kernel::kRows), clusters);
     }
 
     static int64_t columns(const GradientProblem& p) { return int64_t{p.n} * p.k + p.n; }

@@ -4,8 +4,7 @@
 
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 
-#include "cuda/base/activation.cuh"
-#include "cuda/gemm/sm90/skeleton/cutlass.cuh"
+#include "cuda/gemm/sm90/pointwise.cuh"
 
 namespace torchops::cuda::gemm {
 
@@ -35,8 +34,7 @@ struct Value {
   struct Of;
   template <int count>
   struct Of<cutlass::Array<float, count>> {
-    static constexpr Exactness kExactness =
-        std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+    static constexpr Exactness kExactness = kExactnessOf<Element>;
     CUTLASS_DEVICE cutlass::Array<float, count> operator()(cutlass::Array<float, count> t) const {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < count; ++i) t[i] = F::template of_scaled<kExactness>(t[i]);

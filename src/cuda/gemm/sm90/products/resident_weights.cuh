@@ -14,14 +14,13 @@
 // into the registers, they are computed in parts, each while the rule of the previous one is computed, from an operand
 // that is read into registers before its shared memory is overwritten.
 
-#include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
-#include <cutlass/pipeline/sm90_pipeline.hpp>
 
-#include "cuda/base/per_device.h"
 #include "cuda/gemm/rules.cuh"
+#include "cuda/gemm/sm90/pointwise.cuh"
+#include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
 #include "cuda/gemm/sm90/skeleton/turns.cuh"
 
@@ -40,7 +39,6 @@ struct NarrowKernel {
   static constexpr int kRegisters = kWarpgroups == 3 ? 160 : 232, kLoadRegisters = kWarpgroups == 3 ? 24 : 40;
   static constexpr int kColumns = kN > 128 ? 64 : kN, kParts = kN / kColumns, kSets = std::min(kParts, 2);
   static constexpr bool kFromRegisters = kParts > 1;
-  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // in the last warpgroup, only one thread works
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kRows * (kK + (Rule::kReadsC ? kN : 0)) * kSize;
   static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
@@ -49,12 +47,11 @@ struct NarrowKernel {
   // holds a stage, too.
   static constexpr int kMoreStages = Rule::kReadsC || kWarpgroups == 3 ? 2 : 0;
   static constexpr int kStages = std::min(kSpec<tiling>.stages + kMoreStages, kRoom / kStageBytes);
-  static constexpr Exactness kExactness =
-      std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+  static constexpr Exactness kExactness = kExactnessOf<Element>;
   static_assert(kStages >= kWarpgroups && kN % kColumns == 0 && (Rule::kReadsC || kN <= kK));
   // If the stages can't be divided evenly among the warpgroups, a stage passes from one to another.
   static constexpr bool kInTurn = kStages % kWarpgroups != 0;
-  using PipelineState = cutlass::PipelineState<kStages>;
+  using Stages = Ring<kStages, /*releases=*/1>;
 
   template <bool reads_c, class = void>
   struct StageOf {
@@ -71,11 +68,12 @@ struct NarrowKernel {
     cute::array_aligned<Element, kN * kK, 1024> w[kProducts];
     StageOf<Rule::kReadsC> stages[kStages];
     alignas(16) float bias[kProducts][kN];  // scaled as the rule needs it
-    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier stored[kStages];
+    LoadBarrier<> w_loaded;
+    Stages ring;
     Turns<kWarpgroups> turns;
+
+    CUTLASS_DEVICE void init() { init_barriers(w_loaded, ring, turns); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   template <int rows, int columns>
   using Load = TileMap<cute::SM90_TMA_LOAD, Element, rows, columns>;
@@ -112,12 +110,10 @@ struct NarrowKernel {
     shared.w_loaded.arrive_and_expect_tx(kWeightBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kProducts; ++i) p.w[i].load(shared.w[i].data(), column, 0, shared.w_loaded);
-    PipelineState at;
+    typename Stages::At at;
     for (int tile = p.first(); tile < p.tiles(); tile += p.step(), ++at) {
       auto& stage = shared.stages[at.index()];
-      auto& loaded = shared.loaded[at.index()];
-      shared.stored[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-      loaded.arrive_and_expect_tx(kStageBytes);
+      auto& loaded = shared.ring.fill(at, kStageBytes);
       p.a.load(stage.a.data(), tile, 0, loaded);
       if constexpr (Rule::kReadsC) p.c.load(stage.c.data(), tile, column, loaded);
     }
@@ -126,23 +122,20 @@ struct NarrowKernel {
   // Called by the warpgroups while the first tiles are being loaded.
   CUTLASS_DEVICE static void load_bias(const Parameters& p, Shared& shared) {
     constexpr int threads = 128 * kWarpgroups;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kProducts; ++i) {
-      for (int in_tile = threadIdx.x; in_tile < kN; in_tile += threads) {
-        const int column = p.column() * kN + in_tile;
-        const bool present = p.bias[i] != nullptr && column < p.n;
-        shared.bias[i][in_tile] = present ? Rule::scale(i) * static_cast<float>(p.bias[i][column]) : 0.f;
-      }
-    }
+    load_scaled_bias<Rule>(p.bias, shared.bias, p.column() * kN, p.n, threads);
     cutlass::arch::NamedBarrier::sync(threads, kWarpgroups);
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  static constexpr int kCluster = 1;
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, kRegisters, compute>, Warps<kLoadRegisters, OneThread<load>>>;
 };
 
 template <class Rule, class Element, NarrowTiling tiling>
 CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameters& p, Shared& shared, int warpgroup) {
   using namespace cute;
+  load_bias(p, shared);
   const int thread = threadIdx.x % 128, column = p.column();
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
   const auto in_rows = [](Element* data, auto columns) {
@@ -187,7 +180,7 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
   };
 
   shared.w_loaded.wait(0);
-  PipelineState at;
+  typename Stages::At at;
   at.advance(warpgroup);
   int stage_of_store = -1;
   uint32_t round = 0;
@@ -195,10 +188,10 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
     auto& stage = shared.stages[at.index()];
     if (thread == 0 && stage_of_store >= 0) {
       tma_store_wait<0>();
-      shared.stored[stage_of_store].arrive();
+      shared.ring.free[stage_of_store].arrive();
     }
     if constexpr (kInTurn) shared.turns.wait(warpgroup, round);
-    shared.loaded[at.index()].wait(at.phase());
+    shared.ring.wait_until_loaded(at);
     if constexpr (kInTurn) shared.turns.pass_on(warpgroup);
     ++round;
     fence();
@@ -258,32 +251,6 @@ CUTLASS_DEVICE void NarrowKernel<Rule, Element, tiling>::compute(const Parameter
   if (thread == 0) tma_store_wait<0>();
 }
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    narrow_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) {
-    shared.w_loaded.init(1);
-    for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      shared.loaded[stage].init(1);
-      shared.stored[stage].init(1);
-    }
-    shared.turns.init();
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= 4 * Kernel::kWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<Kernel::kLoadRegisters>();
-    if (warp == 4 * Kernel::kWarpgroups && cute::elect_one_sync()) Kernel::load(p, shared);
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<Kernel::kRegisters>();
-    Kernel::load_bias(p, shared);
-    Kernel::compute(p, shared, warp / 4);
-  }
-}
-
 /// d = the rule's value for a @ b.T, and for a @ b2.T and c if it has them. d may be c.
 template <class Rule>
 struct Narrow {
@@ -291,27 +258,22 @@ struct Narrow {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = NarrowKernel<Rule, T, tiling>;
+    using Launch = Persistent<Kernel>;
 
-    static int columns(const Problem& p) { return (p.n + Kernel::kN - 1) / Kernel::kN; }
-
-    // As many CTAs as run at once.
-    static cudaError_t blocks(int& blocks) {
-      static PerDevice sm_count;
-      return granted_multiprocessors(sm_count, narrow_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-    }
+    static int columns(const Problem& p) { return divided(p.n, Kernel::kN); }
 
     static Status prepare(const Problem& p, int64_t& workspace_bytes) {
       workspace_bytes = 0;
       int count = 0;
       if (p.k > Kernel::kK || p.batch > 1) return Status::not_for_me();
-      if (const cudaError_t error = blocks(count); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
       return columns(p) <= count ? Status{} : Status::not_for_me();
     }
 
     static Status run(const Problem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int count = 0;
-      if (const cudaError_t error = blocks(count); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
       const Operand& c = Rule::kReadsC ? p.c : p.d;
       if (!are_encodable<T>(p.a, p.b, Kernel::kProducts == 2 ? p.b2 : p.b, c, p.d)) {
         return Status::of(cudaErrorInvalidValue);
@@ -332,11 +294,8 @@ struct Narrow {
                        parameters.d.map)) {
         return Status::of(cudaErrorInvalidValue);
       }
-      const int tiles = p.m / Kernel::kRows + (p.m % Kernel::kRows != 0);
-      const int rows = std::min(count / columns(p), tiles);
-      narrow_kernel<Kernel>
-          <<<rows * columns(p), Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
-      return Status::of(cudaGetLastError());
+      const int rows = std::min(count / columns(p), divided(p.m, Kernel::kRows));
+      return Status::of(Launch::run(parameters, rows * columns(p), stream));
     }
   };
 };

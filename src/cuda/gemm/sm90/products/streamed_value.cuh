@@ -19,7 +19,9 @@ struct ValueEpilogue {
   struct Shared {
     typename Tile::SharedRows result;  // c before that, if the rule reads it
     typename Bias::Shared bias;
-    cutlass::arch::ClusterTransactionBarrier loaded;
+    LoadBarrier<> loaded;
+
+    CUTLASS_DEVICE void init() { loaded.init(); }
   };
   struct Parameters {
     TileMap<cute::SM90_TMA_LOAD, Element, kRows, kN> c;         // a copy of d's if the rule reads none
@@ -28,7 +30,6 @@ struct ValueEpilogue {
     typename Bias::Pointers bias;
   };
 
-  CUTLASS_DEVICE static void init(Shared& shared) { shared.loaded.init(1); }
   CUTLASS_DEVICE ValueEpilogue(const Parameters& p, Shared& shared, int n, int thread)
       : p_(p), shared_(shared), n_(n), thread_(thread) {}
 

@@ -15,15 +15,14 @@
 // The CTAs of a cluster are side by side. Each loads a part of the rows that all of them
 // need, and TMA delivers it to all.
 
-#include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/cluster_sm90.hpp>
-#include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "cuda/gemm/rules.cuh"
-#include "cuda/gemm/sm90/skeleton/cluster_launch.cuh"
+#include "cuda/gemm/sm90/pointwise.cuh"
+#include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
 #include "cuda/gemm/sm90/skeleton/turns.cuh"
 
@@ -40,8 +39,7 @@ struct WideTile {
   static constexpr int kWarpgroups = 2;
   static constexpr int kRows = kPingPong ? kM : kM / kWarpgroups;  // per warpgroup
   static constexpr int kSize = static_cast<int>(sizeof(Element));
-  static constexpr Exactness kExactness =
-      std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+  static constexpr Exactness kExactness = kExactnessOf<Element>;
   static_assert(kSize == 2 && kRows % 64 == 0 && kN % 64 == 0 && kN <= 128);
   static_assert(kRows * kColumns <= 64 * 256, "the sums are 128 registers of a thread");
   static_assert(kTiling.cluster_m == 1 && kTiling.epilogue_n == kTiling.tile_n && kTiling.resident_k == 0 &&
@@ -102,11 +100,10 @@ struct WideBias {
 
 /// Compile-time parameters of the kernel. Epilogue_ has
 ///   Tile, and Parameters, which the Parameters of the kernel contain
-///   Shared                   shared memory of a warpgroup; init(Shared&) initialises it, on one thread of the CTA
-///   (parameters, shared, n, thread)   its constructor, for each thread of a warpgroup
-///   begin(row, column)       before the products of a tile; its place in the grid of tiles of kRows x kN
-///   share()                  while the last of these products run; all threads synchronise between it and
-///   finish(sums, sync)       when the products are complete
+///   Shared                   shared memory of a warpgroup; its init() initialises its barriers, on one thread of the
+///   CTA (parameters, shared, n, thread)   its constructor, for each thread of a warpgroup begin(row, column) before
+///   the products of a tile; its place in the grid of tiles of kRows x kN share()                  while the last of
+///   these products run; all threads synchronise between it and finish(sums, sync)       when the products are complete
 ///   end()                    after the last tile
 template <class Epilogue_>
 struct WideKernel {
@@ -117,15 +114,12 @@ struct WideKernel {
   static constexpr bool kPingPong = Tile::kPingPong;
   static constexpr int kM = Tile::kM, kN = Tile::kN, kK = Tile::kK, kColumns = Tile::kColumns, kRows = Tile::kRows;
   static constexpr int kProducts = Tile::kProducts, kCluster = Tile::kCluster, kWarpgroups = Tile::kWarpgroups;
-  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // in the last warpgroup, only one thread works
-  static constexpr int kRowsOfA = kM / kCluster;            // loaded by a CTA for its cluster
+  static constexpr int kRowsOfA = kM / kCluster;  // loaded by a CTA for its cluster
   static constexpr int kStageBytes = (kM + kColumns) * kK * Tile::kSize;
   static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::Shared));
   static constexpr int kStages = (226 * 1024 - kWarpgroups * kEpilogueBytes) / kStageBytes;
   static_assert(kStages >= 3);
-  using PipelineState = cutlass::PipelineState<kStages>;
-  using Barrier = cutlass::arch::ClusterBarrier;
-  using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using Stages = Ring<kStages, /*releases=*/kCluster*(kPingPong ? 1 : kWarpgroups)>;
 
   struct Stage {
     cute::array_aligned<Element, kM * kK, 1024> a;
@@ -134,11 +128,17 @@ struct WideKernel {
   struct Shared {
     Stage stages[kStages];
     typename Epilogue::Shared epilogue[kWarpgroups];
-    LoadBarrier loaded[kStages];
-    Barrier free[kStages];
+    Stages ring;
     Turns<kWarpgroups> turns;
+
+    CUTLASS_DEVICE void init() {
+      if constexpr (kPingPong) {
+        init_barriers(ring, turns, epilogue);
+      } else {
+        init_barriers(ring, epilogue);
+      }
+    }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   using LoadOfA = std::conditional_t<(kCluster > 1), cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   struct Parameters {
@@ -170,15 +170,13 @@ struct WideKernel {
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     const int rank = WideKernel::rank();
-    PipelineState at;
+    typename Stages::At at;
     for (int tile = first(); tile < p.rows * p.columns; tile += clusters()) {
       const Place place = WideKernel::place(p, tile);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 0; step < p.steps; ++step, ++at) {
         Stage& stage = shared.stages[at.index()];
-        LoadBarrier& loaded = shared.loaded[at.index()];
-        shared.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-        loaded.arrive_and_expect_tx(kStageBytes);
+        auto& loaded = shared.ring.fill(at, kStageBytes);
         p.a.load(stage.a.data() + rank * kRowsOfA * kK, place.row * kCluster + rank, step, loaded, (1 << kCluster) - 1);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kProducts; ++i) p.w[i].load(stage.w.data() + i * kN * kK, place.column, step, loaded);
@@ -187,6 +185,8 @@ struct WideKernel {
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 232, compute>, Warps<40, OneThread<load>>>;
 };
 
 template <class Epilogue>
@@ -197,9 +197,9 @@ CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& s
   // Signals all CTAs that load for this one; one thread for each.
   const auto release = [&](int stage) {
     if constexpr (kCluster == 1) {
-      if (thread == 0) shared.free[stage].arrive();
+      if (thread == 0) shared.ring.free[stage].arrive();
     } else {
-      if (thread < kCluster) shared.free[stage].arrive(thread);
+      if (thread < kCluster) shared.ring.free[stage].arrive(thread);
     }
   };
   Product product;
@@ -207,7 +207,7 @@ CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& s
   Tensor sums = partition_fragment_C(product, Shape<Int<kRows>, Int<kColumns>>{});
   Epilogue epilogue(p.epilogue, shared.epilogue[warpgroup], p.n, thread);
 
-  PipelineState at;
+  typename Stages::At at;
   if (kPingPong && warpgroup > 0) at.advance(p.steps);
   uint32_t round = 0;
   for (int tile = first() + (kPingPong ? warpgroup : 0) * clusters(); tile < p.rows * p.columns;
@@ -221,7 +221,7 @@ CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& s
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < p.steps; ++step, ++at) {
       Stage& stage = shared.stages[at.index()];
-      shared.loaded[at.index()].wait(at.phase());
+      shared.ring.wait_until_loaded(at);
       if constexpr (kPingPong) {
         if (step == p.steps - 1) shared.turns.pass_on(warpgroup);
       }
@@ -248,39 +248,11 @@ CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& s
   epilogue.end();
 }
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    wide_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  constexpr bool clustered = Kernel::kCluster > 1;
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      shared.loaded[stage].init(1);
-      shared.free[stage].init(Kernel::kCluster * (Kernel::kPingPong ? 1 : Kernel::kWarpgroups));
-    }
-    if constexpr (Kernel::kPingPong) shared.turns.init();
-    for (auto& epilogue : shared.epilogue) Kernel::Epilogue::init(epilogue);
-    cutlass::arch::fence_barrier_init();
-  }
-  clustered ? cute::cluster_sync() : __syncthreads();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= 4 * Kernel::kWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == 4 * Kernel::kWarpgroups && cute::elect_one_sync()) Kernel::load(p, shared);
-    __syncwarp();
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
-    Kernel::compute(p, shared, warp / 4);
-  }
-  if constexpr (clustered) cute::cluster_sync();  // the others may still write to this CTA's barriers
-}
-
 /// Launches a WideKernel.
 template <class Kernel>
 struct WideLaunch {
   using Parameters = typename Kernel::Parameters;
-  using Launch = ClusterLaunch<Kernel, wide_kernel<Kernel>, Kernel::kCluster>;
+  using Launch = Persistent<Kernel>;
 
   static Status prepare() { return Launch::prepare(); }
 

@@ -6,8 +6,7 @@
 //
 //   dgate += da.T @ xhat;  dup += du.T @ xhat;  ddown.T += p.T @ g;  and the sums of da, du and g over the rows
 //
-//   load warp      64 rows of xhat and of g -> a stage of shared memory; if a cluster has more than one CTA, each has
-//                  different features, and loads a share of the columns for all
+//   load warp      64 rows of xhat and of g -> a stage of shared memory
 //   2 makers       take the stages in turn: a, u and dh in registers; da, du and p to shared memory
 //   1 adder        the products of all stages, whose sums stay in its registers
 //   another warp   the sums of g; CTAs with different features sum different rows
@@ -29,13 +28,13 @@ struct FeedForwardDwKernel {
   using Element = Element_;
   using Slopes = FeedForwardSlopes<F, Element>;
   static constexpr int kRows = kSpec<tiling>.rows, kC = kSpec<tiling>.most_k, kMostHidden = 512, kSlice = 64;
-  // CTAs of a cluster share the loads of rows. With two of them, all gradients of 1048576 rows of 128 features and 512
-  // hidden ones took equally long, and those of 147456 rows 10 % longer (H100).
-  static constexpr int kCtas = 1, kMakers = 2, kStages = 4, kThreads = 128 * (kMakers + 2);
+  // If two CTAs share the loads of rows, all gradients of 1048576 rows of 128 features and 512 hidden ones take equally
+  // long, and those of 147456 rows 10 % longer (H100).
+  static constexpr int kCluster = 1, kMakers = 2, kStages = 4;
   static constexpr int kSize = static_cast<int>(sizeof(Element)), kPiece = 64 * 64;
   static constexpr int kWeightBytes = 3 * kSlice * kC * kSize, kStageBytes = 2 * kRows * kC * kSize;
   static_assert(kRows == 64 && kC == 128);
-  using Stage = cutlass::PipelineState<kStages>;
+  using Stages = Ring<kStages, /*releases=*/2>;  // products, and the sums of g
   using Sums = FeedForwardSums<kC, kSlice>;
 
   struct Rows {
@@ -51,12 +50,15 @@ struct FeedForwardDwKernel {
     Rows rows[kStages];
     Made made[kMakers];  // finally the sums of biases
     alignas(16) float bias[2][kSlice];
-    cutlass::arch::ClusterTransactionBarrier weights_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier free[kStages], full[kMakers], taken[kMakers];
-  };
-  static_assert(sizeof(Shared) <= 227 * 1024);
+    LoadBarrier<> weights_loaded;
+    Stages ring;
+    Barrier<128> full[kMakers];
+    Barrier<1> taken[kMakers];
 
-  using LoadRows = TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kRows, 64>;
+    CUTLASS_DEVICE void init() { init_barriers(weights_loaded, ring, full, taken); }
+  };
+
+  using LoadRows = TileMap<cute::SM90_TMA_LOAD, Element, kRows, 64>;
   using LoadWeight = TileMap<cute::SM90_TMA_LOAD, Element, 64, 64>;
   struct Parameters {
     LoadRows xhat, grad;
@@ -66,7 +68,7 @@ struct FeedForwardDwKernel {
     int slices, groups, row_tiles;
     bool adds, adds_grad;  // adds to the existing sums; also sums g
 
-    /// CTAs of a cluster have neighbouring slices of one group, and each group goes through its own tiles.
+    /// Each group goes through its own tiles.
     CUTLASS_DEVICE int slice() const { return static_cast<int>(blockIdx.x) % slices; }
     CUTLASS_DEVICE int group() const { return static_cast<int>(blockIdx.x) / slices; }
   };
@@ -80,37 +82,21 @@ struct FeedForwardDwKernel {
   using ProductDown = Product<kSlice, kC, Major::K, Major::MN>;
   using ProductW = Product<kC, kRows, Major::MN, Major::MN>;
 
-  CUTLASS_DEVICE static void init(Shared& shared) {
-    shared.weights_loaded.init(1);
-    for (int stage = 0; stage < kStages; ++stage) {
-      shared.loaded[stage].init(1);
-      shared.free[stage].init(2 * kCtas);
-    }
-    for (int maker = 0; maker < kMakers; ++maker) {
-      shared.full[maker].init(128);
-      shared.taken[maker].init(1);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
-    const int rank = kCtas > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0, slice = p.slice();
-    constexpr uint16_t all = (1 << kCtas) - 1;
+    const int slice = p.slice();
     shared.weights_loaded.arrive_and_expect_tx(kWeightBytes);
     for (int half = 0; half < kC / 64; ++half) {
       p.gate.load(shared.factors.data() + half * 2 * kPiece, slice, half, shared.weights_loaded);
       p.up.load(shared.factors.data() + (half * 2 + 1) * kPiece, slice, half, shared.weights_loaded);
       p.down.load(shared.down.data() + half * kPiece, half, slice, shared.weights_loaded);
     }
-    Stage at;
+    typename Stages::At at;
     for (int tile = p.group(); tile < p.row_tiles; tile += p.groups, ++at) {
       Rows& rows = shared.rows[at.index()];
-      auto& loaded = shared.loaded[at.index()];
-      shared.free[at.index()].wait(at.phase() ^ 1);  // in all CTAs; doesn't block in the first round
-      loaded.arrive_and_expect_tx(kStageBytes);
-      for (int part = rank; part < kC / 64; part += kCtas) {
-        p.xhat.load(rows.xhat.data() + part * kPiece, tile, part, loaded, all);
-        p.grad.load(rows.grad.data() + part * kPiece, tile, part, loaded, all);
+      auto& loaded = shared.ring.fill(at, kStageBytes);
+      for (int part = 0; part < kC / 64; ++part) {
+        p.xhat.load(rows.xhat.data() + part * kPiece, tile, part, loaded);
+        p.grad.load(rows.grad.data() + part * kPiece, tile, part, loaded);
       }
     }
   }
@@ -118,6 +104,9 @@ struct FeedForwardDwKernel {
   CUTLASS_DEVICE static void make(const Parameters& p, Shared& shared, int maker);
   CUTLASS_DEVICE static void add(const Parameters& p, Shared& shared);
   CUTLASS_DEVICE static void add_grad(const Parameters& p, Shared& shared);
+
+  using Roles = gemm::Roles<Warpgroups<kMakers, 128, make>, Warpgroups<1, 224, add>,
+                            Warps<32, OneThread<load>, WholeWarp<add_grad>>>;
 };
 
 template <class Element, class F, NarrowTiling tiling>
@@ -164,7 +153,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
   for (int tile = p.group() + maker * p.groups; tile < p.row_tiles; tile += kMakers * p.groups, turn += kMakers) {
     const int stage = turn % kStages;
     Rows& rows = shared.rows[stage];
-    shared.loaded[stage].wait(turn / kStages % 2);
+    shared.ring.loaded[stage].wait(turn / kStages % 2);
     warpgroup_fence_operand(hidden);
     warpgroup_fence_operand(dh);
     warpgroup_arrive();
@@ -242,9 +231,9 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add_grad(const Para
   const cutlass::NumericArrayConverter<float, Element, 4> widen;
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = p.slice();
   float sums[4] = {};
-  Stage at;
+  typename Stages::At at;
   for (int tile = p.group(); tile < p.row_tiles; tile += p.groups, ++at) {
-    shared.loaded[at.index()].wait(at.phase());
+    shared.ring.wait_until_loaded(at);
     const Element* const grad = shared.rows[at.index()].grad.data() + lane % 2 * 4;
     for (int part = slice; p.adds_grad && part < kRows / 8; part += p.slices) {
       for (int row = part * 8; row < part * 8 + 8; ++row) {
@@ -255,7 +244,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add_grad(const Para
     }
     finish_reads();
     __syncwarp();
-    shared.free[at.index()].arrive(lane, lane < kCtas);
+    if (lane == 0) shared.ring.free[at.index()].arrive();
   }
   CUTLASS_PRAGMA_UNROLL
   for (int v = 0; v < 4; ++v) {
@@ -308,7 +297,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add(const Parameter
     const int stage = turn % kStages, maker = turn % kMakers;
     Rows& rows = shared.rows[stage];
     Made& made = shared.made[maker];
-    shared.loaded[stage].wait(turn / kStages % 2);
+    shared.ring.loaded[stage].wait(turn / kStages % 2);
     shared.full[maker].wait(turn / kMakers % 2);
     warpgroup_fence_operand(gate);
     warpgroup_fence_operand(up);
@@ -322,32 +311,12 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add(const Parameter
     warpgroup_fence_operand(gate);
     warpgroup_fence_operand(up);
     warpgroup_fence_operand(down);
-    if (thread == 0) shared.taken[maker].arrive();
-    shared.free[stage].arrive(thread, thread < kCtas);  // each CTA writes to the stages of all, so all are signalled
+    if (thread == 0) {
+      shared.taken[maker].arrive();
+      shared.ring.free[stage].arrive();
+    }
   }
   each([](const auto& sums, int i, float2* result) { *result = make_float2(sums(i), sums(i + 1)); });
-}
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    feed_forward_dw_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) Kernel::init(shared);
-  cute::cluster_sync();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
-  if (warpgroup < Kernel::kMakers) {
-    Kernel::make(p, shared, warpgroup);  // with the 128 registers per thread of the launch
-  } else if (warpgroup == Kernel::kMakers) {
-    cutlass::arch::warpgroup_reg_alloc<224>();
-    Kernel::add(p, shared);
-  } else {
-    cutlass::arch::warpgroup_reg_dealloc<32>();
-    if (warp % 4 == 0 && cute::elect_one_sync()) Kernel::load(p, shared);
-    if (warp % 4 == 1) Kernel::add_grad(p, shared);
-    __syncwarp();
-  }
-  cute::cluster_sync();  // another CTA may still write to this CTA's shared memory
 }
 
 }  // namespace torchops::cuda::gemm

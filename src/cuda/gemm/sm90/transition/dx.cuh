@@ -16,8 +16,6 @@
 //
 // xhat also goes to memory, for the gradients of the weights.
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "cuda/gemm/sm90/operand_norm.cuh"
@@ -53,28 +51,31 @@ struct FeedForwardDxKernel {
   using Slopes = FeedForwardSlopes<F, Element>;
   static constexpr int kRows = kSpec<tiling>.rows, kC = kSpec<tiling>.most_k, kMostHidden = 512;
   static constexpr int kChunk = 64;  // hidden features at a time: the columns of a swizzled box
-  static constexpr int kWarpgroups = 2, kCtas = 2, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kWarpgroups = 2, kCluster = 2;
   static constexpr int kFactorStages = 3, kDownStages = 2, kTiles = 2;
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kTileBytes = kRows * kC * kSize, kFactorBytes = 2 * kChunk * kC * kSize;
   static constexpr int kDownBytes = kC * kChunk * kSize, kPiece = kChunk * kChunk;
-  static_assert(kRows == 64 && kC == kCtas * kChunk && kSpec<tiling>.tile_n == kC);
-  using FactorState = cutlass::PipelineState<kFactorStages>;
-  using DownState = cutlass::PipelineState<kDownStages>;
-  using TileState = cutlass::PipelineState<kTiles>;
-  using GradState = cutlass::PipelineState<1>;
+  static_assert(kRows == 64 && kC == kCluster * kChunk && kSpec<tiling>.tile_n == kC);
+  using FactorStages = Ring<kFactorStages, /*releases=*/kWarpgroups * kCluster>;
+  using DownStages = Ring<kDownStages, /*releases=*/kWarpgroups * kCluster>;
+  using Tiles = Ring<kTiles, /*releases=*/1>;
+  using Grad = Ring<1, /*releases=*/1>;
+  using FactorState = typename FactorStages::At;
+  using DownState = typename DownStages::At;
 
   struct Shared {
     cute::array_aligned<Element, 2 * kChunk * kC, 1024> factors[kFactorStages];  // rows of gate, then of up
     cute::array_aligned<Element, kC * kChunk, 1024> down[kDownStages];
     cute::array_aligned<Element, kRows * kC, 1024> x[kTiles][kWarpgroups];  // then xhat, then dx
     cute::array_aligned<Element, kRows * kC, 1024> grad[kWarpgroups];
-    cutlass::arch::ClusterTransactionBarrier x_loaded[kTiles][kWarpgroups], grad_loaded[kWarpgroups],
-        factors_loaded[kFactorStages], down_loaded[kDownStages];
-    cutlass::arch::ClusterBarrier x_free[kTiles][kWarpgroups], grad_free[kWarpgroups], factors_free[kFactorStages],
-        down_free[kDownStages];
+    Tiles x_ring[kWarpgroups];
+    Grad grad_ring[kWarpgroups];
+    FactorStages factor_ring;
+    DownStages down_ring;
+
+    CUTLASS_DEVICE void init() { init_barriers(factor_ring, down_ring, x_ring, grad_ring); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   struct Parameters {
     TileMap<cute::SM90_TMA_LOAD, Element, kRows, kC> x, grad;
@@ -86,11 +87,11 @@ struct FeedForwardDxKernel {
     bool keeps_xhat, adds;     // adds: also adds g
 
     CUTLASS_DEVICE int chunks() const { return (hidden + kChunk - 1) / kChunk; }
-    CUTLASS_DEVICE int first() const { return blockIdx.x / kCtas; }
-    CUTLASS_DEVICE int step() const { return gridDim.x / kCtas; }
+    CUTLASS_DEVICE int first() const { return blockIdx.x / kCluster; }
+    CUTLASS_DEVICE int step() const { return gridDim.x / kCluster; }
     /// In units of kRows rows.
     CUTLASS_DEVICE int place(int tile, int warpgroup) const {
-      return (tile * kCtas + static_cast<int>(cute::block_rank_in_cluster())) * kWarpgroups + warpgroup;
+      return (tile * kCluster + static_cast<int>(cute::block_rank_in_cluster())) * kWarpgroups + warpgroup;
     }
   };
 
@@ -109,29 +110,9 @@ struct FeedForwardDxKernel {
   template <int k>
   using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<k / 16>>>;
 
-  CUTLASS_DEVICE static void init(Shared& shared) {
-    for (int stage = 0; stage < kFactorStages; ++stage) {
-      shared.factors_loaded[stage].init(1);
-      shared.factors_free[stage].init(kWarpgroups * kCtas);
-    }
-    for (int stage = 0; stage < kDownStages; ++stage) {
-      shared.down_loaded[stage].init(1);
-      shared.down_free[stage].init(kWarpgroups * kCtas);
-    }
-    for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
-      for (int tile = 0; tile < kTiles; ++tile) {
-        shared.x_loaded[tile][warpgroup].init(1);
-        shared.x_free[tile][warpgroup].init(1);
-      }
-      shared.grad_loaded[warpgroup].init(1);
-      shared.grad_free[warpgroup].init(1);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-
   CUTLASS_DEVICE static void load_weights(const Parameters& p, Shared& shared) {
     const int rank = static_cast<int>(cute::block_rank_in_cluster()), chunks = p.chunks();
-    constexpr uint16_t both = (1 << kCtas) - 1;
+    constexpr uint16_t both = (1 << kCluster) - 1;
     FactorState at;
     DownState down_at;
     for (int tile = p.first(); tile < p.row_tiles; tile += p.step()) {
@@ -140,39 +121,35 @@ struct FeedForwardDxKernel {
         // Waits until the stage is free in both CTAs. The other CTA's data may arrive before the bytes are announced
         // here, but not before the stage is free.
         Element* const factors = shared.factors[at.index()].data() + rank * 2 * kPiece;
-        auto& factors_loaded = shared.factors_loaded[at.index()];
-        shared.factors_free[at.index()].wait(at.phase() ^ 1);
-        factors_loaded.arrive_and_expect_tx(kFactorBytes);
+        auto& factors_loaded = shared.factor_ring.fill(at, kFactorBytes);
         p.gate.load(factors, chunk, rank, factors_loaded, both);
         p.up.load(factors + kPiece, chunk, rank, factors_loaded, both);
-        auto& down_loaded = shared.down_loaded[down_at.index()];
-        shared.down_free[down_at.index()].wait(down_at.phase() ^ 1);
-        down_loaded.arrive_and_expect_tx(kDownBytes);
+        auto& down_loaded = shared.down_ring.fill(down_at, kDownBytes);
         p.down.load(shared.down[down_at.index()].data() + rank * kPiece, rank, chunk, down_loaded, both);
       }
     }
   }
 
   CUTLASS_DEVICE static void load_rows(const Parameters& p, Shared& shared, int warpgroup) {
-    TileState at;
-    GradState grad_at;
+    typename Tiles::At at;
+    typename Grad::At grad_at;
     const auto load_x = [&](int tile) {
-      auto& loaded = shared.x_loaded[at.index()][warpgroup];
-      shared.x_free[at.index()][warpgroup].wait(at.phase() ^ 1);  // doesn't block in the first round
-      loaded.arrive_and_expect_tx(kTileBytes);
+      auto& loaded = shared.x_ring[warpgroup].fill(at, kTileBytes);
       p.x.load(shared.x[at.index()][warpgroup].data(), p.place(tile, warpgroup), 0, loaded);
       ++at;
     };
     if (p.first() < p.row_tiles) load_x(p.first());
     for (int tile = p.first(); tile < p.row_tiles; tile += p.step(), ++grad_at) {
-      shared.grad_free[warpgroup].wait(grad_at.phase() ^ 1);
-      shared.grad_loaded[warpgroup].arrive_and_expect_tx(kTileBytes);
-      p.grad.load(shared.grad[warpgroup].data(), p.place(tile, warpgroup), 0, shared.grad_loaded[warpgroup]);
+      auto& loaded = shared.grad_ring[warpgroup].fill(grad_at, kTileBytes);
+      p.grad.load(shared.grad[warpgroup].data(), p.place(tile, warpgroup), 0, loaded);
       if (tile + p.step() < p.row_tiles) load_x(tile + p.step());
     }
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 240, compute>,
+                            Warps<24, OneThread<load_weights>, OneThread<load_rows, kWarpgroups>>>;
 };
 
 template <class Element, class F, NarrowTiling tiling>
@@ -202,7 +179,7 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
   const auto read_slice = read.get_slice(thread);
   const auto write_slice = write.get_slice(thread);
   // Each CTA writes to the stages of both, so both are signalled.
-  const auto release = [&](const cutlass::arch::ClusterBarrier& free) { free.arrive(thread, thread < kCtas); };
+  const auto release = [&](const cutlass::arch::ClusterBarrier& free) { free.arrive(thread, thread < kCluster); };
   const cutlass::NumericArrayConverter<Element, float, 2> round;
   const cutlass::NumericArrayConverter<float, Element, 2> widen;
 
@@ -226,8 +203,8 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
   const auto start_hidden = [&](const FactorState& at, const DownState& down_at) {
     const auto of_factors = product_factors.get_slice(0);
     const auto of_down = product_down.get_slice(0);
-    shared.factors_loaded[at.index()].wait(at.phase());
-    shared.down_loaded[down_at.index()].wait(down_at.phase());
+    shared.factor_ring.wait_until_loaded(at);
+    shared.down_ring.wait_until_loaded(down_at);
     begin();
     warpgroup_arrive();
     multiply(product_factors, xhat,
@@ -277,8 +254,8 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     }
   };
 
-  TileState tile_at;
-  GradState grad_at;
+  typename Tiles::At tile_at;
+  typename Grad::At grad_at;
   FactorState at;
   DownState down_at;
   int stored = -1;
@@ -286,7 +263,7 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     Element* const x = shared.x[tile_at.index()][warpgroup].data();
     const int place = p.place(tile, warpgroup);
     float rstd[2];
-    shared.x_loaded[tile_at.index()][warpgroup].wait(tile_at.phase());
+    shared.x_ring[warpgroup].wait_until_loaded(tile_at);
     copy(read, read_slice.partition_S(in_rows(x)), read_slice.retile_D(rows));
     normalize_rows<Element>(rows, p.c, p.eps, rstd);
     copy(write, write_slice.retile_S(rows), write_slice.partition_D(in_rows(x)));
@@ -295,25 +272,25 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     if (thread == 0) {
       if (stored >= 0) {
         tma_store_wait<0>();
-        shared.x_free[stored][warpgroup].arrive();
+        shared.x_ring[warpgroup].free[stored].arrive();
       }
       if (p.keeps_xhat) p.xhat.store(x, place, 0);
     }
-    shared.grad_loaded[warpgroup].wait(grad_at.phase());
+    shared.grad_ring[warpgroup].wait_until_loaded(grad_at);
 
     for (int chunk = 0; chunk < chunks; ++chunk, ++at, ++down_at) {
       start_hidden(at, down_at);
       warpgroup_wait<0>();
       warpgroup_fence_operand(hidden);
       warpgroup_fence_operand(dh);
-      release(shared.down_free[down_at.index()]);
-      if (chunk == chunks - 1 && !p.adds && thread == 0) shared.grad_free[warpgroup].arrive();
+      release(shared.down_ring.free[down_at.index()]);
+      if (chunk == chunks - 1 && !p.adds && thread == 0) shared.grad_ring[warpgroup].free[0].arrive();
       differentiate(chunk);
       begin();
       start_dx(at, chunk == 0);
       warpgroup_wait<0>();
       warpgroup_fence_operand(dx);
-      release(shared.factors_free[at.index()]);
+      release(shared.factor_ring.free[at.index()]);
     }
 
     through_norm<Element>(dx, rows, p.c, rstd);
@@ -333,35 +310,12 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     cutlass::arch::fence_view_async_shared();  // of these writes, and of reads of g
     sync();
     if (thread == 0) {
-      if (p.adds) shared.grad_free[warpgroup].arrive();
+      if (p.adds) shared.grad_ring[warpgroup].free[0].arrive();
       p.dx.store(x, place, 0);
     }
     stored = tile_at.index();
   }
   if (thread == 0) tma_store_wait<0>();
-}
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    feed_forward_dx_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) Kernel::init(shared);
-  cute::cluster_sync();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  constexpr int computing = 4 * Kernel::kWarpgroups;
-  if (warp >= computing) {
-    cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (warp == computing && cute::elect_one_sync()) Kernel::load_weights(p, shared);
-    if (warp > computing && warp <= computing + Kernel::kWarpgroups && cute::elect_one_sync()) {
-      Kernel::load_rows(p, shared, warp - computing - 1);
-    }
-    __syncwarp();
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<240>();
-    Kernel::compute(p, shared, warp / 4);
-  }
-  cute::cluster_sync();  // the other CTA may still write to this CTA's shared memory
 }
 
 }  // namespace torchops::cuda::gemm

@@ -14,13 +14,11 @@
 // CTAs form a cluster, and each loads one half of the weights for both: 384 KiB for 128 rows would be more than the
 // second-level cache can deliver.
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "cuda/gemm/sm90/float32_residual.cuh"
 #include "cuda/gemm/sm90/operand_norm.cuh"
-#include "cuda/gemm/sm90/skeleton/cluster_launch.cuh"
+#include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/triangle/steps.cuh"
 
 namespace torchops::cuda::gemm {
@@ -30,14 +28,16 @@ struct FeedForwardKernel {
   using Element = Element_;
   static constexpr int kRows = kSpec<tiling>.rows, kC = kSpec<tiling>.most_k, kMostHidden = 512;
   static constexpr int kChunk = 64;  // hidden features at a time: the columns of a swizzled box
-  static constexpr int kWarpgroups = 2, kCtas = 2, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kWarpgroups = 2, kCluster = 2;
   static constexpr int kStages = 3, kTiles = 2;
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kTileBytes = kRows * kC * kSize, kFactorBytes = 2 * kChunk * kC * kSize;
   static constexpr int kDownBytes = kC * kChunk * kSize, kPiece = kChunk * kChunk;
-  static_assert(kRows == 64 && kC == kCtas * kChunk && kSpec<tiling>.tile_n == kC);
-  using Chunk = cutlass::PipelineState<kStages>;
-  using Tile = cutlass::PipelineState<kTiles>;
+  static_assert(kRows == 64 && kC == kCluster * kChunk && kSpec<tiling>.tile_n == kC);
+  using Stages = Ring<kStages, /*releases=*/kWarpgroups * kCluster>;
+  using Tiles = Ring<kTiles, /*releases=*/1>;
+  using Chunk = typename Stages::At;
+  using Tile = typename Tiles::At;
 
   struct Shared {
     cute::array_aligned<Element, 2 * kChunk * kC, 1024> factors[kStages];  // rows of gate, then of up
@@ -45,11 +45,11 @@ struct FeedForwardKernel {
     cute::array_aligned<Element, kRows * kC, 1024> x[kTiles][kWarpgroups];  // later the results
     alignas(16) float gate_bias[kMostHidden], up_bias[kMostHidden], down_bias[kC];
     NormVectors<kC> norm;
-    cutlass::arch::ClusterTransactionBarrier x_loaded[kTiles][kWarpgroups], factors_loaded[kStages],
-        down_loaded[kStages];
-    cutlass::arch::ClusterBarrier x_free[kTiles][kWarpgroups], factors_free[kStages], down_free[kStages];
+    Tiles x_ring[kWarpgroups];
+    Stages factor_ring, down_ring;
+
+    CUTLASS_DEVICE void init() { init_barriers(factor_ring, down_ring, x_ring); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   struct Parameters {
     TileMap<cute::SM90_TMA_LOAD, Element, kRows, kC> x;
@@ -63,11 +63,11 @@ struct FeedForwardKernel {
     WideRows wide;
 
     CUTLASS_DEVICE int chunks() const { return (hidden + kChunk - 1) / kChunk; }
-    CUTLASS_DEVICE int first() const { return blockIdx.x / kCtas; }
-    CUTLASS_DEVICE int step() const { return gridDim.x / kCtas; }
+    CUTLASS_DEVICE int first() const { return blockIdx.x / kCluster; }
+    CUTLASS_DEVICE int step() const { return gridDim.x / kCluster; }
     /// In units of kRows rows.
     CUTLASS_DEVICE int place(int tile, int warpgroup) const {
-      return (tile * kCtas + static_cast<int>(cute::block_rank_in_cluster())) * kWarpgroups + warpgroup;
+      return (tile * kCluster + static_cast<int>(cute::block_rank_in_cluster())) * kWarpgroups + warpgroup;
     }
   };
 
@@ -79,31 +79,15 @@ struct FeedForwardKernel {
   template <int k>
   using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<k / 16>>>;
 
-  CUTLASS_DEVICE static void init(Shared& shared) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      shared.factors_loaded[stage].init(1);
-      shared.down_loaded[stage].init(1);
-      shared.factors_free[stage].init(kWarpgroups * kCtas);
-      shared.down_free[stage].init(kWarpgroups * kCtas);
-    }
-    for (int i = 0; i < kTiles * kWarpgroups; ++i) {
-      shared.x_loaded[i / kWarpgroups][i % kWarpgroups].init(1);
-      shared.x_free[i / kWarpgroups][i % kWarpgroups].init(1);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     const int rank = static_cast<int>(cute::block_rank_in_cluster()), chunks = p.chunks();
-    constexpr uint16_t both = (1 << kCtas) - 1;
+    constexpr uint16_t both = (1 << kCluster) - 1;
     Tile tile_at;
     Chunk at;
     const auto load_x = [&](int tile) {
       CUTLASS_PRAGMA_UNROLL
       for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
-        auto& loaded = shared.x_loaded[tile_at.index()][warpgroup];
-        shared.x_free[tile_at.index()][warpgroup].wait(tile_at.phase() ^ 1);  // doesn't block in the first round
-        loaded.arrive_and_expect_tx(kTileBytes);
+        auto& loaded = shared.x_ring[warpgroup].fill(tile_at, kTileBytes);
         p.x.load(shared.x[tile_at.index()][warpgroup].data(), p.place(tile, warpgroup), 0, loaded);
       }
       ++tile_at;
@@ -114,14 +98,10 @@ struct FeedForwardKernel {
         // Waits until the stage is free in both CTAs. The other CTA's data may arrive before the bytes are announced
         // here, but not before the stage is free.
         Element* const factors = shared.factors[at.index()].data() + rank * 2 * kPiece;
-        auto& factors_loaded = shared.factors_loaded[at.index()];
-        shared.factors_free[at.index()].wait(at.phase() ^ 1);
-        factors_loaded.arrive_and_expect_tx(kFactorBytes);
+        auto& factors_loaded = shared.factor_ring.fill(at, kFactorBytes);
         p.gate.load(factors, chunk, rank, factors_loaded, both);
         p.up.load(factors + kPiece, chunk, rank, factors_loaded, both);
-        auto& down_loaded = shared.down_loaded[at.index()];
-        shared.down_free[at.index()].wait(at.phase() ^ 1);
-        down_loaded.arrive_and_expect_tx(kDownBytes);
+        auto& down_loaded = shared.down_ring.fill(at, kDownBytes);
         p.down.load(shared.down[at.index()].data() + rank * kPiece, rank, chunk, down_loaded, both);
         // Usually late enough for the stage of x to be free, and early enough for the ring not to run dry.
         if (chunk == min(kStages, chunks - 1) && tile + p.step() < p.row_tiles) load_x(tile + p.step());
@@ -156,6 +136,8 @@ struct FeedForwardKernel {
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 232, compute>, Warps<40, OneThread<load>>>;
 };
 
 template <class Element, class F, NarrowTiling tiling>
@@ -189,7 +171,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   const auto x_slice = read_x.get_slice(thread);
   const auto write_slice = write.get_slice(thread);
   // Each CTA writes to the stages of both, so both are signalled.
-  const auto release = [&](const cutlass::arch::ClusterBarrier& free) { free.arrive(thread, thread < kCtas); };
+  const auto release = [&](const cutlass::arch::ClusterBarrier& free) { free.arrive(thread, thread < kCluster); };
 
   // The registers of all products that follow must have their values here: if one is written while others run, the
   // compiler runs the products one after the other.
@@ -200,7 +182,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     warpgroup_fence_operand(h);
   };
   const auto start_factors = [&](const Chunk& at) {
-    shared.factors_loaded[at.index()].wait(at.phase());
+    shared.factor_ring.wait_until_loaded(at);
     begin();
     warpgroup_arrive();
     const Tensor b = factors(at.index());
@@ -213,7 +195,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     warpgroup_commit_batch();
   };
   const auto start_down = [&](const Chunk& at, bool first) {
-    shared.down_loaded[at.index()].wait(at.phase());
+    shared.down_ring.wait_until_loaded(at);
     warpgroup_arrive();
     const Tensor b = down(at.index());
     product.accumulate_ = first ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
@@ -250,7 +232,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   int stored = -1;
   for (int tile = p.first(); tile < p.row_tiles; tile += p.step(), ++tile_at) {
     Element* const x = shared.x[tile_at.index()][warpgroup].data();
-    shared.x_loaded[tile_at.index()][warpgroup].wait(tile_at.phase());
+    shared.x_ring[warpgroup].wait_until_loaded(tile_at);
     copy(read_z, z_slice.partition_S(in_rows(x)), z_slice.retile_D(z));
     normalize_operand<Element>(z, shared.norm, p.c, p.eps);
     const bool is_wide = p.wide.from != nullptr;
@@ -260,11 +242,11 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     start_factors(at);
     if (thread == 0 && stored >= 0) {
       tma_store_wait<0>();
-      shared.x_free[stored][warpgroup].arrive();
+      shared.x_ring[warpgroup].free[stored].arrive();
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(hidden);
-    release(shared.factors_free[at.index()]);
+    release(shared.factor_ring.free[at.index()]);
     activate_chunk(0);
     round_to_h();
     ++at;
@@ -273,12 +255,12 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
       start_down(down_at, chunk == 1);
       warpgroup_wait<1>();
       warpgroup_fence_operand(hidden);
-      release(shared.factors_free[at.index()]);
+      release(shared.factor_ring.free[at.index()]);
       activate_chunk(chunk);
       warpgroup_wait<0>();
       warpgroup_fence_operand(y);
       warpgroup_fence_operand(h);
-      release(shared.down_free[down_at.index()]);
+      release(shared.down_ring.free[down_at.index()]);
       round_to_h();
     }
     // The two rows in which a thread has columns: half of them at a time, while registers of hidden features are free.
@@ -298,7 +280,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     if (p.adds && !is_wide) copy(read_x, x_slice.partition_S(in_rows(x)), x_slice.retile_D(old));
     warpgroup_wait<0>();
     warpgroup_fence_operand(y);
-    release(shared.down_free[down_at.index()]);
+    release(shared.down_ring.free[down_at.index()]);
     ++down_at;
 
     stored = tile_at.index();
@@ -337,25 +319,6 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   if (thread == 0) tma_store_wait<0>();
 }
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    feed_forward_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) Kernel::init(shared);
-  cute::cluster_sync();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= 4 * Kernel::kWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == 4 * Kernel::kWarpgroups && cute::elect_one_sync()) Kernel::load(p, shared);
-    __syncwarp();
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
-    Kernel::compute(p, shared, warp / 4);
-  }
-  cute::cluster_sync();  // the other CTA may still write to this CTA's shared memory
-}
-
 /// out = down(F(gate(z)) * up(z)) with z = layer norm of x; plus x or the residual if `adds`.
 template <class F>
 struct FeedForward {
@@ -363,7 +326,7 @@ struct FeedForward {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = FeedForwardKernel<T, F, tiling>;
-    using Launch = ClusterLaunch<Kernel, feed_forward_kernel<Kernel>, Kernel::kCtas>;
+    using Launch = Persistent<Kernel>;
 
     static Status prepare(const TransitionProblem& p, int64_t& workspace_bytes) {
       workspace_bytes = 0;
@@ -379,7 +342,7 @@ struct FeedForward {
         return Status::of(cudaErrorInvalidValue);
       }
       using Weights = decltype(Parameters::gate);
-      constexpr int rows = Kernel::kRows * Kernel::kWarpgroups * Kernel::kCtas;
+      constexpr int rows = Kernel::kRows * Kernel::kWarpgroups * Kernel::kCluster;
       Parameters parameters{};
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.c);
       if (is_wide) {

@@ -6,7 +6,6 @@
 
 #include "cuda/base/column_sum.cuh"
 #include "cuda/gemm/norm_vector.cuh"
-#include "cuda/gemm/sm90/skeleton/cluster_launch.cuh"
 #include "cuda/gemm/sm90/transition/dw.cuh"
 
 namespace torchops::cuda::gemm {
@@ -118,10 +117,10 @@ struct FeedForwardGradients {
     using T = typename ElementOf<element>::Type;
     using Dx = FeedForwardDxKernel<T, F, tiling>;
     using Dw = FeedForwardDwKernel<T, F, tiling>;
-    using LaunchDx = ClusterLaunch<Dx, feed_forward_dx_kernel<Dx>, Dx::kCtas>;
-    using LaunchDw = ClusterLaunch<Dw, feed_forward_dw_kernel<Dw>, Dw::kCtas>;
+    using LaunchDx = Persistent<Dx>;
+    using LaunchDw = Persistent<Dw>;
     using Sums = typename Dw::Sums;
-    static constexpr int kRowsOfCluster = Dx::kRows * Dx::kWarpgroups * Dx::kCtas;
+    static constexpr int kRowsOfCluster = Dx::kRows * Dx::kWarpgroups * Dx::kCluster;
     static constexpr int64_t kMostXhatBytes = int64_t{48} << 20;
 
     // How the rows and the workspace are divided.
@@ -134,8 +133,7 @@ struct FeedForwardGradients {
       if (const cudaError_t error = LaunchDw::resident(plan.dw_clusters)) return error;
       const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
       plan.slices = (p.hidden + Dw::kSlice - 1) / Dw::kSlice;
-      plan.slices += plan.slices % Dw::kCtas;
-      plan.groups = plan.dw_clusters * Dw::kCtas / plan.slices;
+      plan.groups = plan.dw_clusters / plan.slices;
       // Steps are whole waves.
       const int64_t wave = int64_t{plan.dx_clusters} * kRowsOfCluster;
       const int64_t row_bytes = int64_t{p.c} * static_cast<int64_t>(sizeof(T));
@@ -263,7 +261,7 @@ struct FeedForwardGradients {
       parameters.row_tiles = (rows + Dw::kRows - 1) / Dw::kRows;
       parameters.adds = begin > 0;
       parameters.adds_grad = p.dbiases[2] != nullptr;
-      return Status::of(LaunchDw::run(parameters, of.groups * of.slices / Dw::kCtas, stream));
+      return Status::of(LaunchDw::run(parameters, of.groups * of.slices, stream));
     }
   };
 };

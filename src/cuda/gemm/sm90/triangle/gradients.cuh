@@ -2,38 +2,11 @@
 
 // The kernels of triangle/gradients_tiles.cuh and their launch.
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include "cuda/base/column_sum.cuh"
 #include "cuda/gemm/padded_positions.cuh"
 #include "cuda/gemm/sm90/triangle/gradients_compute.cuh"
 
 namespace torchops::cuda::gemm {
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    pair_gradients_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) {
-    shared.w_loaded.init(1);
-    for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      shared.loaded[stage].init(1);
-      shared.normalized[stage].init(128);
-      shared.consumed[stage].init(Kernel::kConsumedArrivals);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= Kernel::kConsumers / 32) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    Kernel::bring(p, shared);
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
-    Kernel::compute(p, shared);
-  }
-}
 
 /// From value[0] and gate[0] of the step: p.dz; d(o) in the output step; and, in float32 in p.sums, for the value and
 /// then the gate, the gradients of the weight with the norm folded in, over xhat or ohat, and of the bias.
@@ -45,14 +18,9 @@ struct PairGradients {
     template <DxHat dxhat>
     using KernelOf = PairGradientsKernel<T, Gate, out, tiling, dxhat>;
 
-    // As many CTAs as run at once, or as have work. The order of additions depends on this number.
     template <class Kernel>
     static cudaError_t blocks(const PairGradientProblem& p, int& blocks) {
-      static PerDevice sm_count;
-      const cudaError_t error =
-          granted_multiprocessors(sm_count, pair_gradients_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-      if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, PairTiles{p.n, p.rows}.count()));
-      return error;
+      return Persistent<Kernel>::resident(PairTiles{p.n, p.rows}.count(), blocks);
     }
 
     static Status prepare(const PairGradientProblem& p, int64_t& workspace_bytes) {
@@ -129,8 +97,9 @@ struct PairGradients {
       parameters.scale = p.scale[0];
       parameters.partial = static_cast<float*>(p.workspace);
       parameters.tiles = DealtPairTiles::of({p.n, p.rows}, count);
-      pair_gradients_kernel<Kernel><<<count, Kernel::kThreads, sizeof(typename Kernel::Shared), stream>>>(parameters);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+      if (const cudaError_t error = Persistent<Kernel>::run(parameters, count, stream); error != cudaSuccess) {
+        return Status::of(error);
+      }
       // A row has the sums of both products.
       const int64_t sums = parameters.sums(0) + parameters.sums(1);
       launch_column_sum<float, float, 4, 32, 16>(parameters.partial, p.sums, static_cast<float*>(nullptr), count, sums,

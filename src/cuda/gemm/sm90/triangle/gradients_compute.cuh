@@ -173,7 +173,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
   fold_norms(p, shared);
   PairPlace tile = p.tiles.first();
   read_mask(tile);
-  PipelineState at, next;
+  At at, next;
   if constexpr (kOut) {
     normalize_x(p, shared, next, tile);  // every CTA has a tile
     cutlass::arch::fence_view_async_shared();
@@ -201,7 +201,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     if constexpr (!kOut) {
       warpgroup_wait<1>();
       fence_sums();
-      if (former >= 0 && thread % 32 == 0) shared.consumed[former].arrive();
+      if (former >= 0 && thread % 32 == 0) shared.ring.free[former].arrive();
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(u);
@@ -235,7 +235,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
     }
     if (thread == 0) {
       tma_store_wait<0>();  // the store of the previous tile
-      if (former >= 0) shared.consumed[former].arrive();
+      if (former >= 0) shared.ring.free[former].arrive();
     }
     cutlass::arch::fence_view_async_shared();
     sync();

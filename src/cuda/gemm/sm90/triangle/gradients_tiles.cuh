@@ -72,13 +72,15 @@ struct PairGradientsKernel {
   using Element = Element_;
   static constexpr int kRows = kPairRows, kFeatures = kSpec<tiling>.most_n;
   static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
-  static constexpr int kThreads = kConsumers + 128, kColumns = kFeatures / kWarpgroups;
+  static constexpr int kColumns = kFeatures / kWarpgroups;
   static constexpr int kTileBytes = kRows * kFeatures * static_cast<int>(sizeof(Element));
   static constexpr int kStages = 3;
   static constexpr bool kAdds = kDxHat == DxHat::kEndsAndAdds, kLast = kAdds || kDxHat == DxHat::kEnds;
   static_assert(kOut == (kDxHat == DxHat::kBegins));
   static_assert(kSpec<tiling>.most_k == kFeatures && kWarpgroups == 2 && kFeatures == 128);
-  using PipelineState = cutlass::PipelineState<kStages>;
+  // Releases: the thread whose store has read the stage; in the input step also each warp whose products have.
+  using Stages = Ring<kStages, 1 + (kOut ? 0 : kConsumers / 32)>;
+  using At = typename Stages::At;
 
   /// Positions in rows, or channels in rows: the same number of bytes.
   using Tile = cute::array_aligned<Element, kRows * kFeatures, 1024>;
@@ -98,12 +100,12 @@ struct PairGradientsKernel {
     float rstd[kStages][kRows];  // of the norm that a gradient passes through: that of o, or of x
     float2 row_sums[kWarpgroups][kRows];
     alignas(16) Element ones[64];  // 8 x 8: products with it sum the columns of du and dt
-    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier normalized[kStages], consumed[kStages];
+    LoadBarrier<> w_loaded;
+    Stages ring;
+    Barrier<128> normalized[kStages];
+
+    CUTLASS_DEVICE void init() { init_barriers(w_loaded, ring, normalized); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
-  // The thread whose store has read the stage; in the input step also each warp whose products have.
-  static constexpr int kConsumedArrivals = 1 + (kOut ? 0 : kConsumers / 32);
 
   using LoadRows = PlaneMap<cute::SM90_TMA_LOAD, Element, kRows, kFeatures>;
   using LoadChannels = PlaneMap<cute::SM90_TMA_LOAD, Element, kFeatures, kRows>;
@@ -165,26 +167,25 @@ struct PairGradientsKernel {
   using OfDzT = std::conditional_t<kOut, InRowsT, InChannelsT>;
 
   /// What the third warpgroup does.
-  CUTLASS_DEVICE static void bring(const Parameters& p, Shared& shared) {
+  CUTLASS_DEVICE static void load_and_normalize(const Parameters& p, Shared& shared) {
     const bool loads = threadIdx.x % 128 < 32 && cute::elect_one_sync();
     if (loads) {
       shared.w_loaded.arrive_and_expect_tx(2 * sizeof(Matrix));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2; ++i) p.w[i].load(shared.w[i].data(), 0, 0, shared.w_loaded);
     }
-    PipelineState to;
+    At to;
     PairPlace next = p.tiles.first();
     const auto load_next = [&] {
       if (loads && p.tiles.has(next)) {
-        shared.consumed[to.index()].wait(to.phase() ^ 1);  // doesn't block in the first round
-        load(p, shared.stages[to.index()], shared.loaded[to.index()], next);
+        load(p, shared.stages[to.index()], shared.ring.fill(to, 3 * kTileBytes), next);
       }
       next = p.tiles.after(next);
       ++to;
     };
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < kStages; ++i) load_next();
-    PipelineState at;
+    At at;
     PairPlace tile = p.tiles.first();
     CUTLASS_PRAGMA_NO_UNROLL
     for (int count = 0; p.tiles.has(tile); tile = p.tiles.after(tile), ++at, ++count) {
@@ -198,7 +199,6 @@ struct PairGradientsKernel {
   CUTLASS_DEVICE static void load(const Parameters& p, Stage& stage, cutlass::arch::ClusterTransactionBarrier& loaded,
                                   PairPlace tile) {
     const auto [row, place] = tile;
-    loaded.arrive_and_expect_tx(3 * kTileBytes);
     p.x.load(stage.x.data(), place, 0, row, loaded);
     p.channels.load((kOut ? stage.other : stage.grad).data(), 0, place, row, loaded);
     p.rows.load((kOut ? stage.grad : stage.other).data(), place, 0, row, loaded);
@@ -213,11 +213,11 @@ struct PairGradientsKernel {
   }
 
   /// Of a tile that has been loaded, in the input step x; in the output step o.
-  CUTLASS_DEVICE static void normalize(const Parameters& p, Shared& shared, const PipelineState& at, PairPlace tile) {
+  CUTLASS_DEVICE static void normalize(const Parameters& p, Shared& shared, const At& at, PairPlace tile) {
     Stage& stage = shared.stages[at.index()];
     auto& rstd = shared.rstd[at.index()];
     if constexpr (kOut) {
-      shared.loaded[at.index()].wait(at.phase());
+      shared.ring.wait_until_loaded(at);
       normalize_channels<kFeatures>(stage.other.data(), rstd, p.d, p.eps_o);
     } else {
       constexpr int of_row = 128 / kRows;
@@ -227,18 +227,18 @@ struct PairGradientsKernel {
         moments.scale[0] = from->x;
         moments.shift[0] = from->y;
       }
-      shared.loaded[at.index()].wait(at.phase());
+      shared.ring.wait_until_loaded(at);
       normalize_row</*measures=*/false, of_row>(stage.x.data(), thread, p.c, p.eps_x, moments);
       if (thread % of_row == 0) rstd[row] = moments.scale[0];
     }
   }
 
   /// In the output step the two other warpgroups normalise x, since the third one would be too slow for both.
-  CUTLASS_DEVICE static void normalize_x(const Parameters& p, Shared& shared, const PipelineState& at, PairPlace tile) {
+  CUTLASS_DEVICE static void normalize_x(const Parameters& p, Shared& shared, const At& at, PairPlace tile) {
     constexpr int of_row = kConsumers / kRows;
     const int thread = thread_here(), row = thread / of_row;
     Moments moments;
-    shared.loaded[at.index()].wait(at.phase());
+    shared.ring.wait_until_loaded(at);
     normalize_row</*measures=*/true, of_row>(shared.stages[at.index()].x.data(), thread, p.c, p.eps_x, moments);
     float2* const to = moments_of(p, tile, row);
     if (thread % of_row == 0 && to != nullptr) *to = make_float2(moments.scale[0], moments.shift[0]);
@@ -270,6 +270,9 @@ struct PairGradientsKernel {
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared);
+
+  static constexpr int kCluster = 1;
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 232, compute>, Warpgroups<1, 40, load_and_normalize>>;
 };
 
 }  // namespace torchops::cuda::gemm

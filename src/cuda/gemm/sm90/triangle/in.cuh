@@ -34,21 +34,8 @@ struct PairInKernel {
   // The scale of the gate's product; the biases of its columns have it too.
   static constexpr float kGateScale = Gate::kTanhScale;
   static_assert(kSpec<tiling>.rows == kRows && kRounds > 0);
-  using PipelineState = cutlass::PipelineState<kStages>;
+  using Stages = Ring<kStages, /*releases=*/4>;  // the warps of the warpgroup
 
-  struct Barriers {
-    cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[kStages];
-    cutlass::arch::ClusterBarrier free[kStages];
-
-    CUTLASS_DEVICE void init() {
-      w_loaded.init(1);
-      for (int stage = 0; stage < kStages; ++stage) {
-        loaded[stage].init(1);
-        free[stage].init(4);  // the warps of the warpgroup
-      }
-      cutlass::arch::fence_barrier_init();
-    }
-  };
   struct Shared {
     cute::array_aligned<Element, kColumns * kK, 1024> w[2][kParts][kProducts];
     union {
@@ -57,9 +44,11 @@ struct PairInKernel {
     };
     cute::array_aligned<Element, kRows * kK, 1024> stages[kStages];
     alignas(16) float bias[2][kParts][kProducts][kColumns];  // including that of the norm
-    Barriers barriers;
+    LoadBarrier<> w_loaded;
+    Stages ring;
+
+    CUTLASS_DEVICE void init() { init_barriers(w_loaded, ring); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   using Weights = TileMap<cute::SM90_TMA_LOAD, Element, kColumns, kK>;
   using Channels = ChannelMap<Element, kColumns, lines>;
@@ -98,26 +87,23 @@ struct PairInKernel {
   using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kK / 16>>>;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
-    auto& barriers = shared.barriers;
-    barriers.w_loaded.arrive_and_expect_tx(kWeights * kWeightBytes);
+    shared.w_loaded.arrive_and_expect_tx(kWeights * kWeightBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int side = 0; side < 2; ++side) {
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < kParts; ++part) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kProducts; ++i) {
-          p.sides[side].w[i].load(shared.w[side][part][i].data(), part, 0, barriers.w_loaded);
+          p.sides[side].w[i].load(shared.w[side][part][i].data(), part, 0, shared.w_loaded);
         }
       }
     }
-    PipelineState at;
+    typename Stages::At at;
     for (int64_t tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
       PositionBox boxes[kHalves];
       p.boxes(tile, boxes);
       for (const PositionBox& box : boxes) {
-        auto& loaded = barriers.loaded[at.index()];
-        barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-        loaded.arrive_and_expect_tx(kStageBytes);
+        auto& loaded = shared.ring.fill(at, kStageBytes);
         p.x.load(shared.stages[at.index()].data(), box.place, 0, box.row, loaded);
         ++at;
       }
@@ -129,7 +115,7 @@ struct PairInKernel {
     constexpr int threads = 128 * kComputing;
     shared.norm.load(p.norm[0], p.norm[1], p.c, threads);
     sync_computing<kComputing>();
-    shared.barriers.w_loaded.wait(0);
+    shared.w_loaded.wait(0);
     // The same number of rows for each thread; why: fold_norms() of triangle/gradients_tiles.cuh.
     static_assert(kWeights * kColumns % threads == 0);
     CUTLASS_PRAGMA_NO_UNROLL
@@ -149,6 +135,9 @@ struct PairInKernel {
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  static constexpr int kCluster = 1;
+  using Roles = gemm::Roles<Warpgroups<kComputing, kRegisters, compute>, Warps<24, OneThread<load>>>;
 };
 
 template <class Element, class Gate, NarrowTiling tiling, bool lines>
@@ -172,14 +161,14 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling, lines>::compute(const Pa
 
   // Waits for a stage, and normalises what it contains.
   const auto take = [&](auto& x, int stage, uint32_t phase) {
-    shared.barriers.loaded[stage].wait(phase);
+    shared.ring.loaded[stage].wait(phase);
     copy(read,
          read_slice.partition_S(as_position_independent_swizzle_tensor(
              make_tensor(make_smem_ptr(shared.stages[stage].data()), SwizzledRows<Element, kRows, kK>{}))),
          read_slice.retile_D(x));
     finish_reads();
     __syncwarp();
-    if (thread % 32 == 0) shared.barriers.free[stage].arrive();
+    if (thread % 32 == 0) shared.ring.free[stage].arrive();
     float rstd[2];
     normalize_rows<Element>(x, p.c, p.eps, rstd);
   };
@@ -311,7 +300,7 @@ struct PairIn {
 
     template <class Kernel>
     static cudaError_t blocks_of(const PairProblem& p, int& blocks) {
-      return pair_blocks<Kernel>(Kernel::Parameters::tiles({p.n, p.rows}), blocks);
+      return Persistent<Kernel>::resident(Kernel::Parameters::tiles({p.n, p.rows}), blocks);
     }
 
     template <class Kernel>
@@ -345,8 +334,7 @@ struct PairIn {
       parameters.c = p.c;
       parameters.d = p.d;
       parameters.halves = {p.n, p.rows};
-      pair_kernel<Kernel><<<blocks, kThreadsOf<Kernel>, sizeof(typename Kernel::Shared), stream>>>(parameters);
-      return Status::of(cudaGetLastError());
+      return Status::of(Persistent<Kernel>::run(parameters, blocks, stream));
     }
   };
 };

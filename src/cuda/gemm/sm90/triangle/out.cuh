@@ -13,31 +13,6 @@
 
 namespace torchops::cuda::gemm {
 
-template <int stages, int computing>
-struct PairBarriers {
-  cutlass::arch::ClusterTransactionBarrier w_loaded, loaded[stages];
-  cutlass::arch::ClusterBarrier free[stages];
-  Turns<computing> turns;
-
-  CUTLASS_DEVICE void init() {
-    w_loaded.init(1);
-    for (int stage = 0; stage < stages; ++stage) {
-      loaded[stage].init(1);
-      free[stage].init(1);
-    }
-    turns.init();
-    cutlass::arch::fence_barrier_init();
-  }
-
-  /// Waits for a stage; in turn, if a stage does not always go to the same warpgroup.
-  CUTLASS_DEVICE void wait_for(int stage, uint32_t phase, int warpgroup, uint32_t round) {
-    constexpr bool in_turn = stages % computing != 0;
-    if constexpr (in_turn) turns.wait(warpgroup, round);
-    loaded[stage].wait(phase);
-    if constexpr (in_turn) turns.pass_on(warpgroup);
-  }
-};
-
 template <class Element_, class Gate, NarrowTiling tiling>
 struct PairOutKernel {
   using Element = Element_;
@@ -49,10 +24,11 @@ struct PairOutKernel {
   static constexpr int kRoom = 227 * 1024 - 512 - kWeights * (kWeightBytes + 8 * kColumns) - 2 * 8 * kK -
                                kComputing * (kColumns * kRows * kSize + 8 * 4 * kRows);
   static constexpr int kStages = std::min(kSpec<tiling>.stages, kRoom / (2 * kTileBytes));
-  static constexpr Exactness kExactness =
-      std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+  static constexpr Exactness kExactness = kExactnessOf<Element>;
   static_assert(kSpec<tiling>.rows == kRows && kN == kK && kStages > kComputing);
-  using PipelineState = cutlass::PipelineState<kStages>;
+  using Stages = Ring<kStages, /*releases=*/1>;
+  // A stage does not always go to the same warpgroup.
+  static constexpr bool kInTurn = kStages % kComputing != 0;
 
   struct Stage {
     cute::array_aligned<Element, kK * kRows, 1024> o;
@@ -65,9 +41,12 @@ struct PairOutKernel {
     alignas(16) ColumnTerms terms[2][kParts][kColumns];
     alignas(16) float2 partial[kComputing][4][kRows];
     NormVectors<kK> norm_o, norm_x;
-    PairBarriers<kStages, kComputing> barriers;
+    LoadBarrier<> w_loaded;
+    Stages ring;
+    Turns<kComputing> turns;
+
+    CUTLASS_DEVICE void init() { init_barriers(w_loaded, ring, turns); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   struct Parameters {
     PlaneMap<cute::SM90_TMA_LOAD, Element, kRows, kK> x;
@@ -90,19 +69,16 @@ struct PairOutKernel {
       cute::GMMA::ss_op_selector<Element, Element, float, Shape, cute::GMMA::Major::K, cute::GMMA::Major::K>()));
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
-    auto& barriers = shared.barriers;
-    barriers.w_loaded.arrive_and_expect_tx(kWeights * kWeightBytes);
+    shared.w_loaded.arrive_and_expect_tx(kWeights * kWeightBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kWeights; ++i) {
-      p.w[i / kParts].load(shared.w[i / kParts][i % kParts].data(), i % kParts, 0, barriers.w_loaded);
+      p.w[i / kParts].load(shared.w[i / kParts][i % kParts].data(), i % kParts, 0, shared.w_loaded);
     }
-    PipelineState at;
+    typename Stages::At at;
     for (int64_t tile = blockIdx.x; tile < p.tiles.count(); tile += gridDim.x, ++at) {
       auto& stage = shared.stages[at.index()];
-      auto& loaded = barriers.loaded[at.index()];
       const int place = p.tiles.place_in_row(tile), row = p.tiles.row(tile);
-      barriers.free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-      loaded.arrive_and_expect_tx(2 * kTileBytes);
+      auto& loaded = shared.ring.fill(at, 2 * kTileBytes);
       p.o.load(stage.o.data(), 0, place, row, loaded);
       p.x.load(stage.x.data(), place, 0, row, loaded);
     }
@@ -114,7 +90,7 @@ struct PairOutKernel {
     shared.norm_o.load(p.norm_o[0], p.norm_o[1], p.d, threads);
     shared.norm_x.load(p.norm_x[0], p.norm_x[1], p.c, threads);
     sync_computing<kComputing>();
-    shared.barriers.w_loaded.wait(0);
+    shared.w_loaded.wait(0);
     for (int i = static_cast<int>(threadIdx.x); i < kWeights * kColumns; i += threads) {
       const int product = i / (kParts * kColumns), part = i / kColumns % kParts, row = i % kColumns;
       const int column = part * kColumns + row;
@@ -128,6 +104,9 @@ struct PairOutKernel {
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  static constexpr int kCluster = 1;
+  using Roles = gemm::Roles<Warpgroups<kComputing, kRegisters, compute>, Warps<24, OneThread<load>>>;
 };
 
 template <class Element, class Gate, NarrowTiling tiling>
@@ -156,13 +135,16 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
   const int parts = (p.c + kColumns - 1) / kColumns;
 
   fold_norms(p, shared);
-  PipelineState at;
+  typename Stages::At at;
   at.advance(warpgroup);
   uint32_t round = 0;
   for (int64_t tile = blockIdx.x + int64_t{warpgroup} * gridDim.x; tile < p.tiles.count();
        tile += int64_t{kComputing} * gridDim.x) {
     Stage& stage = shared.stages[at.index()];
-    shared.barriers.wait_for(at.index(), at.phase(), warpgroup, round++);
+    if constexpr (kInTurn) shared.turns.wait(warpgroup, round);
+    shared.ring.wait_until_loaded(at);
+    if constexpr (kInTurn) shared.turns.pass_on(warpgroup);
+    ++round;
     const Tensor a_o = slice_o.make_fragment_A(
         slice_o.partition_A(make_tensor(make_smem_ptr(stage.o.data()), SwizzledTransposed<Element, kK, kRows>{})));
     const Tensor a_x = slice.make_fragment_A(
@@ -231,7 +213,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
         for (int i = 0; i < size(y); i += 2) wide[i / 2 % 2].add(i / 4, update(i));
         finish_reads();
         sync();  // until all have read the tile
-        if (part + 1 == parts && thread == 0) shared.barriers.free[at.index()].arrive();
+        if (part + 1 == parts && thread == 0) shared.ring.free[at.index()].arrive();
         continue;
       }
       Tensor result = make_tensor_like<Element>(y);
@@ -252,7 +234,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       cutlass::arch::fence_view_async_shared();  // of these writes, and of reads of the tile
       sync();
       if (thread == 0) {
-        if (part + 1 == parts) shared.barriers.free[at.index()].arrive();
+        if (part + 1 == parts) shared.ring.free[at.index()].arrive();
         p.out.store(results, place, part, row);
       }
     }
@@ -269,20 +251,22 @@ struct PairOut {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = PairOutKernel<T, Gate, tiling>;
+    using Launch = Persistent<Kernel>;
 
     static Status prepare(const PairProblem& p, int64_t& workspace_bytes) {
       workspace_bytes = 0;
       int count = 0;
       if (p.c > Kernel::kK || p.d > Kernel::kK) return Status::not_for_me();
-      return Status::of(pair_blocks<Kernel>(PairTiles{p.n, p.rows}.count(), count));
+      return Status::of(Launch::resident(PairTiles{p.n, p.rows}.count(), count));
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
       using Parameters = typename Kernel::Parameters;
       int blocks = 0;
       const PairTiles tiles{p.n, p.rows};
-      if (const cudaError_t error = pair_blocks<Kernel>(tiles.count(), blocks); error != cudaSuccess)
+      if (const cudaError_t error = Launch::resident(tiles.count(), blocks); error != cudaSuccess) {
         return Status::of(error);
+      }
       const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
       const bool is_wide = p.adds && p.residual.data != nullptr;
       if (!are_encodable<T>(p.x, o, is_wide ? p.x : out, p.value[0].weight, p.gate[0].weight)) {
@@ -315,8 +299,7 @@ struct PairOut {
       parameters.d = p.d;
       parameters.adds = p.adds;
       parameters.tiles = tiles;
-      pair_kernel<Kernel><<<blocks, kThreadsOf<Kernel>, sizeof(typename Kernel::Shared), stream>>>(parameters);
-      return Status::of(cudaGetLastError());
+      return Status::of(Launch::run(parameters, blocks, stream));
     }
   };
 };

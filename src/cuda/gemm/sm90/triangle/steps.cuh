@@ -3,15 +3,14 @@
 // Shared by both steps of a triangle update: TMA tiles of a matrix of positions, and layer
 // norms of tiles in shared memory.
 
-#include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cute/algorithm/gemm.hpp>
-#include <cutlass/pipeline/sm90_pipeline.hpp>
 
-#include "cuda/base/per_device.h"
 #include "cuda/gemm/norm_vector.cuh"
 #include "cuda/gemm/rules.cuh"
+#include "cuda/gemm/sm90/pointwise.cuh"
+#include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
 
 namespace torchops::cuda::gemm {
@@ -222,29 +221,6 @@ CUTLASS_DEVICE ColumnTerms fold_norm(Element* w, int row, const NormVectors<kK>&
   return {scale * (sums[0] + sums[1]), scale * shift};
 }
 
-// The warpgroups of a CTA: some that compute, one tile each in turn, and one in which a single thread loads tiles, in
-// order, through a ring of stages.
-template <class Kernel>
-constexpr int kThreadsOf = 128 * (Kernel::kComputing + 1);
-
-template <class Kernel>
-__global__ void __launch_bounds__(kThreadsOf<Kernel>, 1)
-    pair_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) shared.barriers.init();
-  __syncthreads();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
-  // The computing warpgroups take the registers that the loading one does not need.
-  if (warpgroup < Kernel::kComputing) {
-    cutlass::arch::warpgroup_reg_alloc<Kernel::kRegisters>();
-    Kernel::compute(p, shared, warpgroup);
-  } else {
-    cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (warp % 4 == 0 && cute::elect_one_sync()) Kernel::load(p, shared);
-  }
-}
-
 /// Barriers among the threads of one warpgroup, and among all that compute.
 CUTLASS_DEVICE void sync_warpgroup(int warpgroup) { cutlass::arch::NamedBarrier::sync(128, warpgroup); }
 template <int computing>
@@ -261,15 +237,5 @@ struct PairTiles {
   CUTLASS_DEVICE int row(int64_t tile) const { return static_cast<int>(tile / in_row()); }
   CUTLASS_DEVICE int place_in_row(int64_t tile) const { return static_cast<int>(tile % in_row()); }
 };
-
-/// As many CTAs as run at once on the current device, but not more than there are tiles.
-template <class Kernel>
-cudaError_t pair_blocks(int64_t tiles, int& blocks) {
-  static PerDevice sm_count;
-  const cudaError_t error =
-      granted_multiprocessors(sm_count, pair_kernel<Kernel>, sizeof(typename Kernel::Shared), blocks);
-  if (error == cudaSuccess) blocks = static_cast<int>(std::min<int64_t>(blocks, tiles));
-  return error;
-}
 
 }  // namespace torchops::cuda::gemm

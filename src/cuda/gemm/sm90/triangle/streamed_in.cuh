@@ -16,7 +16,7 @@ struct WidePairIn {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = WidePairInKernel<Gate, WideTile<T, tiling, 2>>;
-    using Launch = ClusterLaunch<Kernel, wide_pair_in_kernel<Kernel>, Kernel::kCluster>;
+    using Launch = Persistent<Kernel>;
 
     static int padded_channels(const PairProblem& p) { return divided(p.d, Kernel::kN) * Kernel::kN; }
 

@@ -21,18 +21,18 @@ struct WidePairInKernel {
   using Tile = Tile_;
   using Element = typename Tile::Element;
   using Product = typename Tile::Product;
-  using Barrier = cutlass::arch::ClusterBarrier;
-  using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;
   static constexpr int kM = Tile::kM, kN = Tile::kN, kK = Tile::kK, kColumns = Tile::kColumns, kCluster = 2;
-  static constexpr int kWarpgroups = Tile::kWarpgroups, kThreads = 128 * (kWarpgroups + 2);
+  static constexpr int kWarpgroups = Tile::kWarpgroups;
   static constexpr int kBlocks = kM / kPairRows;
   static_assert(Tile::kPingPong && Tile::kProducts == kCluster && Tile::kCluster == kCluster && kM == 128);
   static_assert(kColumns == 128, "a thread reads the terms of one column of one product");
 
   // As many as fit: one less for the weights, or for 384 features of x, takes 10% longer (H100).
   static constexpr int kXBlocks = 6, kStages = 5;
-  using XState = cutlass::PipelineState<kXBlocks>;
-  using WState = cutlass::PipelineState<kStages>;
+  using XStages = Ring<kXBlocks, /*releases=*/kWarpgroups + 4>;  // and the warps that measure
+  using WStages = Ring<kStages, /*releases=*/kCluster>;
+  using XState = typename XStages::At;
+  using WState = typename WStages::At;
   static constexpr int kXBytes = kM * kK * Tile::kSize, kWBytes = kColumns * kK * Tile::kSize;
 
   struct Epilogue {
@@ -44,28 +44,14 @@ struct WidePairInKernel {
     cute::array_aligned<Element, kColumns * kK, 1024> w[kStages];
     Epilogue epilogue[kWarpgroups];
     ScaleAndShift moments[2][kM];  // of the rows of a unit, and of the next
-    LoadBarrier x_loaded[kXBlocks], w_loaded[kStages];
-    Barrier x_free[kXBlocks], w_free[kStages], measured[2], measure[2];
+    XStages x_ring;
+    WStages w_ring;
+    Barrier<128> measured[2];
+    Barrier<128 * kWarpgroups> measure[2];
     Turns<kWarpgroups> turns;
 
-    CUTLASS_DEVICE void init() {
-      for (int i = 0; i < kXBlocks; ++i) {
-        x_loaded[i].init(1);
-        x_free[i].init(kWarpgroups + 4);  // and the warps that measure
-      }
-      for (int i = 0; i < kStages; ++i) {
-        w_loaded[i].init(1);
-        w_free[i].init(kCluster);
-      }
-      for (int i = 0; i < 2; ++i) {
-        measured[i].init(128);
-        measure[i].init(128 * kWarpgroups);
-      }
-      turns.init();
-      cutlass::arch::fence_barrier_init();
-    }
+    CUTLASS_DEVICE void init() { init_barriers(x_ring, w_ring, measured, measure, turns); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   struct Parameters {
     PlaneMap<cute::SM90_TMA_LOAD, Element, kM, kK> x;
@@ -115,9 +101,7 @@ struct WidePairInKernel {
     for_each_unit(p, [&](const Unit& unit) {
       for (int tile = 0; tile < (p.stays() ? 1 : unit.columns); ++tile) {
         for (int step = 0; step < p.steps; ++step, ++at) {
-          LoadBarrier& loaded = shared.x_loaded[at.index()];
-          shared.x_free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-          loaded.arrive_and_expect_tx(kXBytes);
+          auto& loaded = shared.x_ring.fill(at, kXBytes);
           p.x.load(shared.x[at.index()].data(), unit.place, step, unit.plane, loaded);
         }
       }
@@ -130,9 +114,7 @@ struct WidePairInKernel {
     for_each_unit(p, [&](const Unit& unit) {
       for (int tile = 0; tile < unit.columns; ++tile) {
         for (int step = 0; step < p.steps; ++step, ++at) {
-          LoadBarrier& loaded = shared.w_loaded[at.index()];
-          shared.w_free[at.index()].wait(at.phase() ^ 1);
-          loaded.arrive_and_expect_tx(kWBytes);
+          auto& loaded = shared.w_ring.fill(at, kWBytes);
           p.w[rank].load(shared.w[at.index()].data() + rank * kN * kK, unit.column + tile, step, loaded,
                          (1 << kCluster) - 1);
         }
@@ -150,12 +132,12 @@ struct WidePairInKernel {
     const auto release = [&] {
       finish_reads();
       __syncwarp();
-      if (row % 32 == 0) shared.x_free[at.index()].arrive();
+      if (row % 32 == 0) shared.x_ring.free[at.index()].arrive();
     };
     for_each_unit(p, [&](const Unit& unit) {
       float origin = 0.f, sums[2] = {}, squares[2] = {};
       for (int step = 0; step < p.steps; ++step, ++at) {
-        shared.x_loaded[at.index()].wait(at.phase());
+        shared.x_ring.wait_until_loaded(at);
         const Element* const block = shared.x[at.index()].data();
         if (step == 0) origin = static_cast<float>(block[swizzled_piece<kM>(row, 0)]);
         CUTLASS_PRAGMA_UNROLL
@@ -185,13 +167,16 @@ struct WidePairInKernel {
       ++count;
       if (p.stays()) return;
       for (int step = p.steps; step < unit.columns * p.steps; ++step, ++at) {
-        shared.x_loaded[at.index()].wait(at.phase());
+        shared.x_ring.wait_until_loaded(at);
         release();
       }
     });
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 216, compute>, Warps<40, OneThread<load_w>, OneThread<load_x>>,
+                            Warpgroups<1, 40, measure>>;
 
  private:
   /// The parts of its rows that a thread's epilogues need.
@@ -237,8 +222,8 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
       // A block of x that stays is released by the last tile of each warpgroup, another by the only one.
       const int releases = stays ? tile + kWarpgroups < unit.columns ? 0 : 1 : kWarpgroups;
       const auto release = [&](int x, int w) {
-        if (thread < releases) shared.x_free[x].arrive();
-        if (thread < kCluster) shared.w_free[w].arrive(thread);
+        if (thread < releases) shared.x_ring.free[x].arrive();
+        if (thread < kCluster) shared.w_ring.free[w].arrive(thread);
       };
       shared.turns.wait(warpgroup, round);  // until the other one has seen all of its stages
       int former_x = 0, former_w = 0;
@@ -246,8 +231,8 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
       warpgroup_fence_operand(sums);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 0; step < p.steps; ++step, ++x_at, ++w_at) {
-        shared.x_loaded[x_at.index()].wait(x_at.phase());
-        shared.w_loaded[w_at.index()].wait(w_at.phase());
+        shared.x_ring.wait_until_loaded(x_at);
+        shared.w_ring.wait_until_loaded(w_at);
         if (step == p.steps - 1) shared.turns.pass_on(warpgroup);
         const Tensor a = slice.make_fragment_A(slice.partition_A(
             make_tensor(make_smem_ptr(shared.x[x_at.index()].data()), SwizzledRows<Element, kM, kK>{})));
@@ -336,29 +321,6 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::write(const Parameters& p, Epi
          write_slice.partition_D(as_position_independent_swizzle_tensor(
              make_tensor(make_smem_ptr(shared.results[m].data()), SwizzledTransposed<Element, kN, kPairRows>{}))));
   }
-}
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    wide_pair_in_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) shared.init();
-  cute::cluster_sync();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
-  if (warpgroup < Kernel::kWarpgroups) {
-    cutlass::arch::warpgroup_reg_alloc<216>();
-    Kernel::compute(p, shared, warpgroup);
-  } else if (warpgroup == Kernel::kWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp % 4 == 0 && cute::elect_one_sync()) Kernel::load_w(p, shared);
-    if (warp % 4 == 1 && cute::elect_one_sync()) Kernel::load_x(p, shared);
-    __syncwarp();
-  } else {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    Kernel::measure(p, shared);
-  }
-  cute::cluster_sync();  // the other CTA may still write to this one's barriers
 }
 
 }  // namespace torchops::cuda::gemm

@@ -13,7 +13,7 @@ struct WidePairOut {
   struct With {
     using T = typename ElementOf<element>::Type;
     using Kernel = WidePairOutKernel<T, Gate, tiling>;
-    using Launch = ClusterLaunch<Kernel, wide_pair_out_kernel<Kernel>, Kernel::kCluster>;
+    using Launch = Persistent<Kernel>;
     static constexpr int kColumns = Kernel::kTiles * Kernel::kN;
 
     static int padded_features(const PairProblem& p) { return divided(p.c, kColumns) * kColumns; }

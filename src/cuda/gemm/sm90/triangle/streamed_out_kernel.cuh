@@ -35,8 +35,8 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
     const auto release = [&] {
       const int block = a_at.index() == 0 ? kABlocks - 1 : a_at.index() - 1;
       const int stage = w_at.index() == 0 ? kStages - 1 : w_at.index() - 1;
-      if (thread < arrivals) shared.a_free[block].arrive();
-      if (thread < kCluster) shared.w_free[stage].arrive(thread);
+      if (thread < arrivals) shared.a_ring.free[block].arrive();
+      if (thread < kCluster) shared.w_ring.free[stage].arrive(thread);
     };
     shared.turns.wait(warpgroup, round++);  // until the other one has seen all of its stages
     begun();
@@ -44,8 +44,8 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
     warpgroup_fence_operand(sums);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < steps; ++step, ++a_at, ++w_at) {
-      shared.a_loaded[a_at.index()].wait(a_at.phase());
-      shared.w_loaded[w_at.index()].wait(w_at.phase());
+      shared.a_ring.wait_until_loaded(a_at);
+      shared.w_ring.wait_until_loaded(w_at);
       if (step == steps - 1) shared.turns.pass_on(warpgroup);
       const Tensor rows = slice.make_fragment_A(
           slice.partition_A(make_tensor(make_smem_ptr(shared.a[a_at.index()].data()), layout_of_a)));
@@ -223,27 +223,6 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::write(const Parame
       }
     }
   }
-}
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    wide_pair_out_kernel(const __grid_constant__ typename Kernel::Parameters p) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(bytes);
-  if (threadIdx.x == 0) shared.init();
-  cute::cluster_sync();
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
-  if (warpgroup < Kernel::kWarpgroups) {
-    cutlass::arch::warpgroup_reg_alloc<232>();
-    Kernel::compute(p, shared, warpgroup);
-  } else {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp % 4 == 0 && cute::elect_one_sync()) Kernel::load_w(p, shared);
-    if (warp % 4 == 1 && cute::elect_one_sync()) Kernel::load_a(p, shared);
-    if (warp % 4 >= 2) Kernel::measure(p, shared, warp % 4 - 2);
-    __syncwarp();
-  }
-  cute::cluster_sync();  // the other CTA may still write to this one's barriers
 }
 
 }  // namespace torchops::cuda::gemm

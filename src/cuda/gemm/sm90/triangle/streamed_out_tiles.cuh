@@ -31,16 +31,13 @@ namespace torchops::cuda::gemm {
 template <class Element_, class Gate, Tiling tiling>
 struct WidePairOutKernel {
   using Element = Element_;
-  using Barrier = cutlass::arch::ClusterBarrier;
-  using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;
   static constexpr TilingSpec kTiling = kSpec<tiling>;
   static constexpr int kM = kTiling.tile_m, kN = 128, kK = 64, kCluster = kTiling.cluster_m;
   static constexpr int kTiles = kTiling.tile_n / kN, kRowTiles = kTiles == 1 ? 2 : 1;
-  static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kBlocks = kM / kPairRows;
+  static constexpr int kWarpgroups = 2, kBlocks = kM / kPairRows;
   static constexpr int kJobs = kTiles == 3 ? 3 : 2;  // products of a warpgroup
   static constexpr int kSize = static_cast<int>(sizeof(Element));
-  static constexpr Exactness kExactness =
-      std::is_same_v<Element, cutlass::bfloat16_t> ? Exactness::kCoarse : Exactness::kFast;
+  static constexpr Exactness kExactness = kExactnessOf<Element>;
   static_assert(kM == 128 && kTiling.tile_n == kTiles * kN && kTiles <= 3 && kCluster == 2 && kTiling.cluster_n == 1 &&
                 kTiling.schedule == Schedule::kPingPong);
 
@@ -49,8 +46,10 @@ struct WidePairOutKernel {
   static constexpr float kOfGates = 32768.f;
 
   static constexpr int kABlocks = kTiles == 3 ? 6 : 8, kStages = 5;
-  using AState = cutlass::PipelineState<kABlocks>;
-  using WState = cutlass::PipelineState<kStages>;
+  using AStages = Ring<kABlocks, /*releases=*/kWarpgroups + kBlocks>;  // and the warps that measure
+  using WStages = Ring<kStages, /*releases=*/kCluster>;
+  using AState = typename AStages::At;
+  using WState = typename WStages::At;
   static constexpr int kABytes = kM * kK * kSize, kWBytes = kN * kK * kSize;
 
   using Shape = cute::Shape<cute::Int<kPairRows>, cute::Int<kN>, cute::Int<kK>>;
@@ -69,28 +68,14 @@ struct WidePairOutKernel {
     std::conditional_t<kTiles == 3, Gates, None> gates;
     alignas(16) ColumnTerms terms[kWarpgroups][2][kN];  // of a product, and of the next
     ScaleAndShift of_o[kRowTiles][kM];
-    LoadBarrier a_loaded[kABlocks], w_loaded[kStages];
-    Barrier a_free[kABlocks], w_free[kStages], measured[kRowTiles], measure[kRowTiles];
+    AStages a_ring;
+    WStages w_ring;
+    Barrier<32 * kBlocks> measured[kRowTiles];
+    Barrier<128 * kWarpgroups / kRowTiles> measure[kRowTiles];
     Turns<kWarpgroups> turns;
 
-    CUTLASS_DEVICE void init() {
-      for (int i = 0; i < kABlocks; ++i) {
-        a_loaded[i].init(1);
-        a_free[i].init(kWarpgroups + kBlocks);  // and the warps that measure
-      }
-      for (int i = 0; i < kStages; ++i) {
-        w_loaded[i].init(1);
-        w_free[i].init(kCluster);
-      }
-      for (int i = 0; i < kRowTiles; ++i) {
-        measured[i].init(32 * kBlocks);
-        measure[i].init(128 * kWarpgroups / kRowTiles);
-      }
-      turns.init();
-      cutlass::arch::fence_barrier_init();
-    }
+    CUTLASS_DEVICE void init() { init_barriers(a_ring, w_ring, measured, measure, turns); }
   };
-  static_assert(sizeof(Shared) <= 227 * 1024);
 
   struct Parameters {
     PlaneMap<cute::SM90_TMA_LOAD, Element, kM, kK> x;
@@ -150,9 +135,7 @@ struct WidePairOutKernel {
         for (int pass = 0; pass < p.passes(product); ++pass) {
           const int plane = unit.plane(p, pass % kRowTiles), place = unit.place(p, pass % kRowTiles);
           for (int step = 0; step < p.steps[product]; ++step, ++at) {
-            LoadBarrier& loaded = shared.a_loaded[at.index()];
-            shared.a_free[at.index()].wait(at.phase() ^ 1);  // doesn't block in the first round
-            loaded.arrive_and_expect_tx(kABytes);
+            auto& loaded = shared.a_ring.fill(at, kABytes);
             if (product == 0) {
               p.x.load(shared.a[at.index()].data(), place, step, plane, loaded);
             } else {
@@ -171,9 +154,7 @@ struct WidePairOutKernel {
       const auto load = [&](int product, int tile, int begin, int end) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int step = begin; step < end; ++step, ++at) {
-          LoadBarrier& loaded = shared.w_loaded[at.index()];
-          shared.w_free[at.index()].wait(at.phase() ^ 1);
-          loaded.arrive_and_expect_tx(kWBytes);
+          auto& loaded = shared.w_ring.fill(at, kWBytes);
           p.w[product].load(shared.w[at.index()].data() + rank * (kN / kCluster) * kK,
                             (unit.column + tile) * kCluster + rank, step, loaded, (1 << kCluster) - 1);
         }
@@ -201,10 +182,10 @@ struct WidePairOutKernel {
     // f calls finish_reads() if it reads.
     const auto each_block = [&](int product, const auto& f) {
       for (int step = 0; step < p.steps[product]; ++step, ++at) {
-        shared.a_loaded[at.index()].wait(at.phase());
+        shared.a_ring.wait_until_loaded(at);
         f(shared.a[at.index()].data() + warp * (kPairRows * kK));
         __syncwarp();
-        if (lane == 0) shared.a_free[at.index()].arrive();
+        if (lane == 0) shared.a_ring.free[at.index()].arrive();
       }
     };
     const auto skip = [](const Element*) {};
@@ -250,6 +231,9 @@ struct WidePairOutKernel {
   }
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
+
+  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 232, compute>,
+                            Warps<40, OneThread<load_w>, OneThread<load_a>, WholeWarp<measure, 2>>>;
 
  private:
   // The same, but the compiler doesn't know: what is computed from it takes no registers before.
