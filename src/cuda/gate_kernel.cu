@@ -159,7 +159,7 @@ GradientCall gradient_call(const Tensor& g, const Tensor& v, const Tensor& x, co
   problem.x = *from_x;
   problem.w = *from_w;
   problem.bias = b ? b->const_data_ptr() : nullptr;
-  problem.is_wide = x.scalar_type() != dtype;
+  problem.x_is_float32 = x.scalar_type() != dtype;
   return std::pair(problem, *c);
 }
 

@@ -9,12 +9,12 @@ namespace torchops::cuda {
 /// the first `split` columns go to `first`, the others to `second`; if one of these is null, those sums are dropped. A
 /// block of kColumns x kRows threads makes kColumns * kVector sums, always in the same order. columns, split and pitch
 /// are multiples of kVector. Blocks with blockIdx.y > 0 do the same for the next rows, and write the next results.
-template <class T, class Wide, int kVector, int kColumns, int kRows>
+template <class T, class Sum, int kVector, int kColumns, int kRows>
 __global__ void __launch_bounds__(kColumns* kRows)
-    column_sum_kernel(const Wide* __restrict__ partial, T* __restrict__ first, T* __restrict__ second, int64_t rows,
+    column_sum_kernel(const Sum* __restrict__ partial, T* __restrict__ first, T* __restrict__ second, int64_t rows,
                       int64_t split, int64_t columns, int64_t pitch, int64_t rows_of_block) {
-  struct alignas(sizeof(Wide) * kVector) Vector {
-    Wide at[kVector];
+  struct alignas(sizeof(Sum) * kVector) Vector {
+    Sum at[kVector];
     __device__ void add(const Vector& other) {
 #pragma unroll
       for (int v = 0; v < kVector; ++v) at[v] += other.at[v];
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(kColumns* kRows)
 }
 
 /// Launches the kernel; the caller checks for errors.
-template <class T, class Wide, int kVector, int kColumns, int kRows>
-void launch_column_sum(const Wide* partial, T* first, T* second, int64_t rows, int64_t split, int64_t columns,
+template <class T, class Sum, int kVector, int kColumns, int kRows>
+void launch_column_sum(const Sum* partial, T* first, T* second, int64_t rows, int64_t split, int64_t columns,
                        int64_t pitch, cudaStream_t stream) {
   constexpr int64_t width = int64_t{kColumns} * kVector;
-  column_sum_kernel<T, Wide, kVector, kColumns, kRows>
+  column_sum_kernel<T, Sum, kVector, kColumns, kRows>
       <<<static_cast<unsigned>((columns + width - 1) / width), dim3(kColumns, kRows), 0, stream>>>(
           partial, first, second, rows, split, columns, pitch, rows);
 }

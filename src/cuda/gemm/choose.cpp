@@ -138,7 +138,7 @@ constexpr std::span kNarrowGate = std::span(kNarrow).subspan<1>();
 
 // The fastest of the tilings measured on an H100 (bfloat16; 14 shapes, 16 to 262144 rows, k from 128 to 8192, n from
 // 256 to 11008).
-constexpr Rule<Tiling> kWideGlu[] = {
+constexpr Rule<Tiling> kStreamedGlu[] = {
     // Few outputs: smaller tiles occupy more multiprocessors. (16, 4096) to 4096 takes 40 us instead of 51.
     {[](const Case& c) { return c.tiles(128, 128) * 2 <= c.sm_count; }, Tiling::k128x64SharedA},
     // A long sum is bound by the traffic of the tiles, which is less with large ones, and its epilogue is a small part:
@@ -152,11 +152,11 @@ constexpr Rule<Tiling> kWideGlu[] = {
 // The only tiling measured. gate of (524288, 384) to 384 features takes 493 us, against 733 with cuBLAS and one more
 // pass; (4096, 1024) to 1024 takes 27, against 39; (512, 512) to 512 takes 24, against 39 (H100 80GB HBM3, torch 2.11,
 // bfloat16).
-constexpr Rule<Tiling> kWideGate[] = {{always, Tiling::k128x64SharedA}};
+constexpr Rule<Tiling> kStreamedGate[] = {{always, Tiling::k128x64SharedA}};
 
 // The only tiling measured. All gradients of glu from (262144, 384) to 384 features take 945 us, against 1569 if cuBLAS
 // recomputes the products (H100 80GB HBM3, torch 2.11, bfloat16).
-constexpr Rule<Tiling> kWideCotangents[] = {{always, Tiling::k128x64SharedA}};
+constexpr Rule<Tiling> kStreamedCotangents[] = {{always, Tiling::k128x64SharedA}};
 
 // The smallest tile that channels and features fit. A triangle update with N = 512 and 64 of both takes 123 us with
 // tiles of 64, and 151 with those of 128 (H100, bfloat16).
@@ -169,10 +169,10 @@ constexpr Rule<NarrowTiling> kPair[] = {
 constexpr Rule<NarrowTiling> kFeedForward[] = {{always, NarrowTiling::k64x128x128}};
 
 // The only tiling measured.
-constexpr Rule<Tiling> kWidePairIn[] = {{always, Tiling::k128x64SharedA}};
+constexpr Rule<Tiling> kStreamedPairIn[] = {{always, Tiling::k128x64SharedA}};
 
 // The fewest columns that don't exist. A Case has c as k.
-constexpr Rule<Tiling> kWidePairOut[] = {
+constexpr Rule<Tiling> kStreamedPairOut[] = {
     {[](const Case& c) { return c.k <= 128; }, Tiling::k128x128OneByOne},
     {[](const Case& c) { return (c.k + 383) / 384 * 384 < (c.k + 255) / 256 * 256; }, Tiling::k128x384OneByOne},
     {always, Tiling::k128x256OneByOne},
@@ -224,16 +224,16 @@ TORCHOPS_RULES(SquareMatmulT, kSquareMatmul)
 TORCHOPS_RULES(Gate, kNarrowGate)
 TORCHOPS_RULES(GluSigmoid, kNarrow)
 TORCHOPS_RULES(GluSilu, kNarrow)
-TORCHOPS_RULES(WideGluSigmoid, kWideGlu)
-TORCHOPS_RULES(WideGluSilu, kWideGlu)
-TORCHOPS_RULES(WideGate, kWideGate)
-TORCHOPS_RULES(GateCotangents, kWideCotangents)
-TORCHOPS_RULES(GluSigmoidCotangents, kWideCotangents)
-TORCHOPS_RULES(GluSiluCotangents, kWideCotangents)
+TORCHOPS_RULES(StreamedGluSigmoid, kStreamedGlu)
+TORCHOPS_RULES(StreamedGluSilu, kStreamedGlu)
+TORCHOPS_RULES(StreamedGate, kStreamedGate)
+TORCHOPS_RULES(GateCotangents, kStreamedCotangents)
+TORCHOPS_RULES(GluSigmoidCotangents, kStreamedCotangents)
+TORCHOPS_RULES(GluSiluCotangents, kStreamedCotangents)
 TORCHOPS_RULES(TriangleIn, kPair)
 TORCHOPS_RULES(TriangleOut, kPair)
-TORCHOPS_RULES(WideTriangleIn, kWidePairIn)
-TORCHOPS_RULES(WideTriangleOut, kWidePairOut)
+TORCHOPS_RULES(StreamedTriangleIn, kStreamedPairIn)
+TORCHOPS_RULES(StreamedTriangleOut, kStreamedPairOut)
 TORCHOPS_RULES(TriangleInGradients, kPairGradients)
 TORCHOPS_RULES(TriangleOutGradients, kPairGradients)
 TORCHOPS_RULES(Transition, kFeedForward)

@@ -47,9 +47,9 @@ struct GradientProblem {
   const void *bias = nullptr, *bias2 = nullptr;
   void *dx = nullptr, *dc = nullptr, *dw = nullptr, *dw2 = nullptr, *dbias = nullptr, *dbias2 = nullptr;
   /// Whether x and dx are float32, which only the operations for all gradients of gate and glu support.
-  bool is_wide = false;
+  bool x_is_float32 = false;
   /// Whether gradients of weights and biases are float32, which only WeightGradients supports.
-  bool has_wide_sums = false;
+  bool has_float32_sums = false;
   void* workspace = nullptr;
 
   /// For operations that read c.

@@ -55,7 +55,7 @@ GradientCall gradient_call(const BackwardRows& a) {
   problem.w2 = *from_wg;
   problem.bias = a.b ? a.b->const_data_ptr() : nullptr;
   problem.bias2 = a.bg ? a.bg->const_data_ptr() : nullptr;
-  problem.is_wide = a.rounds_x();
+  problem.x_is_float32 = a.rounds_x();
   return std::pair(problem, *c);
 }
 
@@ -89,7 +89,7 @@ bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& co
   problem.dw2 = dwg.mutable_data_ptr();
   problem.dbias = a.mask[3] ? db.mutable_data_ptr() : nullptr;
   problem.dbias2 = a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
-  problem.has_wide_sums = dw.scalar_type() != a.w.scalar_type();
+  problem.has_float32_sums = dw.scalar_type() != a.w.scalar_type();
   return a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluWeightGradients>(problem, c, dw)
                                               : gemm::run_chosen<gemm::GluSigmoidWeightGradients>(problem, c, dw);
 }

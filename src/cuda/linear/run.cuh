@@ -30,17 +30,17 @@ struct OperationsOf<LinearRule<Sigmoid>> {
 template <>
 struct OperationsOf<GateRule> {
   using Resident = Gate;
-  using Streamed = WideGate;
+  using Streamed = StreamedGate;
 };
 template <>
 struct OperationsOf<GluRule<Sigmoid>> {
   using Resident = GluSigmoid;
-  using Streamed = WideGluSigmoid;
+  using Streamed = StreamedGluSigmoid;
 };
 template <>
 struct OperationsOf<GluRule<Silu>> {
   using Resident = GluSilu;
-  using Streamed = WideGluSilu;
+  using Streamed = StreamedGluSilu;
 };
 
 /// The problem that kernels read whose operands are aligned to 16 bytes; nullopt if these aren't. d has no alignment.

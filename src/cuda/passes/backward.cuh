@@ -29,12 +29,12 @@ __global__ void __launch_bounds__(kBackwardThreads)
                          Accumulate<T>* __restrict__ partial, int64_t rows, int64_t columns, int64_t rows_per_block,
                          int width) {
   using Access = Packed<T, count>;
-  using Wide = Accumulate<T>;
+  using Sum = Accumulate<T>;
   static_assert(F::kFromOutput);
   const int height = kBackwardThreads / width, tx = threadIdx.x % width, ty = threadIdx.x / width;
   const int64_t column = (int64_t{blockIdx.x} * width + tx) * count;
   const bool active = ty < height && column < columns;
-  Wide sums[count] = {};
+  Sum sums[count] = {};
   if (active) {
     const int64_t begin = int64_t{blockIdx.y} * rows_per_block;
     const int64_t end = begin + rows_per_block < rows ? begin + rows_per_block : rows;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
         Access out;
 #pragma unroll
         for (int v = 0; v < count; ++v) {
-          const Wide value = F::backward(static_cast<Wide>(g[i].at[v]), Wide{0}, static_cast<Wide>(s[i].at[v]));
+          const Sum value = F::backward(static_cast<Sum>(g[i].at[v]), Sum{0}, static_cast<Sum>(s[i].at[v]));
           sums[v] += value;
           out.at[v] = static_cast<T>(value);
         }
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     }
   }
   if (partial == nullptr) return;
-  __shared__ Wide shared[kBackwardThreads * count];
+  __shared__ Sum shared[kBackwardThreads * count];
 #pragma unroll
   for (int v = 0; v < count; ++v) shared[threadIdx.x * count + v] = sums[v];
   __syncthreads();
@@ -108,13 +108,13 @@ std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const a
   const at::Tensor g = grad.contiguous(), s = y.contiguous();
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "backward_pass", [&] {
-    using Wide = Accumulate<scalar_t>;
+    using Sum = Accumulate<scalar_t>;
     const bool in_vectors =
         columns % kVectorSize<scalar_t> == 0 && is_aligned(g.const_data_ptr()) && is_aligned(s.const_data_ptr());
     const BackwardGrid grid(rows, columns, in_vectors ? kVectorSize<scalar_t> : 1);
     const at::Tensor partial = at::detail::empty_cuda({sum_wanted ? grid.row_blocks : 0, columns},
-                                                      y.options().dtype(c10::CppTypeToScalarType<Wide>::value));
-    Wide* const sums = sum_wanted ? partial.mutable_data_ptr<Wide>() : nullptr;
+                                                      y.options().dtype(c10::CppTypeToScalarType<Sum>::value));
+    Sum* const sums = sum_wanted ? partial.mutable_data_ptr<Sum>() : nullptr;
     const auto kernel =
         in_vectors ? backward_pass_kernel<F, scalar_t, kVectorSize<scalar_t>> : backward_pass_kernel<F, scalar_t, 1>;
     const dim3 blocks(static_cast<unsigned>(grid.column_blocks), static_cast<unsigned>(grid.row_blocks));
@@ -123,8 +123,8 @@ std::tuple<at::Tensor, at::Tensor> backward_pass(const at::Tensor& grad, const a
                                                     columns, grid.rows_per_block, grid.width);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     if (!sum_wanted) return;
-    launch_column_sum<scalar_t, Wide, 1, 32, 32>(sums, db.mutable_data_ptr<scalar_t>(), nullptr, grid.row_blocks,
-                                                 columns, columns, columns, stream);
+    launch_column_sum<scalar_t, Sum, 1, 32, 32>(sums, db.mutable_data_ptr<scalar_t>(), nullptr, grid.row_blocks,
+                                                columns, columns, columns, stream);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return {dz, db};

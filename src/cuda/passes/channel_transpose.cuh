@@ -175,14 +175,14 @@ template <class T, class P, int V>
 __global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
     to_normalized_rows_kernel(MatrixRows<const T> channels, MatrixRows<T> rows, Positions positions, const P* weight,
                               const P* bias, Accumulate<T> eps, int64_t row_count, int channel_count) {
-  using Wide = Accumulate<T>;
+  using Sum = Accumulate<T>;
   constexpr int kBatch = 16 / V, kRows = kTile<V> / kTileThreads;
   extern __shared__ __align__(kVectorBytes) unsigned char whole_tile[];
-  __shared__ Wide means[kTileThreads][kTile<V>], squares[kTileThreads][kTile<V>];
+  __shared__ Sum means[kTileThreads][kTile<V>], squares[kTileThreads][kTile<V>];
   T* const tile = reinterpret_cast<T*>(whole_tile);
   const int64_t first_row = int64_t{blockIdx.x} * kTile<V>;
   const int lane = static_cast<int>(threadIdx.x) * V, warp = static_cast<int>(threadIdx.y);
-  Spread<Wide> own[V] = {};
+  Spread<Sum> own[V] = {};
   load_tile<kBatch, T, V>(
       tile, channel_count, channels, positions, first_row, row_count, 0, channel_count,
       [&](const Packed<T, V>(&values)[kBatch][V], int n) {
@@ -192,29 +192,29 @@ __global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
             if (i >= n) continue;
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-              Wide of_rows[V];
+              Sum of_rows[V];
               unpack(values[i][k], of_rows);
 #pragma unroll
               for (int j = 0; j < V; ++j) f(j, of_rows[j]);
             }
           }
         };
-        Spread<Wide> batch[V] = {};
-        for_each([&](int j, Wide value) { batch[j].mean += value; });
+        Spread<Sum> batch[V] = {};
+        for_each([&](int j, Sum value) { batch[j].mean += value; });
 #pragma unroll
         for (auto& of_row : batch) {
-          of_row.count = static_cast<Wide>(n * V);
+          of_row.count = static_cast<Sum>(n * V);
           of_row.mean /= of_row.count;
         }
-        Wide rest[V] = {};  // what rounding has left in the differences, so that a constant row becomes 0
-        for_each([&](int j, Wide value) {
-          const Wide difference = value - batch[j].mean;
+        Sum rest[V] = {};  // what rounding has left in the differences, so that a constant row becomes 0
+        for_each([&](int j, Sum value) {
+          const Sum difference = value - batch[j].mean;
           rest[j] += difference;
           batch[j].squares += difference * difference;
         });
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const Wide by = rest[j] / batch[j].count;
+          const Sum by = rest[j] / batch[j].count;
           batch[j].mean += by;
           batch[j].squares -= rest[j] * by;
           own[j] = own[j].count == 0 ? batch[j] : pooled(own[j], batch[j]);
@@ -233,20 +233,20 @@ __global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
 #pragma unroll
     for (int other = 0; other < kTileThreads; ++other) {
       const int left = channel_count - other * V;
-      if (left > 0) f(other, static_cast<Wide>((left + kTileThreads * V - 1) / (kTileThreads * V) * V));
+      if (left > 0) f(other, static_cast<Sum>((left + kTileThreads * V - 1) / (kTileThreads * V) * V));
     }
   };
   // Around the mean of one warp, so that the sum rounds less.
-  const Wide near = means[0][of_lane];
-  Wide rest = 0, sum = 0;
-  for_each_warp([&](int other, Wide count) { rest += count * (means[other][of_lane] - near); });
-  const Wide mean = near + rest / static_cast<Wide>(channel_count);
-  for_each_warp([&](int other, Wide count) {
-    const Wide distance = means[other][of_lane] - mean;
+  const Sum near = means[0][of_lane];
+  Sum rest = 0, sum = 0;
+  for_each_warp([&](int other, Sum count) { rest += count * (means[other][of_lane] - near); });
+  const Sum mean = near + rest / static_cast<Sum>(channel_count);
+  for_each_warp([&](int other, Sum count) {
+    const Sum distance = means[other][of_lane] - mean;
     sum += squares[other][of_lane] + count * distance * distance;
   });
-  const Wide rstd = rsqrt((sum > 0 ? sum : 0) / static_cast<Wide>(channel_count) + eps);
-  Wide mean_of[kRows], rstd_of[kRows];
+  const Sum rstd = rsqrt((sum > 0 ? sum : 0) / static_cast<Sum>(channel_count) + eps);
+  Sum mean_of[kRows], rstd_of[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     mean_of[r] = __shfl_sync(0xffffffffu, mean, r);
@@ -254,16 +254,16 @@ __global__ void __launch_bounds__(32 * kTileThreads, sizeof(T) == 8 ? 2 : 4)
   }
   const int64_t left = row_count - first_row - first;
   for (int channel = lane; channel < channel_count; channel += kTile<V>) {
-    Wide w[V], b[V];
+    Sum w[V], b[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      w[j] = weight == nullptr ? Wide{1} : static_cast<Wide>(weight[channel + j]);
-      b[j] = bias == nullptr ? Wide{0} : static_cast<Wide>(bias[channel + j]);
+      w[j] = weight == nullptr ? Sum{1} : static_cast<Sum>(weight[channel + j]);
+      b[j] = bias == nullptr ? Sum{0} : static_cast<Sum>(bias[channel + j]);
     }
     T* to = rows.data + (first_row + first) * rows.stride + channel;
 #pragma unroll
     for (int r = 0; r < kRows; ++r, to += rows.stride) {
-      Wide values[V];
+      Sum values[V];
       unpack(*reinterpret_cast<const Packed<T, V>*>(tile + tile_row<V>(first + r, channel_count) + channel), values);
 #pragma unroll
       for (int j = 0; j < V; ++j) values[j] = (values[j] - mean_of[r]) * rstd_of[r] * w[j] + b[j];

@@ -23,14 +23,14 @@ constexpr int kMostFeatures = kLanes * kWide * kVectors, kRowsOfBlock = kThreads
 
 /// Rows (outer, inner) of `features` each, with a stride for each of both dimensions.
 template <class T>
-struct Positions {
+struct StridedRows {
   T* data;
   int64_t outer, inner, outer_stride, inner_stride;
   int features;
 };
 
 /// x (..., c) as such rows, which begin at multiples of 16 bytes; nullopt if its strides don't allow it.
-std::optional<Positions<float>> positions(const Tensor& x) {
+std::optional<StridedRows<float>> strided_rows(const Tensor& x) {
   const int64_t c = x.size(-1), leading = x.dim() - 1;
   for (int64_t split = 0; split <= std::max(leading - 1, int64_t{0}); ++split) {
     const at::DimVector shape{c10::multiply_integers(x.sizes().slice(0, split)),
@@ -38,7 +38,7 @@ std::optional<Positions<float>> positions(const Tensor& x) {
     const auto strides = at::detail::computeStride(x.sizes(), x.strides(), shape);
     if (!strides) continue;
     auto* const data = static_cast<float*>(const_cast<void*>(x.const_data_ptr()));
-    const Positions<float> rows{data, shape[0], shape[1], (*strides)[0], (*strides)[1], static_cast<int>(c)};
+    const StridedRows<float> rows{data, shape[0], shape[1], (*strides)[0], (*strides)[1], static_cast<int>(c)};
     const bool aligned = (*strides)[2] == 1 && rows.outer_stride % kWide == 0 && rows.inner_stride % kWide == 0 &&
                          reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
     return aligned ? std::optional(rows) : std::nullopt;
@@ -50,7 +50,7 @@ std::optional<Positions<float>> positions(const Tensor& x) {
 template <class T>
 class Place {
  public:
-  __device__ Place(const Positions<T>& rows, int64_t outer)
+  __device__ Place(const StridedRows<T>& rows, int64_t outer)
       : rows_(rows),
         outer_(outer),
         first_(int64_t{gridDim.x - 1 - blockIdx.x} * kRowsOfBlock + threadIdx.x / kLanes),
@@ -79,7 +79,7 @@ class Place {
   __device__ bool is_first() const { return lane_ == 0; }
 
  private:
-  const Positions<T>& rows_;
+  const StridedRows<T>& rows_;
   int64_t outer_, first_;
   int lane_;
 };
@@ -109,7 +109,7 @@ __device__ inline void store_vector(T* to, const float (&values)[kWide]) {
 /// The sums of all rows of a warp are computed side by side; those of rows after the last are 0.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    center_kernel(const Positions<float> x, T* __restrict__ out, float* __restrict__ factors, float least_variance) {
+    center_kernel(const StridedRows<float> x, T* __restrict__ out, float* __restrict__ factors, float least_variance) {
   constexpr bool scales = std::is_same_v<T, at::Half>;
   const float by = 1.f / static_cast<float>(x.features);
   for (int64_t outer = blockIdx.y; outer < x.outer; outer += gridDim.y) {
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
 /// to = from * the factor of its row, if there are factors.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    widen_kernel(const Positions<float> to, const T* __restrict__ from, const float* __restrict__ factors) {
+    widen_kernel(const StridedRows<float> to, const T* __restrict__ from, const float* __restrict__ factors) {
   for (int64_t outer = blockIdx.y; outer < to.outer; outer += gridDim.y) {
     const Place place(to, outer);
     Packed<T, kWide> loaded[kRowsOfThread][kVectors];
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-dim3 grid_of(const Positions<float>& rows) {
+dim3 grid_of(const StridedRows<float>& rows) {
   constexpr int64_t most_along_y = 65535;
   return {static_cast<unsigned>(ceil_div(rows.inner, kRowsOfBlock)),
           static_cast<unsigned>(std::min(rows.outer, most_along_y))};
@@ -205,11 +205,11 @@ Centered::Centered(const Tensor& x, at::ScalarType dtype, double eps)
     : Centered(x, at::detail::empty_cuda(x.sizes(), x.options().dtype(dtype)), eps) {}
 
 Centered::Centered(const Tensor& x, Tensor out, double eps) : rows_(std::move(out)) {
-  auto rows = positions(x);
+  auto rows = strided_rows(x);
   Tensor copy;
   if (!rows) {
     copy = x.clone(at::MemoryFormat::Contiguous);
-    rows = positions(copy);
+    rows = strided_rows(copy);
   }
   TORCH_INTERNAL_ASSERT(rows && rows_.sizes() == x.sizes());
   if (rows_.scalar_type() == at::kHalf) {
@@ -226,7 +226,7 @@ Centered::Centered(const Tensor& x, Tensor out, double eps) : rows_(std::move(ou
 
 Tensor Centered::gradient(const Tensor& of_rows) const {
   const Tensor dx = at::detail::empty_cuda(of_rows.sizes(), of_rows.options().dtype(at::kFloat));
-  const Positions<float> to = *positions(dx);
+  const StridedRows<float> to = *strided_rows(dx);
   of_16_bits(of_rows, [&](auto type) {
     using T = decltype(type);
     widen_kernel<T><<<grid_of(to), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(

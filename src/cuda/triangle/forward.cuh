@@ -48,7 +48,9 @@ inline std::optional<Centered> centered(const TriangleUpdate& t) {
 }
 
 /// Whether there are too many features or channels for the one-pass kernels.
-inline bool is_wide(const gemm::PairProblem& p) { return p.c > gemm::kMostFeatures || p.d > gemm::kMostFeatures; }
+inline bool streams_weights(const gemm::PairProblem& p) {
+  return p.c > gemm::kMostFeatures || p.d > gemm::kMostFeatures;
+}
 
 }  // namespace pair_steps
 
@@ -74,8 +76,8 @@ class PairSteps {
            double eps_out) const;
 
  private:
-  bool wide_in(gemm::PairProblem& problem, const at::Tensor& a) const;
-  bool wide_out(gemm::PairProblem& problem, const at::Tensor& x, const at::Tensor& out) const;
+  bool streamed_in(gemm::PairProblem& problem, const at::Tensor& a) const;
+  bool streamed_out(gemm::PairProblem& problem, const at::Tensor& x, const at::Tensor& out) const;
   /// Calls f(T()) for the type of the elements, if a kernel of sm80/triangle.cuh can compute this call.
   template <class F>
   bool run_portable(const F& f) const {
@@ -93,18 +95,18 @@ class PairSteps {
   mutable at::Tensor moments_;
 };
 
-inline bool PairSteps::wide_in(gemm::PairProblem& p, const at::Tensor& a) const {
+inline bool PairSteps::streamed_in(gemm::PairProblem& p, const at::Tensor& a) const {
   moments_ = at::detail::empty_cuda({p.n, p.n, 2}, a.options().dtype(at::kFloat));
   p.moments = moments_.mutable_data_ptr();
   p.moments_row_stride = p.n;
   p.moments_stride = 1;
-  if (gemm::run_chosen<gemm::WideTriangleIn>(p, *case_, a)) return true;
+  if (gemm::run_chosen<gemm::StreamedTriangleIn>(p, *case_, a)) return true;
   moments_.reset();
   return false;
 }
 
 // Several CTAs may read the same rows of x, so the update cannot overwrite x before it is complete.
-inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& x, const at::Tensor& out) const {
+inline bool PairSteps::streamed_out(gemm::PairProblem& p, const at::Tensor& x, const at::Tensor& out) const {
   if (!moments_.defined()) return false;
   p.moments = moments_.mutable_data_ptr();
   p.moments_row_stride = t_.outgoing ? p.n : 1;
@@ -114,7 +116,7 @@ inline bool PairSteps::wide_out(gemm::PairProblem& p, const at::Tensor& x, const
   p.out = update.mutable_data_ptr();
   p.out_row_stride = update.stride(1);
   p.out_stride = update.stride(0);
-  if (!gemm::run_chosen<gemm::WideTriangleOut>(p, *case_, update)) return false;
+  if (!gemm::run_chosen<gemm::StreamedTriangleOut>(p, *case_, update)) return false;
   at::Tensor target = out;
   if (adds) target.add_(overwrites ? update : x);
   return true;
@@ -127,7 +129,7 @@ inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at:
   gemm::PairProblem& p = step.problem;
   step.set_input(t_, mask, a, b, scale, /*owns_gaps=*/true);
   if (!step.fits || a.stride(0) != b.stride(0)) return false;
-  if (pair_steps::is_wide(p)) return wide_in(p, a);
+  if (pair_steps::streams_weights(p)) return streamed_in(p, a);
   if (case_ && gemm::run_chosen<gemm::TriangleIn>(p, *case_, a)) return true;
   return run_portable(
       [&]<class T>(T) { pair_steps::launch_portable<gemm::PairIn80<T>, gemm::sm80_pair_in_kernel<T>>(p); });
@@ -143,10 +145,10 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
   if (!step.fits) return false;
   if (residual.defined() && residual.scalar_type() != t_.dtype()) {
     const auto from = pair_steps::positions(residual);
-    if (!from || pair_steps::is_wide(p)) return false;
+    if (!from || pair_steps::streams_weights(p)) return false;
     p.residual = *from;
   }
-  if (pair_steps::is_wide(p)) return wide_out(p, x, out);
+  if (pair_steps::streams_weights(p)) return streamed_out(p, x, out);
   if (case_ && gemm::run_chosen<gemm::TriangleOut>(p, *case_, out)) return true;
   return run_portable(
       [&]<class T>(T) { pair_steps::launch_portable<gemm::PairOut80<T>, gemm::sm80_pair_out_kernel<T>>(p); });

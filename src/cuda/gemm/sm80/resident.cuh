@@ -94,7 +94,7 @@ __device__ inline void wait_for_group(int group) {
 
 /// What the rule reads besides the products, for a lane's outputs of 16 rows: of every 4 * `width` columns, `width`.
 template <class Rule, class V, int blocks, int width = kVectorSize<V>>
-struct Others {
+struct RuleInputs {
   Packed<V, width> c[2][Rule::kReadsC ? blocks : 1], g[2][kMakesCotangents<Rule> ? blocks : 1];
 
   template <class Arguments>
@@ -239,7 +239,8 @@ template <class Rule, class T, class X, class V, int in_n, int width = kVectorSi
 __device__ inline void write_rows(const ResidentArguments<Rule, T, X, V>& p,
                                   const float (&sums)[Rule::kProducts][in_n][4],
                                   const float (&bias)[Rule::kProducts][in_n][2],
-                                  const Others<Rule, V, in_n * 2 / width>& others, int first_row, int first_column) {
+                                  const RuleInputs<Rule, V, in_n * 2 / width>& others, int first_row,
+                                  int first_column) {
   using D = std::remove_pointer_t<decltype(p.d)>;
   constexpr Exactness exactness = kExactnessOf<V>;
   constexpr int last = Rule::kProducts - 1, instructions = width / 2;
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(kSm80Threads, kResidentSpec<tiling>.ctas)
   int slot = 0;
   for (int tile = first_tile; tile < tiles; tile += stride) {
     const int row = tile * spec.rows + lane / 4;
-    Others<Rule, V, in_n * 2 / width> next;
+    RuleInputs<Rule, V, in_n * 2 / width> next;
     next.read(p, row, first_of_lane);  // it arrives during the products
     float sums[in_m][products][in_n][4] = {};
 #pragma unroll 1
@@ -343,7 +344,7 @@ __global__ void __launch_bounds__(kSm80Threads, kResidentSpec<tiling>.ctas)
     }
 #pragma unroll
     for (int i = 0; i < in_m; ++i) {
-      const Others<Rule, V, in_n * 2 / width> others = next;
+      const RuleInputs<Rule, V, in_n * 2 / width> others = next;
       if (i + 1 < in_m) next.read(p, row + (i + 1) * 16, first_of_lane);
       write_rows<Rule, T, X, V, in_n>(p, sums[i], bias, others, row + i * 16, first_of_lane);
     }

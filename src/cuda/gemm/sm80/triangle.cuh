@@ -5,6 +5,7 @@
 // their positions into registers, normalise them there, and multiply them with weights that come through shared memory
 // in chunks of outputs, while the next chunks are being copied.
 
+#include "cuda/base/quads.cuh"
 #include "cuda/gemm/norm_vector.cuh"
 #include "cuda/gemm/sm80/kernel.cuh"
 
@@ -138,11 +139,6 @@ __device__ void for_each_step(int features, const F& f) {
 #pragma unroll
     for (int k = first; k < first + half; ++k) f(k);
   }
-}
-
-__device__ inline float sum_of_quad(float value) {
-  value += __shfl_xor_sync(~0u, value, 1);
-  return value + __shfl_xor_sync(~0u, value, 2);
 }
 
 /// The layer norm of positions in registers: words[k][i + h * positions] is the register of lane 4g + q of piece 2k + h

@@ -11,13 +11,13 @@
 namespace torchops::cuda::gemm {
 
 /// Rows of float32, or a batch of them, in memory: what is added to, and where the sum goes, which may be the same.
-struct WideRows {
+struct Float32Residual {
   const float* from = nullptr;
   float* to = nullptr;
   int64_t from_row_stride = 0, from_stride = 0, to_row_stride = 0, to_stride = 0;
 
-  WideRows() = default;
-  WideRows(const Operand& from, const Operand& to)
+  Float32Residual() = default;
+  Float32Residual(const Operand& from, const Operand& to)
       : from(static_cast<const float*>(from.data)),
         to(static_cast<float*>(const_cast<void*>(to.data))),
         from_row_stride(from.row_stride),
@@ -36,13 +36,13 @@ struct WideRows {
 
 /// A thread's pairs of one row, 8 columns apart.
 template <int pairs>
-struct WideRow {
+struct Float32ResidualRow {
   float2 old[pairs];
   float* to;
   int left;  // columns of the row, from the first pair on
 
   /// Loads the pairs from `column` on, in a row of `columns` columns.
-  CUTLASS_DEVICE void load(const WideRows& rows, int64_t of_batch, int64_t row, int column, int columns) {
+  CUTLASS_DEVICE void load(const Float32Residual& rows, int64_t of_batch, int64_t row, int column, int columns) {
     const float* const from = rows.from + of_batch * rows.from_stride + row * rows.from_row_stride + column;
     to = rows.to + of_batch * rows.to_stride + row * rows.to_row_stride + column;
     left = columns - column;

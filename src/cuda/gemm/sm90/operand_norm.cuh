@@ -1,16 +1,12 @@
 #pragma once
 
+#include "cuda/base/quads.cuh"
 #include "cuda/gemm/sm90/triangle/steps.cuh"
 
 // Layer norms of 64 rows of up to 128 features that a warpgroup has in registers, as an operand or as accumulators of
 // its matrix instructions, which have the same layout: a row is shared by the four threads of a quad, and each of them
 // has pairs of columns, alternately in one row and in another, then 8 columns further on.
 namespace torchops::cuda::gemm {
-
-CUTLASS_DEVICE float sum_of_quad(float value) {
-  value += __shfl_xor_sync(~0u, value, 1);
-  return value + __shfl_xor_sync(~0u, value, 2);
-}
 
 /// Mean and rstd of both rows. Features from c on are zeros.
 template <class Element, class Pairs>

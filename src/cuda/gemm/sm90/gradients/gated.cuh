@@ -14,15 +14,16 @@ struct GatedGradients {
   template <Element element, GradientTiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    template <bool wide>
-    using KernelOf = GatedGradientsKernel<Rule, T, tiling, wide>;
+    template <bool float32_x>
+    using KernelOf = GatedGradientsKernel<Rule, T, tiling, float32_x>;
 
     static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
-      return p.is_wide ? prepare<KernelOf<true>>(p, workspace_bytes) : prepare<KernelOf<false>>(p, workspace_bytes);
+      return p.x_is_float32 ? prepare<KernelOf<true>>(p, workspace_bytes)
+                            : prepare<KernelOf<false>>(p, workspace_bytes);
     }
 
     static Status run(const GradientProblem& p, cudaStream_t stream) {
-      return p.is_wide ? run<KernelOf<true>>(p, stream) : run<KernelOf<false>>(p, stream);
+      return p.x_is_float32 ? run<KernelOf<true>>(p, stream) : run<KernelOf<false>>(p, stream);
     }
 
    private:
@@ -62,8 +63,8 @@ struct GatedGradients {
         const Operand& w = i == 0 ? p.w : p.w2;
         parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(w.data, w.row_stride, p.n, p.k);
       }
-      parameters.dx = decltype(Parameters::dx)::of(Kernel::kIsWide ? p.w.data : p.dx, p.k, p.m, p.k);
-      parameters.wide_dx = Kernel::kIsWide ? static_cast<float*>(p.dx) : nullptr;
+      parameters.dx = decltype(Parameters::dx)::of(Kernel::kXIsFloat32 ? p.w.data : p.dx, p.k, p.m, p.k);
+      parameters.float_dx = Kernel::kXIsFloat32 ? static_cast<float*>(p.dx) : nullptr;
       parameters.bias[0] = static_cast<const T*>(p.bias);
       parameters.bias[1] = static_cast<const T*>(p.bias2);
       parameters.c_is_y = p.has_y_for_c();

@@ -11,8 +11,8 @@
 // The sums of dw and of dbias stay in registers for all rows. At the end each CTA writes them, and a second kernel adds
 // them in the order of the CTAs. dx and dc are stored by TMA while the products of dw run.
 //
-// Or x and dx are float32 (`wide`): the load warp's tiles of x are ahead in buffers of their own, from which the other
-// warps of its warpgroup round them to a stage; dx is stored from registers.
+// Or x and dx are float32 (`float32_x`): the load warp's tiles of x are ahead in buffers of their own, from which
+// the other warps of its warpgroup round them to a stage; dx is stored from registers.
 
 #include <cutlass/numeric_conversion.h>
 
@@ -26,11 +26,11 @@
 
 namespace torchops::cuda::gemm {
 
-template <class Rule_, class Element_, GradientTiling tiling, bool wide>
+template <class Rule_, class Element_, GradientTiling tiling, bool float32_x>
 struct GatedGradientsKernel {
   using Rule = Rule_;
   using Element = Element_;
-  static constexpr bool kIsWide = wide;
+  static constexpr bool kXIsFloat32 = float32_x;
   static constexpr int kRows = 64, kN = kSpec<tiling>.most_n, kK = kSpec<tiling>.most_k;
   static constexpr int kProducts = Rule::kProducts, kSize = static_cast<int>(sizeof(Element));
   static constexpr int kWarpgroups = kSpec<tiling>.consumers, kConsumers = 128 * kWarpgroups;
@@ -38,10 +38,10 @@ struct GatedGradientsKernel {
   // in turn, each with its own sums, and the pointwise part of one group overlaps the products of another.
   static constexpr int kDivision = std::min(kN / 64, kWarpgroups), kGroups = kWarpgroups / kDivision;
   static constexpr int kGroupThreads = 128 * kDivision;
-  static constexpr int kLoadBytes = kRows * ((wide ? 0 : kK) + kN + (Rule::kReadsC ? kN : 0)) * kSize;
+  static constexpr int kLoadBytes = kRows * ((float32_x ? 0 : kK) + kN + (Rule::kReadsC ? kN : 0)) * kSize;
   // Of dx, one for each group; or of x in float32.
-  using BufferElement = std::conditional_t<wide, float, Element>;
-  static constexpr int kBuffers = wide ? 2 : kGroups;
+  using BufferElement = std::conditional_t<float32_x, float, Element>;
+  static constexpr int kBuffers = float32_x ? 2 : kGroups;
   static constexpr int kBufferBytes = kRows * kK * static_cast<int>(sizeof(BufferElement));
   static constexpr int kRoundingWarps = 3, kRoundingThreads = 32 * kRoundingWarps;
   // Besides x and grad: the second of two dz, or c.
@@ -54,7 +54,7 @@ struct GatedGradientsKernel {
   static_assert(kStages >= 2 * kGroups && (kProducts == 2) != Rule::kReadsC);
   // A stage is loaded with its bytes, and when each thread that rounds is done; it is free after each warp whose
   // products have read it, and for dc also the thread whose store has.
-  using Stages = Ring<kStages, kGroupThreads / 32 + (Rule::kReadsC ? 1 : 0), 1 + (wide ? kRoundingThreads : 0)>;
+  using Stages = Ring<kStages, kGroupThreads / 32 + (Rule::kReadsC ? 1 : 0), 1 + (float32_x ? kRoundingThreads : 0)>;
   using Buffers = Ring<kBuffers, kRoundingThreads>;
 
   template <int rows, int columns>
@@ -85,8 +85,8 @@ struct GatedGradientsKernel {
     TileMap<cute::SM90_TMA_LOAD, BufferElement, kRows, kK> x;
     Load<kRows, kN> grad, c;  // c and dc; a copy of grad's if the rule has none
     Load<kN, kK> w[kProducts];
-    TileMap<cute::SM90_TMA_STORE, Element, kRows, kK> dx;  // if not wide
-    float* wide_dx;
+    TileMap<cute::SM90_TMA_STORE, Element, kRows, kK> dx;  // if not float32_x
+    float* float_dx;
     TileMap<cute::SM90_TMA_STORE, Element, kRows, kN> dc;
     const Element* bias[2];
     float* partial;  // for each group of each CTA, for each product: dw (n x k), dbias (n)
@@ -120,21 +120,21 @@ struct GatedGradientsKernel {
     const auto load_x = [&](int tile) {
       if (tile >= p.tiles()) return;
       auto& buffered = shared.buffer_ring.fill(of_x, kBufferBytes);
-      if constexpr (wide) p.x.load(shared.buffers[of_x.index()].data(), tile, 0, buffered);
+      if constexpr (float32_x) p.x.load(shared.buffers[of_x.index()].data(), tile, 0, buffered);
       ++of_x;
     };
-    if constexpr (wide) load_x(blockIdx.x);
+    if constexpr (float32_x) load_x(blockIdx.x);
     for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x, ++at) {
-      if constexpr (wide) load_x(tile + gridDim.x);  // one tile further, because rounding takes time
+      if constexpr (float32_x) load_x(tile + gridDim.x);  // one tile further, because rounding takes time
       auto& stage = shared.stages[at.index()];
       auto& loaded = shared.ring.fill(at, kLoadBytes);
-      if constexpr (!wide) p.x.load(stage.x.data(), tile, 0, loaded);
+      if constexpr (!float32_x) p.x.load(stage.x.data(), tile, 0, loaded);
       p.grad.load(stage.grad.data(), tile, 0, loaded);
       if constexpr (Rule::kReadsC) p.c.load(stage.second.data(), tile, 0, loaded);
     }
   }
 
-  /// Called by kRoundingThreads threads if wide: x from float32 to its stage.
+  /// Called by kRoundingThreads threads if float32_x: x from float32 to its stage.
   CUTLASS_DEVICE static void round(const Parameters& p, Shared& shared) {
     using namespace cute;
     const int thread = static_cast<int>(threadIdx.x) - kConsumers - 32;
@@ -193,12 +193,12 @@ struct GatedGradientsKernel {
 
   static constexpr int kCluster = 1;
   using Roles = gemm::Roles<Warpgroups<kWarpgroups, 232, compute>,
-                            Warps<40, OneThread<load>, WholeWarp<round, wide ? kRoundingWarps : 0>>>;
+                            Warps<40, OneThread<load>, WholeWarp<round, float32_x ? kRoundingWarps : 0>>>;
 };
 
-template <class Rule, class Element, GradientTiling tiling, bool wide>
-CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(const Parameters& p, Shared& shared,
-                                                                               int warpgroup) {
+template <class Rule, class Element, GradientTiling tiling, bool float32_x>
+CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, float32_x>::compute(const Parameters& p, Shared& shared,
+                                                                                    int warpgroup) {
   using namespace cute;
   load_bias(p, shared);
   const int group = warpgroup / kDivision;
@@ -348,14 +348,14 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(c
     warpgroup_wait<1>();
     warpgroup_fence_operand(sums_x);
 
-    if constexpr (wide) {
+    if constexpr (float32_x) {
       const Tensor places_x =
           product_x.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kK>>{}));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(sums_x); i += 2) {  // four threads have 32 neighbouring bytes
         const int row = tile * kRows + get<0>(places_x(i)), column = get<1>(places_x(i));
         if (row < p.m && column < p.k) {
-          *reinterpret_cast<float2*>(p.wide_dx + int64_t{row} * p.k + column) = make_float2(sums_x(i), sums_x(i + 1));
+          *reinterpret_cast<float2*>(p.float_dx + int64_t{row} * p.k + column) = make_float2(sums_x(i), sums_x(i + 1));
         }
       }
       if (Rule::kReadsC && thread == 0) p.dc.store(stage.second.data(), tile, 0);
@@ -387,7 +387,7 @@ CUTLASS_DEVICE void GatedGradientsKernel<Rule, Element, tiling, wide>::compute(c
   float* const partial = p.partial + (blockIdx.x * kGroups + group) * (kProducts * (weights + p.n));
   write_weight_sums(product_w, sums_w, thread, partial, p.n, p.k);
   if constexpr (kProducts == 2) write_weight_sums(product_w, sums_w2, thread, partial + weights + p.n, p.n, p.k);
-  void* const free = wide ? static_cast<void*>(shared.stages[group].x.data()) : shared.buffers[group].data();
+  void* const free = float32_x ? static_cast<void*>(shared.stages[group].x.data()) : shared.buffers[group].data();
   auto* const scratch = static_cast<float*>(free);
   static_assert(4 * kProducts * kN * 4 <= kRows * kK * kSize);
   CUTLASS_PRAGMA_UNROLL

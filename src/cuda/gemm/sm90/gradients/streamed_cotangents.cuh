@@ -16,7 +16,7 @@ template <class Rule, class Tile_>
 struct CotangentEpilogue {
   using Tile = Tile_;
   using Element = typename Tile::Element;
-  using Bias = WideBias<Rule, Tile>;
+  using Bias = StreamedBias<Rule, Tile>;
   static constexpr int kRows = Tile::kRows, kN = Tile::kN, kProducts = Rule::kProducts;
   static constexpr int kLoadBytes = kRows * kN * Tile::kSize * (Rule::kReadsC ? 2 : 1);
   static constexpr int kWarps = 4;  // of a warpgroup, each with its own rows
@@ -166,13 +166,13 @@ CUTLASS_DEVICE void CotangentEpilogue<Rule, Tile>::finish(const Sums& sums, cons
 /// From grad, x, the weights and, if the rule reads it, c: dz, and dz2 or dc, the second of which may be null; and
 /// dbias and dbias2, if they are not null.
 template <class Rule>
-struct WideCotangents {
+struct StreamedCotangents {
   template <Element element, Tiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    using Epilogue = CotangentEpilogue<Rule, WideTile<T, tiling, Rule::kProducts>>;
-    using Kernel = WideKernel<Epilogue>;
-    using Launch = WideLaunch<Kernel>;
+    using Epilogue = CotangentEpilogue<Rule, StreamedTile<T, tiling, Rule::kProducts>>;
+    using Kernel = StreamedKernel<Epilogue>;
+    using Launch = StreamedLaunch<Kernel>;
     static constexpr int kMostPieces = 64;  // of the rows of sums, each of which is added first
 
     static bool wants_sums(const GradientProblem& p) { return p.dbias != nullptr || p.dbias2 != nullptr; }

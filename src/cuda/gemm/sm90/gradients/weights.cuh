@@ -80,8 +80,6 @@ struct WeightGradientsKernel {
   using ProductW = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kK>, cute::Int<kRows>>,
                                  Major::K, Major::MN>()));
-  /// dz.T as an operand: of 16 rows, a thread has pairs of both cotangents, and the same 8 rows further.
-  using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kRows / 16>>>;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     const int rank = p.rank();
@@ -137,7 +135,7 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
   const auto slice_w = product_w.get_slice(thread);
   Tensor sums = partition_fragment_C(product_z, Shape<_64, Int<kRows>>{});
   Tensor sums_w = partition_fragment_C(product_w, Shape<_64, Int<kK>>{});
-  Tensor dz = make_tensor<Element>(Operand{});
+  Tensor dz = make_tensor<Element>(RegisterOperand<kRows>{});
   Tensor pairs = recast<cutlass::Array<Element, 2>>(dz);
   Tensor words = recast<uint32_t>(dz);
   clear(sums_w);
@@ -301,7 +299,7 @@ struct WeightGradients {
       if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
         return Status::of(error);
       }
-      return Status::of(p.has_wide_sums ? add_up<float>(p, count, stream) : add_up<T>(p, count, stream));
+      return Status::of(p.has_float32_sums ? add_up<float>(p, count, stream) : add_up<T>(p, count, stream));
     }
 
    private:

@@ -11,7 +11,7 @@ template <class Rule, class Tile_>
 struct ValueEpilogue {
   using Tile = Tile_;
   using Element = typename Tile::Element;
-  using Bias = WideBias<Rule, Tile>;
+  using Bias = StreamedBias<Rule, Tile>;
   static constexpr int kRows = Tile::kRows, kN = Tile::kN;
   static constexpr bool kReadsC = Rule::kReadsC;
   static_assert((Rule::kProducts == 2) != kReadsC);
@@ -139,12 +139,12 @@ struct ValueEpilogue {
 /// d = the rule's value for a @ b.T and, if it has them, for a @ b2.T and c; also z and z2,
 /// if they are wanted. d may be c.
 template <class Rule>
-struct Wide {
+struct Streamed {
   template <Element element, Tiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    using Epilogue = ValueEpilogue<Rule, WideTile<T, tiling, Rule::kProducts>>;
-    using Launch = WideLaunch<WideKernel<Epilogue>>;
+    using Epilogue = ValueEpilogue<Rule, StreamedTile<T, tiling, Rule::kProducts>>;
+    using Launch = StreamedLaunch<StreamedKernel<Epilogue>>;
 
     static Status prepare(const Problem& p, int64_t& workspace_bytes) {
       workspace_bytes = 0;
@@ -176,6 +176,6 @@ struct Wide {
 
 /// The same for a rule of one product, in the tilings that leave threads room for the rule's other inputs.
 template <class Rule>
-using WideSingle = Wide<Rule>;
+using StreamedSingle = Streamed<Rule>;
 
 }  // namespace torchops::cuda::gemm

@@ -30,7 +30,7 @@ namespace torchops::cuda::gemm {
 
 /// How a tile is divided, and which part of it a thread has.
 template <class Element_, Tiling tiling, int products>
-struct WideTile {
+struct StreamedTile {
   using Element = Element_;
   static constexpr TilingSpec kTiling = kSpec<tiling>;
   static constexpr bool kPingPong = kTiling.schedule == Schedule::kPingPong;
@@ -76,7 +76,7 @@ CUTLASS_DEVICE void start_products(Product& product, const A& a, const W& w, Sum
 
 /// The biases of a tile's columns, scaled as the rule needs them; 0 for columns that do not exist.
 template <class Rule, class Tile>
-struct WideBias {
+struct StreamedBias {
   struct Shared {
     alignas(16) float at[Rule::kProducts][Tile::kN];
   };
@@ -106,7 +106,7 @@ struct WideBias {
 ///   these products run; all threads synchronise between it and finish(sums, sync)       when the products are complete
 ///   end()                    after the last tile
 template <class Epilogue_>
-struct WideKernel {
+struct StreamedKernel {
   using Epilogue = Epilogue_;
   using Tile = typename Epilogue::Tile;
   using Element = typename Tile::Element;
@@ -169,10 +169,10 @@ struct WideKernel {
   }
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
-    const int rank = WideKernel::rank();
+    const int rank = StreamedKernel::rank();
     typename Stages::At at;
     for (int tile = first(); tile < p.rows * p.columns; tile += clusters()) {
-      const Place place = WideKernel::place(p, tile);
+      const Place place = StreamedKernel::place(p, tile);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 0; step < p.steps; ++step, ++at) {
         Stage& stage = shared.stages[at.index()];
@@ -190,7 +190,7 @@ struct WideKernel {
 };
 
 template <class Epilogue>
-CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& shared, int warpgroup) {
+CUTLASS_DEVICE void StreamedKernel<Epilogue>::compute(const Parameters& p, Shared& shared, int warpgroup) {
   using namespace cute;
   const int thread = threadIdx.x % 128;
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
@@ -212,7 +212,7 @@ CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& s
   uint32_t round = 0;
   for (int tile = first() + (kPingPong ? warpgroup : 0) * clusters(); tile < p.rows * p.columns;
        tile += (kPingPong ? kWarpgroups : 1) * clusters(), ++round) {
-    const Place place = WideKernel::place(p, tile);
+    const Place place = StreamedKernel::place(p, tile);
     epilogue.begin(kPingPong ? place.row : place.row * kWarpgroups + warpgroup, place.column);
     if constexpr (kPingPong) shared.turns.wait(warpgroup, round);  // until the other one has seen all of its stages
     int former = 0;
@@ -248,9 +248,9 @@ CUTLASS_DEVICE void WideKernel<Epilogue>::compute(const Parameters& p, Shared& s
   epilogue.end();
 }
 
-/// Launches a WideKernel.
+/// Launches a StreamedKernel.
 template <class Kernel>
-struct WideLaunch {
+struct StreamedLaunch {
   using Parameters = typename Kernel::Parameters;
   using Launch = Persistent<Kernel>;
 

@@ -106,9 +106,6 @@ struct FeedForwardDxKernel {
                                  cute::Shape<cute::Int<kRows>, cute::Int<kChunk>, cute::Int<kC>>, Major::K,
                                  Major::MN>()));
   using ProductX = FromRegisters<kC, 2 * kChunk, Major::MN>;
-  /// An operand in registers, k long: of 16 columns, a thread has pairs in two rows, and the same 8 columns further.
-  template <int k>
-  using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<k / 16>>>;
 
   CUTLASS_DEVICE static void load_weights(const Parameters& p, Shared& shared) {
     const int rank = static_cast<int>(cute::block_rank_in_cluster()), chunks = p.chunks();
@@ -167,9 +164,9 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
   Tensor hidden = partition_fragment_C(product_factors, Shape<Int<kRows>, Int<2 * kChunk>>{});  // a, then u
   Tensor dh = partition_fragment_C(product_down, Shape<Int<kRows>, Int<kChunk>>{});
   Tensor dx = partition_fragment_C(product_x, Shape<Int<kRows>, Int<kC>>{});
-  Tensor cotangents = make_tensor<Element>(Operand<2 * kChunk>{});  // da, then du
+  Tensor cotangents = make_tensor<Element>(RegisterOperand<2 * kChunk>{});  // da, then du
   clear(cotangents);
-  Tensor xhat = make_tensor<Element>(Operand<kC>{});
+  Tensor xhat = make_tensor<Element>(RegisterOperand<kC>{});
   Tensor rows = make_tensor(xhat.data(), dx.layout());  // the same values, in the layout of sums
   clear(xhat);
   clear(dx);

@@ -60,7 +60,7 @@ struct FeedForwardKernel {
     float eps;
     int m, c, hidden, row_tiles;  // row_tiles: of the rows of a cluster
     bool adds;
-    WideRows wide;
+    Float32Residual residual;
 
     CUTLASS_DEVICE int chunks() const { return (hidden + kChunk - 1) / kChunk; }
     CUTLASS_DEVICE int first() const { return blockIdx.x / kCluster; }
@@ -75,9 +75,6 @@ struct FeedForwardKernel {
   using Product = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::Int<kRows>, cute::Int<kC>, cute::Int<kC>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::K>()));
-  /// An operand in registers, k long: of 16 columns, a thread has pairs in two rows, and the same 8 columns further.
-  template <int k>
-  using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<k / 16>>>;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     const int rank = static_cast<int>(cute::block_rank_in_cluster()), chunks = p.chunks();
@@ -150,8 +147,8 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   };
   Product product;
   const auto slice = product.get_slice(thread);
-  Tensor z = make_tensor<Element>(Operand<kC>{});
-  Tensor h = make_tensor<Element>(Operand<kChunk>{});
+  Tensor z = make_tensor<Element>(RegisterOperand<kC>{});
+  Tensor h = make_tensor<Element>(RegisterOperand<kChunk>{});
   Tensor hidden = partition_fragment_C(product, Shape<Int<kRows>, Int<kC>>{});  // columns of gate, then of up
   Tensor y = make_fragment_like(hidden);
   clear(h);
@@ -235,9 +232,9 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     shared.x_ring[warpgroup].wait_until_loaded(tile_at);
     copy(read_z, z_slice.partition_S(in_rows(x)), z_slice.retile_D(z));
     normalize_operand<Element>(z, shared.norm, p.c, p.eps);
-    const bool is_wide = p.wide.from != nullptr;
+    const bool has_residual = p.residual.from != nullptr;
     const int first_row = p.place(tile, warpgroup) * kRows;
-    if (is_wide && first_row + thread / 2 < p.m) p.wide.prefetch(first_row + thread / 2, p.c, thread % 2, 2);
+    if (has_residual && first_row + thread / 2 < p.m) p.residual.prefetch(first_row + thread / 2, p.c, thread % 2, 2);
 
     start_factors(at);
     if (thread == 0 && stored >= 0) {
@@ -265,19 +262,19 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     }
     // The two rows in which a thread has columns: half of them at a time, while registers of hidden features are free.
     constexpr int kPairs = kC / 16;
-    WideRow<kPairs> wide[2];
-    const auto load_wide = [&](int column) {
+    Float32ResidualRow<kPairs> residual[2];
+    const auto load_residual = [&](int column) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2; ++i) {
         const int row = first_row + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
-        wide[i].load(p.wide, 0, row, column + in_quad, row < p.m ? p.c : 0);
+        residual[i].load(p.residual, 0, row, column + in_quad, row < p.m ? p.c : 0);
       }
     };
     begin();
-    if (is_wide) load_wide(0);
+    if (has_residual) load_residual(0);
     start_down(down_at, chunks == 1);
     Tensor old = make_tensor_like<Element>(y);
-    if (p.adds && !is_wide) copy(read_x, x_slice.partition_S(in_rows(x)), x_slice.retile_D(old));
+    if (p.adds && !has_residual) copy(read_x, x_slice.partition_S(in_rows(x)), x_slice.retile_D(old));
     warpgroup_wait<0>();
     warpgroup_fence_operand(y);
     release(shared.down_ring.free[down_at.index()]);
@@ -288,12 +285,12 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
       const float2 bias = *reinterpret_cast<const float2*>(&shared.down_bias[i / 4 * 8 + in_quad]);
       return cutlass::Array<float, 2>{y(i) + bias.x, y(i + 1) + bias.y};
     };
-    if (is_wide) {
+    if (has_residual) {
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
-        if (half == 1) load_wide(kC / 2);
+        if (half == 1) load_residual(kC / 2);
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < size(y) / 2; i += 2) wide[i / 2 % 2].add(i / 4, update(half * (size(y) / 2) + i));
+        for (int i = 0; i < size(y) / 2; i += 2) residual[i / 2 % 2].add(i / 4, update(half * (size(y) / 2) + i));
       }
       sync();  // until all warps have read x
       continue;
@@ -337,16 +334,16 @@ struct FeedForward {
       using Parameters = typename Kernel::Parameters;
       int count = 0;
       if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
-      const bool is_wide = p.adds && p.residual.data != nullptr;
-      if (!are_encodable<T>(p.x, is_wide ? p.x : p.out, p.gate.weight, p.up.weight, p.down.weight)) {
+      const bool has_residual = p.adds && p.residual.data != nullptr;
+      if (!are_encodable<T>(p.x, has_residual ? p.x : p.out, p.gate.weight, p.up.weight, p.down.weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
       using Weights = decltype(Parameters::gate);
       constexpr int rows = Kernel::kRows * Kernel::kWarpgroups * Kernel::kCluster;
       Parameters parameters{};
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.c);
-      if (is_wide) {
-        parameters.wide = WideRows(p.residual, p.out);
+      if (has_residual) {
+        parameters.residual = Float32Residual(p.residual, p.out);
       } else {
         parameters.out = decltype(Parameters::out)::of(p.out.data, p.out.row_stride, p.m, p.c);
       }
@@ -354,7 +351,7 @@ struct FeedForward {
       parameters.up = Weights::of(p.up.weight.data, p.up.weight.row_stride, p.hidden, p.c);
       parameters.down = Weights::of(p.down.weight.data, p.down.weight.row_stride, p.c, p.hidden);
       if (!are_encoded(parameters.x.map, parameters.gate.map, parameters.up.map, parameters.down.map) ||
-          (!is_wide && !are_encoded(parameters.out.map))) {
+          (!has_residual && !are_encoded(parameters.out.map))) {
         return Status::of(cudaErrorInvalidValue);
       }
       parameters.gate_bias = static_cast<const T*>(p.gate.bias);

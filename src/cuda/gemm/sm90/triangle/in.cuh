@@ -83,8 +83,6 @@ struct PairInKernel {
       cute::GMMA::rs_op_selector<Element, Element, float,
                                  cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kK>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::K>()));
-  /// The rows of a half as an operand: of 16 features, a thread has pairs in two rows, and the same 8 features further.
-  using Operand = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kK / 16>>>;
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {
     shared.w_loaded.arrive_and_expect_tx(kWeights * kWeightBytes);
@@ -148,7 +146,7 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling, lines>::compute(const Pa
   Product product;
   const auto slice = product.get_slice(thread);
   // Of both halves of a tile, the operand, the sums of both products, and the factors of a thread's two positions.
-  Tensor x0 = make_tensor<Element>(Operand{}), x1 = make_tensor<Element>(Operand{});
+  Tensor x0 = make_tensor<Element>(RegisterOperand<kK>{}), x1 = make_tensor<Element>(RegisterOperand<kK>{});
   Tensor z0 = partition_fragment_C(product, Shape<Int<kRows>, Int<kColumns>>{});
   Tensor t0 = make_fragment_like(z0), z1 = make_fragment_like(z0), t1 = make_fragment_like(z0);
   float factors[kHalves][2];

@@ -58,7 +58,7 @@ struct PairOutKernel {
     float eps_x, eps_o;
     int c, d;
     bool adds;
-    WideRows wide;
+    Float32Residual residual;
     PairTiles tiles;
   };
 
@@ -172,18 +172,18 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
         of_o = channel_moments<Element, kK>(stage.o.data(), shared.partial[warpgroup], p.d, p.eps_o, sync);
         of_x = row_moments<Element, kK>(stage.x.data(), p.c, p.eps_x);
       }
-      const bool is_wide = p.wide.from != nullptr;
+      const bool has_residual = p.residual.from != nullptr;
       const int row = p.tiles.row(tile), place = p.tiles.place_in_row(tile);
-      WideRow<kColumns / 8> wide[2];  // the two rows in which a thread has columns
-      if (is_wide) {
+      Float32ResidualRow<kColumns / 8> residual[2];  // the two rows in which a thread has columns
+      if (has_residual) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
           const int position = place * kRows + get<0>(places(2 * i)), column = part * kColumns + get<1>(places(0));
-          wide[i].load(p.wide, row, position, column, position < p.tiles.n ? p.c : 0);
+          residual[i].load(p.residual, row, position, column, position < p.tiles.n ? p.c : 0);
         }
       }
       Tensor x = make_tensor_like<Element>(y);
-      if (p.adds && !is_wide) {
+      if (p.adds && !has_residual) {
         copy(read, read_slice.partition_S(in_rows(stage.x.data() + part * (kRows * kColumns))), read_slice.retile_D(x));
       }
       warpgroup_wait<0>();
@@ -208,9 +208,9 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
         }
         return values;
       };
-      if (is_wide) {
+      if (has_residual) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < size(y); i += 2) wide[i / 2 % 2].add(i / 4, update(i));
+        for (int i = 0; i < size(y); i += 2) residual[i / 2 % 2].add(i / 4, update(i));
         finish_reads();
         sync();  // until all have read the tile
         if (part + 1 == parts && thread == 0) shared.ring.free[at.index()].arrive();
@@ -268,15 +268,15 @@ struct PairOut {
         return Status::of(error);
       }
       const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
-      const bool is_wide = p.adds && p.residual.data != nullptr;
-      if (!are_encodable<T>(p.x, o, is_wide ? p.x : out, p.value[0].weight, p.gate[0].weight)) {
+      const bool has_residual = p.adds && p.residual.data != nullptr;
+      if (!are_encodable<T>(p.x, o, has_residual ? p.x : out, p.value[0].weight, p.gate[0].weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
       Parameters parameters{};
       parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.rows);
       parameters.o = decltype(Parameters::o)::of(o.data, p.channel_stride, p.row_stride, p.d, p.n, p.rows);
-      if (is_wide) {
-        parameters.wide = WideRows(p.residual, {p.out, p.out_row_stride, p.out_stride});
+      if (has_residual) {
+        parameters.residual = Float32Residual(p.residual, {p.out, p.out_row_stride, p.out_stride});
       } else {
         parameters.out = decltype(Parameters::out)::of(p.out, p.out_row_stride, p.out_stride, p.n, p.c, p.rows);
       }
@@ -284,7 +284,7 @@ struct PairOut {
       parameters.w[0] = Weights::of(p.value[0].weight.data, p.value[0].weight.row_stride, p.c, p.d);
       parameters.w[1] = Weights::of(p.gate[0].weight.data, p.gate[0].weight.row_stride, p.c, p.c);
       if (!are_encoded(parameters.x.map, parameters.o.map, parameters.w[0].map, parameters.w[1].map) ||
-          (!is_wide && !are_encoded(parameters.out.map))) {
+          (!has_residual && !are_encoded(parameters.out.map))) {
         return Status::of(cudaErrorInvalidValue);
       }
       parameters.bias[0] = static_cast<const T*>(p.value[0].bias);

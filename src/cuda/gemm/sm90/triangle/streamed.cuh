@@ -49,13 +49,13 @@ CUTLASS_HOST_DEVICE int place_in_blocks(int column) {
   return column / 32 * 32 + column % 8 / 2 * 8 + column % 32 / 8 * 2 + column % 2;
 }
 
-constexpr int kWideFoldWarps = 4;
+constexpr int kNormFoldWarps = 4;
 
 /// A warp makes one row of one of the weights (blockIdx.y).
 template <class T, int count>
-__global__ void __launch_bounds__(32 * kWideFoldWarps) fold_weights_kernel(const FoldedWeights<T, count> all) {
+__global__ void __launch_bounds__(32 * kNormFoldWarps) fold_weights_kernel(const FoldedWeights<T, count> all) {
   const FoldedWeight<T>& f = all.of[blockIdx.y];
-  const int row = static_cast<int>(blockIdx.x) * kWideFoldWarps + threadIdx.y;
+  const int row = static_cast<int>(blockIdx.x) * kNormFoldWarps + threadIdx.y;
   if (row >= f.padded) return;
   const bool exists = row < f.rows;
   const int place = f.in_blocks ? place_in_blocks(row) : row;
@@ -93,8 +93,8 @@ template <class T, int count>
 void launch_fold_weights(const FoldedWeights<T, count>& all, cudaStream_t stream) {
   int rows = 0;
   for (const auto& f : all.of) rows = std::max(rows, f.padded);
-  const dim3 blocks(static_cast<unsigned>((rows + kWideFoldWarps - 1) / kWideFoldWarps), count);
-  fold_weights_kernel<T, count><<<blocks, dim3(32, kWideFoldWarps), 0, stream>>>(all);
+  const dim3 blocks(static_cast<unsigned>((rows + kNormFoldWarps - 1) / kNormFoldWarps), count);
+  fold_weights_kernel<T, count><<<blocks, dim3(32, kNormFoldWarps), 0, stream>>>(all);
 }
 
 /// Parts of a workspace, each aligned to 16 bytes.

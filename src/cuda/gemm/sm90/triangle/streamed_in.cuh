@@ -11,11 +11,11 @@ namespace torchops::cuda::gemm {
 
 /// The same as PairIn, for any c and d. Also writes the moments of x.
 template <class Gate>
-struct WidePairIn {
+struct StreamedPairIn {
   template <Element element, Tiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    using Kernel = WidePairInKernel<Gate, WideTile<T, tiling, 2>>;
+    using Kernel = StreamedPairInKernel<Gate, StreamedTile<T, tiling, 2>>;
     using Launch = Persistent<Kernel>;
 
     static int padded_channels(const PairProblem& p) { return divided(p.d, Kernel::kN) * Kernel::kN; }

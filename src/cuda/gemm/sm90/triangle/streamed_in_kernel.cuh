@@ -17,7 +17,7 @@
 namespace torchops::cuda::gemm {
 
 template <class Gate, class Tile_>
-struct WidePairInKernel {
+struct StreamedPairInKernel {
   using Tile = Tile_;
   using Element = typename Tile::Element;
   using Product = typename Tile::Product;
@@ -109,7 +109,7 @@ struct WidePairInKernel {
   }
 
   CUTLASS_DEVICE static void load_w(const Parameters& p, Shared& shared) {
-    const int rank = WidePairInKernel::rank();
+    const int rank = StreamedPairInKernel::rank();
     WState at;
     for_each_unit(p, [&](const Unit& unit) {
       for (int tile = 0; tile < unit.columns; ++tile) {
@@ -191,7 +191,7 @@ struct WidePairInKernel {
 };
 
 template <class Gate, class Tile>
-CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, Shared& shared, int warpgroup) {
+CUTLASS_DEVICE void StreamedPairInKernel<Gate, Tile>::compute(const Parameters& p, Shared& shared, int warpgroup) {
   using namespace cute;
   const int thread = threadIdx.x % 128;
   Epilogue& epilogue = shared.epilogue[warpgroup];
@@ -280,8 +280,8 @@ CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::compute(const Parameters& p, S
 
 template <class Gate, class Tile>
 template <class Sums>
-CUTLASS_DEVICE void WidePairInKernel<Gate, Tile>::write(const Parameters& p, Epilogue& shared, const Rows& rows,
-                                                        float scale, const Sums& sums, int thread) {
+CUTLASS_DEVICE void StreamedPairInKernel<Gate, Tile>::write(const Parameters& p, Epilogue& shared, const Rows& rows,
+                                                            float scale, const Sums& sums, int thread) {
   using namespace cute;
   using Block = Shape<Int<kPairRows>, Int<kN>>;
   const typename Tile::Result result_of;

@@ -8,11 +8,11 @@ namespace torchops::cuda::gemm {
 
 /// The same as PairOut, for any c and d, but not in place of x. Reads the moments of x.
 template <class Gate>
-struct WidePairOut {
+struct StreamedPairOut {
   template <Element element, Tiling tiling>
   struct With {
     using T = typename ElementOf<element>::Type;
-    using Kernel = WidePairOutKernel<T, Gate, tiling>;
+    using Kernel = StreamedPairOutKernel<T, Gate, tiling>;
     using Launch = Persistent<Kernel>;
     static constexpr int kColumns = Kernel::kTiles * Kernel::kN;
 

@@ -11,8 +11,8 @@
 namespace torchops::cuda::gemm {
 
 template <class Element, class Gate, Tiling tiling>
-CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Parameters& p, Shared& shared,
-                                                                      int warpgroup) {
+CUTLASS_DEVICE void StreamedPairOutKernel<Element, Gate, tiling>::compute(const Parameters& p, Shared& shared,
+                                                                          int warpgroup) {
   using namespace cute;
   const int thread = threadIdx.x % 128;
   OfRows of_rows;
@@ -139,9 +139,9 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
         multiply(of_channels, slice_o, SwizzledTransposed<Element, kK, kM>{}, 1, alone, take_gates);
         share();
         shared.measured[row_tile].wait(count & 1);
-        const Unit unit(p, unit_at(anew(count)));
+        const Unit unit(p, unit_at(opaque_to_compiler(count)));
         write(p, terms(), shared.of_o[row_tile], sums, pairs, unit.plane(p, row_tile), unit.place(p, row_tile) * kM,
-              (unit.column + tile()) * kN, anew(thread));
+              (unit.column + tile()) * kN, opaque_to_compiler(thread));
         if (job == kJobs - 1) shared.measure[row_tile].arrive();
       }
     }
@@ -150,9 +150,10 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::compute(const Para
 
 template <class Element, class Gate, Tiling tiling>
 template <class Sums, class Pairs>
-CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::make_gates(const ColumnTerms* terms,
-                                                                         const ScaleAndShift (&of_x)[kBlocks][2],
-                                                                         const Sums& sums, Pairs& pairs, int thread) {
+CUTLASS_DEVICE void StreamedPairOutKernel<Element, Gate, tiling>::make_gates(const ColumnTerms* terms,
+                                                                             const ScaleAndShift (&of_x)[kBlocks][2],
+                                                                             const Sums& sums, Pairs& pairs,
+                                                                             int thread) {
   using cute::make_coord;
   CUTLASS_PRAGMA_UNROLL
   for (int block = 0; block < kN / 8; ++block) {
@@ -175,10 +176,10 @@ CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::make_gates(const C
 
 template <class Element, class Gate, Tiling tiling>
 template <class Sums, class Pairs>
-CUTLASS_DEVICE void WidePairOutKernel<Element, Gate, tiling>::write(const Parameters& p, const ColumnTerms* terms,
-                                                                    const ScaleAndShift (&of_o)[kM], const Sums& sums,
-                                                                    const Pairs& pairs, int plane, int position,
-                                                                    int column, int thread) {
+CUTLASS_DEVICE void StreamedPairOutKernel<Element, Gate, tiling>::write(const Parameters& p, const ColumnTerms* terms,
+                                                                        const ScaleAndShift (&of_o)[kM],
+                                                                        const Sums& sums, const Pairs& pairs, int plane,
+                                                                        int position, int column, int thread) {
   using cute::make_coord;
   column += thread % 4 * 8;
   position += row_of_sums(thread, 0, 0);

@@ -29,7 +29,7 @@
 namespace torchops::cuda::gemm {
 
 template <class Element_, class Gate, Tiling tiling>
-struct WidePairOutKernel {
+struct StreamedPairOutKernel {
   using Element = Element_;
   static constexpr TilingSpec kTiling = kSpec<tiling>;
   static constexpr int kM = kTiling.tile_m, kN = 128, kK = 64, kCluster = kTiling.cluster_m;
@@ -148,7 +148,7 @@ struct WidePairOutKernel {
   }
 
   CUTLASS_DEVICE static void load_w(const Parameters& p, Shared& shared) {
-    const int rank = WidePairOutKernel::rank();
+    const int rank = StreamedPairOutKernel::rank();
     WState at;
     for_each_unit(p, [&](const Unit& unit) {
       const auto load = [&](int product, int tile, int begin, int end) {
@@ -237,7 +237,7 @@ struct WidePairOutKernel {
 
  private:
   // The same, but the compiler doesn't know: what is computed from it takes no registers before.
-  CUTLASS_DEVICE static int anew(int value) {
+  CUTLASS_DEVICE static int opaque_to_compiler(int value) {
     asm volatile("" : "+r"(value));
     return value;
   }
