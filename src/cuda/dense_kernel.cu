@@ -53,8 +53,9 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_gradients(const Tensor& 
   const Tensor y_rows = detail::as_rows(y), x_rows = detail::as_rows(x);
   const auto c = gemm::sm90_case(y_rows.size(0), n, k, y.scalar_type());
   if (!c) return std::nullopt;
-  const bool makes_dw = gemm::has_kernel<gemm::DenseGradients>(*c);
-  if (!makes_dw && detail::is_automatic(path) && !gemm::prefers_input_gradients(*c)) return std::nullopt;
+  const auto way = gemm::dense_gradients_way(*c, detail::is_automatic(path));
+  if (!way) return std::nullopt;
+  const bool makes_dw = *way == gemm::DenseGradientsWay::kOnePass;
   const Tensor g = gemm::readable(detail::as_rows(grad));  // the cotangent of a sum has strides of 0
   const auto from_g = gemm::operand(g), from_y = gemm::operand(y_rows), from_x = gemm::operand(x_rows),
              from_w = gemm::operand(w);

@@ -283,6 +283,10 @@ bool prefers_cublas_to_sm80(const Case& c) {
 // (H100, bfloat16).
 bool prefers_cublas_for_glu(const Case& c) { return c.m < 16 || (c.k >= 4096 && c.tiles(128, 64) * 4 <= c.sm_count); }
 
+// A CTA has 128 rows and all columns, so few rows of many columns occupy few multiprocessors for long: dz and dx of
+// (4096, 256) to 1024 features take 30 us instead of 27. 65536 rows take 175 us instead of 224 (H100, bfloat16).
+bool prefers_input_gradients(const Case& c) { return c.n <= 512 || c.rows(128) * 5 >= c.sm_count * 2; }
+
 }  // namespace
 
 Plan plan(const Case& c, const Conditions& conditions) {
@@ -307,9 +311,11 @@ Plan plan(const Case& c, const Conditions& conditions) {
   return plan;
 }
 
-// A CTA has 128 rows and all columns, so few rows of many columns occupy few multiprocessors for long: dz and dx of
-// (4096, 256) to 1024 features take 30 us instead of 27. 65536 rows take 175 us instead of 224 (H100, bfloat16).
-bool prefers_input_gradients(const Case& c) { return c.n <= 512 || c.rows(128) * 5 >= c.sm_count * 2; }
+std::optional<DenseGradientsWay> dense_gradients_way(const Case& c, bool automatic) {
+  if (has_kernel<DenseGradients>(c)) return DenseGradientsWay::kOnePass;
+  if (!has_kernel<DenseInputGradients>(c) || (automatic && !prefers_input_gradients(c))) return std::nullopt;
+  return DenseGradientsWay::kInputGradients;
+}
 
 // Large tiles read the operands less often, small ones occupy more multiprocessors.
 constexpr Rule<Sm80Tiling> kSm80[] = {

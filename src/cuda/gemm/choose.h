@@ -34,6 +34,14 @@ struct Rule {
 template <class Operation>
 std::span<const Rule<typename Operation::Tiling>> rules();
 
+/// Whether this build has a kernel that the operation's rules choose for such a case.
+template <class Operation>
+bool has_kernel(const Case& c) {
+  return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
+    return rule.suits(c) && find<Operation>(c.element, rule.tiling) != nullptr;
+  });
+}
+
 /// Ways to compute a rule (rules.cuh) of products.
 enum class Way {
   kFewRows,          // linear/few_rows.cuh
@@ -69,8 +77,12 @@ class Plan {
 
 Plan plan(const Case& c, const Conditions& conditions);
 
-/// Whether DenseInputGradients and the product of its dz are faster than a pass for dz and two products.
-bool prefers_input_gradients(const Case& c);
+/// Ways to compute all gradients of dense together: by a kernel for all of them; or by one for dx, which writes dz too,
+/// and a product for dw.
+enum class DenseGradientsWay { kOnePass, kInputGradients };
+
+/// nullopt if this build has no kernel for it, or if `automatic` and a pass for dz and two products are faster.
+std::optional<DenseGradientsWay> dense_gradients_way(const Case& c, bool automatic);
 
 /// The tilings of sm80/kernel.cuh, by the outputs of a CTA.
 enum class Sm80Tiling { k128x128, k128x64, k64x64, k64x32, k32x32 };

@@ -37,14 +37,6 @@ inline std::optional<Case> sm80_case(int64_t m, int64_t n, int64_t k, at::Scalar
   return Case{m, n, k, 1, *element_of(dtype), device.multiProcessorCount};
 }
 
-/// Whether this build has a kernel that the operation's rules choose for such a case.
-template <class Operation>
-bool has_kernel(const Case& c) {
-  return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
-    return rule.suits(c) && find<Operation>(c.element, rule.tiling) != nullptr;
-  });
-}
-
 /// The kernel that run_chosen() would run, and the workspace that it needs; null if there is none.
 template <class Operation>
 const Kernel<typename Operation::Problem>* chosen(const typename Operation::Problem& problem, const Case& c,
