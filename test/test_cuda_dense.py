@@ -206,7 +206,7 @@ def takes_one_pass(x: Tensor, w: Tensor, b: Tensor | None, grad: Tensor, *, path
     with torchops.cuda.kernel_path(path):
         y = torchops.dense(*leaves)
     names = kernel_names(lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True, **kwargs))
-    return any(re.search("(one_pass|input)_gradients_kernel", name) for name in names)
+    return any(re.search("(OnePass|InputGradients)Kernel", name) for name in names)
 
 
 HAS_ONE_PASS = torch.cuda.get_device_capability() == (9, 0) and "9.0a" in _build_info.gemm_architectures

@@ -12,7 +12,7 @@ import torch
 import triangle_reference
 from torch import Tensor
 from torch.nn.functional import layer_norm
-from torchops.attention_update import AttentionWeights, triangle_attention_update
+from torchops.ops import AttentionWeights, triangle_attention_update
 from transition_samples import transition_reference
 from triangle_samples import distance
 

@@ -12,7 +12,7 @@ from test_replace_declared import Fused, SwiGLU
 from torch import nn
 
 from torchops import replace
-from torchops.nn import Report
+from torchops.convert import Report
 
 X = torch.randn(3, 6)
 
