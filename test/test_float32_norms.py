@@ -12,11 +12,11 @@ import torch
 import triangle_reference
 from torch import Tensor
 from torch.nn.functional import layer_norm
-from torchops.ops import AttentionWeights, triangle_attention_update
 from transition_samples import transition_reference
 from triangle_samples import distance
 
 import torchops
+from torchops import AttentionWeights, triangle_attention_update
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 LOW = torch.bfloat16
