@@ -28,14 +28,14 @@ FIRST_ORDER = {
     *(("triton", op) for op in ("softmax", "softmax_", "transition")),
 }
 # The formula overwrites what its own gradient needs, which autograd reports.
-IN_PLACE = ("gate_", "layer_norm_", "square_matmul_", "transition_")
+IN_PLACE = ("gate_", "layer_norm_", "square_matmul_", "add_transition_")
 NO_GRADIENT = {
     *((mode, op) for mode in ("eager", "compile", "compile-max") for op in IN_PLACE),
-    *(("eager-in-place", op) for op in ("gate_", "layer_norm_", "softmax_", "transition_")),
-    *(("triton", op) for op in ("gate_", "layer_norm_", "transition_")),
+    *(("eager-in-place", op) for op in ("gate_", "layer_norm_", "softmax_", "add_transition_")),
+    *(("triton", op) for op in ("gate_", "layer_norm_", "add_transition_")),
 }
 # The result is the first argument plus the formula.
-ADDING = ("transition_",)
+ADDING = ("add_transition_",)
 # No float64 support.
 NO_FLOAT64 = ("quack", "liger")
 # Numerical derivatives over the perceptron's thousands of parameters would take minutes; its layers are dense anyway.
@@ -44,7 +44,10 @@ LARGE = ("mlp",)
 
 def checks(operator: Operator, mode: str, device: torch.device, shape: Shape = ()) -> dict[str, str]:
     """An empty string or the error, by check. Empty if the operator doesn't exist in this mode."""
-    found, formula = implementations.find(operator.name, mode), implementations.find(operator.name.rstrip("_"), "eager")
+    found, formula = (
+        implementations.find(operator.name, mode),
+        implementations.find(operator.name.removeprefix("add_").rstrip("_"), "eager"),
+    )
     if found is None or formula is None or (mode, operator.name) in NO_GRADIENT:
         return {}
     function = _pure(found) if operator.mutates else found

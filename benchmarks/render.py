@@ -289,7 +289,7 @@ _IN_PLACE = [
 ]
 _TRANSITION = [
     (op, f"{task} ({rows}, 128, 512) bfloat16")
-    for op, task in (("transition_", "forward"), ("transition", "forward and backward"))
+    for op, task in (("add_transition_", "forward"), ("transition", "forward and backward"))
     for rows in (384**2, 768**2, 1024**2)
 ]
 _CPU = [

@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ours(Arguments(x, None, dict(zip(names, parameters, strict=True))))
 
     def in_place(x: Tensor, *parameters: Tensor) -> None:
-        torch.ops.myops.triangle_multiplicative_update_(x, **dict(zip(names, parameters, strict=True)))
+        torch.ops.myops.add_triangle_multiplicative_update_(x, **dict(zip(names, parameters, strict=True)))
 
     with torch.no_grad():
         results["kernels, forward"] = kernels(whole, tensors)

@@ -94,6 +94,6 @@ OPERATORS = tuple(
     )
     for name, references in (
         ("transition", {"preallocated": _preallocated, "packed": _packed}),
-        ("transition_", {"packed": _packed_in_place}),
+        ("add_transition_", {"packed": _packed_in_place}),
     )
 )

@@ -296,7 +296,7 @@ def memory_lines(n: int, device: torch.device) -> list[dict[str, Any]]:
 
         def forward(x: Tensor, parameters: dict[str, Tensor] = parameters, in_place: bool = in_place) -> Tensor:
             if in_place:
-                torch.ops.myops.triangle_multiplicative_update_(x, **parameters)
+                torch.ops.myops.add_triangle_multiplicative_update_(x, **parameters)
                 return x
             return ours(Arguments(x, None, parameters))
 

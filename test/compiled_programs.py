@@ -38,9 +38,9 @@ class Operators:
     def gate_(self, x: Tensor) -> None:
         torchops.gate_(x, torch.ones_like(x), _matrix(x))
 
-    def transition_(self, x: Tensor) -> None:
+    def add_transition_(self, x: Tensor) -> None:
         w = _matrix(x)
-        torchops.transition_(x, gate_weight=w, up_weight=w, down_weight=w)
+        torchops.add_transition_(x, gate_weight=w, up_weight=w, down_weight=w)
 
 
 class Aten(Operators):
@@ -61,7 +61,7 @@ class Aten(Operators):
     def gate_(self, x: Tensor) -> None:
         x.mul_(torch.sigmoid(F.linear(torch.ones_like(x), _matrix(x))))
 
-    def transition_(self, x: Tensor) -> None:
+    def add_transition_(self, x: Tensor) -> None:
         w, z = _matrix(x), F.layer_norm(x, x.shape[-1:])
         x.add_(F.linear(F.silu(F.linear(z, w)) * F.linear(z, w), w))
 
@@ -149,7 +149,7 @@ def clone_overwritten_later(o: Operators, x: Tensor) -> Tensor:
 def states(o: Operators, x: Tensor) -> list[Tensor]:
     collected = []
     for _ in range(3):
-        o.transition_(x)
+        o.add_transition_(x)
         collected.append(x.clone())
     return collected
 
@@ -296,7 +296,7 @@ _INPUTS = 2
 _VIEWS = ("{}[0]", "{}[1:]", "{}[..., 1:]", "{}[:, 1]", "{}.transpose(0, 1)", "{}.flatten(0, -2)")
 _IN_PLACE = (
     *("o.sigmoid_({})", "o.softmax_({})", "o.softmax_({}, 0)", "o.layer_norm_({})"),
-    *("o.square_matmul_({})", "o.gate_({})", "o.transition_({})"),
+    *("o.square_matmul_({})", "o.gate_({})", "o.add_transition_({})"),
 )
 _OWN = ("{} * 2", "{}.clone()", "{} + 1", "{}.to(torch.float32)", "torch.cat([{}, {}])[:2]")
 

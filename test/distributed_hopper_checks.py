@@ -55,7 +55,7 @@ def check_narrow(shares: bool, arguments: Arguments, mesh: Any) -> None:
             out: Any = torchops.triangle_multiplicative_update(**ours, direction=direction)
             torch.testing.assert_close(out.full_tensor(), expected)
             local, x = ours["x"].to_local().data_ptr(), given["x"]
-            torchops.triangle_multiplicative_update_(**ours, direction=direction)
+            torchops.add_triangle_multiplicative_update_(**ours, direction=direction)
             torch.testing.assert_close(ours["x"].full_tensor(), x + expected)
             assert ours["x"].to_local().data_ptr() == local
         assert made == ([3, 2] if direction == "outgoing" else [5]) * 2, made
@@ -71,7 +71,7 @@ def check_strided(arguments: Arguments, mesh: Any) -> None:
     ours = DTensor.from_local(strided, mesh, [placement("S1")], run_check=False)
     rest: Any = {k: distribute(v, mesh, placement("S1" if k == "mask" else "R")) for k, v in given.items()}
     with replaced() as made:
-        torchops.triangle_multiplicative_update_(ours, **rest)
+        torchops.add_triangle_multiplicative_update_(ours, **rest)
     assert made == [1, 1] * 4
     assert ours.to_local().data_ptr() == strided.data_ptr()
     torch.testing.assert_close(ours.full_tensor(), expected)
@@ -93,7 +93,7 @@ def check_aliases(arguments: Arguments, mesh: Any) -> None:
     own = distribute_tensor(whole, mesh, [placement("S1")], src_data_rank=None).to_local().clone()
     ours = rows(own[1:])
     with replaced():
-        torchops.triangle_multiplicative_update_(ours, mask=rows(own[:-1, ..., 0]), **replicated)
+        torchops.add_triangle_multiplicative_update_(ours, mask=rows(own[:-1, ..., 0]), **replicated)
     torch.testing.assert_close(ours.full_tensor(), expected)
 
     own = distribute_tensor(x, mesh, [placement("S1")], src_data_rank=None).to_local()
@@ -103,7 +103,7 @@ def check_aliases(arguments: Arguments, mesh: Any) -> None:
     beside = DTensor.from_local(arena[own.numel() :].view(weight.shape), mesh, [Replicate()], run_check=False)
     mask: Any = distribute(given["mask"], mesh, placement("S1"))
     with replaced():
-        torchops.triangle_multiplicative_update_(ours, mask=mask, **(replicated | {"g_out_weight": beside}))
+        torchops.add_triangle_multiplicative_update_(ours, mask=mask, **(replicated | {"g_out_weight": beside}))
     torch.testing.assert_close(ours.full_tensor(), expected)
 
 
@@ -202,7 +202,7 @@ def check_rows_in_16_bits(dtype: torch.dtype, n: int, direction: Any, mesh: Devi
         assert_near(again, expected)
         assert direction == "incoming" or torch.equal(again.to_local(), out.to_local())
         changed: Any = ours.clone()
-        torchops.triangle_multiplicative_update_(changed, direction, mask=of_mask, **rest)
+        torchops.add_triangle_multiplicative_update_(changed, direction, mask=of_mask, **rest)
         assert_near(changed.double() - ours.double(), expected)
     check_gradients_in_16_bits(x, mask, given, direction, mesh)
 

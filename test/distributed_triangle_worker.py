@@ -173,7 +173,7 @@ def check_asked(mesh: DeviceMesh) -> None:
 
 
 def update_of_copy(x: Tensor, direction: Any, **rest: Any) -> Tensor:
-    return torchops.triangle_multiplicative_update_(x.clone(), direction, **rest)
+    return torchops.add_triangle_multiplicative_update_(x.clone(), direction, **rest)
 
 
 def check_in_place(mesh: DeviceMesh) -> None:
@@ -187,7 +187,7 @@ def check_in_place(mesh: DeviceMesh) -> None:
                 k: distribute(v, mesh, placement(place) if k == "mask" else Replicate()) for k, v in given.items()
             }
             local = ours.to_local().data_ptr()
-            out: Any = torchops.triangle_multiplicative_update_(ours, direction, **rest)
+            out: Any = torchops.add_triangle_multiplicative_update_(ours, direction, **rest)
             assert out is ours
             assert_same(ours, expected)
             assert ours.to_local().data_ptr() == local
@@ -198,7 +198,7 @@ def check_in_place(mesh: DeviceMesh) -> None:
         with pytest.raises(
             RuntimeError, match="_update_: expected x replicated or sharded along rows or the batch, got"
         ):
-            torchops.triangle_multiplicative_update_(ours, **rest)
+            torchops.add_triangle_multiplicative_update_(ours, **rest)
         assert_same(ours, x)
 
 

@@ -105,7 +105,7 @@ VARIANTS = (
     Variant("softmax_dim0_", _BY_NAME["softmax_"], lambda x: (), keywords=(("dim", 0),), saves_output=True),
     Variant("layer_norm_", _BY_NAME["layer_norm_"], lambda x: ([5],), saves_output=True),
     Variant("layer_norm_affine_", _BY_NAME["layer_norm_"], _affine, saves_input=True),
-    Variant("transition_", _BY_NAME["transition_"], _transition, saves_input=True),
+    Variant("add_transition_", _BY_NAME["add_transition_"], _transition, saves_input=True),
 )
 
 Program = Callable[..., tuple[Tensor, ...]]

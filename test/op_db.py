@@ -311,8 +311,8 @@ OPS = (
         slack=SLACK_OF_TRANSITIONS,
     ),
     OpCase(
-        "transition_",
-        torchops.transition_,
+        "add_transition_",
+        torchops.add_transition_,
         transition_reference_,
         transition_samples(True),
         (*TRANSITION_ERRORS, *TRANSITION_OVERLAPS),

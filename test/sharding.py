@@ -305,7 +305,7 @@ LINES: dict[str, str] = {
         R R S0 S0 S0 S1 R -> P
         S2 R R R R R R -> R : all_gather / all_gather
     """,
-    "transition_": """
+    "add_transition_": """
         R R R R R R R -> R
         S0 R R R R R R -> S0
         S1 R R R R R R -> S1

@@ -167,7 +167,7 @@ def test_rules_of_another_device() -> None:
             (torchops.gate_(x, low, w, b), x),
             (torchops.glu(x, w, w, b), low),
             (torchops.transition(x, gate_weight=w, up_weight=w, down_weight=w), low),
-            (torchops.transition_(x, gate_weight=w, up_weight=w, down_weight=w, norm_bias=b), x),
+            (torchops.add_transition_(x, gate_weight=w, up_weight=w, down_weight=w, norm_bias=b), x),
             (torchops.square_matmul(x, w), x @ w),
             (torchops.sigmoid(low), torch.sigmoid(low)),
             (torchops.softmax(low), torch.softmax(low, -1)),
@@ -305,7 +305,7 @@ def test_exported(decomposed: bool) -> None:
     "name",
     [
         *("dense", "gate", "gate_", "glu", "square_matmul", "softmax", "layer_norm", "square_matmul_", "layer_norm_"),
-        *("transition", "transition_"),
+        *("transition", "add_transition_"),
     ],
 )
 def test_under_vmap(name: str) -> None:
@@ -326,7 +326,7 @@ def test_under_vmap(name: str) -> None:
         "layer_norm": ([5], weight[0]),
         "transition": (weight[0], None, weight, None, weight, None, weight),
     }
-    rest = others[name.rstrip("_")]
+    rest = others[name.removeprefix("add_").rstrip("_")]
     with torch.autocast("cpu", LOW):
         got = vmap(lambda x: case.call(case.pure, x, *rest))(batch)
         expected = torch.stack([case.call(case.pure, x, *rest) for x in batch])

@@ -269,7 +269,7 @@ def test_torch_dispatch_mode(case: OpCase, sample: Sample) -> None:
         case.pure(*arguments[0], **arguments[1])
     ours = {op for op in seen.ops if op.namespace == "myops"}
     forward = {"layer_norm": "_layer_norm"}.get(case.twin or case.name, case.twin or case.name)
-    if case.name == "transition_":
+    if case.name == "add_transition_":
         forward = "_add_transition"
     assert getattr(torch.ops.myops, forward).default in ours
     assert (torch.ops.aten.copy_.default in seen.ops) == (case.mutates is not None)

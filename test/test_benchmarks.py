@@ -56,7 +56,7 @@ ON_CUDA = {
     **dict.fromkeys(("dense", "gate", "gate_", "glu", "swiglu"), PRODUCTS_ON_CUDA),
     **dict.fromkeys(("layer_norm", "layer_norm_", "sigmoid", "sigmoid_", "softmax", "softmax_"), ROWS_ON_CUDA),
     **dict.fromkeys(("square_matmul", "square_matmul_"), SQUARES_ON_CUDA),
-    **dict.fromkeys(("transition", "transition_"), TRANSITIONS_ON_CUDA),
+    **dict.fromkeys(("transition", "add_transition_"), TRANSITIONS_ON_CUDA),
 }
 
 

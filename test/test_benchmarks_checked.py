@@ -55,7 +55,7 @@ def test_wrong_references_are_not_timed(op: str) -> None:
 
 
 def test_packed_weights_are_those_of_the_set_of_inputs() -> None:
-    for op in ("glu", "swiglu", "transition", "transition_"):
+    for op in ("glu", "swiglu", "transition", "add_transition_"):
         work = workload.build(Case(op, OPERATORS[op].small), [], CPU)
         assert len(work.inputs) > 1
         for inputs in work.inputs:

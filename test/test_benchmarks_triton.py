@@ -63,11 +63,11 @@ for widest in (64, 4):
     checked("square_matmul", (131, 51), 5)
     checked("square_matmul_", (131, 51), 4)
     checked("transition", (67, 51, 70), 4)
-    checked("transition_", (67, 51, 70), 0)
+    checked("add_transition_", (67, 51, 70), 0)
 """
 
 REFUSED = """
-for op in ("gate_", "layer_norm_", "transition_"):
+for op in ("gate_", "layer_norm_", "add_transition_"):
     x, *parameters = OPERATORS[op].make(OPERATORS[op].small, torch.float64, cpu)
     out = implementations.find(op, "triton")(x.clone(), *(p.requires_grad_() for p in parameters))
     try:

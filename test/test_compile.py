@@ -237,9 +237,9 @@ def _attention(x: Tensor) -> Tensor:
 def _pairs(x: Tensor) -> Tensor:
     w, v = torch.eye(x.shape[-1]).repeat(2, 1), torch.eye(x.shape[-1])
     weights: dict[str, Any] = {"p_in_weight": w, "g_in_weight": w, "p_out_weight": v, "g_out_weight": v}
-    torchops.triangle_multiplicative_update_(x, "outgoing", **weights)
-    torchops.triangle_multiplicative_update_(x, "incoming", **weights)
-    torchops.transition_(x, gate_weight=v, up_weight=v, down_weight=v)
+    torchops.add_triangle_multiplicative_update_(x, "outgoing", **weights)
+    torchops.add_triangle_multiplicative_update_(x, "incoming", **weights)
+    torchops.add_transition_(x, gate_weight=v, up_weight=v, down_weight=v)
     return x
 
 
@@ -252,7 +252,7 @@ def _read_again(x: Tensor) -> Tensor:
 IN_PLACE: dict[Callable[[Tensor], Tensor], set[str]] = {
     _chain: {"sigmoid_", "softmax_", "layer_norm_"},
     _attention: {"softmax_"},
-    _pairs: {"_triangle_multiplicative_update_", "transition_"},
+    _pairs: {"_triangle_multiplicative_update_", "add_transition_"},
     # Right in place as well, but only if nobody moves the sum behind the softmax.
     _read_again: set(),
 }

@@ -23,10 +23,10 @@ Weights = dict[str, Tensor]
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
     "triangle": (
         torchops.triangle_multiplicative_update,
-        torchops.triangle_multiplicative_update_,
+        torchops.add_triangle_multiplicative_update_,
         triangle_reference,
     ),
-    "transition": (torchops.transition, torchops.transition_, transition_reference),
+    "transition": (torchops.transition, torchops.add_transition_, transition_reference),
 }
 DTYPES = [torch.bfloat16, torch.float16]
 operators = pytest.mark.parametrize("name", OPERATORS)

@@ -1,5 +1,5 @@
-"""What gate_ and transition_ allocate on CUDA without gradients: at most what docs/guarantees.md says, however large
-the tensor. Other operators are measured where their values are tested: test_cuda_rows.py and others."""
+"""What gate_ and add_transition_ allocate on CUDA without gradients: at most what docs/guarantees.md says, however
+large the tensor. Other operators are measured where their values are tested: test_cuda_rows.py and others."""
 
 from __future__ import annotations
 
@@ -70,4 +70,4 @@ def test_transition_(features: tuple[int, int], dtype: torch.dtype, biases: bool
         weights |= {name: random(size, dtype=dtype) for name, size in sizes.items()}
     x = random(BYTES // (c * dtype.itemsize), c, dtype=dtype)
     with torch.no_grad(), torchops.cuda.kernel_path(path):
-        assert memory_of(lambda: torchops.transition_(x, **weights)) <= 32 * MIB
+        assert memory_of(lambda: torchops.add_transition_(x, **weights)) <= 32 * MIB

@@ -22,7 +22,7 @@ if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
 
 update: Callable[..., Tensor] = torchops.triangle_multiplicative_update
-update_: Callable[..., Tensor] = torchops.triangle_multiplicative_update_
+update_: Callable[..., Tensor] = torchops.add_triangle_multiplicative_update_
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]  # the last in TF32
 
 

@@ -82,7 +82,7 @@ def test_gradients_of_a_triangle_update(c: int, d: int, n: int, dtype: torch.dty
     x, grad = (random(n, n, c, dtype=dtype) for _ in range(2))
 
     def in_place(x: Tensor, **low: Any) -> Tensor:
-        y: Tensor = torchops.triangle_multiplicative_update_(x.clone(), "outgoing", **low)
+        y: Tensor = torchops.add_triangle_multiplicative_update_(x.clone(), "outgoing", **low)
         return y
 
     assert_same_bits(with_gradients(in_place, x, low, grad), 60)
@@ -97,7 +97,7 @@ def test_transition(c: int, hidden: int, adds: bool, dtype: torch.dtype) -> None
     x, grad = (random(40_001, c, dtype=dtype) for _ in range(2))
 
     def transition(x: Tensor, **low: Any) -> Tensor:
-        y: Tensor = torchops.transition_(x.clone(), **low) if adds else torchops.transition(x, **low)
+        y: Tensor = torchops.add_transition_(x.clone(), **low) if adds else torchops.transition(x, **low)
         return y
 
     assert_same_bits(with_gradients(transition, x, low, grad), 60)

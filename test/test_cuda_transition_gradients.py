@@ -94,7 +94,7 @@ def test_a_few_kernels_make_all_gradients(in_place: bool) -> None:
     x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16)
 
     def call() -> None:
-        function = (lambda x, **w: torchops.transition_(x.clone(), **w)) if in_place else transition
+        function = (lambda x, **w: torchops.add_transition_(x.clone(), **w)) if in_place else transition
         gradients(function, x, x, weights)
 
     with torchops.cuda.kernel_path("cublas"):
@@ -111,7 +111,7 @@ def test_in_place_adds_the_cotangent() -> None:
         lambda x, **w: x + reference(x, **w), x.double(), grad.double(), {k: w.double() for k, w in weights.items()}
     )
     eager = gradients(lambda x, **w: x + reference(x, **w), x, grad, weights)
-    got = gradients(lambda x, **w: torchops.transition_(x.clone(), **w), x, grad, weights)
+    got = gradients(lambda x, **w: torchops.add_transition_(x.clone(), **w), x, grad, weights)
     for name, value in got.items():
         assert error(value, exact[name]) <= 1.2 * error(eager[name], exact[name]), name
 

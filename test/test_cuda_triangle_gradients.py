@@ -15,7 +15,7 @@ import torchops
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 update: Callable[..., Tensor] = torchops.triangle_multiplicative_update
-add_update: Callable[..., Tensor] = torchops.triangle_multiplicative_update_
+add_update: Callable[..., Tensor] = torchops.add_triangle_multiplicative_update_
 WEIGHTS = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
 
 
@@ -115,7 +115,7 @@ def test_a_step_of_the_cuda_kernels_reads_what_it_is_given(n: int) -> None:
         copy = grad.clone(memory_format=torch.contiguous_format)
         for operator in (
             update,
-            lambda x, *given, **w: torchops.triangle_multiplicative_update_(x.clone(), *given, **w),
+            lambda x, *given, **w: torchops.add_triangle_multiplicative_update_(x.clone(), *given, **w),
         ):
             strided = gradients(operator, x, grad, "outgoing", None, weights)
             packed = gradients(operator, x.contiguous(), copy, "outgoing", None, weights)

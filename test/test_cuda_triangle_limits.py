@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 update: Callable[..., Tensor] = torchops.triangle_multiplicative_update
-update_: Callable[..., Tensor] = torchops.triangle_multiplicative_update_
+update_: Callable[..., Tensor] = torchops.add_triangle_multiplicative_update_
 C, MIB = 128, 1 << 20
 
 

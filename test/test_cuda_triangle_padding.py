@@ -22,7 +22,7 @@ import torchops
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 update: Callable[..., Tensor] = torchops.triangle_multiplicative_update
-update_: Callable[..., Tensor] = torchops.triangle_multiplicative_update_
+update_: Callable[..., Tensor] = torchops.add_triangle_multiplicative_update_
 MIB = 1 << 20
 
 

@@ -386,7 +386,7 @@ def test_one_rank(direction: Any, n: int, mesh: DeviceMesh, monkeypatch: pytest.
         blocks = -(-n // max(-(-n // 2), 256)) if direction == "outgoing" else 1
         assert len(calls) == 2 * blocks
         assert error(got.to_local(), expected) < 0.005
-        torchops.triangle_multiplicative_update_(of_x, direction, **ours)
+        torchops.add_triangle_multiplicative_update_(of_x, direction, **ours)
         assert error(of_x.to_local(), x.double() + expected) < 0.005
     # The product that a backward pass reads.
     leaf = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()

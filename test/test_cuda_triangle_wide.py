@@ -19,7 +19,7 @@ import torchops
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 update: Callable[..., Tensor] = torchops.triangle_multiplicative_update
-update_: Callable[..., Tensor] = torchops.triangle_multiplicative_update_
+update_: Callable[..., Tensor] = torchops.add_triangle_multiplicative_update_
 # One, two and three tiles of columns of the output step; x and o that stay in shared memory or don't; turns of a single
 # step; features and channels of a few elements.
 SIZES = [

@@ -86,7 +86,7 @@ def test_gradients(sharding: ShardingCase, mesh: DeviceMesh) -> None:
 def test_every_rule_has_cases() -> None:
     registered = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     names = {op._schema.name.partition("::")[2] for op in registered if op.namespace == "myops"}
-    written_out = {"transition", "transition_"}
+    written_out = {"transition", "add_transition_"}
     elsewhere = {"triangle_attention"}  # distributed_attention_checks.py
     public = {name for name in names if not name.startswith("_")}
     assert {case.case.name for case in CASES} == (public | written_out) - elsewhere
@@ -242,13 +242,14 @@ def test_checks_see_global_shapes(mesh: DeviceMesh) -> None:
         torchops.dense(x, w)
 
 
-def triangle(x: Any, direction: Any = "outgoing", mask: Any = None, g_out: Any = None, op: str = "") -> Any:
+def triangle(x: Any, direction: Any = "outgoing", mask: Any = None, g_out: Any = None, adds: bool = False) -> Any:
     weights = {"p_in_weight": (4, 3), "g_in_weight": (4, 3), "p_out_weight": (3, 2), "g_out_weight": (3, 3)}
     made: dict[str, Any] = {name: torch.ones(shape) for name, shape in weights.items()}
     made["g_out_weight"] = made["g_out_weight"] if g_out is None else g_out
     if isinstance(x, DTensor):
         made = {n: t if isinstance(t, DTensor) else distribute(t, x.device_mesh, Replicate()) for n, t in made.items()}
-    return getattr(torchops, f"triangle_multiplicative_update{op}")(x, direction, mask=mask, **made)
+    op = torchops.add_triangle_multiplicative_update_ if adds else torchops.triangle_multiplicative_update
+    return op(x, direction, mask=mask, **made)
 
 
 def transition(x: Any, gate: Any, up: Any, down: Any, op: str = "transition") -> Any:
@@ -275,8 +276,8 @@ WRONG: dict[str, tuple[Any, list[tuple[Any, str]]]] = {
     "dense short b": (torchops.dense, [(t(3, 4), "R"), (t(6, 4), "S1"), (t(1), "R")]),
     "square_matmul b": (torchops.square_matmul, [(t(3, 4), "S1"), (t(4, 6), "S0")]),
     "transition up": (transition, [(t(5, 4), "R"), (t(8, 4), "S0"), (t(7, 4), "S0"), (t(4, 8), "S1")]),
-    "transition_ up": (
-        lambda x, gate, up, down: transition(x, gate, up, down, op="transition_"),
+    "add_transition_ up": (
+        lambda x, gate, up, down: transition(x, gate, up, down, op="add_transition_"),
         [(t(5, 4), "R"), (t(8, 4), "S0"), (t(7, 4), "S0"), (t(4, 8), "S1")],
     ),
     "triangle direction": (lambda x: triangle(x, "sideways"), [(t(6, 6, 3), "S0")]),
@@ -284,8 +285,8 @@ WRONG: dict[str, tuple[Any, list[tuple[Any, str]]]] = {
     "triangle x": (triangle, [(t(6, 4, 3), "S0")]),
     "triangle x dtype": (triangle, [(t(6, 6, 3).half(), "S0")]),
     "triangle weight": (lambda x, w: triangle(x, g_out=w), [(t(6, 6, 3), "S0"), (t(3, 1), "R")]),
-    "triangle_ overlap": (lambda x: triangle(x, op="_"), [(EXPANDED[..., :3], "R")]),
-    "triangle_ mask": (lambda x, m: triangle(x, mask=m, op="_"), [(t(6, 6, 3), "S0"), (t(6, 1), "R")]),
+    "triangle_ overlap": (lambda x: triangle(x, adds=True), [(EXPANDED[..., :3], "R")]),
+    "triangle_ mask": (lambda x, m: triangle(x, mask=m, adds=True), [(t(6, 6, 3), "S0"), (t(6, 1), "R")]),
     "attention mask": (attention, [(t(6, 6, 8), "S0"), (t(6, 1), "R")]),
     "attention mask dtype": (attention, [(t(6, 6, 8), "S0"), (t(6, 6).long(), "R")]),
     "attention x": (attention, [(t(6, 4, 8), "S0"), (None, "R")]),

@@ -200,7 +200,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     (
         "CHANGELOG.md",
         "takes {:.2f} ms in bfloat16, and with `torch.compile` {:.1f} ms",
-        lambda: times(1e3, "transition_", "forward (1048576, 128, 512) bfloat16", "ours", "compile"),
+        lambda: times(1e3, "add_transition_", "forward (1048576, 128, 512) bfloat16", "ours", "compile"),
     ),
     (
         "CHANGELOG.md",

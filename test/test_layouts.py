@@ -33,7 +33,7 @@ def arguments_of(op: OpCase, x: Tensor) -> list[Any]:
         "transition": [vector, vector, matrix / n, vector, matrix / n, vector, matrix, vector],
         "square_matmul": [matrix],
     }
-    return [x, *rest.get(op.name.rstrip("_"), [])]
+    return [x, *rest.get(op.name.removeprefix("add_").rstrip("_"), [])]
 
 
 # --- lazy bits and lazy clones ---------------------------------------------------------------------------------------

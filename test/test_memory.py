@@ -22,8 +22,8 @@ CALLS = {
     "softmax_": "torchops.softmax_(t)",
     "softmax_dim0_": "torchops.softmax_(t, 0)",
     "layer_norm_": "torchops.layer_norm_(t, [t.shape[-1]])",
-    "transition_": (
-        "torchops.transition_(t, gate_weight=torch.ones(64, t.shape[-1]), up_weight=torch.ones(64, t.shape[-1]),"
+    "add_transition_": (
+        "torchops.add_transition_(t, gate_weight=torch.ones(64, t.shape[-1]), up_weight=torch.ones(64, t.shape[-1]),"
         " down_weight=torch.ones(t.shape[-1], 64))"
     ),
     "layer_norm_affine_": "torchops.layer_norm_(t, [t.shape[-1]], torch.ones(t.shape[-1]), torch.ones(t.shape[-1]))",
@@ -244,7 +244,7 @@ def test_more_elements_than_32_bits_can_count() -> None:
 TRIANGLES = {
     "outgoing": "torchops.triangle_multiplicative_update(t, 'outgoing', **weights)",
     "incoming": "torchops.triangle_multiplicative_update(t, 'incoming', **weights)",
-    "in_place": "torchops.triangle_multiplicative_update_(t, **weights)",
+    "in_place": "torchops.add_triangle_multiplicative_update_(t, **weights)",
 }
 
 
@@ -270,8 +270,8 @@ def test_triangle_update_of_few_pairs() -> None:
     weights |= dict(p_out_weight=torch.ones(128, 128), g_out_weight=torch.ones(128, 128))
     with torch.no_grad():
         t = filled(8, 8, 128)
-        torchops.triangle_multiplicative_update_(t, **weights)
+        torchops.add_triangle_multiplicative_update_(t, **weights)
         t = filled(256, 256, 128)
-        growth(lambda: torchops.triangle_multiplicative_update_(t, **weights))
+        growth(lambda: torchops.add_triangle_multiplicative_update_(t, **weights))
     """
     assert growth(program) <= 2 * 32 + 16

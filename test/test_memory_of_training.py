@@ -99,7 +99,7 @@ def test_training_of_a_gate() -> None:
 
 TRAINED_TRIANGLES = {
     "new": "torchops.triangle_multiplicative_update(t, **weights)",
-    "in_place": "torchops.triangle_multiplicative_update_(t + 0, **weights)",
+    "in_place": "torchops.add_triangle_multiplicative_update_(t + 0, **weights)",
     "hooks": "under_hooks(lambda: torchops.triangle_multiplicative_update(t, **weights))",
 }
 

@@ -29,7 +29,7 @@ REFUSED = {
     "layer_norm": {"zero_in", "one", "one_plain"},
     "layer_norm_": {"zero_in", "one", "one_plain"},
     "transition": {"zero_in", "one"},
-    "transition_": {"zero_in", "one"},
+    "add_transition_": {"zero_in", "one"},
     "dense": {"zero_rows_inside", "zero_in_vector"},
     "gate": {"zero_rows_inside"},
     "gate_": {"zero_rows_inside"},

@@ -140,7 +140,7 @@ def test_triangle_update_in_place(data: st.DataObject) -> None:
     if data.draw(st.integers(0, 2)) == 0:
         arguments = parts_of_one_storage(data.draw, arguments, arguments["p_in_weight"].dtype)
     assert_overwrites(
-        torchops.triangle_multiplicative_update_, triangle_reference.triangle_multiplicative_update_, arguments
+        torchops.add_triangle_multiplicative_update_, triangle_reference.add_triangle_multiplicative_update_, arguments
     )
 
 
@@ -148,8 +148,8 @@ def test_triangle_update_in_place(data: st.DataObject) -> None:
 def test_autograd_states_of_the_triangle_update(direction: Any) -> None:
     x, weights = random_like(torch.empty(7, 3, 3, 4, dtype=torch.float64)), triangle_weights(4, 2)
     assert_states_as_of_copy_(
-        lambda x, *p: torchops.triangle_multiplicative_update_(x, direction, **dict(zip(weights, p, strict=True))),
-        lambda x, *p: triangle_reference.triangle_multiplicative_update_(
+        lambda x, *p: torchops.add_triangle_multiplicative_update_(x, direction, **dict(zip(weights, p, strict=True))),
+        lambda x, *p: triangle_reference.add_triangle_multiplicative_update_(
             x, direction, **dict(zip(weights, p, strict=True))
         ),
         x,

@@ -68,6 +68,8 @@ myops::_triangle_rows_in_backward(Tensor da, Tensor db, Tensor x, Tensor? mask, 
 myops::_triangle_rows_out(Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, Tensor(a!) out, bool adds) -> bool
 myops::_triangle_rows_out_backward(Tensor grad, Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, Tensor(a!) d_o, Tensor(b!) dz, Tensor(c!) moments, Tensor(d!) sums) -> bool
 myops::_triangle_rows_parameter_gradients(Tensor sums, Tensor?[] parameters, bool[16] wanted) -> Tensor[]
+myops::add_transition_(Tensor(a!) x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> ()
+myops::add_triangle_multiplicative_update_(Tensor(a!) x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> ()
 myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::dense.scaled(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, Tensor? b=None, *, ScalarType? out_dtype=None) -> Tensor
 myops::gate(Tensor v, Tensor x, Tensor w, Tensor? b=None) -> Tensor
@@ -84,10 +86,8 @@ myops::softmax_(Tensor(a!) x, int dim=-1) -> ()
 myops::square_matmul(Tensor a, Tensor b, *, bool transpose_b=False) -> Tensor
 myops::square_matmul_(Tensor(a!) a, Tensor b, *, bool transpose_b=False) -> ()
 myops::transition(Tensor x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> Tensor
-myops::transition_(Tensor(a!) x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> ()
 myops::triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask=None, float? scale=None) -> Tensor
-myops::triangle_multiplicative_update(Tensor x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> Tensor
-myops::triangle_multiplicative_update_(Tensor(a!) x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> ()""",
+myops::triangle_multiplicative_update(Tensor x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> Tensor""",
         )
 
     def test_dispatch_table(self) -> None:
@@ -132,6 +132,8 @@ myops::_triangle_rows_in_backward                .    x     .         .         
 myops::_triangle_rows_out                        .    x     .         .                .              .            .             .                 x
 myops::_triangle_rows_out_backward               .    x     .         .                .              .            .             .                 x
 myops::_triangle_rows_parameter_gradients        .    x     .         .                .              .            .             .                 x
+myops::add_transition_                           x    x     x         x                x              x            x             x                 .
+myops::add_triangle_multiplicative_update_       x    x     x         x                x              x            x             x                 .
 myops::dense                                     x    x     x         .                .              x            x             x                 .
 myops::dense.scaled                              x    x     x         .                .              .            .             .                 x
 myops::gate                                      x    x     x         .                .              x            x             x                 .
@@ -148,10 +150,8 @@ myops::softmax_                                  x    x     x         x         
 myops::square_matmul                             x    x     x         .                .              x            x             x                 .
 myops::square_matmul_                            x    x     x         x                x              x            x             x                 .
 myops::transition                                x    x     x         .                .              x            x             x                 .
-myops::transition_                               x    x     x         x                x              x            x             x                 .
 myops::triangle_attention                        x    x     x         .                .              x            x             x                 .
-myops::triangle_multiplicative_update            x    x     x         .                .              x            x             x                 .
-myops::triangle_multiplicative_update_           x    x     x         x                x              x            x             x                 .""",
+myops::triangle_multiplicative_update            x    x     x         .                .              x            x             x                 .""",
         )
 
 
@@ -162,7 +162,7 @@ TESTED_ALONE = {
     "glu.scaled": "test_scaled_gates.py",
     "triangle_attention": "test_triangle_attention.py",
     "triangle_multiplicative_update": "test_triangle_multiplicative_update.py",
-    "triangle_multiplicative_update_": "test_triangle_multiplicative_update.py",
+    "add_triangle_multiplicative_update_": "test_triangle_multiplicative_update.py",
 }
 
 

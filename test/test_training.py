@@ -111,8 +111,8 @@ def test_saves_no_more_than_the_gradient_needs(variant: Variant) -> None:
         InPlace(variant).whole(t, *parameters)
     large = [s for s in saved if s.numel() == t.numel() and s.data_ptr() != t.data_ptr()]
     # layer_norm_ with a weight keeps its normalised input: the weight may hold a zero, so the output does not give it.
-    # The gradient of transition_ reads the old value.
-    assert len(large) == (1 if variant.name in ("layer_norm_affine_", "transition_") else 0)
+    # The gradient of add_transition_ reads the old value.
+    assert len(large) == (1 if variant.name in ("layer_norm_affine_", "add_transition_") else 0)
 
 
 def gradient(t: Tensor) -> list[Tensor]:

@@ -32,7 +32,7 @@ SIZES = {
 
 
 def inputs(case: OpCase) -> tuple[Tensor, ...]:
-    shapes = SIZES[case.name.rstrip("_")]
+    shapes = SIZES[case.name.removeprefix("add_").rstrip("_")]
     return tuple(random_like(torch.empty(s, dtype=torch.float64), i) for i, s in enumerate(shapes))
 
 
@@ -184,10 +184,10 @@ OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
     "square_matmul_": lambda y: torchops.square_matmul_(y[0], y[0].t()),
     "gate_": lambda y: torchops.gate_(y[0], y[0, :], y[0].t(), y[1, 0]),
     "layer_norm_": lambda y: torchops.layer_norm_(y, (3,), y[0, 0], y[0, 1]),
-    "transition_": lambda y: torchops.transition_(
+    "add_transition_": lambda y: torchops.add_transition_(
         y, norm_weight=y[0, 0], gate_weight=y[0], up_weight=y[1].t(), down_weight=y[2], down_bias=y[2, 1]
     ),
-    "triangle_multiplicative_update_": lambda y: torchops.triangle_multiplicative_update_(
+    "add_triangle_multiplicative_update_": lambda y: torchops.add_triangle_multiplicative_update_(
         y, p_in_weight=y[0, :2], g_in_weight=y[0, 1:], p_out_weight=y[1, :, :1], g_out_weight=y[2]
     ),
     "triangle_attention_update_": lambda y: triangle_attention_update(

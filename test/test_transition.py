@@ -116,7 +116,7 @@ def test_residual_of_a_wider_stream_keeps_its_digits() -> None:
     given["down_weight"].zero_()
     grad = random_like(torch.empty(30, 8), 20)
     y = x.clone()
-    OPS.transition_(y, **given)
+    OPS.add_transition_(y, **given)
     (dx,) = torch.autograd.grad(y, x, grad)
     assert torch.equal(dx, grad)
 
@@ -132,9 +132,9 @@ def test_repeatable() -> None:
 def test_hidden_features_of_a_panel_at_a_time(in_place: bool) -> None:
     given = values(60_000, 16, 64)
     x = given.pop("x")
-    (OPS.transition_ if in_place else OPS.transition)(x.clone(), **given)
+    (OPS.add_transition_ if in_place else OPS.transition)(x.clone(), **given)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        (OPS.transition_ if in_place else OPS.transition)(x, **given)
+        (OPS.add_transition_ if in_place else OPS.transition)(x, **given)
     sizes = [e.self_cpu_memory_usage for e in profiler.events() if e.self_cpu_memory_usage > 0]
     sizes = [size for size in sizes if size < x.nbytes or in_place]  # the result
     assert 0 < max(sizes) <= 4 << 20
@@ -170,7 +170,7 @@ def test_in_place_with_tiny_panels_of_overlapping_parameters() -> None:
                 "up_weight": x[8000:8004],
                 "down_weight": x[1:5].t(),
             }
-            y = torchops.transition_(x, **given) if in_place else x + transition_reference(x, **given)
+            y = torchops.add_transition_(x, **given) if in_place else x + transition_reference(x, **given)
             results.append([y, *(torch.autograd.grad(y.square().sum(), start) if requires_grad else [])])
         assert_all_close(*results)
 

@@ -94,7 +94,7 @@ def aliased(variant: Variant, apply: Any, t: Tensor, kind: str) -> Tensor:
     if variant.case.name == "gate_":
         other = {"itself": t, "view": t.view(5, 5), "transposed": t.t(), "rows": t[:5]}[kind]
         return apply.whole(t, other, other, other[2])
-    if variant.case.name == "transition_":
+    if variant.case.name == "add_transition_":
         other = {"itself": t, "view": t.view(5, 5), "transposed": t.t(), "rows": t[:5]}[kind]
         return apply.whole(t, other[1], other[2], other, other[3], other, None, other, other[4])
     other = {"itself": t, "view": t.view(-1), "transposed": t.t(), "rows": t[:5]}[kind]

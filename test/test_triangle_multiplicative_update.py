@@ -52,7 +52,7 @@ def test_values_and_gradients(shape: str, direction: str, dtype: torch.dtype, de
         allowed = times * distance(aten[name], expected) + (0.25 if strict else 4) * eps
         assert distance(got[name], expected) <= max(allowed, 128 * eps if dtype == torch.float64 else 0), name
     in_place = x.clone()
-    overwrite: Any = torchops.triangle_multiplicative_update_
+    overwrite: Any = torchops.add_triangle_multiplicative_update_
     assert overwrite(in_place, direction, **given) is in_place
     if x.numel():
         # In float64, what is called exact has errors of its own, and ATen's distance from it is 0.
@@ -167,13 +167,13 @@ def test_empty_batch_needs_no_memory() -> None:
     x = torch.empty(0, 1_000_000, 1_000_000, 8)
     given: Any = parameters(8, 8, dtype=torch.float32)
     assert torchops.triangle_multiplicative_update(x, **given).shape == x.shape
-    assert torchops.triangle_multiplicative_update_(x, **given) is x
+    assert torchops.add_triangle_multiplicative_update_(x, **given) is x
 
 
 @pytest.mark.parametrize("op", ["", "_"])
 def test_opcheck(op: str) -> None:
     x, given = small(torch.float32)
-    public = getattr(OPS, f"triangle_multiplicative_update{op}").default
+    public = (OPS.add_triangle_multiplicative_update_ if op else OPS.triangle_multiplicative_update).default
     private = getattr(OPS, f"_triangle_multiplicative_update{op}").default
     x.requires_grad_(not op)  # a leaf is not overwritten
     given["p_in_weight"].requires_grad_()
@@ -199,7 +199,7 @@ def test_ways_through_a_graph(op: str) -> None:
     """What was saved is there as long as a graph may be asked again, also for those who run it themselves."""
     x, given = small(requires_grad=True)
     cotangent, leaves = torch.ones_like(x), [x, *given.values()]
-    call = getattr(torchops, f"triangle_multiplicative_update{op}")
+    call = torchops.add_triangle_multiplicative_update_ if op else torchops.triangle_multiplicative_update
 
     def update(x: Tensor) -> Tensor:
         return call(x + 0, **given)
@@ -231,7 +231,7 @@ def test_training_in_place(direction: str) -> None:
     out = out + reference(out, direction, **expected_given)
     expected = torch.autograd.grad(out, [expected_x, *expected_given.values()], cotangent)
     hidden = x * 1.5
-    overwrite: Any = torchops.triangle_multiplicative_update_
+    overwrite: Any = torchops.add_triangle_multiplicative_update_
     result = overwrite(hidden, direction, **given)
     assert result is hidden
     torch.testing.assert_close(result, out)
@@ -249,7 +249,7 @@ def test_training_in_place_with_a_mask_in_the_same_memory() -> None:
     given["p_out_weight"].requires_grad_()
     mask = given["mask"].clone()
     expected = target + reference(target.clone(), **given | {"mask": mask})
-    OPS.triangle_multiplicative_update_(target, **given)
+    OPS.add_triangle_multiplicative_update_(target, **given)
     torch.testing.assert_close(target, expected)
 
 
@@ -280,7 +280,7 @@ def test_compiled() -> None:
 
     def model(x: Tensor) -> Tensor:
         h = x * 2
-        torchops.triangle_multiplicative_update_(h, **given)  # type: ignore[arg-type]
+        torchops.add_triangle_multiplicative_update_(h, **given)  # type: ignore[arg-type]
         return h + torchops.triangle_multiplicative_update(h, "incoming", **given)  # type: ignore[arg-type]
 
     def expected_model(x: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def test_float32_stream() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(OPS.triangle_multiplicative_update(x, **given), out)
         in_place = x.clone()
-        OPS.triangle_multiplicative_update_(in_place, **given)
+        OPS.add_triangle_multiplicative_update_(in_place, **given)
         below = OPS._triangle_multiplicative_update(x, given["mask"], beneath(given), True, 1e-5)[0]
     assert torch.equal(below, out)
     torch.testing.assert_close(in_place, x + out.float())
@@ -358,11 +358,11 @@ def test_strided() -> None:
     for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([x, x], -1)[..., 0], x.flip(1).flip(1)):
         torch.testing.assert_close(OPS.triangle_multiplicative_update(strided, **given), expected)
         target = strided.clone(memory_format=torch.preserve_format)
-        OPS.triangle_multiplicative_update_(target, **given)
+        OPS.add_triangle_multiplicative_update_(target, **given)
         torch.testing.assert_close(target, x + expected)
     negative = torch.randn(2, 4, 4, 3, dtype=torch.complex128).conj().imag
     expected = negative + reference(negative, **given)
-    OPS.triangle_multiplicative_update_(negative, **given)
+    OPS.add_triangle_multiplicative_update_(negative, **given)
     torch.testing.assert_close(negative, expected)
 
 

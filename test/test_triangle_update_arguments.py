@@ -43,7 +43,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("device", ["cpu", "meta", "fake", *(["cuda"] if torch.cuda.is_available() else [])])
-@pytest.mark.parametrize("op", ["triangle_multiplicative_update", "triangle_multiplicative_update_"])
+@pytest.mark.parametrize("op", ["triangle_multiplicative_update", "add_triangle_multiplicative_update_"])
 @pytest.mark.parametrize(
     ("changed", "text"), ERRORS, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
 )
@@ -67,7 +67,7 @@ def test_errors(changed: dict[str, Any], text: str, op: str, device: str, traini
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("op", ["triangle_multiplicative_update", "triangle_multiplicative_update_"])
+@pytest.mark.parametrize("op", ["triangle_multiplicative_update", "add_triangle_multiplicative_update_"])
 def test_errors_when_compiled(op: str, dynamic: bool) -> None:
     """The text reaches the user from inside a trace as well."""
     x, given = small()
@@ -87,9 +87,9 @@ def test_errors_of_python_and_of_overwriting() -> None:
         function(x, **given)
     x, given = small()
     with pytest.raises(RuntimeError, match="single memory location"):
-        OPS.triangle_multiplicative_update_(x[:1].expand(2, 4, 4, 3), **given)
+        OPS.add_triangle_multiplicative_update_(x[:1].expand(2, 4, 4, 3), **given)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        OPS.triangle_multiplicative_update_(x.requires_grad_(), **given)
+        OPS.add_triangle_multiplicative_update_(x.requires_grad_(), **given)
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written() -> None:
@@ -101,7 +101,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written() -> None:
             given[name] = given[name].clone()
         target = x.clone().requires_grad_() * 1
         with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-            OPS.triangle_multiplicative_update_(target, **given)
+            OPS.add_triangle_multiplicative_update_(target, **given)
         assert torch.equal(target, x)
         assert target._version == 0
 

@@ -45,7 +45,7 @@ def triangle_multiplicative_update(
     return out * torch.sigmoid(linear(z, g_out_weight, g_out_bias))
 
 
-def triangle_multiplicative_update_(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+def add_triangle_multiplicative_update_(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """What the form that overwrites `x` leaves in it, as a new tensor."""
     return x + triangle_multiplicative_update(x, *args, **kwargs)  # type: ignore[arg-type]
 

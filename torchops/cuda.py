@@ -80,9 +80,9 @@ class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_ena
 
 _myops = torch.ops.myops
 _OTHERS = (
-    *(_myops.gate, _myops.gate_, _myops.glu, _myops.transition, _myops.transition_, _myops._add_transition),
+    *(_myops.gate, _myops.gate_, _myops.glu, _myops.transition, _myops.add_transition_, _myops._add_transition),
     *(_myops.square_matmul, _myops.square_matmul_),
-    *(_myops.triangle_multiplicative_update, _myops.triangle_multiplicative_update_),
+    *(_myops.triangle_multiplicative_update, _myops.add_triangle_multiplicative_update_),
     *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_),
 )
 _NOT_IN_GRAPHS = (*_OTHERS, *(op.default for op in _OTHERS))

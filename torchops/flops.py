@@ -302,9 +302,9 @@ def register() -> None:
     register_flop_formula(myops._glu)(glu_flops)
     register_flop_formula(myops._glu_backward)(glu_backward_flops)
     register_flop_formula([myops.square_matmul, myops.square_matmul_])(square_matmul_flops)
-    register_flop_formula([myops.transition, myops.transition_, myops._add_transition])(transition_flops)
+    register_flop_formula([myops.transition, myops.add_transition_, myops._add_transition])(transition_flops)
     register_flop_formula(myops._transition_backward)(transition_backward_flops)
-    register_flop_formula([myops.triangle_multiplicative_update, myops.triangle_multiplicative_update_])(
+    register_flop_formula([myops.triangle_multiplicative_update, myops.add_triangle_multiplicative_update_])(
         triangle_multiplicative_update_flops
     )
     register_flop_formula([myops._triangle_multiplicative_update, myops._triangle_multiplicative_update_])(

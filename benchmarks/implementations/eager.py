@@ -77,5 +77,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "square_matmul": torch.matmul,
     "square_matmul_": square_matmul_,
     "transition": transition,
-    "transition_": lambda x, *parameters: x.add_(transition(x, *parameters)),
+    "add_transition_": lambda x, *parameters: x.add_(transition(x, *parameters)),
 }

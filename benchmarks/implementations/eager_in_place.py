@@ -41,7 +41,7 @@ def transition(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor
     return F.linear(_hidden(x, weight, bias, gate, up), down)
 
 
-def transition_(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def add_transition_(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x.addmm_(_hidden(x, weight, bias, gate, up), down.T)
 
 
@@ -77,5 +77,5 @@ FUNCTIONS = {
     "softmax_": softmax_,
     "layer_norm_": layer_norm_,
     "transition": transition,
-    "transition_": transition_,
+    "add_transition_": add_transition_,
 }

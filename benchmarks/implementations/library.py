@@ -23,8 +23,10 @@ def transition(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor
     return torchops.transition(x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down)
 
 
-def transition_(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return torchops.transition_(x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down)
+def add_transition_(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return torchops.add_transition_(
+        x, norm_weight=weight, norm_bias=bias, gate_weight=gate, up_weight=up, down_weight=down
+    )
 
 
 FUNCTIONS = {
@@ -42,5 +44,5 @@ FUNCTIONS = {
     "square_matmul": torchops.square_matmul,
     "square_matmul_": torchops.square_matmul_,
     "transition": transition,
-    "transition_": transition_,
+    "add_transition_": add_transition_,
 }

@@ -139,4 +139,4 @@ class TransitionInPlace(torch.autograd.Function):
 
 
 # What is overwritten is contiguous in every case.
-FUNCTIONS = {"transition": TransitionFunction.apply, "transition_": TransitionInPlace.apply}
+FUNCTIONS = {"transition": TransitionFunction.apply, "add_transition_": TransitionInPlace.apply}

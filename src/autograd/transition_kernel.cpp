@@ -92,7 +92,7 @@ struct Layer : torch::autograd::Function<Layer> {
     };
     if (!adds) return call(transition, x);
     if (!target) return call(detail::add_transition, x);
-    return overwrite(*target, [&](Tensor& self) { call(transition_, self); });
+    return overwrite(*target, [&](Tensor& self) { call(add_transition_, self); });
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -158,12 +158,12 @@ struct InPlaceOf;
 
 template <class... Args, Tensor (*function)(const Tensor&, Args...)>
 struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
-  static constexpr const char* name = "transition_";
+  static constexpr const char* name = "add_transition_";
   static void check(const Tensor& x, Args... args) { detail::check_transition_({x, args...}); }
   static Tensor decomposed(const Tensor& x, Args... args) { return Sum::decomposed(x, args...); }
   static Tensor functional(const Tensor& x, Args... args) { return function(x, args...); }
   static Tensor traced(const Tensor& x, Args... args) { return function(detail::keep(x), args...); }
-  static void in_place(Tensor& x, Args... args) { transition_(x, args...); }
+  static void in_place(Tensor& x, Args... args) { add_transition_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
     return Layer::apply(x.clone(), args..., /*adds=*/true, OptionalTensor(target));
   }
@@ -213,13 +213,13 @@ constexpr std::array<size_t, 2> kNorms{1, 2};  // the places of their parameters
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("transition", cast_parameters<transition, kNorms>);
-  m.impl("transition_", cast_parameters<InPlace::in_place, kNorms>);
+  m.impl("add_transition_", cast_parameters<InPlace::in_place, kNorms>);
   m.impl("_add_transition", cast_parameters<detail::add_transition, kNorms>);
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("transition", cast_parameters<Functional::batched, kNorms>);
-  m.impl("transition_", cast_parameters<InPlace::batched, kNorms>);
+  m.impl("add_transition_", cast_parameters<InPlace::batched, kNorms>);
   m.impl("_add_transition", cast_parameters<Sum::batched, kNorms>);
   m.impl("_transition_backward", Backward::batched);
 }
@@ -231,7 +231,7 @@ Tensor composite_sum(const detail::Transition& t) {
       .contiguous();
 }
 
-// For backends that implement only transition and transition_.
+// For backends that implement only transition and add_transition_.
 TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
   m.impl("_add_transition", detail::TransitionKernel::functional<composite_sum>);
   m.impl("_transition_backward", detail::transition_backward_kernel<composite>);

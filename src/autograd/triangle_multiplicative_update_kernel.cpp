@@ -183,9 +183,9 @@ struct InPlaceOf;
 
 template <class... Args, Tensor (*function)(const Tensor&, Args...)>
 struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
-  static constexpr const char* name = "triangle_multiplicative_update_";
+  static constexpr const char* name = "add_triangle_multiplicative_update_";
   static void check(const Tensor& x, Args... args) {
-    detail::check_triangle("triangle_multiplicative_update_", {x, args...}, true);
+    detail::check_triangle("add_triangle_multiplicative_update_", {x, args...}, true);
   }
   static Tensor decomposed(const Tensor& x, Args... args) {
     return x + Functional::decomposed(x, args...).to(x.scalar_type());
@@ -196,7 +196,7 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
                                                /*keep_product=*/false, /*adds=*/true));
   }
   static Tensor traced(const Tensor& x, Args... args) { return functional(detail::keep(x), args...); }
-  static void in_place(Tensor& x, Args... args) { triangle_multiplicative_update_(x, args...); }
+  static void in_place(Tensor& x, Args... args) { add_triangle_multiplicative_update_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
     return autograd::train(TriangleArguments{x.clone(), args...}, /*adds=*/true, target);
   }
@@ -292,14 +292,14 @@ constexpr std::array<size_t, 4> kNormsOfList{detail::kNormIn, detail::kNormIn + 
 
 TORCHOPS_AUTOCAST(m) {
   m.impl("triangle_multiplicative_update", cast_parameters<triangle_multiplicative_update, kNorms>);
-  m.impl("triangle_multiplicative_update_", cast_parameters<InPlace::in_place, kNorms>);
+  m.impl("add_triangle_multiplicative_update_", cast_parameters<InPlace::in_place, kNorms>);
   m.impl("_triangle_multiplicative_update", cast_parameters<detail::triangle_update, kNormsOfList>);
   m.impl("_triangle_multiplicative_update_", cast_parameters<detail::triangle_update_, kNormsOfList>);
 }
 
 TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
   m.impl("triangle_multiplicative_update", cast_parameters<Functional::batched, kNorms>);
-  m.impl("triangle_multiplicative_update_", cast_parameters<InPlace::batched, kNorms>);
+  m.impl("add_triangle_multiplicative_update_", cast_parameters<InPlace::batched, kNorms>);
   m.impl("_triangle_multiplicative_update", cast_parameters<Beneath::batched, kNormsOfList>);
   m.impl("_triangle_multiplicative_update_backward", Backward::batched);
 }

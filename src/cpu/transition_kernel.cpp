@@ -195,7 +195,7 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
 
 TORCH_LIBRARY_IMPL(myops, CPU, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_cpu>);
-  m.impl("transition_", detail::TransitionKernel::in_place<transition_cpu_>);
+  m.impl("add_transition_", detail::TransitionKernel::in_place<transition_cpu_>);
   m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_cpu>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_cpu>);
 }

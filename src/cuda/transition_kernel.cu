@@ -358,7 +358,7 @@ TransitionGradients transition_backward_cuda(const Tensor& grad, const Transitio
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_cuda>);
-  m.impl("transition_", detail::TransitionKernel::in_place<transition_cuda_>);
+  m.impl("add_transition_", detail::TransitionKernel::in_place<transition_cuda_>);
   m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_cuda>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_cuda>);
 }

@@ -23,13 +23,13 @@ Tensor transition(const Tensor& x, const OptionalTensor& norm_weight, const Opti
   return op.call(x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, eps);
 }
 
-Tensor& transition_(Tensor& x, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
-                    const Tensor& gate_weight, const OptionalTensor& gate_bias, const Tensor& up_weight,
-                    const OptionalTensor& up_bias, const Tensor& down_weight, const OptionalTensor& down_bias,
-                    double eps) {
+Tensor& add_transition_(Tensor& x, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                        const Tensor& gate_weight, const OptionalTensor& gate_bias, const Tensor& up_weight,
+                        const OptionalTensor& up_bias, const Tensor& down_weight, const OptionalTensor& down_bias,
+                        double eps) {
   static const auto op =
       c10::Dispatcher::singleton()
-          .findSchemaOrThrow("myops::transition_", "")
+          .findSchemaOrThrow("myops::add_transition_", "")
           .typed<void(Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
                       const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, double)>();
   op.call(x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, eps);
@@ -100,8 +100,8 @@ void check(const char* op, const Transition& t) {
 void detail::check_transition(const Transition& t) { check("transition", t); }
 
 void detail::check_transition_(const Transition& t) {
-  check("transition_", t);
-  check_writable("transition_", "x", t.x);
+  check("add_transition_", t);
+  check_writable("add_transition_", "x", t.x);
 }
 
 void detail::check_transition_backward(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
@@ -161,7 +161,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "*, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, "
       "Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1e-5";
   define("transition(Tensor x, " + parameters + ") -> Tensor");
-  define("transition_(Tensor(a!) x, " + parameters + ") -> ()");
+  define("add_transition_(Tensor(a!) x, " + parameters + ") -> ()");
   define("_add_transition(Tensor x, " + parameters + ") -> Tensor");
   define(
       "_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, "
@@ -172,7 +172,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_meta>);
-  m.impl("transition_", detail::TransitionKernel::in_place<detail::check_transition_>);
+  m.impl("add_transition_", detail::TransitionKernel::in_place<detail::check_transition_>);
   m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_meta>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_meta>);
 }

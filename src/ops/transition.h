@@ -27,11 +27,11 @@ TORCHOPS_API at::Tensor transition(const at::Tensor& x, const std::optional<at::
 /// x += transition(x, ...), in x's dtype; returns x. Parameters may overlap x; they are then read first. A
 /// call that the checks refuse leaves x untouched; if memory runs out halfway, x may be partly overwritten,
 /// and its version counter has moved.
-TORCHOPS_API at::Tensor& transition_(at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
-                                     const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
-                                     const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
-                                     const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
-                                     const std::optional<at::Tensor>& down_bias, double eps = 1e-5);
+TORCHOPS_API at::Tensor& add_transition_(at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
+                                         const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
+                                         const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+                                         const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
+                                         const std::optional<at::Tensor>& down_bias, double eps = 1e-5);
 
 namespace detail {
 
@@ -61,7 +61,7 @@ struct Transition {
 
 /// Raises unless the arguments fit.
 void check_transition(const Transition& t);
-/// The same for transition_(), which also writes x.
+/// The same for add_transition_(), which also writes x.
 void check_transition_(const Transition& t);
 
 /// The arguments, with copies of those that could change as x is written.

@@ -284,7 +284,7 @@ TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const Trian
 
 TriangleUpdate checked_(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                         bool outgoing, double eps) {
-  constexpr const char* op = "triangle_multiplicative_update_";
+  constexpr const char* op = "add_triangle_multiplicative_update_";
   TriangleUpdate t = checked(op, x, mask, parameters, outgoing, eps);
   detail::check_writable(op, "x", x);
   return t;

@@ -34,16 +34,16 @@ Tensor triangle_multiplicative_update(const Tensor& x, std::string_view directio
                  norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias, eps);
 }
 
-Tensor& triangle_multiplicative_update_(Tensor& x, std::string_view direction, const OptionalTensor& mask,
-                                        const OptionalTensor& norm_in_weight, const OptionalTensor& norm_in_bias,
-                                        const Tensor& p_in_weight, const OptionalTensor& p_in_bias,
-                                        const Tensor& g_in_weight, const OptionalTensor& g_in_bias,
-                                        const OptionalTensor& norm_out_weight, const OptionalTensor& norm_out_bias,
-                                        const Tensor& p_out_weight, const OptionalTensor& p_out_bias,
-                                        const Tensor& g_out_weight, const OptionalTensor& g_out_bias, double eps) {
+Tensor& add_triangle_multiplicative_update_(Tensor& x, std::string_view direction, const OptionalTensor& mask,
+                                            const OptionalTensor& norm_in_weight, const OptionalTensor& norm_in_bias,
+                                            const Tensor& p_in_weight, const OptionalTensor& p_in_bias,
+                                            const Tensor& g_in_weight, const OptionalTensor& g_in_bias,
+                                            const OptionalTensor& norm_out_weight, const OptionalTensor& norm_out_bias,
+                                            const Tensor& p_out_weight, const OptionalTensor& p_out_bias,
+                                            const Tensor& g_out_weight, const OptionalTensor& g_out_bias, double eps) {
   static const auto op =
       c10::Dispatcher::singleton()
-          .findSchemaOrThrow("myops::triangle_multiplicative_update_", "")
+          .findSchemaOrThrow("myops::add_triangle_multiplicative_update_", "")
           .typed<void(Tensor&, std::string_view, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                       const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                       const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
@@ -150,7 +150,7 @@ struct Public<function> {
   }
   static void update_(Tensor& x, Args... args) {
     const TriangleArguments arguments{x, args...};
-    detail::check_triangle("triangle_multiplicative_update_", arguments, true);
+    detail::check_triangle("add_triangle_multiplicative_update_", arguments, true);
     detail::triangle_update_(x, arguments.mask, detail::to_list(arguments), arguments.direction == "outgoing",
                              arguments.eps, false);
   }
@@ -160,7 +160,7 @@ struct Public<function> {
     return at::empty_symint(x.sym_sizes(), arguments.p_in_weight.options());
   }
   static void meta_(Tensor& x, Args... args) {
-    detail::check_triangle("triangle_multiplicative_update_", {x, args...}, true);
+    detail::check_triangle("add_triangle_multiplicative_update_", {x, args...}, true);
   }
 };
 using PublicKernels = Public<triangle_multiplicative_update>;
@@ -196,7 +196,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, "
       "Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1e-5";
   define("triangle_multiplicative_update(Tensor x, " + arguments + ") -> Tensor");
-  define("triangle_multiplicative_update_(Tensor(a!) x, " + arguments + ") -> ()");
+  define("add_triangle_multiplicative_update_(Tensor(a!) x, " + arguments + ") -> ()");
   const std::string beneath = "Tensor? mask, Tensor?[] parameters, bool outgoing, float eps";
   define("_triangle_multiplicative_update(Tensor x, " + beneath +
          ", bool keep_product=False, bool adds=False) -> (Tensor, Tensor)");
@@ -207,7 +207,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("triangle_multiplicative_update", PublicKernels::meta);
-  m.impl("triangle_multiplicative_update_", PublicKernels::meta_);
+  m.impl("add_triangle_multiplicative_update_", PublicKernels::meta_);
   m.impl("_triangle_multiplicative_update", update_meta);
   m.impl("_triangle_multiplicative_update_", update_meta_);
   m.impl("_triangle_multiplicative_update_backward", update_backward_meta);
@@ -217,7 +217,7 @@ TORCH_LIBRARY_IMPL(myops, Meta, m) {
 
 void detail::register_triangle_update(torch::Library& backend) {
   backend.impl("triangle_multiplicative_update", PublicKernels::update);
-  backend.impl("triangle_multiplicative_update_", PublicKernels::update_);
+  backend.impl("add_triangle_multiplicative_update_", PublicKernels::update_);
 }
 
 }  // namespace torchops

@@ -43,7 +43,7 @@ TORCHOPS_API at::Tensor triangle_multiplicative_update(
 /// x += triangle_multiplicative_update(x, ...), in x's dtype; returns x. mask and parameters may overlap x; they are
 /// then read first. A call that the checks refuse leaves x untouched; if memory runs out halfway, x may be partly
 /// overwritten, and its version counter has moved.
-TORCHOPS_API at::Tensor& triangle_multiplicative_update_(
+TORCHOPS_API at::Tensor& add_triangle_multiplicative_update_(
     at::Tensor& x, std::string_view direction, const std::optional<at::Tensor>& mask,
     const std::optional<at::Tensor>& norm_in_weight, const std::optional<at::Tensor>& norm_in_bias,
     const at::Tensor& p_in_weight, const std::optional<at::Tensor>& p_in_bias, const at::Tensor& g_in_weight,

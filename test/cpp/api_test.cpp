@@ -72,7 +72,7 @@ void test_transition(at::ScalarType dtype) {
   const Tensor reference = at::linear(hidden, wide(down));
   EXPECT_CLOSE(torchops::transition(x, weight, {}, gate, bias, up, {}, down, {}), reference);
   expect_in_place(x, wide(x) + reference, [&](Tensor& t) -> Tensor& {
-    return torchops::transition_(t, weight, {}, gate, bias, up, {}, down, {});
+    return torchops::add_transition_(t, weight, {}, gate, bias, up, {}, down, {});
   });
 }
 
@@ -90,8 +90,8 @@ void test_triangle_multiplicative_update(at::ScalarType dtype) {
                                                           p_out, bias, g_out, {}),
                  reference);
     expect_in_place(x, wide(x) + reference, [&](Tensor& t) -> Tensor& {
-      return torchops::triangle_multiplicative_update_(t, direction, mask, weight, {}, p_in, {}, g_in, {}, {}, {},
-                                                       p_out, bias, g_out, {});
+      return torchops::add_triangle_multiplicative_update_(t, direction, mask, weight, {}, p_in, {}, g_in, {}, {}, {},
+                                                           p_out, bias, g_out, {});
     });
   }
 }

@@ -187,7 +187,7 @@ void test_gated() {
 
   const Tensor gate = rows(256, 32) / 8, up = rows(256, 32) / 8, down = rows(32, 256) / 16;
   expect_failures(rows(1500, 32), Fails::kHalfway, [&](Tensor& t) {
-    torchops::transition_(t, std::nullopt, std::nullopt, gate, std::nullopt, up, std::nullopt, down, std::nullopt);
+    torchops::add_transition_(t, std::nullopt, std::nullopt, gate, std::nullopt, up, std::nullopt, down, std::nullopt);
   });
 }
 
@@ -195,8 +195,8 @@ void test_triangle() {
   constexpr auto none = std::nullopt;
   const Tensor p_in = rows(64, 32) / 8, g_in = rows(64, 32) / 8, p_out = rows(32, 32) / 8, g_out = rows(32, 32) / 8;
   expect_failures(at::randn({2, 40, 40, 32}), Fails::kHalfway, [&](Tensor& x) {
-    torchops::triangle_multiplicative_update_(x, "outgoing", none, none, none, p_in, none, g_in, none, none, none,
-                                              p_out, none, g_out, none);
+    torchops::add_triangle_multiplicative_update_(x, "outgoing", none, none, none, p_in, none, g_in, none, none, none,
+                                                  p_out, none, g_out, none);
   });
 }
 

@@ -20,7 +20,7 @@ const std::vector<std::string> kSchemas = {
     "myops::transition(Tensor x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, "
     "Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, "
     "float eps=1e-05) -> Tensor",
-    "myops::transition_(Tensor(a!) x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, "
+    "myops::add_transition_(Tensor(a!) x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, "
     "Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, "
     "float eps=1e-05) -> ()",
     "myops::sigmoid(Tensor x) -> Tensor",

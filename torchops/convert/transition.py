@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchops.convert.module import Call, Replacement, Shape, random
 from torchops.convert.signature import Signature
-from torchops.ops import transition, transition_
+from torchops.ops import add_transition_, transition
 
 # Why the feed-forward layers of the OpenFold family stay.
 HAS_RELU = "its activation is ReLU, without a gate, and torchops.transition has a gate by SiLU"
@@ -104,7 +104,7 @@ class Transition(Replacement):
     def update_(self, x: Tensor, weights: dict[str, Tensor | None] | None = None) -> Tensor:
         """``x += update(x)``; returns ``x``."""
         weights = self.weights() if weights is None else weights
-        return transition_(x, **weights, eps=self._eps)  # type: ignore[arg-type]
+        return add_transition_(x, **weights, eps=self._eps)  # type: ignore[arg-type]
 
     @classmethod
     def sizes(cls, names: Names, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:

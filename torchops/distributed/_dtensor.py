@@ -37,12 +37,17 @@ def where_wanted(mask: Sequence[bool], placements: Sequence[Any]) -> list[Any]:
     return [p if wanted else REPLICATE for wanted, p in zip(mask, placements, strict=True)]
 
 
+def functional(op: str) -> str:
+    """The name of the operator that makes a new tensor instead of overwriting x."""
+    return op.removeprefix("add_").rstrip("_")
+
+
 def check_stays(op: str, name: str, x: Any, allowed: Sequence[Any], expected: str) -> None:
     """An operator that overwrites ``x`` does so on each rank's part of it; it never moves ``x``."""
     if not all(p in allowed for p in x.placements):
         raise RuntimeError(
             f"{op}: expected {name} replicated or sharded{expected}, got shape {tuple(x.shape)} with placements "
-            f"{tuple(x.placements)}; redistribute() it first, or use {op.rstrip('_')}"
+            f"{tuple(x.placements)}; redistribute() it first, or use {functional(op)}"
         )
 
 

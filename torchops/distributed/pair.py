@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torchops.distributed._dtensor import local, moved, wrap
+from torchops.distributed._dtensor import functional, local, moved, wrap
 
 Placements = tuple[Any, ...]
 
@@ -33,7 +33,7 @@ class PairCall:
         if writes and not all(stays(x, p) for p in x.placements):
             raise RuntimeError(
                 f"{op}: expected x replicated or sharded along rows or the batch, got shape {tuple(x.shape)} with "
-                f"placements {tuple(x.placements)}; redistribute() it first, or use {op.rstrip('_')}"
+                f"placements {tuple(x.placements)}; redistribute() it first, or use {functional(op)}"
             )
         self.whole = x
         self.rows, self.columns = Shard(x.ndim - 3), Shard(x.ndim - 2)

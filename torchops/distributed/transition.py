@@ -88,8 +88,8 @@ def _add_transition(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwar
 def _transition_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:
     (x,) = args
     rows = [Replicate(), *sharded(x, range(x.ndim - 1))]
-    check_stays("transition_", "x", x, rows, " along dimensions before the last")
-    update, placements = _transition_of("transition_", x, kwargs)
+    check_stays("add_transition_", "x", x, rows, " along dimensions before the last")
+    update, placements = _transition_of("add_transition_", x, kwargs)
     if list(x.placements) != placements:  # partial sums
         update = wrap(update, x, placements, x.shape).redistribute(placements=x.placements).to_local()
     x.to_local().add_(update)
@@ -136,7 +136,7 @@ register_ways("_transition_backward", _transition_backward, list_position=10)
 
 for _name, _rule in {
     "transition": _transition,
-    "transition_": _transition_,
+    "add_transition_": _transition_,
     "_add_transition": _add_transition,
     "_transition_backward": _backward_in_parts,
 }.items():

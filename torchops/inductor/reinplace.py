@@ -38,7 +38,7 @@ def _pairs() -> dict[Any, Any]:
     """From each functional operator to the one that overwrites its first argument."""
     names = {
         **{name: f"{name}_" for name in ("gate", "layer_norm", "_layer_norm", "sigmoid", "softmax", "square_matmul")},
-        "_add_transition": "transition_",
+        "_add_transition": "add_transition_",
         "_triangle_multiplicative_update": "_triangle_multiplicative_update_",
         "_triangle_attention_update": "_triangle_attention_update_",
     }
@@ -70,7 +70,7 @@ class _Lowering:
 
         given = {**{a.name: value for a, value in zip(self.arguments, args, strict=False)}, **kwargs}
         target = given[self.arguments[0].name]
-        # transition_() and its like add to their argument. So does the functional operator if it is asked to.
+        # add_transition_() and its like add to their argument. So does the functional operator if it is asked to.
         adds = given.get("adds", not any(a.name == "adds" for a in self.arguments))
         if not adds or not _is_last_reader(V.graph, V.graph.current_node, target):
             return self.out_of_place(*args, **kwargs)

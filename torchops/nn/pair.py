@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from torchops._core.errors import with_type_errors
 from torchops.nn.layers import LayersRead, Linear, as_parameters
-from torchops.ops import transition, transition_, triangle_multiplicative_update, triangle_multiplicative_update_
+from torchops.ops import (
+    add_transition_,
+    add_triangle_multiplicative_update_,
+    transition,
+    triangle_multiplicative_update,
+)
 
 __all__ = ["Transition", "TriangleMultiplicativeUpdate"]
 
@@ -90,7 +95,7 @@ class Transition(LayersRead):
         if self.calls_layers():
             return self.add_by_layers(x, inplace=inplace, residual=residual)
         functional = _add_transition if residual else transition
-        operator = transition_ if inplace else functional
+        operator = add_transition_ if inplace else functional
         return operator(
             x,
             norm_weight=self.norm.weight,
@@ -199,7 +204,7 @@ class TriangleMultiplicativeUpdate(LayersRead):
         if residual and not inplace:
             outgoing = self.direction == "outgoing"
             return _add_triangle_update(x, mask, self._parameters_beneath(), outgoing, self.eps, False, True)[0]
-        operator = triangle_multiplicative_update_ if inplace else triangle_multiplicative_update
+        operator = add_triangle_multiplicative_update_ if inplace else triangle_multiplicative_update
         return operator(
             x,
             self.direction,

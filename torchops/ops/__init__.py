@@ -24,11 +24,18 @@ as for ``gate``.
 from torchops.ops.attention import AttentionWeights, triangle_attention, triangle_attention_update
 from torchops.ops.gates import dense, dense_scaled, gate, gate_, gate_scaled, glu, glu_scaled, sigmoid, sigmoid_
 from torchops.ops.matmul import square_matmul, square_matmul_
-from torchops.ops.pair import transition, transition_, triangle_multiplicative_update, triangle_multiplicative_update_
+from torchops.ops.pair import (
+    add_transition_,
+    add_triangle_multiplicative_update_,
+    transition,
+    triangle_multiplicative_update,
+)
 from torchops.ops.rows import layer_norm, layer_norm_, softmax, softmax_
 
 __all__ = [
     "AttentionWeights",
+    "add_transition_",
+    "add_triangle_multiplicative_update_",
     "dense",
     "dense_scaled",
     "gate",
@@ -45,9 +52,7 @@ __all__ = [
     "square_matmul",
     "square_matmul_",
     "transition",
-    "transition_",
     "triangle_attention",
     "triangle_attention_update",
     "triangle_multiplicative_update",
-    "triangle_multiplicative_update_",
 ]

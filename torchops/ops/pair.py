@@ -11,12 +11,12 @@ from torch import Tensor
 from torchops._core import trace
 from torchops._core.errors import with_type_errors
 
-__all__ = ["transition", "transition_", "triangle_multiplicative_update", "triangle_multiplicative_update_"]
+__all__ = ["add_transition_", "add_triangle_multiplicative_update_", "transition", "triangle_multiplicative_update"]
 
 _transition = torch.ops.myops.transition
-_transition_ = torch.ops.myops.transition_
+_transition_ = torch.ops.myops.add_transition_
 _triangle_multiplicative_update = torch.ops.myops.triangle_multiplicative_update
-_triangle_multiplicative_update_ = torch.ops.myops.triangle_multiplicative_update_
+_triangle_multiplicative_update_ = torch.ops.myops.add_triangle_multiplicative_update_
 
 trace.refuse(
     "triangle_multiplicative_update",
@@ -96,7 +96,7 @@ def transition(
 
 
 @with_type_errors
-def transition_(
+def add_transition_(
     x: Tensor,
     *,
     norm_weight: Tensor | None = None,
@@ -125,7 +125,7 @@ def transition_(
     Example:
 
         >>> x, w = torch.randn(5, 3), torch.randn(12, 3)
-        >>> torchops.transition_(x, gate_weight=w, up_weight=w, down_weight=torch.randn(3, 12)) is x
+        >>> torchops.add_transition_(x, gate_weight=w, up_weight=w, down_weight=torch.randn(3, 12)) is x
         True
     """
     _transition_(
@@ -234,7 +234,7 @@ def triangle_multiplicative_update(
 
 
 @with_type_errors
-def triangle_multiplicative_update_(
+def add_triangle_multiplicative_update_(
     x: Tensor,
     direction: Literal["outgoing", "incoming"] = "outgoing",
     *,
@@ -269,7 +269,7 @@ def triangle_multiplicative_update_(
     Example:
 
         >>> x, p, w = torch.randn(5, 5, 3), torch.randn(4, 3), torch.randn(3, 3)
-        >>> torchops.triangle_multiplicative_update_(
+        >>> torchops.add_triangle_multiplicative_update_(
         ...     x, "incoming", p_in_weight=p, g_in_weight=p, p_out_weight=torch.randn(3, 2), g_out_weight=w
         ... ) is x
         True

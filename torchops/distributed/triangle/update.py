@@ -168,12 +168,12 @@ def _public(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any)
 
 
 def _public_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> None:
-    _in_place(_public_call("triangle_multiplicative_update_", args, kwargs or {}, writes=True), False)
+    _in_place(_public_call("add_triangle_multiplicative_update_", args, kwargs or {}, writes=True), False)
 
 
 for _name, _rule in {
     "triangle_multiplicative_update": _public,
-    "triangle_multiplicative_update_": _public_,
+    "add_triangle_multiplicative_update_": _public_,
     "_triangle_multiplicative_update": _beneath,
     "_triangle_multiplicative_update_": _beneath_,
     "_triangle_multiplicative_update_backward": _backward,
