@@ -295,7 +295,7 @@ def test_table_of_the_public_api() -> None:
     rows = re.findall(r"^\| (`.*?) \| `([\w.]+)` \|", (DOCS / "api.md").read_text(), re.MULTILINE)
     listed = sorted((module, name) for names, module in rows for name in re.findall(r"`(\w+)`", names))
     modules = [torchops, *(m for m in map(torchops.__dict__.get, torchops.__all__) if inspect.ismodule(m))]
-    modules += [importlib.import_module(f"torchops.{name}") for name in ("distributed", "inductor", "onnx")]
+    modules += [importlib.import_module(f"torchops.{name}") for name in ("convert", "distributed", "inductor", "onnx")]
     public = {(module.__name__, name) for module in modules for name in module.__all__}
     public -= {("torchops", module.__name__.rpartition(".")[2]) for module in modules}
     public -= {(f"torchops.{module}", name) for module in ("ops", "convert") for name in torchops.__all__}

@@ -11,8 +11,7 @@ import torch
 from test_replace_declared import Fused, SwiGLU
 from torch import nn
 
-from torchops import replace
-from torchops.convert import Report
+from torchops import Report, replace
 
 X = torch.randn(3, 6)
 

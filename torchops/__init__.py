@@ -9,29 +9,37 @@ from torchops._core import library as _library
 # The modules imported below look up their operators.
 _library.load()
 
-from torchops import convert, cuda, flops, nn, ops, quantization  # noqa: E402
+from torchops import cuda, flops, nn, ops, quantization  # noqa: E402
 from torchops._core.info import info  # noqa: E402
 from torchops._core.when_imported import when_imported  # noqa: E402
-from torchops.convert import Match, Report, Share, replace  # noqa: E402
 from torchops.ops import *  # noqa: E402, F403
 
 if TYPE_CHECKING:
+    from torchops import convert as convert
     from torchops import distributed as distributed
     from torchops import inductor as inductor
     from torchops import onnx as onnx
+    from torchops.convert import Match as Match
+    from torchops.convert import Report as Report
+    from torchops.convert import Share as Share
+    from torchops.convert import replace as replace
 
-# Imported on first use: torchops.distributed takes far longer to import than everything else.
-_LAZY = ("distributed", "inductor", "onnx")
+# Imported on first use: torchops.distributed takes far longer to import than everything else, and most programs swap
+# no layers.
+_LAZY = ("convert", "distributed", "inductor", "onnx")
+_OF_CONVERT = ("Match", "Report", "Share", "replace")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return import_module(f"torchops.{name}")
+    if name in _OF_CONVERT:
+        return getattr(import_module("torchops.convert"), name)
     raise AttributeError(f"module 'torchops' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_OF_CONVERT})
 
 
 def _register_backend() -> None:
