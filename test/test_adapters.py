@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchops.convert import swappers as replace
+from torchops import replace
 from torchops.convert import triangle_update
 from torchops.convert.triangle import TriangleUpdate
 from torchops.nn import TriangleMultiplicativeUpdate

@@ -19,7 +19,7 @@ from checks import assert_all_close
 from test_adapters import randomised
 from torch import Tensor, nn
 
-from torchops.convert import swappers as replace
+from torchops import replace
 from torchops.convert.diffusion import AttentionPairBias, DiffusionLayer
 
 pytestmark = [pytest.mark.xdist_group("adapters")]

@@ -20,7 +20,7 @@ from test_adapters import randomised
 from test_adapters_parts import BOLTZ, HEAD, HEADS, C, changed
 from torch import Tensor, nn
 
-from torchops.convert import swappers as replace
+from torchops import replace
 from torchops.convert.layer import Layer
 
 pytestmark = [

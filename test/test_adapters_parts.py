@@ -20,7 +20,7 @@ from test_adapters import deviation, randomised
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from torchops.convert import swappers as replace
+from torchops import replace
 from torchops.convert.attention import TriangleAttention
 from torchops.convert.transition import Transition
 

@@ -22,8 +22,8 @@ from test_adapters_diffusion import released
 from test_step_graph import again
 from torch import Tensor, nn
 
+from torchops import replace
 from torchops.convert import step_graph
-from torchops.convert import swappers as replace
 from torchops.convert.sampling import Sampler, ScoreModel
 
 pytestmark = [pytest.mark.xdist_group("adapters")]

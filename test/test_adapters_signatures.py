@@ -17,7 +17,7 @@ from test_adapters_layers import _stack, _streams
 from test_adapters_parts import CASES, INSTALLED, Case, inputs
 from torch import Tensor, nn
 
-from torchops.convert import swappers as replace
+from torchops import replace
 from torchops.convert.module import Replacement
 
 pytestmark = [

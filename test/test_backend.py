@@ -156,10 +156,10 @@ def test_saved_between_forward_and_backward() -> None:
 
 def test_arguments_are_released() -> None:
     """So that what the backward pass has read for the last time is gone before its end."""
-    from torchops.inductor import backend
+    from torchops.inductor import eager_backend
 
     graph = torch.fx.symbolic_trace(lambda x, y: x + y)
-    run = backend._as_it_is(graph, ())
+    run = eager_backend._as_it_is(graph, ())
     arguments = [t(3), t(3)]
     assert_all_close([run(arguments)], [2 * t(3)])
     assert arguments == []

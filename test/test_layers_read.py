@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
-from torchops.convert import swappers as replace
+from torchops import replace
 from torchops.nn import GLU, PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate
 
 C = 6

@@ -4,6 +4,7 @@ circle."""
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -86,6 +87,15 @@ def test_top_level() -> None:
     entries = {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
     assert {entry.removesuffix(".py") for entry in entries} - {"__init__", "py.typed"} == ROOMS.keys()
     assert len(entries) <= 14
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, path in modules().items() if path.name == "__init__.py" and name != "torchops")
+)
+def test_public_names_are_no_modules(name: str) -> None:
+    """Importing a module puts it in the place of what its package calls the same."""
+    below = {module.rpartition(".")[2] for module in modules() if module.rpartition(".")[0] == name}
+    assert not below & set(getattr(importlib.import_module(name), "__all__", ()))
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))

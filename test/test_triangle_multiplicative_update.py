@@ -199,7 +199,7 @@ def test_ways_through_a_graph(op: str) -> None:
     """What was saved is there as long as a graph may be asked again, also for those who run it themselves."""
     x, given = small(requires_grad=True)
     cotangent, leaves = torch.ones_like(x), [x, *given.values()]
-    call = torchops.add_triangle_multiplicative_update_ if op else torchops.triangle_multiplicative_update
+    call: Any = torchops.add_triangle_multiplicative_update_ if op else torchops.triangle_multiplicative_update
 
     def update(x: Tensor) -> Tensor:
         return call(x + 0, **given)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torchops.convert import swappers as replace
+from torchops import replace
 from torchops.convert import triangle_update
 from torchops.convert.triangle import TriangleUpdate
 from torchops.nn import TriangleMultiplicativeUpdate

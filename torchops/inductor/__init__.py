@@ -93,7 +93,7 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
         >>> torchops.inductor.report()[-1].replaced
         True
     """
-    from torchops.inductor.backend import compiled
+    from torchops.inductor.eager_backend import compiled
 
     return compiled(module, inputs)
 
