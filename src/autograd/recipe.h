@@ -145,8 +145,8 @@ auto bump_version_after(Tensor& self, InPlace in_place) {
 /// Without such a kernel, PyTorch wraps a mutating operator in `auto_functionalized`, and Inductor then decides by
 /// itself whether it may work in place. It gets that wrong: it moves reads of a graph input behind the operator, drops
 /// clones of what the operator overwrites, and loses storage offsets under dynamic shapes (pytorch issues 130487,
-/// 136662, 156786, 197829, 198031 and 198068). torchops/inductor/reinplace.py gives the functional operator its argument's
-/// memory again, where that is provably right.
+/// 136662, 156786, 197829, 198031 and 198068). torchops/inductor/reinplace.py gives the functional operator its
+/// argument's memory again, where that is provably right.
 template <class Functional>
 void overwrite_with_new(Tensor& self, const Functional& functional) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
