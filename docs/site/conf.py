@@ -34,7 +34,7 @@ intersphinx_mapping = {
 }
 # A reference that leads nowhere is an error, too, unless it leads into another project, whose list may be missing.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(torch|collections|os)\..*|Tensor|Module|ExportedProgram")]
+nitpick_ignore_regex = [(r"py:.*", r"(torch|collections|os|fx)\..*|Tensor|Module|ExportedProgram")]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 # Shown under the names by which they are imported.

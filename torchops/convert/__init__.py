@@ -1,7 +1,7 @@
-"""Puts layers of torchops into existing models: :func:`replace`.
+"""Puts layers of torchops into existing models: :func:`torchops.replace`.
 
 It swaps what is declared: layers in an ``nn.Sequential``, modules of public packages (a file for each family of them),
-and classes that you name. Each is compared with what takes its place (:mod:`torchops.convert.probe`).
+and classes that you name. Each is compared with what takes its place (``probe.py``).
 """
 
 from torchops._core.report import Match, Report, Share

@@ -56,7 +56,7 @@ class Dense(LinearParameters):
 
     Shape:
         ``(..., in_features)`` to ``(..., out_features)``. A nested tensor goes through ``linear`` and ``sigmoid``, as
-        it did before :func:`replace`.
+        it did before :func:`torchops.replace`.
 
     Memory: as :func:`torchops.dense`.
 
