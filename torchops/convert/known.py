@@ -16,7 +16,8 @@ def triangle_update(module: nn.Module) -> TriangleMultiplicativeUpdate:
     """Returns a layer with the values of a module of Boltz, BoltzGen, OpenFold, OpenFold-3, Protenix or ESMFold.
 
     The module stays as it is. The values are copies, packed if the module has separate layers for ``a`` and ``b``. A
-    bias that only some of its layers have is 0 for the others. To keep parameters and their names, use :func:`torchops.replace`.
+    bias that only some of its layers have is 0 for the others. To keep parameters and their names, use
+    :func:`torchops.replace`.
 
     Args:
         module: one of the classes in ``docs/triangle_update.md``.
