@@ -45,7 +45,7 @@ def replace_declared(model: nn.Module, declared: Declared, known: Collection[str
 
 def swap_classes(model: nn.Module, classes: Declared, known: Collection[str]) -> Iterator[Match]:
     """The same with other classes, in modules that are not `known`."""
-    tried: dict[Any, str | None] = {}
+    tried: dict[Any, int | str] = {}
     if (found := _found(type(model), classes)) is not None and "" not in known:
         yield Match("", type(model).__name__, False, found if isinstance(found, str) else "it is the model itself")
     swapped: dict[nn.Module, Swapped] = {}
@@ -71,23 +71,30 @@ def _found(kind: type, classes: Declared) -> tuple[Factory, Example | None] | st
 
 
 def _swapped(
-    module: nn.Module, factory: Factory, example: Example | None, tried: dict[Any, str | None]
+    module: nn.Module, factory: Factory, example: Example | None, tried: dict[Any, int | str]
 ) -> Swapped | str | None:
     """The module by what the factory makes of it, the reason why not, or None if the factory declines."""
     if reason := _reason(module):
         return reason
-    if (new := factory(module)) is None:
+    try:
+        new = factory(module)
+    except Exception as error:  # as in the trial; other modules of the class may be replaced already
+        return f"making what is to replace it {_raised(error)}"
+    if new is None:
         return None
     if reason := _difference_of_tensors(module, new):
         return reason
     key = factory, identity(module)
     if key not in tried:
         tried[key] = _tried(module, factory, example)
-    return tried[key] or Swapped(module, new.train(module.training))
+    result = tried[key]
+    return result if isinstance(result, str) else Swapped(module, new.train(module.training), result)
 
 
 def _reason(module: nn.Module) -> str | None:
-    """Why a part of `module` does more than its class says."""
+    """Why `module` is more than its forward and its tensors, or a part of it does more than its class says."""
+    if (name := _overridden(type(module))) is not None:
+        return f"{type(module).__name__} has a {name} of its own"
     for name, part in module.named_modules():
         if parametrize.is_parametrized(part):
             return f"{name or 'it'} is parametrized"
@@ -102,6 +109,20 @@ def _reason(module: nn.Module) -> str | None:
                 return f"{join(name, kind)} is of {parameter.dtype}"
             if parameter is not None and not has_kernel("myops::glu", parameter.device):
                 return f"{join(name, kind)} is on {parameter.device}"
+    return None
+
+
+# What `Swapped` takes from the former module, or does not need.
+_TAKEN = {"forward", "train", "extra_repr", "__init__", "__new__", "__repr__", "__init_subclass__", "__class_getitem__"}
+
+
+def _overridden(kind: type[nn.Module]) -> str | None:
+    """A method that Python or nn.Module looks up in the class, where what takes the module's place does not have it."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name, value in vars(base).items():
+            special = name.startswith("__") and name.endswith("__")
+            if name not in _TAKEN and inspect.isroutine(value) and (special or hasattr(nn.Module, name)):
+                return name
     return None
 
 
@@ -125,18 +146,23 @@ _LEADING = ((2, 3), (2, 3, 3), (5,))  # a forward may need a particular number o
 _MOST_GUESSES = 64
 
 
-def _tried(module: nn.Module, factory: Factory, example: Example | None) -> str | None:
+def _tried(module: nn.Module, factory: Factory, example: Example | None) -> int | str:
+    """With how many arguments the call was that gave the same, or why it did not."""
     try:
         with alone, plain_float32():
             generator = torch.Generator("cpu").manual_seed(0)
             original = _copied(module, generator)
-            new: Any = factory(original)
             args = _guessed(original, generator) if example is None else example(original)
             if args is None:
                 return "no call of it could be guessed: declare (function, example) for its class"
-            return _difference(original, new, args)
+            new: Any = factory(original)  # whose buffers are those after the calls that were tried
+            return _difference(original, new, args) or len(args)
     except Exception as error:  # the code of the module or of its replacement may raise anything
-        return f"computing it to compare raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        return f"computing it to compare {_raised(error)}"
+
+
+def _raised(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
 
 
 def _copied(module: nn.Module, generator: torch.Generator) -> nn.Module:
@@ -210,7 +236,9 @@ def _is_float(value: Any) -> bool:
 
 
 def _results(module: nn.Module, args: tuple[Any, ...], gradients: bool) -> dict[str, Any]:
-    """What a call returns, its gradients or what it makes of its arguments, and the random number after it."""
+    """What a call returns, its gradients or what it makes of its arguments, the random number after it, and what it
+    makes of the buffers, which are as before afterwards."""
+    buffers = [(*name.rpartition(".")[::2], old, old.clone()) for name, old in module.named_buffers()]
     args = pytree.tree_map(lambda a: a.clone() if isinstance(a, Tensor) else a, args)
     inputs = {f"its argument {i}": a for i, a in enumerate(args) if gradients and _is_float(a)}
     for value in inputs.values():
@@ -229,6 +257,14 @@ def _results(module: nn.Module, args: tuple[Any, ...], gradients: bool) -> dict[
         results |= {f"gradient of {name}": g for name, g in zip(sources, grads, strict=True)}
     else:
         results |= {f"argument {i} afterwards": a for i, a in enumerate(args) if isinstance(a, Tensor)}
+    for path, name, old, before in buffers:
+        held = module.get_submodule(path)._buffers
+        results[f"buffer {path}.{name} afterwards" if path else f"buffer {name} afterwards"] = (
+            None if (now := held[name]) is None else now.detach().clone()
+        )
+        held[name] = old
+        with torch.no_grad():
+            old.copy_(before)
     results |= {f"dtype of {name}": t.dtype for name, t in results.items() if isinstance(t, Tensor)}
     results |= {name: t.float() for name, t in results.items() if isinstance(t, Tensor) and not _is_float(t)}
     results["random number drawn next"] = torch.rand((), device="cpu")

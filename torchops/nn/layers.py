@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Initial", "LayersRead", "Linear", "LinearParameters", "as_parameters", "does_more", "has_hooks", "is_read"]
+__all__ = [
+    "Initial",
+    "LayersRead",
+    "Linear",
+    "LinearParameters",
+    "as_parameters",
+    "does_more",
+    "has_hooks",
+    "is_read",
+    "normalized",
+]
 
 
 class LinearParameters(nn.Module):
@@ -204,6 +214,13 @@ class LayersRead(nn.Module):
 
 def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def normalized(x: Tensor, norm: nn.Module, reader: nn.Module) -> Tensor:
+    """`x` by the layer `norm`, in the dtype in which the layer `reader` takes it. The parameters of a norm may be
+    float32 beside 16-bit weights, and are not rounded then."""
+    weight: Any = norm.weight
+    return as_parameters(norm(x.to(weight.dtype)), reader)
 
 
 def as_parameters(x: Tensor, layer: nn.Module) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchops._core.errors import with_type_errors
-from torchops.nn.layers import LayersRead, Linear, as_parameters
+from torchops.nn.layers import LayersRead, Linear, normalized
 from torchops.ops import (
     add_transition_,
     add_triangle_multiplicative_update_,
@@ -110,7 +110,7 @@ class Transition(LayersRead):
         )
 
     def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
-        z = self.norm(as_parameters(x, self.norm))
+        z = normalized(x, self.norm, self.fc1)
         out: Tensor = self.fc3(F.silu(self.fc1(z)) * self.fc2(z))
         return out
 
@@ -234,12 +234,13 @@ class TriangleMultiplicativeUpdate(LayersRead):
         return [*of(self.norm_in), *ins, *of(self.norm_out), *of(self.p_out), *of(self.g_out)]
 
     def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
-        z = self.norm_in(as_parameters(x, self.norm_in))
+        z = normalized(x, self.norm_in, self.p_in)
         ab = self.p_in(z) * torch.sigmoid(self.g_in(z))
         for of_edges in mask:
             ab = ab if of_edges is None else ab * of_edges.to(ab.dtype).unsqueeze(-1)
         indices = "...ikd,...jkd->...ijd" if self.direction == "outgoing" else "...kid,...kjd->...ijd"
-        out: Tensor = self.p_out(self.norm_out(torch.einsum(indices, *ab.chunk(2, -1)))) * torch.sigmoid(self.g_out(z))
+        o = normalized(torch.einsum(indices, *ab.chunk(2, -1)), self.norm_out, self.p_out)
+        out: Tensor = self.p_out(o) * torch.sigmoid(self.g_out(z))
         return out
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchops._triangle_attention.update.arguments import Node
-from torchops.nn.layers import LayersRead, Linear, as_parameters
+from torchops.nn.layers import LayersRead, Linear, normalized
 from torchops.ops import AttentionWeights, triangle_attention, triangle_attention_update
 
 __all__ = ["TriangleAttention"]
@@ -146,10 +146,10 @@ class TriangleAttention(LayersRead):
         return triangle_attention_update(x, mask, self.weights(), self.node, inplace=inplace, residual=residual)
 
     def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
-        x, (of_edges,) = as_parameters(x, self.layer_norm), mask
+        (of_edges,) = mask
         if self.node == "ending":
             x, of_edges = x.transpose(-3, -2), None if of_edges is None else of_edges.mT
-        z = self.layer_norm(x)[None].flatten(0, -4)  # (batch, i, j, c)
+        z = normalized(x, self.layer_norm, self.linear)[None].flatten(0, -4)  # (batch, i, j, c)
         keys = None if of_edges is None else (of_edges != 0)[None].flatten(0, -3)[:, :, None, None]
         out: Tensor = self.mha(z, self.linear(z).permute(0, 3, 1, 2).unsqueeze(1), keys).view(x.shape)
         return out.transpose(-3, -2) if self.node == "ending" else out
