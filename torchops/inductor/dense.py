@@ -72,8 +72,9 @@ class Dense:
         if self.gradients is not None:
             nodes |= self.gradients.nodes
             # Not batched, so exactly one node was emitted.
-            with graph.inserting_before(self.gradients.top):
-                rows = size_node(product, x, 0)
+            top = self.gradients.top
+            with graph.inserting_before(top):
+                rows = size_node(top, x, 0)
             self.gradients.rewrite(dense, x, dense.args[1], rows)  # type: ignore[arg-type]
         sigmoid.replace_all_uses_with(sigmoid.args[0])  # type: ignore[arg-type]
         erase_unused([node for node in graph.nodes if node in nodes])

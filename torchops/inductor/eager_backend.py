@@ -42,22 +42,7 @@ def _rewrite(module: fx.GraphModule) -> None:
 def _partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
     """Keeps between forward and backward what autograd would; what a checkpoint recomputes is recomputed."""
     _rewrite(joint)
-    _tag_by_place(joint.graph)
     return default_partition(joint, inputs, **options)
-
-
-def _tag_by_place(graph: fx.Graph) -> None:
-    """Takes what the pass put behind the first reader of a cotangent out of the forward pass.
-
-    A new node has the tag of the one that it stands for, which may be of the forward pass. The partitioner counts
-    everything up to the last node with that tag.
-    """
-    cotangents = {node for node in graph.nodes if node.op == "placeholder" and "tangents" in str(node.target)}
-    in_backward = False
-    for node in graph.nodes:
-        in_backward = in_backward or not cotangents.isdisjoint(node.all_input_nodes)
-        if in_backward and node.meta.get("partitioner_tag") == "is_forward":
-            node.meta["partitioner_tag"] = "is_backward"
 
 
 def _inference(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
