@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from . import compare, gradcheck, implementations, inductor, machine, memory, render, run, timing, whole
+from . import compare, gradcheck, implementations, inductor, machine, memory, render, run, survey, timing, whole
 from .case import Task
 from .operators import OPERATORS
 
@@ -91,6 +91,12 @@ def parser() -> argparse.ArgumentParser:
     )
     models.set_defaults(function=whole.run)
     whole.add_arguments(models)
+    text = "draw random sizes of every operator, and see where PyTorch is faster"
+    drawn = commands.add_parser(
+        "survey", help=text, description=survey.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    drawn.set_defaults(function=survey.run)
+    survey.add_arguments(drawn)
     return main
 
 

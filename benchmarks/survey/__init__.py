@@ -1,0 +1,187 @@
+"""Is any operator slower than PyTorch at sizes that nobody listed? `python -m benchmarks survey --seed 1`.
+
+Each draw is an operator at random sizes (`draws.py`), ours beside PyTorch's ways to the same result: time, host time
+on a GPU, and peak memory. Contenders are interleaved as in all benchmarks; on a GPU they are CUDA graphs that find no
+input in a cache. A draw counts as slower if the ratio of ours to the best other way is above a limit in the median of
+three measurements, and the difference is more than a microsecond. Judge a change by seeds that nothing was fitted on.
+
+Writes `survey.json`, `survey.md` and `survey.png`. `--draw "glu, forward" 17` measures one draw of a seed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import machine, memory, timing
+from ..case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD
+from ..progress import Progress
+from . import report
+from .draws import SURVEYED, Draw, draw
+
+OURS = "torchops"
+# Differences below this do not count: a launch, or a cache line more or less.
+LEAST_SECONDS = 1e-6
+# Draws above this are measured again, so that a disturbance counts for nothing.
+SUSPICIOUS = {"cuda": 1.03, "cpu": 1.07}
+_EFFORT = {
+    "cuda": timing.Effort(0.004, 2e-4, 9, 9),
+    "cpu": timing.Effort(0.03, 5e-4, 7, 25),
+}
+# Sets of arguments: a GPU's cache holds those of some small calls, a processor's those of none for long.
+_MOST_SETS = {"cuda": timing.MAX_ROTATED, "cpu": 4}
+# Of host time: a queue that is full waits for the device.
+_MOST_SECONDS_OF_HOST_TIME = 2e-4
+
+
+@dataclass
+class Outcome:
+    """What was measured of a draw: seconds by contender, of the host too on a GPU, and bytes at the peak."""
+
+    name: str
+    number: int
+    sizes: dict[str, Any]
+    dtype: str
+    seconds: dict[str, float]
+    ratio: float
+    host_seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def seconds_of(drawn: Draw, device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
+    """Medians by contender, and why one has none."""
+    sets = _sets(drawn, device)
+    ways = {name: timing.contender(way, drawn.task) for name, way in drawn.ways().items()}
+    measured = timing.measure(ways, sets, drawn.task, device, _EFFORT[device.type])
+    return {name: t.seconds for name, t in measured.timings.items()}, measured.errors
+
+
+def _sets(drawn: Draw, device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Sets of the arguments that leave the caches before their turn comes again. To draw random numbers for each would
+    take longer than to measure."""
+    first = drawn.tensors(device)
+
+    def again() -> tuple[Tensor, ...]:
+        return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in first)
+
+    return [first, *timing.rotate(again, _MOST_SETS[device.type])[1:]]
+
+
+def ratio_of(seconds: dict[str, float]) -> float:
+    """Ours over the best other way; 1 if they differ by less than what counts."""
+    best = min(value for name, value in seconds.items() if name != OURS)
+    return 1.0 if abs(seconds[OURS] - best) < LEAST_SECONDS else seconds[OURS] / best
+
+
+def measure(drawn: Draw, device: torch.device) -> Outcome:
+    """One draw. One that is slower is measured twice more, and the measurement in the middle is the outcome."""
+    seconds, errors = seconds_of(drawn, device)
+    outcome = Outcome(
+        drawn.name, drawn.number, drawn.sizes, str(drawn.dtype).removeprefix("torch."), seconds, 0.0, errors=errors
+    )
+    if OURS not in seconds or len(seconds) == 1:
+        return outcome
+    outcome.ratio = ratio_of(seconds)
+    if outcome.ratio > SUSPICIOUS[device.type]:
+        tries = sorted([seconds, *(seconds_of(drawn, device)[0] for _ in range(2))], key=ratio_of)
+        outcome.seconds, outcome.ratio = tries[1], ratio_of(tries[1])
+    args = drawn.tensors(device)
+    calls = {name: timing.contender(way, drawn.task) for name, way in drawn.ways().items() if name in seconds}
+    with timing.context(drawn.task):
+        if memory.supported(device):
+            for name, call in calls.items():
+                outcome.peak_bytes[name] = memory.peak_of(lambda call=call: call(*args), device)  # type: ignore[misc]
+    if device.type == "cuda" and max(seconds.values()) < _MOST_SECONDS_OF_HOST_TIME:
+        task = OVERHEAD if drawn.task == FORWARD else OVERHEAD_GRAD
+        inputs = args if drawn.task == FORWARD else args[:-1]
+        host = timing.measure(drawn.ways(), [inputs], task, device, _EFFORT["cuda"])
+        outcome.host_seconds = {name: t.seconds for name, t in host.timings.items()}
+    return outcome
+
+
+def draws(seed: int, names: Sequence[str], device_type: str) -> Iterator[Draw]:
+    """Draws without end, one of each operator and task in turn."""
+    for number in count():
+        for op in SURVEYED.values():
+            for task in op.tasks:
+                if not names or op.name in names or f"{op.name}, {task}" in names:
+                    yield draw(op, task, seed, number, device_type)
+
+
+def survey(
+    seed: int, seconds: float, names: Sequence[str], device: torch.device, most: int | None = None
+) -> list[Outcome]:
+    """The outcomes of as many draws as the time allows, and of at most `most`."""
+    progress = Progress(0)
+    outcomes: list[Outcome] = []
+    end = time.monotonic() + seconds
+    torch.manual_seed(seed)
+    for drawn in islice(draws(seed, names, device.type), most):
+        if time.monotonic() > end:
+            break
+        progress.case(f"{len(outcomes)} draws, {max(0.0, end - time.monotonic()):.0f} s left: {drawn.name}")
+        try:
+            outcomes.append(measure(drawn, device))
+        except torch.OutOfMemoryError as error:
+            outcomes.append(Outcome(drawn.name, drawn.number, drawn.sizes, "", {}, 0.0, errors={"": str(error)[:200]}))
+        progress.finished()
+    return outcomes
+
+
+def document(outcomes: Sequence[Outcome], seed: int, device: torch.device, command: str) -> dict[str, Any]:
+    """What `survey.json` holds."""
+    about = machine.describe(device)
+    return {"command": command, "machine": about, "seed": seed, "draws": [vars(outcome) for outcome in outcomes]}
+
+
+def _known(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(";")]
+    known = {*SURVEYED, *(f"{op.name}, {task}" for op in SURVEYED.values() for task in op.tasks)}
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"expected some of {'; '.join(sorted(known))}, got {'; '.join(unknown)}")
+    return names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--seconds", type=float, default=300.0, help="how long to draw (default: 300)")
+    parser.add_argument("--seed", type=int, default=1, help="default: 1")
+    parser.add_argument("-o", "--op", type=_known, default=[], help="'dense; glu, forward': only these")
+    parser.add_argument("--most", type=int, help="at most so many draws")
+    parser.add_argument("--draw", nargs=2, metavar=("NAME", "NUMBER"), help="only this draw, as the JSON names it")
+    parser.add_argument("--output", type=Path, help="folder for the results")
+    parser.add_argument("--no-plots", action="store_true", help="no picture")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draws, measures, prints and writes. The status is 1 if something failed."""
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if options.draw:
+        name, number = options.draw[0], int(options.draw[1])
+        (_known(name),)
+        op, task = name.partition(", ")[0], BACKWARD if name.endswith(BACKWARD) else FORWARD
+        outcomes = [measure(draw(SURVEYED[op], task, options.seed, number, device.type), device)]
+        print(json.dumps(vars(outcomes[0]), indent=2))
+        return int(bool(outcomes[0].errors))
+    outcomes = survey(options.seed, options.seconds, options.op, device, options.most)
+    written = document(outcomes, options.seed, device, options.command)
+    text = report.to_markdown(written)
+    print(text)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "survey.json").write_text(json.dumps(written, indent=1) + "\n")
+        (options.output / "survey.md").write_text(text)
+        if not options.no_plots:
+            report.draw(written, options.output / "survey.png")
+    return int(any(outcome.errors for outcome in outcomes))

@@ -1,0 +1,347 @@
+"""What a survey draws: an operator's sizes, its arguments, and PyTorch's ways to the same result.
+
+Sizes are log-uniform, like those of users rather than those of benchmarks: a third are multiples of 64, a quarter of
+8, and the others anything. A draw depends on the seed, the operator and its number alone, so each can be drawn again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchops
+
+from ..case import BACKWARD, FORWARD, Task
+
+__all__ = ["SURVEYED", "Draw", "Surveyed", "draw"]
+
+Sizes = dict[str, Any]
+Function = Callable[..., Any]
+# The choices of each device. A CPU of two cores would take minutes for a GPU's largest.
+_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
+_FLOPS = {"cuda": 4e11, "cpu": 5e8}
+_DTYPES = {
+    "cuda": (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32),
+    "cpu": (torch.float32, torch.float32, torch.bfloat16),
+}
+_FLOAT32_SLOWER = 12  # than 16 bits by tensor cores
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device computes in a call of some milliseconds."""
+
+    elements: int
+    flops: float
+
+    def allow(self, flops: float, *elements: int) -> bool:
+        return flops <= self.flops and max(elements) <= self.elements
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """An operator: how it is called, and PyTorch's ways to the same result.
+
+    `sizes` draws, and returns None for a size that the limits do not allow. `tensors` makes the arguments of ours and
+    of the others; those behind the first `trained` have no gradients. `training` are the others' ways with gradients,
+    where they are not all of `eager`.
+    """
+
+    name: str
+    sizes: Callable[[Random, Limits], Sizes | None]
+    tensors: Callable[[Sizes, Callable[..., Tensor]], tuple[Tensor | None, ...]]
+    ours: Callable[[Sizes], Function]
+    eager: Callable[[Sizes], Mapping[str, Function]]
+    tasks: tuple[Task, ...] = (FORWARD, BACKWARD)
+    training: tuple[str, ...] = ("eager",)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One call of one operator."""
+
+    op: Surveyed
+    task: Task
+    number: int
+    sizes: Sizes
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{self.op.name}, {self.task}"
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The arguments, and the cotangent behind them if there are gradients."""
+
+        def new(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, device=device) * scale).to(self.dtype)
+
+        given = tuple(t for t in self.op.tensors(self.sizes, new) if t is not None)
+        if self.task == FORWARD:
+            return given
+        with torch.no_grad():
+            cotangent = torch.randn_like(self.op.ours(self.sizes)(*given))
+        return *(t.requires_grad_() for t in given), cotangent
+
+    def ways(self) -> dict[str, Function]:
+        """Ours first."""
+        others = self.op.eager(self.sizes)
+        if self.task == BACKWARD:
+            others = {name: others[name] for name in self.op.training}
+        return {"torchops": self.op.ours(self.sizes), **others}
+
+
+def draw(op: Surveyed, task: Task, seed: int, number: int, device_type: str) -> Draw:
+    """The draw of this number."""
+    random = Random(f"{seed} {op.name} {task} {number}")
+    dtype = random.choice(_DTYPES[device_type])
+    slower = _FLOAT32_SLOWER if device_type == "cuda" and dtype == torch.float32 else 1
+    limits = Limits(_ELEMENTS[device_type], _FLOPS[device_type] / slower / (3 if task == BACKWARD else 1))
+    while (sizes := op.sizes(random, limits)) is None:
+        pass
+    return Draw(op, task, number, sizes, dtype)
+
+
+def size(random: Random, low: int, high: int) -> int:
+    """Log-uniform between two sizes, and often a multiple of 8 or 64."""
+    value, kind = round(math.exp(random.uniform(math.log(low), math.log(high)))), random.random()
+    if kind < 0.3:
+        value = max(64, value // 64 * 64)
+    elif kind < 0.55:
+        value = max(8, value // 8 * 8)
+    elif kind < 0.65:
+        value |= 1
+    return min(high, max(low, value))
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def _layer(random: Random, limits: Limits) -> Sizes | None:
+    rows, k, n = size(random, 1, 1 << 20), size(random, 8, 8192), size(random, 8, 8192)
+    sizes = {"rows": rows, "in": k, "out": n, "bias": random.random() < 0.6}
+    return sizes if limits.allow(2.0 * rows * k * n, rows * max(k, n), 2 * n * k) else None
+
+
+def _dense_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    bias = new(s["out"]) if s["bias"] else None
+    return new(s["rows"], s["in"]), new(s["out"], s["in"], scale=s["in"] ** -0.5), bias
+
+
+def _gate_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    return new(s["rows"], s["out"]), *_dense_tensors(s, new)
+
+
+def _glu_sizes(random: Random, limits: Limits) -> Sizes | None:
+    sizes = _layer(random, Limits(limits.elements // 2, limits.flops / 2))
+    return sizes and {**sizes, "bias": False, "activation": random.choice(["sigmoid", "silu"])}
+
+
+def _glu_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    x, w, _ = _dense_tensors(s, new)
+    return x, w, new(s["out"], s["in"], scale=s["in"] ** -0.5)
+
+
+def _glu_ways(s: Sizes) -> dict[str, Function]:
+    activations: dict[str, Function] = {"sigmoid": torch.sigmoid, "silu": F.silu}
+    activation = activations[s["activation"]]
+    packed: dict[int, Tensor] = {}  # once for each weight, as a model would hold it
+
+    def eager(x: Tensor, w: Tensor, wg: Tensor) -> Tensor:
+        return F.linear(x, w) * activation(F.linear(x, wg))
+
+    def of_packed(x: Tensor, w: Tensor, wg: Tensor) -> Tensor:
+        if id(w) not in packed:
+            packed[id(w)] = torch.cat([w, wg])
+        value, gate = F.linear(x, packed[id(w)]).chunk(2, -1)
+        return value * activation(gate)
+
+    return {"eager": eager, "one product of packed weights": of_packed}
+
+
+def _square_sizes(random: Random, limits: Limits) -> Sizes | None:
+    rows, n = size(random, 1, 1 << 20), size(random, 8, 8192)
+    return {"rows": rows, "n": n} if limits.allow(2.0 * rows * n * n, rows * n, n * n) else None
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _row_sizes(random: Random, limits: Limits) -> Sizes | None:
+    rows, n = size(random, 1, 1 << 20), size(random, 2, 1 << 17)
+    return {"rows": rows, "n": n} if 1 << 12 <= rows * n <= limits.elements else None
+
+
+def _matrix(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    return (new(s["rows"], s["n"]),)
+
+
+# --- pair layers -----------------------------------------------------------------------------------------------------
+
+
+def _transition_sizes(random: Random, limits: Limits) -> Sizes | None:
+    rows = size(random, 64, 1 << 19)
+    c = random.choice([16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768])
+    hidden = c * random.choice([2, 4])
+    return {"rows": rows, "c": c, "hidden": hidden} if limits.allow(6.0 * rows * c * hidden, rows * hidden) else None
+
+
+def _transition_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    c, hidden = s["c"], s["hidden"]
+    gate, up = (new(hidden, c, scale=c**-0.5) for _ in range(2))
+    return new(s["rows"], c), new(c), new(c), gate, up, new(c, hidden, scale=hidden**-0.5)
+
+
+def _transition(s: Sizes) -> Function:
+    names = ("norm_weight", "norm_bias", "gate_weight", "up_weight", "down_weight")
+    return lambda x, *w: torchops.transition(x, **dict(zip(names, w, strict=True)))
+
+
+def _eager_transition(x: Tensor, norm: Tensor, bias: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    z = F.layer_norm(x, x.shape[-1:], norm, bias)
+    return F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
+
+
+def _triangle_sizes(random: Random, limits: Limits) -> Sizes | None:
+    n, c = size(random, 16, 900), random.choice([16, 32, 64, 96, 128, 128, 192, 256])
+    sizes = {"N": n, "c": c, "direction": random.choice(["outgoing", "incoming"])}
+    return sizes if limits.allow(n * n * c * (12.0 * c + 2 * n), 2 * n * n * c) else None
+
+
+def _triangle_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    n, c = s["N"], s["c"]
+
+    def weight(rows: int) -> Tensor:
+        return new(rows, c, scale=c**-0.5)
+
+    return (new(1, n, n, c), new(c), new(c), weight(2 * c), weight(2 * c), new(c), new(c), weight(c), weight(c))
+
+
+def _triangle(s: Sizes) -> Function:
+    steps = ("norm_in_weight", "norm_in_bias", "p_in_weight", "g_in_weight")
+    names = (*steps, *(name.replace("_in_", "_out_") for name in steps))
+    return lambda x, *w: torchops.triangle_multiplicative_update(x, s["direction"], **dict(zip(names, w, strict=True)))
+
+
+def _triangle_ways(s: Sizes) -> dict[str, Function]:
+    def eager(x: Tensor, *w: Tensor) -> Tensor:
+        z = F.layer_norm(x, x.shape[-1:], w[0], w[1])
+        factors = torch.sigmoid(F.linear(z, w[3])) * F.linear(z, w[2])
+        a, b = factors.movedim(-1, 1).contiguous().chunk(2, 1)
+        o = (a @ b.mT if s["direction"] == "outgoing" else a.mT @ b).movedim(1, -1)
+        return F.linear(F.layer_norm(o, x.shape[-1:], w[4], w[5]), w[6]) * torch.sigmoid(F.linear(z, w[7]))
+
+    return {"eager": eager}
+
+
+def _attention_sizes(random: Random, limits: Limits) -> Sizes | None:
+    n, heads, d = size(random, 16, 700), random.choice([2, 4, 8]), random.choice([16, 32, 64])
+    sizes = {"N": n, "heads": heads, "d": d}
+    return sizes if limits.allow(4.0 * n**3 * heads * d, n * n * heads * d) else None
+
+
+def _attention_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    n, heads = s["N"], s["heads"]
+    return *(new(1, n, heads, n, s["d"]) for _ in range(3)), new(1, 1, heads, n, n)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q[0], k[0], v[0], bias[0].expand(len(q[0]), -1, -1, -1))[None]
+
+
+SURVEYED = {
+    op.name: op
+    for op in (
+        Surveyed(
+            "dense",
+            _layer,
+            _dense_tensors,
+            lambda s: torchops.dense,
+            lambda s: {
+                "eager": lambda *args: torch.sigmoid(F.linear(*args)),
+                "in place": lambda *args: F.linear(*args).sigmoid_(),
+            },
+        ),
+        Surveyed(
+            "gate",
+            _layer,
+            _gate_tensors,
+            lambda s: torchops.gate,
+            lambda s: {
+                "eager": lambda v, *args: v * torch.sigmoid(F.linear(*args)),
+                "in place": lambda v, *args: F.linear(*args).sigmoid_().mul_(v),
+            },
+        ),
+        Surveyed(
+            "glu",
+            _glu_sizes,
+            _glu_tensors,
+            lambda s: lambda *args: torchops.glu(*args, activation=s["activation"]),
+            _glu_ways,
+        ),
+        Surveyed(
+            "square_matmul_",
+            _square_sizes,
+            lambda s, new: (new(s["rows"], s["n"]), new(s["n"], s["n"], scale=s["n"] ** -0.5)),
+            lambda s: torchops.square_matmul_,
+            lambda s: {"eager": lambda a, b: a.copy_(a @ b)},
+            (FORWARD,),
+        ),
+        Surveyed(
+            "softmax",
+            _row_sizes,
+            _matrix,
+            lambda s: lambda x: torchops.softmax(x, -1),
+            lambda s: {"eager": lambda x: torch.softmax(x, -1)},
+        ),
+        Surveyed(
+            "softmax_",
+            _row_sizes,
+            _matrix,
+            lambda s: lambda x: torchops.softmax_(x, -1),
+            lambda s: {"eager": lambda x: torch.softmax(x, -1, out=x)},
+            (FORWARD,),
+        ),
+        Surveyed(
+            "layer_norm",
+            _row_sizes,
+            lambda s, new: (new(s["rows"], s["n"]), new(s["n"]), new(s["n"])),
+            lambda s: lambda x, *affine: torchops.layer_norm(x, x.shape[-1:], *affine),
+            lambda s: {"eager": lambda x, *affine: F.layer_norm(x, x.shape[-1:], *affine)},
+        ),
+        Surveyed(
+            "sigmoid",
+            _row_sizes,
+            _matrix,
+            lambda s: torchops.sigmoid,
+            lambda s: {"eager": torch.sigmoid},
+        ),
+        Surveyed(
+            "sigmoid_",
+            _row_sizes,
+            _matrix,
+            lambda s: torchops.sigmoid_,
+            lambda s: {"eager": torch.sigmoid_},
+            (FORWARD,),
+        ),
+        Surveyed(
+            "transition", _transition_sizes, _transition_tensors, _transition, lambda s: {"eager": _eager_transition}
+        ),
+        Surveyed("triangle_multiplicative_update", _triangle_sizes, _triangle_tensors, _triangle, _triangle_ways),
+        Surveyed(
+            "triangle_attention",
+            _attention_sizes,
+            _attention_tensors,
+            lambda s: torchops.triangle_attention,
+            lambda s: {"SDPA": _sdpa},
+            training=("SDPA",),
+        ),
+    )
+}
