@@ -49,13 +49,13 @@ export TORCHINDUCTOR_CACHE_DIR := $(abspath $(BUILD))/inductor
 TORCH := $(VENV)/.torch-$(TORCH_VERSION)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake src torchops test/cpp -not -name "*~" -not -path "*/__pycache__*")
 CPP_TESTS_TOO := ON
-SHARED :=
 # With CHECK=ON, what need only compile, load and be right; what -O3 warns of, the builds of make test show.
 CHECK ?=
-CHECK_FLAGS := -C cmake.define.TORCHOPS_SHARE_HEADERS=ON -C cmake.define.CMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG"
+CHECK_FLAGS := -C cmake.define.CMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG"
 BUILD_FLAGS = --no-build-isolation --no-deps -C build-dir=$(BUILD) \
   -C cmake.define.TORCHOPS_WERROR=ON -C cmake.define.TORCHOPS_BUILD_TESTS=$(CPP_TESTS_TOO) -C cmake.define.TORCHOPS_CUDA=$(CUDA) \
-  -C cmake.define.TORCHOPS_KERNELS=$(KERNELS) $(TARGETS:%=-C "build.targets=%") $(SHARED) $(if $(CHECK),$(CHECK_FLAGS))
+  -C cmake.define.TORCHOPS_SHARE_HEADERS=ON -C cmake.define.TORCHOPS_KERNELS=$(KERNELS) \
+  $(TARGETS:%=-C "build.targets=%") $(if $(CHECK),$(CHECK_FLAGS))
 
 help:
 	@echo "make test    build, then run the Python and the C++ tests"
@@ -112,11 +112,9 @@ $(VENV)/.built: $(SOURCES) $(TORCH) $(VENV)/.group-test
 
 build: $(VENV)/.built
 
-# The same for `make demo`, sooner, since a stranger waits for it: without the C++ tests and what the tests need, and with
-# torch's headers read once, in a folder of its own.
+# The same for `make demo`, sooner, since a stranger waits for it: without the C++ tests and what the tests need. `make test`
+# goes on from there.
 $(VENV)/.library: CPP_TESTS_TOO := OFF
-$(VENV)/.library: BUILD := build/library
-$(VENV)/.library: SHARED := -C cmake.define.TORCHOPS_SHARE_HEADERS=ON
 # PyPI's torch is a CUDA build on any machine. Without a GPU, the demo would wait for kernels that it cannot run.
 ifeq ($(origin CUDA),file)
 $(VENV)/.library: CUDA = $(or $(FOUND_GPU),$(eval FOUND_GPU := $(shell $(RUN) -c \
@@ -124,7 +122,7 @@ $(VENV)/.library: CUDA = $(or $(FOUND_GPU),$(eval FOUND_GPU := $(shell $(RUN) -c
 endif
 $(VENV)/.library: $(SOURCES) $(TORCH) | $(VENV)/.group-demo
 	@echo "building"
-	@rm -rf $(TORCHINDUCTOR_CACHE_DIR) $(VENV)/.built
+	@rm -rf $(TORCHINDUCTOR_CACHE_DIR)
 	@$(CUDA_TOOLS)
 	@$(PIP) install --editable . $(BUILD_FLAGS)
 	@touch $@
@@ -139,7 +137,7 @@ $(VENV)/.wheel: $(VENV)/.built
 SERIAL_SUITE = $(shell grep -l "mark.serial" test/test_*.py)
 
 # Every suite runs even if one before it fails. pytest's status 5 says that no test was selected.
-test: build $(VENV)/.wheel $(VENV)/.adapters
+test: build $(VENV)/.wheel $(VENV)/.adapters $(VENV)/.group-demo
 	@failed=; export TORCHOPS_WHEEL_DIR="$(abspath $(BUILD))/wheel"; \
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) | tee build/pytest.log || failed=yes; \
 	{ $(RUN) -m pytest -m serial $(PYTEST_FLAGS) $(SERIAL_SUITE) | tee build/pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
