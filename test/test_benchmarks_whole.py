@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import whole_models
 from torch import nn
 
 from benchmarks.__main__ import main
@@ -55,6 +56,22 @@ def test_openfold3(tmp_path: Path) -> None:
     for result in document["variants"].values():
         assert {"sample_diffusion", "pairformer_stack", "msa_module", "aux_heads"} <= set(result["parts, s"])
     assert any("pairformer_stack" in name for name in document["replace"]["replaced"])
+
+
+@pytest.mark.skipif(find_spec("protenix") is None, reason="protenix is not installed")
+@pytest.mark.xdist_group("adapters")
+def test_protenix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole configuration, but for the widths and depths, with which its 230 million parameters take a minute."""
+    monkeypatch.setattr(importlib.import_module("benchmarks.whole.protenix"), "Protenix", whole_models.Protenix)
+    sizes = [f"--{name}={value}" for name, value in (SMALL | {"tokens": 8, "blocks": 1, "rounds": 0}).items()]
+    how = ["--device", "cpu", "--variants", "released,replaced", "--precision", "float32", "--no-plots"]
+    assert main(["whole", "--package", "protenix", *sizes, *how, "--output", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "whole-protenix-8-1.json").read_text())
+    result = document["variants"]["replaced"]
+    assert {"sampling", "template_embedder", "pairformer_stack", "confidence_head"} <= set(result["parts, s"])
+    assert {"s", "z", "coordinate", "score model, from float64"} <= set(result["deviations"])
+    assert all(judged["norm"] < 1e-4 for judged in result["deviations"].values())
+    assert any("pairformer_stack.blocks.*.tri_att_start" in name for name in document["replace"]["replaced"])
 
 
 class Inner(nn.Module):
@@ -158,6 +175,14 @@ def test_compiled_layers_are_given_back(tmp_path: Path, monkeypatch: pytest.Monk
     assert not any(module._compiled_call_impl for module in model.modules())
     assert "classes, s" not in document["variants"]["compiled"]
     assert (tmp_path / "whole-boltz-256-1.png").exists() == (find_spec("matplotlib") is not None)
+
+
+def test_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Released("none")
+    monkeypatch.setattr(Released, "needs", ("missing_dependency",))
+    monkeypatch.setattr(importlib.import_module("benchmarks.whole.boltz"), "package", lambda name: package)
+    assert main(["whole"]) == 2
+    assert "boltz needs missing_dependency, not installed here" in capsys.readouterr().out
 
 
 def test_unknown_variants(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,10 @@ from ..progress import Progress
 from . import deviations, frame, measure, report
 
 # Each package's file.
-PACKAGES = {"boltz": "boltz", "boltz-community": "boltz", "boltzgen": "boltz", "openfold3": "openfold3"}
+PACKAGES = {
+    **{"boltz": "boltz", "boltz-community": "boltz", "boltzgen": "boltz"},
+    **{"openfold3": "openfold3", "protenix": "protenix"},
+}
 VARIANTS = ("released", "compiled", "replaced")
 SIZES = {"tokens": 256, "msa": 1024, "blocks": 0, "steps": 200, "samples": 1, "recycling": 3, "rounds": 1}
 TEXTS = {
@@ -72,6 +75,9 @@ def run(options: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         package: frame.Package = import_module(f".{PACKAGES[options.package]}", __name__).package(options.package)
+        if missing := package.missing():
+            print(f"python -m benchmarks whole: {options.package} needs {', '.join(missing)}, not installed here")
+            return 2
         try:
             document = _measured(package, options, device)
         finally:

@@ -118,10 +118,11 @@ class Boltz(Package):
         "confidence_module.pairformer_stack.layers",
         "structure_module",
     )
-    sampler = "structure_module"
+    sampler = "structure_module.sample"
     score = "structure_module.score_model"
     trunk = ("s", "z")
     outputs = (*trunk, "pdistogram", "sample_atom_coords", "pbfactor", "plddt", "pde", "pae")
+    needs = ("einops",)
     reads: ClassVar[dict[str, dict[str, Any]]] = {
         "pytorch_lightning": {"LightningModule": _LIGHTNING},
         "torchmetrics": {"MeanMetric": nn.Module, "Metric": nn.Module},

@@ -49,10 +49,11 @@ class Clock:
         package, of = subject.package, {}
         patched: set[type[nn.Module]] = set()
         if package.sampler:
-            sampler: Any = subject.model.get_submodule(package.sampler)
-            sampled = kinds.get(package.sampler, type(sampler).__name__)
-            vars(sampler)["sample"] = self._wrapped(sampler.sample, "sampling", lambda _: sampled)
-            self._undo.append(lambda: vars(sampler).pop("sample"))
+            owner, _, sample = package.sampler.rpartition(".")
+            sampler = subject.model.get_submodule(owner)
+            sampled = kinds.get(owner, type(sampler).__name__)
+            vars(sampler)[sample] = self._wrapped(getattr(sampler, sample), "sampling", lambda _: sampled)
+            self._undo.append(lambda: vars(sampler).pop(sample))
         for name, module in _callable(subject.model):
             part, kind = name if name in package.parts else None, kinds.get(name, type(module).__name__)
             inner = name in kinds and type(module).__module__.split(".")[0] in (package.root, "torchops")

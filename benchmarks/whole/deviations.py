@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .frame import Subject, ran_in
 
@@ -61,8 +64,20 @@ class Judge:
         exact = copy.deepcopy(score).double()
         args, kwargs = _to(self._call, lambda t: t.double() if t.is_floating_point() else t)
         torch.manual_seed(3)
-        with torch.inference_mode(), mock.patch.object(Tensor, "float", Tensor.double):
+        with torch.inference_mode(), _in_float64():
             return first_tensor(exact(*args, **kwargs)).cpu()
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    to = Tensor.to
+
+    def wider(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = tree_map(lambda a: torch.float64 if a is torch.float32 else a, (args, kwargs))
+        return to(self, *args, **kwargs)
+
+    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", wider):
+        yield
 
 
 def of(got: Tensor, exact: Tensor) -> dict[str, float]:
@@ -77,7 +92,7 @@ def of(got: Tensor, exact: Tensor) -> dict[str, float]:
 
 def first_tensor(value: Any) -> Tensor:
     """The first tensor of a result."""
-    return next(leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return next(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _laid_out(value: Any, like: Any) -> Any:
@@ -91,7 +106,7 @@ def _laid_out(value: Any, like: Any) -> Any:
             shared = shared.narrow(dim, 0, 1) if stride == 0 and each.shape[dim] > 1 else shared
         return shared.expand(each.shape)
 
-    return torch.utils._pytree.tree_map(leaf, value, like)
+    return tree_map(leaf, value, like)
 
 
 def _to(value: Any, change: Any) -> Any:
@@ -102,4 +117,4 @@ def _to(value: Any, change: Any) -> Any:
             return functools.partial(each.func, *_to(each.args, change), **_to(each.keywords, change))
         return change(each) if isinstance(each, Tensor) else each
 
-    return torch.utils._pytree.tree_map(leaf, value)
+    return tree_map(leaf, value)

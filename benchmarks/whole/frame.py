@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
@@ -60,9 +61,10 @@ class Package(ABC):
         root: the name that Python imports.
         parts: the submodules between which time is split.
         compiled: the submodules whose children are compiled.
-        sampler: the submodule whose method `sample` runs the diffusion, if it isn't a part itself.
+        sampler: the method that runs the diffusion, by the path to it, if that isn't the forward of a part.
         score: the submodule that the sampler calls in each step.
         trunk: the outputs before the sampler.
+        needs: what else must be installed, since building or calling the model uses it.
         reads: what the package derives from or looks at in modules that may be missing.
     """
 
@@ -72,6 +74,7 @@ class Package(ABC):
     sampler: ClassVar[str]
     score: ClassVar[str]
     trunk: ClassVar[tuple[str, ...]]
+    needs: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __init__(self, distribution: str) -> None:
@@ -81,6 +84,10 @@ class Package(ABC):
     def version(self) -> str:
         """The version that is installed."""
         return metadata.version(self.distribution)
+
+    def missing(self) -> list[str]:
+        """What is not installed, and has no stand-in that would do."""
+        return [name for name in (self.root, *self.needs) if find_spec(name) is None]
 
     def imported(self, name: str) -> Any:
         """A module of the package, with stand-ins for what it imports and is not installed."""

@@ -34,14 +34,14 @@ class OpenFold3(Package):
     sampler = ""
     score = "sample_diffusion.diffusion_module"
     trunk = ("si_trunk", "zij_trunk")
+    needs = ("ml_collections", "pydantic")
     outputs = (*trunk, "atom_positions_predicted", "plddt_logits", "pde_logits", "pae_logits", "distogram_logits")
 
     def build(self, sizes: Sizes, device: torch.device) -> nn.Module:
         # Slow, and all weights are drawn again.
         initialization = self.imported("openfold3.core.model.primitives.initialization")
         initialization.trunc_normal_init_ = lambda *args, **kwargs: None
-        entry = self.imported("openfold3.projects.of3_all_atom.project_entry").OF3ProjectEntry()
-        config = entry.get_model_config_with_presets()
+        config = self.config()
         if sizes.blocks:
             config.architecture.pairformer.no_blocks = sizes.blocks
         for kernels in ("use_deepspeed_evo_attention", "use_cueq_triangle_kernels", "use_triton_triangle_kernels"):
@@ -52,6 +52,11 @@ class OpenFold3(Package):
         with torch.device(device):
             model: nn.Module = self.imported("openfold3.projects.of3_all_atom.model").OpenFold3(config)
         return model
+
+    def config(self) -> Any:
+        """The configuration of its command line."""
+        entry = self.imported("openfold3.projects.of3_all_atom.project_entry").OF3ProjectEntry()
+        return entry.get_model_config_with_presets()
 
     def features(self, sizes: Sizes, device: torch.device) -> Features:
         made = _features(sizes.tokens, sizes.msa)
