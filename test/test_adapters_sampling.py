@@ -158,6 +158,16 @@ def test_a_hook_sees_all_samples() -> None:
     assert seen == [3, 3, 3]
 
 
+def test_a_compiled_score_model() -> None:
+    """Dynamo walks the modules inside, those that stand for a part in one call among them."""
+    model, new = sampler("boltz")
+    new.score_model.compile(backend="eager")
+    try:
+        assert_all_close([sampled(new, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
+    finally:
+        torch._dynamo.reset()
+
+
 def test_a_score_model_that_calls_its_parts_otherwise_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a later release might."""
     kind = importlib.import_module(FILES["boltz"]).DiffusionModule

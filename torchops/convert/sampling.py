@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,32 +139,31 @@ def _share(former: nn.Module, call: Mapping[str, Any]) -> None:
     """Gives a score model parts for one call, with these arguments, that compute one sample."""
     parts = former._modules
     held: Any = SimpleNamespace(**call)
-    conditioner = _Conditioner(parts[CONDITIONER], held.times, held.s_trunk, held.s_inputs)
-    parts[CONDITIONER] = conditioner  # type: ignore[assignment]
-    parts[TRANSFORMER] = _Transformer(parts[TRANSFORMER], held.feats["token_pad_mask"])  # type: ignore[assignment]
+    parts[CONDITIONER] = _Conditioner(parts[CONDITIONER], held.times, held.s_trunk, held.s_inputs)
+    parts[TRANSFORMER] = _Transformer(parts[TRANSFORMER], held.feats["token_pad_mask"])
 
 
-class _Conditioner(NamedTuple):
+class _Conditioner(nn.Module):
     """The part that is called with the trunk's outputs repeated for each sample."""
 
-    of: Any
-    times: Tensor
-    s_trunk: Tensor
-    s_inputs: Tensor
+    def __init__(self, of: Any, times: Tensor, s_trunk: Tensor, s_inputs: Tensor) -> None:
+        super().__init__()
+        self.of, self.times, self.s_trunk, self.s_inputs = of, times, s_trunk, s_inputs
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *_: Any, **__: Any) -> Any:
         result = self.of(times=once(self.times), s_trunk=self.s_trunk, s_inputs=self.s_inputs)
         samples = len(self.times)
         return pytree.tree_map_only(Tensor, lambda t: t.expand(samples, *t.shape[1:]), result)
 
 
-class _Transformer(NamedTuple):
+class _Transformer(nn.Module):
     """The part that is called with the mask repeated for each sample."""
 
-    of: Any
-    mask: Tensor
+    def __init__(self, of: Any, mask: Tensor) -> None:
+        super().__init__()
+        self.of, self.mask = of, mask
 
-    def __call__(self, *args: Any, mask: Tensor, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, mask: Tensor, **kwargs: Any) -> Any:
         return self.of(*args, mask=self.mask.to(mask.dtype).expand(mask.shape), **kwargs)
 
 
