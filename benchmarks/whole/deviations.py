@@ -32,7 +32,7 @@ class Judge:
             self._outputs = {name: value.float().cpu() for name, value in subject.run("float32").items()}
         finally:
             hook.remove()
-        self._call = _to(calls[len(calls) // 2], lambda t: t.detach().clone())
+        self._call = mapped(calls[len(calls) // 2], lambda t: t.detach().clone())
         self._steps = len(calls)
         self._score = self._exact_score(score)
 
@@ -62,7 +62,7 @@ class Judge:
     def _exact_score(self, score: nn.Module) -> Tensor:
         """In float64, where the package says float32, too."""
         exact = copy.deepcopy(score).double()
-        args, kwargs = _to(self._call, lambda t: t.double() if t.is_floating_point() else t)
+        args, kwargs = mapped(self._call, lambda t: t.double() if t.is_floating_point() else t)
         torch.manual_seed(3)
         with torch.inference_mode(), _in_float64():
             return first_tensor(exact(*args, **kwargs)).cpu()
@@ -109,12 +109,12 @@ def _laid_out(value: Any, like: Any) -> Any:
     return tree_map(leaf, value, like)
 
 
-def _to(value: Any, change: Any) -> Any:
+def mapped(value: Any, change: Any) -> Any:
     """`change` of the tensors in a tree, and of those that a partial function holds."""
 
     def leaf(each: Any) -> Any:
         if isinstance(each, functools.partial):
-            return functools.partial(each.func, *_to(each.args, change), **_to(each.keywords, change))
+            return functools.partial(each.func, *mapped(each.args, change), **mapped(each.keywords, change))
         return change(each) if isinstance(each, Tensor) else each
 
     return tree_map(leaf, value)
