@@ -41,6 +41,7 @@ from torch import Tensor, nn
 import torchops
 
 from . import machine, timing
+from .peak_memory import Peak
 
 LAYERS, FEATURES = 4, 128
 CHECKPOINTED_FROM = 513
@@ -108,17 +109,6 @@ def call(stack: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], training: bool
     return out.detach(), *gradients
 
 
-def peak(run: Callable[[], Any], device: torch.device) -> tuple[Any, float | None]:
-    """The result of a call, and the MiB that it allocates at its peak, results included."""
-    if device.type != "cuda":
-        return run(), None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    made = run()
-    torch.cuda.synchronize()
-    return made, (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def deviation(got: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, Any]:
     """The deviation of the result; in training, also of the gradient of the input, and the worst of the parameters."""
 
@@ -157,8 +147,9 @@ def _measured(runs: Mapping[str, Run], exact: list[Tensor], device: torch.device
     result: dict[str, Any] = {}
     for which, run in runs.items():
         first = timing.once(partial(_unless_out_of_memory, run), device)
-        values, memory = peak(partial(_unless_out_of_memory, run), device)
-        result[which] = {"first call, s": first, "MiB": memory, "out of memory": values is None}
+        peak = Peak(device) if device.type == "cuda" else None
+        values = _unless_out_of_memory(run)
+        result[which] = {"first call, s": first, "MiB": peak and peak.extra() / 2**20, "out of memory": values is None}
         if values is not None and exact:
             result[which]["deviation"] = deviation(values, exact)
         del values

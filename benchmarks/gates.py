@@ -31,6 +31,7 @@ from . import implementations, machine, parallel, timing
 from .case import BACKWARD, FORWARD, OVERHEAD_GRAD, Shape, Task
 from .gate_lines import GLUS, Line, bound, cublas_lines, lines, portable_lines, stream_lines
 from .operators import OPERATORS
+from .peak_memory import peak_of
 from .run import precision
 
 OURS, COMPILED, PACKED, EAGER, TRITON = "torchops", "torch.compile", "torch.compile, packed", "eager", "Triton"
@@ -172,17 +173,6 @@ def _task(way: _Way, task: Task) -> Callable[..., Any]:
     return lambda *tensors: call(*(tensors[i] for i in (*numbers, *cotangent)))
 
 
-def peak_bytes(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> int:
-    """What a call on CUDA allocates at its peak, results included."""
-    call(*tensors)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call(*tensors)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def prepared(
     line: Line, device: torch.device, path: str, seconds: float, without: Sequence[str] = ()
 ) -> Callable[[], Result]:
@@ -209,7 +199,7 @@ def prepared(
             peaks = {}
             if device.type == "cuda" and line.task in (FORWARD, BACKWARD):
                 with timing.context(line.task):
-                    peaks = {name: peak_bytes(way, sets[0]) for name, way in ways.items()}
+                    peaks = {name: peak_of(partial(way, *sets[0]), device) for name, way in ways.items()}
             measured = timing.measure(ways, sets, line.task, device, effort)
         times = {name: timing_.seconds * 1e6 for name, timing_ in measured.timings.items()}
         ratios = {name: timing_.ratio for name, timing_ in measured.timings.items()}

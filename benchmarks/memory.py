@@ -1,71 +1,32 @@
 """`python -m benchmarks memory`: peak memory of operators that overwrite their argument, and of those that don't.
 
-On CUDA, the allocator counts. On the CPU, the system does, with a separate process per contender.
+On the CPU, each contender has a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from . import implementations, machine, plots, report, timing, workload
+from . import implementations, machine, peak_memory, plots, report, timing, workload
 from .case import Case
 from .operators import OPERATORS
 from .progress import Progress
 from .run import PART_RESULTS, RESULTS, device_of, refusal
 from .workload import Workload
 
-PROC = Path("/proc/self")
 MIB = 2**20
 
 
-def supported(device: torch.device) -> bool:
-    """Whether peaks can be measured: on CUDA, and if the system can reset the peak of a process (Linux)."""
-    return device.type == "cuda" or (PROC / "clear_refs").exists()
-
-
 def peak(work: Workload, contender: str, device: torch.device) -> int:
-    """`peak_of` for one contender of a benchmark."""
+    """`peak_memory.peak_of` for one contender of a benchmark."""
     call, args = work.contenders[contender], work.inputs[0]
     with timing.context(work.case.task):
-        return peak_of(lambda: call(*args), device)
-
-
-def peak_of(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a call allocates at its peak, beyond what was allocated before.
-
-    A warm-up call comes first, so memory for compilation, starting threads and initialising libraries doesn't count.
-    What the allocator cached from it is returned to the system first, so reused memory does count.
-    """
-    call()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        allocated = torch.cuda.memory_allocated(device)
-        call()
-        return torch.cuda.max_memory_allocated(device) - allocated
-    ctypes.CDLL(None).malloc_trim(0)
-    (PROC / "clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
-    call()
-    return max(0, _status_bytes("VmHWM") - before)
-
-
-def _status_bytes(field: str) -> int:
-    for line in (PROC / "status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise KeyError(field)
+        return peak_memory.peak_of(lambda: call(*args), device)
 
 
 def _contenders(case: Case, options: argparse.Namespace, device: torch.device) -> list[str]:
@@ -101,7 +62,9 @@ def run(options: argparse.Namespace) -> int:
     if not cases:
         print("python -m benchmarks memory: no case matches; `list` shows which operators have some", file=sys.stderr)
         return 2
-    if reason := refusal(options, device) or ("" if supported(device) else "this system does not tell the peak"):
+    if reason := refusal(options, device) or (
+        "" if peak_memory.supported(device) else "this system does not tell the peak"
+    ):
         print(f"python -m benchmarks memory: {reason}", file=sys.stderr)
         return 2
     if options.only:

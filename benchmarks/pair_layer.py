@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import torchops
 
-from . import machine, memory, sampled, timing
+from . import machine, peak_memory, sampled, timing
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
 
@@ -116,10 +116,9 @@ def sample(call: Callable[[], None], device: torch.device) -> tuple[float, int, 
     if device.type == "cpu":
         return timing.once(call, device) * 1e6, 0, 0
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    microseconds, peak = timing.once(call, device) * 1e6, torch.cuda.max_memory_allocated()
-    return microseconds, peak - before, peak
+    peak = peak_memory.Peak(device)
+    microseconds = timing.once(call, device) * 1e6
+    return microseconds, peak.extra(), peak.total()
 
 
 def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
@@ -139,9 +138,9 @@ def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dic
                 continue
             if done >= 2:
                 times[name].append(microseconds)
-    if case.device.type == "cpu" and memory.supported(case.device):
+    if case.device.type == "cpu" and peak_memory.supported(case.device):
         # After all timing: memory returned to the system must be requested again.
-        peaks = {name: memory.peak_of(call, case.device) for name, call in ways.items() if name not in errors}
+        peaks = {name: peak_memory.peak_of(call, case.device) for name, call in ways.items() if name not in errors}
     return {
         "n": case.n,
         "task": case.task,

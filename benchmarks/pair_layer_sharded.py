@@ -33,6 +33,7 @@ import torchops.distributed  # registers its DTensor rules
 from . import machine
 from .case import BACKWARD, FORWARD, Task
 from .pair_layer import parameters_
+from .peak_memory import peak_of
 from .triangle_sharded import Call, measure
 
 
@@ -94,14 +95,7 @@ def memory(contenders: dict[str, Call], device: torch.device) -> dict[str, float
     """The most MiB that any GPU allocates in a call."""
     if device.type != "cuda":
         return {}
-    peaks = []
-    for way in contenders.values():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        way()
-        torch.cuda.synchronize()
-        peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+    peaks = [peak_of(way, device, warm_up=False) / 2**20 for way in contenders.values()]
     most = torch.tensor(peaks, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return dict(zip(contenders, most.tolist(), strict=True))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import torchops
 
-from . import machine, memory, timing
+from . import machine, peak_memory, timing
 from .case import BACKWARD, FORWARD, Task
 
 NORMS = ("norm_in", "norm_out")
@@ -263,23 +263,12 @@ def pair_bytes(line: Line, d: int) -> int:
     return line.batch * line.n * line.n * max(line.c, d) * line.dtype.itemsize
 
 
-def _peak(call: Callable[[], Any]) -> int:
-    """Bytes that a call allocates at its peak, the result included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call()
-    torch.cuda.synchronize()
-    del result
-    return torch.cuda.max_memory_allocated() - before
-
-
 def extra_pair_tensors(call: Callable[..., Any], inputs: tuple[Tensor, ...], line: Line) -> float | None:
     """The peak of a call in pair tensors, its result included."""
-    if not memory.supported(inputs[0].device):
+    if not peak_memory.supported(inputs[0].device):
         return None
     try:
-        return memory.peak_of(lambda: call(*inputs), inputs[0].device) / pair_bytes(line, line.c)
+        return peak_memory.peak_of(lambda: call(*inputs), inputs[0].device) / pair_bytes(line, line.c)
     except Exception:  # the timing reports it
         return None
 
@@ -301,8 +290,7 @@ def memory_lines(n: int, device: torch.device) -> list[dict[str, Any]]:
             return ours(Arguments(x, None, parameters))
 
         with torch.no_grad():
-            forward(x)
-            without_grad = _peak(functools.partial(forward, x)) / pair
+            without_grad = peak_memory.peak_of(functools.partial(forward, x), device) / pair
         leaves = [x.requires_grad_(), *(w.requires_grad_() for w in parameters.values())]
         for _ in range(2):  # the first call allocates what is kept
             given = x + 0 if in_place else x
@@ -312,10 +300,10 @@ def memory_lines(n: int, device: torch.device) -> list[dict[str, Any]]:
             made = 0 if in_place else y.nbytes
             kept = torch.cuda.memory_allocated() - before - made
             grad = torch.randn_like(y)
-            torch.cuda.reset_peak_memory_stats()
+            most = peak_memory.Peak(device)
             gradients = torch.autograd.grad(y, leaves, grad)
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before - made - grad.nbytes - gradients[0].nbytes
+            peak = most.total() - before - made - grad.nbytes - gradients[0].nbytes
             del y, given, gradients, grad
         results.append(
             {"section": "memory", "n": n, "in place": in_place, "forward": without_grad}

@@ -14,7 +14,7 @@ from progress import Progress
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import memory, timing, workload
+from benchmarks import memory, peak_memory, timing, workload
 from benchmarks.case import BACKWARD, Case
 from benchmarks.implementations import MODES
 
@@ -95,7 +95,7 @@ def _gain(case: Case, labels: dict[str, str], bar: Progress) -> Gain:
     alone = workload.build(case, modes, DEVICE, rotated=False)
     ways = []
     for name, label in labels.items():
-        peak = memory.peak(alone, name, DEVICE) / MIB if memory.supported(DEVICE) else None
+        peak = memory.peak(alone, name, DEVICE) / MIB if peak_memory.supported(DEVICE) else None
         ways.append(Way(label, measured.timings[name].seconds, measured.timings[name].ratio, peak))
         bar.advance(f"{case.op} {case.shape}: {label}")
     return Gain(f"{case.op} {case.shape} {case.dtype_name}, {case.task}", ways)

@@ -30,7 +30,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent / "models
 
 import alphafold3_pair_layer as written
 
-from benchmarks.memory import peak_of, supported
+from benchmarks.peak_memory import peak_of, supported
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -41,7 +41,7 @@ import torchops
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import machine, memory  # noqa: E402
+from benchmarks import machine, peak_memory  # noqa: E402
 
 EAGER, COMPILED, OURS = "eager", "torch.compile", "torch.compile + torchops.inductor"
 BACKEND = 'torch.compile(backend="torchops")'
@@ -151,7 +151,7 @@ class Contenders:
             self.call(contender)
             self.forget()
 
-        return memory.peak_of(call, self.device) if self.device.type == "cuda" else 0
+        return peak_memory.peak_of(call, self.device) if self.device.type == "cuda" else 0
 
     def forget(self) -> None:
         for x in self.inputs:
