@@ -15,6 +15,7 @@ from torch import nn
 from torchops.convert.module import Parameters
 from torchops.convert.step_graph import StepGraph
 
+from ..peak_memory import Peak
 from .frame import Subject
 
 REST = "(rest)"
@@ -36,7 +37,9 @@ class Clock:
     ) -> None:
         kinds = kinds or {}
         self._cuda, self._ranges = subject.device.type == "cuda", ranges
-        self._memory = memory and self._cuda
+        self._memory, self._device = memory and self._cuda, subject.device
+        if self._memory:
+            self._peak = Peak(self._device)
         self._stack: list[Owner] = [(REST, type(subject.model).__name__)]
         self._open: list[AbstractContextManager[Any]] = []
         self._marks: list[tuple[Any, Owner]] = []
@@ -79,8 +82,8 @@ class Clock:
     def _mark(self) -> None:
         if self._memory:
             part = self._marks[-1][1][0] if self._marks else REST
-            self.peaks[part] = max(self.peaks[part], torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
+            self.peaks[part] = max(self.peaks[part], self._peak.total())
+            self._peak = Peak(self._device)
         at: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
         if self._cuda:
             at.record()
