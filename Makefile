@@ -305,7 +305,7 @@ site: build $(VENV)/.group-site
 # What fails is named at the end, and the status is 1; the rest is measured all the same.
 RESULTS = $(abspath $(or $(BENCH_OUTPUT),benchmarks/results))
 MACHINE = $$($(1) -c "import torch; from benchmarks import machine as m; print(m.slug(m.describe(torch.device('$(2)'))))")
-MEASURE = failed=; measure() { "$$@" || failed="$$failed, $${*:2:2}"; }
+MEASURE = failed=; measure() { "$$@" || failed="$$failed, $${*:2:3}"; }
 
 committed:
 	@[ -n "$$BENCH_REVISION" ] || git diff --quiet HEAD -- src torchops || { echo "commit first: results name the revisions of src and torchops"; exit 1; }
@@ -314,10 +314,10 @@ results: BENCH_FLAGS := --device cpu
 results: committed build $(VENV)/.group-demo $(VENV)/.adapters
 	@$(MEASURE); here=$(RESULTS)/$(call MACHINE,$(RUN),cpu); mkdir -p $$here; \
 	$(BENCH); \
-	measure $(RUN) -m benchmarks.gates --device cpu --json $$here/gates.json; \
-	measure $(RUN) -m benchmarks.triangle --device cpu --json $$here/triangle.json; \
-	measure $(RUN) -m benchmarks.pair_layer --device cpu --sizes 128 --tasks forward --json $$here/pair_layer.json; \
-	measure $(RUN) -m benchmarks.boltz --device cpu --json $$here/boltz.json; \
+	measure $(RUN) -m benchmarks gates --device cpu --json $$here/gates.json; \
+	measure $(RUN) -m benchmarks triangle --device cpu --json $$here/triangle.json; \
+	measure $(RUN) -m benchmarks pair_layer --device cpu --sizes 128 --tasks forward --json $$here/pair_layer.json; \
+	measure $(RUN) -m benchmarks boltz --device cpu --json $$here/boltz.json; \
 	measure $(RUN) examples/ladder/climb.py --device cpu --output $(RESULTS); \
 	measure $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py --bench --json $$here/allreduce.json; \
 	$(if $(BENCH_OUTPUT),,measure $(RUN) -m benchmarks render;) \
@@ -335,11 +335,11 @@ results-gpu: committed gpu-build ptx
 	$(GPU_BENCH); \
 	measure $(DENSE_IN_REGIME) --regime single $(DENSE_SINGLE:%=--shape %); \
 	measure $(DENSE_IN_REGIME) --regime hot $(DENSE_HOT:%=--shape %); \
-	for name in triangle triangle_attention gates stages power trimul eight_bits boltz; do measure $(PYTHON) -m benchmarks.$$name --json $$here/$$name.json; done; \
-	measure $(PYTHON) -m benchmarks.triangle --sections generic,dtypes --json $$here/triangle-paths.json; \
-	measure $(PYTHON) -m benchmarks.gates --path cublas --json $$here/gates-by-cublas.json; \
-	measure $(PYTHON) -m benchmarks.gates --path portable --json $$here/gates-portable.json; \
-	measure $(PYTHON) -m benchmarks.pair_layer --eager 384,768,1024 --compile 384,768,1024 --expert 384,768,1024 --json $$here/pair_layer.json; \
+	for name in triangle triangle_attention gates stages power trimul eight_bits boltz; do measure $(PYTHON) -m benchmarks $$name --json $$here/$$name.json; done; \
+	measure $(PYTHON) -m benchmarks triangle --sections generic,dtypes --json $$here/triangle-paths.json; \
+	measure $(PYTHON) -m benchmarks gates --path cublas --json $$here/gates-by-cublas.json; \
+	measure $(PYTHON) -m benchmarks gates --path portable --json $$here/gates-portable.json; \
+	measure $(PYTHON) -m benchmarks pair_layer --eager 384,768,1024 --compile 384,768,1024 --expert 384,768,1024 --json $$here/pair_layer.json; \
 	measure $(PYTHON) $(CURDIR)/examples/ladder/climb.py --device cuda --output $(RESULTS); \
 	measure $(PYTHON) $(CURDIR)/examples/models/measure.py --output $(RESULTS); \
 	measure $(PYTHON) $(CURDIR)/examples/ptx/ptx_errors.py --json $$here/ptx.json; \

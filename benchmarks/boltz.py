@@ -1,4 +1,4 @@
-"""A stack of layers of the released Boltz before and after `torchops.replace`: `python -m benchmarks.boltz`.
+"""A stack of layers of the released Boltz before and after `torchops.replace`: `python -m benchmarks boltz`.
 
 Four layers of its ``PairformerNoSeqModule`` with random parameters: chunks and checkpoints are those of the release (in
 inference, chunks of 128 rows from N = 385 on; training is checkpointed by layer for N > 512, since four layers of the
@@ -12,7 +12,7 @@ nothing else).
 Boltz must be importable. From wheels, without its dependencies (of which these files want numpy, scipy and einops):
 
     pip install --no-deps --no-index --find-links WHEELS --target FOLDER boltz einops
-    TORCHOPS_PEERS=FOLDER python -m benchmarks.boltz --json FILE
+    TORCHOPS_PEERS=FOLDER python -m benchmarks boltz --json FILE
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import argparse
 import copy
 import gc
 import importlib
-import json
 import os
 import statistics
 import sys
@@ -31,8 +30,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +37,10 @@ from torch import Tensor, nn
 
 import torchops
 
-from . import machine, timing
+from . import options as shared
+from . import timing
 from .peak_memory import Peak
+from .record import Record
 
 LAYERS, FEATURES = 4, 128
 CHECKPOINTED_FROM = 513
@@ -273,36 +272,23 @@ def modules(
         yield row
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",") if n], help="N, by comma")
-    parser.add_argument("--features", type=int, default=FEATURES)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    options = parser.parse_args(argv)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "device", "sizes", "features", "rounds", "json", features=FEATURES, rounds=2)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures single modules, then the stacks."""
     if folder := os.environ.get("TORCHOPS_PEERS"):
         sys.path.append(folder)
     if find_spec("boltz") is None:
         print("boltz is not installed: nothing is measured")
         return 0
-    device = torch.device(options.device)
+    device, features = shared.device_of(options), options.features
     sizes = options.sizes if options.sizes is not None else [384, 768] if device.type == "cuda" else [64]
-    found: list[Any] = []
-    results: list[Any] = []
-    of_stacks = (measure(n, device, options.features, options.rounds) for n in sizes)
-    for rows, kept in ((modules(device, 96), found), (chain.from_iterable(of_stacks), results)):
-        for row in rows:
-            kept.append(row)
-            print(json.dumps(row), flush=True)
-            if options.json:  # partial results, in case the run is stopped
-                about, command = machine.describe(device), machine.command("benchmarks.boltz", argv)
-                document = {"machine": about, "command": command, "boltz": version("boltz"), "layers": LAYERS}
-                document |= {"features": options.features, "results": results, "modules": found}
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(document, indent=1) + "\n")
+    facts = {"boltz": version("boltz"), "layers": LAYERS, "features": features}
+    record = Record(options, device, **facts, results=[], modules=[])
+    record.collect("modules", modules(device, 96), "modules")
+    for n in sizes:
+        record.collect("results", measure(n, device, features, options.rounds), f"stack, N = {n}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import machine, report, timing
+from . import options as shared
 from .operators import OPERATORS
+from .options import device_of
 from .progress import Progress
+from .record import read
 from .report import Report
 from .roofline import Roofline
-from .run import device_of, measure_case, refusal
+from .run import measure_case, refusal
+from .tables import table as markdown
 
 Document = Mapping[str, Any]
 
@@ -37,7 +39,7 @@ class Row:
 def load(path: Path) -> list[Document]:
     """The results in a file, or in all files of a folder."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    documents = [json.loads(file.read_text()) for file in files]
+    documents = [read(file) for file in files]
     return [document for document in documents if "op" in document]
 
 
@@ -81,12 +83,12 @@ def _value(timings: Mapping[str, Any], contender: str, against: str) -> float | 
 def table(rows: list[Row], tolerance: float, against: str) -> list[str]:
     """A Markdown table, slowest change first."""
     unit = f"times {against}" if against else "time"
-    lines = [f"| case | contender | baseline ({unit}) | new | new / baseline | |", "|---|---|---|---|---|---|"]
+    found = []
     for row in sorted(rows, key=lambda row: -row.ratio):
         values = [f"{v:.3f}" if against else report.format_seconds(v) for v in (row.old, row.new)]
         verdict = "**slower**" if row.ratio > 1 + tolerance else "faster" if row.ratio < 1 - tolerance else ""
-        lines.append(f"| {row.case} | {row.contender} | {values[0]} | {values[1]} | {row.ratio:.3f} | {verdict} |")
-    return lines
+        found.append([row.case, row.contender, *values, f"{row.ratio:.3f}", verdict])
+    return markdown(["case", "contender", f"baseline ({unit})", "new", "new / baseline", ""], found)
 
 
 def _measure(old: list[Document], options: argparse.Namespace, contenders: list[str]) -> list[Document]:
@@ -94,7 +96,7 @@ def _measure(old: list[Document], options: argparse.Namespace, contenders: list[
     device = device_of(options)
     effort, roofline, busy = timing.effort(device.type, options.quick), Roofline(device), machine.OtherLoad()
     progress = Progress(sum(len(document["cases"]) for document in old))
-    new = []
+    new: list[Document] = []
     for document in old:
         operator, regime = OPERATORS[document["op"]], document.get("regime", "")
         known = {case.name: case for case in operator.cases(device.type)}
@@ -104,16 +106,24 @@ def _measure(old: list[Document], options: argparse.Namespace, contenders: list[
             modes = [c for c in entry["timings"] if c in contenders and c not in operator.references]
             references = any(c in operator.references for c in contenders)
             results.append(measure_case(case, modes, device, effort, roofline, busy, progress, references, regime))
-        new.append(json.loads(report.to_json(Report(operator.name, {}, "", {}, results, regime))))
+        new.append(report.to_document(Report(operator.name, {}, "", {}, results, regime)))
     return new
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "op", "device", "mode", "case", "quick")
+    parser.add_argument("baseline", type=Path, help="JSON file of a run, or a folder of them")
+    parser.add_argument("new", help="JSON file, folder, or `run` to measure the cases of the baseline now")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="how much slower is still equal (default: 0.1)")
+    parser.add_argument("--against", default="", metavar="CONTENDER", help="compare multiples of this one's time")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table. The status is 1 if something is slower than the tolerance allows, or was not measured."""
     paths = [options.baseline, *([] if options.new == "run" else [Path(options.new)])]
     if absent := [str(path) for path in paths if not path.exists()]:
-        print(f"python -m benchmarks compare: there is no {' and no '.join(absent)}", file=sys.stderr)
-        return 2
+        return shared.refused("compare", f"there is no {' and no '.join(absent)}")
     old = load(options.baseline)
     if options.case or options.op:
         old = [
@@ -124,8 +134,7 @@ def run(options: argparse.Namespace) -> int:
     contenders = options.mode or ["cuda", "cpp"]
     if options.new == "run":
         if reason := refusal(options, device_of(options)):
-            print(f"python -m benchmarks compare: {reason}", file=sys.stderr)
-            return 2
+            return shared.refused("compare", reason)
         new = _measure(old, options, [*contenders, *([options.against] if options.against else [])])
         machines = {machine.describe(device_of(options))["machine"]} | {document["machine"] for document in old}
     else:

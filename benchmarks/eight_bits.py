@@ -1,4 +1,4 @@
-"""`python -m benchmarks.eight_bits`: `dense_scaled` beside `torch._scaled_mm`, and beside `dense` in bfloat16, on CUDA.
+"""`python -m benchmarks eight_bits`: `dense_scaled` beside `torch._scaled_mm`, and beside `dense` in bfloat16, on CUDA.
 
 `_scaled_mm` takes the bias, and its result is overwritten by the sigmoid. Scales are those of a tensor, or of its rows.
 Before it is timed, each way is compared with float64 of the same eight-bit numbers.
@@ -7,10 +7,8 @@ Before it is timed, each way is compared with float64 of the same eight-bit numb
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,10 @@ from torch import Tensor
 import torchops
 
 from . import machine, timing
+from . import options as shared
 from .case import FORWARD
+from .record import Record
+from .tables import table
 
 SHAPES = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 4096, 4096), (512, 2048, 2048), (64, 4096, 4096))
 SCALES = ("per tensor", "per row")
@@ -98,43 +99,33 @@ def measure(shape: tuple[int, int, int], device: torch.device, effort: timing.Ef
 def to_markdown(document: dict[str, Any]) -> str:
     """A row for each shape, with the machine."""
     head = ["rows, in, out", *WAYS, BFLOAT16]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = []
     for result in document["results"]:
         times = [result["microseconds"][scales] for scales in SCALES]
         cells = [" / ".join(_microseconds(t[name]) if name in t else "-" for t in times) for name in WAYS]
         cells.append(_microseconds(times[0][BFLOAT16]) if BFLOAT16 in times[0] else "-")
-        lines.append(f"| {', '.join(map(str, result['shape']))} | {' | '.join(cells)} |")
-    about = document["machine"]
-    where = f"{about['machine']}, torch {about['torch']}, {machine.revisions(about)}."
-    return "\n".join([*lines, "", f"Microseconds, with scales {' / '.join(SCALES)}. {where}", ""])
+        rows.append([", ".join(map(str, result["shape"])), *cells])
+    source = f"Microseconds, with scales {' / '.join(SCALES)}. {machine.where(document)}"
+    return "\n".join([*table(head, rows), "", source, ""])
 
 
 def _microseconds(time: float) -> str:
     return f"{time:.{0 if time >= 100 else 1}f}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.eight_bits", description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", type=lambda text: tuple(int(n) for n in text.split(",")), action="append")
-    parser.add_argument("--quick", action="store_true", help="few rounds, for a rough look")
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    command = machine.command("benchmarks.eight_bits", argv)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "device", "quick", "json", device="cuda")
+    parser.add_argument("--shape", type=lambda text: tuple(shared.numbers(text)), action="append", help="rows,in,out")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints a line for each shape, and then the table."""
+    device = shared.device_of(options)
     effort = timing.effort(device.type, options.quick)
     torch.manual_seed(0)
-    results: list[dict[str, Any]] = []
-    for shape in options.shape or SHAPES:
-        results.append(measure(shape, device, effort))
-        print(json.dumps(results[-1]), flush=True)
-        document = {"machine": machine.describe(device), "command": command, "results": results}
-        # After each shape, so that a run that is stopped keeps its results.
-        if options.json:
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(to_markdown(document))
+    shapes = options.shape or SHAPES
+    record = Record(options, device, len(shapes))
+    record.collect("results", (measure(shape, device, effort) for shape in shapes), "shapes")
+    print(to_markdown(record.document))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.gates` measures: operators at sizes, and their bounds."""
+"""What `python -m benchmarks gates` measures: operators at sizes, and their bounds."""
 
 from __future__ import annotations
 

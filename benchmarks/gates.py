@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gates`: gates, gated linear units and batched products in place, beside what bounds them.
+"""`python -m benchmarks gates`: gates, gated linear units and batched products in place, beside what bounds them.
 
 `benchmarks run` compares the ways to write an operator. This goes through sizes, dtypes and gradients of a few of them:
 torchops, `torch.compile` with the weights apart and packed into one, eager mode, a Triton kernel. `--path portable`
@@ -12,8 +12,6 @@ the rates that a copy and the best product reach on one H100; backward makes the
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -28,11 +26,14 @@ from torch import Tensor
 import torchops
 
 from . import implementations, machine, parallel, timing
+from . import options as shared
 from .case import BACKWARD, FORWARD, OVERHEAD_GRAD, Shape, Task
 from .gate_lines import GLUS, Line, bound, cublas_lines, lines, portable_lines, stream_lines
 from .operators import OPERATORS
 from .peak_memory import peak_of
+from .record import Record, read
 from .run import precision
+from .tables import table
 
 OURS, COMPILED, PACKED, EAGER, TRITON = "torchops", "torch.compile", "torch.compile, packed", "eager", "Triton"
 PRODUCT, SECOND, LINEAR = "packed product alone", "torch.bmm, new tensor", "F.linear alone"
@@ -219,7 +220,7 @@ def to_markdown(
     peak."""
     ways = contenders or document["contenders"]
     heads = ["", "bound", *(["at most"] if full else []), *ways]
-    rows = [f"|{' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
 
     def rounded(value: float | None) -> str:
         return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
@@ -235,9 +236,8 @@ def to_markdown(
         for way in ways:
             peak = result["peak_bytes"].get(way) if full else None
             cells.append(rounded(result["microseconds"].get(way)) + (f" ({peak / 2**20:.0f})" if peak else ""))
-        rows.append(f"| {' | '.join(cells)} |")
-    where = f"{document['machine']}, torch {document['torch']}, {machine.revisions(document)}."
-    return "\n".join([*rows, "", where, ""])
+        rows.append(cells)
+    return "\n".join([*table(heads, rows), "", machine.where(document), ""])
 
 
 def page(document: dict[str, Any]) -> str:
@@ -259,50 +259,36 @@ TITLES = {
 STREAM_TITLE = "Gates of a float32 stream with 16-bit weights"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "device", "jobs", "json")
     parser.add_argument("--path", choices=[*TITLES], default="auto", help="torchops.cuda.kernel_path")
     parser.add_argument("--stream", action="store_true", help="float32 x, or x and v, beside 16-bit weights")
     parser.add_argument("--case", nargs="+", default=[""], help="only lines whose name contains one of these")
     parser.add_argument("--without", nargs="+", default=[], help="contenders to leave out: torch.compile Triton")
     parser.add_argument("--seconds", type=float, help="to measure a contender for")
-    parser.add_argument("--jobs", type=int, help="processes that compile")
     parser.add_argument("--compile-seconds", type=float, default=600, help="what is not compiled by then is left out")
-    parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--table", type=Path, help="print these results as Markdown, and measure nothing")
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures the chosen lines. The status is 1 if one is missing."""
     if options.table:
-        print(page(json.loads(options.table.read_text())), end="")
+        print(page(read(options.table)), end="")
         return 0
-    device = torch.device(options.device)
+    device = shared.device_of(options)
     lines_of_path = {"portable": portable_lines, "cublas": cublas_lines}.get(options.path, partial(lines, device.type))
     chosen = stream_lines() if options.stream else lines_of_path()
     chosen = [line for line in chosen if any(text in line.name for text in options.case)]
     seconds = options.seconds or (0.03 if device.type == "cuda" else 1.0)
     prepare = partial(prepared, device=device, path=options.path, seconds=seconds, without=options.without)
     jobs = options.jobs or parallel.jobs(device.type)
-    results: list[Result] = []
-    document: dict[str, Any] = {}
-    for line, result in parallel.measured(prepare, chosen, jobs, options.compile_seconds):
-        results.append(result)
+    title = STREAM_TITLE if options.stream else TITLES[options.path]
+    record = Record(options, device, len(chosen), path=options.path, title=title, contenders=[], results=[])
+    document = record.document
+    for line, result in parallel.measured(prepare, chosen, jobs, options.compile_seconds, record.progress):
         times = ", ".join(f"{name} {us:.1f}" for name, us in result.microseconds.items())
-        print(f"{line.name}: bound {result.bound or 0:.0f}, {times} {result.errors or ''}", flush=True)
-        names = dict.fromkeys(name for r in results for name in r.microseconds)
-        document = {
-            **machine.describe(device),
-            "command": machine.command("benchmarks.gates", arguments),
-            "path": options.path,
-            "title": STREAM_TITLE if options.stream else TITLES[options.path],
-            "contenders": [*names],
-            "results": [*map(asdict, results)],
-        }
-        # After each line, so that a run that is stopped keeps its results.
-        if options.json:
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if len(results) == len(chosen) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        document["contenders"] = [*dict.fromkeys([*document["contenders"], *result.microseconds])]
+        text = f"{line.name}: bound {result.bound or 0:.0f}, {times} {result.errors or ''}"
+        record.add("results", asdict(result), text)
+    return 0 if len(document["results"]) == len(chosen) else 1

@@ -9,7 +9,6 @@ compared with those of the eager formula.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,11 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from . import implementations, timing, workload
+from . import options as shared
 from .case import Operator, Shape
 from .operators import OPERATORS
-from .run import device_of, refusal
+from .options import device_of
+from .run import refusal
 
 # Compiled graphs have no second derivative, and neither does code that autograd cannot see.
 FIRST_ORDER = {
@@ -94,12 +95,16 @@ def _outcome(check: Callable[[], object]) -> str:
     return ""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "op", "device", "mode")
+
+
 def run(options: argparse.Namespace) -> int:
     """Checks and prints. The status is 1 if a check fails."""
     device = device_of(options)
     if reason := refusal(options, device):
-        print(f"python -m benchmarks gradcheck: {reason}", file=sys.stderr)
-        return 2
+        return shared.refused("gradcheck", reason)
     available = [mode for mode in implementations.MODES if not implementations.unavailable(mode, device.type)]
     modes = options.mode or [mode for mode in available if not mode.startswith("compile") and mode not in NO_FLOAT64]
     failed = 0

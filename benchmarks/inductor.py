@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ import torchops
 from torchops.inductor import table
 
 from . import machine, parallel, timing
+from . import options as shared
 from .case import BACKWARD, FORWARD
+from .progress import Progress
 
 OPERATORS = ("gate", "glu sigmoid", "glu silu", "dense")
 # Anything less is measurement noise.
@@ -198,7 +201,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints each case, and writes the table, in which the new rows replace those of the same cases."""
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = shared.device_of(options)
     options.jobs = options.jobs or parallel.jobs(device.type)
     if options.repeats is None:
         options.repeats = 1 if device.type == "cuda" else 3
@@ -207,7 +210,9 @@ def run(options: argparse.Namespace) -> int:
     source = f"{description['machine']}, torch {description['torch']}, {revisions}"
     cases, results = cases_of(options), []
     prepared = partial(_prepared, device=device, repeats=options.repeats)
-    for _, result in parallel.measured(prepared, cases, options.jobs, options.seconds):
+    progress = Progress(len(cases))
+    for _, result in parallel.measured(prepared, cases, options.jobs, options.seconds, progress):
+        progress.finished()
         results.append(result)
         ratio = result.compiled / result.ours
         verdict = "wins" if result.wins else "loses" if result.rewritten else "not rewritten"
@@ -230,25 +235,17 @@ def run(options: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
 
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     def switches(text: str) -> list[bool]:
-        return [bool(number) for number in numbers(text)]
+        return [bool(number) for number in shared.numbers(text)]
 
     def pairs(text: str) -> list[tuple[int, int]]:
         sizes = [part.split("x") for part in text.split(",")]
         return [(int(size[0]), int(size[-1])) for size in sizes]
 
-    def operators(text: str) -> list[str]:
-        if unknown := set(text.split(",")) - set(OPERATORS):
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(OPERATORS)}, got {', '.join(unknown)}")
-        return text.split(",")
-
-    from pathlib import Path
-
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    parser.add_argument("--operator", type=operators, default=list(OPERATORS), help=f"by comma: {', '.join(OPERATORS)}")
+    shared.add(parser, "device", "jobs")
+    parser.add_argument(
+        "--operator", type=shared.names(OPERATORS), default=list(OPERATORS), help=f"by comma: {', '.join(OPERATORS)}"
+    )
     parser.add_argument(
         "--dtype", type=lambda text: text.split(","), default=["bfloat16"], help="by comma: bfloat16,float16"
     )
@@ -256,8 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--training", type=switches, default=[False, True], help="by comma: 0 (inference), 1 (default: both)"
     )
-    parser.add_argument("--rows", type=numbers, default=[65536, 1048576], help="by comma: 65536,1048576")
-    parser.add_argument("--jobs", type=int, help="processes that compile (default: 14 for CUDA, 1 for the CPU)")
+    parser.add_argument("--rows", type=shared.numbers, default=[65536, 1048576], help="by comma: 65536,1048576")
     parser.add_argument("--repeats", type=int, help="a case has to win in each (default: 1 for CUDA, 3 for the CPU)")
     parser.add_argument("--seconds", type=float, default=600, help="what is not compiled by then is left out")
     parser.add_argument(

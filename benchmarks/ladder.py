@@ -13,6 +13,7 @@ from . import plots, timing
 from .machine import revisions
 from .operators import OPERATORS
 from .report import format_seconds
+from .tables import table as markdown
 
 _METHODS = {
     "clock": "with a clock",
@@ -32,7 +33,7 @@ def table(document: dict[str, Any]) -> str:
     cases = document["cases"]
     names = [*cases[0]["seconds"], *cases[0]["missing"], *cases[0]["wrong"]]
     head = ["step", *(cell for case in cases for cell in (_label(case), "speedup over step 1"))]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = []
     for name in sorted(dict.fromkeys(names)):
         cells = [name]
         for case in cases:
@@ -40,11 +41,15 @@ def table(document: dict[str, Any]) -> str:
                 cells += [format_seconds(case["seconds"][name]), f"{1 / case['over the first'][name]:.2f}x"]
             else:
                 cells += [case["missing"].get(name) or case["wrong"].get(name, ""), ""]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     about = document["ladder"]
     shape = "{}, in = {}, out = {}".format(*cases[0]["shape"])
     revision = f", {revisions(about)}" if "revision of src" in about else ""
-    lines += ["", f"{about['machine']}, torch {about['torch']}{revision}: {cases[0]['dtype']}, rows = {shape}."]
+    lines = [
+        *markdown(head, rows),
+        "",
+        f"{about['machine']}, torch {about['torch']}{revision}: {cases[0]['dtype']}, rows = {shape}.",
+    ]
     lines[-1] += f" {_regime(cases[0])}."
     loads = [case["other load"] for case in cases if case["other load"] is not None]
     if loads and max(loads) > 0.01:

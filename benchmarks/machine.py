@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -39,7 +40,18 @@ def describe(device: torch.device) -> dict[str, str]:
     }
 
 
-def revisions(description: Mapping[str, str]) -> str:
+def described(document: Mapping[str, Any]) -> dict[str, str]:
+    """What :func:`describe` has written into a document."""
+    names = ("machine", "threads", "torch", "torchops", *PEERS, "python", "system", "revision of src")
+    return {name: document[name] for name in (*names, "revision of torchops") if name in document}
+
+
+def where(document: Mapping[str, Any]) -> str:
+    """The machine and the revisions, below a table."""
+    return f"{document['machine']}, torch {document['torch']}, {revisions(document)}."
+
+
+def revisions(description: Mapping[str, Any]) -> str:
     """The revisions in the words of a page: older results have only that of `src`."""
     python = description.get("revision of torchops")
     return f"revision {description['revision of src']} of `src`" + (f", {python} of `torchops`" if python else "")

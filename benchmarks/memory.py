@@ -13,10 +13,14 @@ import sys
 import torch
 
 from . import implementations, machine, peak_memory, plots, report, timing, workload
+from . import options as shared
 from .case import Case
 from .operators import OPERATORS
+from .options import device_of
 from .progress import Progress
-from .run import PART_RESULTS, RESULTS, device_of, refusal
+from .record import write
+from .run import PART_RESULTS, RESULTS, refusal
+from .tables import table
 from .workload import Workload
 
 MIB = 2**20
@@ -55,18 +59,22 @@ def _cases(options: argparse.Namespace, device_type: str) -> list[Case]:
     return [case for op in ops for case in OPERATORS[op].memory(device_type) if options.case in case.name]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "op", "device", "mode", "case", "output", "no-plots")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+
+
 def run(options: argparse.Namespace) -> int:
     """Measures, prints and writes `memory.{json,md,png}`. The status is 1 if ours failed."""
     device = device_of(options)
     cases = _cases(options, device.type)
     if not cases:
-        print("python -m benchmarks memory: no case matches; `list` shows which operators have some", file=sys.stderr)
-        return 2
+        return shared.refused("memory", "no case matches; `list` shows which operators have some")
     if reason := refusal(options, device) or (
         "" if peak_memory.supported(device) else "this system does not tell the peak"
     ):
-        print(f"python -m benchmarks memory: {reason}", file=sys.stderr)
-        return 2
+        return shared.refused("memory", reason)
     if options.only:
         print(json.dumps({"peak_bytes": _one(cases[0], options.only, device)}))
         return 0
@@ -95,19 +103,18 @@ def run(options: argparse.Namespace) -> int:
         failures += [f"FAILED  {case.op} {case.name}: {errors[ours]}"] if ours in errors else []
         own = peaks.get(ours, 0)
         if case.most_bytes is not None and own >= case.most_bytes:
-            misses.append(f"| {case.op} {case.name} | {own / MIB:.2f} MiB | {case.most_bytes / MIB:.0f} MiB |")
+            misses.append([f"{case.op} {case.name}", f"{own / MIB:.2f} MiB", f"{case.most_bytes / MIB:.0f} MiB"])
 
     description = machine.describe(device)
     folder = options.output or (PART_RESULTS if options.op or options.case or options.mode else RESULTS)
     folder /= machine.slug(description)
-    folder.mkdir(parents=True, exist_ok=True)
     document = {**description, "command": options.command, "cases": rows}
-    (folder / "memory.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    write(folder / "memory.json", document)
     (folder / "memory.md").write_text(report.memory_markdown(description, options.command, rows))
     if not options.no_plots:
         print(plots.draw_memory(folder, rows, description, workload.ours(device.type)))
     print(f"written to {folder}")
     if misses:
-        print("\n".join(["", "| missed bound | is | bound |", "|---|---|---|", *misses]))
+        print("\n".join(["", *table(["missed bound", "is", "bound"], misses)]))
     print("\n".join(failures), end="\n" if failures else "")
     return 1 if failures else 0

@@ -1,4 +1,4 @@
-"""The pair layer beside PyTorch's own operators as papers write them: `python -m benchmarks.pair_layer`.
+"""The pair layer beside PyTorch's own operators as papers write them: `python -m benchmarks pair_layer`.
 
 Times are device time between two events, or those of the clock on the CPU, medians of rounds in which all ways take
 turns. Memory is what a call takes beside its inputs, results and gradients included (on the CPU what the process grows
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ from torch import Tensor, nn
 
 import torchops
 
-from . import machine, peak_memory, sampled, timing
+from . import options as shared
+from . import peak_memory, sampled, timing
+from .record import Record
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/models"))
 
@@ -152,14 +153,23 @@ def measure(case: Case, ways: dict[str, Callable[[], None]], rounds: int) -> dic
     }
 
 
-def numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
+def summary(result: dict[str, Any], cuda: bool) -> str:
+    """A line for each way."""
+    pairs, totals = result["pair tensors"], result["GiB in all"]
+    lines = [f"N = {result['n']}, {result['task']}, {result['precision']}"]
+    for name, us in result["microseconds"].items():
+        total = f", {totals[name]:6.2f} GiB in all" * cuda
+        lines.append(f"    {name:28} {us / 1e3:9.3f} ms  {pairs[name]:6.2f} pair tensors{total}")
+    lines += [f"    {name:28} {error}" for name, error in result["errors"].items()]
+    if "deviations" in result:
+        lines.append("    deviations: " + ", ".join(f"{k} {v:.1e}" for k, v in result["deviations"].items()))
+    return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sizes", type=numbers, help="N, by comma")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    numbers = shared.numbers
+    shared.add(parser, "device", "sizes", "rounds", "json", rounds=7)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=[FORWARD, TRAINING])
     parser.add_argument("--precisions", type=lambda text: text.split(","), help="bfloat16, bf16-mixed, float32, ...")
     parser.add_argument("--eager", type=numbers, help="N of PyTorch's own")
@@ -167,47 +177,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--expert", type=numbers, default=[], help="N of expert_pair_layer.py")
     parser.add_argument("--parts", action="store_true", help="the parts of our layer, too")
     parser.add_argument("--check", action="store_true", help="errors at some positions")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    options = parser.parse_args(argv)
-    device = torch.device(options.device)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures each precision, N and task."""
+    device = shared.device_of(options)
     cuda = device.type == "cuda"
     sizes = options.sizes or ([384, 768, 769, 1024, 2048] if cuda else [64, 128])
     eager = options.eager if options.eager is not None else [n for n in sizes if n <= 768 and n % 2 == 0]
-    described = {"machine": machine.describe(device), "command": machine.command("benchmarks.pair_layer", argv)}
-    described |= {"torchops": torchops.__version__}
-    results: list[dict[str, Any]] = []
+    record = Record(options, device)
     for precision in options.precisions or (["bfloat16", "bf16-mixed"] if cuda else ["float32"]):
         for n in sizes:
             for task in options.tasks:
                 if task == TRAINING and cuda and n > 1024:
                     continue
+                record.progress.case(f"N = {n}, {task}, {precision}")
                 case = Case(n, task, precision, device)
                 ways = case.ways(n in eager, n in options.compile, n in options.expert)
                 if options.parts:
                     ways |= case.parts()
-                results.append(measure(case, ways, options.rounds))
-                result = results[-1]
-                pairs, totals = result["pair tensors"], result["GiB in all"]
-                print(f"N = {n}, {task}, {precision}")
-                for name, us in result["microseconds"].items():
-                    total = f", {totals[name]:6.2f} GiB in all" * cuda
-                    print(f"    {name:28} {us / 1e3:9.3f} ms  {pairs[name]:6.2f} pair tensors{total}", flush=True)
-                for name, error in result["errors"].items():
-                    print(f"    {name:28} {error}")
+                result = measure(case, ways, options.rounds)
                 if options.check and task == FORWARD:
                     result["deviations"] = case.deviations()
-                    print("    deviations:", ", ".join(f"{k} {v:.1e}" for k, v in result["deviations"].items()))
-                # After each case, so that a run that is stopped keeps its results.
-                if options.json:
-                    options.json.write_text(json.dumps({**described, "results": results}, indent=1) + "\n")
+                record.add("results", result, summary(result, cuda))
                 del case, ways
                 # Otherwise compiled code of earlier cases would count towards the recompile limit.
                 torch.compiler.reset()
                 if cuda:
                     torch.cuda.empty_cache()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

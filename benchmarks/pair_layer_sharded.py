@@ -1,4 +1,4 @@
-"""The pair layer on several GPUs: `torchrun --standalone --nproc-per-node=2 -m benchmarks.pair_layer_sharded`.
+"""The pair layer on several GPUs: `torchrun --standalone --nproc-per-node=2 -m benchmarks pair_layer_sharded`.
 
 - Rows: the pair tensor's rows are sharded over the GPUs, against one GPU that has all. The time of a call is that of
   the slowest GPU, from a barrier to its last kernel. Contenders are interleaved; each has a median over the rounds.
@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,11 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 import torchops
 import torchops.distributed  # registers its DTensor rules
 
-from . import machine
+from . import options as shared
 from .case import BACKWARD, FORWARD, Task
 from .pair_layer import parameters_
 from .peak_memory import peak_of
-from .triangle_sharded import Call, measure
+from .triangle_sharded import Call, measure, start
 
 
 def layer_of(c: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
@@ -159,45 +158,26 @@ def data_parallel(n: int, c: int, device: torch.device, dtype: torch.dtype, laye
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    def sizes(text: str) -> list[int]:
-        return [int(n) for n in text.split(",") if n]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    sizes = {"device": "cuda", "sizes": [1024, 2048], "rounds": 7}
+    shared.add(parser, "device", "sizes", "features", "rounds", "json", **sizes)
+    parser.add_argument("--training", type=shared.numbers, default=[768, 1024], help="N of forward + backward")
+    parser.add_argument("--data-parallel", type=shared.numbers, default=[256], help="N of the stacks")
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--sizes", type=sizes, default=[1024, 2048], help="N of the layer in place")
-    parser.add_argument("--training", type=sizes, default=[768, 1024], help="N of forward + backward")
-    parser.add_argument("--data-parallel", type=sizes, default=[256], help="N of the stacks")
-    parser.add_argument("--features", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    options = parser.parse_args(argv)
+
+def run(options: argparse.Namespace) -> int:
+    """Measures the gradients of stacks, then layers in place and in training."""
     cuda, c = options.device == "cuda", options.features
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
-    device = torch.device(options.device, rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device, record = start(options)
     dtype = torch.bfloat16 if cuda else torch.float32
-    document: dict[str, Any] = {
-        "machine": machine.describe(device),
-        "command": machine.command("benchmarks.pair_layer_sharded", argv, dist.get_world_size()),
-        "torchops": torchops.__version__,
-        "processes": dist.get_world_size(),
-        "rows": [],
-        "data parallel": [],
-    }
 
-    def add(section: str, result: dict[str, Any]) -> None:
-        document[section].append(result)
-        if rank == 0:
-            print(json.dumps({section: result}), flush=True)
-            if options.json:  # partial results, in case the run is stopped
-                options.json.write_text(json.dumps(document, indent=1) + "\n")
+    def show(section: str, result: dict[str, Any]) -> None:
+        record.add(section, result, json.dumps({section: result}))
 
     for n in options.data_parallel:
         for kind in (torch.float32, dtype) if cuda else (torch.float64,):
-            add("data parallel", data_parallel(n, c, device, kind))
+            show("data parallel", data_parallel(n, c, device, kind))
     for task, ns in ((FORWARD, options.sizes), (BACKWARD, options.training)):
         for n in ns:
             with torch.set_grad_enabled(task == BACKWARD):
@@ -207,13 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 result["microseconds"] = measure(contenders, device, options.rounds)
                 result["speedup"] = result["microseconds"]["one"] / result["microseconds"]["rows"]
                 result["MiB"] = memory(contenders, device)
-            add("rows", result)
+            show("rows", result)
             del contenders
             if cuda:
                 torch.cuda.empty_cache()
     dist.destroy_process_group()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import plots, stages
+from . import plots, record, stages
 from .case import FORWARD
 from .gate_lines import RATE
 
@@ -23,7 +22,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
 REST = "rest"
 COLORS = dict(zip((*KERNELS, REST), ("#1f77b4", "#7f7f7f", "#2ca02c", "#98df8a", "#aec7e8", "#d9d9d9"), strict=True))
 
-# The names in the JSON of benchmarks.pair_layer, with the labels and styles of the other plots.
+# The names in the JSON of `pair_layer`, with the labels and styles of the other plots.
 WAYS = {
     "torchops": ("torchops", "cuda"),
     "torchops, checkpointed": ("torchops, checkpointed", "compile-ours"),
@@ -105,7 +104,7 @@ def draw_layer(document: dict[str, Any], path: Path) -> None:
     for one in axes.flat:
         handles |= {label: handle for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
     plots.legend_above(figure, list(handles.values()), list(handles))
-    plots._caption(figure, document["machine"])
+    plots._caption(figure, document)
     figure.savefig(path, dpi=plots.DPI)
 
 
@@ -124,7 +123,7 @@ def draw(folder: Path) -> str:
     drawn = []
     for name, draw_one in (("stages", draw_stages), ("pair_layer", draw_layer)):
         source = folder / f"{name}.json"
-        document = json.loads(source.read_text()) if source.exists() else {"results": []}
+        document = record.read(source) if source.exists() else {"results": []}
         if name == "pair_layer" and len({result["n"] for result in document["results"]}) < 2:
             continue
         if source.exists():

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import timing
+from .progress import Progress
 
 C = TypeVar("C")
 R = TypeVar("R")
@@ -53,13 +54,19 @@ def _give_back() -> None:
 
 
 def measured(
-    prepare: Callable[[C], Callable[[], R]], cases: Sequence[C], processes: int, seconds: float
+    prepare: Callable[[C], Callable[[], R]],
+    cases: Sequence[C],
+    processes: int,
+    seconds: float,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[C, R]]:
     """`prepare(case)` compiles and returns a function that measures. Both run in the same one of the processes.
 
     Yields results in the order of the cases. Cases that fail or are not prepared after `seconds` are skipped, with a
-    line on stderr that says why.
+    line on stderr that says why. Whoever takes a result ends its case in the progress.
     """
+    progress = progress or Progress(len(cases))
+    progress.case("compiling")
     spawn = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + seconds
     workers = []
@@ -90,19 +97,21 @@ def measured(
             failures = {shard[n]: "compiled, and not measured" for n in range(len(shard))} | failures
     for index, case in enumerate(cases):
         _, connection, shard = workers[index % len(workers)]
+        name = str(getattr(case, "name", case))
+        progress.case(name)
         if index not in failures:
             try:
                 connection.send(shard.index(index))
                 result, error = connection.recv()
             except (EOFError, OSError):
-                failures |= dict.fromkeys(shard, "its process ended")
-                print(f"{getattr(case, 'name', case)}: its process ended", file=sys.stderr)
-                continue
+                result, error = None, "its process ended"
+                failures |= dict.fromkeys(shard, error)
             if not error:
                 yield case, result
                 continue
             failures[index] = error
-        print(f"{getattr(case, 'name', case)}: {failures[index]}", file=sys.stderr)
+        progress.finished()
+        print(f"{name}: {failures[index]}", file=sys.stderr)
     for (process, connection, _), numbers in zip(workers, pending, strict=True):
         if not numbers:
             with suppress(OSError):  # the process has ended

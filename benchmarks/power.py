@@ -1,4 +1,4 @@
-"""`python -m benchmarks.power`: at which clock a chip at its power limit does the same work again and again, on CUDA.
+"""`python -m benchmarks power`: at which clock a chip at its power limit does the same work again and again, on CUDA.
 
 Long products are often bound neither by arithmetic nor by memory, but by the power that the chip may take, and it runs
 at a lower clock. How much power a product takes depends on the numbers: zeros flip no bits. So beside the triangle
@@ -8,19 +8,18 @@ update and its products there are products of zeros, and a copy. Clock and power
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import torchops
 
-from . import machine
+from . import options as shared
+from .record import Record
 from .timing import HOT_AFTER
 from .triangle import Line, make, ours
 
@@ -85,27 +84,21 @@ def measure(call: Callable[[], object], device: torch.device) -> dict[str, float
     return {"microseconds": statistics.median(times), "megahertz": clock, "watts": power}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.power", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    options = parser.parse_args(arguments)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "json")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Repeats each work until the chip is hot, and reads its clock."""
     device = torch.device("cuda", torch.cuda.current_device())
     now = subprocess.run(smi(device), check=True, capture_output=True, text=True).stdout.split(", ")
-    document: dict[str, Any] = {
-        **machine.describe(device),
-        "command": machine.command("benchmarks.power", arguments),
-        "most watts": float(now[2]),
-        "most megahertz": float(now[3]),
-        "results": {},
-    }
+    limits: dict[str, Any] = {"most watts": float(now[2]), "most megahertz": float(now[3])}
+    record = Record(options, device, **limits, results={})
     with torch.no_grad():
         for name, call in works(device).items():
-            document["results"][name] = result = measure(call, device)
-            print(name, result, flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+            record.progress.case(name)
+            record.document["results"][name] = result = measure(call, device)
+            record.show(f"{name} {result}")
+            record.save()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

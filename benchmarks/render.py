@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import statistics
 import sys
@@ -17,14 +16,16 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from . import eight_bits, gates, ladder, layer_tables, pair_plots, plots, report, stages, triangle_attention
+from . import eight_bits, gates, ladder, layer_tables, pair_plots, plots, record, report, stages, triangle_attention
+from . import options as shared
 from .case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD
 from .gate_lines import UNALIGNED_SIZES
-from .layer_tables import REVISION, read, row
+from .layer_tables import REVISION, read
 from .machine import revisions
 from .operators import OPERATORS
 from .report import Report, Result
 from .run import RESULTS as RESULTS
+from .tables import row, table
 
 PYTHON_REVISION = "revision of torchops"
 
@@ -74,17 +75,17 @@ CALLS = {"": "queued", "single": "single", "hot": "hot"}
 
 
 def documents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The results of one machine that are rendered here: of `run`, of `memory`, and of `benchmarks.gates`."""
+    """The results of one machine that are rendered here: of `run`, of `memory`, and of `gates`."""
     for path in sorted(folder.glob("*.json")):
-        document = json.loads(path.read_text())
+        document = record.read(path)
         if "op" in document or path.stem == "memory" or path.stem.startswith("gates"):
             yield path, document
 
 
-def markdown(path: Path, document: dict[str, Any]) -> str:
+def markdown(document: dict[str, Any]) -> str:
     """The page for a file of results."""
     if "op" in document:
-        return report.to_markdown(report.from_json(path.read_text()))
+        return report.to_markdown(report.from_document(document))
     if "contenders" in document:
         return gates.page(document)
     description, rows = dict(document), document["cases"]
@@ -96,8 +97,7 @@ def markdown(path: Path, document: dict[str, Any]) -> str:
 @cache
 def reports(machine: str, regime: str = "") -> dict[str, Report]:
     """The reports of one machine in one regime by operator."""
-    found = (path for path, document in documents(RESULTS / machine) if "op" in document)
-    items = (report.from_json(path.read_text()) for path in found)
+    items = (report.from_document(document) for _, document in documents(RESULTS / machine) if "op" in document)
     return {item.op: item for item in items if item.regime == regime}
 
 
@@ -115,7 +115,7 @@ def chosen(machine: str, what: str, columns: Sequence[str], rows: Sequence[tuple
     """A row for each of some cases: `(operator, name of the case)`."""
     cases = {(op, result.case.name): result for op, item in reports(machine).items() for result in item.results}
     head = [what, "torchops", *(NAMES[name] for name in columns)]
-    lines = [row(head), "|---" * len(head) + "|"]
+    lines = table(head, [])
     for op, case in rows:
         result = cases[op, case]
         label = case.removeprefix("forward ") if case.startswith("forward (") else case
@@ -148,7 +148,7 @@ def ratios(machine: str) -> str:
     present = {name for results in groups.values() for result in results for name in result.timings}
     columns = [name for name in NAMES if name in present and name not in BOUNDS]
     head = ["operator", "cases", *(NAMES[name] for name in columns), "share of the roofline"]
-    lines = [row(head), "|---" * len(head) + "|"]
+    lines = table(head, [])
     for name_of_row, results in groups.items():
         cells = [
             _spread([r.timings[name].ratio for r in results if name in r.timings], "{:.2f}x", "{:.2f}")
@@ -176,7 +176,7 @@ def behind(machine: str) -> str:
             faster = sorted(other for other in others if other[0] < 1 - report.NOISE)
             if result.first in OURS and faster:
                 found.append((faster, f"`{op}` {result.case.name}{_warm(result)}"))
-    lines = ["| case | faster, with its time over ours |", "|---|---|"]
+    lines = table(["case", "faster, with its time over ours"], [])
     for faster, case in sorted(found, key=lambda each: each[0][0][0]):
         lines.append(row([case, "; ".join(f"{NAMES[name]} {ratio:.2f}" for ratio, name in faster)]))
     return "\n".join([*lines, ""])
@@ -189,7 +189,7 @@ def regimes(machine: str, op: str, what: str, columns: Sequence[str]) -> str:
         return "Not measured on this machine yet. `make results-gpu` measures it.\n"
     found = {(r.case.name, regime): r for regime, item in items.items() for r in item.results if r.timings}
     head = [what, "calls", "torchops", *(NAMES[name] for name in columns)]
-    lines = [row(head), "|---" * len(head) + "|"]
+    lines = table(head, [])
     for case in dict.fromkeys(case for case, regime in found if regime):
         for result, calls in ((found[case, regime], CALLS[regime]) for regime in items if (case, regime) in found):
             ours = report.format_seconds(result.timings[result.first].seconds)
@@ -213,22 +213,22 @@ def _unchecked(result: Result) -> set[str]:
 
 
 def gated(machine: str, name: str, contenders: Sequence[str], keep: Callable[[dict[str, Any]], bool]) -> str:
-    """Results of `python -m benchmarks.gates`."""
+    """Results of `python -m benchmarks gates`."""
     return gates.to_markdown(read(machine, name), contenders, keep)
 
 
 def staged(machine: str) -> str:
-    """Results of `python -m benchmarks.stages`."""
+    """Results of `python -m benchmarks stages`."""
     return stages.to_markdown(read(machine, "stages"))
 
 
 def scaled(machine: str) -> str:
-    """Results of `python -m benchmarks.eight_bits`."""
+    """Results of `python -m benchmarks eight_bits`."""
     return eight_bits.to_markdown(read(machine, "eight_bits"))
 
 
 def attended(machine: str) -> str:
-    """Results of `python -m benchmarks.triangle_attention`."""
+    """Results of `python -m benchmarks triangle_attention`."""
     return triangle_attention.to_markdown(read(machine, "triangle_attention"))
 
 
@@ -262,7 +262,7 @@ def climbed(machine: str) -> str:
     path = RESULTS / machine / "ladder.json"
     if not path.exists():
         return "Not measured on this machine yet. Run `make ladder` or `make ladder-gpu` with `LADDER_FLAGS=--save`.\n"
-    return ladder.table(json.loads(path.read_text()))
+    return ladder.table(record.read(path))
 
 
 _DENSE = [
@@ -357,7 +357,7 @@ def pictures() -> Iterator[str]:
     for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
         for path, document in documents(folder):
             if "op" in document and "regime" not in document:
-                item = report.from_json(path.read_text())
+                item = report.from_document(document)
                 yield f"{folder.name}: {plots.draw(folder, [item], item.results[0].first)}"
             elif path.stem == "memory":
                 ours = next(name for name in OURS if name in document["cases"][0]["peak_bytes"])
@@ -366,12 +366,17 @@ def pictures() -> Iterator[str]:
     yield ladder.draw(RESULTS)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "no-plots")
+
+
 def run(options: argparse.Namespace) -> int:
     """Writes the Markdown and the plots of all results, and the tables in the pages that show them."""
     reports.cache_clear()
     for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
         for path, document in documents(folder):
-            path.with_suffix(".md").write_text(markdown(path, document))
+            path.with_suffix(".md").write_text(markdown(document))
     if not options.no_plots:
         for drawn in pictures():
             print(drawn)

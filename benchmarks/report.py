@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import timing
+from . import record, tables, timing
 from .case import OVERHEAD, OVERHEAD_GRAD, Case, Cost
 from .operators import OPERATORS
 from .timing import Timing
@@ -151,7 +150,7 @@ def to_text(result: Result) -> str:
     return "\n".join(lines)
 
 
-def to_json(report: Report) -> str:
+def to_document(report: Report) -> dict[str, Any]:
     """Everything measured for one operator."""
     cases = [
         {
@@ -170,7 +169,7 @@ def to_json(report: Report) -> str:
         }
         for result in report.results
     ]
-    document: dict[str, Any] = {
+    return {
         "op": report.op,
         **({"regime": report.regime} if report.regime else {}),
         **report.description,
@@ -178,12 +177,11 @@ def to_json(report: Report) -> str:
         "rates": report.rates,
         "cases": cases,
     }
-    return json.dumps(document, indent=2, ensure_ascii=False)
 
 
-def from_json(text: str) -> Report:
-    """Reads what :func:`to_json` wrote. What JSON lacks for plots comes from the case of the same name."""
-    document = json.loads(text)
+def from_document(document: Mapping[str, Any]) -> Report:
+    """Reads what :func:`to_document` made. What it lacks for plots comes from the case of the same name."""
+    document = dict(document)
     op, command, rates, cases = (document.pop(key) for key in ("op", "command", "rates", "cases"))
     regime = document.pop("regime", "")
     known = {case.name: case for device in ("cpu", "cuda") for case in OPERATORS[op].cases(device)}
@@ -240,19 +238,14 @@ def to_markdown(report: Report) -> str:
         if columns != header:
             lines += [""] if header else []
             header = columns
-            cells = ["case", *columns, "roofline", "targets", "measured"]
-            lines += [_row(cells), "|---" * len(cells) + "|"]
+            lines += tables.table(["case", *columns, "roofline", "targets", "measured"], [])
         how = f"{result.method}, {'cold' if result.cold else 'warm'}" if result.method else ""
-        lines.append(_row([result.case.name, *_times(result), *_judgement(result), how]))
+        lines.append(tables.row([result.case.name, *_times(result), *_judgement(result), how]))
     failed = [(result, name, error) for result in report.results for name, error in result.errors.items()]
     if failed:
         lines += ["", "No time for:", ""]
         lines += [f"- {result.case.name}, {name}: {error}" for result, name, error in failed]
     return "\n".join([*lines, ""])
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _times(result: Result) -> list[str]:
@@ -274,21 +267,19 @@ def _judgement(result: Result) -> list[str]:
 
 def write(folder: Path, report: Report) -> None:
     """Writes `<op>.json` and `<op>.md`, or `<op>-<regime>.json` and so on, into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{report.stem}.json").write_text(to_json(report) + "\n")
+    record.write(folder / f"{report.stem}.json", to_document(report))
     (folder / f"{report.stem}.md").write_text(to_markdown(report))
 
 
 def missed_table(misses: list[tuple[str, str, float, float]]) -> list[str]:
     """A Markdown table of missed targets: operator and case, contender, ratio and target."""
-    lines = ["| missed target | contender | is | target |", "|---|---|---|---|"]
-    return [*lines, *(_row([case, name, f"{ratio:.2f}x", f"{target:.2f}x"]) for case, name, ratio, target in misses)]
+    rows = ([case, name, f"{ratio:.2f}x", f"{target:.2f}x"] for case, name, ratio, target in misses)
+    return tables.table(["missed target", "contender", "is", "target"], rows)
 
 
 def memory_markdown(description: Mapping[str, str], command: str, rows: list[dict[str, Any]]) -> str:
     """A table of peaks, in MiB. A cell is empty if a contender doesn't exist."""
     names = list(dict.fromkeys(name for row in rows for name in row["peak_bytes"]))
-    cells = ["case", "tensor", *names]
     lines = [
         "# Peak memory",
         "",
@@ -296,12 +287,12 @@ def memory_markdown(description: Mapping[str, str], command: str, rows: list[dic
         "",
         "Peak memory of a call on top of what was allocated before it, in MiB.",
         "",
-        _row(cells),
-        "|---" * len(cells) + "|",
     ]
+    shown = []
     for row in rows:
         peaks = [f"{row['peak_bytes'][name] / 2**20:.1f}" if name in row["peak_bytes"] else "" for name in names]
-        lines.append(_row([f"{row['op']} {row['name']}", f"{row['tensor_bytes'] / 2**20:.0f}", *peaks]))
+        shown.append([f"{row['op']} {row['name']}", f"{row['tensor_bytes'] / 2**20:.0f}", *peaks])
+    lines += tables.table(["case", "tensor", *names], shown)
     lines += [
         f"\nWithout a value: {row['op']} {row['name']}, {name}: {error}"
         for row in rows

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from . import implementations, machine, plots, report, timing, workload
-from .case import BACKWARD, FORWARD, Case, Shape
+from . import options as shared
+from .case import BACKWARD, FORWARD, Case, Shape, Task
 from .operators import OPERATORS
+from .options import device_of
 from .progress import Progress
 from .report import Report, Result
 from .roofline import Roofline
@@ -25,11 +27,6 @@ RESULTS = Path(__file__).parent / "results"
 PART_RESULTS = Path(__file__).parents[1] / "build/benchmarks"
 MAX_OTHER_LOAD = 0.05
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-
-
-def device_of(options: argparse.Namespace) -> torch.device:
-    """The requested device, or else CUDA if there is one."""
-    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def refusal(options: argparse.Namespace, device: torch.device) -> str:
@@ -157,6 +154,16 @@ def measure_cases(
         yield replace(result, errors={**result.errors, **left_out})
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "op", "device", "mode", "case", "quick", "output", "no-plots")
+    parser.add_argument("--shape", type=parse_shape, action="append", help="in place of the cases: 128,256,64")
+    parser.add_argument("--dtype", type=shared.names(DTYPES), default=[], help=f"by comma: {', '.join(DTYPES)}")
+    parser.add_argument("--task", choices=get_args(Task), help="only cases of this kind")
+    parser.add_argument("--regime", choices=timing.REGIMES, help="a chip hot from the same work, or single calls")
+    parser.add_argument("--seconds", type=float, help="compile nothing more once this much time has passed")
+
+
 def run(options: argparse.Namespace) -> int:
     """Measures the chosen cases, prints and writes the results, and prints the missed targets.
 
@@ -165,8 +172,7 @@ def run(options: argparse.Namespace) -> int:
     device = device_of(options)
     cases = selected(options, device.type)
     if reason := refusal(options, device) or ("" if cases else "no case matches"):
-        print(f"python -m benchmarks run: {reason}", file=sys.stderr)
-        return 2
+        return shared.refused("run", reason)
     description = machine.describe(device)
     partial = any(getattr(options, name) for name in ("regime", "quick", "case", "mode", "shape", "dtype", "task"))
     folder = (options.output or (PART_RESULTS if partial else RESULTS)) / machine.slug(description)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.stages`: the stages of the triangle update that gate, alone, on CUDA.
+"""`python -m benchmarks stages`: the stages of the triangle update that gate, alone, on CUDA.
 
     layer norm and two gated linear units, channels first:   a, b = z @ p.T * sigmoid(z @ g.T),  z = norm(x)
     norm, linear layer, gate, residual:                      x + (norm(o) @ p.T) * sigmoid(z @ g.T),  o channels first
@@ -11,11 +11,9 @@ formulas is timed by events, alone.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +23,11 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from . import machine, timing
+from . import options as shared
 from .case import BACKWARD, FORWARD, Task
 from .gate_lines import BANDWIDTH, RATE
+from .record import Record
+from .tables import table
 from .triangle import Arguments, Line, make, ours
 
 CALLS = 7
@@ -102,7 +103,8 @@ def bound(n: int, c: int, stage: str, task: Task) -> float:
 def to_markdown(document: dict[str, Any]) -> str:
     """A row for each stage and task, with the machine."""
     results, n, c = document["microseconds"], document["n"], document["features"]
-    rows = ["| | bound | our kernels | torch.compile | torch.compile, packed | eager |", "|---" * 6 + "|"]
+    head = ["", "bound", "our kernels", "torch.compile", "torch.compile, packed", "eager"]
+    rows = []
     for stage, task in OURS:
         times, packed = (results.get(f"{stage}{which}, {task}", {}) for which in ("", ", packed"))
         cells = [
@@ -112,28 +114,24 @@ def to_markdown(document: dict[str, Any]) -> str:
             packed.get("torch.compile"),
             times.get("eager"),
         ]
-        shown = " | ".join("" if us is None else f"{us:.0f}" for us in cells)
-        rows.append(f"| {stage}, {task} | {shown} |")
-    where = f"N = {n}, {c} features; {document['machine']}, torch {document['torch']}, "
-    return "\n".join([*rows, "", f"{where}{machine.revisions(document)}.", ""])
+        rows.append([f"{stage}, {task}", *("" if us is None else f"{us:.0f}" for us in cells)])
+    source = f"N = {n}, {c} features; {machine.where(document)}"
+    return "\n".join([*table(head, rows), "", source, ""])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stages", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "features", "json")
     parser.add_argument("--n", type=int, default=1024)
-    parser.add_argument("--features", type=int, default=128)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures kernels of the operator, then PyTorch's ways to compute each stage."""
     device, n, c = torch.device("cuda"), options.n, options.features
     made = make(Line("stages", n, c), device)
     names, tensors = tuple(made.parameters), made.tensors()
-    results: dict[str, Any] = {}
-
-    def save() -> None:
-        if options.json:
-            about, command = machine.describe(device), machine.command("benchmarks.stages", argv)
-            document = {**about, "command": command, "n": n, "features": c, "microseconds": results}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+    record = Record(options, device, n=n, features=c, microseconds={})
+    results = record.document["microseconds"]
 
     def whole(x: Tensor, *parameters: Tensor) -> Tensor:
         return ours(Arguments(x, None, dict(zip(names, parameters, strict=True))))
@@ -147,11 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     trained = (*(t.detach().requires_grad_() for t in tensors), torch.randn_like(tensors[0]))
     results["kernels, forward and backward"] = kernels(timing.contender(whole, BACKWARD), trained)
     del trained
-    save()
+    record.save()
     for name, times in results.items():
-        print(name)
-        for kernel, us in times.items():
-            print(f"  {us:8.1f}  {kernel[:150]}", flush=True)
+        record.show("\n".join([name, *(f"  {us:8.1f}  {kernel[:150]}" for kernel, us in times.items())]))
 
     x, in_w, in_b, p_in, g_in, out_w, out_b, p_out, g_out = (made.x[0], *made.parameters.values())
     o = torch.randn(c, n, n, device=device, dtype=torch.bfloat16)
@@ -162,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for task in (FORWARD, BACKWARD):
         for name, (function, arguments) in stages.items():
+            record.progress.case(f"{name}, {task}")
             inputs = tuple(t.detach().requires_grad_(task == BACKWARD) for t in arguments)
             if task == BACKWARD:
                 with torch.no_grad():
@@ -171,12 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured = timing.measure(calls, [inputs], task, device, timing.effort("cuda", quick=False))
             times = {way: timing_.seconds * 1e6 for way, timing_ in measured.timings.items()}
             results[f"{name}, {task}"] = times
-            print(name, task, times, measured.errors, flush=True)
-            save()  # after each case, so that a run that is stopped keeps its results
+            record.show(f"{name} {task} {times} {measured.errors}")
+            record.save()
             del inputs
             torch.cuda.empty_cache()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

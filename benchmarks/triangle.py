@@ -1,4 +1,4 @@
-"""The triangle update of pair tensors against PyTorch's ways to write it: `python -m benchmarks.triangle`.
+"""The triangle update of pair tensors against PyTorch's ways to write it: `python -m benchmarks triangle`.
 
 It has no row that depends on a row of its input alone, so it is no `Operator` of the other benchmarks. Time is that of
 `timing.measure`: contenders interleaved, cold inputs. Memory is counted in pair tensors of N * N * max(c, d) elements.
@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +24,9 @@ from torch import Tensor
 import torchops
 
 from . import machine, peak_memory, timing
+from . import options as shared
 from .case import BACKWARD, FORWARD, Task
+from .record import Record, read
 
 NORMS = ("norm_in", "norm_out")
 LAYERS = ("p_in", "g_in", "p_out", "g_out")
@@ -90,6 +91,7 @@ VIEW = "view, forward and backward"
 ON_CUDA = ("forward", "backward", "options", "features", "memory", "host")
 OTHER_PATHS = ("generic", "dtypes")  # on CUDA, with results of their own
 ON_CPU = ("cpu",)
+SECTIONS = (*ON_CUDA, *OTHER_PATHS, *ON_CPU)
 
 
 # --- contenders ------------------------------------------------------------------------------------------------------
@@ -363,41 +365,29 @@ def summary(result: dict[str, Any]) -> str:
     return json.dumps(shown, default=str)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sections", help=f"by comma, of {', '.join((*ON_CUDA, *OTHER_PATHS, *ON_CPU))}")
-    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="only these N, by comma")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "device", "sizes", "json")
+    parser.add_argument("--sections", type=shared.names(SECTIONS), help=f"by comma, of {', '.join(SECTIONS)}")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    sections = options.sections.split(",") if options.sections else ON_CUDA if device.type == "cuda" else ON_CPU
-    if unknown := set(sections) - {*ON_CUDA, *OTHER_PATHS, *ON_CPU}:
-        parser.error(f"no such section: {', '.join(sorted(unknown))}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures section by section. Each has the command of its own run."""
+    device = shared.device_of(options)
+    sections = options.sections or (ON_CUDA if device.type == "cuda" else ON_CPU)
     torch._dynamo.config.recompile_limit = 64  # one graph per line
-    about, command = machine.describe(device), machine.command("benchmarks.triangle", argv)
-    results: list[dict[str, Any]] = []
-    commands: dict[str, str] = {}  # by section
+    record = Record(options, device, commands={}, results=[])
+    command = record.document.pop("command")
     if options.json and options.json.exists():
-        former = json.loads(options.json.read_text())
-        if former["machine"] == about:
-            results = [result for result in former["results"] if result.get("section") not in sections]
-            commands = {name: of for name, of in former.get("commands", {}).items() if name not in sections}
+        former = read(options.json)
+        if machine.described(former) == machine.described(record.document):
+            of_others = {name: of for name, of in former.get("commands", {}).items() if name not in sections}
+            record.document["commands"] = of_others
+            record.document["results"] = [r for r in former["results"] if r.get("section") not in sections]
     for section in sections:
         start = time.perf_counter()
-        for result in measure(section, device, options.sizes, not options.no_compile):
-            results.append(result)
-            commands[section] = command
-            print(summary(result), flush=True)
-            # After each line, so that a run that is stopped keeps its results.
-            if options.json:
-                document: dict[str, Any] = {"machine": about, "commands": commands, "torchops": torchops.__version__}
-                document["results"] = results
-                options.json.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"{section}: {time.perf_counter() - start:.1f} s", flush=True)
+        record.document["commands"][section] = command
+        record.collect("results", measure(section, device, options.sizes, not options.no_compile), section, summary)
+        record.show(f"{section}: {time.perf_counter() - start:.1f} s")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

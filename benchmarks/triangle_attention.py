@@ -1,4 +1,4 @@
-"""Triangle attention alone beside PyTorch's ways to compute it: `python -m benchmarks.triangle_attention`.
+"""Triangle attention alone beside PyTorch's ways to compute it: `python -m benchmarks triangle_attention`.
 
 Four heads of 32 features; q, k, v are views of one packed product as in the layer, the bias lies in rows of keys, and a
 mask leaves out a tenth of the keys. FlexAttention is compiled for each N. SDPA takes the bias alone: with a mask, it
@@ -9,11 +9,9 @@ compile.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,10 @@ from torch.nn.attention.flex_attention import flex_attention
 import torchops
 
 from . import machine, report, timing
+from . import options as shared
 from .case import BACKWARD, FORWARD, Task
+from .record import Record
+from .tables import table
 
 HEADS, HEAD_DIM = 4, 32
 OURS, FLEX, SDPA, WRITTEN = "torchops", "FlexAttention, compiled", "SDPA, without the mask", "as written"
@@ -110,39 +111,30 @@ def measure(n: int, task: Task, dtype: torch.dtype, device: torch.device) -> dic
 def to_markdown(document: dict[str, Any]) -> str:
     """A row for each N and task: microseconds of a call, and the machine."""
     ways = (OURS, FLEX, SDPA, WRITTEN)
-    lines = [f"| N | call | {' | '.join(ways)} |", "|---" * (2 + len(ways)) + "|"]
+    rows = []
     for result in document["results"]:
         times = result["microseconds"]
         cells = [report.format_seconds(times[way] / 1e6) if way in times else "" for way in ways]
-        lines.append(f"| {result['n']} | {result['task']}, {result['dtype']} | {' | '.join(cells)} |")
-    about = document["machine"]
-    where = f"{about['machine']}, torch {about['torch']}, {machine.revisions(about)}."
-    return "\n".join([*lines, "", where, ""])
+        rows.append([str(result["n"]), f"{result['task']}, {result['dtype']}", *cells])
+    return "\n".join([*table(["N", "call", *ways], rows), "", machine.where(document), ""])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="N, by comma")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "device", "sizes", "json")
     parser.add_argument("--dtype", help="bfloat16 on CUDA, float32 elsewhere, if it is not given")
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    options = parser.parse_args(argv)
-    device = torch.device(options.device)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures each N, forward and with backward."""
+    device = shared.device_of(options)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    command = machine.command("benchmarks.triangle_attention", argv)
     torch._dynamo.config.recompile_limit = 64  # one graph per N
-    results: list[dict[str, Any]] = []
+    sizes = options.sizes or SIZES[device.type]
+    record = Record(options, device, 2 * len(sizes), heads=HEADS, head_dim=HEAD_DIM)
     for task in (FORWARD, BACKWARD):
-        for n in options.sizes or SIZES[device.type]:
-            results.append(measure(n, task, dtype, device))
-            print(json.dumps(results[-1]), flush=True)
-            if options.json:  # partial results, in case the run is stopped
-                document: dict[str, Any] = {"machine": machine.describe(device), "command": command}
-                document |= {"heads": HEADS, "head_dim": HEAD_DIM}
-                options.json.write_text(json.dumps(document | {"results": results}, indent=1) + "\n")
+        for n in sizes:
+            record.progress.case(f"{n} {task}")
+            record.add("results", measure(n, task, dtype, device))
             torch.cuda.empty_cache()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

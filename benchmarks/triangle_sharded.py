@@ -1,5 +1,5 @@
 """A triangle update whose pair tensor is shared by several GPUs, a part of its rows each, against one GPU that has all:
-`torchrun --standalone --nproc-per-node=2 -m benchmarks.triangle_sharded`.
+`torchrun --standalone --nproc-per-node=2 -m benchmarks triangle_sharded`.
 
 What GPUs send each other is in `torchops.distributed.triangle`. The time of a call is that of the slowest GPU, from a
 barrier to its last kernel. Contenders are interleaved; each has a median over the rounds. `--device cpu` tries the
@@ -9,11 +9,9 @@ script with gloo.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +20,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import torchops
-import torchops.distributed  # registers its DTensor rules
+import torchops.distributed  # noqa: F401 (registers its DTensor rules)
 
-from . import machine
+from . import options as shared
 from .case import BACKWARD, FORWARD, Task
+from .record import Record
 from .timing import context
 from .triangle import Line, make
 
@@ -91,44 +89,35 @@ def measure(ways: dict[str, Call], device: torch.device, rounds: int) -> dict[st
     return dict(zip(ways, (statistics.median(times) * 1e6 for times in slowest.tolist()), strict=True))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], default=[1024, 2048])
-    parser.add_argument("--features", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    options = parser.parse_args(argv)
+def start(options: argparse.Namespace) -> tuple[torch.device, Record]:
+    """The device of this process; the record, which that of rank 0 prints and writes."""
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank = dist.get_rank()
     device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
     if options.device == "cuda":
         torch.cuda.set_device(device)
-    results = []
+    return device, Record(options, device, shown=rank == 0, processes=dist.get_world_size())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    sizes = {"device": "cuda", "sizes": [1024, 2048], "rounds": 15}
+    shared.add(parser, "device", "sizes", "features", "rounds", "json", **sizes)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures each N, direction and task."""
+    device, record = start(options)
     for n in options.sizes:
         for direction in ("outgoing", "incoming"):
             for task in (FORWARD, BACKWARD):
+                record.progress.case(f"{n} {direction} {task}")
                 with context(task):
                     ways = calls(n, options.features, direction, task, device)
                     distance = check(ways, task, torch.bfloat16)
                     times = measure(ways, device, options.rounds)
                 result = {"n": n, "c": options.features, "direction": direction, "task": task, "distance": distance}
-                results.append(result | {"microseconds": times, "speedup": times["one"] / times["rows"]})
+                record.add("results", result | {"microseconds": times, "speedup": times["one"] / times["rows"]})
                 del ways
-                if rank == 0:
-                    print(json.dumps(results[-1]), flush=True)
-    if options.json and rank == 0:
-        document = {
-            "machine": machine.describe(device),
-            "command": machine.command("benchmarks.triangle_sharded", argv, dist.get_world_size()),
-            "torchops": torchops.__version__,
-            "processes": dist.get_world_size(),
-            "results": results,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
     dist.destroy_process_group()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""GPU MODE's public task "TriMul": `python -m benchmarks.trimul` (gpu-mode/reference-kernels, problems/bioml/trimul).
+"""GPU MODE's public task "TriMul": `python -m benchmarks trimul` (gpu-mode/reference-kernels, problems/bioml/trimul).
 
 A triangle update from float32 to float32 that gates before its last projection, by the kernels of
 `benchmarks.gated_triangle`. Its cases, inputs and tolerance are the task's, and so is the way of timing: synchronised
@@ -8,20 +8,17 @@ calls between two events, with inputs that stay where they are. The score is the
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import torchops
-
 from . import gated_triangle as gated
-from . import machine
+from . import options as shared
+from .record import Record
 
 TOLERANCE = 2e-2  # relative and absolute
 HIDDEN = 128
@@ -106,46 +103,38 @@ def microseconds(kernel: Kernel, arguments: tuple[Any, ...], most_calls: int) ->
     return times
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    shared.add(parser, "json")
     parser.add_argument("--calls", type=int, default=100, help="at most, of each case")
     parser.add_argument("--no-tests", action="store_true", help="leave out the task's correctness cases")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Checks the task's tests, then checks and times its cases."""
     if not torch.cuda.is_available():
-        parser.error("the task needs a GPU")
+        return shared.refused("trimul", "the task needs a GPU")
     device = torch.device("cuda")
     torch.manual_seed(0)
     kernel: Kernel = gated.update
-    results: list[dict[str, Any]] = []
+    means: list[float] = []
+    record = Record(options, device, len(BENCHMARKS), results=[])
     with torch.no_grad():
+        record.progress.case("tests")
         tests = [] if options.no_tests else [check(kernel, *make(task, device)) for task in TESTS]
+        record.document["tests"] = tests
         for task in BENCHMARKS:
+            record.progress.case(str(task))
             arguments = make(task, device)
             worst = check(kernel, *arguments)
             times = microseconds(kernel, arguments, options.calls)
-            results.append(
-                task._asdict()
-                | {"microseconds": statistics.mean(times), "calls": len(times), "of the tolerance": worst}
-            )
-            print(f"{task}: {results[-1]['microseconds']:.0f} us, {worst:.2f} of the tolerance", flush=True)
             del arguments
-            score = math.exp(statistics.mean(math.log(result["microseconds"]) for result in results))
-            document = {
-                "machine": machine.describe(device),
-                "command": machine.command("benchmarks.trimul", argv),
-                "torchops": torchops.__version__,
-                "tests": tests,
-                "results": results,
-                # The score is only defined over all cases.
-                "geometric mean": score if len(results) == len(BENCHMARKS) else None,
-            }
-            # After each case, so that a run that is stopped keeps its results.
-            if options.json:
-                options.json.write_text(json.dumps(document, indent=1) + "\n")
+            mean = statistics.mean(times)
+            means.append(mean)
+            score = math.exp(statistics.mean(map(math.log, means)))
+            # Only defined over all cases.
+            record.document["geometric mean"] = score if len(means) == len(BENCHMARKS) else None
+            result = task._asdict() | {"microseconds": mean, "calls": len(times), "of the tolerance": worst}
+            record.add("results", result, f"{task}: {mean:.0f} us, {worst:.2f} of the tolerance")
     print(f"{len(tests)} tests pass; geometric mean {score:.0f} us")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

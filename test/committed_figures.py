@@ -233,7 +233,7 @@ def training_of_streams() -> list[float]:
 
 
 def between_runs() -> float:
-    """By how many percent times of a call differ at most between `benchmarks run` and `benchmarks.gates`."""
+    """By how many percent times of a call differ at most between `benchmarks run` and `benchmarks gates`."""
     same = {"torchops": "ours", "eager": "eager", "torch.compile": "compile", "Triton": "triton"}
     most = 0.0
     for result in document(H100, "gates")["results"]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import compare, gradcheck, implementations, plots, progress, report, run, timing, workload
-from benchmarks.__main__ import main, parser
+from benchmarks.__main__ import COMMANDS, main, parser
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, STEP, Case, Cost, Shape
 from benchmarks.operators import OPERATORS
 from benchmarks.report import Report, Result
@@ -249,12 +249,20 @@ def test_cases_are_consistent(op: str, device_type: str) -> None:
 
 def test_dense_brings_the_network_that_is_made_of_it() -> None:
     def operators(*command: str) -> set[str]:
-        return {case.op for case in run.selected(parser().parse_args(["run", *command]), "cpu")}
+        return {case.op for case in run.selected(parser("run").parse_args(["run", *command]), "cpu")}
 
     assert operators("-o", "dense") == {"dense", "mlp"}
     assert operators("-o", "mlp") == {"mlp"}
     assert operators("-o", "dense", "--shape", "5,7,3") == {"dense"}
     assert operators() == set(OPERATORS)
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_every_command_has_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: python -m benchmarks {command} " in capsys.readouterr().out
 
 
 def test_cost_and_floor_of_dense() -> None:
@@ -291,7 +299,7 @@ def test_report_shows_ratios_targets_and_errors() -> None:
     assert f"{row} **MISSED** eager 1.50, linear 0.90 | clock, warm |" in text
     assert "- forward (1, 2, 3) float32, compile: KeyError: 'buf1'" in text
     assert "copy 2.00 GB/s, float32 product 3.00 TFLOP/s" in text
-    document = json.loads(report.to_json(_report(result)))
+    document = report.to_document(_report(result))
     assert document["cases"][0]["bytes"] == 40
     assert document["cases"][0]["timings"]["eager"]["ratio"] == 1.2
 
@@ -338,7 +346,8 @@ def test_run_then_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("path", sorted(run.RESULTS.glob("*/dense.json")), ids=lambda path: path.parent.name)
 def test_results_are_read_as_they_were_written(path: Path) -> None:
-    assert json.loads(report.to_json(report.from_json(path.read_text()))) == json.loads(path.read_text())
+    document = json.loads(path.read_text())
+    assert json.loads(json.dumps(report.to_document(report.from_document(document)))) == document
 
 
 def test_compare_reports_what_was_not_measured() -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks of gates and of the pair layer, which are commands of their own."""
+"""The benchmarks of gates and of the pair layer, beside `run`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from benchmarks import (
     timing,
     triangle_attention,
 )
+from benchmarks.__main__ import main
 from benchmarks.case import BACKWARD, FORWARD, OVERHEAD, Task
 
 CPU = torch.device("cpu")
@@ -107,25 +108,36 @@ def test_medians_of_clock_and_power() -> None:
 
 
 def test_eight_bits_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["--device", "cpu", "--quick", "--shape", "64,32,48", "--json", str(tmp_path / "r.json")]
-    assert eight_bits.main(command) == 0
+    command = ["eight_bits", "--device", "cpu", "--quick", "--shape", "64,32,48", "--json", str(tmp_path / "r.json")]
+    assert main(command) == 0
     document = json.loads((tmp_path / "r.json").read_text())
-    assert document["command"] == "python -m benchmarks.eight_bits --device cpu --quick --shape 64,32,48"
+    assert document["command"] == "python -m benchmarks eight_bits --device cpu --quick --shape 64,32,48"
     (result,) = document["results"]
     for scales in eight_bits.SCALES:
         assert all(us > 0 for us in result["microseconds"][scales].values())
         assert set(result["relative errors"][scales]) == set(eight_bits.WAYS)
     # What is wrong is not timed, and what is missing is a dash.
     monkeypatch.setitem(eight_bits.WAYS, "`dense_scaled`", lambda x, w, *rest: torch.zeros(len(x), len(w)))
-    assert eight_bits.main(command) == 0
+    assert main(command) == 0
     document = json.loads((tmp_path / "r.json").read_text())
     assert document["results"][0]["errors"]["`dense_scaled`, per row"] == "AssertionError: relative error 1.0e+00"
     assert "| 64, 32, 48 | - / - | " in eight_bits.to_markdown(document)
 
 
 def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["--device", "cpu", "--sizes", "7", "--rounds", "1", "--check", "--json", str(tmp_path / "r.json")]
-    assert pair_layer.main(command) == 0
+    command = [
+        "pair_layer",
+        "--device",
+        "cpu",
+        "--sizes",
+        "7",
+        "--rounds",
+        "1",
+        "--check",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert main(command) == 0
     forward, training = json.loads((tmp_path / "r.json").read_text())["results"]
     assert set(forward["microseconds"]) == {"torchops"}
     assert len(forward["deviations"]) == 5
@@ -133,7 +145,7 @@ def test_pair_layer_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     # With parameters that the exact values do not have, it fails.
     monkeypatch.setattr(torch.nn.functional, "silu", torch.sigmoid)
     with pytest.raises(AssertionError, match="too far from float64"):
-        pair_layer.main(command)
+        main(command)
 
 
 def test_pair_layer_as_an_expert_assembles_it() -> None:
@@ -150,8 +162,18 @@ def test_pair_layer_sharded_by_one_process(tmp_path: Path, monkeypatch: pytest.M
     one = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     for name, value in one.items():
         monkeypatch.setenv(name, value)
-    small = ["--device", "cpu", "--features", "32", "--rounds", "1", "--json", str(tmp_path / "r.json")]
-    assert sharded.main([*small, "--sizes", "7", "--training", "5", "--data-parallel", "4"]) == 0
+    small = [
+        "pair_layer_sharded",
+        "--device",
+        "cpu",
+        "--features",
+        "32",
+        "--rounds",
+        "1",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert main([*small, "--sizes", "7", "--training", "5", "--data-parallel", "4"]) == 0
     results = json.loads((tmp_path / "r.json").read_text())
     assert [row["task"] for row in results["rows"]] == [FORWARD, BACKWARD]
     (found,) = results["data parallel"]

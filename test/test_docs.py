@@ -320,7 +320,7 @@ def test_tables_of_results_in(page: Path) -> None:
 )
 def test_tables_of(folder: Path) -> None:
     for path, document in render.documents(folder):
-        expected = render.markdown(path, document)
+        expected = render.markdown(document)
         assert path.with_suffix(".md").read_text() == expected, "python -m benchmarks render writes it anew"
 
 

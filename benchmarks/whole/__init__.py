@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,7 +24,9 @@ from typing import Any
 import torch
 
 from .. import machine
+from .. import options as shared
 from ..progress import Progress
+from ..record import write
 from . import deviations, frame, measure, report
 
 # Each package's file.
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--package", choices=PACKAGES, default="boltz")
     parser.add_argument("--packages-from", type=Path, metavar="FOLDER", help="a folder to import packages from first")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    shared.add(parser, "device", "no-plots", "output", output=Path("build/whole"))
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{TEXTS[name]} (default: {value})")
     parser.add_argument("--precision", choices=("bf16-mixed", "float32", "tf32"), default="bf16-mixed")
@@ -60,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--no-deviations", action="store_true", help="without the runs in float32 and float64")
     parser.add_argument("--no-kernels", action="store_true", help="without the profiler's run")
-    parser.add_argument("--no-plots", action="store_true", help="no picture")
-    parser.add_argument("--output", type=Path, default=Path("build/whole"), help="folder for the results")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if options.packages_from:
         sys.path.insert(0, str(options.packages_from))
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = shared.device_of(options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         package: frame.Package = import_module(f".{PACKAGES[options.package]}", __name__).package(options.package)
@@ -83,8 +82,7 @@ def run(options: argparse.Namespace) -> int:
         finally:
             package.forget()
     name = f"whole-{options.package}-{options.tokens}-{options.samples}"
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    write(options.output / f"{name}.json", document)
     page = report.page(document)
     (options.output / f"{name}.md").write_text(page)
     print(page)
@@ -105,7 +103,7 @@ def _measured(package: frame.Package, options: argparse.Namespace, device: torch
     subject = frame.Subject(package, model, features, sizes, device)
     progress.finished()
     document: dict[str, Any] = {
-        "machine": machine.describe(device),
+        **machine.describe(device),
         "command": options.command,
         "package": options.package,
         "version": package.version(),

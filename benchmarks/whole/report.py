@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .. import plots
+from .. import machine, plots
 from ..report import facts
+from ..tables import table
 
 MOST_CLASSES = 6  # of a part that the page shows
 LEAST = 0.01  # of the time: less is not shown
@@ -19,12 +20,10 @@ def page(document: dict[str, Any]) -> str:
     lines = [
         f"# {document['package']} {document['version']}, {document['precision']}",
         "",
-        facts(document["machine"], document["command"]),
+        facts(machine.described(document), document["command"]),
         "",
         f"{sizes}. The package's own optional kernels are off. Random weights, synthetic features.",
         "",
-        _row(["", *variants]),
-        "|---" * (len(variants) + 1) + "|",
     ]
     first = next(iter(variants.values()))
 
@@ -33,23 +32,20 @@ def page(document: dict[str, Any]) -> str:
 
     best = {name: min(result["seconds"]) for name, result in variants.items()}
     base = next(iter(best.values()))
-    lines.append(_row(["whole", *(against(value, base) for value in best.values())]))
+    rows = [["whole", *(against(value, base) for value in best.values())]]
     parts = list(dict.fromkeys(part for result in variants.values() for part in result["parts, s"]))
     for part in parts:
         if first["parts, s"].get(part, 0) < LEAST * base:
             continue
         times = [result["parts, s"].get(part, 0.0) for result in variants.values()]
-        lines.append(_row([part, *(against(value, times[0]) for value in times)]))
+        rows.append([part, *(against(value, times[0]) for value in times)])
     if first["peak, bytes"]:
         peaks = [f"{result['peak, bytes'] / 2**30:.2f} GiB" for result in variants.values()]
-        lines.append(_row(["peak memory, parameters included", *peaks]))
-    lines.append(_row(["first call", *(f"{result['first call, s']:.1f} s" for result in variants.values())]))
+        rows.append(["peak memory, parameters included", *peaks])
+    rows.append(["first call", *(f"{result['first call, s']:.1f} s" for result in variants.values())])
+    lines += table(["", *variants], rows)
     lines += _deviations(variants) + _classes(variants) + _kernels(variants) + _replace(document)
     return "\n".join([*lines, ""])
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _deviations(variants: dict[str, Any]) -> list[str]:
@@ -57,9 +53,9 @@ def _deviations(variants: dict[str, Any]) -> list[str]:
     if not judged:
         return []
     head = ["", "Deviations from the released model in float32, by norms:", ""]
-    head += [_row(["", *judged]), "|---" * (len(judged) + 1) + "|"]
     names = next(iter(judged.values()))
-    return head + [_row([name, *(f"{found[name]['norm']:.2e}" for found in judged.values())]) for name in names]
+    rows = ([name, *(f"{found[name]['norm']:.2e}" for found in judged.values())] for name in names)
+    return head + table(["", *judged], rows)
 
 
 def _classes(variants: dict[str, Any]) -> list[str]:
@@ -68,13 +64,15 @@ def _classes(variants: dict[str, Any]) -> list[str]:
         if "classes, s" not in result:
             continue
         total = sum(result["classes, s"].values())
-        lines += ["", f"Exclusive time by class, {name}:", "", _row(["part", "classes"]), "|---|---|"]
+        lines += ["", f"Exclusive time by class, {name}:", ""]
+        rows = []
         for part in result["parts, s"]:
             own = {k.split("|")[1]: v for k, v in result["classes, s"].items() if k.split("|")[0] == part}
             if sum(own.values()) < LEAST * total:
                 continue
             shown = sorted(own.items(), key=lambda item: -item[1])[:MOST_CLASSES]
-            lines.append(_row([part, ", ".join(f"{kind} {value * 1e3:.1f} ms" for kind, value in shown)]))
+            rows.append([part, ", ".join(f"{kind} {value * 1e3:.1f} ms" for kind, value in shown)])
+        lines += table(["part", "classes"], rows)
     return lines
 
 
@@ -85,11 +83,13 @@ def _kernels(variants: dict[str, Any]) -> list[str]:
             continue
         kernels = result["kernels"]
         of = ", ".join(f"{what} {count}" for what, count in kernels["of"].items())
-        lines += ["", f"Kernels, {name} ({of}):", "", _row(["part", "elapsed", "busy", "kernels"]), "|---" * 4 + "|"]
+        lines += ["", f"Kernels, {name} ({of}):", ""]
+        rows = []
         for part, elapsed in sorted(kernels["elapsed, s"].items(), key=lambda item: -item[1]):
             busy = kernels["busy, s"].get(part, 0.0)
             count = str(kernels["launches"].get(part, 0))
-            lines.append(_row([part, f"{elapsed * 1e3:.1f} ms", f"{busy * 1e3:.1f} ms", count]))
+            rows.append([part, f"{elapsed * 1e3:.1f} ms", f"{busy * 1e3:.1f} ms", count])
+        lines += table(["part", "elapsed", "busy", "kernels"], rows)
     return lines
 
 
@@ -98,10 +98,11 @@ def _replace(document: dict[str, Any]) -> list[str]:
         return []
     found = document["replace"]
     lines = ["", f"`torchops.replace` took {found['seconds']:.1f} s.", ""]
-    lines += [_row(["share of the parameters", "class", "modules", "fate"]), "|---" * 4 + "|"]
+    rows = []
     for share in found["shares"]:
         fate = share["fate"] + (f": {share['reason']}" if share["reason"] else "")
-        lines.append(_row([f"{share['parameters']:.1%}", share["kind"], str(share["modules"]), fate]))
+        rows.append([f"{share['parameters']:.1%}", share["kind"], str(share["modules"]), fate])
+    lines += table(["share of the parameters", "class", "modules", "fate"], rows)
     for what in ("replaced", "left"):
         lines += ["", f"{what.capitalize()}:", "", *(f"- {count} x {name}" for name, count in found[what].items())]
     return lines
@@ -140,6 +141,6 @@ def draw(document: dict[str, Any], path: Path) -> str:
     axes.set_xlabel(f"time of a prediction [s]: {sizes['tokens']} tokens, {sizes['samples']} samples")
     figure.legend(fontsize=8, loc="outside upper center", ncols=4)
     axes.set_title(f"{document['package']} {document['version']}, {document['precision']}", fontsize=10)
-    plots._caption(figure, document["machine"])
+    plots._caption(figure, document)
     figure.savefig(path, dpi=plots.DPI)
     return f"picture: {path.name}"
