@@ -16,15 +16,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import machine, memory, timing
+from .. import machine, peak_memory, timing
+from .. import options as shared
 from ..case import BACKWARD, FORWARD, OVERHEAD, OVERHEAD_GRAD
 from ..progress import Progress
+from ..record import write
 from . import report
 from .draws import SURVEYED, Draw, draw
 
@@ -98,9 +99,9 @@ def measure(drawn: Draw, device: torch.device) -> Outcome:
     args = drawn.tensors(device)
     calls = {name: timing.contender(way, drawn.task) for name, way in drawn.ways().items() if name in seconds}
     with timing.context(drawn.task):
-        if memory.supported(device):
+        if peak_memory.supported(device):
             for name, call in calls.items():
-                outcome.peak_bytes[name] = memory.peak_of(lambda call=call: call(*args), device)  # type: ignore[misc]
+                outcome.peak_bytes[name] = peak_memory.peak_of(lambda call=call: call(*args), device)  # type: ignore[misc]
     if device.type == "cuda" and max(seconds.values()) < _MOST_SECONDS_OF_HOST_TIME:
         task = OVERHEAD if drawn.task == FORWARD else OVERHEAD_GRAD
         inputs = args if drawn.task == FORWARD else args[:-1]
@@ -140,8 +141,8 @@ def survey(
 
 def document(outcomes: Sequence[Outcome], seed: int, device: torch.device, command: str) -> dict[str, Any]:
     """What `survey.json` holds."""
-    about = machine.describe(device)
-    return {"command": command, "machine": about, "seed": seed, "draws": [vars(outcome) for outcome in outcomes]}
+    found = [vars(outcome) for outcome in outcomes]
+    return {**machine.describe(device), "command": command, "device": device.type, "seed": seed, "draws": found}
 
 
 def _known(text: str) -> list[str]:
@@ -154,19 +155,17 @@ def _known(text: str) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    shared.add(parser, "device", "output", "no-plots")
     parser.add_argument("--seconds", type=float, default=300.0, help="how long to draw (default: 300)")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("-o", "--op", type=_known, default=[], help="'dense; glu, forward': only these")
     parser.add_argument("--most", type=int, help="at most so many draws")
     parser.add_argument("--draw", nargs=2, metavar=("NAME", "NUMBER"), help="only this draw, as the JSON names it")
-    parser.add_argument("--output", type=Path, help="folder for the results")
-    parser.add_argument("--no-plots", action="store_true", help="no picture")
 
 
 def run(options: argparse.Namespace) -> int:
     """Draws, measures, prints and writes. The status is 1 if something failed."""
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = shared.device_of(options)
     if options.draw:
         name, number = options.draw[0], int(options.draw[1])
         (_known(name),)
@@ -179,9 +178,8 @@ def run(options: argparse.Namespace) -> int:
     text = report.to_markdown(written)
     print(text)
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "survey.json").write_text(json.dumps(written, indent=1) + "\n")
+        write(options.output / "survey.json", written)
         (options.output / "survey.md").write_text(text)
         if not options.no_plots:
-            report.draw(written, options.output / "survey.png")
+            print(report.draw(written, options.output / "survey.png"))
     return int(any(outcome.errors for outcome in outcomes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from statistics import geometric_mean
@@ -10,6 +9,7 @@ from typing import Any
 
 from .. import machine, plots
 from ..report import format_seconds
+from ..tables import table
 
 OURS = "torchops"
 # Above the first, a draw is slower; on a CPU of few cores, times scatter more.
@@ -29,12 +29,8 @@ def by_name(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {name: sorted(draws, key=lambda d: -d["ratio"]) for name, draws in found.items()}
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _limits(document: dict[str, Any]) -> tuple[float, float]:
-    return LIMITS["cpu" if "-core " in document["machine"]["machine"] else "cuda"]
+    return LIMITS[document["device"]]
 
 
 def to_markdown(document: dict[str, Any]) -> str:
@@ -50,16 +46,14 @@ def to_markdown(document: dict[str, Any]) -> str:
         "more memory",
         "worst",
     ]
-    lines = [_row(head), "|---" * len(head) + "|"]
-    lines += [_row(_cells(name, draws, slow, very)) for name, draws in by_name(document).items()]
+    lines = table(head, [_cells(name, draws, slow, very) for name, draws in by_name(document).items()])
     failed = [draw for draw in document["draws"] if draw["errors"]]
     lines += ["", *(f"- failed: {draw['name']} {draw['number']} {draw['sizes']}: {draw['errors']}" for draw in failed)]
-    about = document["machine"]
     lines += [
         "Ratios are the time of torchops over that of PyTorch's fastest way. Host time is their geometric mean where",
         f"it was measured. More memory: draws of {FREE_BYTES >> 20} MiB more at the peak than the least of the others.",
         "",
-        f"{about['machine']}, torch {about['torch']}, {machine.revisions(about)}. `{document['command']}`",
+        f"{document['machine']}, torch {document['torch']}, {machine.revisions(document)}. `{document['command']}`",
     ]
     return "\n".join(lines) + "\n"
 
