@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from torchops.convert.signature import Signature
 from torchops.convert.swappers import like
+from torchops.convert.values import PLAIN
 from torchops.nn.layers import has_hooks
 
 Shape = tuple[int, ...]
-PLAIN = (bool, int, float, str, type(None))
 
 
 class Parameters(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchops.convert.module import PLAIN
+from torchops.convert.values import PLAIN
 from torchops.nn.layers import has_hooks
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")

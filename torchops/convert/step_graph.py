@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 
 from torchops.convert.adapter import Adapter
 from torchops.convert.constants import Constants, Known
-from torchops.convert.module import PLAIN, Replacement, restored
+from torchops.convert.module import Replacement, restored
 from torchops.convert.signature import Signature
 from torchops.convert.state import State, Watch
 from torchops.convert.swappers import module_reason
+from torchops.convert.values import PLAIN, is_same
 
 DEVICE = "cuda"
 
@@ -131,7 +132,7 @@ class _Leaf(NamedTuple):
         held = self.of()
         if held is value:
             return self.version == _version(value)
-        return isinstance(value, PLAIN) and type(held) is type(value) and bool(held == value)
+        return is_same(value, held)
 
 
 class _Constant:

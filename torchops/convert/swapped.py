@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from torchops.convert.values import is_same
 from torchops.nn.layers import does_more
 
 __all__ = ["Swapped", "outside"]
@@ -95,8 +96,7 @@ class Swapped(nn.Module):
         for module, kind, children, tensors, attributes in held["_parts"]:
             values = module.__dict__
             for name, value in attributes:
-                now = values.get(name, _MISSING)
-                if now is not value and not (type(now) in _VALUES and type(now) is type(value) and now == value):
+                if not is_same(values.get(name, _MISSING), value):
                     return False
             if type(module) is not kind or does_more(module, distributed=False) or _tensors(module) != tensors:
                 return False
@@ -142,7 +142,6 @@ class Swapped(nn.Module):
 
 
 _MISSING = object()
-_VALUES = (bool, int, float, complex, str)  # copies of which may be other objects
 _OF_MODULES = {*nn.Module().__dict__}
 
 

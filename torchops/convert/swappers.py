@@ -20,6 +20,7 @@ from torch import nn
 from torchops._core.checks import DTYPES
 from torchops._core.devices import has_kernel
 from torchops._core.report import Match, Report, shares
+from torchops.convert.values import PLAIN
 
 __all__ = ["replace"]
 
@@ -185,9 +186,6 @@ def like(layer: nn.Module, kind: type[_Layer]) -> _Layer:
     return made
 
 
-_PLAIN = (bool, int, float, str, type(None))
-
-
 def identity(module: nn.Module) -> tuple[Any, ...]:
     """All that can make modules of a class compute different things, and everything that a reason to leave one may be,
     but for the values of tensors. Modules of which it is the same are tried once for all.
@@ -206,7 +204,7 @@ def identity(module: nn.Module) -> tuple[Any, ...]:
         return number(value), type(value), value.shape, value.dtype, value.device, value.layout
 
     def attribute(value: Any) -> Any:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return type(value), value
         if isinstance(value, nn.Module):
             return identity(value)
