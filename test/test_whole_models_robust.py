@@ -193,8 +193,12 @@ def test_hooks_added_later(models: Models) -> None:
     seen: dict[str, list[str]] = {"new": [], "old": []}
     for kind, model in (("new", new), ("old", old)):
         for name in swapped(models.model).values():
-            module = model.get_submodule(name)
-            module.register_forward_hook(lambda _, args, out, kind=kind, name=name: seen[kind].append(name))
+
+            def hook(_: Any, args: Any, out: Any, kind: str = kind, name: str = name) -> Any:
+                seen[kind].append(name)
+                return out * 1.1 if isinstance(out, Tensor) else None
+
+            model.get_submodule(name).register_forward_hook(hook)
     same(models.of(new).run("float32"), models.of(old).run("float32"))
     assert sorted(seen["new"]) == sorted(seen["old"])
 
