@@ -38,7 +38,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "op": {"type": names(list(OPERATORS)), "default": [], "help": "operators, by comma (default: all)"},
     "mode": {"type": names(MODES), "default": [], "help": f"implementations, by comma: {', '.join(MODES)}"},
     "case": {"default": "", "help": "only cases whose name contains this"},
-    "device": {"choices": ("cpu", "cuda"), "help": "default: cuda if there is one"},
+    "device": {"choices": ("cpu", "cuda"), "help": "default: cuda if there is one, or for what only CUDA has"},
     "sizes": {"type": numbers, "help": "N, by comma"},
     "features": {"type": int, "default": 128, "help": "of a position (default: %(default)s)"},
     "rounds": {"type": int, "help": "of measurements (default: %(default)s)"},

@@ -25,12 +25,15 @@ TARGETS = {
 }
 
 
+def orthogonal(b: Tensor) -> Tensor:
+    """An orthogonal matrix in place of a random one, where that takes no seconds. What is multiplied by it again and
+    again, in place, neither grows nor vanishes; infinities and zeros would take other times."""
+    return torch.linalg.qr(b).Q.contiguous() if len(b) <= LARGEST_ORTHOGONAL else b
+
+
 def _make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    # a is overwritten again and again, so its values must neither grow nor vanish.
     n = shape[-1]
-    b = torch.randn(n, n, device=device) / n**0.5
-    if n <= LARGEST_ORTHOGONAL:
-        b = torch.linalg.qr(b).Q.contiguous()
+    b = orthogonal(torch.randn(n, n, device=device) / n**0.5)
     return torch.randn(shape, device=device, dtype=dtype), b.to(dtype)
 
 

@@ -1,6 +1,6 @@
-# Reading torch's headers takes the compilers longer than most sources do. In the builds of the Makefile, C++ gets them
-# precompiled, and CUDA sources that define no name twice are one unit (with CMake 3.31 or newer). An #include that a source
-# lacks may go unseen there, and a compiler cache finds less. `pip install .` and `make test-sanitized` build without this.
+# Reading torch's headers takes the compilers longer than most sources do. In the builds of `make demo` and `make test`, C++
+# gets them precompiled, and CUDA sources that define no name twice are one unit (with CMake 3.31 or newer). An #include that
+# a source lacks may go unseen there, and a compiler cache finds less. `pip install .`, wheels and all other builds do without.
 foreach(_header IN ITEMS
   ATen/core/Tensor.h ATen/core/dispatch/Dispatcher.h torch/csrc/autograd/custom_function.h torch/library.h)
   target_precompile_headers(torchops PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<${_header}$<ANGLE-R>>")

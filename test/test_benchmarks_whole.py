@@ -182,9 +182,9 @@ def test_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(Released, "needs", ("missing_dependency",))
     monkeypatch.setattr(importlib.import_module("benchmarks.whole.boltz"), "package", lambda name: package)
     assert main(["whole"]) == 2
-    assert "boltz needs missing_dependency, not installed here" in capsys.readouterr().out
+    assert "boltz needs missing_dependency, not installed here" in capsys.readouterr().err
 
 
 def test_unknown_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["whole", "--variants", "released,faster"]) == 2
-    assert "got faster" in capsys.readouterr().out
+    assert "got faster" in capsys.readouterr().err

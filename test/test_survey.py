@@ -124,3 +124,28 @@ def test_training_is_part_of_it() -> None:
         "softmax_",
         "sigmoid_",
     }
+
+
+def test_nothing_measured(tmp_path: Path) -> None:
+    """There is a table, and no picture."""
+    written = survey.document([], 1, CPU, "the command")
+    assert "the command" in report.to_markdown(written)
+    assert report.draw(written, tmp_path / "survey.png").startswith("no picture")
+
+
+def test_failures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One that fails does not end the survey, nor does a second measurement without ours."""
+    calls = []
+
+    def seconds_of(of: Draw, device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
+        calls.append(of.number)
+        if of.number == 0:
+            raise RuntimeError("no such kernel")
+        return ({"torchops": 2.0, "eager": 1.0}, {}) if len(calls) == 2 else ({"eager": 1.0}, {"torchops": "memory"})
+
+    monkeypatch.setattr(survey, "seconds_of", seconds_of)
+    options = ["survey", "--device", "cpu", "-o", f"sigmoid_, {FORWARD}", "--most", "2", "--output", str(tmp_path)]
+    assert command.main(options) == 1
+    draws = json.loads((tmp_path / "survey.json").read_text())["draws"]
+    assert [found["ratio"] for found in draws] == [0.0, 2.0]
+    assert "no such kernel" in capsys.readouterr().out

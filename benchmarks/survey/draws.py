@@ -1,7 +1,8 @@
 """What a survey draws: an operator's sizes, its arguments, and PyTorch's ways to the same result.
 
 Sizes are log-uniform, like those of users rather than those of benchmarks: a third are multiples of 64, a quarter of
-8, and the others anything. A draw depends on the seed, the operator and its number alone, so each can be drawn again.
+8, and the others anything. A draw depends on the seed, the operator, the task, its number and the type of device, so
+each can be drawn again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 import torchops
 
 from ..case import BACKWARD, FORWARD, Task
+from ..square_matmul import orthogonal
 
 __all__ = ["SURVEYED", "Draw", "Surveyed", "draw"]
 
@@ -50,8 +52,8 @@ class Surveyed:
     """An operator: how it is called, and PyTorch's ways to the same result.
 
     `sizes` draws, and returns None for a size that the limits do not allow. `tensors` makes the arguments of ours and
-    of the others; those behind the first `trained` have no gradients. `training` are the others' ways with gradients,
-    where they are not all of `eager`.
+    of the others, all of which get gradients in training. `training` names those of `eager` that have gradients for all
+    of them.
     """
 
     name: str
@@ -169,6 +171,11 @@ def _glu_ways(s: Sizes) -> dict[str, Function]:
 def _square_sizes(random: Random, limits: Limits) -> Sizes | None:
     rows, n = size(random, 1, 1 << 20), size(random, 8, 8192)
     return {"rows": rows, "n": n} if limits.allow(2.0 * rows * n * n, rows * n, n * n) else None
+
+
+def _square_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    b = new(s["n"], s["n"], scale=s["n"] ** -0.5)
+    return new(s["rows"], s["n"]), orthogonal(b.float()).to(b.dtype)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -289,7 +296,7 @@ SURVEYED = {
         Surveyed(
             "square_matmul_",
             _square_sizes,
-            lambda s, new: (new(s["rows"], s["n"]), new(s["n"], s["n"], scale=s["n"] ** -0.5)),
+            _square_tensors,
             lambda s: torchops.square_matmul_,
             lambda s: {"eager": lambda a, b: a.copy_(a @ b)},
             (FORWARD,),

@@ -49,9 +49,11 @@ def to_markdown(document: dict[str, Any]) -> str:
     lines = table(head, [_cells(name, draws, slow, very) for name, draws in by_name(document).items()])
     failed = [draw for draw in document["draws"] if draw["errors"]]
     lines += ["", *(f"- failed: {draw['name']} {draw['number']} {draw['sizes']}: {draw['errors']}" for draw in failed)]
+    lines += [""] if failed else []
     lines += [
-        "Ratios are the time of torchops over that of PyTorch's fastest way. Host time is their geometric mean where",
-        f"it was measured. More memory: draws of {FREE_BYTES >> 20} MiB more at the peak than the least of the others.",
+        "Ratios are the time of torchops over that of the fastest of PyTorch's ways in eager mode. Host time is the",
+        "geometric mean of such ratios for calls without backward, where measured; with gradients, of calls that",
+        f"record them. More memory: draws of {FREE_BYTES >> 20} MiB more at the peak than the least of the others.",
         "",
         f"{document['machine']}, torch {document['torch']}, {machine.revisions(document)}. `{document['command']}`",
     ]
@@ -65,7 +67,7 @@ def _cells(name: str, draws: list[dict[str, Any]], slow: float, very: float) -> 
         count = sum(ratio > limit for ratio in ratios)
         return f"{count} ({count / len(ratios):.1%})"
 
-    host = [_least_ratio(draw["host_seconds"]) for draw in draws if len(draw["host_seconds"]) > 1]
+    host = [_least_ratio(times) for draw in draws if len(times := draw["host_seconds"]) > 1 and OURS in times]
     worst = "; ".join(_said(draw) for draw in draws[:_WORST] if draw["ratio"] > slow)
     return [
         name,
@@ -101,7 +103,8 @@ def draw(document: dict[str, Any], path: Path) -> str:
         return problem
     from matplotlib.figure import Figure
 
-    found = by_name(document)
+    if not (found := by_name(document)):
+        return "no picture: nothing was measured"
     slow, _ = _limits(document)
     count = -(-len(found) // _COLUMNS)
     figure = Figure(figsize=(3.2 * _COLUMNS, 2.3 * count), layout="constrained")
@@ -120,9 +123,8 @@ def draw(document: dict[str, Any], path: Path) -> str:
     for axes in panels[len(found) :]:
         axes.set_axis_off()
     figure.supxlabel("product of the sizes", fontsize=8)
-    figure.supylabel("time of torchops / time of PyTorch's fastest way", fontsize=8)
-    if found:
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(dtypes), fontsize=8)
+    figure.supylabel("time of torchops / time of the fastest way in eager mode", fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(dtypes), fontsize=8)
     figure.savefig(path, dpi=plots.DPI)
     return f"drew {path.name}"
 

@@ -66,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures one package in one size; writes JSON, a page and a picture."""
     if unknown := set(options.variants) - set(VARIANTS):
-        print(f"python -m benchmarks whole: expected some of {', '.join(VARIANTS)}, got {', '.join(unknown)}")
-        return 2
+        return shared.refused("whole", f"expected some of {', '.join(VARIANTS)}, got {', '.join(unknown)}")
     if options.packages_from:
         sys.path.insert(0, str(options.packages_from))
     device = shared.device_of(options)
@@ -75,8 +74,7 @@ def run(options: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")
         package: frame.Package = import_module(f".{PACKAGES[options.package]}", __name__).package(options.package)
         if missing := package.missing():
-            print(f"python -m benchmarks whole: {options.package} needs {', '.join(missing)}, not installed here")
-            return 2
+            return shared.refused("whole", f"{options.package} needs {', '.join(missing)}, not installed here")
         try:
             document = _measured(package, options, device)
         finally:
