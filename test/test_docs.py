@@ -31,7 +31,7 @@ import torch
 from test_schema import full_name, operators
 
 import torchops
-from benchmarks import render, run
+from benchmarks import options, render, run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -182,6 +182,8 @@ def literals(files: list[Path]) -> set[str]:
 def check_program(files: list[Path], arguments: list[str]) -> None:
     """Options and the first word, if there are subcommands, are spelled in the program's source."""
     known = literals(files) | {"-h", "--help"}
+    if files[0].parent.name == "benchmarks":
+        known |= {f"--{name}" for name in options.SHARED}
     if arguments and arguments[0][0].isalpha() and any("add_subparsers" in file.read_text() for file in files):
         assert arguments[0] in known, f"{files[0]} has no command {arguments[0]}"
     for option in (a.partition("=")[0] for a in arguments if re.match(r"--?[a-zA-Z]", a)):
@@ -195,7 +197,7 @@ def check_python(arguments: list[str]) -> None:
             for file in (a.partition("::")[0] for a in arguments[2:] if a.startswith("test")):
                 assert (ROOT / file).exists(), f"no {file}"
         elif (ROOT / path.relative_to(ROOT).parts[0]).is_dir():
-            files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+            files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
             assert not path.is_dir() or path / "__main__.py" in files, f"no {path}/__main__.py"
             check_program(files, arguments[2:])
     elif script := next((i for i, a in enumerate(arguments) if a.startswith("examples/")), None):
