@@ -11,13 +11,13 @@ import importlib
 import pickle
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from checks import assert_all_close
 from test_adapters import randomised
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchops import replace
 from torchops.convert.diffusion import AttentionPairBias, DiffusionLayer
@@ -37,6 +37,19 @@ def released(file: str, name: str, *args: Any, **kwargs: Any) -> nn.Module:
     if find_spec(file.partition(".")[0]) is None:
         pytest.skip(f"{file.partition('.')[0]} is not installed")
     return nn.ModuleList([randomised(getattr(importlib.import_module(file), name)(*args, **kwargs))])
+
+
+class Products(TorchDispatchMode):
+    """Collects the inputs of the linear layers that operators compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "myops":
+            self.inputs.append(args[[a.name for a in func._schema.arguments].index("x")])
+        return func(*args, **(kwargs or {}))
 
 
 def transformer(package: str) -> tuple[nn.Module, nn.Module]:
@@ -90,16 +103,10 @@ def test_samples_of_one_noise_level_share_the_products_with_it(package: str) -> 
     model, new = transformer(package)
     (a, s, bias, mask), kwargs = transformer_call(3)
     a, bias, s, mask = a[:3], bias[:1], s[:1].expand(3, -1, -1), mask[:1].expand(3, -1)
-    rows = []
-    released_linear = nn.functional.linear
-
-    def linear(x: Tensor, *weights: Any) -> Tensor:
-        rows.append((x.shape[-1], x.numel() // x.shape[-1]))
-        return released_linear(x, *weights)
-
-    with torch.no_grad(), mock.patch.object(nn.functional, "linear", linear):
-        got = new(a, s, bias, mask, **kwargs)
-        assert {count for width, count in rows if width == SINGLE} == {s.shape[1]}
+    with torch.no_grad():
+        with Products() as products:
+            got = new(a, s, bias, mask, **kwargs)
+        assert {x.numel() // SINGLE for x in products.inputs if x.shape[-1] == SINGLE} == {s.shape[1]}
         assert_all_close([got], [model(a, s, bias, mask, **kwargs)], atol=1e-5, rtol=1e-5)
     got, expected = (results(m, (a, s, bias, mask), kwargs) for m in (new, model))
     assert_all_close(got, expected, atol=2e-4, rtol=2e-4)

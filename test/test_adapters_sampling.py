@@ -10,15 +10,12 @@ import copy
 import functools
 import importlib
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from checks import assert_all_close
-from test_adapters_diffusion import released
+from test_adapters_diffusion import Products, released
 from test_step_graph import again
 from torch import Tensor, nn
 
@@ -87,30 +84,16 @@ def sampled(module: Any, package: str, samples: int = 3) -> Tensor:
     return coords
 
 
-@contextmanager
-def conditioned() -> Iterator[list[int]]:
-    """The rows of all products of which the input has the width of the conditioning."""
-    rows: list[int] = []
-    linear = nn.functional.linear
-
-    def counting(x: Tensor, *weights: Any) -> Tensor:
-        if x.dim() == 3 and x.shape[-2] == TOKENS:
-            rows.append(x.numel() // x.shape[-1])
-        return linear(x, *weights)
-
-    with mock.patch.object(nn.functional, "linear", counting):
-        yield rows
-
-
 @packages
 def test_samples(package: str) -> None:
     """The same structures; and of a step's products, those with the conditioning are of one sample."""
     model, new = sampler(package)
     expected = sampled(model, package)
-    with conditioned() as rows:
+    with Products() as products:
         got = sampled(new, package)
     assert_all_close([got], [expected], atol=1e-4, rtol=1e-4)
-    assert rows.count(TOKENS) >= 3 * 2 * 6  # steps, layers, products
+    of_tokens = [x.numel() // x.shape[-1] for x in products.inputs if x.dim() == 3 and x.shape[-2] == TOKENS]
+    assert of_tokens.count(TOKENS) >= 3 * 2 * 6  # steps, layers, products
     assert_all_close([sampled(new, package, 1)], [sampled(model, package, 1)], atol=1e-4, rtol=1e-4)
 
 

@@ -108,6 +108,8 @@ def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
         *_gate_helpers(),
         ("_dense_on_path", (z, w, None, "cublas")),
         ("_keeps_products", (z, w, True)),
+        ("_linear", (z, w, None)),
+        ("_linear", (z.bfloat16(), w.bfloat16(), weight.bfloat16())),
         ("_layer_norm", (x, [5], weight, weight, 1e-5)),
         ("_layer_norm", (x.bfloat16(), [4, 5], None, None, 1e-5)),
         ("_layer_norm_", (x.clone(), [5], weight, None, 1e-5)),

@@ -52,6 +52,7 @@ myops::_kernel_path(str? path=None) -> str
 myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] mask) -> (Tensor, Tensor, Tensor)
+myops::_linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::_softmax_backward(Tensor grad, Tensor y, int dim) -> Tensor
 myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted, bool adds=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)
@@ -116,6 +117,7 @@ myops::_kernel_path                              .    .     .         .         
 myops::_layer_norm                               x    x     .         .                .              .            .             .                 x
 myops::_layer_norm_                              x    x     .         x                x              .            .             .                 x
 myops::_layer_norm_backward                      x    x     .         .                .              .            .             .                 x
+myops::_linear                                   .    x     x         .                .              x            x             x                 x
 myops::_softmax_backward                         .    x     x         .                .              .            .             x                 x
 myops::_transition_backward                      x    x     x         .                .              .            .             x                 x
 myops::_triangle_attention                       x    x     x         .                .              .            .             .                 .

@@ -294,7 +294,7 @@ def register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     myops = torch.ops.myops
-    register_flop_formula([myops.dense, myops._dense_on_path])(dense_flops)
+    register_flop_formula([myops.dense, myops._dense_on_path, myops._linear])(dense_flops)
     register_flop_formula(myops._dense_gradients)(dense_gradients_flops)
     register_flop_formula([myops.gate, myops.gate_, myops._gate])(gate_flops)
     register_flop_formula(myops._gate_backward)(gate_backward_flops)

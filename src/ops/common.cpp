@@ -127,6 +127,14 @@ at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::Tensor& li
   return wanted ? at::empty_symint(shape, like.options()) : at::empty({0}, like.options());
 }
 
+void check_layer(const char* op, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b) {
+  check_dtype(op, "x", x);
+  TORCH_CHECK(x.dim() >= 1, op, ": expected x with at least 1 dimension, got a 0-dimensional tensor");
+  check_matches(op, "w", w, "x", x);
+  if (b) check_matches(op, "b", *b, "x", x);
+  check_linear_sizes(op, x, "w", w, "b", b);
+}
+
 void check_writable(const char* op, const char* name, const at::Tensor& wrapped) {
   const at::Tensor tensor = unwrapped(wrapped);
   const Overlap overlap = internal_overlap(tensor);

@@ -55,6 +55,10 @@ void check_linear_sizes(const char* op, const at::Tensor& x, const char* w_name,
 void check_linear(const char* op, const at::Tensor& x, const char* w_name, const at::Tensor& w, const char* b_name,
                   const std::optional<at::Tensor>& b);
 
+/// Raises unless x (..., in), w (out, in) and b (out,), if there is one, are of one dtype and device, and have the
+/// sizes of x @ w.T + b.
+void check_layer(const char* op, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
+
 /// Raises if two indices of `tensor` share one memory location (an expanded or unfolded tensor): it cannot be written.
 void check_writable(const char* op, const char* name, const at::Tensor& tensor);
 

@@ -29,11 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> detail::dense_gradients(const Tensor& grad, c
 }
 
 void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  detail::check_dtype("dense", "x", x);
-  TORCH_CHECK(x.dim() >= 1, "dense: expected x with at least 1 dimension, got a 0-dimensional tensor");
-  detail::check_matches("dense", "w", w, "x", x);
-  if (b) detail::check_matches("dense", "b", *b, "x", x);
-  detail::check_linear_sizes("dense", x, "w", w, "b", b);
+  detail::check_layer("dense", x, w, b);
 }
 
 namespace {

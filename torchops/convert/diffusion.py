@@ -21,6 +21,8 @@ from torchops.convert.module import Call, Parameters, Replacement, Shape, random
 from torchops.convert.signature import Signature
 from torchops.nn.layers import has_hooks
 
+_OPS: Any = torch.ops.myops
+
 
 class AttentionNames(NamedTuple):
     """What a package calls the layers of attention with pair bias."""
@@ -127,13 +129,39 @@ class _WithAttention(Replacement):
             return y.unflatten(-1, (heads, y.shape[-1] // heads))
 
         q, k, v = heads_of(s, names.q), heads_of(k_in, names.k), heads_of(k_in, names.v)
-        gate = self.linear(s, at + names.gate).sigmoid()
-        return self.linear(gate * attention(q, k, v, bias, mask, inf, samples), at + names.out)
+        o = attention(q, k, v, bias, mask, inf, samples)
+        weight, of_gate = self.weights(at + names.gate)
+        gated = _OPS.gate(o, s, weight, of_gate) if _is_plain(weight) else F.linear(s, weight, of_gate).sigmoid() * o
+        return self.linear(gated, at + names.out)
 
     def linear(self, x: Tensor, layer: str) -> Tensor:
+        weight, bias = self.weights(layer)
+        return _OPS._linear(x, weight, bias) if _is_plain(weight) else F.linear(x, weight, bias)
+
+    def gate(self, x: Tensor, layer: str) -> Tensor:
+        """The sigmoid of a linear layer."""
+        weight, bias = self.weights(layer)
+        return _OPS.dense(x, weight, bias) if _is_plain(weight) else F.linear(x, weight, bias).sigmoid()
+
+    def swiglu(self, x: Tensor, layer: str) -> Tensor:
+        """Of a linear layer, the first half of the features times the SiLU of the second."""
+        weight, bias = self.weights(layer)
+        if not _is_plain(weight):
+            up, gate = F.linear(x, weight, bias).chunk(2, -1)
+            return F.silu(gate) * up
+        w, w_gate = weight.chunk(2)
+        b, b_gate = (None, None) if bias is None else bias.chunk(2)
+        return _OPS.glu(x, w, w_gate, b, b_gate, activation="silu")
+
+    def weights(self, layer: str) -> tuple[Tensor, Tensor | None]:
         weight = self.parameter(layer, "weight")
         assert weight is not None
-        return F.linear(x, weight, self.parameter(layer, "bias"))
+        return weight, self.parameter(layer, "bias")
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether the weight is no subclass that knows ATen's operators alone, such as a quantized one."""
+    return type(weight) in (Tensor, nn.Parameter)
 
 
 class AttentionPairBias(_WithAttention):
@@ -239,11 +267,10 @@ class DiffusionLayer(_WithAttention):
         b = self.attend(
             f"{names.attention}.", names.attention_layers, b, bias, mask, keys, self._heads, self._inf, multiplicity
         )
-        a = a + self.linear(s, names.gate).sigmoid() * b
+        a = torch.addcmul(a, self.gate(s, names.gate), b)
         b = self._adaptive_norm(a, s, at + names.norm)
-        up, gate = self.linear(b, f"{at}{names.swish}.0").chunk(2, -1)
-        b = self.linear(F.silu(gate) * up * self.linear(b, at + names.up), at + names.down)
-        return a + self.linear(s, f"{at}{names.gating}.0").sigmoid() * b
+        b = self.linear(self.swiglu(b, f"{at}{names.swish}.0") * self.linear(b, at + names.up), at + names.down)
+        return torch.addcmul(a, self.gate(s, f"{at}{names.gating}.0"), b)
 
     def _adaptive_norm(self, a: Tensor, s: Tensor, at: str) -> Tensor:
         def norm(x: Tensor, name: str) -> Tensor:
@@ -253,7 +280,7 @@ class DiffusionLayer(_WithAttention):
             )
 
         a, s = norm(a, "a_norm"), norm(s, "s_norm")
-        return self.linear(s, f"{at}.s_scale").sigmoid() * a + self.linear(s, f"{at}.s_bias")
+        return torch.addcmul(self.linear(s, f"{at}.s_bias"), self.gate(s, f"{at}.s_scale"), a)
 
     @classmethod
     def sizes(cls, names: LayerNames, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:

@@ -71,6 +71,9 @@ def plain_float32() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        # The products are small. Beside other work, threads that wait for one another take a hundred times as long.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         try:
             if precision not in ("none", "ieee"):
                 products.fp32_precision = "ieee"

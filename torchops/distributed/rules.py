@@ -280,6 +280,7 @@ _of_tensors: dict[str, Callable[..., list[Way]]] = {
     "glu": _glu,
     "_glu": _glu_with_products,
     "_keep": _keep,
+    "_linear": _dense,
     "sigmoid": _sigmoid,
     "sigmoid_": _sigmoid_,
     "softmax": _softmax,

@@ -47,15 +47,18 @@ enum class Way {
   kFewRows,          // linear/few_rows.cuh
   kResidentWeights,  // in sm90/, for few features
   kStreamedWeights,  // in sm90/, for any number of features
+  kSplitFloat32,     // in sm90/, of split float32 numbers
   kSm80,             // linear/sm80.cuh
 };
 
 /// What the ways to compute a rule depend on, besides its Case.
 struct Conditions {
   bool is_gated = false;          // a second product, or another matrix, multiplies
+  int products = 1;               // of n columns each
   bool makes_cotangents = false;  // instead of the rule's value
   bool writes_products = false;   // too
   bool has_sm90 = false;          // the kernels of sm90/ can read and write the operands, on this device
+  bool has_split_sm90 = false;    // and those of split float32 numbers
   bool is_float32 = false;        // of exact products
   bool splits_float32 = false;    // these are split products
   bool is_mixed = false;          // of operands in two dtypes
@@ -71,7 +74,7 @@ class Plan {
   const Way* end() const { return ways_.data() + count_; }
 
  private:
-  std::array<Way, 4> ways_{};
+  std::array<Way, 5> ways_{};
   size_t count_ = 0;
 };
 
@@ -99,6 +102,10 @@ constexpr int kMostResidentColumns = 512;
 /// The tiling of sm80/resident.cuh that is faster than sm80/kernel.cuh, if one is, for so many products. The epilogue
 /// may read another factor, or make the cotangents of two products.
 std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool reads_factor, bool makes_cotangents);
+
+/// Whether sm90/products/split_float32.cuh is estimated to be faster than cuBLAS and, if the product `has_pass`, a pass
+/// over its result.
+bool prefers_split_sm90(const Case& c, bool has_pass);
 
 /// A split product of longer sums, of which all parts are added in turn, would err more than cuBLAS.
 constexpr int64_t kMostSplitColumns = 8192;

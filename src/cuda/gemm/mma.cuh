@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/gemm/split_tf32.cuh"
+
 // The matrix instructions from compute capability 8.0 on, and how their operands get into registers.
 namespace torchops::cuda::gemm {
 
@@ -40,23 +42,6 @@ __device__ inline uint32_t to_tf32(float value) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
 }
-
-/// float32 numbers, each as the sum of two of TF32: the nearest, and most of what it leaves. The latter has 12 bits,
-/// and the instruction reads 11 of them, so the sum is the number or, for a quarter of them, a last digit off. The high
-/// part of an infinity, or of a number that rounds to it, is infinite; the low part of a NaN is NaN.
-template <int count>
-struct SplitTF32 {
-  uint32_t high[count], low[count];
-
-  __device__ void set(const uint32_t (&words)[count]) {
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      // to_tf32() but for NaN, in a third of its instructions.
-      high[i] = (words[i] + 0x1000u) & ~0x1fffu;
-      low[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(high[i]));
-    }
-  }
-};
 
 /// product = a (16 x 16) @ b.T (8 x 16), in products of TF32; that of both low parts, at most 2^-22 of the result's
 /// terms, is left out. a[h] and b[h] have 8 columns each. The instruction cuts its sums off instead of rounding them,

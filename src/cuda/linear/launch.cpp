@@ -50,4 +50,10 @@ std::optional<int> sm90_multiprocessors() {
   return device.multiProcessorCount;
 }
 
+std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
+  if (dtype != at::kFloat || element_of(dtype)) return std::nullopt;
+  const auto sm_count = sm90_multiprocessors();
+  return sm_count ? std::optional(Case{m, n, k, 1, Element::kFloat32, *sm_count}) : std::nullopt;
+}
+
 }  // namespace torchops::cuda::gemm

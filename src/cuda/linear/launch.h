@@ -30,6 +30,9 @@ inline std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::Scalar
   return element ? std::optional(Case{m, n, k, 1, *element, *sm_count}) : std::nullopt;
 }
 
+/// The same for products of float32 numbers that keep their digits, and sm90/products/split_float32.cuh.
+std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype);
+
 /// The same for linear/sm80.cuh.
 inline std::optional<Case> sm80_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();

@@ -48,6 +48,7 @@ void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b) {
 }
 
 void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b) {
+  if (split_linear(out, x, w, b)) return;
   // w.t(), without two trips through the dispatcher.
   const at::Tensor w_t =
       at::cuda::as_strided(w, {w.size(1), w.size(0)}, {w.stride(1), w.stride(0)}, w.storage_offset());

@@ -20,27 +20,32 @@ template <class Rule>
 struct OperationsOf {
   using Resident = void;
   using Streamed = void;
+  using Split = void;
 };
 template <>
 struct OperationsOf<LinearRule<Sigmoid>> {
   using Activation = Sigmoid;
   using Resident = NarrowDense;
   using Streamed = Dense;
+  using Split = Float32Dense;
 };
 template <>
 struct OperationsOf<GateRule> {
   using Resident = Gate;
   using Streamed = StreamedGate;
+  using Split = Float32Gate;
 };
 template <>
 struct OperationsOf<GluRule<Sigmoid>> {
   using Resident = GluSigmoid;
   using Streamed = StreamedGluSigmoid;
+  using Split = Float32GluSigmoid;
 };
 template <>
 struct OperationsOf<GluRule<Silu>> {
   using Resident = GluSilu;
   using Streamed = StreamedGluSilu;
+  using Split = Float32GluSilu;
 };
 
 /// The problem that kernels read whose operands are aligned to 16 bytes; nullopt if these aren't. d has no alignment.
@@ -75,6 +80,15 @@ std::optional<Case> sm90_case_of(Problem& p, const RuleTensors& t) {
   return sm90_case(p.m, p.n, p.k, t.b.scalar_type());
 }
 
+/// The same for its kernel of split float32 numbers; n is the columns of all products.
+template <class Rule>
+std::optional<Case> split_case_of(Problem& p, const RuleTensors& t) {
+  const auto d = operand(t.d);
+  if (!d) return std::nullopt;
+  p.d = *d;
+  return split_case(p.m, int64_t{Rule::kProducts} * p.n, p.k, t.b.scalar_type());
+}
+
 /// d = rule(a @ b.T + bias, a @ b2.T + bias2, c), and the products if they are wanted; or, for CotangentsOf<rule>, d
 /// and d2 are what its backward() makes of g. For operands in one dtype, or with a, or c and d, in float32. Returns
 /// false, with nothing done, if no kernel can compute it, or if cuBLAS and a pass are faster and the path is automatic.
@@ -87,10 +101,11 @@ bool run(const RuleTensors& t) {
   const at::ScalarType dtype = t.b.scalar_type();
   const bool mixed = t.a.scalar_type() != dtype || (t.c != nullptr && t.c->scalar_type() != dtype);
   [[maybe_unused]] std::optional<Problem> problem;
-  std::optional<Case> sm90;
+  std::optional<Case> sm90, split;
   if constexpr (has_operations) {
     if (!mixed) problem = aligned_problem(t);
     if (problem) sm90 = sm90_case_of<Rule>(*problem, t);
+    if (problem && !sm90) split = split_case_of<Rule>(*problem, t);
   }
   const Case sizes{t.d.size(0),
                    t.d.size(1),
@@ -100,9 +115,11 @@ bool run(const RuleTensors& t) {
                    at::cuda::getCurrentDeviceProperties()->multiProcessorCount};
   const bool automatic = detail::is_automatic(path);
   const Conditions conditions{.is_gated = kIsGated<Rule>,
+                              .products = Rule::kProducts,
                               .makes_cotangents = kMakesCotangents<Rule>,
                               .writes_products = t.z != nullptr,
                               .has_sm90 = sm90.has_value(),
+                              .has_split_sm90 = split.has_value(),
                               .is_float32 = is_exact_float32(dtype),
                               .splits_float32 = splits_float32(),
                               .is_mixed = mixed,
@@ -114,6 +131,7 @@ bool run(const RuleTensors& t) {
     } else if constexpr (has_operations) {
       if (way == Way::kResidentWeights) done = run_chosen<typename Operations::Resident>(*problem, *sm90, t.d);
       if (way == Way::kStreamedWeights) done = run_chosen<typename Operations::Streamed>(*problem, *sm90, t.d);
+      if (way == Way::kSplitFloat32) done = run_chosen<typename Operations::Split>(*problem, *split, t.d);
       if constexpr (!kIsGated<Rule>) {
         if (way == Way::kFewRows && problem) done = run_few_rows<typename Operations::Activation>(*problem, dtype);
       }

@@ -84,7 +84,30 @@ bool read(const Tensor& t, Float32Operand& to, int64_t& batch_stride, Major& maj
 
 }  // namespace
 
+bool split_linear(const Tensor& out, const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  const detail::KernelPath path = detail::kernel_path();
+  if (path == detail::KernelPath::kCublas || out.dim() != 2 || out.numel() == 0 || x.size(1) == 0 ||
+      x.scalar_type() != w.scalar_type() || x.scalar_type() != out.scalar_type()) {
+    return false;
+  }
+  const auto c = split_case(out.size(0), out.size(1), x.size(1), x.scalar_type());
+  if (!c || (detail::is_automatic(path) && !prefers_split_sm90(*c, /*has_pass=*/false))) return false;
+  const auto to = operand(out), from_x = operand(x), from_w = operand(w);
+  if (!to || !from_x || !from_w || (b && !b->is_contiguous())) return false;
+  Problem p;
+  p.m = static_cast<int>(c->m);
+  p.n = static_cast<int>(c->n);
+  p.k = static_cast<int>(c->k);
+  p.a = *from_x;
+  p.b = *from_w;
+  p.d = *to;
+  p.d.data = out.mutable_data_ptr();
+  p.bias = b ? b->const_data_ptr() : nullptr;
+  return run_chosen<Float32Product>(p, *c, out);
+}
+
 bool split_product(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
+  if (!accumulate && out.dim() == 2 && split_linear(out, a, b.t(), std::nullopt)) return true;
   constexpr int64_t most_batches = 65535;
   const int64_t m = out.size(-2), n = out.size(-1), k = a.size(-1), batch = out.dim() == 3 ? out.size(0) : 1;
   const detail::KernelPath path = detail::kernel_path();

@@ -15,6 +15,19 @@ namespace torchops::cuda::gemm {
 
 inline int divided(int size, int tile) { return size / tile + (size % tile != 0); }
 
+/// In the grid of tiles.
+struct GridPlace {
+  int row, column;
+};
+
+/// Where a tile is, in groups of `group` rows of tiles, column after column: those that run at once share rows and
+/// columns in L2.
+CUTLASS_DEVICE GridPlace place_in_groups(int tile, int rows, int columns, int group) {
+  const int in_group = group * columns, first = tile / in_group * group, at = tile % in_group;
+  const int height = min(group, rows - first);
+  return {first + at % height, at / height};
+}
+
 /// Kernel has
 ///   Parameters, Shared   the latter with init(), which passes all of its barriers to init_barriers()
 ///   Roles                who does what (roles.cuh)
