@@ -46,13 +46,15 @@ def _rows_in(
     return True
 
 
-def _rows_out(o: Tensor, x: Tensor, parameters: list[Any], eps: float, eps_out: float, out: Tensor, adds: bool) -> bool:
-    assert not _checked_out(o, x, parameters, eps, eps_out, out, adds)
+def _rows_out(
+    o: Tensor, x: Tensor, parameters: list[Any], eps: float, eps_out: float, out: Tensor, add_residual: bool
+) -> bool:
+    assert not _checked_out(o, x, parameters, eps, eps_out, out, add_residual)
     w = apart(parameters)
     z = layer_norm(x, x.shape[2:], w.norm_in, w.norm_in_bias, eps)
     rows = layer_norm(o.movedim(0, -1), o.shape[:1], w.norm_out, w.norm_out_bias, eps_out)
     update = linear(rows, w.p_out, w.p_out_bias) * torch.sigmoid(linear(z, w.g_out, w.g_out_bias))
-    out.copy_(x + update if adds else update)
+    out.copy_(x + update if add_residual else update)
     return True
 
 
@@ -136,7 +138,7 @@ def _in_backward(
     return True
 
 
-def _parameter_gradients(sums: Tensor, parameters: list[Any], wanted: list[bool]) -> list[Tensor]:
+def _parameter_gradients(sums: Tensor, parameters: list[Any], output_mask: list[bool]) -> list[Tensor]:
     w, dtype = apart(parameters), sums.dtype
     out = {name: None if t is None else torch.zeros_like(t, dtype=dtype) for name, t in w._asdict().items()}
 
@@ -157,7 +159,7 @@ def _parameter_gradients(sums: Tensor, parameters: list[Any], wanted: list[bool]
             out[name] = None if of_a is None or of_b is None else torch.cat([of_a, of_b])
     made = [out.get(name) for name in Layers._fields]
     nothing = sums.new_empty(0)
-    return [nothing if t is None or not asked else t for t, asked in zip(made, wanted, strict=True)]
+    return [nothing if t is None or not asked else t for t, asked in zip(made, output_mask, strict=True)]
 
 
 # --- memory that other processes read --------------------------------------------------------------------------------

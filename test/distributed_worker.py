@@ -99,11 +99,11 @@ def check_dense_gradients(mesh: DeviceMesh) -> None:
     """As one operator; what its ranks have of it adds up to the whole."""
     make = Make(torch.float64, mesh.device_type)
     tensors = make(3, 5, 6), make(3, 5, 6), make(3, 5, 7), make(6, 7)
-    mask = [True, True, True]
-    expected = torch.ops.myops._dense_gradients(*tensors, mask)
+    output_mask = [True, True, True]
+    expected = torch.ops.myops._dense_gradients(*tensors, output_mask)
     for where in ("R R R R", "S0 S0 S0 R", "S1 S1 S1 R", "S2 S2 R S0", "R R S2 S1", "S2 S0 R S1"):
         sharded = [distribute(t, mesh, placement(text)) for t, text in zip(tensors, where.split(), strict=True)]
-        for got, value in zip(torch.ops.myops._dense_gradients(*sharded, mask), expected, strict=True):
+        for got, value in zip(torch.ops.myops._dense_gradients(*sharded, output_mask), expected, strict=True):
             assert_same(got, value)
 
 

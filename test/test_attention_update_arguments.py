@@ -226,7 +226,7 @@ def test_private_arguments() -> None:
     w = weights(dtype=torch.float32)
     _, product, logsumexp = OPS._triangle_attention_update_kept(X, None, w[:10], 3, 1e-5, False)
     for count in (10, 12):
-        with pytest.raises(RuntimeError, match=f"expected wanted of 11 elements, got {count}"):
+        with pytest.raises(RuntimeError, match=f"expected output_mask of 11 elements, got {count}"):
             OPS._triangle_attention_update_backward(
                 X, X, product, logsumexp, None, w[:10], 3, 1e-5, False, [True] * count
             )

@@ -97,7 +97,7 @@ def test_some_gradients_cuda() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=str)
-def test_sparing_under_a_checkpoint(monkeypatch: pytest.MonkeyPatch, reentrant: bool | None) -> None:
+def test_low_memory_under_a_checkpoint(monkeypatch: pytest.MonkeyPatch, reentrant: bool | None) -> None:
     seen = []
 
     def backward(*args: Any) -> Any:
@@ -113,7 +113,7 @@ def test_sparing_under_a_checkpoint(monkeypatch: pytest.MonkeyPatch, reentrant: 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("node", NODES)
-def test_sparing_memory_cuda(node: Node) -> None:
+def test_low_memory_cuda(node: Node) -> None:
     """Under a checkpoint: x and its gradient, the result of the attention, and less than a pair tensor beside."""
     n = 768
     layer = TriangleAttention(128, node=node, device="cuda", dtype=torch.bfloat16)
@@ -200,21 +200,21 @@ for backend, ending, x_dtype, few, width, budget in (
         wide = torch.promote_types(dtype, torch.float32)
         kept.append(Kept(torch.empty(batch, n, n, width, dtype=dtype), torch.empty(batch, n, heads, n, dtype=wide)))
     y, new, both = x.clone(), torch.empty(x.shape, dtype=torch.float16), torch.empty_like(x)
-    backend.forward(inputs._replace(x=y, adds=True), y, None)
-    backend.forward(inputs._replace(adds=True), both, None)
+    backend.forward(inputs._replace(x=y, add_residual=True), y, None)
+    backend.forward(inputs._replace(add_residual=True), both, None)
     assert torch.equal(both, y)
     backend.forward(inputs, new, kept[0])
     aten.forward(exact_inputs, exact, kept[1])
     for got, expected in ((new, exact), (y, x + exact), *zip(*kept)):
         assert (got.double() - expected).norm() <= 5e-3 * expected.norm(), (backend, ending, got.dtype)
-    grad, wanted = torch.randn(x.shape), {"x": True} | {name: t is not None for name, t in zip(TENSORS, given)}
-    for adds in (False, True):
-        made = backend.backward(grad.to(w.q.dtype), inputs._replace(adds=adds), kept[0], wanted)
-        expected = aten.backward(grad.double(), exact_inputs, kept[1], wanted)
-        expected["x"] += adds * grad
+    grad, output_mask = torch.randn(x.shape), {"x": True} | {name: t is not None for name, t in zip(TENSORS, given)}
+    for add_residual in (False, True):
+        made = backend.backward(grad.to(w.q.dtype), inputs._replace(add_residual=add_residual), kept[0], output_mask)
+        expected = aten.backward(grad.double(), exact_inputs, kept[1], output_mask)
+        expected["x"] += add_residual * grad
         assert made.keys() == expected.keys()
         for name, exact in expected.items():
-            assert (made[name].double() - exact).norm() <= 1e-2 * exact.norm(), (backend, ending, adds, name)
+            assert (made[name].double() - exact).norm() <= 1e-2 * exact.norm(), (backend, ending, add_residual, name)
 """
 
 

@@ -120,9 +120,9 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
     x, grad = (random_like(torch.empty(3, 4, 5, dtype=dtype), seed) for seed in (1, 2))
     weight, bias = (random_like(x[0], 3), random_like(x[0], 4)) if affine else (None, None)
     y = torch.sigmoid(x)
-    for wanted in [(True, True), (True, False), (False, True)]:
-        both("_dense_backward", grad, y, wanted)
-        both("_dense_backward", grad.mT, y.mT, wanted)
+    for dense_mask in [(True, True), (True, False), (False, True)]:
+        both("_dense_backward", grad, y, dense_mask)
+        both("_dense_backward", grad.mT, y.mT, dense_mask)
     v, x, w, b = (random_like(x.new_empty(s), i) for i, s in enumerate([(3, 4, 6), (3, 4, 5), (6, 5), (6,)]))
     v, x = v / 4, x / 4  # sums in bfloat16 are rounded in another order
     gate_bias = b if affine else None
@@ -138,8 +138,8 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
     both("_layer_norm", x, [4, 5], weight, bias, 1e-5)
     both("_layer_norm_", x.clone(), [4, 5], weight, bias, 1e-5)
     _, mean, rstd = torch.ops.myops._layer_norm(x, [4, 5], weight, bias, 1e-5)
-    for mask in [(True, affine, affine), (False, False, True), (True, False, False)]:
-        both("_layer_norm_backward", grad, x, [4, 5], mean, rstd, weight, mask)
+    for norm_mask in [(True, affine, affine), (False, False, True), (True, False, False)]:
+        both("_layer_norm_backward", grad, x, [4, 5], mean, rstd, weight, norm_mask)
     for dim in (0, -1):
         both("_softmax_backward", v, torch.softmax(v, dim), dim)
     gate, up, down = (random_like(x.new_empty(s), i) / 4 for i, s in enumerate([(6, 5), (6, 5), (5, 6)]))
@@ -149,8 +149,8 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
     given = (norm.get("norm_weight"), norm.get("norm_bias"), gate, gate_bias, up, gate_bias, down, 1e-5)
     everything, only_x = (True, *[affine] * 2, *[True, affine] * 3), (True, *[False] * 8)
     for transition_mask in [everything, only_x, (False, False, affine, True, *[False] * 5)]:
-        for adds in (False, True):
-            both("_transition_backward", grad, x, *given, transition_mask, adds)
+        for add_residual in (False, True):
+            both("_transition_backward", grad, x, *given, transition_mask, add_residual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])

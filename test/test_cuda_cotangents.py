@@ -30,17 +30,19 @@ OPERATORS = ["sigmoid", "silu", *GATES]
 def operator(name: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
     """The operator, its reference, and its gradients (grad, inputs, mask)."""
     if name == "gate":
-        return torchops.gate, gate_reference, lambda g, inputs, mask: OPS._gate_backward(g, *inputs, mask)
+        return torchops.gate, gate_reference, lambda g, inputs, output_mask: OPS._gate_backward(g, *inputs, output_mask)
     if name == "gate_":  # whose gradients read the result
         return (
             lambda v, *inputs: torchops.gate_(v * 1, *inputs),
             gate_reference,
-            lambda g, inputs, mask: OPS._gate_backward(g, torchops.gate(*inputs), *inputs[1:], mask, True),
+            lambda g, inputs, output_mask: OPS._gate_backward(
+                g, torchops.gate(*inputs), *inputs[1:], output_mask, True
+            ),
         )
     return (
         lambda *inputs: torchops.glu(*inputs, activation=name),
         lambda *inputs: glu_reference(*inputs, activation=name),
-        lambda g, inputs, mask: OPS._glu_backward(g, *inputs, name, mask),
+        lambda g, inputs, output_mask: OPS._glu_backward(g, *inputs, name, output_mask),
     )
 
 
@@ -139,8 +141,8 @@ def test_which_gradients_are_wanted(rows: int, name: str, path: Any) -> None:
     inputs, grad = inputs_of(name, rows, 256, 192, torch.bfloat16), random(rows, 192, dtype=torch.bfloat16)
     with torchops.cuda.kernel_path(path):
         every = gradients(function, inputs, grad)
-        for mask in itertools.product([False, True], repeat=len(inputs)):
-            for wanted, got, other in zip(mask, backward(grad, inputs, list(mask)), every, strict=True):
+        for output_mask in itertools.product([False, True], repeat=len(inputs)):
+            for wanted, got, other in zip(output_mask, backward(grad, inputs, list(output_mask)), every, strict=True):
                 assert got.shape == (other.shape if wanted else (0,))
                 if wanted:
                     assert error(got, other.double()) <= torch.finfo(got.dtype).eps / 2

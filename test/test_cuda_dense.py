@@ -326,8 +326,8 @@ def test_weight_gradients_have_all_rows(op: str, shape: tuple[int, ...], monkeyp
         exact = grad.mT.double() @ x.double() if op == "square_matmul_t" else x.mT.double() @ grad.double()
     else:
         y = torch.full_like(grad, 0.5)
-        mask = [op == "dense_all", True, True]
-        got = torch.ops.myops._dense_gradients(4 * grad, y, x, w.detach(), mask)[1]
+        output_mask = [op == "dense_all", True, True]
+        got = torch.ops.myops._dense_gradients(4 * grad, y, x, w.detach(), output_mask)[1]
         exact = grad.mT.double() @ x.double()
     assert torch.equal(got, exact.bfloat16())
 

@@ -106,9 +106,9 @@ def test_given_and_recomputed_products(dtype: torch.dtype, k: int, n: int) -> No
     assert_same(OPS._gate_backward, (grad, v, x, w, b, [True] * 4, False), (elsewhere(z),))
     given = elsewhere(value), elsewhere(gate)
     assert_same(OPS._glu_backward, (grad, x, w, wg, b, bg, "silu", [True] * 5), given)
-    for mask in itertools.product([False, True], repeat=4):
+    for output_mask in itertools.product([False, True], repeat=4):
         for values, v_is_y in ((v, False), (y, True)):
-            assert_same(OPS._gate_backward, (grad, values, x, w, b, list(mask), v_is_y), (z,))
-    for wanted in itertools.product([False, True], repeat=5):
-        assert_same(OPS._glu_backward, (grad, x, w, wg, b, bg, "silu", list(wanted)), (value, gate))
+            assert_same(OPS._gate_backward, (grad, values, x, w, b, list(output_mask), v_is_y), (z,))
+    for output_mask in itertools.product([False, True], repeat=5):
+        assert_same(OPS._glu_backward, (grad, x, w, wg, b, bg, "silu", list(output_mask)), (value, gate))
     assert all(torch.equal(t, former) for t, former in zip((z, value, gate), before, strict=True))

@@ -246,11 +246,11 @@ def panels_of(n: int, k: int) -> tuple[int, Tensor, list[Tensor]]:
     return rows, x, layers
 
 
-def assert_wanted(got: Any, function: Any, leaves: list[Tensor], cotangent: Tensor, mask: list[bool]) -> None:
+def assert_wanted(got: Any, function: Any, leaves: list[Tensor], cotangent: Tensor, output_mask: list[bool]) -> None:
     """Those that are asked for, and nothing else, beside eager's and float64's of a rounded x."""
     eager = gradients(function, leaves, cotangent)
     exact = gradients(function, [t.double() for t in leaves], cotangent.double())
-    for one, other, value, asked in zip(got, eager, exact, mask, strict=True):
+    for one, other, value, asked in zip(got, eager, exact, output_mask, strict=True):
         assert one.numel() == (value.numel() if asked else 0)
         if asked:
             assert_accurate(one.to(other.dtype), other, value)
@@ -262,9 +262,9 @@ def test_some_gradients_of_glu(n: int, k: int, wanted: str) -> None:
     """Only what is asked for; of more than one panel, the last of which is shorter."""
     rows, x, layers = panels_of(n, k)
     cotangent = random(rows, n, dtype=torch.bfloat16)
-    mask = [c in wanted for c in "xwvbc"]
-    got = torch.ops.myops._glu_backward(cotangent, x, *layers, "silu", mask)
-    assert_wanted(got, partial(glu_reference, activation="silu"), [x.bfloat16(), *layers], cotangent, mask)
+    output_mask = [c in wanted for c in "xwvbc"]
+    got = torch.ops.myops._glu_backward(cotangent, x, *layers, "silu", output_mask)
+    assert_wanted(got, partial(glu_reference, activation="silu"), [x.bfloat16(), *layers], cotangent, output_mask)
 
 
 @pytest.mark.parametrize("wanted", ["w", "wb", "xw", "vw", "vxwb"])
@@ -275,17 +275,17 @@ def test_some_gradients_of_gate(n: int, k: int, wanted: str, float32_v: bool) ->
     rows, x, (w, _, b, _) = panels_of(n, k)
     v = random(rows, n, dtype=torch.float32 if float32_v else torch.bfloat16)
     cotangent = random(rows, n, dtype=v.dtype)
-    mask = [c in wanted for c in "vxwb"]
+    output_mask = [c in wanted for c in "vxwb"]
 
     def function(v: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return gate_of_x(x, v, w, b)
 
-    got = torch.ops.myops._gate_backward(cotangent, v, x, w, b, mask)
-    assert_wanted(got, function, [v, x.bfloat16(), w, b], cotangent, mask)
+    got = torch.ops.myops._gate_backward(cotangent, v, x, w, b, output_mask)
+    assert_wanted(got, function, [v, x.bfloat16(), w, b], cotangent, output_mask)
     if float32_v:  # 16-bit results of gates are not as good as v
         y = torchops.gate(v, x, w, b)
-        got = torch.ops.myops._gate_backward(cotangent, y, x, w, b, mask, v_is_y=True)
-        assert_wanted(got, function, [v, x.bfloat16(), w, b], cotangent, mask)
+        got = torch.ops.myops._gate_backward(cotangent, y, x, w, b, output_mask, v_is_y=True)
+        assert_wanted(got, function, [v, x.bfloat16(), w, b], cotangent, output_mask)
 
 
 @pytest.mark.parametrize("kept", [False, True])

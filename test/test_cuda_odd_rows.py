@@ -119,14 +119,14 @@ def test_columns_in_place() -> None:
     assert_accurate(torchops.gate_(v, inputs, w), expected, exact)
 
 
-@pytest.mark.parametrize("mask", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 1, 0, 1)])
-def test_only_what_is_asked_for(mask: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("output_mask", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 1, 0, 1)])
+def test_only_what_is_asked_for(output_mask: tuple[int, ...]) -> None:
     k, n = 35, 33
     rows = LEAST_WORK // (k * n) + 1
     v, x, grad = (random(rows, size, dtype=torch.bfloat16) for size in (n, k, n))
     w, b = random(n, k, dtype=torch.bfloat16, scale=0.2), random(n, dtype=torch.bfloat16)
-    got = torch.ops.myops._gate_backward(grad, v, x, w, b, [bool(m) for m in mask])
-    for one, like, asked in zip(got, (v, x, w, b), mask, strict=True):
+    got = torch.ops.myops._gate_backward(grad, v, x, w, b, [bool(m) for m in output_mask])
+    for one, like, asked in zip(got, (v, x, w, b), output_mask, strict=True):
         assert one.numel() == (like.numel() if asked else 0)
 
 

@@ -36,7 +36,7 @@ SHAPES = [
     (5, 151936),
     (3, 262143),
 ]
-MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
+MASKS = [output_mask for output_mask in itertools.product((True, False), repeat=3) if any(output_mask)]
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +96,10 @@ def aten_layer_norm(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight:
     )
 
 
-def check_layer_norm(grad: Tensor, x: Tensor, weight: Tensor | None, mask: tuple[bool, ...]) -> Gradients:
+def check_layer_norm(grad: Tensor, x: Tensor, weight: Tensor | None, output_mask: tuple[bool, ...]) -> Gradients:
     mean, rstd = moments(x)
     call: Callable[[], Gradients] = lambda: OPS._layer_norm_backward(  # noqa: E731
-        grad, x, [x.size(-1)], mean, rstd, weight, mask
+        grad, x, [x.size(-1)], mean, rstd, weight, output_mask
     )
     got = call()
     aten = aten_layer_norm(grad, x, mean, rstd, weight)
@@ -109,7 +109,9 @@ def check_layer_norm(grad: Tensor, x: Tensor, weight: Tensor | None, mask: tuple
     scales = (grad * rstd, grad, grad)
     # Without a weight, whose dtype says that of the bias, the sums are not rounded.
     unrounded = [False, *[weight is None and x.dtype in (torch.float16, torch.bfloat16)] * 2]
-    for wanted, one, theirs, value, scale, is_float32 in zip(mask, got, aten, exact, scales, unrounded, strict=True):
+    for wanted, one, theirs, value, scale, is_float32 in zip(
+        output_mask, got, aten, exact, scales, unrounded, strict=True
+    ):
         if wanted:
             assert not is_float32 or one.dtype == torch.float32
             assert_accurate(one.to(x.dtype) if is_float32 else one, theirs, value, scale)
@@ -141,11 +143,11 @@ def test_every_mask_gives_the_same_bits(shape: tuple[int, int], affine: bool, dt
     grad, x = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
     weight = random(shape[1], dtype=dtype) if affine else None
     everything = check_layer_norm(grad, x, weight, (True, True, True))
-    for mask in MASKS:
-        got = check_layer_norm(grad, x, weight, mask)
+    for output_mask in MASKS:
+        got = check_layer_norm(grad, x, weight, output_mask)
         if shape[1] % 8 == 0:
-            for wanted, one, other in zip(mask, got, everything, strict=True):
-                assert not wanted or torch.equal(one, other), mask
+            for wanted, one, other in zip(output_mask, got, everything, strict=True):
+                assert not wanted or torch.equal(one, other), output_mask
 
 
 def layouts(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Tensor]:
@@ -161,10 +163,12 @@ def layouts(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Tensor]:
     yield random(1, 1, dtype=dtype).expand(shape)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("output_mask", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normalized_shape", [(7,), (3, 7), (2, 3, 5), (4, 8), (3, 96)], ids=str)
-def test_many_rows_of_any_shape(normalized_shape: tuple[int, ...], dtype: torch.dtype, mask: tuple[bool, ...]) -> None:
+def test_many_rows_of_any_shape(
+    normalized_shape: tuple[int, ...], dtype: torch.dtype, output_mask: tuple[bool, ...]
+) -> None:
     """Beyond 65536 rows, ATen's kernel writes out of bounds for several dimensions, and makes no gradient of a bias
     alone. Rows of these lengths take that kernel where they are no whole vectors."""
     rows = 70001
@@ -174,12 +178,12 @@ def test_many_rows_of_any_shape(normalized_shape: tuple[int, ...], dtype: torch.
     mean = x.double().mean(dims, keepdim=True)
     rstd = (x.double().var(dims, keepdim=True, correction=0) + 1e-5).rsqrt()
     moments = torch.float64 if dtype == torch.float64 else torch.float32
-    got = OPS._layer_norm_backward(grad, x, normalized_shape, mean.to(moments), rstd.to(moments), weight, mask)
+    got = OPS._layer_norm_backward(grad, x, normalized_shape, mean.to(moments), rstd.to(moments), weight, output_mask)
     exact_x, exact_weight = x.double().cpu().requires_grad_(), weight.double().cpu().requires_grad_()
     bias = torch.zeros_like(exact_weight, requires_grad=True)
     y = F.layer_norm(exact_x, normalized_shape, exact_weight, bias)
     exact = torch.autograd.grad(y, (exact_x, exact_weight, bias), grad.double().cpu())
-    for wanted, g, value in zip(mask, got, exact, strict=True):
+    for wanted, g, value in zip(output_mask, got, exact, strict=True):
         if wanted:
             assert g.shape == value.shape
             assert (g.double().cpu() - value).norm() <= max(4 * torch.finfo(dtype).eps, 1e-5) * value.norm()
@@ -212,8 +216,8 @@ def test_batches_of_rows() -> None:
     )
     mean, rstd = moments(x.flatten(2))
     weight = random(5, 64, dtype=torch.bfloat16)
-    mask = [True, True, True]
-    got = OPS._layer_norm_backward(grad, x, [5, 64], mean.unsqueeze(-1), rstd.unsqueeze(-1), weight, mask)
+    output_mask = [True, True, True]
+    got = OPS._layer_norm_backward(grad, x, [5, 64], mean.unsqueeze(-1), rstd.unsqueeze(-1), weight, output_mask)
     flat = OPS._layer_norm_backward(
         grad.flatten(2).flatten(0, 1),
         x.view(12, 320),
@@ -221,7 +225,7 @@ def test_batches_of_rows() -> None:
         mean.view(12, 1),
         rstd.view(12, 1),
         weight.view(320),
-        mask,
+        output_mask,
     )
     for one, other in zip(got, flat, strict=True):
         assert torch.equal(one, other.view_as(one))

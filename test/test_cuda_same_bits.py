@@ -89,15 +89,15 @@ def test_gradients_of_a_triangle_update(c: int, d: int, n: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("add_residual", [True, False])
 @pytest.mark.parametrize(("c", "hidden"), [(128, 512), (64, 128)])
-def test_transition(c: int, hidden: int, adds: bool, dtype: torch.dtype) -> None:
+def test_transition(c: int, hidden: int, add_residual: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     low = {name: w.to(dtype) for name, w in of_transition.parameters(c, hidden).items()}
     x, grad = (random(40_001, c, dtype=dtype) for _ in range(2))
 
     def transition(x: Tensor, **low: Any) -> Tensor:
-        y: Tensor = torchops.add_transition_(x.clone(), **low) if adds else torchops.transition(x, **low)
+        y: Tensor = torchops.add_transition_(x.clone(), **low) if add_residual else torchops.transition(x, **low)
         return y
 
     assert_same_bits(with_gradients(transition, x, low, grad), 60)

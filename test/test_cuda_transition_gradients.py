@@ -131,10 +131,10 @@ def test_strided_arguments_have_the_gradients_of_their_copies(biases: bool) -> N
     ):
         given = [strided.get(name) for name in NAMES[:-1]]
         packed = [None if t is None else t.contiguous() for t in given]
-        wanted = [True, *(t is not None for t in given), biases]
-        first = OPS._transition_backward(grad, x, *given, 1e-5, wanted)
+        output_mask = [True, *(t is not None for t in given), biases]
+        first = OPS._transition_backward(grad, x, *given, 1e-5, output_mask)
         second = OPS._transition_backward(
-            grad.clone(memory_format=torch.contiguous_format), x.contiguous(), *packed, 1e-5, wanted
+            grad.clone(memory_format=torch.contiguous_format), x.contiguous(), *packed, 1e-5, output_mask
         )
         assert all(map(torch.equal, first, second))
 
@@ -165,9 +165,9 @@ def test_every_subset_of_gradients() -> None:
     grad = torch.randn_like(x)
     given = [weights[name] for name in NAMES[:-1]]
     whole = OPS._transition_backward(grad, x, *given, 1e-5, [True] * 9)
-    for wanted in itertools.product([False, True], repeat=9):
+    for output_mask in itertools.product([False, True], repeat=9):
         for got, all_of_it, asked in zip(
-            OPS._transition_backward(grad, x, *given, 1e-5, list(wanted)), whole, wanted, strict=True
+            OPS._transition_backward(grad, x, *given, 1e-5, list(output_mask)), whole, output_mask, strict=True
         ):
             if asked:
                 assert (got - all_of_it).norm() <= 0.02 * all_of_it.norm()

@@ -30,16 +30,18 @@ def in_order(w: dict[str, Tensor]) -> Any:
 
 
 def by_two_ranks(
-    x: Tensor, mask: Tensor | None, w: dict[str, Tensor], outgoing: bool, first: int, scale: float, adds: bool
+    x: Tensor, mask: Tensor | None, w: dict[str, Tensor], outgoing: bool, first: int, scale: float, add_residual: bool
 ) -> Tensor:
     n, dtype = x.shape[-2], w["p_out_weight"].dtype
     parts = slice(0, first), slice(first, n)
     sent: list[list[Tensor]] = [[], []]
 
-    def call(rank: int, exchange: Callable[[Tensor], Callable[[], Tensor]], target: Tensor, adds: bool) -> Tensor:
+    def call(
+        rank: int, exchange: Callable[[Tensor], Callable[[], Tensor]], target: Tensor, add_residual: bool
+    ) -> Tensor:
         rows = parts[rank]
-        own, part = target if adds else x[:, rows], None if mask is None else mask[:, rows]
-        return kernels.update(own, part, in_order(w), n, outgoing, scale, 1e-5, GROUPS, exchange, target, adds)
+        own, part = target if add_residual else x[:, rows], None if mask is None else mask[:, rows]
+        return kernels.update(own, part, in_order(w), n, outgoing, scale, 1e-5, GROUPS, exchange, target, add_residual)
 
     for rank in range(2):  # what they send
 
@@ -53,8 +55,8 @@ def by_two_ranks(
     for rank in range(2):
         rows = parts[rank]
         whole = iter([torch.cat(pair) if outgoing else sum(pair)[rows] for pair in zip(*sent, strict=True)])
-        target = x[:, rows].clone() if adds else torch.empty_like(x[:, rows], dtype=dtype)
-        o = call(rank, lambda t, whole=whole: lambda: next(whole), target, adds)  # type: ignore[misc]
+        target = x[:, rows].clone() if add_residual else torch.empty_like(x[:, rows], dtype=dtype)
+        o = call(rank, lambda t, whole=whole: lambda: next(whole), target, add_residual)  # type: ignore[misc]
         assert o.shape == (len(x), w["p_out_weight"].shape[1], rows.stop - rows.start, n)
         targets.append(target)
     return torch.cat(targets, 1)
@@ -62,7 +64,7 @@ def by_two_ranks(
 
 @pytest.mark.parametrize("outgoing", [True, False])
 @pytest.mark.parametrize(
-    ("n", "first", "c", "d", "dtype", "of_x", "full", "mask", "batch", "adds"),
+    ("n", "first", "c", "d", "dtype", "of_x", "full", "mask", "batch", "add_residual"),
     [
         (67, 34, 128, 128, torch.bfloat16, torch.bfloat16, False, "float", 1, True),
         (130, 66, 32, 64, torch.float16, torch.float32, True, "bool", 2, False),
@@ -81,7 +83,7 @@ def test_rows_cuda(
     full: bool,
     mask: str | None,
     batch: int,
-    adds: bool,
+    add_residual: bool,
 ) -> None:
     torch.manual_seed(0)
     w = weights(c, d, full, dtype)
@@ -93,9 +95,9 @@ def test_rows_cuda(
     exact: Any = {name: t.double() for name, t in w.items()}
     of_exact = None if factors is None else factors if mask == "bool" else factors.double()
     expected = reference(x.double(), "outgoing" if outgoing else "incoming", mask=of_exact, **exact)
-    expected = expected + x.double() if adds else expected
+    expected = expected + x.double() if add_residual else expected
     scale = 2.0**-3 if dtype == torch.float16 else 1.0
-    got = by_two_ranks(x, factors, w, outgoing, first, scale, adds).double()
+    got = by_two_ranks(x, factors, w, outgoing, first, scale, add_residual).double()
     assert (got - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
 
 

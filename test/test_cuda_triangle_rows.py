@@ -45,9 +45,15 @@ def shifted(t: Tensor) -> Tensor:
 
 
 def by_blocks(
-    x: Tensor, mask: Tensor | None, w: dict[str, Tensor], blocks: list[int], scale: float, adds: bool, extra: int
+    x: Tensor,
+    mask: Tensor | None,
+    w: dict[str, Tensor],
+    blocks: list[int],
+    scale: float,
+    add_residual: bool,
+    extra: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """a and b, and the result, whose blocks overwrite those of x if `adds`."""
+    """a and b, and the result, whose blocks overwrite those of x if `add_residual`."""
     n, d = x.shape[1], w["p_out_weight"].shape[1]
     width = -(-n // 16) * 16
     a, bs, first = channels(d, n, n, extra).to(x.dtype), [], 0
@@ -64,10 +70,10 @@ def by_blocks(
         assert made[..., width:].isnan().all()
     o = channels(d, n, n, extra).to(x.dtype)
     torch.bmm(a[..., :width], b[..., :width].mT, out=o[..., :n])
-    out, first = x if adds else torch.full(x.shape, float("nan"), device="cuda", dtype=x.dtype), 0
+    out, first = x if add_residual else torch.full(x.shape, float("nan"), device="cuda", dtype=x.dtype), 0
     for rows in blocks:
         part = slice(first, first + rows)
-        assert rows_out(o[:, part, :n], x[part], in_order(w), 1e-5, 1e-5 * scale**2, out[part], adds)
+        assert rows_out(o[:, part, :n], x[part], in_order(w), 1e-5, 1e-5 * scale**2, out[part], add_residual)
         first += rows
     return a[..., :width], b[..., :width], out
 
@@ -83,7 +89,7 @@ def mask_and_scale(kind: str | None, dtype: torch.dtype, *shape: int) -> tuple[T
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("n", "blocks", "c", "d", "full", "mask", "adds", "extra"),
+    ("n", "blocks", "c", "d", "full", "mask", "add_residual", "extra"),
     [
         (128, [64, 64], 128, 128, False, None, False, 0),
         (77, [1, 40, 36], 128, 64, True, "bool", True, 0),
@@ -102,19 +108,19 @@ def test_blocks(
     d: int,
     full: bool,
     mask: str | None,
-    adds: bool,
+    add_residual: bool,
     extra: int,
 ) -> None:
     torch.manual_seed(0)
     w, x = weights(c, d, full, dtype), torch.randn(n, n, c, device="cuda").to(dtype)
     factors, scale = mask_and_scale(mask, dtype, n, n)
-    whole = by_blocks(x.clone(), factors, w, [n], scale, adds, extra)
-    parts = by_blocks(x.clone(), factors, w, blocks, scale, adds, extra)
+    whole = by_blocks(x.clone(), factors, w, [n], scale, add_residual, extra)
+    parts = by_blocks(x.clone(), factors, w, blocks, scale, add_residual, extra)
     for got, expected in zip(parts, whole, strict=True):
         assert torch.equal(got, expected)  # a position is computed in the same way wherever it is
     exact: Any = {name: t.double() for name, t in w.items()}
     of_exact = factors if factors is None or mask == "bool" else factors.double()
-    residual = x.double() if adds else 0
+    residual = x.double() if add_residual else 0
     expected = reference(x.double(), mask=of_exact, **exact) + residual
     ours = update(x, mask=factors, **w).double() + residual  # type: ignore[arg-type]
     assert error(parts[2], expected) <= 1.1 * error(ours, expected) + torch.finfo(dtype).eps
@@ -190,7 +196,7 @@ def backward_by_blocks(
     direction: str,
     blocks: list[int],
     scale: float,
-    adds: bool,
+    add_residual: bool,
     extra: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """dx (batch, N, N, c), and the gradients of the parameters in `listed`. The input steps have the blocks in reverse
@@ -221,7 +227,7 @@ def backward_by_blocks(
         assert d_o[..., width:].isnan().all()
         torch.bmm(d_o[..., :n], b[..., :n], out=da[..., :n])
         torch.bmm(d_o[..., :n].mT, a[..., :n], out=db[..., :n])
-        dz_y, moments_y, residual = turned(dz), turned(moments), turned(of_rows) if adds else None
+        dz_y, moments_y, residual = turned(dz), turned(moments), turned(of_rows) if add_residual else None
         for part, of_part in zip(parts(blocks[::-1]), own, strict=False):
             of_mask = None if mask_y is None else mask_y[part]
             of_residual = None if residual is None else residual[part]
@@ -234,7 +240,7 @@ def backward_by_blocks(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @pytest.mark.parametrize(
-    ("batch", "n", "blocks", "c", "d", "full", "mask", "adds", "extra", "packed"),
+    ("batch", "n", "blocks", "c", "d", "full", "mask", "add_residual", "extra", "packed"),
     [
         (1, 128, [64, 64], 128, 128, False, None, False, 0, True),
         (2, 77, [1, 40, 36], 128, 64, True, "bool", True, 0, False),
@@ -254,7 +260,7 @@ def test_gradients(
     d: int,
     full: bool,
     mask: str | None,
-    adds: bool,
+    add_residual: bool,
     extra: int,
     packed: bool,
 ) -> None:
@@ -263,8 +269,8 @@ def test_gradients(
     x, grad = (torch.randn(batch, n, n, c, device="cuda").to(dtype) for _ in range(2))
     factors, scale = mask_and_scale(mask, dtype, batch, n, n)
     listed = in_order(w) if packed else apart(in_order(w))
-    whole, _ = backward_by_blocks(x, grad, factors, listed, direction, [n], scale, adds, extra)
-    dx, of_parameters = backward_by_blocks(x, grad, factors, listed, direction, blocks, scale, adds, extra)
+    whole, _ = backward_by_blocks(x, grad, factors, listed, direction, [n], scale, add_residual, extra)
+    dx, of_parameters = backward_by_blocks(x, grad, factors, listed, direction, blocks, scale, add_residual, extra)
     assert torch.equal(dx, whole)  # a position is computed in the same way wherever it is
 
     def gradients(function: Any, low: bool) -> dict[str, Tensor]:
@@ -276,7 +282,7 @@ def test_gradients(
 
     ours, exact = gradients(update, True), gradients(reference, False)
     for made in (ours, exact):
-        made["x"] += grad.double() if adds else 0
+        made["x"] += grad.double() if add_residual else 0
     got = {"x": dx}
     for i, name in enumerate(in_order({name: name for name in w})):
         if name is None:
@@ -301,10 +307,10 @@ def test_wanted_gradients() -> None:
         for strided in (False, True):
             inputs: Any = [t.t().contiguous().t() if strided and t is not None and t.ndim == 2 else t for t in given]
             for which in range(3):
-                wanted = [t is not None and (strided or i % 3 == which) for i, t in enumerate(given)]
+                output_mask = [t is not None and (strided or i % 3 == which) for i, t in enumerate(given)]
                 of_sums = sums.t().contiguous().t() if strided else sums
                 for made, asked, expected in zip(
-                    parameter_gradients(of_sums, inputs, wanted), wanted, everything, strict=True
+                    parameter_gradients(of_sums, inputs, output_mask), output_mask, everything, strict=True
                 ):
                     assert torch.equal(made, expected) if asked else made.shape == (0,)
         none = parameter_gradients(sums[:0], given, [t is not None for t in given])

@@ -59,9 +59,9 @@ def test_values(rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype) -> No
     dz = (grad.double() * y.double() * (1 - y.double())).reshape(prod(rows), n)
     exact = (dz @ w.double()).view(x.shape), dz.T @ x.double().reshape(prod(rows), k), dz.sum(0)
     tolerance: dict[str, Any] = {"rtol": 0.02, "atol": 0.2} if dtype == torch.bfloat16 else {}
-    for mask in ([True] * 3, [True, False, False], [False, True, True], [False, False, True], [False] * 3):
-        got = OP(grad, y, x, w, mask)
-        for wanted, one, value in zip(mask, got, exact, strict=True):
+    for output_mask in ([True] * 3, [True, False, False], [False, True, True], [False, False, True], [False] * 3):
+        got = OP(grad, y, x, w, output_mask)
+        for wanted, one, value in zip(output_mask, got, exact, strict=True):
             assert one.dtype == dtype
             assert one.is_contiguous()
             if wanted:
@@ -114,10 +114,10 @@ def test_derivatives() -> None:
     """Of the operator itself: what double backward sees."""
     shapes = (4, 3), (4, 3), (4, 5), (3, 5)
     grad, y, x, w = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes)
-    for mask in ([True] * 3, [False, True, True], [True, False, False]):
+    for output_mask in ([True] * 3, [False, True, True], [True, False, False]):
 
-        def function(*arguments: Tensor, mask: list[bool] = mask) -> tuple[Tensor, ...]:
-            return tuple(t for t, wanted in zip(OP(*arguments, mask), mask, strict=True) if wanted)
+        def function(*arguments: Tensor, output_mask: list[bool] = output_mask) -> tuple[Tensor, ...]:
+            return tuple(t for t, wanted in zip(OP(*arguments, output_mask), output_mask, strict=True) if wanted)
 
         assert torch.autograd.gradcheck(function, (grad, y, x, w), check_forward_ad=True, check_batched_grad=True)
 

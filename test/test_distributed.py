@@ -184,8 +184,8 @@ def test_products_of_glu_in_columns(mesh: DeviceMesh) -> None:
     w = distribute(torch.randn(8, 8), mesh, Shard(0))
     products = torch.ops.myops._glu(x, w, w, None, None, "silu")
     assert [t.placements for t in products] == [(Shard(2),)] * 3
-    mask = [True, True, True, False, False]
-    grads = torch.ops.myops._glu_backward(products[0], x, w, w, None, None, "silu", mask, *products[1:])
+    output_mask = [True, True, True, False, False]
+    grads = torch.ops.myops._glu_backward(products[0], x, w, w, None, None, "silu", output_mask, *products[1:])
     assert [g.placements for g in grads[:3]] == [(Partial(),), (Shard(0),), (Shard(0),)]
 
 
@@ -201,13 +201,13 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("arguments", GRADIENTS)
-@pytest.mark.parametrize("mask", [(True, True, True), (False, True, False), (True, False, True)], ids=str)
-def test_dense_gradients(mesh: DeviceMesh, arguments: str, mask: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("output_mask", [(True, True, True), (False, True, False), (True, False, True)], ids=str)
+def test_dense_gradients(mesh: DeviceMesh, arguments: str, output_mask: tuple[bool, ...]) -> None:
     tensors = [torch.randn(4, 6, 8), torch.rand(4, 6, 8), torch.randn(4, 6, 10), torch.randn(8, 10)]
     sharded = [distribute(t, mesh, placement(text)) for t, text in zip(tensors, arguments.split(), strict=True)]
-    grads = torch.ops.myops._dense_gradients(*sharded, list(mask))
+    grads = torch.ops.myops._dense_gradients(*sharded, list(output_mask))
     expected = [placement(text) for text in GRADIENTS[arguments].split()]
-    for got, where, wanted, shape in zip(grads, expected, mask, ((4, 6, 10), (8, 10), (8,)), strict=True):
+    for got, where, wanted, shape in zip(grads, expected, output_mask, ((4, 6, 10), (8, 10), (8,)), strict=True):
         assert got.placements == ((where,) if wanted else (Replicate(),))
         assert got.shape == (shape if wanted else (0,))
 
@@ -242,13 +242,15 @@ def test_checks_see_global_shapes(mesh: DeviceMesh) -> None:
         torchops.dense(x, w)
 
 
-def triangle(x: Any, direction: Any = "outgoing", mask: Any = None, g_out: Any = None, adds: bool = False) -> Any:
+def triangle(
+    x: Any, direction: Any = "outgoing", mask: Any = None, g_out: Any = None, add_residual: bool = False
+) -> Any:
     weights = {"p_in_weight": (4, 3), "g_in_weight": (4, 3), "p_out_weight": (3, 2), "g_out_weight": (3, 3)}
     made: dict[str, Any] = {name: torch.ones(shape) for name, shape in weights.items()}
     made["g_out_weight"] = made["g_out_weight"] if g_out is None else g_out
     if isinstance(x, DTensor):
         made = {n: t if isinstance(t, DTensor) else distribute(t, x.device_mesh, Replicate()) for n, t in made.items()}
-    op = torchops.add_triangle_multiplicative_update_ if adds else torchops.triangle_multiplicative_update
+    op = torchops.add_triangle_multiplicative_update_ if add_residual else torchops.triangle_multiplicative_update
     return op(x, direction, mask=mask, **made)
 
 
@@ -285,8 +287,8 @@ WRONG: dict[str, tuple[Any, list[tuple[Any, str]]]] = {
     "triangle x": (triangle, [(t(6, 4, 3), "S0")]),
     "triangle x dtype": (triangle, [(t(6, 6, 3).half(), "S0")]),
     "triangle weight": (lambda x, w: triangle(x, g_out=w), [(t(6, 6, 3), "S0"), (t(3, 1), "R")]),
-    "triangle_ overlap": (lambda x: triangle(x, adds=True), [(EXPANDED[..., :3], "R")]),
-    "triangle_ mask": (lambda x, m: triangle(x, mask=m, adds=True), [(t(6, 6, 3), "S0"), (t(6, 1), "R")]),
+    "triangle_ overlap": (lambda x: triangle(x, add_residual=True), [(EXPANDED[..., :3], "R")]),
+    "triangle_ mask": (lambda x, m: triangle(x, mask=m, add_residual=True), [(t(6, 6, 3), "S0"), (t(6, 1), "R")]),
     "attention mask": (attention, [(t(6, 6, 8), "S0"), (t(6, 1), "R")]),
     "attention mask dtype": (attention, [(t(6, 6, 8), "S0"), (t(6, 6).long(), "R")]),
     "attention x": (attention, [(t(6, 4, 8), "S0"), (None, "R")]),

@@ -77,10 +77,10 @@ def test_masks_of_gate(rows: int) -> None:
     grad, *inputs = make((rows, 5), (rows, 5), (rows, 7), (5, 7), (5,))
     leaves = [t.clone().requires_grad_() for t in inputs]
     expected = torch.autograd.grad(gate_reference(*leaves), leaves, grad)
-    for mask in itertools.product([False, True], repeat=4):
+    for output_mask in itertools.product([False, True], repeat=4):
         for v, v_is_y in ((inputs[0], False), (gate_reference(*inputs), True)):
-            got = OPS._gate_backward(grad, v, *inputs[1:], list(mask), v_is_y)
-            for wanted, g, e in zip(mask, got, expected, strict=True):
+            got = OPS._gate_backward(grad, v, *inputs[1:], list(output_mask), v_is_y)
+            for wanted, g, e in zip(output_mask, got, expected, strict=True):
                 torch.testing.assert_close(g, e if wanted else e.new_empty(0))
 
 
@@ -90,9 +90,9 @@ def test_masks_of_glu(rows: int, activation: str) -> None:
     grad, *inputs = make((rows, 5), (rows, 7), (5, 7), (5, 7), (5,), (5,))
     leaves = [t.clone().requires_grad_() for t in inputs]
     expected = torch.autograd.grad(glu_reference(*leaves, activation=activation), leaves, grad)
-    for mask in itertools.product([False, True], repeat=5):
-        got = OPS._glu_backward(grad, *inputs, activation, list(mask))
-        for wanted, g, e in zip(mask, got, expected, strict=True):
+    for output_mask in itertools.product([False, True], repeat=5):
+        got = OPS._glu_backward(grad, *inputs, activation, list(output_mask))
+        for wanted, g, e in zip(output_mask, got, expected, strict=True):
             torch.testing.assert_close(g, e if wanted else e.new_empty(0))
 
 
@@ -105,11 +105,14 @@ def test_private_operators_trust_no_argument(device: str) -> None:
         (lambda: gate(v[:5], v, x, w, b, every), r"grad of shape \(6, 5\) to match v, got \(5, 5\)"),
         (lambda: gate(v.float(), v, x, w, b, every), "grad of dtype float64 to match v, got float32"),
         (lambda: gate(v, v, x[:, :6], w, b, every), r"w of shape \(out, in\) with in = 6 to match x, got \(5, 7\)"),
-        (lambda: gate(v, v, x, w, None, every), "a mask without db where there is no b"),
+        (lambda: gate(v, v, x, w, None, every), "output_mask without db where there is no b"),
         (lambda: glu(v[:5], x, w, w, b, b, "silu", [True] * 5), r"grad of shape \(6, 5\) to match x and w, got \(5, 5"),
         (lambda: glu(v, x, w, w[:4], b, b, "silu", [True] * 5), r"wg of shape \(5, 7\) to match w, got \(4, 7\)"),
         (lambda: glu(v, x, w, w, b, b, "tanh", [True] * 5), "activation sigmoid or silu, got tanh"),
-        (lambda: glu(v, x, w, w, b, None, "silu", [True] * 5), "a mask without gradients of b and bg where there is"),
+        (
+            lambda: glu(v, x, w, w, b, None, "silu", [True] * 5),
+            "output_mask without gradients of b and bg where there is",
+        ),
     ]
     for call, text in refused:
         with pytest.raises(ValueError if "activation" in text else RuntimeError, match=f"_backward: expected {text}"):

@@ -149,8 +149,8 @@ def test_bias_of_dense_needs_no_dz(compiled: bool) -> None:
     grad = random_like(y.detach())
     with Calls(torch.ops.myops._dense_backward.default) as calls:
         (db,) = torch.autograd.grad(y, b, grad)
-    (((*_, mask), outputs),) = calls.made
-    assert list(mask) == [False, True]
+    (((*_, output_mask), outputs),) = calls.made
+    assert list(output_mask) == [False, True]
     assert [tuple(t.shape) for t in outputs] == [(0,), (3,)]
     y = y.detach()
     torch.testing.assert_close(db, (grad * y * (1 - y)).sum(0))
@@ -164,8 +164,8 @@ def test_dense_backward_mask(shape: tuple[int, ...], dtype: torch.dtype) -> None
     y = torch.rand(shape, dtype=dtype)
     grad = random_like(y)
     dz, db = op(grad, y)
-    for mask in ([True, False], [False, True], [False, False]):
-        got = op(grad, y, mask)
-        for wanted, one, both in zip(mask, got, (dz, db), strict=True):
+    for output_mask in ([True, False], [False, True], [False, False]):
+        got = op(grad, y, output_mask)
+        for wanted, one, both in zip(output_mask, got, (dz, db), strict=True):
             assert torch.equal(one, both) if wanted else one.shape == (0,)
             assert one.dtype == dtype

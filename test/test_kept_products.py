@@ -75,11 +75,11 @@ class Gated:
         x, w, wg, b, bg = inputs
         return [F.linear(x, w, b), F.linear(x, wg, bg)]
 
-    def rests(self, grad: Tensor, inputs: list[Any], mask: list[bool], y: Tensor) -> list[tuple[Any, ...]]:
+    def rests(self, grad: Tensor, inputs: list[Any], output_mask: list[bool], y: Tensor) -> list[tuple[Any, ...]]:
         """All that its gradients take before the products, in every form: a gate in place has its result for v."""
         if self.activation:
-            return [(grad, *inputs, self.activation, mask)]
-        return [(grad, v, *inputs[1:], mask, v_is_y) for v, v_is_y in ((inputs[0], False), (y, True))]
+            return [(grad, *inputs, self.activation, output_mask)]
+        return [(grad, v, *inputs[1:], output_mask, v_is_y) for v, v_is_y in ((inputs[0], False), (y, True))]
 
     def gradients(self, *args: Tensor) -> tuple[Tensor, ...]:
         """For the cotangent that comes first."""
@@ -333,8 +333,8 @@ def test_masks(gated: Gated, rows: int) -> None:
     grad = random_like(torch.empty(rows, 5, dtype=torch.float64), 9)
     y, *products = gated.keep(*inputs)
     before = [t.clone() for t in products]
-    for mask in itertools.product([False, True], repeat=len(inputs)):
-        for rest in gated.rests(grad, inputs, list(mask), y):
+    for output_mask in itertools.product([False, True], repeat=len(inputs)):
+        for rest in gated.rests(grad, inputs, list(output_mask), y):
             assert_all_close(gated.backward(*rest, *products), gated.backward(*rest))
     assert all(map(torch.equal, products, before))
 
@@ -382,9 +382,13 @@ def test_flops(gated: Gated) -> None:
 
     assert products(gated.keep, *inputs) == gated.products
     y, *kept = gated.keep(*inputs)
-    for mask in itertools.product([False, True], repeat=3):
-        rest = gated.rests(grad, inputs, [*mask, *[False] * gated.products], y)[0]
-        own = 2 * mask[0] + mask[1] + mask[2] if gated.activation else mask[1] + mask[2]
+    for output_mask in itertools.product([False, True], repeat=3):
+        rest = gated.rests(grad, inputs, [*output_mask, *[False] * gated.products], y)[0]
+        own = (
+            2 * output_mask[0] + output_mask[1] + output_mask[2]
+            if gated.activation
+            else output_mask[1] + output_mask[2]
+        )
         assert products(gated.backward, *rest, *kept) == own
-        again = 1 + (gated.activation is not None and (mask[0] or mask[2]))
+        again = 1 + (gated.activation is not None and (output_mask[0] or output_mask[2]))
         assert products(gated.backward, *rest) == own + again

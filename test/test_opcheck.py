@@ -51,19 +51,27 @@ def test_frozen_arguments(case: OpCase, device: str, dtype: torch.dtype, sample:
 
 
 def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
-    def gate(dtype: torch.dtype, wide: torch.dtype, bias: bool, mask: list[bool]) -> tuple[str, tuple[Any, ...]]:
+    def gate(dtype: torch.dtype, wide: torch.dtype, bias: bool, output_mask: list[bool]) -> tuple[str, tuple[Any, ...]]:
         grad, v = (random_like(torch.empty(3, 4, 6, dtype=wide), seed) for seed in (1, 2))
         x, w = random_like(torch.empty(3, 4, 5, dtype=wide), 3), random_like(torch.empty(6, 5, dtype=dtype), 4)
-        return "_gate_backward", (grad, v, x, w, w[:, 0] if bias else None, mask, bias)  # v is the result, or not
+        return "_gate_backward", (
+            grad,
+            v,
+            x,
+            w,
+            w[:, 0] if bias else None,
+            output_mask,
+            bias,
+        )  # v is the result, or not
 
-    def glu(dtype: torch.dtype, wide: torch.dtype, bias: bool, mask: list[bool]) -> tuple[str, tuple[Any, ...]]:
+    def glu(dtype: torch.dtype, wide: torch.dtype, bias: bool, output_mask: list[bool]) -> tuple[str, tuple[Any, ...]]:
         grad, x = (random_like(torch.empty(4, n, dtype=d), n) for n, d in ((6, dtype), (5, wide)))
         w, wg = (random_like(torch.empty(6, 5, dtype=dtype), seed) for seed in (1, 2))
         b, bg = (w[:, 0], wg[:, 1]) if bias else (None, None)
-        return "_glu_backward", (grad, x, w, wg, b, bg, "silu" if bias else "sigmoid", mask)
+        return "_glu_backward", (grad, x, w, wg, b, bg, "silu" if bias else "sigmoid", output_mask)
 
     def transition(
-        dtype: torch.dtype, wide: torch.dtype, bias: bool, wanted: list[bool]
+        dtype: torch.dtype, wide: torch.dtype, bias: bool, output_mask: list[bool]
     ) -> tuple[str, tuple[Any, ...]]:
         x, grad = (random_like(torch.empty(2, 4, 5, dtype=d), seed) for seed, d in ((1, wide), (2, dtype)))
         gate, up, down = (
@@ -71,7 +79,7 @@ def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
         )
         norm = (gate[0], up[1]) if bias else (None, None)
         b, bg = (up[:, 0], gate[:, 1]) if bias else (None, None)
-        return "_transition_backward", (grad, x, *norm, gate, bg, up, b, down, 1e-5, wanted, bias)
+        return "_transition_backward", (grad, x, *norm, gate, bg, up, b, down, 1e-5, output_mask, bias)
 
     low, full = torch.bfloat16, torch.float32
     return [

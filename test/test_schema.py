@@ -39,13 +39,13 @@ class TestSnapshot(expecttest.TestCase):
             "\n".join(map(str, operators())),
             """\
 myops::_add_transition(Tensor x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> Tensor
-myops::_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Tensor, Tensor)
-myops::_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)
+myops::_dense_backward(Tensor grad, Tensor y, bool[2] output_mask=[True, True]) -> (Tensor, Tensor)
+myops::_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
 myops::_dense_on_path(Tensor x, Tensor w, Tensor? b, str path) -> Tensor
 myops::_gate(Tensor v, Tensor x, Tensor w, Tensor? b) -> (Tensor, Tensor)
-myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask, bool v_is_y=False, Tensor? z=None) -> (Tensor, Tensor, Tensor, Tensor)
+myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] output_mask, bool v_is_y=False, Tensor? z=None) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_glu(Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation) -> (Tensor, Tensor, Tensor)
-myops::_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask, Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+myops::_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] output_mask, Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_keep(Tensor x) -> Tensor
 myops::_keeps_products(Tensor x, Tensor w, bool of_glu) -> bool
 myops::_kernel_path(str? path=None) -> str
@@ -53,22 +53,23 @@ myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? 
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] mask) -> (Tensor, Tensor, Tensor)
 myops::_linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
 myops::_softmax_backward(Tensor grad, Tensor y, int dim) -> Tensor
-myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted, bool adds=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] output_mask, bool add_residual=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)
-myops::_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, Tensor logsumexp, float scale, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)
-myops::_triangle_attention_update(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool adds=False) -> Tensor
+myops::_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, Tensor logsumexp, float scale, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)
+myops::_triangle_attention_update(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool add_residual=False) -> Tensor
 myops::_triangle_attention_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> ()
-myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool[11] wanted, bool sparing=False, bool adds=False) -> Tensor[]
-myops::_triangle_attention_update_kept(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool adds=False) -> (Tensor, Tensor, Tensor)
-myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False, bool adds=False) -> (Tensor, Tensor)
+myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool[11] output_mask, bool low_memory=False, bool add_residual=False) -> Tensor[]
+myops::_triangle_attention_update_kept(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool add_residual=False) -> (Tensor, Tensor, Tensor)
+myops::_triangle_multiplicative_update(Tensor x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False, bool add_residual=False) -> (Tensor, Tensor)
 myops::_triangle_multiplicative_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool keep_product=False) -> Tensor
-myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] wanted, bool adds=False) -> Tensor[]
+myops::_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, Tensor? mask, Tensor?[] parameters, bool outgoing, float eps, bool[18] output_mask, bool add_residual=False) -> Tensor[]
 myops::_triangle_rows_in(Tensor x, Tensor? mask, Tensor?[] parameters, float scale, float eps, Tensor(a!) a, Tensor(b!) b) -> bool
 myops::_triangle_rows_in_backward(Tensor da, Tensor db, Tensor x, Tensor? mask, Tensor?[] parameters, float scale, float eps, Tensor moments, Tensor(a!) dz, Tensor? residual, Tensor(b!) sums) -> bool
-myops::_triangle_rows_out(Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, Tensor(a!) out, bool adds) -> bool
+myops::_triangle_rows_out(Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, Tensor(a!) out, bool add_residual) -> bool
 myops::_triangle_rows_out_backward(Tensor grad, Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, Tensor(a!) d_o, Tensor(b!) dz, Tensor(c!) moments, Tensor(d!) sums) -> bool
-myops::_triangle_rows_parameter_gradients(Tensor sums, Tensor?[] parameters, bool[16] wanted) -> Tensor[]
+myops::_triangle_rows_parameter_gradients(Tensor sums, Tensor?[] parameters, bool[16] output_mask) -> Tensor[]
 myops::add_transition_(Tensor(a!) x, *, Tensor? norm_weight=None, Tensor? norm_bias=None, Tensor gate_weight, Tensor? gate_bias=None, Tensor up_weight, Tensor? up_bias=None, Tensor down_weight, Tensor? down_bias=None, float eps=1.0000000000000001e-05) -> ()
 myops::add_triangle_multiplicative_update_(Tensor(a!) x, str direction="outgoing", *, Tensor? mask=None, Tensor? norm_in_weight=None, Tensor? norm_in_bias=None, Tensor p_in_weight, Tensor? p_in_bias=None, Tensor g_in_weight, Tensor? g_in_bias=None, Tensor? norm_out_weight=None, Tensor? norm_out_bias=None, Tensor p_out_weight, Tensor? p_out_bias=None, Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1.0000000000000001e-05) -> ()
 myops::dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor

@@ -31,9 +31,9 @@ def values(
     return out
 
 
-def backward(given: dict[str, Tensor], grad: Tensor, wanted: list[bool]) -> list[Tensor]:
+def backward(given: dict[str, Tensor], grad: Tensor, output_mask: list[bool]) -> list[Tensor]:
     parameters = {name: t for name, t in given.items() if name != "down_bias"}
-    return OPS._transition_backward(grad, *parameters.values(), 1e-5, wanted)
+    return OPS._transition_backward(grad, *parameters.values(), 1e-5, output_mask)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -42,8 +42,8 @@ def test_every_subset_of_gradients(device: str) -> None:
     given = values(700, 7, 5, device=device)
     grad = random_like(given["x"], 20)
     whole = backward(given, grad, [True] * 9)
-    for wanted in itertools.product([False, True], repeat=9):
-        for got, all_of_it, asked in zip(backward(given, grad, list(wanted)), whole, wanted, strict=True):
+    for output_mask in itertools.product([False, True], repeat=9):
+        for got, all_of_it, asked in zip(backward(given, grad, list(output_mask)), whole, output_mask, strict=True):
             assert torch.equal(got, all_of_it) if asked else got.shape == (0,)
 
 
@@ -102,10 +102,10 @@ def test_adds_the_cotangent_where_asked(device: str) -> None:
     given = values(700, 8, 16, device=device)
     grad = random_like(given["x"], 20)
     parameters = [t for name, t in given.items() if name != "down_bias"]
-    for wanted in ([True] * 9, [True] + [False] * 8, [False] + [True] * 8):
-        dx, *others = backward(given, grad, wanted)
-        got = OPS._transition_backward(grad, *parameters, 1e-5, wanted, adds=True)
-        assert torch.equal(got[0], dx + grad if wanted[0] else dx)
+    for output_mask in ([True] * 9, [True] + [False] * 8, [False] + [True] * 8):
+        dx, *others = backward(given, grad, output_mask)
+        got = OPS._transition_backward(grad, *parameters, 1e-5, output_mask, add_residual=True)
+        assert torch.equal(got[0], dx + grad if output_mask[0] else dx)
         assert all(map(torch.equal, got[1:], others))
 
 
@@ -149,7 +149,7 @@ def test_private_operator_checks_its_arguments() -> None:
         ((x[:1], x, *parameters, 1e-5, nothing), r"expected grad of shape \(6, 7\) to match x, got \(1, 7\)"),
         ((x.double(), x, *parameters, 1e-5, nothing), "expected grad of dtype float32 to match gate_weight"),
         ((x, x, *parameters[:-1], parameters[-1].t(), 1e-5, nothing), r"expected down_weight of shape \(7, 5\)"),
-        ((x, x, None, *parameters[1:], 1e-5, [False, True, *nothing[2:]]), "expected wanted without gradients of"),
+        ((x, x, None, *parameters[1:], 1e-5, [False, True, *nothing[2:]]), "expected output_mask without gradients of"),
     ):
         for device in ("cpu", "meta"):
             moved = [t.to(device) if isinstance(t, Tensor) else t for t in arguments]

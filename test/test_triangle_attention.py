@@ -166,13 +166,17 @@ def test_one_gradient_alone(kept: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", list(product([False, True], repeat=4)), ids=lambda w: "".join(str(int(x)) for x in w)
+    "output_mask", list(product([False, True], repeat=4)), ids=lambda w: "".join(str(int(x)) for x in w)
 )
-def test_only_what_is_asked_for(wanted: tuple[bool, ...]) -> None:
+def test_only_what_is_asked_for(output_mask: tuple[bool, ...]) -> None:
     q, k, v, bias, mask = arguments(6, masked=True)
     out, logsumexp = OPS._triangle_attention(q, k, v, bias, mask, 0.25)
-    grads = OPS._triangle_attention_backward(torch.randn_like(q), q, k, v, bias, mask, out, logsumexp, 0.25, wanted)
-    assert [g.shape for g in grads] == [t.shape if w else (0,) for t, w in zip((q, k, v, bias), wanted, strict=True)]
+    grads = OPS._triangle_attention_backward(
+        torch.randn_like(q), q, k, v, bias, mask, out, logsumexp, 0.25, output_mask
+    )
+    assert [g.shape for g in grads] == [
+        t.shape if w else (0,) for t, w in zip((q, k, v, bias), output_mask, strict=True)
+    ]
 
 
 # --- what the dispatcher asks for ------------------------------------------------------------------------------------
@@ -199,8 +203,8 @@ def test_opcheck(masked: bool) -> None:
     assert q is not None
     out, logsumexp = OPS._triangle_attention(q, k, v, bias, mask, 0.25)
     arguments_of_backward = torch.randn_like(q), q, k, v, bias, mask, out, logsumexp, 0.25
-    for wanted in ([True] * 4, [False, True, False, True]):
-        torch.library.opcheck(OPS._triangle_attention_backward.default, (*arguments_of_backward, wanted))
+    for output_mask in ([True] * 4, [False, True, False, True]):
+        torch.library.opcheck(OPS._triangle_attention_backward.default, (*arguments_of_backward, output_mask))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -374,12 +378,12 @@ def test_private_arguments_are_checked() -> None:
             with pytest.raises(
                 RuntimeError, match=f"_triangle_attention_backward: expected .*{name if name != 'q' else ''}"
             ):
-                OPS._triangle_attention_backward(**good | {name: bad}, scale=0.25, wanted=[True] * 4)
+                OPS._triangle_attention_backward(**good | {name: bad}, scale=0.25, output_mask=[True] * 4)
         if name != "mask":
             with pytest.raises(TypeError, match=f"_triangle_attention_backward: expected {name} of type Tensor, got"):
-                OPS._triangle_attention_backward(**good | {name: None}, scale=0.25, wanted=[True] * 4)
+                OPS._triangle_attention_backward(**good | {name: None}, scale=0.25, output_mask=[True] * 4)
     for count in (3, 5):
-        with pytest.raises(RuntimeError, match=f"expected wanted of 4 values, got {count}"):
-            OPS._triangle_attention_backward(**good, scale=0.25, wanted=[True] * count)
+        with pytest.raises(RuntimeError, match=f"expected output_mask of 4 values, got {count}"):
+            OPS._triangle_attention_backward(**good, scale=0.25, output_mask=[True] * count)
     with pytest.raises(RuntimeError, match="_triangle_attention: expected no argument that needs a gradient"):
         OPS._triangle_attention(q.requires_grad_(), k, v, bias, mask, 0.25)

@@ -110,24 +110,24 @@ def test_gradients_that_nobody_asks_for() -> None:
     update, product, logsumexp = OPS._triangle_attention_update_kept(x, None, parameters, *how)
     grad = torch.randn_like(update)
 
-    def backward(wanted: list[bool]) -> list[Tensor]:
-        return OPS._triangle_attention_update_backward(grad, x, product, logsumexp, None, parameters, *how, wanted)
+    def backward(output_mask: list[bool]) -> list[Tensor]:
+        return OPS._triangle_attention_update_backward(grad, x, product, logsumexp, None, parameters, *how, output_mask)
 
     whole = backward([True] * 11)
     plain = [None if i in (6, 7) else t for i, t in enumerate(parameters)]
     counts = []
     for i in range(11):
-        wanted = [j == i for j in range(11)]
+        output_mask = [j == i for j in range(11)]
         with FlopCounterMode(display=False) as counter:
-            got = backward(wanted)
+            got = backward(output_mask)
         counts.append(counter.get_total_flops())
         made = []
         for function in (OPS._triangle_attention_update_backward, operators.backward_kernel):
             with FlopCounterMode(display=False) as counter:
-                function(grad, x, product, logsumexp, None, plain, *how, wanted)
+                function(grad, x, product, logsumexp, None, plain, *how, output_mask)
             made.append(counter.get_total_flops())
         assert made[0] == made[1]
-        for g, expected, want in zip(got, whole, wanted, strict=True):
+        for g, expected, want in zip(got, whole, output_mask, strict=True):
             assert_all_close([g], [expected]) if want else None
             assert want or g.shape == (0,)
     assert counts[10] == 0, "a sum over rows"

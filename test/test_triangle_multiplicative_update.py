@@ -153,9 +153,11 @@ def test_one_gradient_takes_what_it_needs(wanted: int, products: int, tensors: i
     given = parameters(c, d, dtype=torch.float32) | {"mask": torch.rand(n, n)}
     x = torch.randn(n, n, c)
     _, product = OPS._triangle_multiplicative_update(x, given["mask"], beneath(given), True, 1e-5, True)
-    mask = [i == wanted for i in range(18)]
+    output_mask = [i == wanted for i in range(18)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        OPS._triangle_multiplicative_update_backward(x, x, [product], given["mask"], beneath(given), True, 1e-5, mask)
+        OPS._triangle_multiplicative_update_backward(
+            x, x, [product], given["mask"], beneath(given), True, 1e-5, output_mask
+        )
     events = profiler.events()
     groups = -(-d // (2**20 // (4 * n * n)))  # of channels, whose matrices take a MiB at most
     assert sum(event.name == "aten::bmm" for event in events) == products * groups
@@ -187,10 +189,10 @@ def test_opcheck_of_gradients() -> None:
     x, given = small(torch.float32)
     parameters = beneath(given)
     _, product = OPS._triangle_multiplicative_update(x, given["mask"], parameters, True, 1e-5, True)
-    wanted = [True] * 18
+    output_mask = [True] * 18
     torch.library.opcheck(
         OPS._triangle_multiplicative_update_backward.default,
-        (torch.randn_like(x), x, [product], given["mask"], parameters, True, 1e-5, wanted),
+        (torch.randn_like(x), x, [product], given["mask"], parameters, True, 1e-5, output_mask),
     )
 
 

@@ -214,28 +214,39 @@ def test_arguments_of_gradients_are_checked(device: str) -> None:
 def test_parameter_gradients(device: str, packed: bool) -> None:
     """Without kernels there are no sums: only tensors without data have results, and float32 has no kernels."""
     given, sums = parameters(device, packed=packed), torch.ones(2, SUMS, device=device)
-    wanted = [t is not None and i % 3 != 0 for i, t in enumerate(given)]
+    output_mask = [t is not None and i % 3 != 0 for i, t in enumerate(given)]
     if device == "meta":
-        for made, asked, parameter in zip(parameter_gradients(sums, given, wanted), wanted, given, strict=True):
+        for made, asked, parameter in zip(
+            parameter_gradients(sums, given, output_mask), output_mask, given, strict=True
+        ):
             assert made.shape == (parameter.shape if asked and parameter is not None else (0,))
             assert made.device.type == "meta"
     else:
         with pytest.raises(
             RuntimeError, match=r"^_triangle_rows_parameter_gradients: expected (sums on|parameters of)"
         ):
-            parameter_gradients(sums, given, wanted)
+            parameter_gradients(sums, given, output_mask)
     weight = "p_in_weight" if packed else "a_p_weight"
     shape = r"\(2d, c\)" if packed else r"\(d, c\)"
     for arguments, text in (
-        ((sums[0], given, wanted), rf"sums of shape \(batch, size\), got \({SUMS},\)"),
-        ((sums[:, 1:], given, wanted), rf"sums of shape \(2, {SUMS}\) to match the weights, got \(2, {SUMS - 1}\)"),
-        ((sums.double(), given, wanted), "sums of dtype float32, got float64"),
-        ((sums, given[:3], wanted), "16 parameters, got 3"),
-        ((sums, [*given[:2], None, *given[3:]], wanted), r"a weight as parameters\[2\], got none"),
-        ((sums, [*given[:2], sums[0], *given[3:]], wanted), rf"{weight} of shape {shape}, got \({SUMS},\)"),
-        ((sums, [sums[0], *given[1:]], wanted), rf"norm_in_weight of shape \(8,\) to match {weight}, got"),
-        ((sums, [*given[:14], sums, given[15]], wanted), rf"g_out_weight of shape \(8, 8\) to match {weight}, got"),
-        ((sums, [None, *given[1:]], [True] * 16), r"wanted without the gradient of parameters\[0\], which is none"),
+        ((sums[0], given, output_mask), rf"sums of shape \(batch, size\), got \({SUMS},\)"),
+        (
+            (sums[:, 1:], given, output_mask),
+            rf"sums of shape \(2, {SUMS}\) to match the weights, got \(2, {SUMS - 1}\)",
+        ),
+        ((sums.double(), given, output_mask), "sums of dtype float32, got float64"),
+        ((sums, given[:3], output_mask), "16 parameters, got 3"),
+        ((sums, [*given[:2], None, *given[3:]], output_mask), r"a weight as parameters\[2\], got none"),
+        ((sums, [*given[:2], sums[0], *given[3:]], output_mask), rf"{weight} of shape {shape}, got \({SUMS},\)"),
+        ((sums, [sums[0], *given[1:]], output_mask), rf"norm_in_weight of shape \(8,\) to match {weight}, got"),
+        (
+            (sums, [*given[:14], sums, given[15]], output_mask),
+            rf"g_out_weight of shape \(8, 8\) to match {weight}, got",
+        ),
+        (
+            (sums, [None, *given[1:]], [True] * 16),
+            r"output_mask without the gradient of parameters\[0\], which is none",
+        ),
     ):
         with pytest.raises(RuntimeError, match=f"^_triangle_rows_parameter_gradients: expected {text}"):
             parameter_gradients(*arguments)

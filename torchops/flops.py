@@ -41,16 +41,21 @@ def dense_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -
 
 
 def dense_gradients_flops(
-    grad: Sequence[int], y: Sequence[int], x: Sequence[int], w: Sequence[int], mask: Sequence[bool], **kwargs: Any
+    grad: Sequence[int],
+    y: Sequence[int],
+    x: Sequence[int],
+    w: Sequence[int],
+    output_mask: Sequence[bool],
+    **kwargs: Any,
 ) -> int:
-    """``2 * rows * in_features * out_features`` for each of dx and dw that ``mask`` asks for.
+    """``2 * rows * in_features * out_features`` for each of dx and dw that ``output_mask`` asks for.
 
     Example:
 
         >>> torchops.flops.dense_gradients_flops((10, 4), (10, 4), (10, 3), (4, 3), [True, True, False])
         480
     """
-    return sum(mask[:2]) * dense_flops(x, w)
+    return sum(output_mask[:2]) * dense_flops(x, w)
 
 
 def gate_flops(v: Sequence[int], x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -70,14 +75,14 @@ def gate_backward_flops(
     x: Sequence[int],
     w: Sequence[int],
     b: Sequence[int] | None,
-    mask: Sequence[bool],
+    output_mask: Sequence[bool],
     v_is_y: bool = False,
     z: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> int:
     """A product for the gate, unless it is given, and one for each of the gradients of ``x`` and ``w`` that the mask
     asks for."""
-    return ((z is None) + mask[1] + mask[2]) * gate_flops(v, x, w)
+    return ((z is None) + output_mask[1] + output_mask[2]) * gate_flops(v, x, w)
 
 
 def glu_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -99,14 +104,14 @@ def glu_backward_flops(
     b: Sequence[int] | None,
     bg: Sequence[int] | None,
     activation: str,
-    mask: Sequence[bool],
+    output_mask: Sequence[bool],
     z: Sequence[int] | None = None,
     u: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> int:
     """The products for the two factors, unless they are given, two for the gradient of ``x`` and one for that of each
     weight; but not the product that only a gradient reads which the mask does not ask for."""
-    dx, dw, dwg, _, dbg = mask
+    dx, dw, dwg, _, dbg = output_mask
     value = dx or dwg or dbg  # the gradient of the gate reads the value
     again = 1 + value if z is None else 0
     return (again + 2 * dx + dw + dwg) * 2 * prod(x) * w[0]
@@ -145,16 +150,16 @@ def transition_backward_flops(
     up_bias: Sequence[int] | None,
     down_weight: Sequence[int],
     eps: float,
-    wanted: Sequence[bool],
-    adds: bool = False,
+    output_mask: Sequence[bool],
+    add_residual: bool = False,
     **kwargs: Any,
 ) -> int:
     """The products of gate and up again, one back through down, two back to ``x``, and one for each gradient of a
-    weight; but none that only a gradient reads which ``wanted`` does not ask for."""
-    to_z = any(wanted[:3])
-    gate, up = to_z or any(wanted[3:5]), to_z or any(wanted[5:7])
-    again = (gate or up or wanted[7]) + (gate or wanted[7])
-    products = again + (gate or up) + 2 * to_z + wanted[3] + wanted[5] + wanted[7]
+    weight; but none that only a gradient reads which ``output_mask`` does not ask for."""
+    to_z = any(output_mask[:3])
+    gate, up = to_z or any(output_mask[3:5]), to_z or any(output_mask[5:7])
+    again = (gate or up or output_mask[7]) + (gate or output_mask[7])
+    products = again + (gate or up) + 2 * to_z + output_mask[3] + output_mask[5] + output_mask[7]
     return products * 2 * prod(x) * gate_weight[0]
 
 
@@ -195,19 +200,19 @@ def triangle_backward_flops(
     parameters: Sequence[Any],
     outgoing: bool,
     eps: float,
-    wanted: Sequence[bool],
-    adds: bool = False,
+    output_mask: Sequence[bool],
+    add_residual: bool = False,
     **kwargs: Any,
 ) -> int:
     """The projections of the forward pass again, on the way in twice, once for the products and once for their own
     gradients; two products of matrices; and one product for each gradient of a weight and each step back to ``x`` that
-    ``wanted`` asks for."""
+    ``output_mask`` asks for."""
     (n, c), (d, packed) = x[-2:], _channels(parameters)
-    to_z = wanted[0] or any(wanted[2:4])
-    to_inputs = to_z or wanted[1] or any(wanted[4:12])
-    back_to_o = to_inputs or any(wanted[12:14])
-    out = c * d * (1 + back_to_o + wanted[14]) + c * c * (1 + to_z + wanted[16])
-    of_weights = sum(wanted[4:12:2]) * (2 if packed else 1)
+    to_z = output_mask[0] or any(output_mask[2:4])
+    to_inputs = to_z or output_mask[1] or any(output_mask[4:12])
+    back_to_o = to_inputs or any(output_mask[12:14])
+    out = c * d * (1 + back_to_o + output_mask[14]) + c * c * (1 + to_z + output_mask[16])
+    of_weights = sum(output_mask[4:12:2]) * (2 if packed else 1)
     into = c * d * (8 + 4 * to_z + of_weights) + 2 * n * d if to_inputs else 0
     return 2 * prod(x[:-1]) * (out + into)
 
@@ -233,14 +238,14 @@ def triangle_attention_backward_flops(
     out: Sequence[int],
     logsumexp: Sequence[int],
     scale: float,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
     **kwargs: Any,
 ) -> int:
     """The product for the scores again, one for their gradient, unless ``v`` alone has one, and one for each of ``q``,
-    ``k`` and ``v`` that ``wanted`` asks for. The kernels for CUDA compute the first two once for each of ``q``, ``k``
-    with ``v`` and the bias, which is not counted."""
-    dq, dk, dv, dbias = wanted
-    scores = any(wanted) + (dq or dk or dbias)
+    ``k`` and ``v`` that ``output_mask`` asks for. The kernels for CUDA compute the first two once for each of ``q``,
+    ``k`` with ``v`` and the bias, which is not counted."""
+    dq, dk, dv, dbias = output_mask
+    scores = any(output_mask) + (dq or dk or dbias)
     return (scores + dq + dk + dv) * 2 * prod(q) * q[-2]
 
 
@@ -264,17 +269,17 @@ def attention_update_backward_flops(
     heads: int,
     eps: float,
     ending: bool,
-    wanted: Sequence[bool],
-    sparing: bool = False,
-    adds: bool = False,
+    output_mask: Sequence[bool],
+    low_memory: bool = False,
+    add_residual: bool = False,
     **kwargs: Any,
 ) -> int:
     """The projections of the forward pass again; what :func:`triangle_attention_backward_flops` counts; and one product
     for each gradient of a weight and each step back to the layer norm. But none that only a gradient reads which
-    ``wanted`` does not ask for."""
+    ``output_mask`` does not ask for."""
     n, c = x[-2:]
     width, gated = parameters[3][0], parameters[6] is not None
-    given = [want and t is not None for want, t in zip(wanted, (x, *parameters), strict=True)]
+    given = [want and t is not None for want, t in zip(output_mask, (x, *parameters), strict=True)]
     to_z, (of_bias, *of_qkv), of_gate, of_gate_bias, of_out = any(given[:3]), given[3:7], *given[7:10]
     to_bias, qkv = to_z or of_bias, [to_z or want for want in of_qkv]
     to_o = to_bias or any(qkv)

@@ -142,8 +142,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     def _add_transition(x: Any, **parameters: Any) -> Any:
         return added(x, transition(x, **parameters), True)
 
-    def added(x: Any, update: Any, adds: bool) -> Any:
-        return op.Add(x, op.CastLike(update, x)) if adds else update
+    def added(x: Any, update: Any, add_residual: bool) -> Any:
+        return op.Add(x, op.CastLike(update, x)) if add_residual else update
 
     def triangle_multiplicative_update(
         x: Any,
@@ -176,7 +176,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         outgoing: bool,
         eps: float,
         keep_product: bool = False,
-        adds: bool = False,
+        add_residual: bool = False,
     ) -> Any:
         norm_in_weight, norm_in_bias, pa, pa_b, pb, pb_b, ga, ga_b, gb, gb_b = parameters[:10]
         norm_out_weight, norm_out_bias, p_out, p_out_bias, g_out, g_out_bias = parameters[10:]
@@ -197,7 +197,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         o = op.Transpose(o, perm=[*batch, second, c, first])
         o = normalized(o, norm_out_weight, norm_out_bias, eps, p_out)
         update = gate(linear(o, p_out, p_out_bias), z, g_out, g_out_bias)
-        return added(x, update, adds), op.Constant(value_floats=[])  # o is kept for gradients alone
+        return added(x, update, add_residual), op.Constant(value_floats=[])  # o is kept for gradients alone
 
     def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> Any:
         return attention(q, k, v, bias, mask, max(q.shape[-1], 1) ** -0.5 if scale is None else scale, len(q.shape))
@@ -215,7 +215,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.MatMul(p if q.dtype == bias.dtype else op.CastLike(p, q), v)
 
     def _triangle_attention_update(
-        x: Any, mask: Any, parameters: Sequence[Any], heads: int, eps: float, ending: bool, adds: bool = False
+        x: Any, mask: Any, parameters: Sequence[Any], heads: int, eps: float, ending: bool, add_residual: bool = False
     ) -> Any:
         norm_weight, norm_bias, bias_weight, *qkv, to_gate, gate_bias, out, out_bias = parameters
         rank, features = len(x.shape), out.shape[1]
@@ -239,7 +239,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         o = op.Reshape(op.Transpose(o, perm=[*batch, first, c, second, rank]), joined)
         if to_gate is not None:
             o = gate(o, z, to_gate, gate_bias)
-        return added(x, by_rows(linear(o, out, out_bias), c), adds)
+        return added(x, by_rows(linear(o, out, out_bias), c), add_residual)
 
     translations = (
         *(dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition, _add_transition),

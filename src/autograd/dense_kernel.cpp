@@ -51,14 +51,14 @@ struct Dense : torch::autograd::Function<Dense<has_bias>> {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &y = saved[0], &x = saved[1], &w = saved[2];
     const detail::KernelPathGuard on_path(saved_path(ctx));
-    const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                   has_bias && ctx->needs_input_grad(2)};
+    const std::array<bool, 3> output_mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                          has_bias && ctx->needs_input_grad(2)};
     // With one of them, the other operand was not saved. A graph keeps the path on which it was traced.
-    if (mask[0] && mask[1] && detail::kernel_path() != detail::KernelPath::kCublas) {
-      const auto [dx, dw, db] = detail::dense_gradients(grads[0], y, x, w, mask);
-      return {dx, dw, mask[2] ? db : Tensor(), Tensor()};
+    if (output_mask[0] && output_mask[1] && detail::kernel_path() != detail::KernelPath::kCublas) {
+      const auto [dx, dw, db] = detail::dense_gradients(grads[0], y, x, w, output_mask);
+      return {dx, dw, output_mask[2] ? db : Tensor(), Tensor()};
     }
-    const auto [dx, dw, db] = detail::dense_gradients_in_parts(grads[0], y, x, w, mask);
+    const auto [dx, dw, db] = detail::dense_gradients_in_parts(grads[0], y, x, w, output_mask);
     return {dx, dw, db, Tensor()};
   }
 };
@@ -78,11 +78,11 @@ Tensor DenseOnPath::train(const Tensor& x, const Tensor& w, const std::optional<
 // Differentiated only by double backward.
 struct DenseBackward : FunctionalOp<DenseBackward, detail::dense_backward> {
   static void check(const Tensor& grad, const Tensor& y, std::array<bool, 2>) { detail::check_dense_backward(grad, y); }
-  static std::tuple<Tensor, Tensor> decomposed(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+  static std::tuple<Tensor, Tensor> decomposed(const Tensor& grad, const Tensor& y, std::array<bool, 2> output_mask) {
     const Tensor none = at::empty({0}, y.options());
-    if (!mask[0] && !mask[1]) return {none, none};
+    if (!output_mask[0] && !output_mask[1]) return {none, none};
     const Tensor dz = at::sigmoid_backward(grad, y).contiguous();
-    return {mask[0] ? dz : none, mask[1] ? bias_gradient(dz) : none};
+    return {output_mask[0] ? dz : none, output_mask[1] ? bias_gradient(dz) : none};
   }
 };
 
@@ -91,8 +91,8 @@ struct DenseGradients : FunctionalOp<DenseGradients, detail::dense_gradients> {
     detail::check_dense_gradients(grad, y, x, w);
   }
   static std::tuple<Tensor, Tensor, Tensor> decomposed(const Tensor& grad, const Tensor& y, const Tensor& x,
-                                                       const Tensor& w, std::array<bool, 3> mask) {
-    auto out = detail::dense_gradients_in_parts(grad, y, x, w, mask);
+                                                       const Tensor& w, std::array<bool, 3> output_mask) {
+    auto out = detail::dense_gradients_in_parts(grad, y, x, w, output_mask);
     for (Tensor& t : out) {
       if (!t.defined()) t = at::empty({0}, y.options());
     }
@@ -132,19 +132,19 @@ namespace torchops {
 
 std::array<at::Tensor, 3> detail::dense_gradients_in_parts(const at::Tensor& grad, const at::Tensor& y,
                                                            const at::Tensor& x, const at::Tensor& w,
-                                                           std::array<bool, 3> mask) {
+                                                           std::array<bool, 3> output_mask) {
   at::Tensor dz, dx, dw, db;
-  const bool dz_wanted = mask[0] || mask[1];
+  const bool dz_wanted = output_mask[0] || output_mask[1];
   // In 16 bits on CUDA, at::sigmoid_backward() rounds three times.
-  if (mask[2] || (dz_wanted && y.element_size() == 2 && autograd::is_eager_on_cuda(grad, y))) {
+  if (output_mask[2] || (dz_wanted && y.element_size() == 2 && autograd::is_eager_on_cuda(grad, y))) {
     at::Tensor sum;
-    std::tie(dz, sum) = dense_backward(grad, y, {dz_wanted, mask[2]});
-    if (mask[2]) db = sum;
+    std::tie(dz, sum) = dense_backward(grad, y, {dz_wanted, output_mask[2]});
+    if (output_mask[2]) db = sum;
   } else if (dz_wanted) {
     dz = at::sigmoid_backward(grad, y);
   }
-  if (mask[0]) dx = autograd::matmul(dz, w);
-  if (mask[1]) dw = autograd::weight_gradient(dz, x);
+  if (output_mask[0]) dx = autograd::matmul(dz, w);
+  if (output_mask[1]) dw = autograd::weight_gradient(dz, x);
   return {dx, dw, db};
 }
 

@@ -85,17 +85,24 @@ struct Gate : torch::autograd::Function<Gate> {
     const detail::KernelPathGuard on_path(saved_path(ctx));
     const Tensor &v = saved[0], &x = saved[1], &w = saved[2];
     const OptionalTensor b = optional_of(saved[3]);
-    const std::array<bool, 4> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
-                                   b && ctx->needs_input_grad(3)};
-    if (!mask[1] && !mask[2] && !mask[3]) {
-      return {mask[0] ? gate(grads[0], x, w, b) : Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    const std::array<bool, 4> output_mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
+                                          b && ctx->needs_input_grad(3)};
+    if (!output_mask[1] && !output_mask[2] && !output_mask[3]) {
+      return {output_mask[0] ? gate(grads[0], x, w, b) : Tensor(),
+              Tensor(),
+              Tensor(),
+              Tensor(),
+              Tensor(),
+              Tensor(),
+              Tensor()};
     }
     const bool v_is_y = ctx->saved_data["v_is_y"].toBool();
-    const auto [dv, dx, dw, db] = detail::gate_backward(grads[0], v, x, w, b, mask, v_is_y, optional_of(saved[4]));
-    return {mask[0] ? dv : Tensor(),
-            mask[1] ? dx : Tensor(),
-            mask[2] ? dw : Tensor(),
-            mask[3] ? db : Tensor(),
+    const auto [dv, dx, dw, db] =
+        detail::gate_backward(grads[0], v, x, w, b, output_mask, v_is_y, optional_of(saved[4]));
+    return {output_mask[0] ? dv : Tensor(),
+            output_mask[1] ? dx : Tensor(),
+            output_mask[2] ? dw : Tensor(),
+            output_mask[3] ? db : Tensor(),
             Tensor(),
             Tensor(),
             Tensor()};
@@ -124,17 +131,17 @@ Tensor GateFunctional::train(const Tensor& v, const Tensor& x, const Tensor& w, 
 // recomputes the product even if it is given, since that depends on x, w and b too.
 struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
   static void check(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
-                    std::array<bool, 4> mask, bool, const OptionalTensor& z) {
-    detail::check_gate_backward(grad, v, x, w, b, mask, z);
+                    std::array<bool, 4> output_mask, bool, const OptionalTensor& z) {
+    detail::check_gate_backward(grad, v, x, w, b, output_mask, z);
   }
   static detail::GateGradients decomposed(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                          const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                          const OptionalTensor& b, std::array<bool, 4> output_mask, bool v_is_y,
                                           const OptionalTensor&) {
     const Tensor s = at::sigmoid(linear(x, w, b).to(v.scalar_type())), dv = grad * s;
     const Tensor dz = ((v_is_y ? grad : dv) * v * (1 - s)).to(w.scalar_type());
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
-    return {mask[0] ? dv : none(v), mask[1] ? matmul(dz, w).to(x.scalar_type()) : none(x),
-            mask[2] ? weight_gradient(dz, x) : none(w), mask[3] ? bias_gradient(dz) : none(w)};
+    return {output_mask[0] ? dv : none(v), output_mask[1] ? matmul(dz, w).to(x.scalar_type()) : none(x),
+            output_mask[2] ? weight_gradient(dz, x) : none(w), output_mask[3] ? bias_gradient(dz) : none(w)};
   }
 };
 
@@ -147,9 +154,9 @@ std::tuple<Tensor, Tensor> gate_with_product_composite(const Tensor& v, const Te
 
 // Returns the strides that the kernels promise.
 detail::GateGradients gate_backward_composite(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                              const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                              const OptionalTensor& b, std::array<bool, 4> output_mask, bool v_is_y,
                                               const OptionalTensor& z) {
-  const auto [dv, dx, dw, db] = GateBackward::batched(grad, v, x, w, b, mask, v_is_y, z);
+  const auto [dv, dx, dw, db] = GateBackward::batched(grad, v, x, w, b, output_mask, v_is_y, z);
   return {dv.contiguous(), dx.contiguous(), dw.contiguous(), db.contiguous()};
 }
 

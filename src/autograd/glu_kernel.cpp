@@ -61,13 +61,13 @@ struct Glu : torch::autograd::Function<Glu> {
     const detail::KernelPathGuard on_path(saved_path(ctx));
     const OptionalTensor b = optional_of(saved[3]), bg = optional_of(saved[4]);
     // needs_input_grad counts only the tensors that were passed.
-    const std::array<bool, 5> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
-                                   b && ctx->needs_input_grad(3), bg && ctx->needs_input_grad(b ? 4 : 3)};
+    const std::array<bool, 5> output_mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
+                                          b && ctx->needs_input_grad(3), bg && ctx->needs_input_grad(b ? 4 : 3)};
     const auto [dx, dw, dwg, db, dbg] = detail::glu_backward(grads[0], saved[0], saved[1], saved[2], b, bg,
-                                                             ctx->saved_data["activation"].toStringView(), mask,
+                                                             ctx->saved_data["activation"].toStringView(), output_mask,
                                                              optional_of(saved[5]), optional_of(saved[6]));
-    return {mask[0] ? dx : Tensor(), mask[1] ? dw : Tensor(),  mask[2] ? dwg : Tensor(),
-            mask[3] ? db : Tensor(), mask[4] ? dbg : Tensor(), Tensor()};
+    return {output_mask[0] ? dx : Tensor(), output_mask[1] ? dw : Tensor(),  output_mask[2] ? dwg : Tensor(),
+            output_mask[3] ? db : Tensor(), output_mask[4] ? dbg : Tensor(), Tensor()};
   }
 };
 
@@ -82,22 +82,24 @@ Tensor GluFunctional::train(const Tensor& x, const Tensor& w, const Tensor& wg, 
 // and the weights too.
 struct GluBackward : FunctionalOp<GluBackward, detail::glu_backward> {
   static void check(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
-                    const OptionalTensor& bg, std::string_view activation, std::array<bool, 5> mask,
+                    const OptionalTensor& bg, std::string_view activation, std::array<bool, 5> output_mask,
                     const OptionalTensor& z, const OptionalTensor& u) {
-    detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
+    detail::check_glu_backward(grad, x, w, wg, b, bg, activation, output_mask, z, u);
   }
   static detail::GluGradients decomposed(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                          const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                         std::array<bool, 5> mask, const OptionalTensor&, const OptionalTensor&) {
+                                         std::array<bool, 5> output_mask, const OptionalTensor&,
+                                         const OptionalTensor&) {
     const Tensor u = linear(x, wg, bg), s = at::sigmoid(u);
     const bool silu = detail::glu_activation(activation) == GluActivation::kSilu;
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
     Tensor dz, du;
-    if (mask[0] || mask[1] || mask[3]) dz = grad * (silu ? u * s : s);
-    if (mask[0] || mask[2] || mask[4]) du = grad * linear(x, w, b) * s * (silu ? 1 + u * (1 - s) : 1 - s);
-    return {mask[0] ? (matmul(dz, w) + matmul(du, wg)).to(x.scalar_type()) : none(x),
-            mask[1] ? weight_gradient(dz, x) : none(w), mask[2] ? weight_gradient(du, x) : none(wg),
-            mask[3] ? bias_gradient(dz) : none(w), mask[4] ? bias_gradient(du) : none(wg)};
+    if (output_mask[0] || output_mask[1] || output_mask[3]) dz = grad * (silu ? u * s : s);
+    if (output_mask[0] || output_mask[2] || output_mask[4])
+      du = grad * linear(x, w, b) * s * (silu ? 1 + u * (1 - s) : 1 - s);
+    return {output_mask[0] ? (matmul(dz, w) + matmul(du, wg)).to(x.scalar_type()) : none(x),
+            output_mask[1] ? weight_gradient(dz, x) : none(w), output_mask[2] ? weight_gradient(du, x) : none(wg),
+            output_mask[3] ? bias_gradient(dz) : none(w), output_mask[4] ? bias_gradient(du) : none(wg)};
   }
 };
 
@@ -112,9 +114,9 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_composite(const Tensor& x, 
 // Returns the strides that the kernels promise.
 detail::GluGradients glu_backward_composite(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                             const OptionalTensor& b, const OptionalTensor& bg,
-                                            std::string_view activation, std::array<bool, 5> mask,
+                                            std::string_view activation, std::array<bool, 5> output_mask,
                                             const OptionalTensor& z, const OptionalTensor& u) {
-  const auto [dx, dw, dwg, db, dbg] = GluBackward::batched(grad, x, w, wg, b, bg, activation, mask, z, u);
+  const auto [dx, dw, dwg, db, dbg] = GluBackward::batched(grad, x, w, wg, b, bg, activation, output_mask, z, u);
   return {dx.contiguous(), dw.contiguous(), dwg.contiguous(), db.contiguous(), dbg.contiguous()};
 }
 

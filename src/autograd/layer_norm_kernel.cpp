@@ -63,10 +63,11 @@ struct Normalization {
 
 // For double backward, which also differentiates through the moments.
 std::array<Tensor, 3> differentiable_backward(const Tensor& grad, const Tensor& x, int64_t dims,
-                                              const OptionalTensor& weight, double eps, std::array<bool, 3> mask) {
-  auto out = normalization_gradients(grad, normalize(x, dims, eps), dims, weight, mask, x.scalar_type());
+                                              const OptionalTensor& weight, double eps,
+                                              std::array<bool, 3> output_mask) {
+  auto out = normalization_gradients(grad, normalize(x, dims, eps), dims, weight, output_mask, x.scalar_type());
   for (const size_t i : {1, 2}) {
-    if (mask[i]) out[i] = out[i].to(detail::norm_gradient_dtype(x, weight));
+    if (output_mask[i]) out[i] = out[i].to(detail::norm_gradient_dtype(x, weight));
   }
   return out;
 }
@@ -107,17 +108,18 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     const OptionalTensor weight = optional_of(saved[1]);
     // Edges are numbered among the tensors that were passed.
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    const std::array<bool, 3> mask{ctx->needs_input_grad(0), weight && ctx->needs_input_grad(1),
-                                   has_bias && ctx->needs_input_grad(weight ? 2 : 1)};
+    const std::array<bool, 3> output_mask{ctx->needs_input_grad(0), weight && ctx->needs_input_grad(1),
+                                          has_bias && ctx->needs_input_grad(weight ? 2 : 1)};
     const int64_t dims = ctx->saved_data["dims"].toInt();
     std::array<Tensor, 3> out;
     if (at::GradMode::is_enabled()) {
-      out = differentiable_backward(grads[0], x, dims, weight, ctx->saved_data["eps"].toDouble(), mask);
+      out = differentiable_backward(grads[0], x, dims, weight, ctx->saved_data["eps"].toDouble(), output_mask);
     } else {
-      std::tie(out[0], out[1], out[2]) =
-          detail::layer_norm_backward(grads[0], x, x.sym_sizes().slice(x.dim() - dims), mean, rstd, weight, mask);
+      std::tie(out[0], out[1], out[2]) = detail::layer_norm_backward(grads[0], x, x.sym_sizes().slice(x.dim() - dims),
+                                                                     mean, rstd, weight, output_mask);
     }
-    return {mask[0] ? out[0] : Tensor(), Tensor(), mask[1] ? out[1] : Tensor(), mask[2] ? out[2] : Tensor(), Tensor()};
+    return {output_mask[0] ? out[0] : Tensor(), Tensor(), output_mask[1] ? out[1] : Tensor(),
+            output_mask[2] ? out[2] : Tensor(), Tensor()};
   }
 };
 
@@ -239,15 +241,15 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_composite(const Tensor& g
                                                                  c10::SymIntArrayRef normalized_shape,
                                                                  const Tensor& mean, const Tensor& rstd,
                                                                  const OptionalTensor& weight,
-                                                                 std::array<bool, 3> mask) {
+                                                                 std::array<bool, 3> output_mask) {
   detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
   const at::ScalarType wide = rstd.scalar_type();
   const Normalized normalized{(x.to(wide) - mean) * rstd, mean, rstd};
   auto out = normalization_gradients(grad.to(wide), normalized, static_cast<int64_t>(normalized_shape.size()), weight,
-                                     mask, x.scalar_type());
+                                     output_mask, x.scalar_type());
   for (size_t i = 0; i < out.size(); ++i) {
     const at::ScalarType dtype = i == 0 ? x.scalar_type() : detail::norm_gradient_dtype(x, weight);
-    out[i] = mask[i] ? out[i].to(dtype).contiguous() : at::empty({0}, x.options().dtype(dtype));
+    out[i] = output_mask[i] ? out[i].to(dtype).contiguous() : at::empty({0}, x.options().dtype(dtype));
   }
   return {out[0], out[1], out[2]};
 }

@@ -37,19 +37,19 @@ Tensor scale_and_shift(Tensor xhat, const OptionalTensor& weight, const Optional
 }
 
 std::array<Tensor, 3> normalization_gradients(const Tensor& grad, const Normalized& normalized, int64_t dims,
-                                              const OptionalTensor& weight, std::array<bool, 3> mask,
+                                              const OptionalTensor& weight, std::array<bool, 3> output_mask,
                                               at::ScalarType dtype) {
   const std::vector<int64_t> over = trailing_dims(dims);
   const auto& [xhat, mean, rstd] = normalized;
   std::array<Tensor, 3> out;
-  if (mask[0]) {
+  if (output_mask[0]) {
     const Tensor h = weight ? grad * *weight : grad;
     out[0] = rstd * (h - h.mean(over, true) - xhat * (h * xhat).mean(over, true));
   }
   const auto sum_rows = [&](const Tensor& t) { return dims == t.dim() ? t : t.flatten(0, -dims - 1).sum(0); };
-  if (mask[1]) out[1] = sum_rows(grad * xhat);
-  if (mask[2]) out[2] = sum_rows(grad);
-  if (mask[0]) out[0] = out[0].to(dtype);
+  if (output_mask[1]) out[1] = sum_rows(grad * xhat);
+  if (output_mask[2]) out[2] = sum_rows(grad);
+  if (output_mask[0]) out[0] = out[0].to(dtype);
   return out;
 }
 

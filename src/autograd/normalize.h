@@ -21,11 +21,11 @@ Normalized normalize(const at::Tensor& x, size_t dims, const at::Scalar& eps);
 at::Tensor scale_and_shift(at::Tensor xhat, const std::optional<at::Tensor>& weight,
                            const std::optional<at::Tensor>& bias, at::ScalarType dtype);
 
-/// The gradients of x, weight and bias if `mask` asks for them, else undefined: that of x in `dtype`, the others not
-/// rounded. With h = grad * weight:
+/// The gradients of x, weight and bias if `output_mask` asks for them, else undefined: that of x in `dtype`, the others
+/// not rounded. With h = grad * weight:
 ///   dx = rstd * (h - mean(h) - xhat * mean(h * xhat)),  dweight = sum(grad * xhat),  dbias = sum(grad) over the rows.
 std::array<at::Tensor, 3> normalization_gradients(const at::Tensor& grad, const Normalized& normalized, int64_t dims,
-                                                  const std::optional<at::Tensor>& weight, std::array<bool, 3> mask,
-                                                  at::ScalarType dtype);
+                                                  const std::optional<at::Tensor>& weight,
+                                                  std::array<bool, 3> output_mask, at::ScalarType dtype);
 
 }  // namespace torchops::autograd

@@ -15,7 +15,7 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 using detail::TransitionGradients;
-using detail::TransitionMask;
+using detail::TransitionOutputMask;
 
 // The operator and its gradients in differentiable ATen operators. The formulas are in src/cpu/transition_kernel.cpp.
 class WrittenOut {
@@ -28,29 +28,29 @@ class WrittenOut {
 
   Tensor result() const { return linear(silu_written_out(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
 
-  TransitionGradients gradients(const Tensor& grad, const TransitionMask& wanted, bool adds) const {
-    const detail::TransitionNeeds needs(wanted);
+  TransitionGradients gradients(const Tensor& grad, const TransitionOutputMask& output_mask, bool add_residual) const {
+    const detail::TransitionNeeds needs(output_mask);
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
-    const Tensor &w = t_.gate_weight, s = at::sigmoid(gate_), v = needs.gate || wanted[7] ? up() : Tensor();
+    const Tensor &w = t_.gate_weight, s = at::sigmoid(gate_), v = needs.gate || output_mask[7] ? up() : Tensor();
     const Tensor dh = needs.gate || needs.value ? matmul(grad, t_.down_weight) : Tensor();
     const Tensor dv = needs.value ? dh * gate_ * s : Tensor();
     const Tensor du = needs.gate ? dh * v * s * (1 + gate_ * (1 - s)) : Tensor();
     std::array<Tensor, 3> of_norm;
     if (needs.z) {
       const Tensor dz = (matmul(dv, t_.up_weight) + matmul(du, w)).to(norm_.xhat.scalar_type());
-      of_norm = normalization_gradients(dz, norm_, 1, t_.norm_weight, {wanted[0], wanted[1], wanted[2]},
+      of_norm = normalization_gradients(dz, norm_, 1, t_.norm_weight, {output_mask[0], output_mask[1], output_mask[2]},
                                         norm_.xhat.scalar_type());
-      if (wanted[0] && adds) of_norm[0] = of_norm[0] + grad;
+      if (output_mask[0] && add_residual) of_norm[0] = of_norm[0] + grad;
     }
-    return {wanted[0] ? of_norm[0].to(t_.x.scalar_type()) : none(t_.x),
-            wanted[1] ? of_norm[1].to(t_.norm_weight->scalar_type()) : none(t_.norm_weight.value_or(w)),
-            wanted[2] ? of_norm[2].to(t_.norm_bias->scalar_type()) : none(t_.norm_bias.value_or(w)),
-            wanted[3] ? weight_gradient(du, z_) : none(w),
-            wanted[4] ? bias_gradient(du) : none(w),
-            wanted[5] ? weight_gradient(dv, z_) : none(w),
-            wanted[6] ? bias_gradient(dv) : none(w),
-            wanted[7] ? weight_gradient(grad, gate_ * s * v) : none(w),
-            wanted[8] ? bias_gradient(grad) : none(w)};
+    return {output_mask[0] ? of_norm[0].to(t_.x.scalar_type()) : none(t_.x),
+            output_mask[1] ? of_norm[1].to(t_.norm_weight->scalar_type()) : none(t_.norm_weight.value_or(w)),
+            output_mask[2] ? of_norm[2].to(t_.norm_bias->scalar_type()) : none(t_.norm_bias.value_or(w)),
+            output_mask[3] ? weight_gradient(du, z_) : none(w),
+            output_mask[4] ? bias_gradient(du) : none(w),
+            output_mask[5] ? weight_gradient(dv, z_) : none(w),
+            output_mask[6] ? bias_gradient(dv) : none(w),
+            output_mask[7] ? weight_gradient(grad, gate_ * s * v) : none(w),
+            output_mask[8] ? bias_gradient(grad) : none(w)};
   }
 
  private:
@@ -61,15 +61,15 @@ class WrittenOut {
   Tensor z_, gate_;
 };
 
-// Saves x and the parameters, and recomputes everything else. With `adds`, the result is x plus the layer's output; it
-// overwrites `target`, which was x, if there is one.
+// Saves x and the parameters, and recomputes everything else. With `add_residual`, the result is x plus the layer's
+// output; it overwrites `target`, which was x, if there is one.
 struct Layer : torch::autograd::Function<Layer> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& norm_weight,
                         const OptionalTensor& norm_bias, const Tensor& gate_weight, const OptionalTensor& gate_bias,
                         const Tensor& up_weight, const OptionalTensor& up_bias, const Tensor& down_weight,
-                        const OptionalTensor& down_bias, double eps, bool adds, const OptionalTensor& target) {
+                        const OptionalTensor& down_bias, double eps, bool add_residual, const OptionalTensor& target) {
     at::AutoDispatchBelowAutograd below_autograd;
     save_path(ctx);
     const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
@@ -85,12 +85,12 @@ struct Layer : torch::autograd::Function<Layer> {
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["has_down_bias"] = down_bias.has_value();
-    ctx->saved_data["adds"] = adds;
+    ctx->saved_data["add_residual"] = add_residual;
     const auto call = [&](const auto& operation, auto& self) {
       return operation(self, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
                        eps);
     };
-    if (!adds) return call(transition, x);
+    if (!add_residual) return call(transition, x);
     if (!target) return call(detail::add_transition, x);
     return overwrite(*target, [&](Tensor& self) { call(add_transition_, self); });
   }
@@ -98,26 +98,27 @@ struct Layer : torch::autograd::Function<Layer> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const detail::KernelPathGuard on_path(saved_path(ctx));
-    TransitionMask wanted{};
+    TransitionOutputMask output_mask{};
     size_t edges = 0;  // counts only the tensors that were passed
-    for (size_t i = 0; i < wanted.size(); ++i) {
+    for (size_t i = 0; i < output_mask.size(); ++i) {
       const bool given = i < saved.size() ? saved[i].defined() : ctx->saved_data["has_down_bias"].toBool();
-      wanted[i] = given && ctx->needs_input_grad(edges++);
+      output_mask[i] = given && ctx->needs_input_grad(edges++);
     }
     const Tensor& gate_weight = saved[3];
     // The gradient of the layer, in the dtype of the parameters. If x is wider, its own gradient keeps the full
     // precision.
     const Tensor grad = grads[0].to(gate_weight.scalar_type());
-    const bool is_sum = ctx->saved_data["adds"].toBool(), adds = is_sum && grad.scalar_type() == grads[0].scalar_type();
+    const bool is_sum = ctx->saved_data["add_residual"].toBool(),
+               add_residual = is_sum && grad.scalar_type() == grads[0].scalar_type();
     TransitionGradients gradients = detail::transition_backward(
         grad, saved[0], optional_of(saved[1]), optional_of(saved[2]), gate_weight, optional_of(saved[4]), saved[5],
-        optional_of(saved[6]), saved[7], ctx->saved_data["eps"].toDouble(), wanted, adds);
+        optional_of(saved[6]), saved[7], ctx->saved_data["eps"].toDouble(), output_mask, add_residual);
     variable_list out = std::apply([](auto&... gradient) { return variable_list{gradient...}; }, gradients);
-    for (size_t i = 0; i < wanted.size(); ++i) {
-      if (!wanted[i]) out[i] = Tensor();
+    for (size_t i = 0; i < output_mask.size(); ++i) {
+      if (!output_mask[i]) out[i] = Tensor();
     }
-    if (wanted[0] && is_sum && !adds) out[0] = out[0] + grads[0];
-    out.resize(out.size() + 3);  // for eps, adds and target
+    if (output_mask[0] && is_sum && !add_residual) out[0] = out[0] + grads[0];
+    out.resize(out.size() + 3);  // for eps, add_residual and target
     return out;
   }
 };
@@ -134,7 +135,7 @@ struct Functional : FunctionalOp<Functional, transition> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    return Layer::apply(args..., /*adds=*/false, OptionalTensor());
+    return Layer::apply(args..., /*add_residual=*/false, OptionalTensor());
   }
 };
 
@@ -149,7 +150,7 @@ struct Sum : FunctionalOp<Sum, detail::add_transition> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    return Layer::apply(args..., /*adds=*/true, OptionalTensor());
+    return Layer::apply(args..., /*add_residual=*/true, OptionalTensor());
   }
 };
 
@@ -165,7 +166,7 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
   static Tensor traced(const Tensor& x, Args... args) { return function(detail::keep(x), args...); }
   static void in_place(Tensor& x, Args... args) { add_transition_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
-    return Layer::apply(x.clone(), args..., /*adds=*/true, OptionalTensor(target));
+    return Layer::apply(x.clone(), args..., /*add_residual=*/true, OptionalTensor(target));
   }
 };
 using InPlace = InPlaceOf<detail::add_transition>;
@@ -182,22 +183,22 @@ struct Backward : FunctionalOp<Backward, detail::transition_backward> {
   }
 
  private:
-  static TransitionGradients checked(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted,
-                                     bool /*adds*/) {
-    detail::check_transition_backward(grad, t, wanted);
+  static TransitionGradients checked(const Tensor& grad, const detail::Transition& t,
+                                     const TransitionOutputMask& output_mask, bool /*add_residual*/) {
+    detail::check_transition_backward(grad, t, output_mask);
     return {};
   }
-  static TransitionGradients written_out(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted,
-                                         bool adds) {
-    return WrittenOut(t).gradients(grad, wanted, adds);
+  static TransitionGradients written_out(const Tensor& grad, const detail::Transition& t,
+                                         const TransitionOutputMask& output_mask, bool add_residual) {
+    return WrittenOut(t).gradients(grad, output_mask, add_residual);
   }
 };
 
 // Returns the strides that the kernels promise.
-TransitionGradients composite(const Tensor& grad, const detail::Transition& t, const TransitionMask& wanted,
-                              bool adds) {
-  detail::check_transition_backward(grad, t, wanted);
-  const TransitionGradients gradients = WrittenOut(t).gradients(grad, wanted, adds);
+TransitionGradients composite(const Tensor& grad, const detail::Transition& t, const TransitionOutputMask& output_mask,
+                              bool add_residual) {
+  detail::check_transition_backward(grad, t, output_mask);
+  const TransitionGradients gradients = WrittenOut(t).gradients(grad, output_mask, add_residual);
   return std::apply([](const auto&... gradient) { return TransitionGradients{gradient.contiguous()...}; }, gradients);
 }
 

@@ -17,7 +17,7 @@ namespace {
 
 using detail::OptionalTensor;
 using detail::TriangleArguments;
-using detail::TriangleMask;
+using detail::TriangleOutputMask;
 using detail::TriangleParameterList;
 using detail::TriangleProduct;
 
@@ -27,7 +27,7 @@ struct Form {
   int64_t given;
   bool outgoing;
   double eps;
-  bool adds;
+  bool add_residual;
 };
 
 struct Inputs {
@@ -76,8 +76,8 @@ TriangleProduct take_product(AutogradContext* ctx, variable_list& saved) {
   return list_of(std::move(product));
 }
 
-// Saves x, the mask, the parameters and o, and recomputes everything else. With `adds`, the result is x plus the
-// update; it overwrites `target`, which was x, if there is one.
+// Saves x, the mask, the parameters and o, and recomputes everything else. With `add_residual`, the result is x plus
+// the update; it overwrites `target`, which was x, if there is one.
 struct Update : torch::autograd::Function<Update> {
   static constexpr bool is_traceable = true;
 
@@ -92,8 +92,8 @@ struct Update : torch::autograd::Function<Update> {
         product = detail::triangle_update_(self, mask, parameters, form.outgoing, form.eps, /*keep_product=*/true);
       });
     } else {
-      std::tie(out, product) =
-          detail::triangle_update(x, mask, parameters, form.outgoing, form.eps, /*keep_product=*/true, form.adds);
+      std::tie(out, product) = detail::triangle_update(x, mask, parameters, form.outgoing, form.eps,
+                                                       /*keep_product=*/true, form.add_residual);
     }
     variable_list saved = tensors.vec();
     keep_product(ctx, saved, std::move(product));
@@ -101,7 +101,7 @@ struct Update : torch::autograd::Function<Update> {
     ctx->saved_data["given"] = form.given;
     ctx->saved_data["outgoing"] = form.outgoing;
     ctx->saved_data["eps"] = form.eps;
-    ctx->saved_data["adds"] = form.adds;
+    ctx->saved_data["add_residual"] = form.add_residual;
     return out;
   }
 
@@ -110,22 +110,23 @@ struct Update : torch::autograd::Function<Update> {
     const TriangleProduct product = take_product(ctx, saved);
     const detail::KernelPathGuard on_path(saved_path(ctx));
     const int64_t given = ctx->saved_data["given"].toInt();
-    TriangleMask wanted{};
+    TriangleOutputMask output_mask{};
     size_t edges = 0;
-    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = given >> i & 1 && ctx->needs_input_grad(edges++);
+    for (size_t i = 0; i < output_mask.size(); ++i) output_mask[i] = given >> i & 1 && ctx->needs_input_grad(edges++);
     const auto [x, mask, parameters] = Inputs(at::TensorList(saved).slice(0, edges), given);
     // The gradient of the update, in the dtype of the parameters. If x is wider, its own gradient keeps the full
     // precision.
     const Tensor grad = grads[0].to(parameters.get(detail::kPA)->scalar_type());
-    const bool is_sum = ctx->saved_data["adds"].toBool(), adds = is_sum && grad.scalar_type() == grads[0].scalar_type();
+    const bool is_sum = ctx->saved_data["add_residual"].toBool(),
+               add_residual = is_sum && grad.scalar_type() == grads[0].scalar_type();
     const variable_list gradients =
         detail::triangle_update_backward(grad, x, product, mask, parameters, ctx->saved_data["outgoing"].toBool(),
-                                         ctx->saved_data["eps"].toDouble(), wanted, adds);
+                                         ctx->saved_data["eps"].toDouble(), output_mask, add_residual);
     variable_list out;
-    for (size_t i = 0; i < wanted.size(); ++i) {
-      if (given >> i & 1) out.push_back(wanted[i] ? gradients[i] : Tensor());
+    for (size_t i = 0; i < output_mask.size(); ++i) {
+      if (given >> i & 1) out.push_back(output_mask[i] ? gradients[i] : Tensor());
     }
-    if (wanted[0] && is_sum && !adds) out[0] = out[0] + grads[0];
+    if (output_mask[0] && is_sum && !add_residual) out[0] = out[0] + grads[0];
     out.resize(out.size() + 2);  // for form and target
     return out;
   }
@@ -142,9 +143,9 @@ Tensor apply(at::TensorList tensors, const Form& form, const OptionalTensor& tar
 #pragma GCC diagnostic pop
 
 Tensor train(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
-             double eps, bool adds, const OptionalTensor& target = std::nullopt) {
+             double eps, bool add_residual, const OptionalTensor& target = std::nullopt) {
   variable_list tensors;
-  Form form{0, outgoing, eps, adds};
+  Form form{0, outgoing, eps, add_residual};
   const auto give = [&](size_t i, const OptionalTensor& tensor) {
     if (!tensor) return;
     form.given |= int64_t{1} << i;
@@ -157,8 +158,8 @@ Tensor train(const Tensor& x, const OptionalTensor& mask, const TriangleParamete
   return autograd::apply(tensors, form, target);
 }
 
-Tensor train(const TriangleArguments& t, bool adds, const OptionalTensor& target = std::nullopt) {
-  return autograd::train(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps, adds, target);
+Tensor train(const TriangleArguments& t, bool add_residual, const OptionalTensor& target = std::nullopt) {
+  return autograd::train(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps, add_residual, target);
 }
 
 // --- the public operators, which take packed weights
@@ -174,7 +175,7 @@ struct Functional : FunctionalOp<Functional, triangle_multiplicative_update> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    return autograd::train(TriangleArguments{args...}, /*adds=*/false);
+    return autograd::train(TriangleArguments{args...}, /*add_residual=*/false);
   }
 };
 
@@ -193,12 +194,12 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
   static Tensor functional(const Tensor& x, Args... args) {
     const TriangleArguments t{x, args...};
     return std::get<0>(detail::triangle_update(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps,
-                                               /*keep_product=*/false, /*adds=*/true));
+                                               /*keep_product=*/false, /*add_residual=*/true));
   }
   static Tensor traced(const Tensor& x, Args... args) { return functional(detail::keep(x), args...); }
   static void in_place(Tensor& x, Args... args) { add_triangle_multiplicative_update_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
-    return autograd::train(TriangleArguments{x.clone(), args...}, /*adds=*/true, target);
+    return autograd::train(TriangleArguments{x.clone(), args...}, /*add_residual=*/true, target);
   }
 };
 using InPlace = InPlaceOf<triangle_multiplicative_update>;
@@ -214,16 +215,16 @@ struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
   static std::tuple<Tensor, Tensor> without_product(const Tensor& y) { return {y, at::empty({0}, y.options())}; }
   static std::tuple<Tensor, Tensor> decomposed(const Tensor& x, const OptionalTensor& mask,
                                                const TriangleParameterList& parameters, bool outgoing, double eps,
-                                               bool keep_product, bool adds) {
+                                               bool keep_product, bool add_residual) {
     TORCH_CHECK(!keep_product, "_triangle_multiplicative_update: expected keep_product=False under autograd, got True");
     const Tensor update = TriangleWrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).result();
-    return without_product(adds ? (x + update).contiguous() : update);
+    return without_product(add_residual ? (x + update).contiguous() : update);
   }
   static std::tuple<Tensor, Tensor> train(const Tensor& x, const OptionalTensor& mask,
                                           const TriangleParameterList& parameters, bool outgoing, double eps,
-                                          bool keep_product, bool adds) {
+                                          bool keep_product, bool add_residual) {
     TORCH_CHECK(!keep_product, "_triangle_multiplicative_update: expected keep_product=False under autograd, got True");
-    return without_product(autograd::train(x, mask, parameters, outgoing, eps, adds));
+    return without_product(autograd::train(x, mask, parameters, outgoing, eps, add_residual));
   }
 };
 
@@ -248,7 +249,8 @@ Tensor beneath_functionalized_(Tensor& x, const OptionalTensor& mask, const Tria
   detail::check_triangle_update_(x, mask, parameters, outgoing, eps);
   Tensor y, product;
   overwrite_with_new(x, [&] {
-    std::tie(y, product) = detail::triangle_update(x, mask, parameters, outgoing, eps, keep_product, /*adds=*/true);
+    std::tie(y, product) =
+        detail::triangle_update(x, mask, parameters, outgoing, eps, keep_product, /*add_residual=*/true);
     return y;
   });
   return product;
@@ -257,14 +259,16 @@ Tensor beneath_functionalized_(Tensor& x, const OptionalTensor& mask, const Tria
 // Differentiated only by double backward, which goes through o too and so recomputes it.
 struct Backward : FunctionalOp<Backward, detail::triangle_update_backward> {
   static void check(const Tensor& grad, const Tensor& x, const TriangleProduct& product, const OptionalTensor& mask,
-                    const TriangleParameterList& parameters, bool outgoing, double eps, const TriangleMask& wanted,
-                    bool /*adds*/) {
-    detail::check_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
+                    const TriangleParameterList& parameters, bool outgoing, double eps,
+                    const TriangleOutputMask& output_mask, bool /*add_residual*/) {
+    detail::check_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, output_mask);
   }
   static std::vector<Tensor> decomposed(const Tensor& grad, const Tensor& x, const TriangleProduct&,
                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                        bool outgoing, double eps, const TriangleMask& wanted, bool adds) {
-    return TriangleWrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps)).gradients(grad, wanted, adds);
+                                        bool outgoing, double eps, const TriangleOutputMask& output_mask,
+                                        bool add_residual) {
+    return TriangleWrittenOut(detail::taken_apart(x, mask, parameters, outgoing, eps))
+        .gradients(grad, output_mask, add_residual);
   }
 };
 
@@ -308,7 +312,7 @@ TORCH_LIBRARY_IMPL(myops, FuncTorchBatched, m) {
 // an operator once per batch element, but doesn't support operators with lists of tensors. This does the same for them.
 std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                   const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
-                                  double eps, TriangleMask wanted, bool adds) {
+                                  double eps, TriangleOutputMask output_mask, bool add_residual) {
   std::vector<Tensor> given{grad, x, *product.get(0)};
   if (mask) given.push_back(*mask);
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -331,7 +335,7 @@ std::vector<Tensor> each_of_batch(const Tensor& grad, const Tensor& x, const Tri
       parameters_i.push_back(parameters.get(i) ? OptionalTensor(take()) : std::nullopt);
     }
     const auto gradients = detail::triangle_update_backward(grad_i, x_i, list_of(product_i), mask_i, parameters_i,
-                                                            outgoing, eps, wanted, adds);
+                                                            outgoing, eps, output_mask, add_residual);
     for (size_t i = 0; i < results.size(); ++i) results[i].push_back(gradients[i]);
   }
   std::vector<Tensor> out;

@@ -6,7 +6,7 @@ namespace {
 
 using detail::OptionalTensor;
 using detail::TriangleParameterList;
-using detail::TriangleParameterMask;
+using detail::TriangleParameterOutputMask;
 
 // What would have to be copied back is refused.
 bool is_lazy(const Tensor& written) { return written.is_neg() || written.is_conj() || written._is_zerotensor(); }
@@ -20,11 +20,12 @@ bool rows_in(const Tensor& x, const OptionalTensor& mask, const TriangleParamete
 }
 
 bool rows_out(const Tensor& o, const Tensor& x, const TriangleParameterList& parameters, double eps, double eps_out,
-              Tensor& out, bool adds) {
+              Tensor& out, bool add_residual) {
   const at::AutoDispatchBelowADInplaceOrView below_version_counter;
   const at::DisableRecordFunctionGuard not_recorded;
   if (is_lazy(out)) return false;
-  return detail::triangle_rows_out(materialize(o), materialize(x), materialize(parameters), eps, eps_out, out, adds);
+  return detail::triangle_rows_out(materialize(o), materialize(x), materialize(parameters), eps, eps_out, out,
+                                   add_residual);
 }
 
 bool rows_out_backward(const Tensor& grad, const Tensor& o, const Tensor& x, const TriangleParameterList& parameters,
@@ -48,10 +49,10 @@ bool rows_in_backward(const Tensor& da, const Tensor& db, const Tensor& x, const
 }
 
 std::vector<Tensor> parameter_gradients(const Tensor& sums, const TriangleParameterList& parameters,
-                                        TriangleParameterMask wanted) {
+                                        TriangleParameterOutputMask output_mask) {
   const at::AutoDispatchBelowADInplaceOrView below_version_counter;
   const at::DisableRecordFunctionGuard not_recorded;
-  return detail::triangle_rows_parameter_gradients(materialize(sums), materialize(parameters), wanted);
+  return detail::triangle_rows_parameter_gradients(materialize(sums), materialize(parameters), output_mask);
 }
 
 void register_lazy(torch::Library& m) {

@@ -37,22 +37,23 @@ class TriangleWrittenOut {
   /// With the cotangent g: dy = g * s and du = g * y * s * (1 - s); back through the projection and norm of o to do;
   /// outgoing da = do b, db = do^T a, incoming da = b do^T, db = a do; then a and b each as in a gate. All parts of dz
   /// are added before the norm of x.
-  std::vector<Tensor> gradients(const Tensor& grad, const detail::TriangleMask& wanted, bool adds) const {
+  std::vector<Tensor> gradients(const Tensor& grad, const detail::TriangleOutputMask& output_mask,
+                                bool add_residual) const {
     std::vector<Tensor> out(detail::kTriangleGradients);
     const auto layer = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Tensor& input) {
       const bool of_b = t_.packed && (layer == detail::kPB || layer == detail::kGB);
       const size_t asked = 2 + layer - (of_b ? detail::kPB - detail::kPA : 0);
-      if (wanted[asked]) out[2 + layer] = weight_gradient(cotangent, input);
-      if (wanted[asked + 1]) out[3 + layer] = bias_gradient(cotangent);
+      if (output_mask[asked]) out[2 + layer] = weight_gradient(cotangent, input);
+      if (output_mask[asked + 1]) out[3 + layer] = bias_gradient(cotangent);
     };
     const auto norm = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Normalized& normalized,
                           at::ScalarType dtype) {
       const auto& weight = t_.parameters[layer];
       const auto [dx, dweight, dbias] =
           normalization_gradients(cotangent.to(normalized.xhat.scalar_type()), normalized, 1, weight,
-                                  {true, wanted[2 + layer], wanted[3 + layer]}, dtype);
-      if (wanted[2 + layer]) out[2 + layer] = dweight.to(weight->scalar_type());
-      if (wanted[3 + layer]) out[3 + layer] = dbias.to(t_.parameters[layer + 1]->scalar_type());
+                                  {true, output_mask[2 + layer], output_mask[3 + layer]}, dtype);
+      if (output_mask[2 + layer]) out[2 + layer] = dweight.to(weight->scalar_type());
+      if (output_mask[3 + layer]) out[3 + layer] = dbias.to(t_.parameters[layer + 1]->scalar_type());
       return dx;
     };
 
@@ -67,7 +68,7 @@ class TriangleWrittenOut {
     Tensor dz = matmul(du, t_.weight(detail::kGOut));
     const auto gate = [&](const Gated& gated, const Tensor& cotangent, detail::TriangleParameter p,
                           detail::TriangleParameter g) {
-      if (wanted[1]) {
+      if (output_mask[1]) {
         const Tensor dmask = (cotangent * gated.p * gated.s).sum(-1);
         out[1] = out[1].defined() ? out[1] + dmask : dmask;
       }
@@ -80,13 +81,13 @@ class TriangleWrittenOut {
     gate(a_, da, detail::kPA, detail::kGA);
     gate(b_, db, detail::kPB, detail::kGB);
     const Tensor dx = norm(detail::kNormIn, dz, norm_in_, t_.x.scalar_type());
-    if (wanted[0]) out[0] = adds ? dx + grad : dx;
-    if (wanted[1]) out[1] = out[1].to(t_.mask->scalar_type());
+    if (output_mask[0]) out[0] = add_residual ? dx + grad : dx;
+    if (output_mask[1]) out[1] = out[1].to(t_.mask->scalar_type());
     if (t_.packed) {
       for (const size_t of_a :
            {2 + size_t{detail::kPA}, 3 + size_t{detail::kPA}, 2 + size_t{detail::kGA}, 3 + size_t{detail::kGA}}) {
         Tensor& of_b = out[of_a + detail::kPB - detail::kPA];
-        if (wanted[of_a]) out[of_a] = at::cat({out[of_a], of_b});
+        if (output_mask[of_a]) out[of_a] = at::cat({out[of_a], of_b});
         of_b = Tensor();
       }
     }

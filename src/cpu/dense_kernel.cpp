@@ -50,9 +50,9 @@ Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
 
 // One pass over grad and y for both results. The panels, and so the order of the additions, depend only on the shape.
 // The bias gradient is therefore bitwise the same for any number of threads, and with or without dz.
-std::tuple<Tensor, Tensor> dense_backward_cpu(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+std::tuple<Tensor, Tensor> dense_backward_cpu(const Tensor& grad, const Tensor& y, std::array<bool, 2> output_mask) {
   detail::check_dense_backward(grad, y);
-  const bool dz_wanted = mask[0], db_wanted = mask[1];
+  const bool dz_wanted = output_mask[0], db_wanted = output_mask[1];
   const auto empty = [&](at::IntArrayRef sizes) -> Tensor { return at::detail::empty_cpu(sizes, y.options()); };
   Tensor dz = dz_wanted ? empty(y.sizes()) : empty({0});
   if (!db_wanted) {

@@ -89,10 +89,10 @@ void gate_cpu_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor
 //   dv = g * s,  dz = g * v * s * (1 - s),  dx = dz @ w,  dw = dz.T @ x,  db = dz summed over the rows,
 // where v * s is the result y, which is enough.
 detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                        const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                        const OptionalTensor& b, std::array<bool, 4> output_mask, bool v_is_y,
                                         const OptionalTensor& kept) {
-  detail::check_gate_backward(grad, v, x, w, b, mask, kept);
-  const detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
+  detail::check_gate_backward(grad, v, x, w, b, output_mask, kept);
+  const detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, output_mask);
   const auto& [dv, dx, dw, db] = gradients;
   if (v.numel() == 0) {
     for (const Tensor& t : {dx, dw, db}) t.zero_();
@@ -100,20 +100,20 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
   }
   const Tensor grad_rows = detail::as_rows(grad), v_rows = detail::as_rows(v), x_rows = detail::as_rows(x);
   const OptionalTensor kept_rows = kept ? OptionalTensor(detail::as_rows(*kept)) : kept;
-  const Tensor dv_rows = mask[0] ? detail::as_rows(dv) : dv, dx_rows = mask[1] ? detail::as_rows(dx) : dx;
+  const Tensor dv_rows = output_mask[0] ? detail::as_rows(dv) : dv, dx_rows = output_mask[1] ? detail::as_rows(dx) : dx;
   const Tensor w_t = transposed(w);
   const Chunks chunks(x_rows, w, 1);
-  const WeightGradient weight(w, mask[2], mask[3], chunks);
+  const WeightGradient weight(w, output_mask[2], output_mask[3], chunks);
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
     const Tensor z = kept ? panel_of(*kept_rows) : product(x_panel, w_t, b);
-    const bool needs_dz = mask[1] || mask[2] || mask[3];
+    const bool needs_dz = output_mask[1] || output_mask[2] || output_mask[3];
     const Tensor dz = !needs_dz ? Tensor() : kept ? at::empty(z.sizes(), z.options()) : z;
-    gated_backward_out(mask[0] ? panel_of(dv_rows) : Tensor(), dz, g, needs_dz ? panel_of(v_rows) : Tensor(), z,
+    gated_backward_out(output_mask[0] ? panel_of(dv_rows) : Tensor(), dz, g, needs_dz ? panel_of(v_rows) : Tensor(), z,
                        kSigmoid, v_is_y);
     if (!needs_dz) return;
-    if (mask[1]) input_gradient(panel_of(dx_rows), dz, w);
+    if (output_mask[1]) input_gradient(panel_of(dx_rows), dz, w);
     weight.add(chunk, dz, x_panel);
   });
   weight.finish(dw, db);

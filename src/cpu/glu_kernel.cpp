@@ -57,27 +57,30 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_cpu(const Tensor& x, const 
 //   dw = dz.T @ x,  dwg = du.T @ x,  db and dbg are dz and du summed over the rows.
 detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                       const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                      std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
-  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
+                                      std::array<bool, 5> output_mask, const OptionalTensor& z,
+                                      const OptionalTensor& u) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, output_mask, z, u);
   const GluActivation act = detail::glu_activation(activation);
-  const detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
+  const detail::GluGradients gradients = detail::empty_glu_gradients(x, w, output_mask);
   const auto& [dx, dw, dwg, db, dbg] = gradients;
   if (grad.numel() == 0) {
     for (const Tensor& t : {dx, dw, dwg, db, dbg}) t.zero_();
     return gradients;
   }
   const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(x);
-  const Tensor dx_rows = mask[0] ? detail::as_rows(dx) : dx;
+  const Tensor dx_rows = output_mask[0] ? detail::as_rows(dx) : dx;
   const auto rows_of = [](const OptionalTensor& t) { return t ? OptionalTensor(detail::as_rows(*t)) : t; };
   const OptionalTensor z_rows = rows_of(z), u_rows = rows_of(u);
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
   const Chunks chunks(x_rows, w, 2);
-  const WeightGradient value(w, mask[1], mask[3], chunks), gate(wg, mask[2], mask[4], chunks);
-  const bool needs_dz = mask[0] || mask[1] || mask[3], needs_du = mask[0] || mask[2] || mask[4];
+  const WeightGradient value(w, output_mask[1], output_mask[3], chunks),
+      gate(wg, output_mask[2], output_mask[4], chunks);
+  const bool needs_dz = output_mask[0] || output_mask[1] || output_mask[3],
+             needs_du = output_mask[0] || output_mask[2] || output_mask[4];
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
-    const Tensor dx_panel = mask[0] ? panel_of(dx_rows) : dx_rows;
+    const Tensor dx_panel = output_mask[0] ? panel_of(dx_rows) : dx_rows;
     const auto empty = [&] { return at::empty(g.sizes(), w.options()); };
     const auto product = [&](const OptionalTensor& kept, const Tensor& weight_t, const OptionalTensor& bias) {
       if (kept) return panel_of(*kept);
@@ -89,11 +92,11 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
     const Tensor dz = needs_dz ? empty() : Tensor(), du = !needs_du ? Tensor() : u ? empty() : u_panel;
     gated_backward_out(dz, du, g, z_panel, u_panel, act);
     if (needs_dz) {
-      if (mask[0]) input_gradient(dx_panel, dz, w);
+      if (output_mask[0]) input_gradient(dx_panel, dz, w);
       value.add(chunk, dz, x_panel);
     }
     if (needs_du) {
-      if (mask[0]) input_gradient(dx_panel, du, wg, /*accumulate=*/true);
+      if (output_mask[0]) input_gradient(dx_panel, du, wg, /*accumulate=*/true);
       gate.add(chunk, du, x_panel);
     }
   });

@@ -187,16 +187,16 @@ void layer_norm_cpu_(Tensor& x, at::IntArrayRef normalized_shape, const Optional
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cpu(const Tensor& grad, const Tensor& x,
                                                            at::IntArrayRef normalized_shape, const Tensor& mean,
                                                            const Tensor& rstd, const OptionalTensor& weight,
-                                                           std::array<bool, 3> mask) {
+                                                           std::array<bool, 3> output_mask) {
   detail::check_layer_norm_backward(grad, x, c10::fromIntArrayRefSlow(normalized_shape), mean, rstd, weight);
   const Affine affine(x, normalized_shape, weight, std::nullopt);
-  const auto [dx, dweight, dbias] = layer_norm_gradients(grad, x, normalized_shape, mean, rstd, affine, mask);
-  const auto wanted = [&](bool mask, const Tensor& t, at::ScalarType dtype) {
-    return mask ? t.to(dtype) : at::empty({0}, x.options().dtype(dtype));
+  const auto [dx, dweight, dbias] = layer_norm_gradients(grad, x, normalized_shape, mean, rstd, affine, output_mask);
+  const auto where_wanted = [&](bool wanted, const Tensor& t, at::ScalarType dtype) {
+    return wanted ? t.to(dtype) : at::empty({0}, x.options().dtype(dtype));
   };
   const at::ScalarType of_parameters = detail::norm_gradient_dtype(x, weight);
-  return {wanted(mask[0], dx, x.scalar_type()), wanted(mask[1], dweight, of_parameters),
-          wanted(mask[2], dbias, of_parameters)};
+  return {where_wanted(output_mask[0], dx, x.scalar_type()), where_wanted(output_mask[1], dweight, of_parameters),
+          where_wanted(output_mask[2], dbias, of_parameters)};
 }
 
 TORCH_LIBRARY_IMPL(myops, CPU, m) {

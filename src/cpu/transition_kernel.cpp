@@ -23,7 +23,7 @@ namespace {
 
 using detail::Transition;
 using detail::TransitionGradients;
-using detail::TransitionMask;
+using detail::TransitionOutputMask;
 
 // Shared by all panels of a call.
 class Layers {
@@ -133,36 +133,38 @@ class NormGradient {
 // With u = gate(z), v = up(z), h = silu(u) * v and the cotangent g:
 //   dh = g @ down,  dv = dh * silu(u),  du = dh * v * silu'(u),  dz = dv @ up + du @ gate, then back through the norm;
 //   ddown = g.T @ h,  dup = dv.T @ z,  dgate = du.T @ z, and the bias gradients are sums over the rows.
-TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition& t, const TransitionMask& wanted,
-                                            bool adds) {
-  detail::check_transition_backward(grad, t, wanted);
+TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition& t,
+                                            const TransitionOutputMask& output_mask, bool add_residual) {
+  detail::check_transition_backward(grad, t, output_mask);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  TransitionGradients gradients = detail::empty_transition_gradients(t, wanted);
+  TransitionGradients gradients = detail::empty_transition_gradients(t, output_mask);
   const auto& [dx, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;
   if (grad.numel() == 0) {
     std::apply([](const auto&... gradient) { (gradient.zero_(), ...); }, gradients);
     return gradients;
   }
-  const detail::TransitionNeeds needs(wanted);
+  const detail::TransitionNeeds needs(output_mask);
   const Layers layers(t);
   const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(t.x);
-  const Tensor dx_rows = wanted[0] ? detail::as_rows(dx) : dx;
+  const Tensor dx_rows = output_mask[0] ? detail::as_rows(dx) : dx;
   const Chunks chunks(x_rows, t.gate_weight, 3);
-  const WeightGradient gate(t.gate_weight, wanted[3], wanted[4], chunks), up(t.up_weight, wanted[5], wanted[6], chunks),
-      down(t.down_weight, wanted[7], wanted[8], chunks);
-  const NormGradient norm_weight(t.gate_weight, wanted[1], chunks), norm_bias(t.gate_weight, wanted[2], chunks);
+  const WeightGradient gate(t.gate_weight, output_mask[3], output_mask[4], chunks),
+      up(t.up_weight, output_mask[5], output_mask[6], chunks),
+      down(t.down_weight, output_mask[7], output_mask[8], chunks);
+  const NormGradient norm_weight(t.gate_weight, output_mask[1], chunks),
+      norm_bias(t.gate_weight, output_mask[2], chunks);
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& rows) { return rows.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows);
-    if (!needs.gate && !needs.value && !wanted[7]) return down.add(chunk, g, {});
+    if (!needs.gate && !needs.value && !output_mask[7]) return down.add(chunk, g, {});
     // At least float32, for the sums over rows: in 16 bits, ATen's layer norm would add up the gradients of its
     // parameters in 16 bits too.
     const Tensor rows = panel_of(x_rows).to(detail::moments_dtype(t.x.scalar_type())).contiguous();
     const Layers::Normalized normalized = layers.normalized(rows);
     const Tensor z = layers.z(normalized), u = layers.gate(z);
-    const Tensor v = needs.gate || wanted[7] ? layers.up(z) : Tensor();
-    const Tensor a = needs.value || wanted[7] ? at::cpu::silu(u) : Tensor();
-    down.add(chunk, g, wanted[7] ? at::cpu::mul(a, v) : Tensor());
+    const Tensor v = needs.gate || output_mask[7] ? layers.up(z) : Tensor();
+    const Tensor a = needs.value || output_mask[7] ? at::cpu::silu(u) : Tensor();
+    down.add(chunk, g, output_mask[7] ? at::cpu::mul(a, v) : Tensor());
     if (!needs.gate && !needs.value) return;
     const Tensor dh = at::cpu::mm(g, t.down_weight);
     const Tensor dz = needs.z ? at::empty(rows.sizes(), rows.options()) : Tensor();
@@ -179,9 +181,9 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
     }
     if (!needs.z) return;
     const auto& [y, mean, rstd] = normalized;
-    const auto [dx_panel, dweight, dbias] =
-        layer_norm_gradients(dz, rows, {rows.size(1)}, mean, rstd, layers.affine(), {wanted[0], wanted[1], wanted[2]});
-    if (wanted[0]) panel_of(dx_rows).copy_(adds ? dx_panel.add_(g) : dx_panel);
+    const auto [dx_panel, dweight, dbias] = layer_norm_gradients(dz, rows, {rows.size(1)}, mean, rstd, layers.affine(),
+                                                                 {output_mask[0], output_mask[1], output_mask[2]});
+    if (output_mask[0]) panel_of(dx_rows).copy_(add_residual ? dx_panel.add_(g) : dx_panel);
     norm_weight.add(chunk, dweight);
     norm_bias.add(chunk, dbias);
   });

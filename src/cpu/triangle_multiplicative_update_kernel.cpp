@@ -22,7 +22,7 @@ namespace {
 using detail::OptionalTensor;
 using detail::TriangleElement;
 using detail::TriangleGradients;
-using detail::TriangleMask;
+using detail::TriangleOutputMask;
 using detail::TrianglePanel;
 using detail::TriangleParameter;
 using detail::TriangleParameterList;
@@ -144,18 +144,18 @@ Tensor for_each_product(const Layers& layers, bool keep_product, const Finish& f
 
 std::tuple<Tensor, Tensor> update_cpu(const Tensor& x, const OptionalTensor& mask,
                                       const TriangleParameterList& parameters, bool outgoing, double eps,
-                                      bool keep_product, bool adds) {
+                                      bool keep_product, bool add_residual) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const Layers layers(t);
-  const at::TensorOptions options = adds ? x.options() : layers.options();
+  const at::TensorOptions options = add_residual ? x.options() : layers.options();
   Tensor out;
   const Tensor product = for_each_product(layers, keep_product, [&](int64_t index, const Tensor& o) {
     // Allocated only now, so that it can reuse the memory of b.
     if (!out.defined()) out = layers.empty(x.sizes(), options);
     const Tensor pair = detail::batch_element(x, 3, index), result = detail::batch_element(out, 3, index);
     layers.for_each_panel([&](const TrianglePanel& panel) {
-      if (adds) {
+      if (add_residual) {
         add_update_of(layers, panel, o, pair, result);
       } else {
         panel.rows_of(result).copy_(update_of(layers, panel, o, panel.rows_of(pair)));
@@ -306,15 +306,15 @@ void input_backward(const Layers& layers, const Gradients& gradients, const Tria
 
 std::vector<Tensor> update_backward_cpu(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                         const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                        bool outgoing, double eps, TriangleMask wanted, bool adds) {
+                                        bool outgoing, double eps, TriangleOutputMask output_mask, bool add_residual) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const TriangleUpdate t =
-      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
+      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, output_mask);
   const Layers layers(t);
   const Chunks chunks(layers);
-  const TriangleGradients gradients(layers, wanted, chunks.count);
+  const TriangleGradients gradients(layers, output_mask, chunks.count);
   return gradients.make(
-      grad, product, adds,
+      grad, product, add_residual,
       [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); },
       [&](const auto&... tensors) {
         chunks.for_each_panel([&](int64_t chunk, const TrianglePanel& panel) {

@@ -35,10 +35,10 @@ Tensor dense_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   return y;
 }
 
-std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+std::tuple<Tensor, Tensor> dense_backward_cuda(const Tensor& grad, const Tensor& y, std::array<bool, 2> output_mask) {
   detail::check_dense_backward(grad, y);
   const c10::cuda::CUDAGuard guard(y.device());
-  if (mask[0] || mask[1]) return gemm::backward_pass<Sigmoid>(grad, y, mask[0], mask[1]);
+  if (output_mask[0] || output_mask[1]) return gemm::backward_pass<Sigmoid>(grad, y, output_mask[0], output_mask[1]);
   const Tensor none = at::detail::empty_cuda({0}, y.options());
   return {none, none};
 }
@@ -85,15 +85,15 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_gradients(const Tensor& 
 }
 
 std::tuple<Tensor, Tensor, Tensor> dense_gradients_cuda(const Tensor& grad, const Tensor& y, const Tensor& x,
-                                                        const Tensor& w, std::array<bool, 3> mask) {
+                                                        const Tensor& w, std::array<bool, 3> output_mask) {
   detail::check_dense_gradients(grad, y, x, w);
   const c10::cuda::CUDAGuard guard(y.device());
-  if (mask[0] && mask[1]) {
-    if (auto all = fused_gradients(grad, y, x, w, mask[2])) return *std::move(all);
+  if (output_mask[0] && output_mask[1]) {
+    if (auto all = fused_gradients(grad, y, x, w, output_mask[2])) return *std::move(all);
   }
-  const auto [dx, dw, db] = detail::dense_gradients_in_parts(grad, y, x, w, mask);
+  const auto [dx, dw, db] = detail::dense_gradients_in_parts(grad, y, x, w, output_mask);
   const Tensor none = at::detail::empty_cuda({0}, y.options());
-  return {mask[0] ? dx : none, mask[1] ? dw : none, mask[2] ? db : none};
+  return {output_mask[0] ? dx : none, output_mask[1] ? dw : none, output_mask[2] ? db : none};
 }
 
 TORCH_LIBRARY_IMPL(myops, CUDA, m) {

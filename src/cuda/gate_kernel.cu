@@ -165,73 +165,79 @@ GradientCall gradient_call(const Tensor& g, const Tensor& v, const Tensor& x, co
 
 // All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all
 // gradients are wanted. The gradients are contiguous.
-bool in_one_pass(const detail::GateGradients& gradients, const GradientCall& call, std::array<bool, 4> mask) {
-  if (!call || !mask[0] || !mask[1] || !mask[2] || call->second.k % 8 != 0) return false;
+bool in_one_pass(const detail::GateGradients& gradients, const GradientCall& call, std::array<bool, 4> output_mask) {
+  if (!call || !output_mask[0] || !output_mask[1] || !output_mask[2] || call->second.k % 8 != 0) return false;
   auto [problem, c] = *call;
   const auto& [dv, dx, dw, db] = gradients;
   problem.dx = dx.mutable_data_ptr();
   problem.dc = dv.mutable_data_ptr();
   problem.dw = dw.mutable_data_ptr();
-  problem.dbias = mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias = output_mask[3] ? db.mutable_data_ptr() : nullptr;
   return gemm::run_chosen<gemm::GateGradients>(problem, c, dx);
 }
 
 // dz, and dv and db if they are wanted, by a kernel that recomputes the product without storing it. Returns false, with
 // nothing done, if it cannot run or cuBLAS is faster.
 bool fused_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const GradientCall& call,
-                      std::array<bool, 4> mask) {
+                      std::array<bool, 4> output_mask) {
   const auto to_dz = gemm::operand(dz);
   if (!call || !to_dz) return false;
   auto [problem, c] = *call;
   const bool kernel_sums = db.scalar_type() == dz.scalar_type();  // it cannot write float32
   problem.dz = *to_dz;
-  problem.dc = mask[0] ? dv.mutable_data_ptr() : nullptr;
-  problem.dbias = kernel_sums && mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dc = output_mask[0] ? dv.mutable_data_ptr() : nullptr;
+  problem.dbias = kernel_sums && output_mask[3] ? db.mutable_data_ptr() : nullptr;
   if (!gemm::run_cotangents<gemm::GateCotangents>(problem, c, dz)) return false;
-  if (!kernel_sums && mask[3]) sum_columns(db, dz);
+  if (!kernel_sums && output_mask[3]) sum_columns(db, dz);
   return true;
 }
 
 // The same on every GPU from compute capability 8.0 on. Another pass sums dz, as it is rounded.
 bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, const Tensor& g, const Tensor& v,
-                         const Tensor& x, const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask,
+                         const Tensor& x, const Tensor& w, const OptionalTensor& b, std::array<bool, 4> output_mask,
                          bool v_is_y) {
-  if (!gemm::run<gemm::CotangentsOf<gemm::GateRule>>(
-          {.d = dz, .a = x, .b = w, .bias = b, .c = &v, .g = &g, .d2 = mask[0] ? &dv : nullptr, .c_is_y = v_is_y})) {
+  if (!gemm::run<gemm::CotangentsOf<gemm::GateRule>>({.d = dz,
+                                                      .a = x,
+                                                      .b = w,
+                                                      .bias = b,
+                                                      .c = &v,
+                                                      .g = &g,
+                                                      .d2 = output_mask[0] ? &dv : nullptr,
+                                                      .c_is_y = v_is_y})) {
     return false;
   }
-  if (mask[3]) sum_columns(db, dz);
+  if (output_mask[3]) sum_columns(db, dz);
   return true;
 }
 
 // The gradients by way of dz, the only scratch of the result's size: if cuBLAS computes the product, which may be
 // `kept`, that is written there too. All tensors are matrices. The gradients of weights and biases may be float32.
 void by_cotangents(const detail::GateGradients& gradients, const Tensor& g, const Tensor& v, const Tensor& x,
-                   const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                   const Tensor& w, const OptionalTensor& b, std::array<bool, 4> output_mask, bool v_is_y,
                    const OptionalTensor& kept, const GradientCall& call) {
   const auto& [dv, dx, dw, db] = gradients;
   const Tensor dz = at::detail::empty_cuda(v.sizes(), w.options());
-  if (kept ||
-      (!fused_cotangents(dz, dv, db, call, mask) && !portable_cotangents(dz, dv, db, g, v, x, w, b, mask, v_is_y))) {
+  if (kept || (!fused_cotangents(dz, dv, db, call, output_mask) &&
+               !portable_cotangents(dz, dv, db, g, v, x, w, b, output_mask, v_is_y))) {
     const int64_t rows = dz.size(0), step = rows_of_panel(rows, w, b && !kept, rounded_row_bytes(x, w));
-    PassSums sums(mask[3], w, 1, rows, step, dz.size(1));
+    PassSums sums(output_mask[3], w, 1, rows, step, dz.size(1));
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
       if (!kept) linear_out(panel(dz), panel(x).to(w.scalar_type()), w, b);
-      gate_backward_rows(sums, mask[0] ? panel(dv) : dv, panel(dz), panel(kept ? *kept : dz), panel(g), panel(v),
-                         mask[0], v_is_y);
+      gate_backward_rows(sums, output_mask[0] ? panel(dv) : dv, panel(dz), panel(kept ? *kept : dz), panel(g), panel(v),
+                         output_mask[0], v_is_y);
     });
-    if (mask[3]) sums.finish(db);
+    if (output_mask[3]) sums.finish(db);
   }
-  if (mask[1]) input_gradient(dx, dz, w);
-  if (mask[2]) weight_gradient_out(dw, dz, x);
+  if (output_mask[1]) input_gradient(dx, dz, w);
+  if (output_mask[2]) weight_gradient_out(dw, dz, x);
 }
 
 }  // namespace
 
 // The formulas are in src/cpu/gate_kernel.cpp.
 void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const Tensor& v, const Tensor& x,
-                    const Tensor& w, const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                    const Tensor& w, const OptionalTensor& b, std::array<bool, 4> output_mask, bool v_is_y,
                     const OptionalTensor& z) {
   auto& [dv, dx, dw, db] = gradients;
   if (v.numel() == 0) {
@@ -239,22 +245,22 @@ void gate_gradients(detail::GateGradients gradients, const Tensor& grad, const T
     return;
   }
   const Tensor g_rows = unit_columns(detail::as_rows(grad)), v_rows = unit_columns(detail::as_rows(v));
-  const Tensor x_rows = detail::as_rows(x), dv_rows = mask[0] ? detail::as_rows(dv) : dv;
-  const Tensor dx_rows = mask[1] ? detail::as_rows(dx) : dx;
+  const Tensor x_rows = detail::as_rows(x), dv_rows = output_mask[0] ? detail::as_rows(dv) : dv;
+  const Tensor dx_rows = output_mask[1] ? detail::as_rows(dx) : dx;
   const OptionalTensor bias = contiguous(b), kept = z ? OptionalTensor(unit_columns(detail::as_rows(*z))) : z;
   const GradientCall call = kept ? std::nullopt : gradient_call(g_rows, v_rows, x_rows, w, bias, v_is_y);
-  if (in_one_pass(gradients, call, mask)) return;
+  if (in_one_pass(gradients, call, output_mask)) return;
   const bool rounds_x = x.scalar_type() != w.scalar_type();
-  if (!rounds_x || !mask[2]) {
-    by_cotangents({dv_rows, dx_rows, dw, db}, g_rows, v_rows, x_rows, w, bias, mask, v_is_y, kept,
+  if (!rounds_x || !output_mask[2]) {
+    by_cotangents({dv_rows, dx_rows, dw, db}, g_rows, v_rows, x_rows, w, bias, output_mask, v_is_y, kept,
                   rounds_x ? std::nullopt : call);
     return;
   }
   for_each_rounded_panel(x_rows, {dw, db}, [&](int64_t begin, const Tensor& x_panel, const auto& parts) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, x_panel.size(0)); };
     const Tensor g_panel = panel(g_rows), v_panel = panel(v_rows);
-    by_cotangents({mask[0] ? panel(dv_rows) : dv, mask[1] ? panel(dx_rows) : dx, parts[0], parts[1]}, g_panel, v_panel,
-                  x_panel, w, bias, mask, v_is_y, kept ? OptionalTensor(panel(*kept)) : kept,
+    by_cotangents({output_mask[0] ? panel(dv_rows) : dv, output_mask[1] ? panel(dx_rows) : dx, parts[0], parts[1]},
+                  g_panel, v_panel, x_panel, w, bias, output_mask, v_is_y, kept ? OptionalTensor(panel(*kept)) : kept,
                   kept ? std::nullopt : gradient_call(g_panel, v_panel, x_panel, w, bias, v_is_y));
   });
 }
@@ -264,25 +270,25 @@ namespace {
 // All gradients, of copies.
 detail::GateGradients gradients_of_copies(const WholeVectors& whole, const Tensor& grad, const Tensor& v,
                                           const Tensor& x, const Tensor& w, const OptionalTensor& b,
-                                          std::array<bool, 4> mask, bool v_is_y, const OptionalTensor& z) {
+                                          std::array<bool, 4> output_mask, bool v_is_y, const OptionalTensor& z) {
   Copies copies;
   const Tensor g_copy = whole.output(grad, copies), v_copy = whole.output(v, copies), x_copy = whole.input(x, copies);
   const Tensor w_copy = whole.weight(w, copies);
   const OptionalTensor b_copy = whole.bias(b, copies);
   const OptionalTensor z_copy = z ? OptionalTensor(whole.output(*z, copies)) : z;
   copies.run();
-  detail::GateGradients gradients = detail::empty_gate_gradients(v_copy, x_copy, w_copy, mask);
-  gate_gradients(gradients, g_copy, v_copy, x_copy, w_copy, b_copy, mask, v_is_y, z_copy);
+  detail::GateGradients gradients = detail::empty_gate_gradients(v_copy, x_copy, w_copy, output_mask);
+  gate_gradients(gradients, g_copy, v_copy, x_copy, w_copy, b_copy, output_mask, v_is_y, z_copy);
   return gradients;
 }
 
 detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                         const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                         const OptionalTensor& b, std::array<bool, 4> output_mask, bool v_is_y,
                                          const OptionalTensor& z) {
-  detail::check_gate_backward(grad, v, x, w, b, mask, z);
+  detail::check_gate_backward(grad, v, x, w, b, output_mask, z);
   const c10::cuda::CUDAGuard guard(v.device());
   if (const auto whole = backward_copies(grad, v, x, w)) {
-    const auto [dv, dx, dw, db] = gradients_of_copies(*whole, grad, v, x, w, b, mask, v_is_y, z);
+    const auto [dv, dx, dw, db] = gradients_of_copies(*whole, grad, v, x, w, b, output_mask, v_is_y, z);
     Copies copies;
     detail::GateGradients gradients{first_elements(dv, v.sizes(), copies), first_elements(dx, x.sizes(), copies),
                                     first_elements(dw, w.sizes(), copies),
@@ -290,8 +296,8 @@ detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, co
     copies.run();
     return gradients;
   }
-  detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, mask);
-  gate_gradients(gradients, grad, v, x, w, b, mask, v_is_y, z);
+  detail::GateGradients gradients = detail::empty_gate_gradients(v, x, w, output_mask);
+  gate_gradients(gradients, grad, v, x, w, b, output_mask, v_is_y, z);
   return gradients;
 }
 

@@ -135,7 +135,8 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_cuda(const Tensor& x, const
 detail::GluGradients gradients_of_copies(const WholeVectors& whole, const Tensor& grad, const Tensor& x,
                                          const Tensor& w, const Tensor& wg, const OptionalTensor& b,
                                          const OptionalTensor& bg, std::string_view activation,
-                                         std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
+                                         std::array<bool, 5> output_mask, const OptionalTensor& z,
+                                         const OptionalTensor& u) {
   Copies copies;
   const auto kept = [&](const OptionalTensor& t) { return t ? OptionalTensor(whole.output(*t, copies)) : t; };
   const Tensor g_copy = whole.output(grad, copies), x_copy = whole.input(x, copies);
@@ -143,20 +144,22 @@ detail::GluGradients gradients_of_copies(const WholeVectors& whole, const Tensor
   const OptionalTensor b_copy = whole.bias(b, copies), bg_copy = whole.bias(bg, copies);
   const OptionalTensor z_copy = kept(z), u_copy = kept(u);
   copies.run();
-  detail::GluGradients gradients = detail::empty_glu_gradients(x_copy, w_copy, mask);
-  glu_gradients(gradients, g_copy, x_copy, w_copy, wg_copy, b_copy, bg_copy, activation, mask, z_copy, u_copy);
+  detail::GluGradients gradients = detail::empty_glu_gradients(x_copy, w_copy, output_mask);
+  glu_gradients(gradients, g_copy, x_copy, w_copy, wg_copy, b_copy, bg_copy, activation, output_mask, z_copy, u_copy);
   return gradients;
 }
 
 detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                        const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                       std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
-  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
+                                       std::array<bool, 5> output_mask, const OptionalTensor& z,
+                                       const OptionalTensor& u) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, output_mask, z, u);
   const c10::cuda::CUDAGuard guard(x.device());
   // With forward, (262143, 129) to 127 features takes 695 us instead of 1350, (262144, 50) to 50 takes 215 instead of
   // 337, and (65535, 130) to 130 takes 218 instead of 355 (H100, torch 2.11, bfloat16).
   if (const auto whole = WholeVectors::of(x, w, {wg, grad}, int64_t{1} << 26)) {
-    const auto [dx, dw, dwg, db, dbg] = gradients_of_copies(*whole, grad, x, w, wg, b, bg, activation, mask, z, u);
+    const auto [dx, dw, dwg, db, dbg] =
+        gradients_of_copies(*whole, grad, x, w, wg, b, bg, activation, output_mask, z, u);
     const at::IntArrayRef of_bias = w.sizes().slice(0, 1);
     Copies copies;
     detail::GluGradients gradients{first_elements(dx, x.sizes(), copies), first_elements(dw, w.sizes(), copies),
@@ -165,8 +168,8 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
     copies.run();
     return gradients;
   }
-  detail::GluGradients gradients = detail::empty_glu_gradients(x, w, mask);
-  glu_gradients(gradients, grad, x, w, wg, b, bg, activation, mask, z, u);
+  detail::GluGradients gradients = detail::empty_glu_gradients(x, w, output_mask);
+  glu_gradients(gradients, grad, x, w, wg, b, bg, activation, output_mask, z, u);
   return gradients;
 }
 

@@ -317,52 +317,53 @@ bool gradients_by_rows(const std::array<Tensor, 3>& out, const Tensor& grad, con
 std::tuple<Tensor, Tensor, Tensor> gradients_by_aten(const Tensor& grad, const Tensor& x,
                                                      at::IntArrayRef normalized_shape, const Tensor& mean,
                                                      const Tensor& rstd, const OptionalTensor& weight,
-                                                     std::array<bool, 3> mask) {
-  if ((weight || mask[2]) && detail::norm_gradient_dtype(x, weight) != x.scalar_type()) {
+                                                     std::array<bool, 3> output_mask) {
+  if ((weight || output_mask[2]) && detail::norm_gradient_dtype(x, weight) != x.scalar_type()) {
     auto [dx, dweight, dbias] =
-        gradients_by_aten(grad.to(at::kFloat), x.to(at::kFloat), normalized_shape, mean, rstd, weight, mask);
-    return {mask[0] ? dx.to(x.scalar_type()) : dx, dweight, dbias};
+        gradients_by_aten(grad.to(at::kFloat), x.to(at::kFloat), normalized_shape, mean, rstd, weight, output_mask);
+    return {output_mask[0] ? dx.to(x.scalar_type()) : dx, dweight, dbias};
   }
   const int64_t rows = mean.numel(), columns = c10::multiply_integers(normalized_shape);
   const auto matrix = [&](const Tensor& t, int64_t width) { return t.contiguous().view({rows, width}); };
-  const bool parameters = mask[1] || mask[2];
+  const bool parameters = output_mask[1] || output_mask[2];
   const OptionalTensor w = weight       ? OptionalTensor(weight->contiguous().view({columns}))
                            : parameters ? OptionalTensor(at::ones({columns}, x.options()))
                                         : std::nullopt;
   auto [dx, dweight, dbias] = at::cuda::native_layer_norm_backward(
       matrix(grad, columns), matrix(x, columns), at::IntArrayRef(columns), matrix(mean, 1), matrix(rstd, 1), w,
-      /*bias=*/w, {mask[0], parameters, parameters});
+      /*bias=*/w, {output_mask[0], parameters, parameters});
   const auto shaped = [](bool wanted, const Tensor& t, at::IntArrayRef sizes) { return wanted ? t.view(sizes) : t; };
-  return {shaped(mask[0], dx, x.sizes()), shaped(parameters, dweight, normalized_shape),
+  return {shaped(output_mask[0], dx, x.sizes()), shaped(parameters, dweight, normalized_shape),
           shaped(parameters, dbias, normalized_shape)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_cuda(const Tensor& grad, const Tensor& x,
                                                             at::IntArrayRef normalized_shape, const Tensor& mean,
                                                             const Tensor& rstd, const OptionalTensor& weight,
-                                                            std::array<bool, 3> mask) {
+                                                            std::array<bool, 3> output_mask) {
   detail::check_layer_norm_backward(grad, x, c10::fromIntArrayRefSlow(normalized_shape), mean, rstd, weight);
   const c10::cuda::CUDAGuard on_device(x.device());
   const at::TensorOptions of_parameters = x.options().dtype(detail::norm_gradient_dtype(x, weight));
-  const auto wanted = [](bool mask, const Tensor& t, const at::TensorOptions& options) {
-    return mask ? t : at::empty({0}, options);
+  const auto where_wanted = [](bool wanted, const Tensor& t, const at::TensorOptions& options) {
+    return wanted ? t : at::empty({0}, options);
   };
   const auto results = [&](const Tensor& dx, const Tensor& dweight, const Tensor& dbias) {
-    return std::tuple(wanted(mask[0], dx, x.options()), wanted(mask[1], dweight, of_parameters),
-                      wanted(mask[2], dbias, of_parameters));
+    return std::tuple(where_wanted(output_mask[0], dx, x.options()),
+                      where_wanted(output_mask[1], dweight, of_parameters),
+                      where_wanted(output_mask[2], dbias, of_parameters));
   };
-  if (x.numel() > 0 && (mask[0] || mask[1] || mask[2])) {
-    const auto made = [](bool mask, at::IntArrayRef sizes, const at::TensorOptions& options) {
-      return mask ? at::empty(sizes, options) : Tensor();
+  if (x.numel() > 0 && (output_mask[0] || output_mask[1] || output_mask[2])) {
+    const auto empty_if = [](bool wanted, at::IntArrayRef sizes, const at::TensorOptions& options) {
+      return wanted ? at::empty(sizes, options) : Tensor();
     };
-    const std::array<Tensor, 3> out{made(mask[0], x.sizes(), x.options()),
-                                    made(mask[1], normalized_shape, of_parameters),
-                                    made(mask[2], normalized_shape, of_parameters)};
+    const std::array<Tensor, 3> out{empty_if(output_mask[0], x.sizes(), x.options()),
+                                    empty_if(output_mask[1], normalized_shape, of_parameters),
+                                    empty_if(output_mask[2], normalized_shape, of_parameters)};
     if (gradients_by_rows(out, grad, x, mean, rstd, weight, static_cast<int64_t>(normalized_shape.size()))) {
       return results(out[0], out[1], out[2]);
     }
   }
-  const auto [dx, dweight, dbias] = gradients_by_aten(grad, x, normalized_shape, mean, rstd, weight, mask);
+  const auto [dx, dweight, dbias] = gradients_by_aten(grad, x, normalized_shape, mean, rstd, weight, output_mask);
   return results(dx, dweight, dbias);
 }
 

@@ -32,7 +32,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using detail::Transition;
 using detail::TransitionGradients;
-using detail::TransitionMask;
+using detail::TransitionOutputMask;
 
 // Shared by all panels of a call.
 class Layers {
@@ -127,7 +127,7 @@ bool fused(const Tensor& out, const Tensor& x, const Transition& t, const Tensor
   const auto to = gemm::operand(out);
   if (!call.possible() || !to) return false;
   call.problem.out = *to;
-  call.problem.adds = residual.defined();
+  call.problem.add_residual = residual.defined();
   if (residual.defined() && residual.scalar_type() != t.dtype()) {
     const auto from = gemm::operand(residual);
     if (!from) return false;
@@ -262,9 +262,10 @@ class Sum {
 // dx and, if all of them are wanted, the gradients of the weights and their companions. Returns false, with nothing
 // done, if the kernels cannot run or don't apply to what is wanted. All are matrices of rows.
 bool fused_backward(const Tensor& grad, const Tensor& x, const Tensor& dx, const Transition& t,
-                    const TransitionGradients& gradients, const TransitionMask& wanted, bool adds) {
-  const bool weights = wanted[3] && wanted[5] && wanted[7];
-  if (!wanted[0] || (!weights && std::find(wanted.begin() + 1, wanted.end(), true) != wanted.end())) return false;
+                    const TransitionGradients& gradients, const TransitionOutputMask& output_mask, bool add_residual) {
+  const bool weights = output_mask[3] && output_mask[5] && output_mask[7];
+  if (!output_mask[0] || (!weights && std::find(output_mask.begin() + 1, output_mask.end(), true) != output_mask.end()))
+    return false;
   Fused<gemm::TransitionGradientProblem> call(x, t);
   const Tensor readable = gemm::readable(grad);
   const auto to = gemm::operand(dx), from = gemm::operand(readable);
@@ -272,20 +273,20 @@ bool fused_backward(const Tensor& grad, const Tensor& x, const Tensor& dx, const
   gemm::TransitionGradientProblem& problem = call.problem;
   problem.grad = *from;
   problem.dx = *to;
-  problem.adds = adds;
+  problem.add_residual = add_residual;
   if (weights) {
     const auto result = [&](bool is_wanted, const Tensor& gradient) {
       return is_wanted ? gradient.mutable_data_ptr() : nullptr;
     };
     const auto& [dx_, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;
-    problem.dnorm_weight = result(wanted[1], dnorm_weight);
-    problem.dnorm_bias = result(wanted[2], dnorm_bias);
+    problem.dnorm_weight = result(output_mask[1], dnorm_weight);
+    problem.dnorm_bias = result(output_mask[2], dnorm_bias);
     problem.dweights[0] = dgate.mutable_data_ptr();
-    problem.dbiases[0] = result(wanted[4], dgate_bias);
+    problem.dbiases[0] = result(output_mask[4], dgate_bias);
     problem.dweights[1] = dup.mutable_data_ptr();
-    problem.dbiases[1] = result(wanted[6], dup_bias);
+    problem.dbiases[1] = result(output_mask[6], dup_bias);
     problem.dweights[2] = ddown.mutable_data_ptr();
-    problem.dbiases[2] = result(wanted[8], ddown_bias);
+    problem.dbiases[2] = result(output_mask[8], ddown_bias);
   }
   return gemm::run_chosen<gemm::TransitionGradients>(problem, call.of_rows(), dx);
 }
@@ -293,42 +294,44 @@ bool fused_backward(const Tensor& grad, const Tensor& x, const Tensor& dx, const
 // The formulas are in src/cpu/transition_kernel.cpp. The hidden features are computed twice if the gradients of down
 // and of another layer are wanted: once directly, and once inside glu_backward. Panels may be larger than in a forward
 // pass, because each of them adds to all gradients of the weights.
-TransitionGradients gradients_of(const Tensor& grad, const Transition& t, const TransitionMask& wanted, bool adds) {
-  TransitionGradients gradients = detail::empty_transition_gradients(t, wanted);
+TransitionGradients gradients_of(const Tensor& grad, const Transition& t, const TransitionOutputMask& output_mask,
+                                 bool add_residual) {
+  TransitionGradients gradients = detail::empty_transition_gradients(t, output_mask);
   const auto& [dx, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;
   if (grad.numel() == 0) {
     std::apply([](const auto&... gradient) { (gradient.zero_(), ...); }, gradients);
     return gradients;
   }
-  const detail::TransitionNeeds needs(wanted);
+  const detail::TransitionNeeds needs(output_mask);
   const Layers layers(t);
   const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(t.x);
-  const Tensor dx_rows = wanted[0] ? detail::as_rows(dx) : dx;
-  if (fused_backward(grad_rows, x_rows, dx_rows, t, gradients, wanted, adds)) return gradients;
-  const Sum norm_weight(dnorm_weight, wanted[1]), norm_bias(dnorm_bias, wanted[2]), gate(dgate, wanted[3]),
-      gate_bias(dgate_bias, wanted[4]), up(dup, wanted[5]), up_bias(dup_bias, wanted[6]), down(ddown, wanted[7]),
-      down_bias(ddown_bias, wanted[8]);
+  const Tensor dx_rows = output_mask[0] ? detail::as_rows(dx) : dx;
+  if (fused_backward(grad_rows, x_rows, dx_rows, t, gradients, output_mask, add_residual)) return gradients;
+  const Sum norm_weight(dnorm_weight, output_mask[1]), norm_bias(dnorm_bias, output_mask[2]),
+      gate(dgate, output_mask[3]), gate_bias(dgate_bias, output_mask[4]), up(dup, output_mask[5]),
+      up_bias(dup_bias, output_mask[6]), down(ddown, output_mask[7]), down_bias(ddown_bias, output_mask[8]);
   constexpr int64_t most_bytes = int64_t{64} << 20;
   const auto of_panel = [&](int64_t begin, int64_t end) {
     const Tensor g = grad_rows.narrow(0, begin, end - begin), rows = x_rows.narrow(0, begin, end - begin);
-    if (wanted[8]) down_bias.add(g.sum(0, false, detail::moments_dtype(g.scalar_type())));
-    if (!needs.gate && !needs.value && !wanted[7]) return;
+    if (output_mask[8]) down_bias.add(g.sum(0, false, detail::moments_dtype(g.scalar_type())));
+    if (!needs.gate && !needs.value && !output_mask[7]) return;
     const auto [y, mean, rstd] = layers.normalized(rows);
     const Tensor z = y.to(t.dtype());
-    if (wanted[7]) down.add(weight_gradient(g, layers.hidden(z)));
+    if (output_mask[7]) down.add(weight_gradient(g, layers.hidden(z)));
     if (!needs.gate && !needs.value) return;
     const auto [dz, dv_w, du_w, dv_b, du_b] =
         detail::glu_backward(product(g, t.down_weight), z, t.up_weight, t.gate_weight, t.up_bias, t.gate_bias, "silu",
-                             {needs.z, wanted[5], wanted[3], wanted[6], wanted[4]});
+                             {needs.z, output_mask[5], output_mask[3], output_mask[6], output_mask[4]});
     up.add(dv_w);
     gate.add(du_w);
     up_bias.add(dv_b);
     gate_bias.add(du_b);
     if (!needs.z) return;
     const c10::SymInt features = rows.size(1);
-    const auto [dx_panel, dweight, dbias] = detail::layer_norm_backward(
-        dz.to(rows.scalar_type()), rows, features, mean, rstd, layers.norm_weight(), {wanted[0], wanted[1], wanted[2]});
-    if (wanted[0]) dx_rows.narrow(0, begin, end - begin).copy_(adds ? dx_panel.add_(g) : dx_panel);
+    const auto [dx_panel, dweight, dbias] =
+        detail::layer_norm_backward(dz.to(rows.scalar_type()), rows, features, mean, rstd, layers.norm_weight(),
+                                    {output_mask[0], output_mask[1], output_mask[2]});
+    if (output_mask[0]) dx_rows.narrow(0, begin, end - begin).copy_(add_residual ? dx_panel.add_(g) : dx_panel);
     norm_weight.add(dweight);
     norm_bias.add(dbias);
   };
@@ -338,21 +341,21 @@ TransitionGradients gradients_of(const Tensor& grad, const Transition& t, const 
 }
 
 TransitionGradients transition_backward_cuda(const Tensor& grad, const Transition& arguments,
-                                             const TransitionMask& wanted, bool adds) {
-  detail::check_transition_backward(grad, arguments, wanted);
+                                             const TransitionOutputMask& output_mask, bool add_residual) {
+  detail::check_transition_backward(grad, arguments, output_mask);
   const c10::cuda::CUDAGuard guard(arguments.x.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const NoAutocast no_autocast;
   Transition t = arguments;
-  if (!Centered::takes(t.x, t.dtype())) return gradients_of(grad, t, wanted, adds);
+  if (!Centered::takes(t.x, t.dtype())) return gradients_of(grad, t, output_mask, add_residual);
   const Tensor rows = at::detail::empty_cuda(t.x.sizes(), t.gate_weight.options());
-  if (!can_fuse(detail::as_rows(rows), t)) return gradients_of(grad, t, wanted, adds);
+  if (!can_fuse(detail::as_rows(rows), t)) return gradients_of(grad, t, output_mask, add_residual);
   const Centered centered(t.x, rows, t.eps);
   t.x = rows;
-  TransitionGradients gradients = gradients_of(grad, t, wanted, /*adds=*/false);
+  TransitionGradients gradients = gradients_of(grad, t, output_mask, /*add_residual=*/false);
   Tensor& dx = std::get<0>(gradients);
-  if (wanted[0]) dx = centered.gradient(dx);
-  if (wanted[0] && adds) dx.add_(grad);
+  if (output_mask[0]) dx = centered.gradient(dx);
+  if (output_mask[0] && add_residual) dx.add_(grad);
   return gradients;
 }
 

@@ -24,7 +24,7 @@ using at::Tensor;
 using detail::OptionalTensor;
 using detail::TriangleElement;
 using detail::TriangleGradients;
-using detail::TriangleMask;
+using detail::TriangleOutputMask;
 using detail::TrianglePanel;
 using detail::TriangleParameter;
 using detail::TriangleParameterList;
@@ -111,11 +111,11 @@ Tensor add_to(Tensor& sum, TriangleUpdate t, bool keep_product) {
 
 std::tuple<Tensor, Tensor> update_cuda(const Tensor& x, const OptionalTensor& mask,
                                        const TriangleParameterList& parameters, bool outgoing, double eps,
-                                       bool keep_product, bool adds) {
+                                       bool keep_product, bool add_residual) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  if (adds) {
+  if (add_residual) {
     Tensor sum;
     const Tensor product = add_to(sum, t, keep_product);
     return {sum, product};
@@ -208,14 +208,14 @@ void input_backward(const TriangleLayers& layers, const TriangleGradients& gradi
       target.add_(unmasked.sum(1, false, dmask.scalar_type()).view(target.sizes()));
     }
     const OptionalTensor &b = t.bias(p), &bg = t.bias(g);
-    std::array<bool, 5> mask{/*dx=*/false, gradients.wants(p), gradients.wants(g), b && gradients.wants(p + 1),
-                             bg && gradients.wants(g + 1)};
-    detail::GluGradients made = detail::empty_glu_gradients(z, t.weight(p), mask);
+    std::array<bool, 5> output_mask{/*dx=*/false, gradients.wants(p), gradients.wants(g), b && gradients.wants(p + 1),
+                                    bg && gradients.wants(g + 1)};
+    detail::GluGradients made = detail::empty_glu_gradients(z, t.weight(p), output_mask);
     auto& [dx, dw, dwg, dbias, dbias_g] = made;
-    if ((mask[0] = gradients.wants_z())) dx = dz;
-    if (!layers.exact_gradients(made, panel, z, p, g, channels, e.mask, factor, mask)) {
+    if ((output_mask[0] = gradients.wants_z())) dx = dz;
+    if (!layers.exact_gradients(made, panel, z, p, g, channels, e.mask, factor, output_mask)) {
       glu_gradients(made, layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg,
-                    "sigmoid", mask, /*z=*/{}, /*u=*/{}, /*adds=*/true);
+                    "sigmoid", output_mask, /*z=*/{}, /*u=*/{}, /*accumulate=*/true);
     }
     gradients.add(p, dw);
     gradients.add(g, dwg);
@@ -235,20 +235,20 @@ void input_backward(const TriangleLayers& layers, const TriangleGradients& gradi
 }
 
 std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, const TriangleProduct& product,
-                                 const TriangleMask& wanted, bool adds) {
+                                 const TriangleOutputMask& output_mask, bool add_residual) {
   const TriangleLayers layers(t, TriangleLayers::Pass::kBackward);
-  const TriangleGradients gradients(layers, wanted);
+  const TriangleGradients gradients(layers, output_mask);
   const auto make = [&](const TriangleElement& e, const Tensor& a, const Tensor& b) { make_a_and_b(layers, e, a, b); };
   if (PairGradientSteps steps(layers, gradients, grad, *product.get(0)); grad.numel() > 0 && steps.possible()) {
     std::vector<Tensor> results = gradients.make(
-        grad, product, adds, make, [&](const auto&... tensors) { steps.out(tensors...); },
+        grad, product, add_residual, make, [&](const auto&... tensors) { steps.out(tensors...); },
         [&](const TriangleElement& e, const Tensor& da, const Tensor& db, const Tensor& dz, const Tensor&,
             const Tensor& residual) { steps.in(e, da, db, dz, residual); });
     steps.finish();
     return results;
   }
   return gradients.make(
-      grad, product, adds, make,
+      grad, product, add_residual, make,
       [&](const Tensor& x, const Tensor& grad_of_pair, const Tensor& o, const Tensor& dz, const Tensor& d_o) {
         if (d_o.defined()) layers.zero_columns(d_o);
         layers.for_each_panel(7, 2, [&](const TrianglePanel& panel) {
@@ -264,20 +264,20 @@ std::vector<Tensor> gradients_of(const Tensor& grad, const TriangleUpdate& t, co
 
 std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                         bool outgoing, double eps, TriangleMask wanted, bool adds) {
+                                         bool outgoing, double eps, TriangleOutputMask output_mask, bool add_residual) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const NoAutocast no_autocast;
   TriangleUpdate t =
-      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
+      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, output_mask);
   const c10::cuda::CUDAGuard guard(x.device());
   if (const auto centered = pair_steps::centered(t)) {
     t.x = centered->rows();
-    std::vector<Tensor> gradients = gradients_of(grad, t, product, wanted, /*adds=*/false);
-    if (wanted[0]) gradients[0] = centered->gradient(gradients[0]);
-    if (wanted[0] && adds) gradients[0].add_(grad);
+    std::vector<Tensor> gradients = gradients_of(grad, t, product, output_mask, /*add_residual=*/false);
+    if (output_mask[0]) gradients[0] = centered->gradient(gradients[0]);
+    if (output_mask[0] && add_residual) gradients[0].add_(grad);
     return gradients;
   }
-  return gradients_of(grad, t, product, wanted, adds);
+  return gradients_of(grad, t, product, output_mask, add_residual);
 }
 
 }  // namespace

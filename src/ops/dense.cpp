@@ -15,17 +15,18 @@ Tensor dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   return op.call(x, w, b);
 }
 
-std::tuple<Tensor, Tensor> detail::dense_backward(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+std::tuple<Tensor, Tensor> detail::dense_backward(const Tensor& grad, const Tensor& y,
+                                                  std::array<bool, 2> output_mask) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::_dense_backward", "").typed<decltype(dense_backward)>();
-  return op.call(grad, y, mask);
+  return op.call(grad, y, output_mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor> detail::dense_gradients(const Tensor& grad, const Tensor& y, const Tensor& x,
-                                                           const Tensor& w, std::array<bool, 3> mask) {
+                                                           const Tensor& w, std::array<bool, 3> output_mask) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::_dense_gradients", "").typed<decltype(dense_gradients)>();
-  return op.call(grad, y, x, w, mask);
+  return op.call(grad, y, x, w, output_mask);
 }
 
 void check_dense(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
@@ -46,23 +47,23 @@ Tensor dense_meta(const Tensor& x, const Tensor& w, const std::optional<Tensor>&
   return at::empty_symint(detail::with_last(x.sym_sizes(), w.sym_size(0)), x.options());
 }
 
-std::tuple<Tensor, Tensor> dense_backward_meta(const Tensor& grad, const Tensor& y, std::array<bool, 2> mask) {
+std::tuple<Tensor, Tensor> dense_backward_meta(const Tensor& grad, const Tensor& y, std::array<bool, 2> output_mask) {
   detail::check_dense_backward(grad, y);
-  return {detail::empty_if(mask[0], y.sym_sizes(), y), detail::empty_if(mask[1], {y.sym_size(-1)}, y)};
+  return {detail::empty_if(output_mask[0], y.sym_sizes(), y), detail::empty_if(output_mask[1], {y.sym_size(-1)}, y)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> dense_gradients_meta(const Tensor& grad, const Tensor& y, const Tensor& x,
-                                                        const Tensor& w, std::array<bool, 3> mask) {
+                                                        const Tensor& w, std::array<bool, 3> output_mask) {
   detail::check_dense_gradients(grad, y, x, w);
-  return {detail::empty_if(mask[0], x.sym_sizes(), x), detail::empty_if(mask[1], w.sym_sizes(), w),
-          detail::empty_if(mask[2], {w.sym_size(0)}, w)};
+  return {detail::empty_if(output_mask[0], x.sym_sizes(), x), detail::empty_if(output_mask[1], w.sym_sizes(), w),
+          detail::empty_if(output_mask[2], {w.sym_size(0)}, w)};
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
   m.def("dense(Tensor x, Tensor w, Tensor? b=None) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("_dense_backward(Tensor grad, Tensor y, bool[2] mask=[True, True]) -> (Tensor, Tensor)",
+  m.def("_dense_backward(Tensor grad, Tensor y, bool[2] output_mask=[True, True]) -> (Tensor, Tensor)",
         {at::Tag::pt2_compliant_tag});
-  m.def("_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+  m.def("_dense_gradients(Tensor grad, Tensor y, Tensor x, Tensor w, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
         {at::Tag::pt2_compliant_tag});
 }
 

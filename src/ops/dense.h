@@ -23,21 +23,21 @@ TORCHOPS_API void check_dense(const at::Tensor& x, const at::Tensor& w, const st
 namespace detail {
 
 /// Backward of the sigmoid in dense(): dz = grad * y * (1 - y), and the gradient of the bias, the sum of dz over the
-/// rows. grad, y: (..., out) of one dtype. Returns (dz like y, db of shape (out,)) where `mask` asks for them, and
-/// empty tensors elsewhere; dz is not stored if only db is wanted.
+/// rows. grad, y: (..., out) of one dtype. Returns (dz like y, db of shape (out,)) where `output_mask` asks for them,
+/// and empty tensors elsewhere; dz is not stored if only db is wanted.
 std::tuple<at::Tensor, at::Tensor> dense_backward(const at::Tensor& grad, const at::Tensor& y,
-                                                  std::array<bool, 2> mask);
+                                                  std::array<bool, 2> output_mask);
 
-/// The gradients (dx like x, dw like w, db of shape (out,)) of y = dense(x, w, b) where `mask` asks for them, and empty
-/// tensors elsewhere. grad, y: (..., out); x: (..., in); w: (out, in); all of one dtype.
+/// The gradients (dx like x, dw like w, db of shape (out,)) of y = dense(x, w, b) where `output_mask` asks for them,
+/// and empty tensors elsewhere. grad, y: (..., out); x: (..., in); w: (out, in); all of one dtype.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> dense_gradients(const at::Tensor& grad, const at::Tensor& y,
                                                                const at::Tensor& x, const at::Tensor& w,
-                                                               std::array<bool, 3> mask);
+                                                               std::array<bool, 3> output_mask);
 
 /// The same by dense_backward() and products, with dz in memory. Reads x only for dw, and w only for dx; the operand
 /// that is not read may be undefined. Gradients that were not asked for are undefined too.
 std::array<at::Tensor, 3> dense_gradients_in_parts(const at::Tensor& grad, const at::Tensor& y, const at::Tensor& x,
-                                                   const at::Tensor& w, std::array<bool, 3> mask);
+                                                   const at::Tensor& w, std::array<bool, 3> output_mask);
 
 /// The argument checks of dense_backward() and dense_gradients(), for every backend.
 void check_dense_backward(const at::Tensor& grad, const at::Tensor& y);

@@ -25,11 +25,11 @@ Tensor& gate_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor&
 }
 
 detail::GateGradients detail::gate_backward(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                            const OptionalTensor& b, std::array<bool, 4> mask, bool v_is_y,
+                                            const OptionalTensor& b, std::array<bool, 4> output_mask, bool v_is_y,
                                             const OptionalTensor& z) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::_gate_backward", "").typed<decltype(gate_backward)>();
-  return op.call(grad, v, x, w, b, mask, v_is_y, z);
+  return op.call(grad, v, x, w, b, output_mask, v_is_y, z);
 }
 
 std::tuple<Tensor, Tensor> detail::gate_with_product(const Tensor& v, const Tensor& x, const Tensor& w,
@@ -70,20 +70,21 @@ void detail::check_gate_with_product(const Tensor& v, const Tensor& x, const Ten
 }
 
 void detail::check_gate_backward(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                 const OptionalTensor& b, std::array<bool, 4> mask, const OptionalTensor& z) {
+                                 const OptionalTensor& b, std::array<bool, 4> output_mask, const OptionalTensor& z) {
   check("_gate_backward", v, x, w, b);
   check_matches("_gate_backward", "grad", grad, "v", v);
   check_shape("_gate_backward", "grad", grad, "v", v.sym_sizes());
-  TORCH_CHECK(b || !mask[3], "_gate_backward: expected a mask without db where there is no b, got one with it");
+  TORCH_CHECK(b || !output_mask[3],
+              "_gate_backward: expected output_mask without db where there is no b, got one with it");
   if (!z) return;
   check_matches("_gate_backward", "z", *z, "w", w);
   check_shape("_gate_backward", "z", *z, "v", v.sym_sizes());
 }
 
 detail::GateGradients detail::empty_gate_gradients(const Tensor& v, const Tensor& x, const Tensor& w,
-                                                   std::array<bool, 4> mask) {
-  return {empty_if(mask[0], v.sym_sizes(), v), empty_if(mask[1], x.sym_sizes(), x), empty_if(mask[2], w.sym_sizes(), w),
-          empty_if(mask[3], {w.sym_size(0)}, w)};
+                                                   std::array<bool, 4> output_mask) {
+  return {empty_if(output_mask[0], v.sym_sizes(), v), empty_if(output_mask[1], x.sym_sizes(), x),
+          empty_if(output_mask[2], w.sym_sizes(), w), empty_if(output_mask[3], {w.sym_size(0)}, w)};
 }
 
 namespace {
@@ -102,10 +103,10 @@ std::tuple<Tensor, Tensor> gate_with_product_meta(const Tensor& v, const Tensor&
 }
 
 detail::GateGradients gate_backward_meta(const Tensor& grad, const Tensor& v, const Tensor& x, const Tensor& w,
-                                         const OptionalTensor& b, std::array<bool, 4> mask, bool,
+                                         const OptionalTensor& b, std::array<bool, 4> output_mask, bool,
                                          const OptionalTensor& z) {
-  detail::check_gate_backward(grad, v, x, w, b, mask, z);
-  return detail::empty_gate_gradients(v, x, w, mask);
+  detail::check_gate_backward(grad, v, x, w, b, output_mask, z);
+  return detail::empty_gate_gradients(v, x, w, output_mask);
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
@@ -114,7 +115,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   m.def("_gate(Tensor v, Tensor x, Tensor w, Tensor? b) -> (Tensor, Tensor)", tags);
   m.def("gate_(Tensor(a!) v, Tensor x, Tensor w, Tensor? b=None) -> ()", tags);
   m.def(
-      "_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] mask, bool v_is_y=False, "
+      "_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] output_mask, bool v_is_y=False, "
       "Tensor? z=None) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
 }

@@ -38,11 +38,11 @@ namespace detail {
 /// (dv, dx, dw, db) of gate().
 using GateGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-/// The gradients of gate() for the cotangent grad, where `mask` asks for them, and empty tensors elsewhere. Recomputes
-/// the product, unless z of gate_with_product() is given. dv alone is gate(grad, x, w, b). If v_is_y, v is the result
-/// of gate(), which is enough.
+/// The gradients of gate() for the cotangent grad, where `output_mask` asks for them, and empty tensors elsewhere.
+/// Recomputes the product, unless z of gate_with_product() is given. dv alone is gate(grad, x, w, b). If v_is_y, v is
+/// the result of gate(), which is enough.
 GateGradients gate_backward(const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
-                            const std::optional<at::Tensor>& b, std::array<bool, 4> mask, bool v_is_y = false,
+                            const std::optional<at::Tensor>& b, std::array<bool, 4> output_mask, bool v_is_y = false,
                             const std::optional<at::Tensor>& z = {});
 
 /// gate() and its product z = x @ w.T + b, which has the dtype of w.
@@ -52,12 +52,12 @@ std::tuple<at::Tensor, at::Tensor> gate_with_product(const at::Tensor& v, const 
 void check_gate_with_product(const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
                              const std::optional<at::Tensor>& b);
 void check_gate_backward(const at::Tensor& grad, const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
-                         const std::optional<at::Tensor>& b, std::array<bool, 4> mask,
+                         const std::optional<at::Tensor>& b, std::array<bool, 4> output_mask,
                          const std::optional<at::Tensor>& z);
 
 /// Allocates the gradients, uninitialised.
 GateGradients empty_gate_gradients(const at::Tensor& v, const at::Tensor& x, const at::Tensor& w,
-                                   std::array<bool, 4> mask);
+                                   std::array<bool, 4> output_mask);
 
 }  // namespace detail
 }  // namespace torchops

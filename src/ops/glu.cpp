@@ -27,11 +27,11 @@ std::tuple<Tensor, Tensor, Tensor> detail::glu_with_products(const Tensor& x, co
 
 detail::GluGradients detail::glu_backward(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                           const OptionalTensor& b, const OptionalTensor& bg,
-                                          std::string_view activation, std::array<bool, 5> mask,
+                                          std::string_view activation, std::array<bool, 5> output_mask,
                                           const OptionalTensor& z, const OptionalTensor& u) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("myops::_glu_backward", "").typed<decltype(glu_backward)>();
-  return op.call(grad, x, w, wg, b, bg, activation, mask, z, u);
+  return op.call(grad, x, w, wg, b, bg, activation, output_mask, z, u);
 }
 
 namespace {
@@ -71,13 +71,14 @@ void detail::check_glu_with_products(const Tensor& x, const Tensor& w, const Ten
 
 void detail::check_glu_backward(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                 const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
+                                std::array<bool, 5> output_mask, const OptionalTensor& z, const OptionalTensor& u) {
   check("_glu_backward", x, w, wg, b, bg, activation);
   check_matches("_glu_backward", "grad", grad, "w", w);
   const c10::SymDimVector sizes = with_last(x.sym_sizes(), w.sym_size(0));
   check_shape("_glu_backward", "grad", grad, "x and w", sizes);
-  TORCH_CHECK((b || !mask[3]) && (bg || !mask[4]),
-              "_glu_backward: expected a mask without gradients of b and bg where there is none, got one with them");
+  TORCH_CHECK(
+      (b || !output_mask[3]) && (bg || !output_mask[4]),
+      "_glu_backward: expected output_mask without gradients of b and bg where there is none, got one with them");
   TORCH_CHECK(z.has_value() == u.has_value(), "_glu_backward: expected both z and u or neither, got one of them");
   for (const auto& [name, t] : {std::pair{"z", &z}, {"u", &u}}) {
     if (!*t) continue;
@@ -86,10 +87,11 @@ void detail::check_glu_backward(const Tensor& grad, const Tensor& x, const Tenso
   }
 }
 
-detail::GluGradients detail::empty_glu_gradients(const Tensor& x, const Tensor& w, std::array<bool, 5> mask) {
+detail::GluGradients detail::empty_glu_gradients(const Tensor& x, const Tensor& w, std::array<bool, 5> output_mask) {
   const c10::SymInt out_features = w.sym_size(0);
-  return {empty_if(mask[0], x.sym_sizes(), x), empty_if(mask[1], w.sym_sizes(), w), empty_if(mask[2], w.sym_sizes(), w),
-          empty_if(mask[3], {out_features}, w), empty_if(mask[4], {out_features}, w)};
+  return {empty_if(output_mask[0], x.sym_sizes(), x), empty_if(output_mask[1], w.sym_sizes(), w),
+          empty_if(output_mask[2], w.sym_sizes(), w), empty_if(output_mask[3], {out_features}, w),
+          empty_if(output_mask[4], {out_features}, w)};
 }
 
 namespace {
@@ -110,9 +112,10 @@ std::tuple<Tensor, Tensor, Tensor> glu_with_products_meta(const Tensor& x, const
 
 detail::GluGradients glu_backward_meta(const Tensor& grad, const Tensor& x, const Tensor& w, const Tensor& wg,
                                        const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                                       std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u) {
-  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, mask, z, u);
-  return detail::empty_glu_gradients(x, w, mask);
+                                       std::array<bool, 5> output_mask, const OptionalTensor& z,
+                                       const OptionalTensor& u) {
+  detail::check_glu_backward(grad, x, w, wg, b, bg, activation, output_mask, z, u);
+  return detail::empty_glu_gradients(x, w, output_mask);
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
@@ -121,7 +124,8 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
         tags);
   m.def("_glu(Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation) -> (Tensor, Tensor, Tensor)", tags);
   m.def(
-      "_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] mask, "
+      "_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] "
+      "output_mask, "
       "Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
 }

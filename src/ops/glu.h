@@ -47,11 +47,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> glu_with_products(const at::Tenso
                                                                  const std::optional<at::Tensor>& bg,
                                                                  std::string_view activation);
 
-/// The gradients of glu() for the cotangent grad, where `mask` asks for them, and empty tensors elsewhere. Recomputes
-/// both products, unless they are given: z and u of glu_with_products().
+/// The gradients of glu() for the cotangent grad, where `output_mask` asks for them, and empty tensors elsewhere.
+/// Recomputes both products, unless they are given: z and u of glu_with_products().
 GluGradients glu_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                           const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
-                          std::string_view activation, std::array<bool, 5> mask,
+                          std::string_view activation, std::array<bool, 5> output_mask,
                           const std::optional<at::Tensor>& z = {}, const std::optional<at::Tensor>& u = {});
 
 void check_glu_with_products(const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
@@ -59,11 +59,11 @@ void check_glu_with_products(const at::Tensor& x, const at::Tensor& w, const at:
                              std::string_view activation);
 void check_glu_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const at::Tensor& wg,
                         const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& bg,
-                        std::string_view activation, std::array<bool, 5> mask, const std::optional<at::Tensor>& z,
-                        const std::optional<at::Tensor>& u);
+                        std::string_view activation, std::array<bool, 5> output_mask,
+                        const std::optional<at::Tensor>& z, const std::optional<at::Tensor>& u);
 
 /// Allocates the gradients, uninitialised.
-GluGradients empty_glu_gradients(const at::Tensor& x, const at::Tensor& w, std::array<bool, 5> mask);
+GluGradients empty_glu_gradients(const at::Tensor& x, const at::Tensor& w, std::array<bool, 5> output_mask);
 
 }  // namespace detail
 }  // namespace torchops

@@ -52,11 +52,11 @@ std::tuple<Tensor, Tensor> detail::layer_norm_with_moments_(Tensor& x, c10::SymI
 std::tuple<Tensor, Tensor, Tensor> detail::layer_norm_backward(const Tensor& grad, const Tensor& x,
                                                                c10::SymIntArrayRef normalized_shape, const Tensor& mean,
                                                                const Tensor& rstd, const OptionalTensor& weight,
-                                                               std::array<bool, 3> mask) {
+                                                               std::array<bool, 3> output_mask) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_layer_norm_backward", "")
                              .typed<decltype(layer_norm_backward)>();
-  return op.call(grad, x, normalized_shape, mean, rstd, weight, mask);
+  return op.call(grad, x, normalized_shape, mean, rstd, weight, output_mask);
 }
 
 namespace {
@@ -159,12 +159,12 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_meta_(Tensor& x, c10::SymIntA
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, const Tensor& x,
                                                             c10::SymIntArrayRef normalized_shape, const Tensor& mean,
                                                             const Tensor& rstd, const OptionalTensor& weight,
-                                                            std::array<bool, 3> mask) {
+                                                            std::array<bool, 3> output_mask) {
   detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
   const auto of_parameters = x.options().dtype(detail::norm_gradient_dtype(x, weight));
   const c10::SymDimVector none{0};
   const auto made = [&](bool wanted) { return at::empty_symint(wanted ? normalized_shape : none, of_parameters); };
-  return {detail::empty_if(mask[0], x.sym_sizes(), x), made(mask[1]), made(mask[2])};
+  return {detail::empty_if(output_mask[0], x.sym_sizes(), x), made(output_mask[1]), made(output_mask[2])};
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
@@ -187,7 +187,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       tags);
   m.def(
       "_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? "
-      "weight, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+      "weight, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       tags);
 }
 

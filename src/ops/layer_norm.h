@@ -63,13 +63,13 @@ std::tuple<at::Tensor, at::Tensor> layer_norm_with_moments_(at::Tensor& x, c10::
                                                             const std::optional<at::Tensor>& weight,
                                                             const std::optional<at::Tensor>& bias, double eps);
 
-/// The gradients (dx, dweight, dbias) of layer_norm() where `mask` asks for them, and empty tensors elsewhere. Those of
-/// the parameters have norm_gradient_dtype().
+/// The gradients (dx, dweight, dbias) of layer_norm() where `output_mask` asks for them, and empty tensors elsewhere.
+/// Those of the parameters have norm_gradient_dtype().
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(const at::Tensor& grad, const at::Tensor& x,
                                                                    c10::SymIntArrayRef normalized_shape,
                                                                    const at::Tensor& mean, const at::Tensor& rstd,
                                                                    const std::optional<at::Tensor>& weight,
-                                                                   std::array<bool, 3> mask);
+                                                                   std::array<bool, 3> output_mask);
 
 /// The dtype of the gradients of weight and bias: the weight's; without one, at least float32, since the bias may be.
 inline at::ScalarType norm_gradient_dtype(const at::Tensor& x, const std::optional<at::Tensor>& weight) {

@@ -12,7 +12,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using detail::Transition;
 using detail::TransitionGradients;
-using detail::TransitionMask;
+using detail::TransitionOutputMask;
 
 Tensor transition(const Tensor& x, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                   const Tensor& gate_weight, const OptionalTensor& gate_bias, const Tensor& up_weight,
@@ -49,12 +49,12 @@ TransitionGradients detail::transition_backward(const Tensor& grad, const Tensor
                                                 const OptionalTensor& norm_bias, const Tensor& gate_weight,
                                                 const OptionalTensor& gate_bias, const Tensor& up_weight,
                                                 const OptionalTensor& up_bias, const Tensor& down_weight, double eps,
-                                                TransitionMask wanted, bool adds) {
+                                                TransitionOutputMask output_mask, bool add_residual) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_transition_backward", "")
                              .typed<decltype(transition_backward)>();
-  return op.call(grad, x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, eps, wanted,
-                 adds);
+  return op.call(grad, x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, eps,
+                 output_mask, add_residual);
 }
 
 namespace {
@@ -104,14 +104,15 @@ void detail::check_transition_(const Transition& t) {
   check_writable("add_transition_", "x", t.x);
 }
 
-void detail::check_transition_backward(const Tensor& grad, const Transition& t, const TransitionMask& wanted) {
+void detail::check_transition_backward(const Tensor& grad, const Transition& t,
+                                       const TransitionOutputMask& output_mask) {
   constexpr const char* op = "_transition_backward";
   check(op, t);
   check_matches(op, "grad", grad, "gate_weight", t.gate_weight);
   check_shape(op, "grad", grad, "x", t.x.sym_sizes());
-  TORCH_CHECK((t.norm_weight || !wanted[1]) && (t.norm_bias || !wanted[2]) && (t.gate_bias || !wanted[4]) &&
-                  (t.up_bias || !wanted[6]),
-              op, ": expected wanted without gradients of parameters that are none, got one with them");
+  TORCH_CHECK((t.norm_weight || !output_mask[1]) && (t.norm_bias || !output_mask[2]) &&
+                  (t.gate_bias || !output_mask[4]) && (t.up_bias || !output_mask[6]),
+              op, ": expected output_mask without gradients of parameters that are none, got one with them");
 }
 
 Transition detail::read_first(Transition t) {
@@ -122,18 +123,18 @@ Transition detail::read_first(Transition t) {
   return t;
 }
 
-TransitionGradients detail::empty_transition_gradients(const Transition& t, const TransitionMask& wanted) {
+TransitionGradients detail::empty_transition_gradients(const Transition& t, const TransitionOutputMask& output_mask) {
   const Tensor& w = t.gate_weight;
   const c10::SymInt hidden = w.sym_size(0), c = w.sym_size(1);
-  return {empty_if(wanted[0], t.x.sym_sizes(), t.x),
-          empty_if(wanted[1], {c}, t.norm_weight.value_or(w)),
-          empty_if(wanted[2], {c}, t.norm_bias.value_or(w)),
-          empty_if(wanted[3], w.sym_sizes(), w),
-          empty_if(wanted[4], {hidden}, w),
-          empty_if(wanted[5], w.sym_sizes(), w),
-          empty_if(wanted[6], {hidden}, w),
-          empty_if(wanted[7], {c, hidden}, w),
-          empty_if(wanted[8], {c}, w)};
+  return {empty_if(output_mask[0], t.x.sym_sizes(), t.x),
+          empty_if(output_mask[1], {c}, t.norm_weight.value_or(w)),
+          empty_if(output_mask[2], {c}, t.norm_bias.value_or(w)),
+          empty_if(output_mask[3], w.sym_sizes(), w),
+          empty_if(output_mask[4], {hidden}, w),
+          empty_if(output_mask[5], w.sym_sizes(), w),
+          empty_if(output_mask[6], {hidden}, w),
+          empty_if(output_mask[7], {c, hidden}, w),
+          empty_if(output_mask[8], {c}, w)};
 }
 
 namespace {
@@ -148,10 +149,10 @@ Tensor add_transition_meta(const Transition& t) {
   return at::empty_symint(t.x.sym_sizes(), t.x.options());
 }
 
-TransitionGradients transition_backward_meta(const Tensor& grad, const Transition& t, const TransitionMask& wanted,
-                                             bool /*adds*/) {
-  detail::check_transition_backward(grad, t, wanted);
-  return detail::empty_transition_gradients(t, wanted);
+TransitionGradients transition_backward_meta(const Tensor& grad, const Transition& t,
+                                             const TransitionOutputMask& output_mask, bool /*add_residual*/) {
+  detail::check_transition_backward(grad, t, output_mask);
+  return detail::empty_transition_gradients(t, output_mask);
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {
@@ -165,8 +166,8 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   define("_add_transition(Tensor x, " + parameters + ") -> Tensor");
   define(
       "_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, "
-      "Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] wanted, bool "
-      "adds=False) -> "
+      "Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] output_mask, bool "
+      "add_residual=False) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

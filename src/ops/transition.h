@@ -69,7 +69,7 @@ Transition read_first(Transition t);
 
 /// Gradients are numbered in the order of the arguments.
 constexpr size_t kTransitionGradients = 9;
-using TransitionMask = std::array<bool, kTransitionGradients>;
+using TransitionOutputMask = std::array<bool, kTransitionGradients>;
 using TransitionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                                        at::Tensor, at::Tensor, at::Tensor>;
 
@@ -78,24 +78,27 @@ using TransitionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::T
 struct TransitionNeeds {
   bool z, value, gate;
 
-  explicit TransitionNeeds(const TransitionMask& wanted)
-      : z(wanted[0] || wanted[1] || wanted[2]), value(z || wanted[5] || wanted[6]), gate(z || wanted[3] || wanted[4]) {}
+  explicit TransitionNeeds(const TransitionOutputMask& output_mask)
+      : z(output_mask[0] || output_mask[1] || output_mask[2]),
+        value(z || output_mask[5] || output_mask[6]),
+        gate(z || output_mask[3] || output_mask[4]) {}
 };
 
-/// The gradients of transition() where `wanted` asks for them, and empty tensors elsewhere. Everything is recomputed;
-/// no gradient depends on down_bias. With `adds`, dx is the gradient of x + transition(x), so it includes grad itself.
+/// The gradients of transition() where `output_mask` asks for them, and empty tensors elsewhere. Everything is
+/// recomputed; no gradient depends on down_bias. With `add_residual`, dx is the gradient of x + transition(x), so it
+/// includes grad itself.
 TransitionGradients transition_backward(const at::Tensor& grad, const at::Tensor& x,
                                         const std::optional<at::Tensor>& norm_weight,
                                         const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                                         const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
                                         const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
-                                        double eps, TransitionMask wanted, bool adds);
+                                        double eps, TransitionOutputMask output_mask, bool add_residual);
 
 /// The argument checks of the above; t has no down_bias.
-void check_transition_backward(const at::Tensor& grad, const Transition& t, const TransitionMask& wanted);
+void check_transition_backward(const at::Tensor& grad, const Transition& t, const TransitionOutputMask& output_mask);
 
 /// Allocates the gradients, uninitialised.
-TransitionGradients empty_transition_gradients(const Transition& t, const TransitionMask& wanted);
+TransitionGradients empty_transition_gradients(const Transition& t, const TransitionOutputMask& output_mask);
 
 /// Turns functions that take a Transition into functions with the signatures of the operators.
 template <class Signature>
@@ -121,11 +124,11 @@ TransitionGradients transition_backward_kernel(const at::Tensor& grad, const at:
                                                const at::Tensor& gate_weight,
                                                const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
                                                const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
-                                               double eps, TransitionMask wanted, bool adds) {
+                                               double eps, TransitionOutputMask output_mask, bool add_residual) {
   return kernel(
       grad,
       Transition{x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, std::nullopt, eps},
-      wanted, adds);
+      output_mask, add_residual);
 }
 
 }  // namespace detail

@@ -12,9 +12,9 @@ namespace torchops {
 using at::Tensor;
 using detail::OptionalTensor;
 using detail::TriangleArguments;
-using detail::TriangleMask;
+using detail::TriangleOutputMask;
 using detail::TriangleParameterList;
-using detail::TriangleParameterMask;
+using detail::TriangleParameterOutputMask;
 using detail::TriangleParameters;
 using detail::TriangleProduct;
 using detail::TriangleUpdate;
@@ -256,16 +256,16 @@ TriangleUpdate checked(const char* op, const Tensor& x, const OptionalTensor& ma
   return t;
 }
 
-void check_wanted(const char* op, const TriangleUpdate& t, c10::ArrayRef<bool> wanted) {
+void check_output_mask(const char* op, const TriangleUpdate& t, c10::ArrayRef<bool> output_mask) {
   for (size_t i = 0; i < detail::kTriangleParameters; ++i) {
-    TORCH_CHECK(!wanted[i] || t.parameters[i], op, ": expected wanted without the gradient of parameters[", i,
+    TORCH_CHECK(!output_mask[i] || t.parameters[i], op, ": expected output_mask without the gradient of parameters[", i,
                 "], which is none, got it");
   }
 }
 
 TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                 const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
-                                double eps, const TriangleMask& wanted) {
+                                double eps, const TriangleOutputMask& output_mask) {
   TriangleUpdate t = checked(kBackward, x, mask, parameters, outgoing, eps);
   const char* const w_name = reference_name(is_packed(t.parameters));
   detail::check_matches(kBackward, "grad", grad, w_name, t.weight(detail::kPA));
@@ -276,9 +276,9 @@ TriangleUpdate checked_backward(const Tensor& grad, const Tensor& x, const Trian
   detail::check_matches(kBackward, "product", o, w_name, t.weight(detail::kPA));
   detail::check_shape(kBackward, "product", o, (std::string("x and ") + w_name).c_str(),
                       detail::triangle_product_shape(t));
-  TORCH_CHECK(!wanted[1] || (mask && mask->is_floating_point()), kBackward,
-              ": expected wanted without the gradient of a mask that is none or bool, got it");
-  check_wanted(kBackward, t, c10::ArrayRef<bool>(wanted).slice(2));
+  TORCH_CHECK(!output_mask[1] || (mask && mask->is_floating_point()), kBackward,
+              ": expected output_mask without the gradient of a mask that is none or bool, got it");
+  check_output_mask(kBackward, t, c10::ArrayRef<bool>(output_mask).slice(2));
   return t;
 }
 
@@ -309,8 +309,8 @@ void detail::check_triangle_update_(const Tensor& x, const OptionalTensor& mask,
 
 void detail::check_triangle_update_backward(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                             const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                            bool outgoing, double eps, const TriangleMask& wanted) {
-  checked_backward(grad, x, product, mask, parameters, outgoing, eps, wanted);
+                                            bool outgoing, double eps, const TriangleOutputMask& output_mask) {
+  checked_backward(grad, x, product, mask, parameters, outgoing, eps, output_mask);
 }
 
 TriangleUpdate detail::checked_triangle_update(const Tensor& x, const OptionalTensor& mask,
@@ -326,8 +326,8 @@ TriangleUpdate detail::checked_triangle_update_(const Tensor& x, const OptionalT
 TriangleUpdate detail::checked_triangle_update_backward(const Tensor& grad, const Tensor& x,
                                                         const TriangleProduct& product, const OptionalTensor& mask,
                                                         const TriangleParameterList& parameters, bool outgoing,
-                                                        double eps, const TriangleMask& wanted) {
-  return apart(checked_backward(grad, x, product, mask, parameters, outgoing, eps, wanted));
+                                                        double eps, const TriangleOutputMask& output_mask) {
+  return apart(checked_backward(grad, x, product, mask, parameters, outgoing, eps, output_mask));
 }
 
 TriangleUpdate detail::checked_triangle_rows(const char* op, const Tensor& x, const OptionalTensor& mask,
@@ -336,12 +336,12 @@ TriangleUpdate detail::checked_triangle_rows(const char* op, const Tensor& x, co
 }
 
 TriangleUpdate detail::checked_triangle_parameters(const char* op, const TriangleParameterList& parameters,
-                                                   const TriangleParameterMask& wanted) {
+                                                   const TriangleParameterOutputMask& output_mask) {
   TriangleUpdate t{{}, {}, listed(op, parameters), /*outgoing=*/true, /*eps=*/0, false};
   const char* const w_name = reference_name(is_packed(t.parameters));
   check_dtype(op, w_name, t.weight(kPA));
   check_parameters(op, t);
-  check_wanted(op, t, wanted);
+  check_output_mask(op, t, output_mask);
   return apart(std::move(t));
 }
 

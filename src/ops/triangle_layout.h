@@ -227,31 +227,31 @@ at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, con
   return keep_product ? memory.product() : layout.empty({0});
 }
 
-/// The gradients that `wanted` asks for. Those of the mask and the parameters are sums over panels in at least float32:
-/// each of the `chunks` adds its panels in order, and then the chunks are added in order.
+/// The gradients that `output_mask` asks for. Those of the mask and the parameters are sums over panels in at least
+/// float32: each of the `chunks` adds its panels in order, and then the chunks are added in order.
 class TriangleGradients {
  public:
-  TriangleGradients(const TriangleLayout& layout, const TriangleMask& wanted, int64_t chunks = 1)
+  TriangleGradients(const TriangleLayout& layout, const TriangleOutputMask& output_mask, int64_t chunks = 1)
       : layout_(layout),
-        wanted_(wanted),
-        results_(empty_triangle_gradients(layout.update(), wanted,
+        output_mask_(output_mask),
+        results_(empty_triangle_gradients(layout.update(), output_mask,
                                           [&](c10::SymIntArrayRef shape, const at::TensorOptions& options) {
                                             return layout.empty(C10_AS_INTARRAYREF_SLOW(shape), options);
                                           })),
         sums_(chunks) {
     const TriangleUpdate& t = layout.update();
-    TriangleParameterMask of_parameters;
-    std::copy(wanted.begin() + 2, wanted.end(), of_parameters.begin());
+    TriangleParameterOutputMask of_parameters;
+    std::copy(output_mask.begin() + 2, output_mask.end(), of_parameters.begin());
     parts_ = gradients_apart(t, at::ArrayRef<at::Tensor>(results_).slice(2), of_parameters);
-    for (size_t i = 0; i < kTriangleParameters; ++i) wanted_[2 + i] = parts_[i].defined();
-    if (wants_z()) dz_ = wanted[0] ? results_[0] : layout.empty(t.x.sizes(), t.x.options());
+    for (size_t i = 0; i < kTriangleParameters; ++i) output_mask_[2 + i] = parts_[i].defined();
+    if (wants_z()) dz_ = output_mask[0] ? results_[0] : layout.empty(t.x.sizes(), t.x.options());
     if (wants_mask()) mask_sum_ = at::zeros(t.mask->sizes(), sum_options());
   }
 
-  bool wants_mask() const { return wanted_[1]; }
-  bool wants(size_t parameter) const { return wanted_[2 + parameter]; }
-  bool wants_z() const { return detail::wants_z(wanted_); }
-  bool wants_a_and_b() const { return detail::wants_a_and_b(wanted_); }
+  bool wants_mask() const { return output_mask_[1]; }
+  bool wants(size_t parameter) const { return output_mask_[2 + parameter]; }
+  bool wants_z() const { return detail::wants_z(output_mask_); }
+  bool wants_a_and_b() const { return detail::wants_a_and_b(output_mask_); }
 
   /// Where dx of a batch element is made: first the gate's part of dz, and then dx, which overwrites
   /// it. Undefined if no dz is wanted.
@@ -274,9 +274,9 @@ class TriangleGradients {
   /// direction of the update, makes dx. The steps after d(o) run only if a wanted gradient needs them. At most three
   /// pair tensors are alive besides o: output() may use two for itself in addition to d(o), and input() one in addition
   /// to da and db. `product` is cleared after the last output(), so that a or b can reuse its memory. `residual` is the
-  /// cotangent, which input() adds to dx if `adds` and dx is wanted; otherwise undefined.
+  /// cotangent, which input() adds to dx if `add_residual` and dx is wanted; otherwise undefined.
   template <class Make, class Output, class Input>
-  std::vector<at::Tensor> make(const at::Tensor& grad, const TriangleProduct& product, bool adds,
+  std::vector<at::Tensor> make(const at::Tensor& grad, const TriangleProduct& product, bool add_residual,
                                const Make& make_a_and_b, const Output& output, const Input& input) const {
     if (grad.numel() == 0) {
       for (const at::Tensor& result : results_) result.zero_();
@@ -307,7 +307,8 @@ class TriangleGradients {
       });
       d_o.reset();
       input(element, da, b, TriangleElement::in_direction(t, dz(index)), TriangleElement::in_direction(t, dmask(index)),
-            TriangleElement::in_direction(t, adds && wanted_[0] ? batch_element(grad, 3, index) : at::Tensor()));
+            TriangleElement::in_direction(
+                t, add_residual && output_mask_[0] ? batch_element(grad, 3, index) : at::Tensor()));
     }
     return finish();
   }
@@ -330,7 +331,7 @@ class TriangleGradients {
   }
 
   const TriangleLayout& layout_;
-  TriangleMask wanted_;  // for a and b separately
+  TriangleOutputMask output_mask_;  // for a and b separately
   std::vector<at::Tensor> results_;
   TriangleResults parts_;  // the parameters' entries of results_
   mutable std::vector<Sums> sums_;

@@ -13,9 +13,9 @@ namespace torchops {
 using at::Tensor;
 using detail::OptionalTensor;
 using detail::TriangleArguments;
-using detail::TriangleMask;
+using detail::TriangleOutputMask;
 using detail::TriangleParameterList;
-using detail::TriangleParameterMask;
+using detail::TriangleParameterOutputMask;
 using detail::TriangleProduct;
 using detail::TriangleResults;
 using detail::TriangleUpdate;
@@ -55,11 +55,11 @@ Tensor& add_triangle_multiplicative_update_(Tensor& x, std::string_view directio
 
 std::tuple<Tensor, Tensor> detail::triangle_update(const Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                   bool keep_product, bool adds) {
+                                                   bool keep_product, bool add_residual) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_triangle_multiplicative_update", "")
                              .typed<decltype(triangle_update)>();
-  return op.call(x, mask, parameters, outgoing, eps, keep_product, adds);
+  return op.call(x, mask, parameters, outgoing, eps, keep_product, add_residual);
 }
 
 Tensor detail::triangle_update_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
@@ -73,26 +73,26 @@ Tensor detail::triangle_update_(Tensor& x, const OptionalTensor& mask, const Tri
 std::vector<Tensor> detail::triangle_update_backward(const Tensor& grad, const Tensor& x,
                                                      const TriangleProduct& product, const OptionalTensor& mask,
                                                      const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                     TriangleMask wanted, bool adds) {
+                                                     TriangleOutputMask output_mask, bool add_residual) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_triangle_multiplicative_update_backward", "")
                              .typed<decltype(triangle_update_backward)>();
-  return op.call(grad, x, product, mask, parameters, outgoing, eps, wanted, adds);
+  return op.call(grad, x, product, mask, parameters, outgoing, eps, output_mask, add_residual);
 }
 
 std::vector<Tensor> detail::empty_triangle_gradients(
-    const TriangleUpdate& t, const TriangleMask& wanted,
+    const TriangleUpdate& t, const TriangleOutputMask& output_mask,
     c10::function_ref<Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty) {
   std::vector<Tensor> gradients;
   gradients.reserve(kTriangleGradients);
   const auto make = [&](const OptionalTensor& argument, const at::TensorOptions& options) {
     const c10::SymDimVector none{0};
-    gradients.push_back(empty(wanted[gradients.size()] ? argument->sym_sizes() : none, options));
+    gradients.push_back(empty(output_mask[gradients.size()] ? argument->sym_sizes() : none, options));
   };
   make(t.x, t.x.options());
   make(t.mask, t.mask ? t.mask->options() : t.weight(kPA).options());
-  TriangleParameterMask of_parameters;
-  std::copy(wanted.begin() + 2, wanted.end(), of_parameters.begin());
+  TriangleParameterOutputMask of_parameters;
+  std::copy(output_mask.begin() + 2, output_mask.end(), of_parameters.begin());
   for (Tensor& gradient : empty_triangle_parameter_gradients(t, of_parameters, empty)) {
     gradients.push_back(std::move(gradient));
   }
@@ -100,13 +100,13 @@ std::vector<Tensor> detail::empty_triangle_gradients(
 }
 
 std::vector<Tensor> detail::empty_triangle_parameter_gradients(
-    const TriangleUpdate& t, const TriangleParameterMask& wanted,
+    const TriangleUpdate& t, const TriangleParameterOutputMask& output_mask,
     c10::function_ref<Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty) {
   std::vector<Tensor> gradients;
   gradients.reserve(kTriangleParameters);
   for (size_t i = 0; i < kTriangleParameters; ++i) {
     c10::SymDimVector shape{0};
-    if (wanted[i]) {
+    if (output_mask[i]) {
       shape = c10::SymDimVector(t.parameters[i]->sym_sizes());
       if (t.packed && kPA <= i && i < kNormOut) shape[0] = shape[0] * 2;
     }
@@ -116,10 +116,10 @@ std::vector<Tensor> detail::empty_triangle_parameter_gradients(
 }
 
 TriangleResults detail::gradients_apart(const TriangleUpdate& t, at::ArrayRef<Tensor> parameter_gradients,
-                                        const TriangleParameterMask& wanted) {
+                                        const TriangleParameterOutputMask& output_mask) {
   TriangleResults parts;
   for (size_t i = 0; i < kTriangleParameters; ++i) {
-    if (wanted[i]) parts[i] = parameter_gradients[i];
+    if (output_mask[i]) parts[i] = parameter_gradients[i];
   }
   if (!t.packed) return parts;
   for (const size_t of_a : {size_t{kPA}, kPA + 1, size_t{kGA}, kGA + 1}) {
@@ -146,7 +146,7 @@ struct Public<function> {
     detail::check_triangle("triangle_multiplicative_update", arguments, false);
     return std::get<0>(detail::triangle_update(x, arguments.mask, detail::to_list(arguments),
                                                arguments.direction == "outgoing", arguments.eps,
-                                               /*keep_product=*/false, /*adds=*/false));
+                                               /*keep_product=*/false, /*add_residual=*/false));
   }
   static void update_(Tensor& x, Args... args) {
     const TriangleArguments arguments{x, args...};
@@ -167,9 +167,9 @@ using PublicKernels = Public<triangle_multiplicative_update>;
 
 std::tuple<Tensor, Tensor> update_meta(const Tensor& x, const OptionalTensor& mask,
                                        const TriangleParameterList& parameters, bool outgoing, double eps,
-                                       bool keep_product, bool adds) {
+                                       bool keep_product, bool add_residual) {
   const TriangleUpdate t = detail::checked_triangle_update(x, mask, parameters, outgoing, eps);
-  return {at::empty_symint(x.sym_sizes(), (adds ? x : t.weight(detail::kPA)).options()),
+  return {at::empty_symint(x.sym_sizes(), (add_residual ? x : t.weight(detail::kPA)).options()),
           detail::empty_if(keep_product, detail::triangle_product_shape(t), t.weight(detail::kPA))};
 }
 
@@ -181,9 +181,11 @@ Tensor update_meta_(Tensor& x, const OptionalTensor& mask, const TriangleParamet
 
 std::vector<Tensor> update_backward_meta(const Tensor& grad, const Tensor& x, const TriangleProduct& product,
                                          const OptionalTensor& mask, const TriangleParameterList& parameters,
-                                         bool outgoing, double eps, TriangleMask wanted, bool /*adds*/) {
+                                         bool outgoing, double eps, TriangleOutputMask output_mask,
+                                         bool /*add_residual*/) {
   return detail::empty_triangle_gradients(
-      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, wanted), wanted,
+      detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, output_mask),
+      output_mask,
       [](c10::SymIntArrayRef shape, const at::TensorOptions& options) { return at::empty_symint(shape, options); });
 }
 
@@ -199,10 +201,10 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   define("add_triangle_multiplicative_update_(Tensor(a!) x, " + arguments + ") -> ()");
   const std::string beneath = "Tensor? mask, Tensor?[] parameters, bool outgoing, float eps";
   define("_triangle_multiplicative_update(Tensor x, " + beneath +
-         ", bool keep_product=False, bool adds=False) -> (Tensor, Tensor)");
+         ", bool keep_product=False, bool add_residual=False) -> (Tensor, Tensor)");
   define("_triangle_multiplicative_update_(Tensor(a!) x, " + beneath + ", bool keep_product=False) -> Tensor");
   define("_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, " + beneath +
-         ", bool[18] wanted, bool adds=False) -> Tensor[]");
+         ", bool[18] output_mask, bool add_residual=False) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(myops, Meta, m) {

@@ -79,15 +79,17 @@ constexpr std::array kSummedLayers{kPOut, kGOut, kPA, kGA, kPB, kGB};
 
 /// Gradients are numbered x, mask, then the parameters.
 constexpr size_t kTriangleGradients = 2 + kTriangleParameters;
-using TriangleMask = std::array<bool, kTriangleGradients>;
-using TriangleParameterMask = std::array<bool, kTriangleParameters>;
+using TriangleOutputMask = std::array<bool, kTriangleGradients>;
+using TriangleParameterOutputMask = std::array<bool, kTriangleParameters>;
 
 /// Which intermediate gradients the wanted ones depend on: that of z, for x and its norm; those of a and b, for z,
 /// the mask and their own layers.
-inline bool wants_z(const TriangleMask& wanted) { return wanted[0] || wanted[2 + kNormIn] || wanted[3 + kNormIn]; }
-inline bool wants_a_and_b(const TriangleMask& wanted) {
-  bool any = wants_z(wanted) || wanted[1];
-  for (size_t i = kPA; i < kNormOut; ++i) any = any || wanted[2 + i];
+inline bool wants_z(const TriangleOutputMask& output_mask) {
+  return output_mask[0] || output_mask[2 + kNormIn] || output_mask[3 + kNormIn];
+}
+inline bool wants_a_and_b(const TriangleOutputMask& output_mask) {
+  bool any = wants_z(output_mask) || output_mask[1];
+  for (size_t i = kPA; i < kNormOut; ++i) any = any || output_mask[2 + i];
   return any;
 }
 
@@ -135,11 +137,11 @@ TriangleUpdate taken_apart(const TriangleArguments& arguments);
 
 /// The private operators that the public ones call. They take packed weights or separate ones for a and b. Each
 /// also returns the product o, which backward needs, as a contiguous tensor of triangle_product_shape(), of which
-/// only the N rows and columns are read; without keep_product, an empty tensor. With `adds`, the first result is x
-/// plus the update, in x's dtype.
+/// only the N rows and columns are read; without keep_product, an empty tensor. With `add_residual`, the first result
+/// is x plus the update, in x's dtype.
 std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                   bool keep_product, bool adds);
+                                                   bool keep_product, bool add_residual);
 at::Tensor triangle_update_(at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                             bool outgoing, double eps, bool keep_product);
 
@@ -147,12 +149,13 @@ at::Tensor triangle_update_(at::Tensor& x, const OptionalTensor& mask, const Tri
 /// reused for what comes next, unless someone else holds the product.
 using TriangleProduct = c10::List<OptionalTensor>;
 
-/// The gradients where `wanted` asks for them, packed as the parameters are, and empty tensors elsewhere. Everything
-/// but the product is recomputed. With `adds`, dx is the gradient of x plus the update, so it includes grad itself.
+/// The gradients where `output_mask` asks for them, packed as the parameters are, and empty tensors elsewhere.
+/// Everything but the product is recomputed. With `add_residual`, dx is the gradient of x plus the update, so it
+/// includes grad itself.
 std::vector<at::Tensor> triangle_update_backward(const at::Tensor& grad, const at::Tensor& x,
                                                  const TriangleProduct& product, const OptionalTensor& mask,
                                                  const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                 TriangleMask wanted, bool adds);
+                                                 TriangleOutputMask output_mask, bool add_residual);
 
 /// The argument checks of these operators, for every backend; they return the arguments as one struct.
 TriangleUpdate checked_triangle_update(const at::Tensor& x, const OptionalTensor& mask,
@@ -162,7 +165,7 @@ TriangleUpdate checked_triangle_update_(const at::Tensor& x, const OptionalTenso
 TriangleUpdate checked_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x,
                                                 const TriangleProduct& product, const OptionalTensor& mask,
                                                 const TriangleParameterList& parameters, bool outgoing, double eps,
-                                                const TriangleMask& wanted);
+                                                const TriangleOutputMask& output_mask);
 
 /// The same for operators on some rows (rows, N, c) of a pair tensor (triangle_rows.h).
 TriangleUpdate checked_triangle_rows(const char* op, const at::Tensor& x, const OptionalTensor& mask,
@@ -171,7 +174,7 @@ TriangleUpdate checked_triangle_rows(const char* op, const at::Tensor& x, const 
 /// The same for only the parameters, and which of their gradients are wanted; x and the mask of the result are not
 /// defined.
 TriangleUpdate checked_triangle_parameters(const char* op, const TriangleParameterList& parameters,
-                                           const TriangleParameterMask& wanted);
+                                           const TriangleParameterOutputMask& output_mask);
 
 /// Only the checks, for a kernel that passes the arguments on as they are.
 void check_triangle_update(const at::Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
@@ -180,7 +183,7 @@ void check_triangle_update_(const at::Tensor& x, const OptionalTensor& mask, con
                             bool outgoing, double eps);
 void check_triangle_update_backward(const at::Tensor& grad, const at::Tensor& x, const TriangleProduct& product,
                                     const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
-                                    double eps, const TriangleMask& wanted);
+                                    double eps, const TriangleOutputMask& output_mask);
 
 /// Registers the public operators for a backend that has the private ones.
 void register_triangle_update(torch::Library& backend);
@@ -190,19 +193,19 @@ c10::SymDimVector triangle_product_shape(const TriangleUpdate& update);
 
 /// Allocates the gradients, uninitialised; each in the dtype of what it is for. Empty if not wanted.
 std::vector<at::Tensor> empty_triangle_gradients(
-    const TriangleUpdate& update, const TriangleMask& wanted,
+    const TriangleUpdate& update, const TriangleOutputMask& output_mask,
     c10::function_ref<at::Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty);
 
 /// The part of that for the parameters.
 std::vector<at::Tensor> empty_triangle_parameter_gradients(
-    const TriangleUpdate& update, const TriangleParameterMask& wanted,
+    const TriangleUpdate& update, const TriangleParameterOutputMask& output_mask,
     c10::function_ref<at::Tensor(c10::SymIntArrayRef, const at::TensorOptions&)> empty);
 
 /// Those that are wanted, for a and b separately as the parameters of the update are, if need be as views; all others
 /// are undefined.
 using TriangleResults = std::array<at::Tensor, kTriangleParameters>;
 TriangleResults gradients_apart(const TriangleUpdate& update, at::ArrayRef<at::Tensor> parameter_gradients,
-                                const TriangleParameterMask& wanted);
+                                const TriangleParameterOutputMask& output_mask);
 
 /// Where each of kSummedLayers begins among the sums of one batch element, and at last how many sums there are.
 std::array<c10::SymInt, kSummedLayers.size() + 1> triangle_sums_begin(const TriangleUpdate& update);

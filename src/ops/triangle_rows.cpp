@@ -11,7 +11,7 @@ namespace torchops {
 using at::Tensor;
 using detail::OptionalTensor;
 using detail::TriangleParameterList;
-using detail::TriangleParameterMask;
+using detail::TriangleParameterOutputMask;
 using detail::TriangleUpdate;
 
 bool detail::triangle_rows_in(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
@@ -23,11 +23,11 @@ bool detail::triangle_rows_in(const Tensor& x, const OptionalTensor& mask, const
 }
 
 bool detail::triangle_rows_out(const Tensor& o, const Tensor& x, const TriangleParameterList& parameters, double eps,
-                               double eps_out, Tensor& out, bool adds) {
+                               double eps_out, Tensor& out, bool add_residual) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_triangle_rows_out", "")
                              .typed<decltype(triangle_rows_out)>();
-  return op.call(o, x, parameters, eps, eps_out, out, adds);
+  return op.call(o, x, parameters, eps, eps_out, out, add_residual);
 }
 
 bool detail::triangle_rows_out_backward(const Tensor& grad, const Tensor& o, const Tensor& x,
@@ -51,11 +51,11 @@ bool detail::triangle_rows_in_backward(const Tensor& da, const Tensor& db, const
 
 std::vector<Tensor> detail::triangle_rows_parameter_gradients(const Tensor& sums,
                                                               const TriangleParameterList& parameters,
-                                                              TriangleParameterMask wanted) {
+                                                              TriangleParameterOutputMask output_mask) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_triangle_rows_parameter_gradients", "")
                              .typed<decltype(triangle_rows_parameter_gradients)>();
-  return op.call(sums, parameters, wanted);
+  return op.call(sums, parameters, output_mask);
 }
 
 namespace {
@@ -182,8 +182,8 @@ TriangleUpdate detail::checked_triangle_rows_in_backward(const Tensor& da, const
 
 TriangleUpdate detail::checked_triangle_rows_parameter_gradients(const Tensor& sums,
                                                                  const TriangleParameterList& parameters,
-                                                                 const TriangleParameterMask& wanted) {
-  TriangleUpdate t = checked_triangle_parameters(kParameters, parameters, wanted);
+                                                                 const TriangleParameterOutputMask& output_mask) {
+  TriangleUpdate t = checked_triangle_parameters(kParameters, parameters, output_mask);
   check_layout(kParameters, "sums", sums);
   TORCH_CHECK(sums.dim() == 2, kParameters, ": expected sums of shape (batch, size), got ",
               to_string(sums.sym_sizes()));
@@ -201,7 +201,7 @@ bool rows_in_refused(const Tensor& x, const OptionalTensor& mask, const Triangle
 }
 
 bool rows_out_refused(const Tensor& o, const Tensor& x, const TriangleParameterList& parameters, double eps,
-                      double /*eps_out*/, Tensor& out, bool /*adds*/) {
+                      double /*eps_out*/, Tensor& out, bool /*add_residual*/) {
   detail::checked_triangle_rows_out(o, x, parameters, eps, out);
   return false;
 }
@@ -222,15 +222,15 @@ bool rows_in_backward_refused(const Tensor& da, const Tensor& db, const Tensor& 
 
 // There are no sums without the kernels that make them.
 std::vector<Tensor> parameter_gradients_refused(const Tensor& sums, const TriangleParameterList& parameters,
-                                                TriangleParameterMask wanted) {
-  detail::checked_triangle_rows_parameter_gradients(sums, parameters, wanted);
+                                                TriangleParameterOutputMask output_mask) {
+  detail::checked_triangle_rows_parameter_gradients(sums, parameters, output_mask);
   TORCH_CHECK(false, kParameters, ": expected sums on a device with kernels for them, got ", sums.device().str());
 }
 
 std::vector<Tensor> parameter_gradients_meta(const Tensor& sums, const TriangleParameterList& parameters,
-                                             TriangleParameterMask wanted) {
+                                             TriangleParameterOutputMask output_mask) {
   return detail::empty_triangle_parameter_gradients(
-      detail::checked_triangle_rows_parameter_gradients(sums, parameters, wanted), wanted,
+      detail::checked_triangle_rows_parameter_gradients(sums, parameters, output_mask), output_mask,
       [](c10::SymIntArrayRef shape, const at::TensorOptions& options) { return at::empty_symint(shape, options); });
 }
 
@@ -242,7 +242,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       tags);
   m.def(
       "_triangle_rows_out(Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, Tensor(a!) out, "
-      "bool adds) -> bool",
+      "bool add_residual) -> bool",
       tags);
   m.def(
       "_triangle_rows_out_backward(Tensor grad, Tensor o, Tensor x, Tensor?[] parameters, float eps, float eps_out, "
@@ -252,7 +252,8 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "_triangle_rows_in_backward(Tensor da, Tensor db, Tensor x, Tensor? mask, Tensor?[] parameters, float scale, "
       "float eps, Tensor moments, Tensor(a!) dz, Tensor? residual, Tensor(b!) sums) -> bool",
       tags);
-  m.def("_triangle_rows_parameter_gradients(Tensor sums, Tensor?[] parameters, bool[16] wanted) -> Tensor[]", tags);
+  m.def("_triangle_rows_parameter_gradients(Tensor sums, Tensor?[] parameters, bool[16] output_mask) -> Tensor[]",
+        tags);
 }
 
 void register_refused(torch::Library& m) {

@@ -17,9 +17,9 @@ bool triangle_rows_in(const at::Tensor& x, const OptionalTensor& mask, const Tri
                       double scale, double eps, at::Tensor& a, at::Tensor& b);
 
 /// Writes to `out` (rows, N, c), which may be x, the update of x from these rows of the product, (d, rows, N); plus x
-/// if `adds`.
+/// if `add_residual`.
 bool triangle_rows_out(const at::Tensor& o, const at::Tensor& x, const TriangleParameterList& parameters, double eps,
-                       double eps_out, at::Tensor& out, bool adds);
+                       double eps_out, at::Tensor& out, bool add_residual);
 
 /// From the cotangent of the update (rows, N, c), writes that of o, (d, rows, padded_size(N)), with zeros after N; the
 /// gate's part of that of layer_norm(x), before its weight, to dz (rows, N, c); for triangle_rows_in_backward(), the
@@ -36,11 +36,11 @@ bool triangle_rows_in_backward(const at::Tensor& da, const at::Tensor& db, const
                                double eps, const at::Tensor& moments, at::Tensor& dz, const OptionalTensor& residual,
                                at::Tensor& sums);
 
-/// The gradients of the parameters from the sums (batch, size), over the batch: where `wanted` asks for them, packed as
-/// the parameters are, and empty tensors elsewhere. Raises if there are no kernels.
+/// The gradients of the parameters from the sums (batch, size), over the batch: where `output_mask` asks for them,
+/// packed as the parameters are, and empty tensors elsewhere. Raises if there are no kernels.
 std::vector<at::Tensor> triangle_rows_parameter_gradients(const at::Tensor& sums,
                                                           const TriangleParameterList& parameters,
-                                                          TriangleParameterMask wanted);
+                                                          TriangleParameterOutputMask output_mask);
 
 /// The argument checks of these operators, for every backend; they return the arguments as one struct.
 TriangleUpdate checked_triangle_rows_in(const at::Tensor& x, const OptionalTensor& mask,
@@ -58,6 +58,6 @@ TriangleUpdate checked_triangle_rows_in_backward(const at::Tensor& da, const at:
                                                  const OptionalTensor& residual, const at::Tensor& sums);
 TriangleUpdate checked_triangle_rows_parameter_gradients(const at::Tensor& sums,
                                                          const TriangleParameterList& parameters,
-                                                         const TriangleParameterMask& wanted);
+                                                         const TriangleParameterOutputMask& output_mask);
 
 }  // namespace torchops::detail

@@ -32,9 +32,9 @@ def if_given(argument: Any, placement: Any = REPLICATE) -> Any:
     return None if argument is None else placement
 
 
-def where_wanted(mask: Sequence[bool], placements: Sequence[Any]) -> list[Any]:
+def where_wanted(output_mask: Sequence[bool], placements: Sequence[Any]) -> list[Any]:
     """The placements of gradients; those that nobody asked for are empty tensors, the same on every rank."""
-    return [p if wanted else REPLICATE for wanted, p in zip(mask, placements, strict=True)]
+    return [p if wanted else REPLICATE for wanted, p in zip(output_mask, placements, strict=True)]
 
 
 def functional(op: str) -> str:

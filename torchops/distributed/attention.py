@@ -41,7 +41,7 @@ class _Call(PairCall):
     def __init__(self, op: str, *args: Any, writes: bool = False) -> None:
         whole = Arguments(*args)
         super().__init__(op, *whole[:3], writes)
-        self.heads, self.ending, self.adds = whole.heads, whole.ending, whole.adds
+        self.heads, self.ending, self.add_residual = whole.heads, whole.ending, whole.add_residual
         self.own = whole._replace(x=self.x, mask=self.mask, parameters=self.parameters)
 
     def wrapped(self, update: Tensor) -> Any:
@@ -72,7 +72,7 @@ class _Rows:
         self.whole_x = local(call.dx, self.places)
         self.x, self.w = flat(self.whole_x, 3), weights_of(*call.own[2:5])
         mask = rows_of(local(call.dmask, self.places), self.ending)
-        self.inputs = Inputs(self.x, mask, self.w, self.ending, call.adds)
+        self.inputs = Inputs(self.x, mask, self.w, self.ending, call.add_residual)
         self.steps = steps_for(self.x, self.w.q, call.heads)
         self.own, self.n = panels.rows_and_keys(self.x, self.ending)
 
@@ -103,22 +103,22 @@ class _Rows:
             made = self.w.q.new_empty((len(self.x), self.w.heads, self.own, self.n))
         return self.steps.whole_bias(self._moved_bias(made, Shard(0), Replicate()))
 
-    def _forward(self, target: Tensor, adds: bool, kept: Kept | None) -> None:
+    def _forward(self, target: Tensor, add_residual: bool, kept: Kept | None) -> None:
         with devices.on(self.x.device):
-            panels.forward(self.inputs._replace(adds=adds), target, kept, self.steps, self.bias())
+            panels.forward(self.inputs._replace(add_residual=add_residual), target, kept, self.steps, self.bias())
 
     def update(self, keep: bool) -> tuple[Tensor, ...]:
-        adds = self.call.adds
-        target = torch.empty(self.x.shape, dtype=self.x.dtype if adds else self.w.q.dtype, device=self.x.device)
+        add_residual = self.call.add_residual
+        target = torch.empty(self.x.shape, dtype=self.x.dtype if add_residual else self.w.q.dtype, device=self.x.device)
         if not keep:
-            self._forward(target, adds, None)
+            self._forward(target, add_residual, None)
             return (self._returned(target),)
         sums = (len(self.x), self.own, self.w.heads, self.n)
         kept = Kept(
             self.w.q.new_empty((*self.x.shape[:-1], self.w.q.shape[0])),
             self.w.q.new_empty(sums, dtype=accumulator(self.w.q.dtype)),
         )
-        self._forward(target, adds, kept)
+        self._forward(target, add_residual, kept)
         return self._returned(target), *kept
 
     def update_(self) -> None:
@@ -131,17 +131,17 @@ class _Rows:
         else:  # strides that don't allow a single batch dimension
             target.add_(self.update(False)[0])
 
-    def gradients(self, grad: Any, kept: Kept, wanted: Sequence[bool]) -> list[Tensor | None]:
-        inputs = dict(zip(panels_backward.WANTED, (self.call.whole, *self.call.parameters), strict=True))
-        asked = {n: want and inputs[n] is not None for n, want in zip(panels_backward.WANTED, wanted, strict=True)}
+    def gradients(self, grad: Any, kept: Kept, output_mask: Sequence[bool]) -> list[Tensor | None]:
+        inputs = dict(zip(panels_backward.GRADIENTS, (self.call.whole, *self.call.parameters), strict=True))
+        by_name = {n: want and t is not None for (n, t), want in zip(inputs.items(), output_mask, strict=True)}
         shared = panels_backward.Shared(self.bias, lambda t: self._moved_bias(t, Partial(), Shard(0)))
         with devices.on(self.x.device):
             of_update = flat(local(grad, self.places), 3)
-            made = panels_backward.backward(of_update, self.inputs, kept, asked, self.steps, shared)
+            made = panels_backward.backward(of_update, self.inputs, kept, by_name, self.steps, shared)
         if "x" in made:
             made["x"] = self._returned(made["x"])
         # A rank without rows contributes zeros to the sums.
-        return [made.get(n, torch.zeros_like(t)) if asked[n] else None for n, t in inputs.items()]
+        return [made.get(n, torch.zeros_like(t)) if by_name[n] else None for n, t in inputs.items()]
 
 
 # --- what the operators become ---------------------------------------------------------------------------------------
@@ -168,13 +168,13 @@ def _update_backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kw
     call = _Call("_triangle_attention_update_backward", *whole.a)
     kept = Kept(*(local(t, p) for t, p in zip(whole.kept, call.kept_places(), strict=True)))
     gradients: list[Any]
-    if call.by_rows:  # the panels for sharded rows have no `sparing`
-        gradients = _Rows(call).gradients(whole.grad, kept, whole.wanted)
+    if call.by_rows:  # the panels for sharded rows have no `low_memory`
+        gradients = _Rows(call).gradients(whole.grad, kept, whole.output_mask)
     else:
-        x, *how, adds = call.own
+        x, *how, add_residual = call.own
         grad = local(whole.grad, call.placements)
-        gradients = operators.update_backward(grad, x, *kept, *how, whole.wanted, whole.sparing, adds)
-    return call.wrapped_gradients(gradients, [call.whole, *call.parameters], [call.placements], whole.wanted)
+        gradients = operators.update_backward(grad, x, *kept, *how, whole.output_mask, whole.low_memory, add_residual)
+    return call.wrapped_gradients(gradients, [call.whole, *call.parameters], [call.placements], whole.output_mask)
 
 
 for _suffix, _rule in {"": _update, "_": _update_, "_kept": _update_kept, "_backward": _update_backward}.items():
@@ -212,9 +212,11 @@ def _attention_backward(
     out: Any,
     logsumexp: Any,
     scale: float,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> list[Way]:
-    return [(where_wanted(wanted, [p, p, p, d]), [p, p, p, p, b, m, p, p, None, None]) for p, b, d, m in _ways(q, mask)]
+    return [
+        (where_wanted(output_mask, [p, p, p, d]), [p, p, p, p, b, m, p, p, None, None]) for p, b, d, m in _ways(q, mask)
+    ]
 
 
 register_ways("triangle_attention", _attention)

@@ -56,7 +56,11 @@ class PairCall:
         return tuple(placement if p == self.rows else p for p in self.placements)
 
     def wrapped_gradients(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Any], places: Sequence[Any], wanted: Sequence[bool]
+        self,
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Any],
+        places: Sequence[Any],
+        output_mask: Sequence[bool],
     ) -> list[Any]:
         """`inputs` are the tensors that `gradients` belong to; `places` are the placements of the first ones, before
         the parameters. A sum over rows or the batch is partial if these are sharded."""
@@ -64,6 +68,6 @@ class PairCall:
         places = [*places, *[sums] * (len(inputs) - len(places))]
         nothing = wrap(self.x.new_empty(0), self.whole, self.nowhere, (0,))
         return [
-            wrap(g, self.whole, p, t.shape) if asked and g is not None else nothing
-            for g, t, p, asked in zip(gradients, inputs, places, wanted, strict=True)
+            wrap(g, self.whole, p, t.shape) if want and g is not None else nothing
+            for g, t, p, want in zip(gradients, inputs, places, output_mask, strict=True)
         ]

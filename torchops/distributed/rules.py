@@ -87,13 +87,13 @@ def _layer_norm_moments(x: Any, shape: Sequence[int], weight: Any, bias: Any, ep
 
 
 def _layer_norm_backward(
-    grad: Any, x: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, mask: Sequence[bool]
+    grad: Any, x: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, output_mask: Sequence[bool]
 ) -> list[Way]:
     ways = []
     for p in _leading(x, shape):
         # The gradients of weight and bias are sums over rows, so ranks with some of the rows hold a part of the sum.
         affine = REPLICATE if p == REPLICATE else Partial()
-        ways.append((where_wanted(mask, [p, affine, affine]), [p, p, None, p, p, if_given(weight), None]))
+        ways.append((where_wanted(output_mask, [p, affine, affine]), [p, p, None, p, p, if_given(weight), None]))
     return ways
 
 
@@ -120,19 +120,19 @@ def _dense_on_path(x: Any, w: Any, b: Any, path: str) -> list[Way]:
     return [(outputs, [*arguments, None]) for outputs, arguments in _dense(x, w, b)]
 
 
-def _dense_backward(grad: Any, y: Any, mask: Sequence[bool] = (True, True)) -> list[Way]:
+def _dense_backward(grad: Any, y: Any, output_mask: Sequence[bool] = (True, True)) -> list[Way]:
     last = Shard(y.ndim - 1)
     ways = [(REPLICATE, REPLICATE), *((p, Partial()) for p in sharded(y, range(y.ndim - 1))), (last, Shard(0))]
-    return [(where_wanted(mask, out), [out[0], out[0], None]) for out in ways]
+    return [(where_wanted(output_mask, out), [out[0], out[0], None]) for out in ways]
 
 
-def _dense_gradients(grad: Any, y: Any, x: Any, w: Any, mask: Sequence[bool]) -> list[Way]:
+def _dense_gradients(grad: Any, y: Any, x: Any, w: Any, output_mask: Sequence[bool]) -> list[Way]:
     last, part = Shard(y.ndim - 1), Partial()
     rows = [([p, part, part], [p, p, p, REPLICATE]) for p in sharded(y, range(y.ndim - 1))]
     columns_out = ([part, Shard(0), Shard(0)], [last, last, REPLICATE, Shard(0)])
     columns_in = ([last, Shard(1), REPLICATE], [REPLICATE, REPLICATE, last, Shard(1)])
     replicated = ([REPLICATE] * 3, [REPLICATE] * 4)
-    return [(where_wanted(mask, out), [*on, None]) for out, on in (replicated, *rows, columns_out, columns_in)]
+    return [(where_wanted(output_mask, out), [*on, None]) for out, on in (replicated, *rows, columns_out, columns_in)]
 
 
 def _gate(v: Any, x: Any, w: Any, b: Any = None) -> list[Way]:
@@ -152,7 +152,7 @@ def _gate_with_product(v: Any, x: Any, w: Any, b: Any) -> list[Way]:
 
 
 def _gate_backward(
-    grad: Any, v: Any, x: Any, w: Any, b: Any, mask: Sequence[bool], v_is_y: bool = False, z: Any = None
+    grad: Any, v: Any, x: Any, w: Any, b: Any, output_mask: Sequence[bool], v_is_y: bool = False, z: Any = None
 ) -> list[Way]:
     ways = []
     for [p], arguments in _gate(v, x, w, b):
@@ -160,7 +160,7 @@ def _gate_backward(
         # A sum over rows, or for dx over columns, is partial where these are sharded.
         dx = Partial() if columns else p
         dw = Shard(0) if columns else REPLICATE if p == REPLICATE else Partial()
-        ways.append((where_wanted(mask, [p, dx, dw, dw]), [p, *arguments, None, None, if_given(z, p)]))
+        ways.append((where_wanted(output_mask, [p, dx, dw, dw]), [p, *arguments, None, None, if_given(z, p)]))
     return ways
 
 
@@ -184,7 +184,7 @@ def _glu_backward(
     b: Any,
     bg: Any,
     activation: str,
-    mask: Sequence[bool],
+    output_mask: Sequence[bool],
     z: Any = None,
     u: Any = None,
 ) -> list[Way]:
@@ -194,7 +194,7 @@ def _glu_backward(
         dx = Partial() if columns else p
         dw = Shard(0) if columns else REPLICATE if p == REPLICATE else Partial()
         products = [if_given(z, p), if_given(u, p)]
-        ways.append((where_wanted(mask, [dx, dw, dw, dw, dw]), [p, *arguments, None, None, *products]))
+        ways.append((where_wanted(output_mask, [dx, dw, dw, dw, dw]), [p, *arguments, None, None, *products]))
     return ways
 
 

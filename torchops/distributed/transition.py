@@ -106,29 +106,31 @@ def _transition_backward(
     up_bias: Any,
     down_weight: Any,
     eps: float,
-    wanted: Sequence[bool],
-    adds: bool = False,
+    output_mask: Sequence[bool],
+    add_residual: bool = False,
 ) -> list[Way]:
     parameters = [norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight]
     ways: list[Way] = []
     for p in (Replicate(), *sharded(x, range(x.ndim - 1))):
         summed = Replicate() if p == Replicate() else Partial()
         inputs = [p, p, *map(if_given, parameters), None, None, None]
-        ways.append((where_wanted(wanted, [p, *[summed] * 8]), inputs))
-    if adds:  # partial sums would each add grad: see _backward_in_parts
+        ways.append((where_wanted(output_mask, [p, *[summed] * 8]), inputs))
+    if add_residual:  # partial sums would each add grad: see _backward_in_parts
         return ways
     hidden = list(_HIDDEN_PARALLEL.values())
     inputs = [Replicate(), Replicate(), *map(if_given, parameters, hidden), None, None, None]
-    ways.append((where_wanted(wanted, [Partial(), Partial(), Partial(), *hidden[2:]]), inputs))
+    ways.append((where_wanted(output_mask, [Partial(), Partial(), Partial(), *hidden[2:]]), inputs))
     return ways
 
 
 def _backward_in_parts(_cls: type, op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
     """If the hidden features are sharded: the gradient of x as partial sums, to which grad is added only once."""
-    (*given, wanted, adds), grad, gate_weight = (*args, False)[:12], args[0], args[4]
-    if not (adds and wanted[0] and isinstance(gate_weight, DTensor) and Shard(0) in gate_weight.placements):
+    (*given, output_mask, add_residual), grad, gate_weight = (*args, False)[:12], args[0], args[4]
+    if not (
+        add_residual and output_mask[0] and isinstance(gate_weight, DTensor) and Shard(0) in gate_weight.placements
+    ):
         return NotImplemented
-    dx, *others = op(*given, wanted)
+    dx, *others = op(*given, output_mask)
     return dx + grad, *others
 
 

@@ -267,14 +267,14 @@ class Gradients:
         def new(target: Callable[..., Any], *args: Any) -> fx.Node:
             return emit(first, target, *args)
 
-        wanted = self._wanted(arguments[3:])
+        output_mask = self._output_mask(arguments[3:])
         with place.result.graph.inserting_before(first):
             g = as_rows(first, cotangent, rows, place.columns)
             if place.value is None:
-                backward = new(_gate_backward, g, *arguments, wanted, False, *products)
+                backward = new(_gate_backward, g, *arguments, output_mask, False, *products)
             else:
-                backward = new(_glu_backward, g, *arguments, place.activation, wanted, *products)
-            outputs = [new(operator.getitem, backward, i) if needed else None for i, needed in enumerate(wanted)]
+                backward = new(_glu_backward, g, *arguments, place.activation, output_mask, *products)
+            outputs = [new(operator.getitem, backward, i) if needed else None for i, needed in enumerate(output_mask)]
         if place.value is None:
             dv, dx, dw, db = outputs
             for node in self.dv:
@@ -297,7 +297,7 @@ class Gradients:
             both = [None if None in pair else new(aten.cat.default, list(pair)) for pair in pairs]
         replace_sinks(self.sinks[0], dx, *both)
 
-    def _wanted(self, biases: Sequence[Any]) -> list[bool]:
+    def _output_mask(self, biases: Sequence[Any]) -> list[bool]:
         """Which gradients the operator's backward computes, in its order."""
         sinks = self.sinks[:2] if len(self.sinks) == 2 else self.sinks[:1]
         dx, dw = any(s.dx for s in sinks), [bool(s.dw) for s in sinks]

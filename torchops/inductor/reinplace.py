@@ -71,8 +71,8 @@ class _Lowering:
         given = {**{a.name: value for a, value in zip(self.arguments, args, strict=False)}, **kwargs}
         target = given[self.arguments[0].name]
         # add_transition_() and its like add to their argument. So does the functional operator if it is asked to.
-        adds = given.get("adds", not any(a.name == "adds" for a in self.arguments))
-        if not adds or not _is_last_reader(V.graph, V.graph.current_node, target):
+        add_residual = given.get("add_residual", not any(a.name == "add_residual" for a in self.arguments))
+        if not add_residual or not _is_last_reader(V.graph, V.graph.current_node, target):
             return self.out_of_place(*args, **kwargs)
         passed = [a for a in self.in_place._schema.arguments if a.name in given]
         others = fallback_handler(self.in_place, add_to_fallback_set=False)(

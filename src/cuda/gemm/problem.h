@@ -94,12 +94,12 @@ struct PairProblem {
   const void* mask = nullptr;
   int64_t mask_row_stride = 0, mask_stride = 0;
   float scale[2] = {1, 1};
-  /// Output step: from channels[0], value[0] and gate[0] to `out`; plus x if `adds`, and then `out` may be x; or plus
-  /// `residual`, if there is one: it and `out` are float32 then, and may be the same.
+  /// Output step: from channels[0], value[0] and gate[0] to `out`; plus x if `add_residual`, and then `out` may be x;
+  /// or plus `residual`, if there is one: it and `out` are float32 then, and may be the same.
   Norm norm_o;
   void* out = nullptr;
   int64_t out_row_stride = 0, out_stride = 0;
-  bool adds = false;
+  bool add_residual = false;
   Operand residual;
   /// Two floats per position, or null: the moments of the layer norm of x, which the first step that needs
   /// them writes for the later ones.
@@ -110,7 +110,7 @@ struct PairProblem {
 
 /// The gradients of a step of a triangle update: of one side of the input step, whose cotangent is channels[0], with
 /// its value[0], gate[0] and scale[0]; or of the output step, whose cotangent is `grad`, and channels[0] is o. If
-/// `adds`, the last input side adds `grad` to its result, the gradient of x.
+/// `add_residual`, the last input side adds `grad` to its result, the gradient of x.
 struct PairGradientProblem : PairProblem {
   Operand grad;
   /// (rows x n x c): the cotangent, so far, of the layer norm of x without its weight. The first step only writes it,
@@ -123,26 +123,26 @@ struct PairGradientProblem : PairProblem {
 };
 
 /// A transition of m rows of c features: x is normalised and goes through gate and up to hidden features, and through
-/// down to `out`, of x's shape; plus x if `adds`, and then `out` may be x; or plus `residual`, if there is one: it and
-/// `out` are float32 then, and may be the same. c and hidden are multiples of 8.
+/// down to `out`, of x's shape; plus x if `add_residual`, and then `out` may be x; or plus `residual`, if there is one:
+/// it and `out` are float32 then, and may be the same. c and hidden are multiples of 8.
 struct TransitionProblem {
   int m = 0, c = 0, hidden = 0;
   Operand x, out, residual;
   Norm norm;
   Layer gate, up, down;
-  bool adds = false;
+  bool add_residual = false;
   void* workspace = nullptr;
 };
 
-/// The gradients of a transition for the cotangent `grad` of its result: dx, plus `grad` if `adds`; and either all or
-/// none (null) of the weights of gate, up (hidden x c) and down (c x hidden). With the weights also the biases and the
-/// norm, as far as they are not null. All are contiguous; those of the norm have the types of its vectors.
+/// The gradients of a transition for the cotangent `grad` of its result: dx, plus `grad` if `add_residual`; and either
+/// all or none (null) of the weights of gate, up (hidden x c) and down (c x hidden). With the weights also the biases
+/// and the norm, as far as they are not null. All are contiguous; those of the norm have the types of its vectors.
 struct TransitionGradientProblem {
   int m = 0, c = 0, hidden = 0;
   Operand x, grad, dx;
   Norm norm;
   Layer gate, up, down;
-  bool adds = false;
+  bool add_residual = false;
   void *dweights[3] = {}, *dbiases[3] = {}, *dnorm_weight = nullptr, *dnorm_bias = nullptr;
   void* workspace = nullptr;
 

@@ -26,9 +26,9 @@ struct BackwardRows {
   const Tensor &w, &wg;
   OptionalTensor b, bg;
   GluActivation activation;
-  std::array<bool, 5> mask;
+  std::array<bool, 5> output_mask;
   Products kept;
-  bool adds;  // to dx
+  bool accumulate;  // to dx
 
   bool rounds_x() const { return x.scalar_type() != w.scalar_type(); }
 };
@@ -62,18 +62,18 @@ GradientCall gradient_call(const BackwardRows& a) {
 // All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all
 // gradients are wanted. The gradients are contiguous.
 bool in_one_pass(const detail::GluGradients& gradients, const BackwardRows& a, const GradientCall& call) {
-  if (!call || !a.mask[0] || !a.mask[1] || !a.mask[2] || call->second.k % 8 != 0) return false;
+  if (!call || !a.output_mask[0] || !a.output_mask[1] || !a.output_mask[2] || call->second.k % 8 != 0) return false;
   auto [problem, c] = *call;
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  const Tensor own = a.adds ? at::empty_like(a.x, at::MemoryFormat::Contiguous) : dx;
+  const Tensor own = a.accumulate ? at::empty_like(a.x, at::MemoryFormat::Contiguous) : dx;
   problem.dx = own.mutable_data_ptr();
   problem.dw = dw.mutable_data_ptr();
   problem.dw2 = dwg.mutable_data_ptr();
-  problem.dbias = a.mask[3] ? db.mutable_data_ptr() : nullptr;
-  problem.dbias2 = a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  problem.dbias = a.output_mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = a.output_mask[4] ? dbg.mutable_data_ptr() : nullptr;
   const bool done = a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluGradients>(problem, c, own)
                                                          : gemm::run_chosen<gemm::GluSigmoidGradients>(problem, c, own);
-  if (done && a.adds) dx.add_(own);
+  if (done && a.accumulate) dx.add_(own);
   return done;
 }
 
@@ -81,14 +81,14 @@ bool in_one_pass(const detail::GluGradients& gradients, const BackwardRows& a, c
 // of columns. False, with nothing done, if it cannot run or not all are wanted. The gradients are contiguous.
 bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& cotangents, const BackwardRows& a,
                          const GradientCall& call) {
-  if (!call || !a.mask[1] || !a.mask[2] || call->second.k % 8 != 0) return false;
+  if (!call || !a.output_mask[1] || !a.output_mask[2] || call->second.k % 8 != 0) return false;
   auto [problem, c] = *call;
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  if (a.mask[0]) problem.dz = *gemm::operand(cotangents);
+  if (a.output_mask[0]) problem.dz = *gemm::operand(cotangents);
   problem.dw = dw.mutable_data_ptr();
   problem.dw2 = dwg.mutable_data_ptr();
-  problem.dbias = a.mask[3] ? db.mutable_data_ptr() : nullptr;
-  problem.dbias2 = a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  problem.dbias = a.output_mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = a.output_mask[4] ? dbg.mutable_data_ptr() : nullptr;
   problem.has_float32_sums = dw.scalar_type() != a.w.scalar_type();
   return a.activation == GluActivation::kSilu ? gemm::run_chosen<gemm::GluSiluWeightGradients>(problem, c, dw)
                                               : gemm::run_chosen<gemm::GluSigmoidWeightGradients>(problem, c, dw);
@@ -101,10 +101,10 @@ Tensor by_turns(const Tensor& w, const Tensor& wg) {
 }
 
 // The gradients of biases, if they are wanted.
-void sum_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, std::array<bool, 5> mask) {
+void sum_cotangents(const detail::GluGradients& gradients, const GluPair& cotangents, std::array<bool, 5> output_mask) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  if (mask[3]) sum_columns(db, cotangents.z);
-  if (mask[4]) sum_columns(dbg, cotangents.u);
+  if (output_mask[3]) sum_columns(db, cotangents.z);
+  if (output_mask[4]) sum_columns(dbg, cotangents.u);
 }
 
 // dz, du and the gradients of biases by a kernel that recomputes both products without storing them. Returns false,
@@ -119,12 +119,12 @@ bool fused_cotangents(const detail::GluGradients& gradients, const GluPair& cota
   const bool kernel_sums = db.scalar_type() == a.w.scalar_type();  // it cannot write float32
   problem.dz = *to_dz;
   problem.dz2 = *to_du;
-  problem.dbias = kernel_sums && a.mask[3] ? db.mutable_data_ptr() : nullptr;
-  problem.dbias2 = kernel_sums && a.mask[4] ? dbg.mutable_data_ptr() : nullptr;
+  problem.dbias = kernel_sums && a.output_mask[3] ? db.mutable_data_ptr() : nullptr;
+  problem.dbias2 = kernel_sums && a.output_mask[4] ? dbg.mutable_data_ptr() : nullptr;
   const bool done = a.activation == GluActivation::kSilu
                         ? gemm::run_cotangents<gemm::GluSiluCotangents>(problem, c, dz)
                         : gemm::run_cotangents<gemm::GluSigmoidCotangents>(problem, c, dz);
-  if (done && !kernel_sums) sum_cotangents(gradients, cotangents, a.mask);
+  if (done && !kernel_sums) sum_cotangents(gradients, cotangents, a.output_mask);
   return done;
 }
 
@@ -137,7 +137,7 @@ bool portable_cotangents(const detail::GluGradients& gradients, const GluPair& c
   const bool done = a.activation == GluActivation::kSilu
                         ? gemm::run<gemm::CotangentsOf<gemm::GluRule<Silu>>>(tensors)
                         : gemm::run<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors);
-  if (done) sum_cotangents(gradients, cotangents, a.mask);
+  if (done) sum_cotangents(gradients, cotangents, a.output_mask);
   return done;
 }
 
@@ -167,7 +167,7 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Cotan
                               const BackwardRows& a, const Tensor& stack) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
   const int64_t rows = a.x.size(0);
-  const bool wants_sums = a.mask[3] || a.mask[4];
+  const bool wants_sums = a.output_mask[3] || a.output_mask[4];
   const OptionalTensor stacked_bias = stack.defined() && !a.kept ? stacked(a.b, a.bg) : std::nullopt;
   const int64_t step = rows_of_panel(rows, a.w, !a.kept && (a.b || a.bg), rounded_row_bytes(a.x, a.w));
   PassSums sums(wants_sums, a.w, 2, rows, step, a.w.size(0));
@@ -187,7 +187,7 @@ void cotangents_from_products(const detail::GluGradients& gradients, const Cotan
     }
     glu_backward_rows(sums, to, panel(a.g), to, a.activation);
   });
-  sums.finish(a.mask[3] ? db : Tensor(), a.mask[4] ? dbg : Tensor());
+  sums.finish(a.output_mask[3] ? db : Tensor(), a.output_mask[4] ? dbg : Tensor());
 }
 
 // The gradients of x and of the weights, if they are wanted, from both cotangents. `stack` has both weights, or is
@@ -199,17 +199,17 @@ void from_cotangents(const detail::GluGradients& gradients, const Cotangents& co
   const Tensor& both = cotangents.both;
   const int64_t n = a.w.size(0);
   const bool stacks = stacks_weights(both.size(0), n);
-  if (a.mask[0] && stacks) {
-    input_gradient(detail::as_rows(dx), both, stack.defined() ? stack : stacked(a.w, a.wg), a.adds);
-  } else if (a.mask[0]) {
+  if (a.output_mask[0] && stacks) {
+    input_gradient(detail::as_rows(dx), both, stack.defined() ? stack : stacked(a.w, a.wg), a.accumulate);
+  } else if (a.output_mask[0]) {
     const Tensor dx_rows = detail::as_rows(dx);
-    input_gradient(dx_rows, dz, a.w, a.adds);
+    input_gradient(dx_rows, dz, a.w, a.accumulate);
     input_gradient(dx_rows, du, a.wg, /*accumulate=*/true);
   }
   // From more than 128 features on, cuBLAS may be slow for both in float32: 936 us for (65535, 257) to 2 * 255, and 487
   // in two products (H100).
   const bool in_parts = n > 128 && a.w.scalar_type() == at::kFloat && !gemm::element_of(at::kFloat);
-  if (a.mask[1] && a.mask[2] && stacks && !in_parts) {
+  if (a.output_mask[1] && a.output_mask[2] && stacks && !in_parts) {
     // Copies round, so that the product need not.
     const bool wide = detail::is_product_rounded_in_parts(both, a.x);
     const Tensor both_weights =
@@ -218,8 +218,8 @@ void from_cotangents(const detail::GluGradients& gradients, const Cotangents& co
     dw.copy_(both_weights.narrow(0, 0, n));
     dwg.copy_(both_weights.narrow(0, n, n));
   } else {
-    if (a.mask[1]) weight_gradient_out(dw, dz, a.x);
-    if (a.mask[2]) weight_gradient_out(dwg, du, a.x);
+    if (a.output_mask[1]) weight_gradient_out(dw, dz, a.x);
+    if (a.output_mask[2]) weight_gradient_out(dwg, du, a.x);
   }
 }
 
@@ -228,14 +228,15 @@ void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a,
   const int64_t rows = a.g.size(0), n = a.w.size(0);
   const Tensor both = at::detail::empty_cuda({rows, 2 * n}, a.w.options());
   if (weights_in_one_pass(gradients, both, a, call)) {
-    if (a.mask[0]) input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.adds);
+    if (a.output_mask[0])
+      input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.accumulate);
     return;
   }
   const Cotangents cotangents(both);
   const bool are_made =
       fused_cotangents(gradients, cotangents, a, call) || portable_cotangents(gradients, cotangents, a);
   const bool recomputes = !are_made && !a.kept;
-  const Tensor stack = stacks_weights(rows, n) && (a.mask[0] || recomputes) ? stacked(a.w, a.wg) : Tensor();
+  const Tensor stack = stacks_weights(rows, n) && (a.output_mask[0] || recomputes) ? stacked(a.w, a.wg) : Tensor();
   if (!are_made) cotangents_from_products(gradients, cotangents, a, stack);
   from_cotangents(gradients, cotangents, a, stack);
 }
@@ -243,14 +244,15 @@ void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a,
 // The gradients by way of the cotangents, for a float32 x that is a factor of those of weights.
 void by_rounded_panels(const detail::GluGradients& gradients, const BackwardRows& a) {
   const auto& [dx, dw, dwg, db, dbg] = gradients;
-  const Tensor dx_rows = a.mask[0] ? detail::as_rows(dx) : dx;
+  const Tensor dx_rows = a.output_mask[0] ? detail::as_rows(dx) : dx;
   for_each_rounded_panel(a.x, {dw, dwg, db, dbg}, [&](int64_t begin, const Tensor& x, const auto& parts) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, x.size(0)); };
     BackwardRows rows = a;
     rows.g = panel(a.g);
     rows.x = x;
     if (a.kept) rows.kept = a.kept->narrow(begin, begin + x.size(0));
-    by_cotangents({a.mask[0] ? panel(dx_rows) : dx, parts[0], parts[1], parts[2], parts[3]}, rows, gradient_call(rows));
+    by_cotangents({a.output_mask[0] ? panel(dx_rows) : dx, parts[0], parts[1], parts[2], parts[3]}, rows,
+                  gradient_call(rows));
   });
 }
 
@@ -259,11 +261,11 @@ void by_rounded_panels(const detail::GluGradients& gradients, const BackwardRows
 // The formulas are in src/cpu/glu_kernel.cpp.
 void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Tensor& x, const Tensor& w,
                    const Tensor& wg, const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation,
-                   std::array<bool, 5> mask, const OptionalTensor& z, const OptionalTensor& u, bool adds) {
+                   std::array<bool, 5> output_mask, const OptionalTensor& z, const OptionalTensor& u, bool accumulate) {
   auto& [dx, dw, dwg, db, dbg] = gradients;
   if (grad.numel() == 0) {
     for (const Tensor& t : {dw, dwg, db, dbg}) t.zero_();
-    if (!adds) dx.zero_();
+    if (!accumulate) dx.zero_();
     return;
   }
   const BackwardRows rows{
@@ -274,18 +276,18 @@ void glu_gradients(detail::GluGradients gradients, const Tensor& grad, const Ten
       .b = contiguous(b),
       .bg = contiguous(bg),
       .activation = detail::glu_activation(activation),
-      .mask = mask,
+      .output_mask = output_mask,
       .kept = z ? Products({unit_columns(detail::as_rows(*z)), unit_columns(detail::as_rows(*u))}) : std::nullopt,
-      .adds = adds};
+      .accumulate = accumulate};
   const GradientCall call = gradient_call(rows);
   if (in_one_pass(gradients, rows, call)) return;
   if (!rows.rounds_x()) return by_cotangents(gradients, rows, call);
-  mask[1] || mask[2] ? by_rounded_panels(gradients, rows) : by_cotangents(gradients, rows, std::nullopt);
+  output_mask[1] || output_mask[2] ? by_rounded_panels(gradients, rows) : by_cotangents(gradients, rows, std::nullopt);
 }
 
 bool glu_gradients_from_channels(const detail::GluGradients& gradients, const ChannelPanel<float>& grad,
                                  const Tensor& x, const Tensor& w, const Tensor& wg, const OptionalTensor& b,
-                                 const OptionalTensor& bg, std::array<bool, 5> mask, bool adds) {
+                                 const OptionalTensor& bg, std::array<bool, 5> output_mask, bool accumulate) {
   const BackwardRows rows{.g = {},
                           .x = x,
                           .w = w,
@@ -293,14 +295,14 @@ bool glu_gradients_from_channels(const detail::GluGradients& gradients, const Ch
                           .b = contiguous(b),
                           .bg = contiguous(bg),
                           .activation = GluActivation::kSigmoid,
-                          .mask = mask,
+                          .output_mask = output_mask,
                           .kept = {},
-                          .adds = adds};
+                          .accumulate = accumulate};
   const Cotangents cotangents(at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options()));
   const gemm::RuleTensors tensors{
       .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
   if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;
-  sum_cotangents(gradients, cotangents, mask);
+  sum_cotangents(gradients, cotangents, output_mask);
   from_cotangents(gradients, cotangents, rows, {});
   return true;
 }

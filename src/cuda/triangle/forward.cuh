@@ -111,14 +111,14 @@ inline bool PairSteps::streamed_out(gemm::PairProblem& p, const at::Tensor& x, c
   p.moments = moments_.mutable_data_ptr();
   p.moments_row_stride = t_.outgoing ? p.n : 1;
   p.moments_stride = t_.outgoing ? 1 : p.n;
-  const bool adds = std::exchange(p.adds, false), overwrites = adds && p.out == p.x.data;
+  const bool add_residual = std::exchange(p.add_residual, false), overwrites = add_residual && p.out == p.x.data;
   const at::Tensor update = overwrites ? at::Tensor(at::detail::empty_cuda(out.sizes(), out.options())) : out;
   p.out = update.mutable_data_ptr();
   p.out_row_stride = update.stride(1);
   p.out_stride = update.stride(0);
   if (!gemm::run_chosen<gemm::StreamedTriangleOut>(p, *case_, update)) return false;
   at::Tensor target = out;
-  if (adds) target.add_(overwrites ? update : x);
+  if (add_residual) target.add_(overwrites ? update : x);
   return true;
 }
 

@@ -100,7 +100,7 @@ class GradientKernels {
     const Tensor readable = residual.defined() ? pair_steps::readable(residual) : residual;
     if (readable.defined()) {
       p.grad = *positions(readable);
-      p.adds = true;
+      p.add_residual = true;
     }
     if (mask.defined()) {
       p.mask = mask.const_data_ptr();

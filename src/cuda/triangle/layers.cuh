@@ -146,13 +146,13 @@ class TriangleLayers : public detail::TriangleLayout {
   /// channels. Returns false, with nothing done, if it cannot run.
   bool exact_gradients(const detail::GluGradients& gradients, const detail::TrianglePanel& panel, const at::Tensor& z,
                        detail::TriangleParameter p, detail::TriangleParameter g, const at::Tensor& channels,
-                       const at::Tensor& mask, double factor, std::array<bool, 5> wanted) const {
+                       const at::Tensor& mask, double factor, std::array<bool, 5> output_mask) const {
     if (!wants_exact(p, g)) return false;
     bool done = false;
     with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& from) {
       if constexpr (std::is_same_v<T, float>) {
         done = glu_gradients_from_channels(gradients, from, z, update().weight(p), update().weight(g), update().bias(p),
-                                           update().bias(g), wanted, /*adds=*/true);
+                                           update().bias(g), output_mask, /*accumulate=*/true);
       }
     });
     return done;

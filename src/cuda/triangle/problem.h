@@ -85,9 +85,9 @@ struct Step {
     problem.mask_row_stride = mask.stride(0);
     problem.mask_stride = mask.stride(1);
   }
-  /// The output step: from the product o and x to `out`, of which positions(out) is `to`; with x if `adds`.
+  /// The output step: from the product o and x to `out`, of which positions(out) is `to`; with x if `add_residual`.
   void set_output(const TriangleUpdate& t, const Tensor& o, const Tensor& out, const gemm::Operand& to, double eps_out,
-                  bool adds) {
+                  bool add_residual) {
     problem.value[0] = layer(t, detail::kPOut);
     problem.gate[0] = layer(t, detail::kGOut);
     problem.norm_o = norm(t, detail::kNormOut, eps_out);
@@ -97,7 +97,7 @@ struct Step {
     problem.out = out.mutable_data_ptr();
     problem.out_row_stride = to.row_stride;
     problem.out_stride = to.batch_stride;
-    problem.adds = adds;
+    problem.add_residual = add_residual;
   }
 
   void set_channels(const Tensor& channels) {

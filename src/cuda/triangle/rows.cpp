@@ -15,7 +15,7 @@ namespace {
 using at::Tensor;
 using detail::OptionalTensor;
 using detail::TriangleParameterList;
-using detail::TriangleParameterMask;
+using detail::TriangleParameterOutputMask;
 using detail::TriangleUpdate;
 
 // Weights become readable, as copies if need be: other ranks' may be as they are.
@@ -55,7 +55,7 @@ bool rows_in_cuda(const Tensor& x, const OptionalTensor& mask, const TrianglePar
 }
 
 bool rows_out_cuda(const Tensor& o, const Tensor& x, const TriangleParameterList& parameters, double eps,
-                   double eps_out, Tensor& out, bool adds) {
+                   double eps_out, Tensor& out, bool add_residual) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   TriangleUpdate t = detail::checked_triangle_rows_out(o, x, parameters, eps, out);
   const c10::cuda::CUDAGuard guard(x.device());
@@ -64,7 +64,7 @@ bool rows_out_cuda(const Tensor& o, const Tensor& x, const TriangleParameterList
   if (!to || !fit(o)) return false;
   const Tensor rows = pair_steps::readable(x);
   pair_steps::Step step(t, rows);
-  step.set_output(t, o, out, *to, eps_out, adds);
+  step.set_output(t, o, out, *to, eps_out, add_residual);
   return step.fits && gemm::run_chosen<gemm::TriangleOut>(step.problem, *chosen, out);
 }
 
@@ -125,9 +125,9 @@ bool rows_in_backward_cuda(const Tensor& da, const Tensor& db, const Tensor& x, 
 }
 
 std::vector<Tensor> parameter_gradients_cuda(const Tensor& sums, const TriangleParameterList& parameters,
-                                             TriangleParameterMask wanted) {
+                                             TriangleParameterOutputMask output_mask) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  TriangleUpdate t = detail::checked_triangle_rows_parameter_gradients(sums, parameters, wanted);
+  TriangleUpdate t = detail::checked_triangle_rows_parameter_gradients(sums, parameters, output_mask);
   constexpr const char* op = "_triangle_rows_parameter_gradients";
   TORCH_CHECK(t.dtype() == at::kHalf || t.dtype() == at::kBFloat16, op,
               ": expected parameters of dtype float16 or bfloat16, got ", detail::to_string(t.dtype()));
@@ -135,11 +135,11 @@ std::vector<Tensor> parameter_gradients_cuda(const Tensor& sums, const TriangleP
   const c10::cuda::CUDAGuard guard(sums.device());
   make_readable(t);
   const std::vector<Tensor> gradients = detail::empty_triangle_parameter_gradients(
-      t, wanted, [](c10::SymIntArrayRef shape, const at::TensorOptions& options) -> Tensor {
+      t, output_mask, [](c10::SymIntArrayRef shape, const at::TensorOptions& options) -> Tensor {
         return at::detail::empty_cuda(C10_AS_INTARRAYREF_SLOW(shape), options);
       });
   const Tensor contiguous = sums.contiguous();
-  pair_steps::unfold_norms(t, detail::gradients_apart(t, gradients, wanted), contiguous.const_data_ptr<float>(),
+  pair_steps::unfold_norms(t, detail::gradients_apart(t, gradients, output_mask), contiguous.const_data_ptr<float>(),
                            sums.size(0));
   return gradients;
 }

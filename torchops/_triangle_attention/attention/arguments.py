@@ -113,7 +113,7 @@ def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int])
 def check_backward(op: str, grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask) -> None:
     """Checks what a backward pass has besides the checked inputs."""
     q = inputs.q
-    expect(len(output_mask) == 4, lambda: f"{op}: expected wanted of 4 values, got {len(output_mask)}")
+    expect(len(output_mask) == 4, lambda: f"{op}: expected output_mask of 4 values, got {len(output_mask)}")
     for name, t in (("grad", grad), ("out", saved.out)):
         check_layout(op, name, t)
         _check_matches(op, name, t, q, q.shape)

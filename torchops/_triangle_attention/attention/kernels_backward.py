@@ -178,7 +178,7 @@ def backward_bias(
     grad, q, k, v, bias, added, numbers, dbias,
     grad_strides, q_strides, k_strides, v_strides, bias_strides,
     rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, share: tl.int32, gap: tl.int64,
-    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ADDS: tl.constexpr,
+    D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ACCUMULATE: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The sum of ds over `share` rows i, written to dbias (parts, batch, heads, n, n) or added to it.
@@ -235,7 +235,7 @@ def backward_bias(
     at = ((part * batch_heads + bh) * n + first_j) * n + first_k
     there = (j < left_j)[:, None] & (kk < left_k)[None, :]
     at = dbias + at + (j[:, None] * n + kk[None, :])
-    if ADDS:
+    if ACCUMULATE:
         sums += tl.load(at, mask=there, other=0.0)
     tl.store(at, sums.to(dbias.dtype.element_ty), mask=there)
 

@@ -41,7 +41,7 @@ _with_logsumexp = define(
 )
 _backward = define(
     "_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, "
-    "Tensor logsumexp, float scale, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor logsumexp, float scale, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _PUBLIC, _PRIVATE, _BACKWARD = "triangle_attention", "_triangle_attention", "_triangle_attention_backward"
 

@@ -249,7 +249,7 @@ def attend_backward(
     saved: Saved,
     into: tuple[Tensor | None, Tensor | None, Tensor | None],
     dbias: Tensor | None,
-    adds: bool = False,
+    accumulate: bool = False,
     bias_of_keys: Tensor | None = None,
     numbers: Tensor | None = None,
 ) -> None:
@@ -279,7 +279,7 @@ def attend_backward(
     tensors = grad, q, k, v, bias, lse if added is None else added, numbers
     if dbias is not None:
         grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads
-        launch = _launcher("bias", *how, ADDS=adds, SCALED=scaled)
+        launch = _launcher("bias", *how, ACCUMULATE=accumulate, SCALED=scaled)
         launch(grid, *tensors, dbias, *strides, *sizes, _blocks(rows, len(dbias)), gap)
     dq, dk, dv = into
     if dq is not None:

@@ -28,7 +28,7 @@ __all__ = [
     "check",
     "check_constant",
     "check_kept",
-    "check_wanted",
+    "check_output_mask",
     "check_writable",
     "flat",
     "inputs_of",
@@ -93,7 +93,7 @@ class Arguments(NamedTuple):
     heads: int
     eps: float
     ending: bool
-    adds: bool = False
+    add_residual: bool = False
     """The result is x plus the update."""
 
     @property
@@ -132,7 +132,7 @@ class Inputs(NamedTuple):
     """(batch, i, k), in the order of the attention."""
     w: Weights
     ending: bool
-    adds: bool = False
+    add_residual: bool = False
 
 
 class Kept(NamedTuple):
@@ -171,7 +171,7 @@ def weights_of(parameters: Parameters, heads: int, eps: float, overwritten: Tens
 
 def inputs_of(a: Arguments) -> Inputs:
     w = weights_of(a.parameters, a.heads, a.eps)
-    return Inputs(flat(a.x, 3), rows_of(a.mask, a.ending), w, a.ending, a.adds)
+    return Inputs(flat(a.x, 3), rows_of(a.mask, a.ending), w, a.ending, a.add_residual)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -343,8 +343,8 @@ def check_kept(op: str, grad: Tensor, kept: Kept, a: Arguments) -> None:
         _check_shape(op, name, t, x, shape)
 
 
-def check_wanted(op: str, wanted: Sequence[bool]) -> None:
-    expect(len(wanted) == 11, lambda: f"{op}: expected wanted of 11 elements, got {len(wanted)}")
+def check_output_mask(op: str, output_mask: Sequence[bool]) -> None:
+    expect(len(output_mask) == 11, lambda: f"{op}: expected output_mask of 11 elements, got {len(output_mask)}")
 
 
 def check_constant(op: str, mask: Tensor | None) -> None:

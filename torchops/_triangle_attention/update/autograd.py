@@ -27,18 +27,18 @@ from torchops._triangle_attention.update.arguments import (
     Parameters,
     check,
     check_constant,
-    check_wanted,
+    check_output_mask,
     check_writable,
     norm_parameters,
     without_alias,
 )
 from torchops._triangle_attention.update.operators import (
     BackwardArguments,
-    is_sparing,
     update,
     update_,
     update_backward,
     update_kept,
+    wants_low_memory,
 )
 
 __all__: list[str] = []
@@ -49,8 +49,8 @@ _myops = torch.ops.myops
 def _composite(*args: Any) -> Tensor:
     """In differentiable operators, with q, k and v for all rows at once."""
     a = Arguments(*args)
-    x, mask, parameters, heads, eps, ending, adds = a
-    if adds:
+    x, mask, parameters, heads, eps, ending, add_residual = a
+    if add_residual:
         return (x + _composite(*a[:6])).contiguous()
     norm_weight, norm_bias, bias_weight, q, k, v, gate_weight, gate_bias, out, out_bias = parameters
     assert bias_weight is not None
@@ -82,33 +82,34 @@ class _Update(torch.autograd.Function):
         heads: int,
         eps: float,
         ending: bool,
-        adds: bool,
+        add_residual: bool,
         *parameters: Tensor | None,
     ) -> Tensor:
         with below_autograd():
-            made, product, logsumexp = update_kept(x, mask, parameters, heads, eps, ending, adds)
+            made, product, logsumexp = update_kept(x, mask, parameters, heads, eps, ending, add_residual)
         ctx.save_for_backward(x, product, logsumexp, mask, *parameters)
-        ctx.how, ctx.adds = (heads, eps, ending), adds
-        ctx.sparing = is_sparing()
+        ctx.how, ctx.add_residual = (heads, eps, ending), add_residual
+        ctx.low_memory = wants_low_memory()
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, product, logsumexp, mask, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        wanted = [needed[0], *needed[6:]]
+        output_mask = [needed[0], *needed[6:]]
         dtype = parameters[3].dtype
         # The gradient of the layer, in the dtype of the parameters. If x is wider, its own gradient keeps the full
         # precision.
-        adds, of_layer = ctx.adds and grad.dtype == dtype, grad.to(dtype)
-        arguments = of_layer, x, product, logsumexp, mask, parameters, *ctx.how, wanted, ctx.sparing, adds
+        add_residual, of_layer = ctx.add_residual and grad.dtype == dtype, grad.to(dtype)
+        how = *ctx.how, output_mask, ctx.low_memory, add_residual
+        arguments = of_layer, x, product, logsumexp, mask, parameters, *how
         if no_derivatives():
             with below_autograd():
                 grads = update_backward(*arguments)
         else:
             grads = update_backward(*arguments)
-        dx, *rest = (g if want else None for g, want in zip(grads, wanted, strict=True))
-        if dx is not None and ctx.adds and not adds:
+        dx, *rest = (g if want else None for g, want in zip(grads, output_mask, strict=True))
+        if dx is not None and ctx.add_residual and not add_residual:
             dx = dx + grad
         return dx, None, None, None, None, None, *rest
 
@@ -171,7 +172,7 @@ def _functionalized_(*args: Any) -> None:
     check("triangle_attention_update_", a)
     check_writable("triangle_attention_update_", a.x)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        a.x.copy_(update(*a._replace(adds=True)))
+        a.x.copy_(update(*a._replace(add_residual=True)))
 
 
 def _kept_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,16 +199,16 @@ def _backward_autograd(*args: Any) -> list[Tensor]:
 
 def _composite_gradients(*args: Any) -> list[Tensor]:
     b = BackwardArguments.of(*args)
-    check_wanted("_triangle_attention_update_backward", b.wanted)
+    check_output_mask("_triangle_attention_update_backward", b.output_mask)
     requested = b.requested
 
     def of_those(*values: Tensor) -> Tensor:
         x, *parameters = (dict[str, Any](b.inputs) | dict(zip(requested, values, strict=True))).values()
-        return _composite(*b.a._replace(x=x, parameters=parameters, adds=False))
+        return _composite(*b.a._replace(x=x, parameters=parameters, add_residual=False))
 
     values = torch.func.vjp(of_those, *requested.values())[1](b.grad) if requested else ()
     made = dict(zip(requested, values, strict=True))
-    if b.a.adds and "x" in made:
+    if b.a.add_residual and "x" in made:
         made["x"] = made["x"] + b.grad
     return b.listed(made)
 

@@ -22,12 +22,12 @@ class Backend(Protocol):
     def why_not(self, inputs: Inputs) -> str | None:
         """Why it cannot compute this, or None if it can. Those with kernels in Triton are asked where these run."""
 
-    def forward(self, inputs: Inputs, target: Tensor, kept: Kept | None, sparing: bool = True) -> None:
-        """Writes the update of x to `target`, or x plus the update, and then `target` may be x. `sparing`: memory
+    def forward(self, inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool = True) -> None:
+        """Writes the update of x to `target`, or x plus the update, and then `target` may be x. `low_memory`: memory
         matters more than time."""
 
     def backward(
-        self, grad: Tensor, inputs: Inputs, kept: Kept, wanted: dict[str, bool], sparing: bool = False
+        self, grad: Tensor, inputs: Inputs, kept: Kept, output_mask: dict[str, bool], low_memory: bool = False
     ) -> dict[str, Tensor]:
         """The requested gradients of x (contiguous; plus `grad` if the forward pass added x) and of the parameters."""
 

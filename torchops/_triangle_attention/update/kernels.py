@@ -170,9 +170,9 @@ def end(
     inner: tl.int32, count: tl.int32, eps: tl.float32,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """target = (o * sigmoid(z @ gate.T + gate_bias)) @ out.T + out_bias, plus x if ADDS. `target` may be x."""
+    """target = (o * sigmoid(z @ gate.T + gate_bias)) @ out.T + out_bias, plus x if ADD_RESIDUAL. `target` may be x."""
     to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
     to_out = tl.trans(_matrix(out, C, WIDTH, PADDED_C, PADDED_WIDTH))
     for t in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
@@ -188,7 +188,7 @@ def end(
         y = tl.dot(gated, to_out)
         if HAS_OUT_BIAS:
             y = y + _vector(out_bias, C, PADDED_C)[None, :]
-        if ADDS:
+        if ADD_RESIDUAL:
             y = y + values.to(tl.float32)
         places = _places(t, target_at, target_batch, target_outer, target_inner, inner, count, BLOCK)
         _store(target, places, t, count, y, C, PADDED_C, BLOCK)

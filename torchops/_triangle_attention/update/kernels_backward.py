@@ -35,15 +35,15 @@ def gate_gradient(
     d_batch: tl.int64, d_outer: tl.int64, d_inner: tl.int64,
     packed_batch: tl.int64, packed_outer: tl.int64, packed_inner: tl.int64,
     inner: tl.int32, count: tl.int32, width: tl.int32, eps: tl.float32,
-    ENDING: tl.constexpr, HEADS: tl.constexpr, ADDS: tl.constexpr, STAGES: tl.constexpr,
+    ENDING: tl.constexpr, HEADS: tl.constexpr, ACCUMULATE: tl.constexpr, STAGES: tl.constexpr,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_OUT_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From grad: d, the gradient of o; d_gate, that of the gate before its sigmoid, with the strides of `packed`; and
     from d, o and lse the numbers of `prepare`. Also the sums over the positions of each program, added to the previous
-    values if ADDS: of grad.T @ (o * gate), (batch, program, C, WIDTH), the gradient of `out`, and with HAS_OUT_BIAS of
-    grad, `columns`."""
+    values if ACCUMULATE: of grad.T @ (o * gate), (batch, program, C, WIDTH), the gradient of `out`, and with
+    HAS_OUT_BIAS of grad, `columns`."""
     many, n = (inner, count // inner) if ENDING else (count // inner, inner)
     prepare_padding(log_sums, delta, many * HEADS, n, width)
     to_gate = tl.trans(_matrix(gate, WIDTH, C, PADDED_WIDTH, PADDED_C))
@@ -54,7 +54,7 @@ def gate_gradient(
     there = (r < C)[:, None] & (e < WIDTH)[None, :]
     columns += program * C + r
     sums, of_columns = tl.zeros((PADDED_C, PADDED_WIDTH), tl.float32), tl.zeros((PADDED_C,), tl.float32)
-    if ADDS:
+    if ACCUMULATE:
         sums += tl.load(out_at, mask=there, other=0.0)
         if HAS_OUT_BIAS:
             of_columns += tl.load(columns, mask=r < C, other=0.0)
@@ -96,7 +96,7 @@ def products(
     a_at: tl.int64, a_batch: tl.int64, a_outer: tl.int64, a_inner: tl.int64,
     b_batch: tl.int64, b_outer: tl.int64, b_inner: tl.int64,
     step: tl.int64, batch: tl.int32, inner: tl.int32, count: tl.int32, share: tl.int32,
-    A: tl.constexpr, PADDED_A: tl.constexpr, B: tl.constexpr, PADDED_B: tl.constexpr, ADDS: tl.constexpr,
+    A: tl.constexpr, PADDED_A: tl.constexpr, B: tl.constexpr, PADDED_B: tl.constexpr, ACCUMULATE: tl.constexpr,
     SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """made[chunk, m] (+)= a[m].T @ b in float32, over `share` blocks of positions; a[m] are `step` units apart. With
@@ -111,7 +111,7 @@ def products(
     sums = tl.zeros((PADDED_A, PADDED_B), tl.float32)
     of_columns = tl.zeros((PADDED_A,), tl.float32)
     columns += (chunk * tl.num_programs(0) + m) * A + r
-    if ADDS:
+    if ACCUMULATE:
         sums += tl.load(at, mask=inside, other=0.0)
         if SUMS:
             of_columns += tl.load(columns, mask=r < A, other=0.0)
@@ -161,11 +161,11 @@ def norm_gradient(
     dbias_outer: tl.int32, dbias_inner: tl.int32, inner: tl.int32, count: tl.int32, eps: tl.float32,
     HEADS: tl.constexpr, PADDED_H: tl.constexpr,
     C: tl.constexpr, PADDED_C: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx, including the part of dz that comes through the bias, whose gradient is (batch, heads, positions), plus grad
-    if ADDS. Also the sums over the positions of each program, (batch, program, 2 + HEADS, C): gradients of the norm's
-    weight, its bias, and `to_heads`.
+    if ADD_RESIDUAL. Also the sums over the positions of each program, (batch, program, 2 + HEADS, C): gradients of the
+    norm's weight, its bias, and `to_heads`.
 
     Rows of dz may share memory with the same rows of dx, because a row of dx is computed only after all of that row of
     dz has been read.
@@ -184,7 +184,7 @@ def norm_gradient(
         values = _load(x, places, t, count, C, PADDED_C, BLOCK).to(tl.float32)
         places = _places(t, dz_at, dz_batch, dz_outer, dz_inner, inner, count, BLOCK)
         g = _load(dz, places, t, count, C, PADDED_C, BLOCK).to(tl.float32)
-        if ADDS:
+        if ADD_RESIDUAL:
             places = _places(t, grad_at, grad_batch, grad_outer, grad_inner, inner, count, BLOCK)
             residual = _load(grad, places, t, count, C, PADDED_C, BLOCK)
         unit, factor = _normalised(values, eps, C, PADDED_C)
@@ -206,7 +206,7 @@ def norm_gradient(
         g = g * weight[None, :]
         g = g - (tl.sum(g, 1) / C)[:, None] - unit * (tl.sum(g * unit, 1) / C)[:, None]
         g = g * factor[:, None]
-        if ADDS:
+        if ADD_RESIDUAL:
             g += residual.to(tl.float32)
         places = _places(t, dx_at, dx_batch, dx_outer, dx_inner, inner, count, BLOCK)
         _store(dx, places, t, count, g, C, PADDED_C, BLOCK)

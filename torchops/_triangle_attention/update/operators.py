@@ -22,7 +22,7 @@ from torchops._triangle_attention.update.arguments import (
     Weights,
     check,
     check_kept,
-    check_wanted,
+    check_output_mask,
     check_writable,
     flat,
     inputs_of,
@@ -32,26 +32,26 @@ from torchops._triangle_attention.update.arguments import (
     without_alias,
 )
 from torchops._triangle_attention.update.backends import backend_for, load, why_not_triton
-from torchops._triangle_attention.update.panels_backward import WANTED
+from torchops._triangle_attention.update.panels_backward import GRADIENTS
 
-__all__ = ["NAME", "is_sparing", "update", "update_", "update_backward", "update_kept"]
+__all__ = ["NAME", "update", "update_", "update_backward", "update_kept", "wants_low_memory"]
 
 NAME = "_triangle_attention_update"
 _PUBLIC, _PUBLIC_, _BACKWARD = "triangle_attention_update", "triangle_attention_update_", f"{NAME}_backward"
 
 _ARGUMENTS = "Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending"
 # The update, or x plus the update, in the dtype of x.
-update = define(f"{NAME}(Tensor x, {_ARGUMENTS}, bool adds=False) -> Tensor")
+update = define(f"{NAME}(Tensor x, {_ARGUMENTS}, bool add_residual=False) -> Tensor")
 update_ = define(f"{NAME}_(Tensor(a!) x, {_ARGUMENTS}) -> ()")
 # The same, plus what is kept for the backward pass.
-update_kept = define(f"{NAME}_kept(Tensor x, {_ARGUMENTS}, bool adds=False) -> (Tensor, Tensor, Tensor)")
+update_kept = define(f"{NAME}_kept(Tensor x, {_ARGUMENTS}, bool add_residual=False) -> (Tensor, Tensor, Tensor)")
 update_backward = define(
     f"{_BACKWARD}(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, {_ARGUMENTS}, "
-    "bool[11] wanted, bool sparing=False, bool adds=False) -> Tensor[]"
+    "bool[11] output_mask, bool low_memory=False, bool add_residual=False) -> Tensor[]"
 )
 
 
-def is_sparing() -> bool:
+def wants_low_memory() -> bool:
     """Whether memory matters more than time: under saved-tensor hooks, which checkpointing installs, or when it
     recomputes inside a backward pass."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -64,14 +64,14 @@ class BackwardArguments(NamedTuple):
     grad: Tensor
     kept: Kept
     a: Arguments
-    wanted: Sequence[bool]
-    sparing: bool
+    output_mask: Sequence[bool]
+    low_memory: bool
 
     @classmethod
     def of(cls, grad: Tensor, x: Tensor, product: Tensor, logsumexp: Tensor, *args: Any) -> BackwardArguments:
         """From the operator's arguments, in its order."""
-        *how, wanted, sparing, adds = (*args, False, False)[:8]
-        return cls(grad, Kept(product, logsumexp), Arguments._make((x, *how, adds)), wanted, sparing)
+        *how, output_mask, low_memory, add_residual = (*args, False, False)[:8]
+        return cls(grad, Kept(product, logsumexp), Arguments._make((x, *how, add_residual)), output_mask, low_memory)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -80,23 +80,23 @@ class BackwardArguments(NamedTuple):
     @property
     def inputs(self) -> dict[str, Tensor | None]:
         """What may get a gradient."""
-        return dict(zip(WANTED, (self.a.x, *self.a.parameters), strict=True))
+        return dict(zip(GRADIENTS, (self.a.x, *self.a.parameters), strict=True))
 
     def check(self) -> None:
         check_kept(_BACKWARD, self.grad, self.kept, self.a)
-        check_wanted(_BACKWARD, self.wanted)
+        check_output_mask(_BACKWARD, self.output_mask)
 
     @property
     def requested(self) -> dict[str, Tensor]:
         """What is to get a gradient."""
-        wanted = zip(self.inputs.items(), self.wanted, strict=True)
-        return {name: t for (name, t), want in wanted if want and t is not None}
+        inputs = zip(self.inputs.items(), self.output_mask, strict=True)
+        return {name: t for (name, t), want in inputs if want and t is not None}
 
     def empty(self) -> dict[str, Tensor]:
         return {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in self.requested.items()}
 
     def listed(self, made: dict[str, Tensor]) -> list[Tensor]:
-        return [made[name] if name in made else self.a.x.new_empty(0) for name in WANTED]
+        return [made[name] if name in made else self.a.x.new_empty(0) for name in GRADIENTS]
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
@@ -142,8 +142,8 @@ def kept_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _update(keeps: bool, a: Arguments) -> list[Tensor]:
-    given, sparing = a.tensors, not keeps or is_sparing()
-    found = plans.find(("update", keeps, *a[3:], sparing), given)
+    given, low_memory = a.tensors, not keeps or wants_low_memory()
+    found = plans.find(("update", keeps, *a[3:], low_memory), given)
     if found.plan is None:
         check(_PUBLIC, a)
     made = [_empty_update(a)]
@@ -153,19 +153,19 @@ def _update(keeps: bool, a: Arguments) -> list[Tensor]:
     def launches(x: Tensor, mask: Tensor | None, *rest: Tensor) -> None:
         inputs = _fused_inputs(a._replace(x=x, mask=mask, parameters=rest[:10]))
         out, *kept = rest[10:]
-        load("triton_fused").forward(inputs, flat(out, 3), Kept(*kept) if kept else None, sparing)
+        load("triton_fused").forward(inputs, flat(out, 3), Kept(*kept) if kept else None, low_memory)
 
     plan = _planned(found, launches, a, lambda: [*given, *made])
     if plan is not None:
         _run(plan, found, given, made)
     elif a.x.numel():
-        _forward(inputs_of(a), flat(made[0], 3), Kept(*made[1:]) if keeps else None, sparing)
+        _forward(inputs_of(a), flat(made[0], 3), Kept(*made[1:]) if keeps else None, low_memory)
     return made
 
 
-def _forward(inputs: Inputs, target: Tensor, kept: Kept | None, sparing: bool = True) -> None:
+def _forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool = True) -> None:
     with on(inputs.x.device):
-        backend_for(inputs).forward(inputs, target, kept, sparing)
+        backend_for(inputs).forward(inputs, target, kept, low_memory)
 
 
 def kernel_(*args: Any) -> None:
@@ -207,7 +207,7 @@ def _overwrite(x: Tensor, mask: Tensor | None, w: Weights, ending: bool) -> None
 
 
 def _empty_update(a: Arguments) -> Tensor:
-    return torch.empty(a.x.shape, dtype=a.x.dtype if a.adds else a.q.dtype, device=a.x.device)
+    return torch.empty(a.x.shape, dtype=a.x.dtype if a.add_residual else a.q.dtype, device=a.x.device)
 
 
 def _empty_kept(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -216,9 +216,9 @@ def _empty_kept(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def backward_kernel(*args: Any) -> list[Tensor]:
-    """Panels get a larger share of memory than in inference, or a smaller one if gradients are `sparing`."""
+    """Panels get a larger share of memory than in inference, or a smaller one with `low_memory`."""
     b = BackwardArguments.of(*args)
-    found = plans.find(("gradients", *b.a[3:], *b.wanted, b.sparing), b.tensors)
+    found = plans.find(("gradients", *b.a[3:], *b.output_mask, b.low_memory), b.tensors)
     if found.plan is None:
         b.check()
     if b.a.x.numel() == 0:
@@ -237,7 +237,7 @@ def _gradients(found: Found, b: BackwardArguments) -> dict[str, Tensor]:
             if not fused.aligned(grad):
                 raise UnplannableError("grad")
             made = dict(zip(names, rest[10:], strict=True))
-            fused.backward_into(made, grad, inputs, Kept(o.contiguous(), logsumexp.contiguous()), b.sparing)
+            fused.backward_into(made, grad, inputs, Kept(o.contiguous(), logsumexp.contiguous()), b.low_memory)
 
         plan = _planned(found, launches, a, lambda: [*b.tensors, *b.empty().values()])
         if plan is not None:
@@ -245,9 +245,9 @@ def _gradients(found: Found, b: BackwardArguments) -> dict[str, Tensor]:
             _run(plan, found, b.tensors, list(made.values()))
             return made
     inputs, kept = inputs_of(a), Kept(*(t.contiguous() for t in b.kept))
-    wanted = {name: name in requested for name in WANTED}
+    output_mask = {name: name in requested for name in GRADIENTS}
     with on(a.x.device):
-        made = backend_for(inputs).backward(flat(b.grad, 3), inputs, kept, wanted, b.sparing)
+        made = backend_for(inputs).backward(flat(b.grad, 3), inputs, kept, output_mask, b.low_memory)
     return {name: t.view(requested[name].shape) for name, t in made.items()}
 
 

@@ -111,7 +111,7 @@ def forward(inputs: Inputs, target: Tensor, kept: Kept | None, steps: Steps, who
     If `whole_bias` is given, it is the bias of all rows, as `steps.whole_bias` returns it, while x, `target` and `kept`
     have only some of the rows i; for the ending node, some of the columns.
     """
-    x, mask, w, ending, adds = inputs
+    x, mask, w, ending, add_residual = inputs
     batch, *_, c = x.shape
     own, n = rows_and_keys(x, ending)
     width, itemsize = w.q.shape[0], w.q.element_size()
@@ -133,7 +133,7 @@ def forward(inputs: Inputs, target: Tensor, kept: Kept | None, steps: Steps, who
                 saved = Saved(heads(o, w.heads, ending), kept.logsumexp[b, rows])
                 steps.attend(Attention(q, k, v, bias, row_mask, w.scale), saved)
             del qkv, q, k, v
-            steps.add(slab(target, b, rows, ending), x_rows if adds else None, o, z, w)
+            steps.add(slab(target, b, rows, ending), x_rows if add_residual else None, o, z, w)
             del o, z
 
 

@@ -53,16 +53,16 @@ def why_not(inputs: Inputs) -> str | None:
     return None
 
 
-def forward(inputs: Inputs, target: Tensor, kept: Kept | None, sparing: bool = True) -> None:
-    """Unless it is `sparing`, panels are larger, because the gradients will use as much memory anyway: at N = 768 and
-    c = 128, one panel instead of four."""
-    x, mask, w, ending, adds = inputs
+def forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool = True) -> None:
+    """Without `low_memory`, panels are larger, because the gradients will use as much memory anyway: at N = 768 and c =
+    128, one panel instead of four."""
+    x, mask, w, ending, add_residual = inputs
     batch, n = x.shape[:2]
     width, heads = w.q.shape[0], w.heads
     row_bytes = n * (3 * width * w.q.element_size() + 4 * heads)
     x_places, target_places = Places(x), Places(target)
-    project, end = kernel_for(w, "project", KEEPS_Z=False), kernel_for(w, "end", ADDS=adds)
-    for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), not sparing))):
+    project, end = kernel_for(w, "project", KEEPS_Z=False), kernel_for(w, "end", ADD_RESIDUAL=add_residual)
+    for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), not low_memory))):
         size = b.stop - b.start
         bias = triangle_bias(x, b, w, ending)
         added = None if mask is None else steps.prepared_mask(mask[b], bias)
@@ -91,12 +91,12 @@ def forward(inputs: Inputs, target: Tensor, kept: Kept | None, sparing: bool = T
 
 
 def backward(
-    grad: Tensor, inputs: Inputs, kept: Kept, wanted: dict[str, bool], sparing: bool = False
+    grad: Tensor, inputs: Inputs, kept: Kept, output_mask: dict[str, bool], low_memory: bool = False
 ) -> dict[str, Tensor]:
     """The kernels compute all gradients together; the steps do, if only some are requested."""
     given = {"x": inputs.x} | {name: t for name in TENSORS if (t := getattr(inputs.w, name)) is not None}
-    if not all(wanted[name] for name in given):
-        return steps.backward(grad, inputs, kept, wanted, sparing)
+    if not all(output_mask[name] for name in given):
+        return steps.backward(grad, inputs, kept, output_mask, low_memory)
     made = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items()}
-    backward_into(made, grad if aligned(grad) else grad.contiguous(), inputs, kept, sparing)
+    backward_into(made, grad if aligned(grad) else grad.contiguous(), inputs, kept, low_memory)
     return made

@@ -42,7 +42,7 @@ class _Products:
         self.sums = like.new_empty((_CHUNKS, many, a, b), dtype=torch.float32)
         self.columns = like.new_empty((_CHUNKS, many, a), dtype=torch.float32) if of_columns else None
         sizes = {"A": a, "PADDED_A": padded(a), "B": b, "PADDED_B": padded(b), "SUMS": of_columns}
-        self.kernels = [kernel_of("products", 0, 0, **sizes, ADDS=adds) for adds in (False, True)]
+        self.kernels = [kernel_of("products", 0, 0, **sizes, ACCUMULATE=accumulate) for accumulate in (False, True)]
         self.filled = False
 
     def add(self, a: Tensor, a_at: tuple[int, ...], step: int, b: Tensor) -> None:
@@ -64,7 +64,8 @@ class _GateGradients:
 
     def __init__(self, w: Weights, ending: bool) -> None:
         self.kernels = [
-            kernel_for(w, "gate_gradient", ENDING=ending, HEADS=w.heads, ADDS=adds) for adds in (False, True)
+            kernel_for(w, "gate_gradient", ENDING=ending, HEADS=w.heads, ACCUMULATE=accumulate)
+            for accumulate in (False, True)
         ]
         self.sums: Tensor | None = None
         self.columns: Tensor | None = None
@@ -84,10 +85,10 @@ class _GateGradients:
         kernel.launch((each, size, 1), *before, self.sums, columns, *behind)
 
 
-def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: Kept, sparing: bool) -> None:
+def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: Kept, low_memory: bool) -> None:
     """Writes the gradients of x and of all parameters that are not None to `made`. `grad` is aligned. Only launches
     kernels, so that it can be planned."""
-    x, mask, w, ending, adds = inputs
+    x, mask, w, ending, add_residual = inputs
     o, logsumexp = kept
     batch, n, _, c = x.shape
     width, heads, dtype = w.q.shape[0], w.heads, w.q.dtype
@@ -97,11 +98,11 @@ def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: K
     x_places, o_places, grad_places, dz_places = map(Places, (x, o, grad, dz))
     gate = _GateGradients(w, ending)
     project, to_z = kernel_for(w, "project", KEEPS_Z=True), kernel_for(w, "to_z")
-    norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=padded(heads), ADDS=adds)
+    norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=padded(heads), ADD_RESIDUAL=add_residual)
     of_inputs = _Products(4, width, c, w.gate_bias is not None, w.q)
     of_norm = w.q.new_empty((batch, norm.blocks(n * n, x.device), 2 + heads, c), dtype=torch.float32)
     row_bytes = n * ((c + 6 * width) * w.q.element_size() + 8 * heads)
-    for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), True, sparing))):
+    for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), True, low_memory))):
         size = b.stop - b.start
         bias = triangle_bias(x, b, w, ending)
         added = None if mask is None else steps.prepared_mask(mask[b], bias)

@@ -20,12 +20,12 @@ __all__ = [
 ]
 
 
-def budget(x: Tensor, itemsize: int, training: bool, sparing: bool = False) -> int:
+def budget(x: Tensor, itemsize: int, training: bool, low_memory: bool = False) -> int:
     """Bytes per panel. Every launch has a tail in which multiprocessors wait: on an H100, the kernels of a forward and
     a backward pass at N = 768 take 8.9 ms with 4 panels of gradients, and 9.6 with 12. Gradients of 128 features and 4
     heads take one panel up to N = 400, where the host limits the time, and two beyond."""
     pair = math.prod(x.shape[1:]) * itemsize
-    if sparing:
+    if low_memory:
         return max(pair // 2, 48 << 20)
     return (
         max(pair * 18 // 5, 288 << 20) if training and x.device.type != "cpu" else panels.budget(x, itemsize, training)

@@ -224,11 +224,11 @@ def why_not(inputs: Inputs) -> str | None:
     return None
 
 
-def forward(inputs: Inputs, target: Tensor, kept: Kept | None, sparing: bool = True) -> None:
+def forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool = True) -> None:
     panels.forward(inputs, target, kept, _this)
 
 
 def backward(
-    grad: Tensor, inputs: Inputs, kept: Kept, wanted: dict[str, bool], sparing: bool = False
+    grad: Tensor, inputs: Inputs, kept: Kept, output_mask: dict[str, bool], low_memory: bool = False
 ) -> dict[str, Tensor]:
-    return panels_backward.backward(grad, inputs, kept, wanted, _this)
+    return panels_backward.backward(grad, inputs, kept, output_mask, _this)

@@ -61,9 +61,9 @@ def _blocks(own: int) -> list[slice]:
     return [slice(first, min(first + size, own)) for first in range(0, own, size)]
 
 
-def multiply(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
+def multiply(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     """a @ b of each channel, added to `out` or written to it."""
-    if adds:
+    if accumulate:
         out.baddbmm_(a, b)
     else:
         torch.bmm(a, b, out=out)
@@ -120,7 +120,7 @@ def _outgoing(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None,
     product = this.channels() if o is None else o
 
     def multiply_by(rank: int, rows: slice, block: Block) -> None:
-        multiply(product[..., this.columns(rank, rows)], a, this.of_rank(block, rank).mT, adds=False)
+        multiply(product[..., this.columns(rank, rows)], a, this.of_rank(block, rank).mT, accumulate=False)
 
     for each in sent:
         multiply_by(ranks.rank, *each)
@@ -141,8 +141,8 @@ def _incoming(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None,
     product = this.channels() if o is None else o
 
     def maker_of(group: slice) -> Make:
-        def make(out: Tensor, rank: int, adds: bool) -> None:
-            multiply(out[..., : this.width], a[group, :, this.columns(rank)].mT, b[group], adds)
+        def make(out: Tensor, rank: int, accumulate: bool) -> None:
+            multiply(out[..., : this.width], a[group, :, this.columns(rank)].mT, b[group], accumulate)
 
         return make
 
@@ -156,13 +156,19 @@ def _incoming(this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None,
 
 
 def _element(
-    this: OwnRows, ranks: Collectives, x: Tensor, mask: Tensor | None, o: Tensor | None, target: Tensor, adds: bool
+    this: OwnRows,
+    ranks: Collectives,
+    x: Tensor,
+    mask: Tensor | None,
+    o: Tensor | None,
+    target: Tensor,
+    add_residual: bool,
 ) -> bool:
     """Writes the update of x (own, N, c) to `target`, and the product to `o`. False if there are no kernels."""
     product = (_outgoing if this.call.outgoing else _incoming)(this, ranks, x, mask, o)
     if product is None:
         return False
-    if not _rows_out(product[..., : this.n], x, this.parameters, this.eps, this.eps_out, target, adds):
+    if not _rows_out(product[..., : this.n], x, this.parameters, this.eps, this.eps_out, target, add_residual):
         raise RuntimeError("_triangle_rows_out: expected arguments like those of _triangle_rows_in, got others")
     return True
 
@@ -193,7 +199,7 @@ def elements(x: Tensor, *tensors: Tensor | None) -> Iterator[Sequence[Any]]:
     return zip(*map(flat, tensors), strict=True)
 
 
-def update(call: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor] | None:
+def update(call: Any, keep: bool, add_residual: bool) -> tuple[Tensor, Tensor] | None:
     """The update of a rank's rows, or x after adding the update to it, and the product if it is to be kept; None on all
     ranks, with nothing done, if they have no kernels for it or different numbers of rows."""
     this = own_rows(call)
@@ -201,7 +207,7 @@ def update(call: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor] | None:
         return None
     x, mask = this.x, this.mask
     # In place, element by element, unless what is still to be read may lie in the memory of x.
-    inside = adds and x.is_contiguous() and x.data_ptr() % 16 == 0 and not x.is_neg()
+    inside = add_residual and x.is_contiguous() and x.data_ptr() % 16 == 0 and not x.is_neg()
     others = (t for t in (mask, *this.parameters) if t is not None)
     inside = inside and all(t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for t in others)
     target = x if inside else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -209,12 +215,12 @@ def update(call: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor] | None:
     try:
         with devices.on(x.device), this.ranks(keep) as ranks:
             for x_i, mask_i, o, to in elements(x, x, mask, product, target):
-                if not _element(this, ranks, x_i, mask_i, o, to, adds):
+                if not _element(this, ranks, x_i, mask_i, o, to, add_residual):
                     return None
     except BaseException:
         if inside and not call.whole.is_inference():  # earlier elements may have been overwritten
             torch.autograd.graph.increment_version(call.whole)
         raise
-    if adds and not inside:
+    if add_residual and not inside:
         target = x.copy_(target)
     return target, x.new_empty(0) if product is None else product[..., : this.n]

@@ -100,16 +100,16 @@ class _Element:
             of_b.wait()
             return None
         da, db = this.channels()[..., : this.width], this.channels()
-        multiply(da, d_o[..., this.columns(own)], this.of_rank(of_b, own), adds=False)
+        multiply(da, d_o[..., this.columns(own)], this.of_rank(of_b, own), accumulate=False)
         of_b.wait()
         ranks.begin()  # all have b: what was sent may be overwritten
 
-        def part_of_db(out: Tensor, rank: int, adds: bool) -> None:
-            multiply(out[..., : this.width], d_o[..., this.columns(rank)].mT, self.a, adds)
+        def part_of_db(out: Tensor, rank: int, accumulate: bool) -> None:
+            multiply(out[..., : this.width], d_o[..., this.columns(rank)].mT, self.a, accumulate)
 
         arrive = ranks.summed(part_of_db, db)
         for rank in self._others():
-            multiply(da, d_o[..., this.columns(rank)], this.of_rank(of_b, rank), adds=True)
+            multiply(da, d_o[..., this.columns(rank)], this.of_rank(of_b, rank), accumulate=True)
         arrive()
         return da, db[..., : this.width]
 
@@ -127,8 +127,8 @@ class _Element:
 
         def multiply_by(rank: int) -> None:
             d_o, columns = this.of_rank(of_d_o, rank), this.columns(rank)
-            multiply(da[..., columns], b, d_o.mT, adds=False)
-            multiply(db, self.a[..., columns], d_o, adds=rank != own)
+            multiply(da[..., columns], b, d_o.mT, accumulate=False)
+            multiply(db, self.a[..., columns], d_o, accumulate=rank != own)
 
         multiply_by(own)
         of_d_o.wait()
@@ -147,13 +147,13 @@ class _Element:
 
 
 def gradients(
-    call: Any, grad: Tensor, product: Tensor, wanted: Sequence[bool], adds: bool
+    call: Any, grad: Tensor, product: Tensor, output_mask: Sequence[bool], add_residual: bool
 ) -> list[Tensor | None] | None:
     """The gradients of x, the mask and the parameters; None on all ranks, with nothing done, if they have no kernels.
     The kernels compute all of them but the mask's, and apply if that is what is wanted."""
     this = own_rows(call)
     given = [t is not None for t in call.parameters]
-    if this is None or not wanted[0] or wanted[1] or list(wanted[2:]) != given:
+    if this is None or not output_mask[0] or output_mask[1] or list(output_mask[2:]) != given:
         return None
     x = this.x.contiguous()
     grad, product = arrived(grad).contiguous(), _readable(this, arrived(product))
@@ -167,7 +167,7 @@ def gradients(
             made = (element.outgoing if call.outgoing else element.incoming)(step)
             if made is None:
                 return None
-            element.input_step(*made, dz, grad_i if adds else None, sums_i)
+            element.input_step(*made, dz, grad_i if add_residual else None, sums_i)
             del made  # before those of the next element
-        of_parameters = _parameter_gradients(sums, this.parameters, wanted[2:])
-    return [dx, None, *(g if asked else None for g, asked in zip(of_parameters, wanted[2:], strict=True))]
+        of_parameters = _parameter_gradients(sums, this.parameters, output_mask[2:])
+    return [dx, None, *(g if want else None for g, want in zip(of_parameters, output_mask[2:], strict=True))]

@@ -214,33 +214,33 @@ class Rows:
         update = _myops.gate(projected, self.z, self.w.g_out, self.w.g_out_bias)
         return update, o if keep else o.new_empty(0)
 
-    def gradients(self, grad: Tensor, product: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    def gradients(self, grad: Tensor, product: Tensor, output_mask: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of x, the mask and the parameters; None if not requested."""
-        asked, w = _Asked(wanted), self.w
+        requested, w = _Requested(output_mask), self.w
         packed = self.call.parameters[Layers._fields.index("p_b")] is None
         if packed:
             for name in _PACKED:
-                asked.wanted[name.replace("_a", "_b")] = asked.wanted[name]
+                requested.output_mask[name.replace("_a", "_b")] = requested.output_mask[name]
         out: dict[str, Tensor | None] = {}
-        through_product, through_z = asked.any(*_BEFORE_PRODUCT), asked.any("x", "norm_in", "norm_in_bias")
+        through_product, through_z = requested.any(*_BEFORE_PRODUCT), requested.any("x", "norm_in", "norm_in_bias")
         rows, normed, mean, rstd, projected = self._projected(product)
-        dv_asked = through_product or asked.any("norm_out", "norm_out_bias", "p_out", "p_out_bias")
+        needs_dv = through_product or requested.any("norm_out", "norm_out_bias", "p_out", "p_out_bias")
         dv, dz, out["g_out"], out["g_out_bias"] = _myops._gate_backward(
-            grad, projected, self.z, w.g_out, w.g_out_bias, [dv_asked, through_z, *asked("g_out", "g_out_bias")]
+            grad, projected, self.z, w.g_out, w.g_out_bias, [needs_dv, through_z, *requested("g_out", "g_out_bias")]
         )
-        if asked.any("p_out"):
+        if requested.any("p_out"):
             out["p_out"] = dv.flatten(0, -2).t() @ normed.flatten(0, -2)
-        if asked.any("p_out_bias"):
+        if requested.any("p_out_bias"):
             out["p_out_bias"] = dv.flatten(0, -2).sum(0)
-        if through_product or asked.any("norm_out", "norm_out_bias"):
-            norm_asked = [through_product, *asked("norm_out", "norm_out_bias")]
+        if through_product or requested.any("norm_out", "norm_out_bias"):
+            norm_mask = [through_product, *requested("norm_out", "norm_out_bias")]
             do, out["norm_out"], out["norm_out_bias"] = _myops._layer_norm_backward(
-                dv @ w.p_out, rows, rows.shape[-1:], mean, rstd, w.norm_out, norm_asked
+                dv @ w.p_out, rows, rows.shape[-1:], mean, rstd, w.norm_out, norm_mask
             )
-        of_product = self._through_product(do, asked, out) if through_product else None
+        of_product = self._through_product(do, requested, out) if through_product else None
         if through_z:
             assert of_product is not None
-            self._through_norm_in(dz + of_product, asked, out)
+            self._through_norm_in(dz + of_product, requested, out)
         if packed:
             for name in _PACKED:
                 of_b = out.pop(name.replace("_a", "_b"), None)
@@ -248,10 +248,10 @@ class Rows:
                     out[name] = torch.cat([of_a, of_b])
         return [out.get(name) for name in _GRADIENTS]
 
-    def _through_product(self, do: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> Tensor:
+    def _through_product(self, do: Tensor, requested: _Requested, out: dict[str, Tensor | None]) -> Tensor:
         """Writes the gradients of the mask and the projections to `out`; returns that of z."""
         dab = self._factor_gradients(_channels(do))
-        if asked.any("mask"):
+        if requested.any("mask"):
             dmask = sum((t * ungated).sum(-1) for t, ungated in zip(dab, self.ungated, strict=True))
             out["mask"] = dmask.to(self.call.mask.dtype)
         parts = []
@@ -259,31 +259,31 @@ class Rows:
             names = (f"p_{name}", f"g_{name}", f"p_{name}_bias", f"g_{name}_bias")
             weights = [getattr(self.w, n) for n in names]
             masked = (t if self.mask is None else t * self.mask).contiguous()
-            part, *grads = _myops._glu_backward(masked, self.z, *weights, "sigmoid", [True, *asked(*names)])
+            part, *grads = _myops._glu_backward(masked, self.z, *weights, "sigmoid", [True, *requested(*names)])
             out |= dict(zip(names, grads, strict=True))
             parts.append(part)
         return parts[0] + parts[1]
 
-    def _through_norm_in(self, dz: Tensor, asked: _Asked, out: dict[str, Tensor | None]) -> None:
+    def _through_norm_in(self, dz: Tensor, requested: _Requested, out: dict[str, Tensor | None]) -> None:
         x, names = self.call.x, ("norm_in", "norm_in_bias")
         weight, _ = norm_parameters(x, self.w.norm_in, None)
-        wanted = [asked.any("x"), *asked(*names)]
+        output_mask = [requested.any("x"), *requested(*names)]
         out["x"], *affine = _myops._layer_norm_backward(
-            dz.to(x.dtype), x.contiguous(), x.shape[-1:], *self.moments[1:], weight, wanted
+            dz.to(x.dtype), x.contiguous(), x.shape[-1:], *self.moments[1:], weight, output_mask
         )
         for name, t in zip(names, affine, strict=True):
             parameter = getattr(self.w, name)
             out[name] = t if parameter is None else t.to(parameter.dtype)
 
 
-class _Asked:
+class _Requested:
     """The requested gradients, by name."""
 
-    def __init__(self, wanted: Sequence[bool]) -> None:
-        self.wanted = dict(zip(_GRADIENTS, wanted, strict=True))
+    def __init__(self, output_mask: Sequence[bool]) -> None:
+        self.output_mask = dict(zip(_GRADIENTS, output_mask, strict=True))
 
     def __call__(self, *names: str) -> list[bool]:
-        return [self.wanted[name] for name in names]
+        return [self.output_mask[name] for name in names]
 
     def any(self, *names: str) -> bool:
         return any(self(*names))

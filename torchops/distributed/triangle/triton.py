@@ -116,7 +116,7 @@ def _outs(
     x_strides, target_strides, own, n, width, eps, eps_out,
     C: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
     HAS_NORM_OUT: tl.constexpr, HAS_NORM_OUT_BIAS: tl.constexpr, HAS_P_BIAS: tl.constexpr, HAS_G_BIAS: tl.constexpr,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """target (+)= (norm_out(o) @ p_out.T + p_out_bias) * sigmoid(z @ g_out.T + g_out_bias), for positions (batch, i, j)
     of o[batch, d, i, j]."""
@@ -133,7 +133,7 @@ def _outs(
     at = batch * x_strides[0] + i * x_strides[1] + j * x_strides[2]
     z, values = _z(x, at, inside, norm, norm_bias, eps, dtype, C, HAS_NORM, HAS_NORM_BIAS)
     y *= _sigmoid(tl.dot(z, tl.trans(_matrix(g_out, C, C))) + _vector(g_out_bias, C, HAS_G_BIAS, 0.0)[None, :])
-    if ADDS:
+    if ADD_RESIDUAL:
         y += values
     to = target + batch * target_strides[0] + i * target_strides[1] + j * target_strides[2]
     tl.store(to[:, None] + tl.arange(0, C)[None, :], y.to(target.dtype.element_ty), mask=inside[:, None])
@@ -180,10 +180,10 @@ def fits(w: Any) -> bool:
 
 def update(
     x: Tensor, mask: Tensor | None, w: Any, n: int, outgoing: bool, scale: float, eps: float, groups: int,
-    exchange: Exchange, target: Tensor, adds: bool,
+    exchange: Exchange, target: Tensor, add_residual: bool,
 ) -> Tensor:  # fmt: skip
-    """Writes the update of x, (batch, rows, N, c) with contiguous features, to `target`; with `adds`, x plus the
-    update. Returns o, (batch, d, rows, N)."""
+    """Writes the update of x, (batch, rows, N, c) with contiguous features, to `target`; with `add_residual`, x plus
+    the update. Returns o, (batch, d, rows, N)."""
     (batch, own, _, c), d, width = x.shape, w.p_out.shape[1], -(-n // _PADDING) * _PADDING
     group = d // groups
     w = w._replace(**{name: t.contiguous() for name, t in w._asdict().items() if t is not None})
@@ -228,6 +228,7 @@ def update(
             o, x, w.norm_in, w.norm_in_bias, w.norm_out, w.norm_out_bias, w.p_out, w.p_out_bias, w.g_out, w.g_out_bias,
             target, x.stride()[:3], target.stride()[:3], own, n, width, eps, eps * scale**2, **has,
             HAS_NORM_OUT=w.norm_out is not None, HAS_NORM_OUT_BIAS=w.norm_out_bias is not None,
-            HAS_P_BIAS=w.p_out_bias is not None, HAS_G_BIAS=w.g_out_bias is not None, ADDS=adds, **blocks,
+            HAS_P_BIAS=w.p_out_bias is not None, HAS_G_BIAS=w.g_out_bias is not None,
+            ADD_RESIDUAL=add_residual, **blocks,
         )  # fmt: skip
     return o[..., :n]

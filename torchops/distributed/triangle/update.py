@@ -55,29 +55,33 @@ class _Call(TriangleCall):
         places = self.with_rows_as(Shard(self.whole.ndim - 2)) if keep else self.nowhere
         return wrap(product, self.whole, places, self.product_shape() if keep else (0,))
 
-    def update(self, keep: bool, adds: bool = False) -> tuple[Tensor, Tensor]:
-        """The update; with `adds` and sharded rows, x itself, to which it was added."""
+    def update(self, keep: bool, add_residual: bool = False) -> tuple[Tensor, Tensor]:
+        """The update; with `add_residual` and sharded rows, x itself, to which it was added."""
         if self.by_rows:
-            done = hopper.update(self, keep, adds)
+            done = hopper.update(self, keep, add_residual)
             if done is not None:
                 return done
             kernels = self._kernels()
-            return self._by_operators(keep, adds) if kernels is None else self._by_kernels(kernels, keep, adds)
+            return (
+                self._by_operators(keep, add_residual)
+                if kernels is None
+                else self._by_kernels(kernels, keep, add_residual)
+            )
         arguments = (self.x, self.mask, self.parameters, self.outgoing, self.eps, keep)
         return _myops._triangle_multiplicative_update(*arguments)
 
-    def _by_operators(self, keep: bool, adds: bool) -> tuple[Tensor, Tensor]:
+    def _by_operators(self, keep: bool, add_residual: bool) -> tuple[Tensor, Tensor]:
         update, product = Rows(self).update(keep)
-        return self.x.add_(update) if adds else update, product
+        return self.x.add_(update) if add_residual else update, product
 
     def _kernels(self) -> Any:
         """The GPU kernels, if there are any for these parameters: the same on all ranks."""
         kernels = kernels_for(self.x)
         return None if kernels is None or not kernels.fits(apart(self.parameters)) else kernels
 
-    def _by_kernels(self, kernels: Any, keep: bool, adds: bool) -> tuple[Tensor, Tensor]:
+    def _by_kernels(self, kernels: Any, keep: bool, add_residual: bool) -> tuple[Tensor, Tensor]:
         w, rows, n, mask = apart(self.parameters), self.rows.dim, self.whole.shape[-2], self.mask
-        x, inside = self.x.contiguous(), adds and self.x.is_contiguous()
+        x, inside = self.x.contiguous(), add_residual and self.x.is_contiguous()
         target = x if inside else torch.empty(x.shape, dtype=w.p_out.dtype, device=x.device)
         sizes, batch = self.whole.shape[:rows], x.shape[:rows]
         flat = (math.prod(batch), *x.shape[rows:])
@@ -93,35 +97,35 @@ class _Call(TriangleCall):
                 self.eps, GROUPS, exchange, target.view(flat), inside,
             )  # fmt: skip
         product = product.unflatten(0, batch or (1,)).flatten(0, 0 if batch else 1) if keep else x.new_empty(0)
-        return self.x.add_(target) if adds and not inside else target, product
+        return self.x.add_(target) if add_residual and not inside else target, product
 
-    def gradients(self, grad: Any, product: Any, wanted: Sequence[bool], adds: bool) -> list[Any]:
+    def gradients(self, grad: Any, product: Any, output_mask: Sequence[bool], add_residual: bool) -> list[Any]:
         grad = local(grad, self.placements)
         product = local(product, self.with_rows_as(Shard(self.whole.ndim - 2)))
         gradients: list[Any]
         if self.by_rows:
-            done = hopper_gradients.gradients(self, grad, product, wanted, adds)
+            done = hopper_gradients.gradients(self, grad, product, output_mask, add_residual)
             if done is None:
-                done = Rows(self).gradients(grad, product, wanted)
-                if adds and wanted[0]:
+                done = Rows(self).gradients(grad, product, output_mask)
+                if add_residual and output_mask[0]:
                     done[0] = done[0] + grad
             gradients = done
         else:
             gradients = _myops._triangle_multiplicative_update_backward(
-                grad, self.x, [product], self.mask, self.parameters, self.outgoing, self.eps, wanted, adds
+                grad, self.x, [product], self.mask, self.parameters, self.outgoing, self.eps, output_mask, add_residual
             )
         inputs = [self.whole, self.dmask, *self.parameters]
-        return self.wrapped_gradients(gradients, inputs, [self.placements] * 2, wanted)
+        return self.wrapped_gradients(gradients, inputs, [self.placements] * 2, output_mask)
 
 
 # --- what the operators become ---------------------------------------------------------------------------------------
 
 
 def _beneath(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    x, mask, parameters, outgoing, eps, keep, adds = (*args, False, False)[:7]
+    x, mask, parameters, outgoing, eps, keep, add_residual = (*args, False, False)[:7]
     call = _Call("_triangle_multiplicative_update", x, mask, parameters, outgoing, eps)
     update, product = call.update(keep)
-    return call.wrapped(call.x + update if adds else update), call.wrapped_product(product, keep)
+    return call.wrapped(call.x + update if add_residual else update), call.wrapped_product(product, keep)
 
 
 def _beneath_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -133,16 +137,16 @@ def _beneath_(_cls: type, _op: Any, _types: Any, args: Sequence[Any], kwargs: An
 def _in_place(call: _Call, keep: bool) -> Tensor:
     """Returns the product."""
     if call.by_rows:
-        return call.update(keep, adds=True)[1]
+        return call.update(keep, add_residual=True)[1]
     arguments = (call.x, call.mask, call.parameters, call.outgoing, call.eps, keep)
     product: Tensor = _myops._triangle_multiplicative_update_(*arguments)
     return product
 
 
 def _backward(_cls: type, _op: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    grad, x, (product,), mask, parameters, outgoing, eps, wanted, adds = (*args, False)[:9]
+    grad, x, (product,), mask, parameters, outgoing, eps, output_mask, add_residual = (*args, False)[:9]
     call = _Call("_triangle_multiplicative_update_backward", x, mask, parameters, outgoing, eps)
-    return call.gradients(grad, product, wanted, adds)
+    return call.gradients(grad, product, output_mask, add_residual)
 
 
 def _in_order(kwargs: Any) -> list[Any]:

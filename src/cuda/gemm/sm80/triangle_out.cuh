@@ -50,13 +50,13 @@ __device__ void load_positions(uint32_t (&words)[Pieces<T>::kSteps][4], const un
   }
 }
 
-/// Writes values[i], plus what is there in `residual` or x if `adds`, rounding once.
+/// Writes values[i], plus what is there in `residual` or x if `add_residual`, rounding once.
 template <class T>
 __device__ void write_update(const PairProblem& p, int row, int position, int feature,
                              float (&values)[Pieces<T>::kElements]) {
   constexpr int vector = Pieces<T>::kElements;
   const int64_t at = row * p.out_stride + position * p.out_row_stride + feature;
-  if (p.adds && p.residual.data != nullptr) {
+  if (p.add_residual && p.residual.data != nullptr) {
     const int64_t from = row * p.residual.batch_stride + position * p.residual.row_stride + feature;
 #pragma unroll
     for (int i = 0; i < vector; i += 4) {
@@ -67,7 +67,7 @@ __device__ void write_update(const PairProblem& p, int row, int position, int fe
     }
     return;
   }
-  if (p.adds) {
+  if (p.add_residual) {
     const int64_t from = row * p.x.batch_stride + position * p.x.row_stride + feature;
     float x[vector];
     unpack(load<T, vector>(static_cast<const T*>(p.x.data) + from), x);
@@ -78,7 +78,7 @@ __device__ void write_update(const PairProblem& p, int row, int position, int fe
 }
 
 /// out[i][k] = (layer norm of o[:, i, k] @ value.T + bias) * sigmoid(layer norm of x[i][k] @ gate.T + bias), plus
-/// x[i][k] or the residual, if `adds`; o is channels[0].
+/// x[i][k] or the residual, if `add_residual`; o is channels[0].
 template <class T>
 __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_out_kernel(const PairProblem p) {
   using Out = PairOut80<T>;

@@ -153,8 +153,8 @@ CUTLASS_DEVICE void InputGradientsKernel<F, Element, tiling>::compute(const Para
     for (int box = 0; box < boxes; ++box, ++at, ++w_at) {
       auto& stage = shared.stages[at.index()];
       const int column = box * kBox + thread;
-      const bool adds = partial != nullptr && thread < kBox && column < p.n;
-      float sum = adds && tile != blockIdx.x ? partial[column] : 0.f;
+      const bool sums_column = partial != nullptr && thread < kBox && column < p.n;
+      float sum = sums_column && tile != blockIdx.x ? partial[column] : 0.f;
       float of_thread[Cotangent::kVector] = {};
       Element* const dz = stage.grad.data() + warpgroup * kPart;
       shared.ring.wait_until_loaded(at);
@@ -180,7 +180,7 @@ CUTLASS_DEVICE void InputGradientsKernel<F, Element, tiling>::compute(const Para
         product.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      if (adds) {
+      if (sums_column) {
         CUTLASS_PRAGMA_UNROLL
         for (int row = 0; row < Cotangent::kHeight; ++row) sum += result.sums[box % 2][row][thread];
         partial[column] = sum;

@@ -66,7 +66,7 @@ struct FeedForwardDwKernel {
     const float* bias;  // as in transition/dx.cuh
     Sums* sums;         // for each group of CTAs, for each slice
     int slices, groups, row_tiles;
-    bool adds, adds_grad;  // adds to the existing sums; also sums g
+    bool accumulate, sums_grad;  // adds to the existing sums; also sums g
 
     /// Each group goes through its own tiles.
     CUTLASS_DEVICE int slice() const { return static_cast<int>(blockIdx.x) % slices; }
@@ -222,7 +222,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
     for (int warp = 0; warp < 4; ++warp) sum += scratch(of)[i / kSlice][warp][i % kSlice];
   }
   float& to = p.sums[blockIdx.x].biases[i / kSlice][i % kSlice];
-  to = p.adds ? to + sum : sum;
+  to = p.accumulate ? to + sum : sum;
 }
 
 template <class Element, class F, NarrowTiling tiling>
@@ -235,7 +235,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add_grad(const Para
   for (int tile = p.group(); tile < p.row_tiles; tile += p.groups, ++at) {
     shared.ring.wait_until_loaded(at);
     const Element* const grad = shared.rows[at.index()].grad.data() + lane % 2 * 4;
-    for (int part = slice; p.adds_grad && part < kRows / 8; part += p.slices) {
+    for (int part = slice; p.sums_grad && part < kRows / 8; part += p.slices) {
       for (int row = part * 8; row < part * 8 + 8; ++row) {
         const auto values = widen(*reinterpret_cast<const Quad*>(grad + swizzled_piece<kRows>(row, lane / 2 * 8)));
         CUTLASS_PRAGMA_UNROLL
@@ -249,7 +249,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add_grad(const Para
   CUTLASS_PRAGMA_UNROLL
   for (int v = 0; v < 4; ++v) {
     float& to = p.sums[blockIdx.x].down_bias[lane * 4 + v];
-    to = p.adds ? to + sums[v] : sums[v];
+    to = p.accumulate ? to + sums[v] : sums[v];
   }
 }
 
@@ -277,7 +277,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add(const Parameter
   clear(gate);
   clear(up);
   clear(down);
-  if (p.adds) {
+  if (p.accumulate) {
     each([](auto& sums, int i, const float2* from) {
       sums(i) = from->x;
       sums(i + 1) = from->y;

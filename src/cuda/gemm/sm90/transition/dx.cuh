@@ -83,8 +83,8 @@ struct FeedForwardDxKernel {
     TileMap<cute::SM90_TMA_LOAD_MULTICAST, Element, kChunk, kChunk> gate, up, down;
     const float* bias;  // of gate, scaled, then of up: kMostHidden each
     float eps;
-    int c, hidden, row_tiles;  // row_tiles: of the rows of a cluster
-    bool keeps_xhat, adds;     // adds: also adds g
+    int c, hidden, row_tiles;       // row_tiles: of the rows of a cluster
+    bool keeps_xhat, add_residual;  // add_residual: also adds g
 
     CUTLASS_DEVICE int chunks() const { return (hidden + kChunk - 1) / kChunk; }
     CUTLASS_DEVICE int first() const { return blockIdx.x / kCluster; }
@@ -281,7 +281,7 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
       warpgroup_fence_operand(hidden);
       warpgroup_fence_operand(dh);
       release(shared.down_ring.free[down_at.index()]);
-      if (chunk == chunks - 1 && !p.adds && thread == 0) shared.grad_ring[warpgroup].free[0].arrive();
+      if (chunk == chunks - 1 && !p.add_residual && thread == 0) shared.grad_ring[warpgroup].free[0].arrive();
       differentiate(chunk);
       begin();
       start_dx(at, chunk == 0);
@@ -291,7 +291,7 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     }
 
     through_norm<Element>(dx, rows, p.c, rstd);
-    if (p.adds) {
+    if (p.add_residual) {
       Tensor grad = make_tensor_like<Element>(dx);
       copy(read, read_slice.partition_S(in_rows(shared.grad[warpgroup].data())), read_slice.retile_D(grad));
       CUTLASS_PRAGMA_UNROLL
@@ -307,7 +307,7 @@ CUTLASS_DEVICE void FeedForwardDxKernel<Element, F, tiling>::compute(const Param
     cutlass::arch::fence_view_async_shared();  // of these writes, and of reads of g
     sync();
     if (thread == 0) {
-      if (p.adds) shared.grad_ring[warpgroup].free[0].arrive();
+      if (p.add_residual) shared.grad_ring[warpgroup].free[0].arrive();
       p.dx.store(x, place, 0);
     }
     stored = tile_at.index();

@@ -59,7 +59,7 @@ struct FeedForwardKernel {
     NormValues<Element> norm[2];
     float eps;
     int m, c, hidden, row_tiles;  // row_tiles: of the rows of a cluster
-    bool adds;
+    bool add_residual;
     Float32Residual residual;
 
     CUTLASS_DEVICE int chunks() const { return (hidden + kChunk - 1) / kChunk; }
@@ -274,7 +274,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     if (has_residual) load_residual(0);
     start_down(down_at, chunks == 1);
     Tensor old = make_tensor_like<Element>(y);
-    if (p.adds && !has_residual) copy(read_x, x_slice.partition_S(in_rows(x)), x_slice.retile_D(old));
+    if (p.add_residual && !has_residual) copy(read_x, x_slice.partition_S(in_rows(x)), x_slice.retile_D(old));
     warpgroup_wait<0>();
     warpgroup_fence_operand(y);
     release(shared.down_ring.free[down_at.index()]);
@@ -301,7 +301,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(y); i += 2) {
       cutlass::Array<float, 2> values = update(i);
-      if (p.adds) {
+      if (p.add_residual) {
         values[0] += static_cast<float>(old(i));
         values[1] += static_cast<float>(old(i + 1));
       }
@@ -316,7 +316,7 @@ CUTLASS_DEVICE void FeedForwardKernel<Element, F, tiling>::compute(const Paramet
   if (thread == 0) tma_store_wait<0>();
 }
 
-/// out = down(F(gate(z)) * up(z)) with z = layer norm of x; plus x or the residual if `adds`.
+/// out = down(F(gate(z)) * up(z)) with z = layer norm of x; plus x or the residual if `add_residual`.
 template <class F>
 struct FeedForward {
   template <Element element, NarrowTiling tiling>
@@ -334,7 +334,7 @@ struct FeedForward {
       using Parameters = typename Kernel::Parameters;
       int count = 0;
       if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
-      const bool has_residual = p.adds && p.residual.data != nullptr;
+      const bool has_residual = p.add_residual && p.residual.data != nullptr;
       if (!are_encodable<T>(p.x, has_residual ? p.x : p.out, p.gate.weight, p.up.weight, p.down.weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
@@ -364,7 +364,7 @@ struct FeedForward {
       parameters.c = p.c;
       parameters.hidden = p.hidden;
       parameters.row_tiles = p.m / rows + (p.m % rows != 0);
-      parameters.adds = p.adds;
+      parameters.add_residual = p.add_residual;
       return Status::of(Launch::run(parameters, std::min(count, parameters.row_tiles), stream));
     }
   };

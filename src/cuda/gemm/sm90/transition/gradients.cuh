@@ -235,7 +235,7 @@ struct FeedForwardGradients {
       parameters.hidden = p.hidden;
       parameters.row_tiles = (rows + kRowsOfCluster - 1) / kRowsOfCluster;
       parameters.keeps_xhat = p.has_weights();
-      parameters.adds = p.adds;
+      parameters.add_residual = p.add_residual;
       return Status::of(LaunchDx::run(parameters, std::min(of.dx_clusters, parameters.row_tiles), stream));
     }
 
@@ -259,8 +259,8 @@ struct FeedForwardGradients {
       parameters.slices = of.slices;
       parameters.groups = of.groups;
       parameters.row_tiles = (rows + Dw::kRows - 1) / Dw::kRows;
-      parameters.adds = begin > 0;
-      parameters.adds_grad = p.dbiases[2] != nullptr;
+      parameters.accumulate = begin > 0;
+      parameters.sums_grad = p.dbiases[2] != nullptr;
       return Status::of(LaunchDw::run(parameters, of.groups * of.slices, stream));
     }
   };

@@ -39,7 +39,7 @@ struct PairGradients {
       if constexpr (out) {
         return launch<DxHat::kBegins>(p, stream);
       } else if (p.last) {
-        return p.adds ? launch<DxHat::kEndsAndAdds>(p, stream) : launch<DxHat::kEnds>(p, stream);
+        return p.add_residual ? launch<DxHat::kEndsAndAddsResidual>(p, stream) : launch<DxHat::kEnds>(p, stream);
       } else {
         return launch<DxHat::kGrows>(p, stream);
       }
@@ -82,7 +82,7 @@ struct PairGradients {
       parameters.mask = static_cast<const T*>(p.mask);
       parameters.mask_row_stride = p.mask_row_stride;
       parameters.mask_stride = p.mask_stride;
-      if constexpr (Kernel::kAdds) {
+      if constexpr (Kernel::kAddsResidual) {
         const Operand& g = p.grad;
         if (!are_encodable<T>(g)) return Status::of(cudaErrorInvalidValue);
         const auto map = Kernel::LoadRows::of(g.data, g.row_stride, g.batch_stride, p.n, p.c, p.rows);

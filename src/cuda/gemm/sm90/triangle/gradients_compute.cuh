@@ -267,7 +267,8 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
       ++next;
       if (p.tiles.has(following)) normalize_x(p, shared, next, following);
     }
-    if constexpr (kAdds) read_residual(residual, tile);  // arrives from the second-level cache during the products
+    if constexpr (kAddsResidual)
+      read_residual(residual, tile);  // arrives from the second-level cache during the products
     Tensor other = make_tensor_like<Element>(u);
     if constexpr (kOut) {
       read(from_channels, stage.other.data(), InChannels{}, other);
@@ -295,7 +296,7 @@ CUTLASS_DEVICE void PairGradientsKernel<Element, Gate, kOut, tiling, kDxHat>::co
       if constexpr (kLast) {
         read(from_rows, stage.x.data(), InRows{}, other);
         through_norm(dx, other, shared.rstd[at.index()], p.c, [] {});
-        if constexpr (kAdds) {
+        if constexpr (kAddsResidual) {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < size(dx); ++i) dx(i) += static_cast<float>(residual(i));
         }

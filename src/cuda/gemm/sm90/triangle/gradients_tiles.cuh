@@ -34,7 +34,7 @@ namespace torchops::cuda::gemm {
 
 /// What happens to dxhat, known at compile time because registers are few: the output step begins it, the sides of the
 /// input step add to it, and the last one turns it into dx, and may add the cotangent of a residual.
-enum class DxHat { kBegins, kGrows, kEnds, kEndsAndAdds };
+enum class DxHat { kBegins, kGrows, kEnds, kEndsAndAddsResidual };
 
 /// A tile of positions: its row, and its place among the tiles of the row.
 struct PairPlace {
@@ -75,7 +75,8 @@ struct PairGradientsKernel {
   static constexpr int kColumns = kFeatures / kWarpgroups;
   static constexpr int kTileBytes = kRows * kFeatures * static_cast<int>(sizeof(Element));
   static constexpr int kStages = 3;
-  static constexpr bool kAdds = kDxHat == DxHat::kEndsAndAdds, kLast = kAdds || kDxHat == DxHat::kEnds;
+  static constexpr bool kAddsResidual = kDxHat == DxHat::kEndsAndAddsResidual,
+                        kLast = kAddsResidual || kDxHat == DxHat::kEnds;
   static_assert(kOut == (kDxHat == DxHat::kBegins));
   static_assert(kSpec<tiling>.most_k == kFeatures && kWarpgroups == 2 && kFeatures == 128);
   // Releases: the thread whose store has read the stage; in the input step also each warp whose products have.
@@ -202,7 +203,7 @@ struct PairGradientsKernel {
     p.x.load(stage.x.data(), place, 0, row, loaded);
     p.channels.load((kOut ? stage.other : stage.grad).data(), 0, place, row, loaded);
     p.rows.load((kOut ? stage.grad : stage.other).data(), place, 0, row, loaded);
-    if (kAdds) p.residual.map.prefetch(place, 0, row);
+    if (kAddsResidual) p.residual.map.prefetch(place, 0, row);
   }
 
   /// Where the moments of a row of x are; null past the last row.

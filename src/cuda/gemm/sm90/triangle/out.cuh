@@ -57,7 +57,7 @@ struct PairOutKernel {
     NormValues<Element> norm_x[2], norm_o[2];
     float eps_x, eps_o;
     int c, d;
-    bool adds;
+    bool add_residual;
     Float32Residual residual;
     PairTiles tiles;
   };
@@ -183,7 +183,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
         }
       }
       Tensor x = make_tensor_like<Element>(y);
-      if (p.adds && !has_residual) {
+      if (p.add_residual && !has_residual) {
         copy(read, read_slice.partition_S(in_rows(stage.x.data() + part * (kRows * kColumns))), read_slice.retile_D(x));
       }
       warpgroup_wait<0>();
@@ -222,7 +222,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(y); i += 2) {
         cutlass::Array<float, 2> values = update(i);
-        if (p.adds) {
+        if (p.add_residual) {
           values[0] += static_cast<float>(x(i));
           values[1] += static_cast<float>(x(i + 1));
         }
@@ -244,7 +244,7 @@ CUTLASS_DEVICE void PairOutKernel<Element, Gate, tiling>::compute(const Paramete
 }
 
 /// out[i][k] = (layer norm of o[:, i, k] @ value.T + bias) * sigmoid(layer norm of x[i][k] @ gate.T + bias), plus
-/// x[i][k] or the residual, if `adds`; o is channels[0].
+/// x[i][k] or the residual, if `add_residual`; o is channels[0].
 template <class Gate>
 struct PairOut {
   template <Element element, NarrowTiling tiling>
@@ -268,7 +268,7 @@ struct PairOut {
         return Status::of(error);
       }
       const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
-      const bool has_residual = p.adds && p.residual.data != nullptr;
+      const bool has_residual = p.add_residual && p.residual.data != nullptr;
       if (!are_encodable<T>(p.x, o, has_residual ? p.x : out, p.value[0].weight, p.gate[0].weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
@@ -297,7 +297,7 @@ struct PairOut {
       parameters.eps_o = p.norm_o.eps;
       parameters.c = p.c;
       parameters.d = p.d;
-      parameters.adds = p.adds;
+      parameters.add_residual = p.add_residual;
       parameters.tiles = tiles;
       return Status::of(Launch::run(parameters, blocks, stream));
     }

@@ -32,7 +32,7 @@ struct StreamedPairOut {
       Workspace workspace(nullptr);
       const Scratch scratch(workspace, p);
       workspace_bytes = workspace.bytes();
-      return p.moments == nullptr || p.adds ? Status::not_for_me() : Launch::prepare();
+      return p.moments == nullptr || p.add_residual ? Status::not_for_me() : Launch::prepare();
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
