@@ -3,15 +3,17 @@
 You don't have to call anything: the formulas are registered when anything imports that module. ``import torchops``
 doesn't import it, since that would take a third of a second where Triton is installed.
 
-A formula gets the arguments of an operator, with shapes instead of tensors, and returns multiplications plus additions.
-Operators without a formula (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. The gradients are ATen's
-``mm`` or operators that are listed here. Those of gate, glu, transition and the triangle update compute products of the
-forward pass again, which counts.
+A formula gets the arguments of an operator that it names, with shapes instead of tensors, and returns multiplications
+plus additions. Operators without a formula (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. The gradients
+are ATen's ``mm`` or operators that are listed here. Those of gate, glu, transition and the triangle update compute
+products of the forward pass again, which counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -70,19 +72,11 @@ def gate_flops(v: Sequence[int], x: Sequence[int], w: Sequence[int], *args: Any,
 
 
 def gate_backward_flops(
-    grad: Sequence[int],
-    v: Sequence[int],
-    x: Sequence[int],
-    w: Sequence[int],
-    b: Sequence[int] | None,
-    output_mask: Sequence[bool],
-    v_is_y: bool = False,
-    z: Sequence[int] | None = None,
-    **kwargs: Any,
+    x: Sequence[int], w: Sequence[int], output_mask: Sequence[bool], z: Sequence[int] | None = None
 ) -> int:
     """A product for the gate, unless it is given, and one for each of the gradients of ``x`` and ``w`` that the mask
     asks for."""
-    return ((z is None) + output_mask[1] + output_mask[2]) * gate_flops(v, x, w)
+    return ((z is None) + output_mask[1] + output_mask[2]) * dense_flops(x, w)
 
 
 def glu_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -97,24 +91,14 @@ def glu_flops(x: Sequence[int], w: Sequence[int], *args: Any, **kwargs: Any) -> 
 
 
 def glu_backward_flops(
-    grad: Sequence[int],
-    x: Sequence[int],
-    w: Sequence[int],
-    wg: Sequence[int],
-    b: Sequence[int] | None,
-    bg: Sequence[int] | None,
-    activation: str,
-    output_mask: Sequence[bool],
-    z: Sequence[int] | None = None,
-    u: Sequence[int] | None = None,
-    **kwargs: Any,
+    x: Sequence[int], w: Sequence[int], output_mask: Sequence[bool], z: Sequence[int] | None = None
 ) -> int:
     """The products for the two factors, unless they are given, two for the gradient of ``x`` and one for that of each
     weight; but not the product that only a gradient reads which the mask does not ask for."""
     dx, dw, dwg, _, dbg = output_mask
     value = dx or dwg or dbg  # the gradient of the gate reads the value
     again = 1 + value if z is None else 0
-    return (again + 2 * dx + dw + dwg) * 2 * prod(x) * w[0]
+    return (again + 2 * dx + dw + dwg) * dense_flops(x, w)
 
 
 def square_matmul_flops(a: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -139,28 +123,14 @@ def transition_flops(x: Sequence[int], *args: Any, gate_weight: Sequence[int], *
     return 6 * prod(x) * gate_weight[0]
 
 
-def transition_backward_flops(
-    grad: Sequence[int],
-    x: Sequence[int],
-    norm_weight: Sequence[int] | None,
-    norm_bias: Sequence[int] | None,
-    gate_weight: Sequence[int],
-    gate_bias: Sequence[int] | None,
-    up_weight: Sequence[int],
-    up_bias: Sequence[int] | None,
-    down_weight: Sequence[int],
-    eps: float,
-    output_mask: Sequence[bool],
-    add_residual: bool = False,
-    **kwargs: Any,
-) -> int:
+def transition_backward_flops(x: Sequence[int], gate_weight: Sequence[int], output_mask: Sequence[bool]) -> int:
     """The products of gate and up again, one back through down, two back to ``x``, and one for each gradient of a
     weight; but none that only a gradient reads which ``output_mask`` does not ask for."""
     to_z = any(output_mask[:3])
     gate, up = to_z or any(output_mask[3:5]), to_z or any(output_mask[5:7])
     again = (gate or up or output_mask[7]) + (gate or output_mask[7])
-    products = again + (gate or up) + 2 * to_z + output_mask[3] + output_mask[5] + output_mask[7]
-    return products * 2 * prod(x) * gate_weight[0]
+    products = again + (gate or up) + 2 * to_z + sum(output_mask[3:8:2])
+    return products * dense_flops(x, gate_weight)
 
 
 def triangle_multiplicative_update_flops(
@@ -174,16 +144,14 @@ def triangle_multiplicative_update_flops(
         >>> torchops.flops.triangle_multiplicative_update_flops((5, 5, 3), p_in_weight=(4, 3))
         2450
     """
-    return _triangle_flops(x, p_in_weight[0] // 2)
-
-
-def _triangle_flops(x: Sequence[int], d: int) -> int:
-    n, c = x[-2:]
+    (n, c), d = x[-2:], p_in_weight[0] // 2
     return 2 * prod(x[:-1]) * (4 * d * c + n * d + c * d + c * c)
 
 
-def _triangle_beneath_flops(x: Sequence[int], mask: Any, parameters: Sequence[Any], *args: Any, **kwargs: Any) -> int:
-    return _triangle_flops(x, _channels(parameters)[0])
+def triangle_update_flops(x: Sequence[int], parameters: Sequence[Any]) -> int:
+    """The same for the operator beneath, whose weights of a and b may be packed or apart."""
+    d, _ = _channels(parameters)
+    return triangle_multiplicative_update_flops(x, p_in_weight=(2 * d,))
 
 
 def _channels(parameters: Sequence[Any]) -> tuple[int, bool]:
@@ -192,18 +160,7 @@ def _channels(parameters: Sequence[Any]) -> tuple[int, bool]:
     return parameters[2][0] // (2 if packed else 1), packed
 
 
-def triangle_backward_flops(
-    grad: Sequence[int],
-    x: Sequence[int],
-    product: Any,
-    mask: Any,
-    parameters: Sequence[Any],
-    outgoing: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-    add_residual: bool = False,
-    **kwargs: Any,
-) -> int:
+def triangle_backward_flops(x: Sequence[int], parameters: Sequence[Any], output_mask: Sequence[bool]) -> int:
     """The projections of the forward pass again, on the way in twice, once for the products and once for their own
     gradients; two products of matrices; and one product for each gradient of a weight and each step back to ``x`` that
     ``output_mask`` asks for."""
@@ -228,19 +185,7 @@ def triangle_attention_flops(q: Sequence[int], *args: Any, **kwargs: Any) -> int
     return 4 * prod(q) * q[-2]
 
 
-def triangle_attention_backward_flops(
-    grad: Sequence[int],
-    q: Sequence[int],
-    k: Sequence[int],
-    v: Sequence[int],
-    bias: Sequence[int],
-    mask: Sequence[int] | None,
-    out: Sequence[int],
-    logsumexp: Sequence[int],
-    scale: float,
-    output_mask: Sequence[bool],
-    **kwargs: Any,
-) -> int:
+def triangle_attention_backward_flops(q: Sequence[int], output_mask: Sequence[bool]) -> int:
     """The product for the scores again, one for their gradient, unless ``v`` alone has one, and one for each of ``q``,
     ``k`` and ``v`` that ``output_mask`` asks for. The kernels for CUDA compute the first two once for each of ``q``,
     ``k`` with ``v`` and the bias, which is not counted."""
@@ -249,9 +194,7 @@ def triangle_attention_backward_flops(
     return (scores + dq + dk + dv) * 2 * prod(q) * q[-2]
 
 
-def attention_update_flops(
-    x: Sequence[int], mask: Any, parameters: Sequence[Any], heads: int, *args: Any, **kwargs: Any
-) -> int:
+def attention_update_flops(x: Sequence[int], parameters: Sequence[Any], heads: int) -> int:
     """For each of the pairs: ``c`` features to ``heads * d`` for q, k, v and the gate, to ``heads`` for the bias, and
     back; and the products of :func:`triangle_attention_flops`."""
     n, c = x[-2:]
@@ -260,19 +203,7 @@ def attention_update_flops(
 
 
 def attention_update_backward_flops(
-    grad: Sequence[int],
-    x: Sequence[int],
-    product: Sequence[int],
-    logsumexp: Sequence[int],
-    mask: Any,
-    parameters: Sequence[Any],
-    heads: int,
-    eps: float,
-    ending: bool,
-    output_mask: Sequence[bool],
-    low_memory: bool = False,
-    add_residual: bool = False,
-    **kwargs: Any,
+    x: Sequence[int], parameters: Sequence[Any], heads: int, output_mask: Sequence[bool]
 ) -> int:
     """The projections of the forward pass again; what :func:`triangle_attention_backward_flops` counts; and one product
     for each gradient of a weight and each step back to the layer norm. But none that only a gradient reads which
@@ -294,35 +225,43 @@ def attention_update_backward_flops(
     return 2 * prod(x[:-1]) * (c * (projections * width + of_heads * heads) + attention * n * width)
 
 
+_OPERATORS: dict[Callable[..., int], list[str]] = {
+    dense_flops: ["dense", "_dense_on_path", "_linear"],
+    dense_gradients_flops: ["_dense_gradients"],
+    gate_flops: ["gate", "gate_", "_gate"],
+    gate_backward_flops: ["_gate_backward"],
+    glu_flops: ["glu", "_glu"],
+    glu_backward_flops: ["_glu_backward"],
+    square_matmul_flops: ["square_matmul", "square_matmul_"],
+    transition_flops: ["transition", "add_transition_", "_add_transition"],
+    transition_backward_flops: ["_transition_backward"],
+    triangle_multiplicative_update_flops: ["triangle_multiplicative_update", "add_triangle_multiplicative_update_"],
+    triangle_update_flops: ["_triangle_multiplicative_update", "_triangle_multiplicative_update_"],
+    triangle_backward_flops: ["_triangle_multiplicative_update_backward"],
+    triangle_attention_flops: ["triangle_attention", "_triangle_attention"],
+    triangle_attention_backward_flops: ["_triangle_attention_backward"],
+    attention_update_flops: [f"_triangle_attention_update{suffix}" for suffix in ("", "_", "_kept")],
+    attention_update_backward_flops: ["_triangle_attention_update_backward"],
+}
+
+
+def _by_name(formula: Callable[..., int], operator: Any) -> Callable[..., int]:
+    """The formula of those arguments of the operator that it names. All overloads begin with the same ones."""
+    names = [argument.name for argument in operator.default._schema.arguments]
+    read = inspect.signature(formula).parameters
+
+    @wraps(formula)
+    def flops(*args: Any, **kwargs: Any) -> int:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return formula(**{name: given[name] for name in read if name in given})
+
+    return flops
+
+
 def register() -> None:
     """Import the counter and give it the formulas."""
     from torch.utils.flop_counter import register_flop_formula
 
-    myops = torch.ops.myops
-    register_flop_formula([myops.dense, myops._dense_on_path, myops._linear])(dense_flops)
-    register_flop_formula(myops._dense_gradients)(dense_gradients_flops)
-    register_flop_formula([myops.gate, myops.gate_, myops._gate])(gate_flops)
-    register_flop_formula(myops._gate_backward)(gate_backward_flops)
-    register_flop_formula(myops.glu)(glu_flops)
-    register_flop_formula(myops._glu)(glu_flops)
-    register_flop_formula(myops._glu_backward)(glu_backward_flops)
-    register_flop_formula([myops.square_matmul, myops.square_matmul_])(square_matmul_flops)
-    register_flop_formula([myops.transition, myops.add_transition_, myops._add_transition])(transition_flops)
-    register_flop_formula(myops._transition_backward)(transition_backward_flops)
-    register_flop_formula([myops.triangle_multiplicative_update, myops.add_triangle_multiplicative_update_])(
-        triangle_multiplicative_update_flops
-    )
-    register_flop_formula([myops._triangle_multiplicative_update, myops._triangle_multiplicative_update_])(
-        _triangle_beneath_flops
-    )
-    register_flop_formula(myops._triangle_multiplicative_update_backward)(triangle_backward_flops)
-    register_flop_formula([myops.triangle_attention, myops._triangle_attention])(triangle_attention_flops)
-    register_flop_formula(myops._triangle_attention_backward)(triangle_attention_backward_flops)
-    register_flop_formula(
-        [
-            myops._triangle_attention_update,
-            myops._triangle_attention_update_,
-            myops._triangle_attention_update_kept,
-        ]
-    )(attention_update_flops)
-    register_flop_formula(myops._triangle_attention_update_backward)(attention_update_backward_flops)
+    for formula, operators in _OPERATORS.items():
+        for operator in (getattr(torch.ops.myops, name) for name in operators):
+            register_flop_formula(operator)(_by_name(formula, operator))
