@@ -42,9 +42,9 @@ class TriangleWrittenOut {
     std::vector<Tensor> out(detail::kTriangleGradients);
     const auto layer = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Tensor& input) {
       const bool of_b = t_.packed && (layer == detail::kPB || layer == detail::kGB);
-      const size_t asked = 2 + layer - (of_b ? detail::kPB - detail::kPA : 0);
-      if (output_mask[asked]) out[2 + layer] = weight_gradient(cotangent, input);
-      if (output_mask[asked + 1]) out[3 + layer] = bias_gradient(cotangent);
+      const size_t gradient = 2 + layer - (of_b ? detail::kPB - detail::kPA : 0);
+      if (output_mask[gradient]) out[2 + layer] = weight_gradient(cotangent, input);
+      if (output_mask[gradient + 1]) out[3 + layer] = bias_gradient(cotangent);
     };
     const auto norm = [&](detail::TriangleParameter layer, const Tensor& cotangent, const Normalized& normalized,
                           at::ScalarType dtype) {

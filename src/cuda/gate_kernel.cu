@@ -72,10 +72,10 @@ void gate_out(const Tensor& y, const OptionalTensor& kept, const Tensor& v, cons
                                                             whole ? kMaxCopiedBytes : kMaxScratchBytes);
   for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-    Copies made;
-    const Tensor out = panel(y_rows), input = product.input(panel(x_rows), made);
-    const Tensor values = copies_v ? whole->output(panel(v_rows), made) : panel(v_rows);
-    made.run();
+    Copies input_copies;
+    const Tensor out = panel(y_rows), input = product.input(panel(x_rows), input_copies);
+    const Tensor values = copies_v ? whole->output(panel(v_rows), input_copies) : panel(v_rows);
+    input_copies.run();
     if (copies && !kept && !product.has_more_features() && fused(out, values, input, product.w, product.b)) return;
     const Tensor own = kept ? panel(detail::as_rows(*kept)) : out;
     const Tensor z = product(scratch ? product.empty(end - begin) : own, input);

@@ -33,7 +33,7 @@ using detail::TriangleUpdate;
 
 void make_a_and_b(const TriangleLayers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
   if (layers.steps().in(e.x, e.mask, a, b, layers.scale())) return;
-  for (const Tensor& made : {a, b}) layers.zero_columns(made);
+  for (const Tensor& channels : {a, b}) layers.zero_columns(channels);
   const auto of_a = layers.glu_of(detail::kPA, detail::kGA), of_b = layers.glu_of(detail::kPB, detail::kGB);
   layers.for_each_panel(layers.input_tensors(of_a, of_b, e.x), 0, [&](const TrianglePanel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
@@ -58,7 +58,7 @@ Tensor for_each_product(const TriangleLayers& layers, bool keep_product, const F
     make_a_and_b(layers, e, a, b);
     // Sums of padding that is infinite or NaN would be right, but slow (sum_again() in sm80/float32_tile.cuh).
     if (!gemm::is_exact_float32(a.scalar_type()) || !gemm::splits_float32()) return;
-    for (const Tensor& made : {a, b}) layers.zero_rows(made);
+    for (const Tensor& channels : {a, b}) layers.zero_rows(channels);
   };
   return detail::for_each_product(layers, keep_product, make, finish);
 }
@@ -175,11 +175,12 @@ void output_backward(const TriangleLayers& layers, const TriangleGradients& grad
   // dz is made where it goes, unless x has another dtype than the products.
   const bool wants_z = gradients.wants_z(), in_place = wants_z && dz_pair.scalar_type() == z.scalar_type();
   const bool wants_w = gradients.wants(detail::kGOut), wants_b = b && gradients.wants(detail::kGOut + 1);
-  detail::GateGradients made =
+  detail::GateGradients results =
       detail::empty_gate_gradients(y, z, t.weight(detail::kGOut), {true, wants_z && !in_place, wants_w, wants_b});
-  auto& [dy, dz, dw, db] = made;
+  auto& [dy, dz, dw, db] = results;
   if (in_place) dz = panel.rows_of(dz_pair);
-  gate_gradients(made, panel.rows_of(grad_pair), y, z, t.weight(detail::kGOut), b, {true, wants_z, wants_w, wants_b});
+  gate_gradients(results, panel.rows_of(grad_pair), y, z, t.weight(detail::kGOut), b,
+                 {true, wants_z, wants_w, wants_b});
   gradients.add(detail::kGOut, dw);
   gradients.add(detail::kGOut + 1, db);
   if (gradients.wants(detail::kPOut)) gradients.add(detail::kPOut, weight_gradient(dy, n.y));
@@ -210,11 +211,11 @@ void input_backward(const TriangleLayers& layers, const TriangleGradients& gradi
     const OptionalTensor &b = t.bias(p), &bg = t.bias(g);
     std::array<bool, 5> output_mask{/*dx=*/false, gradients.wants(p), gradients.wants(g), b && gradients.wants(p + 1),
                                     bg && gradients.wants(g + 1)};
-    detail::GluGradients made = detail::empty_glu_gradients(z, t.weight(p), output_mask);
-    auto& [dx, dw, dwg, dbias, dbias_g] = made;
+    detail::GluGradients results = detail::empty_glu_gradients(z, t.weight(p), output_mask);
+    auto& [dx, dw, dwg, dbias, dbias_g] = results;
     if ((output_mask[0] = gradients.wants_z())) dx = dz;
-    if (!layers.exact_gradients(made, panel, z, p, g, channels, e.mask, factor, output_mask)) {
-      glu_gradients(made, layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg,
+    if (!layers.exact_gradients(results, panel, z, p, g, channels, e.mask, factor, output_mask)) {
+      glu_gradients(results, layers.rows_of(channels, panel, e.mask, factor), z, t.weight(p), t.weight(g), b, bg,
                     "sigmoid", output_mask, /*z=*/{}, /*u=*/{}, /*accumulate=*/true);
     }
     gradients.add(p, dw);

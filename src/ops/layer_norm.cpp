@@ -163,8 +163,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, 
   detail::check_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight);
   const auto of_parameters = x.options().dtype(detail::norm_gradient_dtype(x, weight));
   const c10::SymDimVector none{0};
-  const auto made = [&](bool wanted) { return at::empty_symint(wanted ? normalized_shape : none, of_parameters); };
-  return {detail::empty_if(output_mask[0], x.sym_sizes(), x), made(output_mask[1]), made(output_mask[2])};
+  const auto empty_vector = [&](bool wanted) {
+    return at::empty_symint(wanted ? normalized_shape : none, of_parameters);
+  };
+  return {detail::empty_if(output_mask[0], x.sym_sizes(), x), empty_vector(output_mask[1]),
+          empty_vector(output_mask[2])};
 }
 
 TORCH_LIBRARY_FRAGMENT(myops, m) {

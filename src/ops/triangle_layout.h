@@ -300,7 +300,7 @@ class TriangleGradients {
       const RotatingChannels memory(layout_, 1);
       const at::Tensor a = memory.factors(0), da = memory.results(0), b = layout_.empty_matrices();
       make_a_and_b(element, a, b);
-      for (const at::Tensor& made : {a, b}) layout_.zero_rows(made);
+      for (const at::Tensor& channels : {a, b}) layout_.zero_rows(channels);
       layout_.for_each_group([&](const auto& part, const auto& multiply) {
         multiply(part(da), part(d_o), part(b));
         multiply(part(b), layout_.matrices_transposed(part(d_o)), part(a));

@@ -199,11 +199,12 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       "Tensor g_out_weight, Tensor? g_out_bias=None, float eps=1e-5";
   define("triangle_multiplicative_update(Tensor x, " + arguments + ") -> Tensor");
   define("add_triangle_multiplicative_update_(Tensor(a!) x, " + arguments + ") -> ()");
-  const std::string beneath = "Tensor? mask, Tensor?[] parameters, bool outgoing, float eps";
-  define("_triangle_multiplicative_update(Tensor x, " + beneath +
+  const std::string private_arguments = "Tensor? mask, Tensor?[] parameters, bool outgoing, float eps";
+  define("_triangle_multiplicative_update(Tensor x, " + private_arguments +
          ", bool keep_product=False, bool add_residual=False) -> (Tensor, Tensor)");
-  define("_triangle_multiplicative_update_(Tensor(a!) x, " + beneath + ", bool keep_product=False) -> Tensor");
-  define("_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, " + beneath +
+  define("_triangle_multiplicative_update_(Tensor(a!) x, " + private_arguments +
+         ", bool keep_product=False) -> Tensor");
+  define("_triangle_multiplicative_update_backward(Tensor grad, Tensor x, Tensor?[] product, " + private_arguments +
          ", bool[18] output_mask, bool add_residual=False) -> Tensor[]");
 }
 

@@ -40,7 +40,7 @@ struct FeedForwardDwKernel {
   struct Rows {
     cute::array_aligned<Element, kRows * kC, 1024> xhat, grad;
   };
-  struct Made {
+  struct HiddenRows {
     cute::array_aligned<Element, kRows * 2 * kSlice, 1024> cotangents;  // columns of da, then of du
     cute::array_aligned<Element, kRows * kSlice, 1024> value;
   };
@@ -48,7 +48,7 @@ struct FeedForwardDwKernel {
     cute::array_aligned<Element, 2 * kSlice * kC, 1024> factors;  // rows of gate, then of up
     cute::array_aligned<Element, kC * kSlice, 1024> down;
     Rows rows[kStages];
-    Made made[kMakers];  // finally the sums of biases
+    HiddenRows hidden_rows[kMakers];  // finally the sums of biases
     alignas(16) float bias[2][kSlice];
     LoadBarrier<> weights_loaded;
     Stages ring;
@@ -148,7 +148,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
   cutlass::arch::NamedBarrier::sync(128 * kMakers, kMakers);
   float sums[2][kSlice / 32] = {};
   shared.weights_loaded.wait(0);
-  Made& made = shared.made[maker];
+  HiddenRows& hidden_rows = shared.hidden_rows[maker];
   int turn = maker;  // index among the group's tiles
   for (int tile = p.group() + maker * p.groups; tile < p.row_tiles; tile += kMakers * p.groups, turn += kMakers) {
     const int stage = turn % kStages;
@@ -192,18 +192,19 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
     }
     shared.taken[maker].wait(turn / kMakers % 2 ^ 1);  // doesn't block in the first round
     copy(write_cotangents, cotangents_slice.retile_S(cotangents),
-         cotangents_slice.partition_D(swizzled(made.cotangents.data(), SwizzledRows<Element, kRows, 2 * kSlice>{})));
+         cotangents_slice.partition_D(
+             swizzled(hidden_rows.cotangents.data(), SwizzledRows<Element, kRows, 2 * kSlice>{})));
     copy(write_value, value_slice.retile_S(value),
-         value_slice.partition_D(swizzled(made.value.data(), SwizzledRows<Element, kRows, kSlice>{})));
+         value_slice.partition_D(swizzled(hidden_rows.value.data(), SwizzledRows<Element, kRows, kSlice>{})));
     cutlass::arch::fence_view_async_shared();
     shared.full[maker].arrive();
   }
 
-  // The adder no longer reads `made`.
+  // The adder no longer reads `hidden_rows`.
   if (turn > maker) shared.taken[maker].wait((turn / kMakers - 1) % 2);
   using Scratch = float[2][4][kSlice];  // for each warp
   static_assert(sizeof(Scratch) <= sizeof(Made));
-  const auto scratch = [&](int of) -> Scratch& { return *reinterpret_cast<Scratch*>(&shared.made[of]); };
+  const auto scratch = [&](int of) -> Scratch& { return *reinterpret_cast<Scratch*>(&shared.hidden_rows[of]); };
   const int lane = thread % 32;
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -296,16 +297,16 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::add(const Parameter
   for (int tile = p.group(); tile < p.row_tiles; tile += p.groups, ++turn) {
     const int stage = turn % kStages, maker = turn % kMakers;
     Rows& rows = shared.rows[stage];
-    Made& made = shared.made[maker];
+    HiddenRows& hidden_rows = shared.hidden_rows[maker];
     shared.ring.loaded[stage].wait(turn / kStages % 2);
     shared.full[maker].wait(turn / kMakers % 2);
     warpgroup_fence_operand(gate);
     warpgroup_fence_operand(up);
     warpgroup_fence_operand(down);
     warpgroup_arrive();
-    multiply(made.cotangents.data(), rows.xhat.data(), gate);
-    multiply(made.cotangents.data() + kPiece, rows.xhat.data(), up);
-    multiply(made.value.data(), rows.grad.data(), down);
+    multiply(hidden_rows.cotangents.data(), rows.xhat.data(), gate);
+    multiply(hidden_rows.cotangents.data() + kPiece, rows.xhat.data(), up);
+    multiply(hidden_rows.value.data(), rows.grad.data(), down);
     warpgroup_commit_batch();
     warpgroup_wait<0>();
     warpgroup_fence_operand(gate);

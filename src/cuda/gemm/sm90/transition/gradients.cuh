@@ -128,7 +128,7 @@ struct FeedForwardGradients {
       int dx_clusters = 0, dw_clusters = 0, slices = 0, groups = 0;
       int64_t step = 0, weights = 0, biases = 0, xhat = 0, partial = 0, sums = 0, bytes = 0;
     };
-    static cudaError_t plan(const TransitionGradientProblem& p, Plan& plan) {
+    static cudaError_t make_plan(const TransitionGradientProblem& p, Plan& plan) {
       if (const cudaError_t error = LaunchDx::resident(plan.dx_clusters)) return error;
       if (const cudaError_t error = LaunchDw::resident(plan.dw_clusters)) return error;
       const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
@@ -149,24 +149,24 @@ struct FeedForwardGradients {
     static Status prepare(const TransitionGradientProblem& p, int64_t& workspace_bytes) {
       workspace_bytes = 0;
       if (p.c > Dx::kC || p.hidden > Dx::kMostHidden) return Status::not_for_me();
-      Plan of;
-      if (const cudaError_t error = plan(p, of); error != cudaSuccess) return Status::of(error);
-      workspace_bytes = of.bytes;
-      return of.dx_clusters > 0 && of.groups > 0 ? Status{} : Status::not_for_me();
+      Plan plan;
+      if (const cudaError_t error = make_plan(p, plan); error != cudaSuccess) return Status::of(error);
+      workspace_bytes = plan.bytes;
+      return plan.dx_clusters > 0 && plan.groups > 0 ? Status{} : Status::not_for_me();
     }
 
     static Status run(const TransitionGradientProblem& p, cudaStream_t stream) {
-      Plan of;
-      if (const cudaError_t error = plan(p, of); error != cudaSuccess) return Status::of(error);
+      Plan plan;
+      if (const cudaError_t error = make_plan(p, plan); error != cudaSuccess) return Status::of(error);
       if (!are_encodable<T>(p.x, p.grad, p.dx, p.gate.weight, p.up.weight, p.down.weight)) {
         return Status::of(cudaErrorInvalidValue);
       }
       auto* const workspace = static_cast<unsigned char*>(p.workspace);
       auto* const weights = reinterpret_cast<T*>(workspace);
-      auto* const biases = reinterpret_cast<float*>(workspace + of.biases);
-      auto* const xhat = reinterpret_cast<T*>(workspace + of.xhat);
-      auto* const partial = reinterpret_cast<Sums*>(workspace + of.partial);
-      auto* const sums = reinterpret_cast<Sums*>(workspace + of.sums);
+      auto* const biases = reinterpret_cast<float*>(workspace + plan.biases);
+      auto* const xhat = reinterpret_cast<T*>(workspace + plan.xhat);
+      auto* const partial = reinterpret_cast<Sums*>(workspace + plan.partial);
+      auto* const sums = reinterpret_cast<Sums*>(workspace + plan.sums);
       FoldedFactors<T> factors{};
       for (int i = 0; i < 2; ++i) {
         const Layer& layer = i == 0 ? p.gate : p.up;
@@ -181,12 +181,13 @@ struct FeedForwardGradients {
       fold_factors_kernel<T><<<dim3(Dx::kMostHidden / kFoldWarps, 2), 32 * kFoldWarps, 0, stream>>>(
           factors, weights, biases, Dx::kMostHidden, Dx::Slopes::kScale);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
-      for (int64_t begin = 0; begin < p.m; begin += of.step) {
-        const int rows = static_cast<int>(std::min(of.step, p.m - begin));
-        if (const Status status = run_dx(p, of, weights, biases, xhat, begin, rows, stream); !status.done())
+      for (int64_t begin = 0; begin < p.m; begin += plan.step) {
+        const int rows = static_cast<int>(std::min(plan.step, p.m - begin));
+        if (const Status status = run_dx(p, plan, weights, biases, xhat, begin, rows, stream); !status.done())
           return status;
         if (!p.has_weights()) continue;
-        if (const Status status = run_dw(p, of, weights, biases, xhat, partial, begin, rows, stream); !status.done()) {
+        if (const Status status = run_dw(p, plan, weights, biases, xhat, partial, begin, rows, stream);
+            !status.done()) {
           return status;
         }
       }
@@ -194,7 +195,7 @@ struct FeedForwardGradients {
       constexpr int64_t of_slice = sizeof(Sums) / sizeof(float);
       launch_column_sum<float, float, 4, 32, 16>(
           reinterpret_cast<const float*>(partial), reinterpret_cast<float*>(sums), static_cast<float*>(nullptr),
-          of.groups, of.slices * of_slice, of.slices * of_slice, of.slices * of_slice, stream);
+          plan.groups, plan.slices * of_slice, plan.slices * of_slice, plan.slices * of_slice, stream);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
       FeedForwardResults<T> results{};
       for (int i = 0; i < 3; ++i) {
@@ -204,7 +205,7 @@ struct FeedForwardGradients {
       results.norm_weight = {p.dnorm_weight, p.norm.weight.is_float32};
       results.norm_bias = {p.dnorm_bias, p.norm.bias.is_float32};
       const int blocks = p.c + (3 * p.hidden * p.c + kUnfoldThreads - 1) / kUnfoldThreads;
-      unfold_factors_kernel<T, Sums><<<blocks, kUnfoldThreads, 0, stream>>>(factors, results, sums, of.slices);
+      unfold_factors_kernel<T, Sums><<<blocks, kUnfoldThreads, 0, stream>>>(factors, results, sums, plan.slices);
       return Status::of(cudaGetLastError());
     }
 
@@ -213,7 +214,7 @@ struct FeedForwardGradients {
       return static_cast<const T*>(operand.data) + row * operand.row_stride;
     }
 
-    static Status run_dx(const TransitionGradientProblem& p, const Plan& of, const T* weights, const float* biases,
+    static Status run_dx(const TransitionGradientProblem& p, const Plan& plan, const T* weights, const float* biases,
                          T* xhat, int64_t begin, int rows, cudaStream_t stream) {
       using Parameters = typename Dx::Parameters;
       using Weights = decltype(Parameters::gate);
@@ -236,10 +237,10 @@ struct FeedForwardGradients {
       parameters.row_tiles = (rows + kRowsOfCluster - 1) / kRowsOfCluster;
       parameters.keeps_xhat = p.has_weights();
       parameters.add_residual = p.add_residual;
-      return Status::of(LaunchDx::run(parameters, std::min(of.dx_clusters, parameters.row_tiles), stream));
+      return Status::of(LaunchDx::run(parameters, std::min(plan.dx_clusters, parameters.row_tiles), stream));
     }
 
-    static Status run_dw(const TransitionGradientProblem& p, const Plan& of, const T* weights, const float* biases,
+    static Status run_dw(const TransitionGradientProblem& p, const Plan& plan, const T* weights, const float* biases,
                          const T* xhat, Sums* partial, int64_t begin, int rows, cudaStream_t stream) {
       using Parameters = typename Dw::Parameters;
       using LoadRows = typename Dw::LoadRows;
@@ -256,12 +257,12 @@ struct FeedForwardGradients {
       }
       parameters.bias = biases;
       parameters.sums = partial;
-      parameters.slices = of.slices;
-      parameters.groups = of.groups;
+      parameters.slices = plan.slices;
+      parameters.groups = plan.groups;
       parameters.row_tiles = (rows + Dw::kRows - 1) / Dw::kRows;
       parameters.accumulate = begin > 0;
       parameters.sums_grad = p.dbiases[2] != nullptr;
-      return Status::of(LaunchDw::run(parameters, of.groups * of.slices, stream));
+      return Status::of(LaunchDw::run(parameters, plan.groups * plan.slices, stream));
     }
   };
 };
