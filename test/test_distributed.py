@@ -145,7 +145,7 @@ def test_private_operators(mesh: DeviceMesh, where: str) -> None:
     summed = (Replicate(),) if where == "R" else (Partial(),)
     x = distribute(torch.randn(4, 6, 8), mesh, on[0])
     weight = distribute(torch.randn(8), mesh, Replicate())
-    assert torch.ops.myops._keep(x).placements == on
+    assert torch.ops.myops._saved_copy(x).placements == on
     y, mean, rstd = torch.ops.myops._layer_norm(x, [8], weight, None, 1e-5)
     assert (y.placements, mean.placements, rstd.placements) == (rows, rows, rows)
     moments = mean, rstd

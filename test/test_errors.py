@@ -277,7 +277,7 @@ def _helper_errors() -> list[tuple[str, str, Callable[[Callable[..., Tensor]], l
             "expected y of dtype float32, float64, float16 or bfloat16, got int64",
         ),
         (
-            "_keep",
+            "_saved_copy",
             "dtype",
             lambda t: [t(3, dtype=torch.int64)],
             "expected x of dtype bool or a floating-point dtype, got int64",

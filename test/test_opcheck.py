@@ -103,8 +103,8 @@ def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
     y, z, w = torch.sigmoid(x), random_like(torch.empty(3, 4, 7), 4), random_like(torch.empty(5, 7), 5)
     var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     return [
-        ("_keep", (x,)),
-        ("_keep", (x.mT,)),
+        ("_saved_copy", (x,)),
+        ("_saved_copy", (x.mT,)),
         ("_dense_backward", (grad, y)),
         ("_dense_backward", (grad.mT, y.mT)),
         ("_dense_backward", (grad.mT, y.mT, [True, False])),

@@ -46,14 +46,13 @@ myops::_gate(Tensor v, Tensor x, Tensor w, Tensor? b) -> (Tensor, Tensor)
 myops::_gate_backward(Tensor grad, Tensor v, Tensor x, Tensor w, Tensor? b, bool[4] output_mask, bool v_is_y=False, Tensor? z=None) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_glu(Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation) -> (Tensor, Tensor, Tensor)
 myops::_glu_backward(Tensor grad, Tensor x, Tensor w, Tensor wg, Tensor? b, Tensor? bg, str activation, bool[5] output_mask, Tensor? z=None, Tensor? u=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
-myops::_keep(Tensor x) -> Tensor
 myops::_keeps_products(Tensor x, Tensor w, bool of_glu) -> bool
 myops::_kernel_path(str? path=None) -> str
 myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
-myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] mask) -> (Tensor, Tensor, Tensor)
-myops::_linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+myops::_linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::_saved_copy(Tensor x) -> Tensor
 myops::_softmax_backward(Tensor grad, Tensor y, int dim) -> Tensor
 myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] output_mask, bool add_residual=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)
@@ -112,13 +111,13 @@ myops::_gate                                     x    x     .         .         
 myops::_gate_backward                            x    x     x         .                .              .            .             x                 x
 myops::_glu                                      x    x     .         .                .              .            .             .                 x
 myops::_glu_backward                             x    x     x         .                .              .            .             x                 x
-myops::_keep                                     .    x     x         .                .              .            .             x                 x
 myops::_keeps_products                           .    .     .         .                .              .            .             .                 .
 myops::_kernel_path                              .    .     .         .                .              .            .             .                 .
 myops::_layer_norm                               x    x     .         .                .              .            .             .                 x
 myops::_layer_norm_                              x    x     .         x                x              .            .             .                 x
 myops::_layer_norm_backward                      x    x     .         .                .              .            .             .                 x
 myops::_linear                                   .    x     x         .                .              x            x             x                 x
+myops::_saved_copy                               .    x     x         .                .              .            .             x                 x
 myops::_softmax_backward                         .    x     x         .                .              .            .             x                 x
 myops::_transition_backward                      x    x     x         .                .              .            .             x                 x
 myops::_triangle_attention                       x    x     x         .                .              .            .             .                 .

@@ -110,7 +110,7 @@ struct Gate : torch::autograd::Function<Gate> {
 };
 
 Tensor GateInPlace::traced(const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  return Gate::apply(copies_v(v, x, w, b) ? detail::keep(v) : v, x, w, b, std::nullopt, result_suffices(v),
+  return Gate::apply(copies_v(v, x, w, b) ? detail::saved_copy(v) : v, x, w, b, std::nullopt, result_suffices(v),
                      /*saves_product=*/false);
 }
 

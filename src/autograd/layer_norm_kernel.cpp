@@ -176,7 +176,7 @@ Tensor LayerNormFunctional::train(const Tensor& x, c10::SymIntArrayRef normalize
 Tensor LayerNormInPlace::traced(const Tensor& x, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                                 const OptionalTensor& bias, double eps) {
   if (!weight && !bias) return LayerNormFromOutput::apply(x, Normalization{normalized_shape, eps}, std::nullopt);
-  return layer_norm(detail::keep(x), normalized_shape, weight, bias, eps);
+  return layer_norm(detail::saved_copy(x), normalized_shape, weight, bias, eps);
 }
 
 Tensor LayerNormInPlace::train(const Tensor& x, const Tensor& target, c10::SymIntArrayRef normalized_shape,

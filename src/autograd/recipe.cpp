@@ -64,7 +64,7 @@ Tensor without_alias(const Tensor& mutated, const Tensor& argument) {
   // The wrappers of torch.func have no memory of their own that could be compared. So they count as aliases.
   constexpr c10::DispatchKeySet wrappers({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
   const bool is_wrapped = argument.defined() && argument.key_set().has_any(wrappers);
-  return is_wrapped || detail::may_alias(mutated, argument) ? detail::keep(argument) : argument;
+  return is_wrapped || detail::may_alias(mutated, argument) ? detail::saved_copy(argument) : argument;
 }
 
 void check_can_be_saved(at::TensorList tensors) {

@@ -15,7 +15,7 @@
 
 #include "autograd/lazy.h"
 #include "ops/common.h"
-#include "ops/keep.h"
+#include "ops/saved_copy.h"
 
 // How the operators of this library implement autograd. A functional operator takes one of three ways, see
 // FunctionalOp in autograd/functional.h; a mutating one takes one of four, see MutatingOp. test/test_traps.py has what
@@ -161,7 +161,7 @@ void overwrite_with_new(Tensor& self, const Functional& functional) {
 ///   static void check(const Tensor& self, Args...)         the argument checks
 ///   static Tensor decomposed(const Tensor& self, Args...)  f in ATen operators
 ///   static Tensor functional(const Tensor& self, Args...)  the functional twin, an operator of this library
-///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of keep(self) if
+///   static Tensor traced(const Tensor& self, Args...)      the functional twin, differentiable; of saved_copy(self) if
 ///                                                          its gradient needs the old self
 ///   static void in_place(Tensor& self, Args...)            the mutating operator itself
 ///   static Tensor train(const Tensor& self, const Tensor& target, Args...)

@@ -26,7 +26,7 @@ struct SquareMatmulInPlace : MutatingOp<SquareMatmulInPlace, const Tensor&, bool
     return square_matmul(a, b, transpose_b);
   }
   static Tensor traced(const Tensor& a, const Tensor& b, bool transpose_b) {
-    return functional(b.requires_grad() ? detail::keep(a) : a, b, transpose_b);
+    return functional(b.requires_grad() ? detail::saved_copy(a) : a, b, transpose_b);
   }
   static void in_place(Tensor& a, const Tensor& b, bool transpose_b) { square_matmul_(a, b, transpose_b); }
   static Tensor train(const Tensor& a, const Tensor& target, const Tensor& b, bool transpose_b);

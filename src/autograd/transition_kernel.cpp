@@ -163,7 +163,7 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
   static void check(const Tensor& x, Args... args) { detail::check_transition_({x, args...}); }
   static Tensor decomposed(const Tensor& x, Args... args) { return Sum::decomposed(x, args...); }
   static Tensor functional(const Tensor& x, Args... args) { return function(x, args...); }
-  static Tensor traced(const Tensor& x, Args... args) { return function(detail::keep(x), args...); }
+  static Tensor traced(const Tensor& x, Args... args) { return function(detail::saved_copy(x), args...); }
   static void in_place(Tensor& x, Args... args) { add_transition_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
     return Layer::apply(x.clone(), args..., /*add_residual=*/true, OptionalTensor(target));

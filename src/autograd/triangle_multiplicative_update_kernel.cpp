@@ -196,7 +196,7 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
     return std::get<0>(detail::triangle_update(t.x, t.mask, detail::to_list(t), t.direction == "outgoing", t.eps,
                                                /*keep_product=*/false, /*add_residual=*/true));
   }
-  static Tensor traced(const Tensor& x, Args... args) { return functional(detail::keep(x), args...); }
+  static Tensor traced(const Tensor& x, Args... args) { return functional(detail::saved_copy(x), args...); }
   static void in_place(Tensor& x, Args... args) { add_triangle_multiplicative_update_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
     return autograd::train(TriangleArguments{x.clone(), args...}, /*add_residual=*/true, target);

@@ -38,7 +38,7 @@ def _sigmoid_(x: Any) -> list[Way]:
     return [([], [p]) for p in _elementwise(x)]
 
 
-def _keep(x: Any) -> list[Way]:
+def _saved_copy(x: Any) -> list[Way]:
     return [([p], [p]) for p in dict.fromkeys([REPLICATE, *x.placements])]
 
 
@@ -279,8 +279,8 @@ _of_tensors: dict[str, Callable[..., list[Way]]] = {
     "gate_": _gate_,
     "glu": _glu,
     "_glu": _glu_with_products,
-    "_keep": _keep,
     "_linear": _dense,
+    "_saved_copy": _saved_copy,
     "sigmoid": _sigmoid,
     "sigmoid_": _sigmoid_,
     "softmax": _softmax,

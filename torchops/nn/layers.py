@@ -188,7 +188,7 @@ class LayersRead(nn.Module):
         """The same, with `inplace` and `residual` as the forwards of the pair layers have them."""
         if inplace:
             # Inductor can drop a plain clone of what is overwritten.
-            return x.add_(self.by_layers(torch.ops.myops._keep(x) if torch.is_grad_enabled() else x, *mask))
+            return x.add_(self.by_layers(torch.ops.myops._saved_copy(x) if torch.is_grad_enabled() else x, *mask))
         update = self.by_layers(x, *mask)
         return (x + update).to(x.dtype) if residual else update
 

@@ -130,7 +130,7 @@ class PairLayer(nn.Module):
             if kept is None:
                 return module(x, *mask, inplace=True)
             # Inductor can drop a plain clone of what is overwritten.
-            return x.addcmul_(module(torch.ops.myops._keep(x) if torch.is_grad_enabled() else x, *mask), kept)
+            return x.addcmul_(module(torch.ops.myops._saved_copy(x) if torch.is_grad_enabled() else x, *mask), kept)
         arguments: Any = module, x, mask, kept
         if self.checkpoint and torch.is_grad_enabled():
             # The factors of the dropout are drawn already, so that no state of a generator has to be kept.

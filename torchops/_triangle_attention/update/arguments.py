@@ -304,7 +304,7 @@ def without_alias(written: Tensor, read: Tensor | None) -> Tensor | None:
     if read is None:
         return None
     is_wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, (written, read)))
-    return torch.ops.myops._keep(read) if is_wrapped or may_alias(written, read) else read
+    return torch.ops.myops._saved_copy(read) if is_wrapped or may_alias(written, read) else read
 
 
 def may_alias(written: Tensor, read: Tensor) -> bool:

@@ -148,7 +148,7 @@ def _autograd_(*args: Any) -> None:
 def _copied(a: Arguments) -> Arguments:
     """With a copy of x, which is about to be overwritten, and of what shares its memory."""
     mask, *parameters = (without_alias(a.x, t) for t in a.tensors[1:])
-    return a._replace(x=_myops._keep(a.x), mask=mask, parameters=parameters)
+    return a._replace(x=_myops._saved_copy(a.x), mask=mask, parameters=parameters)
 
 
 def _check_in_place(x: Tensor) -> None:

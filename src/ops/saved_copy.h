@@ -8,6 +8,6 @@ namespace torchops::detail {
 ///
 /// Saved by a traced in-place operator whose gradient needs the old value. Before torch 2.15, Inductor drops a plain
 /// clone of a graph input that is mutated later, and the gradient would then read the new value.
-at::Tensor keep(const at::Tensor& x);
+at::Tensor saved_copy(const at::Tensor& x);
 
 }  // namespace torchops::detail
