@@ -101,7 +101,7 @@ def _devices(architectures: list[str], gemm_architectures: list[str]) -> list[di
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         build = (capability, architectures, gemm_architectures)
-        ways = {"GEMM": gemm_on(*build), "dense": dense_on(*build), "square_matmul_": square_matmul_on(*build)}
+        kernels = {"GEMM": gemm_on(*build), "dense": dense_on(*build), "square_matmul_": square_matmul_on(*build)}
         gpus.append(
             {
                 "device": f"cuda:{index}",
@@ -109,7 +109,7 @@ def _devices(architectures: list[str], gemm_architectures: list[str]) -> list[di
                 "capability": f"{properties.major}.{properties.minor}",
                 "memory": f"{properties.total_memory / 2**30:.0f} GiB",
                 "code": code_for(capability, architectures) or "none",
-                **(ways if architectures else dict.fromkeys(ways, "none: built without CUDA")),
+                **(kernels if architectures else dict.fromkeys(kernels, "none: built without CUDA")),
             }
         )
     return [cpu, *gpus]

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from torchops.nn.layers import LayersRead, LinearParameters, as_parameters, is_read
+from torchops.nn.layers import FusedModule, LinearParameters, as_parameters, is_read
 from torchops.ops import dense, gate, glu
 
 __all__ = ["GLU", "Dense", "Gate"]
@@ -113,7 +113,7 @@ class Gate(LinearParameters):
         return gate(v, x, self.weight, self.bias)
 
 
-class GLU(LayersRead):
+class GLU(FusedModule):
     """A gated linear unit: ``value(x) * activation(gate(x))`` with two linear layers, ``value`` and ``gate``.
 
     Both are ``nn.Linear`` (parameters, initialisation, names in the state dict). One operator, :func:`torchops.glu`,

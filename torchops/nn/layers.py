@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "FusedModule",
     "Initial",
-    "LayersRead",
     "Linear",
     "LinearParameters",
     "as_parameters",
@@ -150,7 +150,7 @@ def does_more(layer: nn.Module, distributed: bool = True) -> bool:
     return False
 
 
-class LayersRead(nn.Module):
+class FusedModule(nn.Module):
     """A module whose operator reads the parameters of its layers instead of calling them.
 
     If a layer :func:`does_more`, `forward` calls the layers: it asks :meth:`calls_layers`. What is put in the place of
@@ -173,7 +173,7 @@ class LayersRead(nn.Module):
     def calls_layers(self) -> bool:
         """Whether a layer, of this module or of another one inside, does more than an operator would."""
         for layer in self._modules.values():
-            if isinstance(layer, LayersRead):
+            if isinstance(layer, FusedModule):
                 if has_hooks(layer) or "forward" in layer.__dict__ or layer.calls_layers():
                     return True
             elif isinstance(layer, _READ) and does_more(layer):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchops._core.errors import with_type_errors
-from torchops.nn.layers import LayersRead, Linear, normalized
+from torchops.nn.layers import FusedModule, Linear, normalized
 from torchops.ops import (
     add_transition_,
     add_triangle_multiplicative_update_,
@@ -25,7 +25,7 @@ _add_triangle_update = with_type_errors(
 )
 
 
-class Transition(LayersRead):
+class Transition(FusedModule):
     """AlphaFold 3's transition, a gated feed-forward layer after a layer norm, computed by one operator:
     :func:`torchops.transition`.
 
@@ -118,7 +118,7 @@ class Transition(LayersRead):
         return f"{self.c}, {self.hidden}, eps={self.eps}"
 
 
-class TriangleMultiplicativeUpdate(LayersRead):
+class TriangleMultiplicativeUpdate(FusedModule):
     """AlphaFold's triangle multiplicative update, computed by one operator:
     :func:`torchops.triangle_multiplicative_update`.
 

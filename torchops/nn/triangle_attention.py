@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from torchops._triangle_attention.update.arguments import Node
-from torchops.nn.layers import LayersRead, Linear, normalized
+from torchops.nn.layers import FusedModule, Linear, normalized
 from torchops.ops import AttentionWeights, triangle_attention, triangle_attention_update
 
 __all__ = ["TriangleAttention"]
 
 
-class _Heads(LayersRead):
+class _Heads(FusedModule):
     """The layers of the heads, in a module of their own as in Boltz. `TriangleAttention` reads them, or calls it."""
 
     _within = ("torchops.nn.triangle_attention.TriangleAttention", "mha")
@@ -31,7 +31,7 @@ class _Heads(LayersRead):
         return out
 
 
-class TriangleAttention(LayersRead):
+class TriangleAttention(FusedModule):
     """AlphaFold's triangle attention with its layer norm, gate and output product (`Jumper et al. 2021
     <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 13 and 14).
 

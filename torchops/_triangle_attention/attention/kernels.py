@@ -27,7 +27,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _there(left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
+def _row_mask(left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
     r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
     there = (r < left)[:, None]
     if PADDED_D != D:
@@ -40,14 +40,14 @@ def _load(rows, stride, left, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl
     """BLOCK rows of D numbers. Only the first `left` rows exist; the rest, and the padding of D, are zeros."""
     r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
     at = rows + (r[:, None] * stride + d[None, :])
-    return tl.load(at, mask=_there(left, D, PADDED_D, BLOCK), other=0.0)
+    return tl.load(at, mask=_row_mask(left, D, PADDED_D, BLOCK), other=0.0)
 
 
 @triton.jit
 def _store(rows, stride, left, values, D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr):
     r, d = tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
     at = rows + (r[:, None] * stride + d[None, :])
-    tl.store(at, values.to(rows.dtype.element_ty), mask=_there(left, D, PADDED_D, BLOCK))
+    tl.store(at, values.to(rows.dtype.element_ty), mask=_row_mask(left, D, PADDED_D, BLOCK))
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _row(pointer, strides, b, i, h, j):
 
 
 @triton.jit
-def _where(heads, BLOCK: tl.constexpr):
+def _program_coords(heads, BLOCK: tl.constexpr):
     """Batch, row and head of a program in the grid (blocks, rows, batch * heads), and the start of its block."""
     bh = tl.program_id(2)
     i = tl.program_id(1).to(tl.int64)
@@ -76,31 +76,31 @@ def _pair(pointer, gap, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _scores(left, right, bias, added, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(left, right, bias, mask_bias, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     """scale * left right^T + bias, plus what is added to columns, or None. SCALED: a factor already has the scale, and
     both it and the bias are in units of log2, so the product accumulates onto the rest: one instruction less per
     score."""
     s = bias.to(tl.float32)
     if not SCALED:
         s = tl.dot(left, tl.trans(right), input_precision=PRECISION) * scale + s
-    if added is not None:
-        s += added[None, :]
+    if mask_bias is not None:
+        s += mask_bias[None, :]
     if SCALED:
         s = tl.dot(left, tl.trans(right), s, input_precision=PRECISION)
     return s
 
 
 @triton.jit
-def _probabilities(left, right, bias, added, log_sums, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+def _probabilities(left, right, bias, mask_bias, log_sums, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     """The probabilities of these scores. `log_sums`, to base 2, are those of rows or of columns, with two
     dimensions."""
     if SCALED:
-        return tl.exp2(_scores(left, right, bias.to(tl.float32) - log_sums, added, scale, True, PRECISION))
-    return tl.exp2(_scores(left, right, bias, added, scale, False, PRECISION) * LOG2E - log_sums)
+        return tl.exp2(_scores(left, right, bias.to(tl.float32) - log_sums, mask_bias, scale, True, PRECISION))
+    return tl.exp2(_scores(left, right, bias, mask_bias, scale, False, PRECISION) * LOG2E - log_sums)
 
 
 @_jit
-def add_of_mask(mask, added, mask_strides, rows: tl.int32, n: tl.int32, width, BLOCK: tl.constexpr):
+def add_of_mask(mask, mask_bias, mask_strides, rows: tl.int32, n: tl.int32, width, BLOCK: tl.constexpr):
     """What a mask with strides (batch, i, k) adds to the scores of each row: -inf at masked keys, unless all keys are
     masked. The result is float32 in rows of `width`, so that the forward pass and dq can load it ahead like the other
     operands: asynchronous copies take at least 4 bytes, and single bytes would stall the loop."""
@@ -115,25 +115,25 @@ def add_of_mask(mask, added, mask_strides, rows: tl.int32, n: tl.int32, width, B
     for start in range(0, width, BLOCK):
         at = (start + kk).to(tl.int64) * mask_strides[2]
         values = tl.where(none | (tl.load(row + at, mask=kk < n - start, other=0) != 0), 0.0, float("-inf"))
-        tl.store(added + (b * rows + i) * width + start + kk, values, mask=kk < width - start)
+        tl.store(mask_bias + (b * rows + i) * width + start + kk, values, mask=kk < width - start)
 
 
 @_jit
 def forward(
-    q, k, v, bias, added, out, lse,
+    q, k, v, bias, mask_bias, out, lse,
     q_strides, k_strides, v_strides, bias_strides, out_strides,
     rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    b, i, h, first = _where(heads, BLOCK_J)
+    b, i, h, first = _program_coords(heads, BLOCK_J)
     j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
     left = (n - first).to(tl.int32)
     q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
     k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
     bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
-    added_row = added + (b * rows + i) * width
+    mask_bias_row = mask_bias + (b * rows + i) * width
 
     unit = 1.0 if SCALED else LOG2E
     # The largest score so far, in units of log2. It stays finite even if all of a block of keys is masked.
@@ -142,11 +142,11 @@ def forward(
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
     for start in tl.range(0, n, BLOCK_K, num_stages=STAGES):
         k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        added_k = None
+        mask_bias_k = None
         if MASKED:
-            added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
-            added_row += BLOCK_K
-        s = _scores(q_tile, k_tile, tl.load(bias_rows + bias_at), added_k, scale, SCALED, PRECISION)
+            mask_bias_k, _ = _pair(mask_bias_row, 0, BLOCK_K, STAGES)
+            mask_bias_row += BLOCK_K
+        s = _scores(q_tile, k_tile, tl.load(bias_rows + bias_at), mask_bias_k, scale, SCALED, PRECISION)
         new_top = tl.maximum(top, tl.max(s, 1) * unit)
         p = tl.exp2(s * unit - new_top[:, None])
         shrink = tl.exp2(top - new_top)

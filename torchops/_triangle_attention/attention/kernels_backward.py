@@ -14,9 +14,9 @@ from torchops._triangle_attention.attention.kernels import (
     _load,
     _pair,
     _probabilities,
+    _program_coords,
     _row,
     _store,
-    _where,
 )
 
 __all__ = [
@@ -33,7 +33,7 @@ def prepare(
 ):  # fmt: skip
     """For each edge and head, the logarithm to base 2 of its sum (inf beyond n), and the sum over keys of p * dp, which
     equals the sum over features of grad * out (0 beyond n). Both in rows of `width` numbers."""
-    b, i, h, first = _where(heads, BLOCK_J)
+    b, i, h, first = _program_coords(heads, BLOCK_J)
     j, left = tl.arange(0, BLOCK_J), (n - first).to(tl.int32)
     g = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
     o = _load(_row(out, out_strides, b, i, h, first), out_strides[3], left, D, PADDED_D, BLOCK_J)
@@ -53,16 +53,16 @@ def prepare_heads(
     if D & (D - 1) == 0:
         h = tl.arange(0, PADDED // D)
         sums = tl.sum(tl.reshape(products, (BLOCK, PADDED // D, D)), 2)
-        _store_numbers(sums, first + i, j, h, there, lse, log_sums, delta, n, width, HEADS)
+        _store_lse_delta(sums, first + i, j, h, there, lse, log_sums, delta, n, width, HEADS)
     else:
         head_of = tl.arange(0, PADDED) // D
         for head in tl.static_range(HEADS):
             sums = tl.sum(tl.where((head_of == head)[None, :], products, 0.0), 1)[:, None]
-            _store_numbers(sums, first + i, j, head + tl.arange(0, 1), there, lse, log_sums, delta, n, width, HEADS)
+            _store_lse_delta(sums, first + i, j, head + tl.arange(0, 1), there, lse, log_sums, delta, n, width, HEADS)
 
 
 @triton.jit
-def _store_numbers(sums, row, j, h, there, lse, log_sums, delta, n, width, HEADS: tl.constexpr):
+def _store_lse_delta(sums, row, j, h, there, lse, log_sums, delta, n, width, HEADS: tl.constexpr):
     rows = row[:, None] * HEADS + h[None, :]
     inside = there[:, None] & (h < HEADS)[None, :]
     lse_j = tl.load(lse + (rows * n + j[:, None]), mask=inside, other=0.0)
@@ -83,34 +83,34 @@ def prepare_padding(log_sums, delta, rows, n, width):
 
 @_jit
 def backward_q(
-    grad, q, k, v, bias, added, numbers, dq,
+    grad, q, k, v, bias, mask_bias, lse_delta, dq,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dq_strides,
     rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, gap: tl.int64,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * ds k, with ds = p * (grad v^T - delta)."""
-    b, i, h, first = _where(heads, BLOCK_J)
+    b, i, h, first = _program_coords(heads, BLOCK_J)
     j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
     left = (n - first).to(tl.int32)
     q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
     g_tile = _load(_row(grad, grad_strides, b, i, h, first), grad_strides[3], left, D, PADDED_D, BLOCK_J)
     first_number = ((b * rows + i) * heads + h) * width + first
-    log_sums_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
+    log_sums_j, delta_j = _pair(lse_delta + first_number, gap, BLOCK_J, STAGES)
     k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
     bias_at = tl.minimum(j, left - 1)[:, None] * bias_strides[2] + kk[None, :]
-    added_row = added + (b * rows + i) * width
+    mask_bias_row = mask_bias + (b * rows + i) * width
 
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
     for start in tl.range(0, n, BLOCK_K, num_stages=STAGES):
         k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
-        added_k = None
+        mask_bias_k = None
         if MASKED:
-            added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
-            added_row += BLOCK_K
+            mask_bias_k, _ = _pair(mask_bias_row, 0, BLOCK_K, STAGES)
+            mask_bias_row += BLOCK_K
         bias_tile = tl.load(bias_rows + bias_at)
-        p = _probabilities(q_tile, k_tile, bias_tile, added_k, log_sums_j[:, None], scale, SCALED, PRECISION)
+        p = _probabilities(q_tile, k_tile, bias_tile, mask_bias_k, log_sums_j[:, None], scale, SCALED, PRECISION)
         v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta_j[:, None])
@@ -124,7 +124,7 @@ def backward_q(
 
 @_jit
 def backward_kv(
-    grad, q, k, v, bias, added, numbers, dk, dv,
+    grad, q, k, v, bias, mask_bias, lse_delta, dk, dv,
     grad_strides, q_strides, k_strides, v_strides, bias_strides, dk_strides, dv_strides,
     rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, gap: tl.int64,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -133,7 +133,7 @@ def backward_kv(
 ):  # fmt: skip
     """dk = scale * ds^T q, dv = p^T grad. Tiles are transposed, so that p and ds are left factors as they are. So is
     the bias, (batch, h, k, j), of which a thread then reads two numbers at once."""
-    b, i, h, first = _where(heads, BLOCK_K)
+    b, i, h, first = _program_coords(heads, BLOCK_K)
     j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
     left = (n - first).to(tl.int32)
     k_tile = _load(_row(k, k_strides, b, i, h, first), k_strides[3], left, D, PADDED_D, BLOCK_K)
@@ -148,7 +148,7 @@ def backward_kv(
     for start in tl.range(0, n, BLOCK_J, num_stages=STAGES):
         q_tile = _load(q_rows, q_strides[3], n - start, D, PADDED_D, BLOCK_J)
         g_tile = _load(g_rows, grad_strides[3], n - start, D, PADDED_D, BLOCK_J)
-        log_sums_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
+        log_sums_j, delta_j = _pair(lse_delta + first_number, gap, BLOCK_J, STAGES)
         bias_tile = tl.load(bias_rows + bias_at)
         p = _probabilities(k_tile, q_tile, bias_tile, None, log_sums_j[None, :], scale, SCALED, PRECISION)
         if WANT_V:
@@ -164,7 +164,7 @@ def backward_kv(
 
     if MASKED:
         # A masked key doesn't contribute to the sums of others, so its own sums may hold anything up to here.
-        kept = (tl.load(added + (b * rows + i) * width + first + kk) == 0)[:, None]
+        kept = (tl.load(mask_bias + (b * rows + i) * width + first + kk) == 0)[:, None]
         k_sums, v_sums = tl.where(kept, k_sums, 0.0), tl.where(kept, v_sums, 0.0)
     if WANT_K:
         k_sums = k_sums / LOG2E if SCALED else k_sums * scale
@@ -175,7 +175,7 @@ def backward_kv(
 
 @_jit
 def backward_bias(
-    grad, q, k, v, bias, added, numbers, dbias,
+    grad, q, k, v, bias, mask_bias, lse_delta, dbias,
     grad_strides, q_strides, k_strides, v_strides, bias_strides,
     rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width, share: tl.int32, gap: tl.int64,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -199,11 +199,11 @@ def backward_bias(
     i = part.to(tl.int64) * share
     q_rows, g_rows = _row(q, q_strides, b, i, h, first_j), _row(grad, grad_strides, b, i, h, first_j)
     k_rows, v_rows = _row(k, k_strides, b, i, h, first_k), _row(v, v_strides, b, i, h, first_k)
-    added_row = added + (b * rows + i) * width + first_k
+    mask_bias_row = mask_bias + (b * rows + i) * width + first_k
     first_number = ((b * rows + i) * heads + h) * width + first_j
 
     # Without STAGES, only the operands of products are loaded ahead, so these are loaded here, one iteration early.
-    next_log_sums, next_delta = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
+    next_log_sums, next_delta = _pair(lse_delta + first_number, gap, BLOCK_J, STAGES)
     sums = tl.zeros((BLOCK_J, BLOCK_K), tl.float32)
     count = tl.minimum(share, rows - part * share)
     for step in tl.range(0, count, num_stages=STAGES):
@@ -213,15 +213,15 @@ def backward_bias(
             log_sums_j, delta_j = next_log_sums, next_delta
             if step + 1 < count:
                 first_number += heads * width
-            next_log_sums, next_delta = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
+            next_log_sums, next_delta = _pair(lse_delta + first_number, gap, BLOCK_J, STAGES)
         else:
-            log_sums_j, delta_j = _pair(numbers + first_number, gap, BLOCK_J, STAGES)
+            log_sums_j, delta_j = _pair(lse_delta + first_number, gap, BLOCK_J, STAGES)
             first_number += heads * width
-        added_k = None
+        mask_bias_k = None
         if MASKED:
-            added_k, _ = _pair(added_row, 0, BLOCK_K, STAGES)
-            added_row += width
-        p = _probabilities(q_tile, k_tile, bias_tile, added_k, log_sums_j[:, None], scale, SCALED, PRECISION)
+            mask_bias_k, _ = _pair(mask_bias_row, 0, BLOCK_K, STAGES)
+            mask_bias_row += width
+        p = _probabilities(q_tile, k_tile, bias_tile, mask_bias_k, log_sums_j[:, None], scale, SCALED, PRECISION)
         g_tile = _load(g_rows, grad_strides[3], left_j, D, PADDED_D, BLOCK_J)
         v_tile = _load(v_rows, v_strides[3], left_k, D, PADDED_D, BLOCK_K)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -242,9 +242,12 @@ def backward_bias(
 
 @_jit
 def transpose(
-    bias, made, bias_strides, made_strides, n: tl.int32, heads: tl.int32, BLOCK: tl.constexpr
+    bias, transposed, bias_strides, transposed_strides, n: tl.int32, heads: tl.int32, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """made[k, j] = bias[j, k], with -inf for j beyond n. The grid is (blocks of j, blocks of k, batch * heads)."""
+    """transposed[k, j] = bias[j, k], with -inf for j beyond n.
+
+    The grid is (blocks of j, blocks of k, batch * heads).
+    """
     b, h = (tl.program_id(2) // heads).to(tl.int64), (tl.program_id(2) % heads).to(tl.int64)
     first_j, first_k = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64) * BLOCK
     r = tl.arange(0, BLOCK)
@@ -252,9 +255,9 @@ def transpose(
     rows = bias + b * bias_strides[0] + h * bias_strides[1]
     tile = tl.trans(tl.load(rows + (j[:, None] * bias_strides[2] + k[None, :])))
     tile = tl.where((first_j + r < n)[None, :], tile, float("-inf"))
-    rows = made + b * made_strides[0] + h * made_strides[1]
-    at = (first_k + r)[:, None] * made_strides[2] + (first_j + r)[None, :]
-    tl.store(rows + at, tile.to(made.dtype.element_ty), mask=(first_k + r < n)[:, None])
+    rows = transposed + b * transposed_strides[0] + h * transposed_strides[1]
+    at = (first_k + r)[:, None] * transposed_strides[2] + (first_j + r)[None, :]
+    tl.store(rows + at, tile.to(transposed.dtype.element_ty), mask=(first_k + r < n)[:, None])
 
 
 @triton.jit(do_not_specialize=["parts"])

@@ -24,7 +24,7 @@ from torchops._triangle_attention.attention.aten import features_adjacent
 from torchops._triangle_attention.attention.backends import why_not_triton
 
 __all__ = [
-    *("Prepared", "added_by", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
+    *("Prepared", "mask_bias_of", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
     *("padded_bias", "padded_width", "processors", "shared_memory", "sum_of_dbias", "why_not"),
 ]
 
@@ -171,13 +171,13 @@ def _strides(t: Tensor) -> tuple[int, ...]:
     return t.stride()[:4]
 
 
-def added_by(mask: Tensor, width: int) -> Tensor:
+def mask_bias_of(mask: Tensor, width: int) -> Tensor:
     """What a mask (batch, rows, n) of any dtype adds to the scores, as (batch, rows, width) in float32."""
     batch, rows, n = mask.shape
-    added = mask.new_empty((batch, rows, width), dtype=torch.float32)
+    mask_bias = mask.new_empty((batch, rows, width), dtype=torch.float32)
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    _mask_launcher((rows, batch, 1), mask, added, mask.stride(), rows, n, width)
-    return added
+    _mask_launcher((rows, batch, 1), mask, mask_bias, mask.stride(), rows, n, width)
+    return mask_bias
 
 
 def why_not(inputs: Inputs) -> str | None:
@@ -190,7 +190,7 @@ def forward(inputs: Inputs) -> Saved:
     out, lse = torch.empty_like(q), q.new_empty(inputs.sizes, dtype=torch.float32)
     bias = padded_bias(inputs.bias)
     with on(q.device):
-        attend(Prepared(q, k, v, bias, _added(inputs.mask, bias), inputs.scale), Saved(out, lse))
+        attend(Prepared(q, k, v, bias, _mask_bias_of(inputs.mask, bias), inputs.scale), Saved(out, lse))
     return Saved(cast(Tensor, _laid_out_like(out, inputs.q)), lse)
 
 
@@ -203,8 +203,8 @@ class Prepared(NamedTuple):
     """q, k and v have contiguous features."""
     bias: Tensor
     """From `padded_bias`."""
-    added: Tensor | None
-    """From `added_by`, for a mask."""
+    mask_bias: Tensor | None
+    """From `mask_bias_of`, for a mask."""
     scale: float
     scaled: bool = False
     """q is multiplied by ``scale * LOG2E`` and the bias by LOG2E, as in `kernels.py`."""
@@ -212,13 +212,13 @@ class Prepared(NamedTuple):
 
 def attend(inputs: Prepared, saved: Saved) -> None:
     """The forward pass, which writes to `saved`."""
-    q, k, v, bias, added, scale, scaled = inputs
+    q, k, v, bias, mask_bias, scale, scaled = inputs
     out, lse = saved
     batch, rows, heads, n, d = q.shape
-    launch = _launcher("forward", d, q.dtype, added is not None, allows_tf32(q.dtype), SCALED=scaled)
+    launch = _launcher("forward", d, q.dtype, mask_bias is not None, allows_tf32(q.dtype), SCALED=scaled)
     launch(
         (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads),
-        q, k, v, bias, lse if added is None else added, out, lse,
+        q, k, v, bias, lse if mask_bias is None else mask_bias, out, lse,
         _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
         rows, n, heads, scale, bias.shape[-1],
     )  # fmt: skip
@@ -231,7 +231,7 @@ def backward(grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask
     dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), output_mask[:3], strict=True))
     with on(q.device):
         dbias = new_dbias(grad, padded) if output_mask[3] else None
-        prepared = Prepared(q, k, v, padded, _added(inputs.mask, padded), inputs.scale)
+        prepared = Prepared(q, k, v, padded, _mask_bias_of(inputs.mask, padded), inputs.scale)
         attend_backward(grad, prepared, Saved(out, saved.logsumexp), (dq, dk, dv), dbias)
         # A copy if there are several parts, as the first part is a view of a larger tensor.
         summed = None if dbias is None else sum_of_dbias(dbias).to(inputs.bias.dtype, copy=len(dbias) > 1).unsqueeze(1)
@@ -239,8 +239,8 @@ def backward(grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask
     return dq, dk, dv, summed
 
 
-def _added(mask: Tensor | None, bias: Tensor) -> Tensor | None:
-    return None if mask is None else added_by(mask[:, :, 0, 0], bias.shape[-1])
+def _mask_bias_of(mask: Tensor | None, bias: Tensor) -> Tensor | None:
+    return None if mask is None else mask_bias_of(mask[:, :, 0, 0], bias.shape[-1])
 
 
 def attend_backward(
@@ -251,32 +251,32 @@ def attend_backward(
     dbias: Tensor | None,
     accumulate: bool = False,
     bias_of_keys: Tensor | None = None,
-    numbers: Tensor | None = None,
+    lse_delta: Tensor | None = None,
 ) -> None:
     """The backward pass. Gradients of q, k and v go to the tensors in `into` that are not None. That of the bias goes
-    to `dbias` (from `new_dbias`), or is added to it. `bias_of_keys` is ``of_keys(bias)``. `numbers` are log_sums and
+    to `dbias` (from `new_dbias`), or is added to it. `bias_of_keys` is ``of_keys(bias)``. `lse_delta` are log_sums and
     delta as `prepare` computes them, if they are known already. Gradients are those of the unscaled arguments, even if
     these are `scaled`.
 
     The last kernel computes the gradients of k and v, each tile from its own part of k and v, so they may overwrite
     these.
     """
-    q, k, v, bias, added, scale, scaled = inputs
+    q, k, v, bias, mask_bias, scale, scaled = inputs
     out, lse = saved
     batch, rows, heads, n, d = q.shape
     width = bias.shape[-1]
-    if numbers is None:
-        numbers = q.new_empty((2, batch * rows * heads * width), dtype=torch.float32)
+    if lse_delta is None:
+        lse_delta = q.new_empty((2, batch * rows * heads * width), dtype=torch.float32)
         prepare = _prepare_launcher(d)
         prepare(
             (width // prepare.options["BLOCK_J"], rows, batch * heads),
-            grad, out, lse, *numbers, _strides(grad), _strides(out), rows, n, heads, width,
+            grad, out, lse, *lse_delta, _strides(grad), _strides(out), rows, n, heads, width,
         )  # fmt: skip
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
     sizes = rows, n, heads, scale, width
-    gap = len(numbers[0])
-    how = d, q.dtype, added is not None, allows_tf32(q.dtype), _is_small(q.device)
-    tensors = grad, q, k, v, bias, lse if added is None else added, numbers
+    gap = len(lse_delta[0])
+    how = d, q.dtype, mask_bias is not None, allows_tf32(q.dtype), _is_small(q.device)
+    tensors = grad, q, k, v, bias, lse if mask_bias is None else mask_bias, lse_delta
     if dbias is not None:
         grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads
         launch = _launcher("bias", *how, ACCUMULATE=accumulate, SCALED=scaled)

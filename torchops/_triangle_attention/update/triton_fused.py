@@ -65,18 +65,18 @@ def forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool 
     for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), not low_memory))):
         size = b.stop - b.start
         bias = triangle_bias(x, b, w, ending)
-        added = None if mask is None else steps.prepared_mask(mask[b], bias)
+        mask_bias = None if mask is None else steps.prepared_mask(mask[b], bias)
         scratch = scratch_for(b, part[0], n, 3 * width, ending, w.q)
         shape = size, part[0].stop - part[0].start, heads, n
-        numbers = None if kept else scratch.new_empty(shape, dtype=torch.float32)
+        lse = None if kept else scratch.new_empty(shape, dtype=torch.float32)
         for rows in part:
             qkv = part_of(scratch, rows, ending)
             launch_project(project, x, x_places.at(b, rows, ending), w, qkv, width, None)
             q, k, v = (panels.heads(t, heads, ending) for t in qkv.split(width, -1))
-            of_rows = None if added is None else added[:, rows]
+            of_rows = None if mask_bias is None else mask_bias[:, rows]
             if kept is None:
-                assert numbers is not None
-                saved = Saved(q, numbers)
+                assert lse is not None
+                saved = Saved(q, lse)
                 o, o_at = qkv, (0, *Places(qkv).strides)
             else:
                 o, o_at = kept.product, Places(kept.product).at(b, rows, ending)

@@ -105,11 +105,11 @@ def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: K
     for b, part in panels.batches(panels.panels(batch, n, row_bytes, budget(x, w.q.element_size(), True, low_memory))):
         size = b.stop - b.start
         bias = triangle_bias(x, b, w, ending)
-        added = None if mask is None else steps.prepared_mask(mask[b], bias)
+        mask_bias = None if mask is None else steps.prepared_mask(mask[b], bias)
         scratch, z_scratch, d_scratch = (
             scratch_for(b, part[0], n, features, ending, w.q) for features in (5 * width, c, width)
         )
-        numbers = w.q.new_empty(
+        lse_delta = w.q.new_empty(
             (2, size * (part[0].stop - part[0].start) * heads * bias.shape[-1]), dtype=torch.float32
         )
         bias_of_keys, dbias, has_dbias = attention.of_keys(bias), None, False
@@ -121,7 +121,7 @@ def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: K
                 size, count, w,
                 (grad, o, x, w.norm_weight, w.norm_bias, w.gate, w.gate_bias, w.out, d, places[..., 4 * width :]),
                 (
-                    lse, *numbers, *grad_places.at(b, rows, ending), *o_places.at(b, rows, ending), *x_at,
+                    lse, *lse_delta, *grad_places.at(b, rows, ending), *o_places.at(b, rows, ending), *x_at,
                     *Places(d).strides, *strides, inner, count, bias.shape[-1], w.eps,
                 ),
             )  # fmt: skip
@@ -129,11 +129,11 @@ def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: K
             q, dq, k, v, _ = (panels.heads(t, heads, ending) for t in places.split(width, -1))
             if dbias is None:
                 dbias = attention.new_dbias(q, bias, wide=True)
-            of_rows = None if added is None else added[:, rows]
+            of_rows = None if mask_bias is None else mask_bias[:, rows]
             attention.attend_backward(
                 panels.heads(d, heads, ending), attention.Prepared(q, k, v, bias, of_rows, w.scale, scaled=True),
                 Saved(panels.heads(panels.slab(o, b, rows, ending), heads, ending), lse), (dq, k, v),
-                dbias, has_dbias, bias_of_keys, numbers,
+                dbias, has_dbias, bias_of_keys, lse_delta,
             )  # fmt: skip
             has_dbias = True
             d_inputs = places[..., width:]

@@ -192,7 +192,7 @@ def whole_bias(bias: Tensor) -> Tensor:
 
 
 def prepared_mask(mask: Tensor, bias: Tensor) -> Tensor:
-    return attention.added_by(mask, bias.shape[-1])
+    return attention.mask_bias_of(mask, bias.shape[-1])
 
 
 def attend(a: AttentionInputs, saved: Saved | None) -> Tensor:
