@@ -27,40 +27,13 @@ bool fused(const Tensor& y, const Tensor& v, const Tensor& x, const Tensor& w, c
   return gemm::run<gemm::GateRule>({.d = y, .a = x, .b = w, .bias = b, .c = &v});
 }
 
-// Copies of whole vectors, if they pay in forward: for gate of (262144, 129) to 128 features, 148 us instead of 202. If
-// w has no multiple of eight rows, the product is cuBLAS's, and only x is copied: (262144, 128) to 127 takes 183
-// instead of 221, (262144, 257) to 255 takes 424 instead of 518, and (4097, 1001) to 1003 takes 45 instead of 95. For
-// shorter sums, or such of even sizes, the copy takes as long as it saves: with copies of v, too, (262143, 129) to 127
-// takes 256, and 204 with none, and (262144, 260) to 260 takes 585 with a copy of x, and 501 (H100, torch 2.11,
-// bfloat16).
-std::optional<WholeVectors> forward_copies(const Tensor& x, const Tensor& w, at::TensorList others) {
-  const auto whole = WholeVectors::of(x, w, others, kLeastForwardProducts);
-  const int64_t in_features = w.size(1), out_features = w.size(0);
-  const bool odd = in_features % 2 != 0 || out_features % 2 != 0;
-  const bool pays = whole && (whole->out_features == out_features || in_features >= (odd ? 193 : 384) ||
-                              (whole->in_features == in_features && out_features % 2 != 0));
-  return pays ? whole : std::nullopt;
-}
-
-// The same for gradients, where g, v and dv are copied, too, unless w has a multiple of eight rows: all gradients of
-// gate of (262144, 127) to 127 features take 392 us instead of 441, of 257 to 255 1016 instead of 1382, of 260 to 260
-// 1189 instead of 1599, of 100 to 100 332 instead of 317, and of (262143, 129) to 127 578 instead of 569.
-std::optional<WholeVectors> backward_copies(const Tensor& g, const Tensor& v, const Tensor& x, const Tensor& w) {
-  const auto whole = WholeVectors::of(x, w, {g, v}, int64_t{1} << 27);
-  const int64_t in_features = w.size(1), out_features = w.size(0);
-  const bool odd = in_features % 2 != 0 || out_features % 2 != 0;
-  const bool pays = whole && (whole->out_features == out_features || in_features > detail::kMostUncopied ||
-                              (odd && in_features <= detail::kMostOfOnePass && out_features <= detail::kMostOfOnePass));
-  return pays ? whole : std::nullopt;
-}
-
 // y for all rows of v and x; and the product if it is wanted. Both are contiguous.
 void gate_out(const Tensor& y, const OptionalTensor& kept, const Tensor& v, const Tensor& x, const Tensor& w,
               const OptionalTensor& b) {
   if (y.numel() == 0) return;
   const Tensor y_rows = detail::as_rows(y), v_rows = unit_columns(detail::as_rows(v)), x_rows = detail::as_rows(x);
   const OptionalTensor bias = contiguous(b);
-  const auto whole = forward_copies(x_rows, w, {v_rows});
+  const auto whole = WholeVectors::of(gemm::CopiedLayer::kGate, x_rows, w, {v_rows});
   if (!whole && !kept && fused(y_rows, v_rows, x_rows, w, bias)) return;
   const PanelProduct product(whole, w, bias);
   const bool copies_v = whole && !product.has_more_features(), copies = product.copies(x_rows) || copies_v;
@@ -109,7 +82,8 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   const Tensor input = detail::coincide(v, x) ? x : detail::read_first(v, x), weight = detail::read_first(v, w);
   const OptionalTensor bias = contiguous(detail::read_first(v, b));
   // v is overwritten as it is.
-  const auto whole = v.scalar_type() == w.scalar_type() ? forward_copies(input, weight, {}) : std::nullopt;
+  const auto whole =
+      v.scalar_type() == w.scalar_type() ? WholeVectors::of(gemm::CopiedLayer::kGate, input, weight, {}) : std::nullopt;
   const PanelProduct product(whole, weight, bias);
   const bool copies = product.copies(input);
   // Scratch for a panel of rows: the product, and x if it may be copied. It is allocated once, for the first matrix,
@@ -287,7 +261,7 @@ detail::GateGradients gate_backward_cuda(const Tensor& grad, const Tensor& v, co
                                          const OptionalTensor& z) {
   detail::check_gate_backward(grad, v, x, w, b, output_mask, z);
   const c10::cuda::CUDAGuard guard(v.device());
-  if (const auto whole = backward_copies(grad, v, x, w)) {
+  if (const auto whole = WholeVectors::of(gemm::CopiedLayer::kGateGradients, x, w, {grad, v})) {
     const auto [dv, dx, dw, db] = gradients_of_copies(*whole, grad, v, x, w, b, output_mask, v_is_y, z);
     Copies copies;
     detail::GateGradients gradients{first_elements(dv, v.sizes(), copies), first_elements(dx, x.sizes(), copies),

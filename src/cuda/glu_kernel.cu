@@ -52,32 +52,10 @@ void glu_out(const Tensor& y, const Products& products, const Tensor& x, const T
   });
 }
 
-// How many elements of these rows, of 16 bits, the kernel of gemm/sm80 may load at once.
-int row_vector(at::TensorList matrices) {
-  int vector = 8;
-  for (const Tensor& t : matrices) {
-    const auto* const data = static_cast<const uint16_t*>(t.const_data_ptr());
-    vector = std::min(vector, gemm::row_vector(data, t.size(0) > 1 ? t.stride(0) : 0));
-  }
-  return vector;
-}
-
-// Copies of whole vectors, if they pay in forward: of elements that the kernel would load one by one, or of many long
-// rows of which it would load two at once. glu of (262143, 129) to 127 features takes 209 us instead of 344 by cuBLAS,
-// (262144, 130) to 130 takes 227 instead of 336 by the kernel, (262144, 100) to 100, which it loads in fours, 160
-// instead of 143, and (4095, 129) to 127, 26 instead of 19 (H100, torch 2.11, bfloat16).
-std::optional<WholeVectors> forward_copies(const Tensor& x, const Tensor& w, const Tensor& wg) {
-  const auto whole = WholeVectors::of(x, w, {wg}, kLeastForwardProducts);
-  if (!whole) return whole;
-  const int vector = row_vector({x, w, wg});
-  const bool pays = vector == 1 || (vector == 2 && w.size(1) > 128 && x.numel() * w.size(0) >= int64_t{1} << 30);
-  return pays ? whole : std::nullopt;
-}
-
 // The same where copies of whole vectors pay: for panels of rows.
 bool glu_of_copies(const Tensor& y, const Products& products, const Tensor& x, const Tensor& w, const Tensor& wg,
                    const OptionalTensor& b, const OptionalTensor& bg, std::string_view activation) {
-  const auto whole = forward_copies(x, w, wg);
+  const auto whole = WholeVectors::of(gemm::CopiedLayer::kGlu, x, w, {wg});
   if (!whole) return false;
   Copies copies;
   const Tensor weight = whole->weight(w, copies), gate_weight = whole->weight(wg, copies);
@@ -155,11 +133,8 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
                                        const OptionalTensor& u) {
   detail::check_glu_backward(grad, x, w, wg, b, bg, activation, output_mask, z, u);
   const c10::cuda::CUDAGuard guard(x.device());
-  // With forward, (262143, 129) to 127 features takes 695 us instead of 1350, (262144, 50) to 50 takes 215 instead of
-  // 337, and (65535, 130) to 130 takes 218 instead of 355 (H100, torch 2.11, bfloat16).
-  if (const auto whole = WholeVectors::of(x, w, {wg, grad}, int64_t{1} << 26)) {
-    const auto [dx, dw, dwg, db, dbg] =
-        gradients_of_copies(*whole, grad, x, w, wg, b, bg, activation, output_mask, z, u);
+  if (const auto whole = WholeVectors::of(gemm::CopiedLayer::kGluGradients, x, w, {wg, grad})) {
+    const auto [dx, dw, dwg, db, dbg] = gradients_of_copies(*whole, grad, x, w, wg, b, bg, activation, output_mask, z, u);
     const at::IntArrayRef of_bias = w.sizes().slice(0, 1);
     Copies copies;
     detail::GluGradients gradients{first_elements(dx, x.sizes(), copies), first_elements(dw, w.sizes(), copies),

@@ -1,6 +1,10 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <cstdint>
+
+namespace at {
+class Tensor;
+}
 
 namespace torchops::detail {
 

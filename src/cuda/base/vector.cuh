@@ -22,6 +22,13 @@ constexpr int kVectorBytes = 16;
 template <class T>
 constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
 
+/// How many elements, of up to 16 bytes, may be accessed at once at any multiple of that number in a row.
+template <class T>
+int row_vector(const T* data, int64_t stride) {
+  const auto steps = reinterpret_cast<uintptr_t>(data) / sizeof(T) | static_cast<uintptr_t>(stride) | kVectorSize<T>;
+  return static_cast<int>(steps & ~(steps - 1));
+}
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// N elements as they lie in memory: sizeof(T) * N bytes, aligned to their size.

@@ -369,19 +369,38 @@ constexpr Rule<Sm80Tiling> kSm80[] = {
     {always, Sm80Tiling::k32x32},
 };
 
-Sm80Tiling sm80_tiling(const Case& c) {
-  return std::ranges::find_if(kSm80, [&](const auto& rule) { return rule.suits(c); })->tiling;
-}
+namespace {
 
 // From so many outputs on, and with this tiling, it was the fastest for 2048 to 1048576 rows, 64 to 512 features in and
-// 64 to 1024 out (H100, bfloat16). With few rows of w, several CTAs fit a multiprocessor.
-std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool reads_factor, bool makes_cotangents) {
+// 64 to 1024 out (H100, bfloat16). With few rows of w, several CTAs fit a multiprocessor. For cotangents of one product
+// and a factor, sm80/kernel.cuh is as fast: memory takes all the time. Operands in two dtypes have no other kernel.
+std::optional<ResidentTiling> resident_tiling(const Case& c, const Sm80Conditions& conditions) {
   using enum ResidentTiling;
-  if (c.k > kMostResidentColumns) return std::nullopt;
-  if (reads_factor) return c.m >= int64_t{62} * c.sm_count ? std::optional(k16Rows) : std::nullopt;
+  constexpr int most_columns = 512;  // with more features, shared memory would have no room for enough rows of w
+  const auto [products, is_gated, reads_factor, makes_cotangents, is_mixed, automatic, load, store] = conditions;
   const int64_t w_rows = c.n * products, least = (w_rows <= 64 ? 15'000 : 60'000) * int64_t{c.sm_count};
-  if (c.m * w_rows < least) return std::nullopt;
-  return w_rows <= 128 || makes_cotangents ? k16Rows : k64Rows;
+  const bool is_faster = reads_factor ? !makes_cotangents && c.m >= int64_t{62} * c.sm_count : c.m * w_rows >= least;
+  if (c.k > most_columns || !(is_faster || is_mixed)) return std::nullopt;
+  return reads_factor || !is_faster || w_rows <= 128 || makes_cotangents ? k16Rows : k64Rows;
+}
+
+// Rows that are not aligned to 16 bytes: any of gate(), or those of x or of a weight of glu() if elements must be
+// loaded one by one. (262143, 129) to 127 features: gate took 471 us by the kernel and 220 by cuBLAS and the pass, glu
+// 453 and 357, in eager mode 246 and 374. One by one, gate of (4095, 129) to 127 took 15.3 and 10.7, of (1023, 129) to
+// 127 9.7 and 9.0, of (255, 129) to 127 9.4 and 9.9, and glu of (4095, 129) to 127 15.0 and 18.1 (H100, bfloat16).
+bool prefers_cublas_for_odd_rows(const Case& c, const Sm80Conditions& conditions) {
+  const auto [least, most] = std::minmax(conditions.load_vector, conditions.store_vector);
+  if (conditions.reads_factor ? least == 8 : conditions.load_vector > 1) return false;
+  return c.m * c.n >= int64_t{1} << (conditions.reads_factor && most == 1 ? 17 : 20);
+}
+
+}  // namespace
+
+std::optional<Sm80Plan> sm80_plan(const Case& c, const Sm80Conditions& conditions) {
+  const bool may_prefer_cublas = conditions.automatic && conditions.is_gated && !conditions.is_mixed;
+  if (may_prefer_cublas && prefers_cublas_for_odd_rows(c, conditions)) return std::nullopt;
+  const auto* const rule = std::ranges::find_if(kSm80, [&](const auto& rule) { return rule.suits(c); });
+  return Sm80Plan{resident_tiling(c, conditions), rule->tiling};
 }
 
 // By FFMAs: cuBLAS multiplies faster the longer the sums are, and then takes another pass. The kernel took 0.39 to 0.97
@@ -400,20 +419,6 @@ bool prefers_split_sm90(const Case& c, bool has_pass) {
   const auto outputs = static_cast<double>(c.m) * static_cast<double>(c.n);
   const double cublas = 8 + outputs * static_cast<double>(c.k) / 18e6, pass = has_pass ? 2 + outputs / 4e5 : 0;
   return time_of_split(c, split_tile(c)) < cublas + pass;
-}
-
-// From 240 tiles of 128 x 128 on, it takes 0.83 to 1.02 of the time with 256 to 1024 columns; up to 1.6 times as long
-// where tiles are half empty, or there are few (batches of square matrices on an H100, which has room for 264 tiles).
-bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_t k) {
-  const auto tiles = [](int64_t size) { return (size + 127) / 128; };
-  return batch * tiles(m) * tiles(n) < 240 || (n % 128 != 0 && n != 64 && n < 512) || m < 128 || k < 64;
-}
-
-// (262143, 129) to 127 features: gate took 471 us by the kernel and 220 by cuBLAS and the pass, glu 453 and 357, in
-// eager mode 246 and 374. One by one, gate of (4095, 129) to 127 took 15.3 and 10.7, of (1023, 129) to 127 9.7 and 9.0,
-// of (255, 129) to 127 9.4 and 9.9, and glu of (4095, 129) to 127 15.0 and 18.1 (H100, bfloat16).
-bool prefers_cublas_for_odd_glu(const Case& c, bool one_by_one) {
-  return int64_t{c.m} * c.n >= int64_t{1} << (one_by_one ? 17 : 20);
 }
 
 }  // namespace torchops::cuda::gemm

@@ -90,18 +90,26 @@ std::optional<DenseGradientsWay> dense_gradients_way(const Case& c, bool automat
 /// The tilings of sm80/kernel.cuh, by the outputs of a CTA.
 enum class Sm80Tiling { k128x128, k128x64, k64x64, k64x32, k32x32 };
 
-Sm80Tiling sm80_tiling(const Case& c);
-
 /// The tilings of sm80/resident.cuh, by the rows that a warp multiplies at a time; k16RowsAlone has all registers of a
 /// multiprocessor for one CTA.
 enum class ResidentTiling { k64Rows, k16Rows, k16RowsAlone };
 
-/// With more features, shared memory would have no room for enough rows of w.
-constexpr int kMostResidentColumns = 512;
+/// What the kernels of linear/sm80.cuh compute of a Case, besides what is in Conditions.
+struct Sm80Conditions {
+  int products;
+  bool is_gated, reads_factor, makes_cotangents, is_mixed, automatic;
+  int load_vector, store_vector;  // how many elements of rows may be loaded, or stored and loaded as factors, at once
+};
 
-/// The tiling of sm80/resident.cuh that is faster than sm80/kernel.cuh, if one is, for so many products. The epilogue
-/// may read another factor, or make the cotangents of two products.
-std::optional<ResidentTiling> resident_tiling(const Case& c, int products, bool reads_factor, bool makes_cotangents);
+/// The tiling of sm80/resident.cuh, if there may be a kernel of it that is faster, and that of sm80/kernel.cuh, which
+/// does not read operands in two dtypes.
+struct Sm80Plan {
+  std::optional<ResidentTiling> resident;
+  Sm80Tiling tiling;
+};
+
+/// nullopt if cuBLAS and a pass over its result are faster.
+std::optional<Sm80Plan> sm80_plan(const Case& c, const Sm80Conditions& conditions);
 
 /// Whether sm90/products/split_float32.cuh is estimated to be faster than cuBLAS and, if the product `has_pass`, a pass
 /// over its result.
@@ -113,13 +121,5 @@ constexpr int64_t kMostSplitColumns = 8192;
 /// Whether cuBLAS and a pass over its result are faster than linear/sm80_float32.cuh, by FFMAs or, if it `splits`, by
 /// TF32.
 bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits);
-
-/// Whether cuBLAS is faster than split_product().
-bool prefers_cublas_to_split_product(int64_t batch, int64_t m, int64_t n, int64_t k);
-
-/// Whether cuBLAS and a pass over its result are faster than linear/sm80.cuh where rows are not aligned to 16 bytes:
-/// any of gate(), or those of x or of a weight of glu() if elements must be loaded one by one. `one_by_one`: gate()
-/// must load factors so, and also load values or store results.
-bool prefers_cublas_for_odd_glu(const Case& c, bool one_by_one);
 
 }  // namespace torchops::cuda::gemm

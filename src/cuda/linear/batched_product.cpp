@@ -6,6 +6,8 @@
 
 #include <optional>
 
+#include "cuda/gemm/ways.h"
+#include "cuda/linear/launch.h"
 #include "cuda/linear/split_product.h"
 
 // torch has loaded cuBLAS. The symbols are weak because to link to the same library, both the build and the process
@@ -37,9 +39,8 @@ std::optional<Factor> transposed_factor(const Tensor& t) {
 // With a workspace, cuBLAS prefers kernels that hand out tiles at run time, and needs a memset before each of them for
 // the counter. Without one, it runs the same kernels with a fixed order of tiles, and a call takes 2 to 3 us less: 63
 // to 65 us instead of 66 to 67 for 110 products of 512 x 512, 19 instead of 21 for 128 of 256 x 256 (H100,
-// cuBLAS 13.0). Returns false, with nothing done, if cuBLAS cannot compute it so, or if there are so few tiles that it
-// might want to split their sums, for which it needs a workspace. torch's choice among its libraries plays no part
-// here.
+// cuBLAS 13.0). Returns false, with nothing done, if cuBLAS cannot compute it so, or product_way() is another one.
+// torch's choice among its libraries plays no part here.
 bool product_without_workspace(const Tensor& out, const Tensor& a, const Tensor& b) {
   const at::ScalarType dtype = out.scalar_type();
   if ((dtype != at::kBFloat16 && dtype != at::kHalf) || a.scalar_type() != dtype || b.scalar_type() != dtype ||
@@ -50,9 +51,10 @@ bool product_without_workspace(const Tensor& out, const Tensor& a, const Tensor&
   const auto of_a = transposed_factor(a), of_b = transposed_factor(b), to = transposed_factor(out);
   const int64_t batch = out.size(0), m = out.size(1), n = out.size(2), k = a.size(2);
   if (!of_a || !of_b || !to || to->operation != CUBLAS_OP_N) return false;
-  constexpr int64_t tile = 128, short_sum = 1024;
-  const int64_t tiles = batch * ((m + tile - 1) / tile) * ((n + tile - 1) / tile);
-  if (k > short_sum && tiles < at::cuda::getCurrentDeviceProperties()->multiProcessorCount) return false;
+  if (gemm::product_way(gemm::case_of(m, n, k, dtype, batch), /*splits=*/false, /*automatic=*/true) !=
+      gemm::ProductWay::kCublasWithoutWorkspace) {
+    return false;
+  }
   const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
   if (cublasSetWorkspace(handle, nullptr, 0) != CUBLAS_STATUS_SUCCESS) return false;
   const float one = 1.f, zero = 0.f;

@@ -2,6 +2,7 @@
 #include <ATen/ops/cat_cuda_dispatch.h>
 #include <ATen/ops/empty_like.h>
 
+#include "cuda/gemm/ways.h"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/layer_gradients.h"
 #include "cuda/linear/operand.h"
@@ -141,23 +142,24 @@ bool portable_cotangents(const detail::GluGradients& gradients, const GluPair& c
   return done;
 }
 
-// Stacking both weights makes one product of two; for few rows, it costs more.
-bool stacks_weights(int64_t rows, int64_t out_features) { return rows > 4 * out_features; }
-
-// dz and du in a tensor for both: side by side, so that the products that make or read them are one call of cuBLAS
+// dz and du in a tensor for both: side by side, so that stacked products that make or read them are one call of cuBLAS
 // each, or one after the other where two calls are made, which are more exact if each result is contiguous
 // (linear/products.h).
 struct Cotangents : GluPair {
   Tensor both;
+  gemm::StackedProducts stacked;
 
-  explicit Cotangents(const Tensor& both) : GluPair(within(both)), both(both) {}
+  Cotangents(const Tensor& both, const Tensor& w) : Cotangents(both, stacked_products(both.size(0), w)) {}
 
  private:
-  static GluPair within(const Tensor& both) {
-    const int64_t rows = both.size(0), n = both.size(1) / 2;
-    if (stacks_weights(rows, n)) return GluPair::halves(both);
-    const Tensor parts = both.view({2, rows, n});
-    return {parts.select(0, 0), parts.select(0, 1)};
+  Cotangents(const Tensor& both, const gemm::StackedProducts& stacked)
+      : GluPair(stacked.of_inputs ? GluPair::halves(both) : parts(both.view({2, both.size(0), both.size(1) / 2}))),
+        both(both),
+        stacked(stacked) {}
+  static GluPair parts(const Tensor& both) { return {both.select(0, 0), both.select(0, 1)}; }
+  static gemm::StackedProducts stacked_products(int64_t rows, const Tensor& w) {
+    const bool is_exact_float32 = w.scalar_type() == at::kFloat && !gemm::element_of(at::kFloat);
+    return gemm::stacked_products(gemm::case_of(rows, w.size(0), w.size(1), w.scalar_type()), is_exact_float32);
   }
 };
 
@@ -198,18 +200,14 @@ void from_cotangents(const detail::GluGradients& gradients, const Cotangents& co
   const auto& [dz, du] = static_cast<const GluPair&>(cotangents);
   const Tensor& both = cotangents.both;
   const int64_t n = a.w.size(0);
-  const bool stacks = stacks_weights(both.size(0), n);
-  if (a.output_mask[0] && stacks) {
+  if (a.output_mask[0] && cotangents.stacked.of_inputs) {
     input_gradient(detail::as_rows(dx), both, stack.defined() ? stack : stacked(a.w, a.wg), a.accumulate);
   } else if (a.output_mask[0]) {
     const Tensor dx_rows = detail::as_rows(dx);
     input_gradient(dx_rows, dz, a.w, a.accumulate);
     input_gradient(dx_rows, du, a.wg, /*accumulate=*/true);
   }
-  // From more than 128 features on, cuBLAS may be slow for both in float32: 936 us for (65535, 257) to 2 * 255, and 487
-  // in two products (H100).
-  const bool in_parts = n > 128 && a.w.scalar_type() == at::kFloat && !gemm::element_of(at::kFloat);
-  if (a.output_mask[1] && a.output_mask[2] && stacks && !in_parts) {
+  if (a.output_mask[1] && a.output_mask[2] && cotangents.stacked.of_weights) {
     // Copies round, so that the product need not.
     const bool wide = detail::is_product_rounded_in_parts(both, a.x);
     const Tensor both_weights =
@@ -225,18 +223,18 @@ void from_cotangents(const detail::GluGradients& gradients, const Cotangents& co
 
 // The gradients by way of the cotangents of both products. The gradients of weights and biases may be float32.
 void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a, const GradientCall& call) {
-  const int64_t rows = a.g.size(0), n = a.w.size(0);
-  const Tensor both = at::detail::empty_cuda({rows, 2 * n}, a.w.options());
+  const Tensor both = at::detail::empty_cuda({a.g.size(0), 2 * a.w.size(0)}, a.w.options());
   if (weights_in_one_pass(gradients, both, a, call)) {
     if (a.output_mask[0])
       input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.accumulate);
     return;
   }
-  const Cotangents cotangents(both);
+  const Cotangents cotangents(both, a.w);
   const bool are_made =
       fused_cotangents(gradients, cotangents, a, call) || portable_cotangents(gradients, cotangents, a);
   const bool recomputes = !are_made && !a.kept;
-  const Tensor stack = stacks_weights(rows, n) && (a.output_mask[0] || recomputes) ? stacked(a.w, a.wg) : Tensor();
+  const bool stacks = cotangents.stacked.of_inputs && (a.output_mask[0] || recomputes);
+  const Tensor stack = stacks ? stacked(a.w, a.wg) : Tensor();
   if (!are_made) cotangents_from_products(gradients, cotangents, a, stack);
   from_cotangents(gradients, cotangents, a, stack);
 }
@@ -298,7 +296,7 @@ bool glu_gradients_from_channels(const detail::GluGradients& gradients, const Ch
                           .output_mask = output_mask,
                           .kept = {},
                           .accumulate = accumulate};
-  const Cotangents cotangents(at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options()));
+  const Cotangents cotangents(at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options()), w);
   const gemm::RuleTensors tensors{
       .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
   if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;

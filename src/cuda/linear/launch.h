@@ -17,6 +17,13 @@ namespace torchops::cuda::gemm {
 /// in products, for float64 none.
 std::optional<Element> element_of(at::ScalarType dtype);
 
+/// The case of products on the current device, by whatever computes them. Other elements than those of kernels count as
+/// TF32.
+inline Case case_of(int64_t m, int64_t n, int64_t k, at::ScalarType dtype, int64_t batch = 1) {
+  const int sm_count = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  return {m, n, k, batch, element_of(dtype).value_or(Element::kTF32), sm_count};
+}
+
 /// The multiprocessors of the current device if the kernels of sm90/ are for it, and the thread's KernelPath allows
 /// them, else nullopt. Warns once if they are, but this build lacks them. Afterwards, the calling thread has a CUDA
 /// context.
@@ -37,7 +44,7 @@ std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType d
 inline std::optional<Case> sm80_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   if (device.major < 8 || (dtype != at::kBFloat16 && dtype != at::kHalf)) return std::nullopt;
-  return Case{m, n, k, 1, *element_of(dtype), device.multiProcessorCount};
+  return case_of(m, n, k, dtype);
 }
 
 /// The kernel that run_chosen() would run, and the workspace that it needs; null if there is none.

@@ -26,13 +26,6 @@ inline bool has_unit_columns(const at::Tensor& t) {
   return t.size(0) <= most_extent && t.size(1) <= most_extent && (t.stride(1) == 1 || t.size(1) == 1);
 }
 
-/// How many elements, of up to 16 bytes, may be accessed at once at any multiple of that number in a row.
-template <class T>
-int row_vector(const T* data, int64_t stride) {
-  const auto steps = reinterpret_cast<uintptr_t>(data) / sizeof(T) | static_cast<uintptr_t>(stride) | kVectorSize<T>;
-  return static_cast<int>(steps & ~(steps - 1));
-}
-
 template <class Rule, class T, Sm80Tiling tiling, int vector>
 void launch_sm80_kernel(const Sm80Arguments<T, Rule::kProducts>& p) {
   constexpr Sm80Spec spec = kSm80Spec<tiling>;
@@ -87,17 +80,15 @@ bool launch_resident_kernel(ResidentArguments<Rule, T, X, V> p) {
   return true;
 }
 
-/// Returns false, with nothing done, if another kernel is faster, or there is no room for w. Other kernels don't read
-/// float32, so for X or V of it, this one is.
+/// Returns false, with nothing done, if there is no kernel or no room for w, or no tiling.
 template <class Rule, class T, class X, class V>
-bool launch_resident(const ResidentArguments<Rule, T, X, V>& p, const Case& c) {
+bool launch_resident(const ResidentArguments<Rule, T, X, V>& p, const std::optional<ResidentTiling>& tiling) {
   using enum ResidentTiling;
   constexpr bool mixed = !std::is_same_v<X, T> || !std::is_same_v<V, T>, makes_cotangents = kMakesCotangents<Rule>;
   if constexpr (Rule::kReadsC && makes_cotangents && !mixed) {
-    return false;  // sm80/kernel.cuh is as fast: memory takes all the time
+    return false;
   } else {
-    const std::optional<ResidentTiling> tiling = resident_tiling(c, Rule::kProducts, Rule::kReadsC, makes_cotangents);
-    if (!tiling && (!mixed || c.k > kMostResidentColumns)) return false;
+    if (!tiling) return false;
     if constexpr (!Rule::kReadsC && !makes_cotangents) {
       if (tiling == k64Rows && launch_resident_kernel<Rule, T, k64Rows, X, V>(p)) return true;
     }
@@ -158,12 +149,12 @@ template <class Rule, class T>
 bool launch_sm80(const RuleTensors& t, const Case& of, bool automatic) {
   auto [p, a_vector, b_vector] = aligned_arguments<Rule, T>(t);
   const int vector = std::min(a_vector, b_vector);
-  const bool is_slow = Rule::kReadsC ? std::min(vector, p.store_vector) < 8 : vector == 1;
-  const bool one_by_one = Rule::kReadsC && std::max(vector, p.store_vector) == 1;
-  if (kIsGated<Rule> && automatic && is_slow && prefers_cublas_for_odd_glu(of, one_by_one)) return false;
-  if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T, T, T>(p, of)) return true;
+  const auto plan = sm80_plan(of, {Rule::kProducts, kIsGated<Rule>, Rule::kReadsC, kMakesCotangents<Rule>,
+                                   /*is_mixed=*/false, automatic, vector, p.store_vector});
+  if (!plan) return false;
+  if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T, T, T>(p, plan->resident)) return true;
   if (p.store_vector == 4) p.store_vector = 2;
-  const Sm80Tiling tiling = sm80_tiling(of);
+  const Sm80Tiling tiling = plan->tiling;
   if constexpr (kMakesCotangents<Rule>) {
     if (vector < 8 || p.store_vector < 8) return false;
     launch_sm80_tiling<Rule, T, 8>(p, tiling);
@@ -185,8 +176,10 @@ bool launch_mixed(const RuleTensors& t, const Case& of) {
   const auto launch = [&]<class X, class V>() {
     const auto [p, a_vector, b_vector] = aligned_arguments<Rule, T, X, V>(t);
     constexpr int least_b_vector = std::is_same_v<X, float> ? 2 : kVectorSize<T>;
+    const auto plan = sm80_plan(of, {Rule::kProducts, kIsGated<Rule>, Rule::kReadsC, kMakesCotangents<Rule>,
+                                     /*is_mixed=*/true, /*automatic=*/false, b_vector, p.store_vector});
     return a_vector == kVectorSize<X> && b_vector >= least_b_vector && p.store_vector == kVectorSize<V> &&
-           launch_resident<Rule, T, X, V>(p, of);
+           launch_resident<Rule, T, X, V>(p, plan->resident);
   };
   if constexpr (Rule::kReadsC) {
     if (t.a.scalar_type() != at::kFloat) return launch.template operator()<T, float>();

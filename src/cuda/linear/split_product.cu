@@ -1,4 +1,5 @@
 #include "cuda/gemm/sm80/float32_tile.cuh"
+#include "cuda/gemm/ways.h"
 #include "cuda/linear/operand.h"
 #include "cuda/linear/sm80_float32.cuh"
 #include "cuda/linear/split_product.h"
@@ -113,8 +114,9 @@ bool split_product(const Tensor& out, const Tensor& a, const Tensor& b, bool acc
   const detail::KernelPath path = detail::kernel_path();
   if (path == detail::KernelPath::kCublas || a.scalar_type() != b.scalar_type() ||
       a.scalar_type() != out.scalar_type() || !is_exact_float32(a.scalar_type()) || !splits_float32() ||
-      out.numel() == 0 || k == 0 || k > kMostSplitColumns || n % 4 != 0 || batch > most_batches ||
-      (detail::is_automatic(path) && prefers_cublas_to_split_product(batch, m, n, k))) {
+      out.numel() == 0 || k == 0 || n % 4 != 0 || batch > most_batches ||
+      product_way(case_of(m, n, k, at::kFloat, batch), /*splits=*/true, detail::is_automatic(path)) !=
+          ProductWay::kSplit) {
     return false;
   }
   SplitProblem p{};

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/base/vector.cuh"
+#include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
 #include "cuda/linear/whole_vectors.h"
@@ -115,21 +116,30 @@ Tensor whole_rows(const Tensor& t, int64_t columns, Copies& copies) {
   return is_copied(rows, columns) ? resized(rows, rows.size(0), columns, copies) : rows;
 }
 
+// How many elements of the rows of a matrix a kernel may load at once.
+int elements_at_once(const Tensor& t) {
+  return row_vector(static_cast<const uint16_t*>(t.const_data_ptr()), t.size(0) > 1 ? t.stride(0) : 0);
+}
+
 int64_t in_whole_vectors(int64_t features) { return ceil_div(features, kElements) * kElements; }
 
 }  // namespace
 
-std::optional<WholeVectors> WholeVectors::of(const Tensor& x, const Tensor& w, at::TensorList others, int64_t least) {
+std::optional<WholeVectors> WholeVectors::of(gemm::CopiedLayer layer, const Tensor& x, const Tensor& w,
+                                             at::TensorList others) {
   const int64_t out_features = w.size(0);
   const auto has_other_dtype = [&](const Tensor& t) { return t.scalar_type() != w.scalar_type(); };
-  if (w.element_size() != 2 || has_other_dtype(x) || std::ranges::any_of(others, has_other_dtype) ||
-      x.numel() * out_features < std::max(least, int64_t{1}) || !detail::is_automatic(detail::kernel_path()) ||
-      at::cuda::getCurrentDeviceProperties()->major < 8) {
+  if (w.element_size() != 2 || has_other_dtype(x) || std::ranges::any_of(others, has_other_dtype) || x.numel() == 0 ||
+      !detail::is_automatic(detail::kernel_path()) || at::cuda::getCurrentDeviceProperties()->major < 8) {
     return std::nullopt;
   }
   if (out_features % kElements == 0 && is_whole(w) && is_whole(x) && std::ranges::all_of(others, is_whole)) {
     return std::nullopt;
   }
+  int vector = std::min(elements_at_once(x), elements_at_once(w));
+  for (const Tensor& t : others) vector = std::min(vector, elements_at_once(t));
+  const gemm::Case c = gemm::case_of(x.numel() / w.size(1), out_features, w.size(1), w.scalar_type());
+  if (!gemm::copies_pay(layer, c, vector)) return std::nullopt;
   return WholeVectors{in_whole_vectors(w.size(1)), in_whole_vectors(out_features)};
 }
 

@@ -6,6 +6,8 @@
 #include <optional>
 #include <utility>
 
+#include "cuda/gemm/ways.h"
+
 // The fast kernels of gates take rows that are whole pieces of 16 bytes. Other 16-bit rows are copied to such rows,
 // with features that are zero: cuBLAS takes more than twice as long for products of odd sizes (262143 rows of 129
 // features to 127: 127 us, and 55 for 136 to 128; H100, torch 2.11).
@@ -14,9 +16,6 @@ namespace torchops::cuda {
 /// Panels of copies are at most this large. With half of it, glu of (262143, 129) to 127 features took 238 us,
 /// and 194 with all rows at once (H100).
 constexpr int64_t kMaxCopiedBytes = int64_t{64} << 20;
-
-/// The least number of products of elements for which copies pay in forward.
-constexpr int64_t kLeastForwardProducts = 200'000'000;
 
 /// Copies of 16-bit matrices to contiguous ones of other sizes, several by one launch: between small ones, launches
 /// take longer than copies.
@@ -37,10 +36,11 @@ class Copies {
 struct WholeVectors {
   int64_t in_features, out_features;
 
-  /// nullopt if x, w, `others` and rows of as many features as w has rows need no copies, or there are fewer than
-  /// `least` products of elements, or if a dtype is not that of w, of 16 bits, or the path is not automatic, or the
-  /// compute capability is below 8.0. The tensors may have any number of dimensions.
-  static std::optional<WholeVectors> of(const at::Tensor& x, const at::Tensor& w, at::TensorList others, int64_t least);
+  /// nullopt if x, w, `others` and rows of as many features as w has rows need no copies, or these don't pay, or if a
+  /// dtype is not that of w, of 16 bits, or the path is not automatic, or the compute capability is below 8.0. The
+  /// tensors may have any number of dimensions; for kGlu, they are matrices.
+  static std::optional<WholeVectors> of(gemm::CopiedLayer layer, const at::Tensor& x, const at::Tensor& w,
+                                        at::TensorList others);
 
   at::Tensor input(const at::Tensor& x, Copies& copies) const;
   at::Tensor output(const at::Tensor& v, Copies& copies) const;

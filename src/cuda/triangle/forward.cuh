@@ -8,6 +8,7 @@
 #include "cuda/base/per_device.h"
 #include "cuda/gemm/sm80/triangle_in.cuh"
 #include "cuda/gemm/sm80/triangle_out.cuh"
+#include "cuda/gemm/ways.h"
 #include "cuda/linear/products.h"
 #include "cuda/triangle/centered.h"
 #include "cuda/triangle/problem.h"
@@ -19,15 +20,10 @@ namespace torchops::cuda {
 
 namespace pair_steps {
 
-/// The elements for which the kernels of sm80/triangle.cuh compute such products, with x in their dtype; nullopt if
-/// they don't.
-inline std::optional<gemm::Element> sm80_element(const TriangleUpdate& t) {
-  const int64_t c = t.x.size(-1), d = t.weight(detail::kPA).size(0);
-  if (!may_run(t) || c > gemm::kMostFeatures || d > gemm::kMostFeatures ||
-      at::cuda::getCurrentDeviceProperties()->major < 8) {
-    return std::nullopt;
-  }
-  return gemm::element_of(t.dtype());
+/// The kernels for a call with x in the dtype of the products. Those of sm90/ also need chosen_case().
+inline gemm::PairWays ways(const TriangleUpdate& t, bool has_sm90) {
+  const bool has_sm80 = may_run(t) && at::cuda::getCurrentDeviceProperties()->major >= 8 && gemm::element_of(t.dtype());
+  return gemm::pair_ways(t.x.size(-1), t.weight(detail::kPA).size(0), has_sm90, has_sm80);
 }
 
 /// Runs one of those kernels.
@@ -43,13 +39,8 @@ void launch_portable(const gemm::PairProblem& p) {
 
 /// A float32 x, centred so that both steps can read it; nullopt for another x, and if there are no such kernels.
 inline std::optional<Centered> centered(const TriangleUpdate& t) {
-  if (!Centered::takes(t.x, t.dtype()) || !sm80_element(t)) return std::nullopt;
+  if (!Centered::takes(t.x, t.dtype()) || !ways(t, /*has_sm90=*/false).sm80) return std::nullopt;
   return Centered(t.x, t.dtype(), t.eps);
-}
-
-/// Whether there are too many features or channels for the one-pass kernels.
-inline bool streams_weights(const gemm::PairProblem& p) {
-  return p.c > gemm::kMostFeatures || p.d > gemm::kMostFeatures;
 }
 
 }  // namespace pair_steps
@@ -61,10 +52,11 @@ class PairSteps {
   explicit PairSteps(const detail::TriangleUpdate& t)
       : t_(t),
         case_(pair_steps::chosen_case(t)),
-        sm80_(t.x.scalar_type() == t.dtype() ? pair_steps::sm80_element(t) : std::nullopt) {}
+        ways_(t.x.scalar_type() == t.dtype() ? pair_steps::ways(t, case_.has_value()) : gemm::PairWays{}) {}
 
   /// Whether there are kernels for these sizes and dtypes, and whether they include those for gradients.
-  bool have_kernels() const { return case_ || sm80_; }
+  bool have_kernels() const { return ways_.any(); }
+  bool stream_weights() const { return ways_.streams; }
   bool have_gradient_kernels() const { return case_.has_value(); }
   /// From x (N, N, c) and the mask (N, N), or none, both in the direction of the update: a and b, with
   /// zeros in their padded columns, and perhaps in the memory between these and the next row.
@@ -81,16 +73,14 @@ class PairSteps {
   /// Calls f(T()) for the type of the elements, if a kernel of sm80/triangle.cuh can compute this call.
   template <class F>
   bool run_portable(const F& f) const {
-    if (!sm80_) return false;
-    *sm80_ == gemm::Element::kTF32       ? f(float{})
-    : *sm80_ == gemm::Element::kBFloat16 ? f(at::BFloat16{})
-                                         : f(at::Half{});
+    if (!ways_.sm80) return false;
+    t_.dtype() == at::kFloat ? f(float{}) : t_.dtype() == at::kBFloat16 ? f(at::BFloat16{}) : f(at::Half{});
     return true;
   }
 
   const detail::TriangleUpdate& t_;
   std::optional<gemm::Case> case_;  // on compute capability 9.0
-  std::optional<gemm::Element> sm80_;
+  gemm::PairWays ways_;
   // (N, N, 2): the layer norm's moments of the element last passed to in(), in the direction of the update.
   mutable at::Tensor moments_;
 };
@@ -129,8 +119,8 @@ inline bool PairSteps::in(const at::Tensor& x, const at::Tensor& mask, const at:
   gemm::PairProblem& p = step.problem;
   step.set_input(t_, mask, a, b, scale, /*owns_gaps=*/true);
   if (!step.fits || a.stride(0) != b.stride(0)) return false;
-  if (pair_steps::streams_weights(p)) return streamed_in(p, a);
-  if (case_ && gemm::run_chosen<gemm::TriangleIn>(p, *case_, a)) return true;
+  if (ways_.streams) return streamed_in(p, a);
+  if (ways_.one_pass && gemm::run_chosen<gemm::TriangleIn>(p, *case_, a)) return true;
   return run_portable(
       [&]<class T>(T) { pair_steps::launch_portable<gemm::PairIn80<T>, gemm::sm80_pair_in_kernel<T>>(p); });
 }
@@ -145,11 +135,11 @@ inline bool PairSteps::out(const at::Tensor& o, const at::Tensor& x, const at::T
   if (!step.fits) return false;
   if (residual.defined() && residual.scalar_type() != t_.dtype()) {
     const auto from = pair_steps::positions(residual);
-    if (!from || pair_steps::streams_weights(p)) return false;
+    if (!from || ways_.streams) return false;
     p.residual = *from;
   }
-  if (pair_steps::streams_weights(p)) return streamed_out(p, x, out);
-  if (case_ && gemm::run_chosen<gemm::TriangleOut>(p, *case_, out)) return true;
+  if (ways_.streams) return streamed_out(p, x, out);
+  if (ways_.one_pass && gemm::run_chosen<gemm::TriangleOut>(p, *case_, out)) return true;
   return run_portable(
       [&]<class T>(T) { pair_steps::launch_portable<gemm::PairOut80<T>, gemm::sm80_pair_out_kernel<T>>(p); });
 }

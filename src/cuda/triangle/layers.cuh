@@ -228,7 +228,7 @@ class TriangleLayers : public detail::TriangleLayout {
     const int64_t most_panels = t.dtype() == at::kDouble && !backward ? 64 * mib : 48 * mib;
     const int64_t panels = std::clamp(left - least_group - rounding, 32 * mib, most_panels);
     const bool by_kernels = (backward ? steps.have_gradient_kernels() : steps.have_kernels()) && are_readable(t);
-    const bool has_moments = backward || std::max(t.x.size(-1), d) > gemm::kMostFeatures;
+    const bool has_moments = backward || steps.stream_weights();
     const int64_t of_kernels =
         (backward ? 18 * mib + detail::batch_size(t.x, 3) * mib / 2 : 0) + (has_moments ? 8 * n * n : 0);
     const int64_t others = rounding + (by_kernels ? of_kernels : panels);

@@ -8,11 +8,9 @@
 #include "cuda/base/quads.cuh"
 #include "cuda/gemm/norm_vector.cuh"
 #include "cuda/gemm/sm80/kernel.cuh"
+#include "cuda/gemm/ways.h"
 
 namespace torchops::cuda::gemm {
-
-/// The most features or channels.
-constexpr int kMostFeatures = 128;
 
 /// Rows of kMostFeatures elements in pieces of 16 bytes. Instructions sum over two pieces at a time, whatever the type,
 /// and a lane has a register of each piece of a row: one of four.

@@ -1,0 +1,40 @@
+#pragma once
+
+#include "cuda/gemm/choose.h"
+
+// Chooses among ways to compute what has more steps than the rules that choose.h plans. Host code without torch, based
+// on measurements.
+namespace torchops::cuda::gemm {
+
+/// Layers of 16-bit rows that may be copied to rows of whole pieces of 16 bytes first (linear/whole_vectors.h).
+enum class CopiedLayer { kGate, kGateGradients, kGlu, kGluGradients };
+
+/// Whether copies pay for a layer that has rows of other sizes, or unaligned ones. Without them, its kernels could load
+/// `vector` elements at once.
+bool copies_pay(CopiedLayer layer, const Case& c, int vector);
+
+/// Ways to compute a product of matrices, or of batches of them.
+enum class ProductWay { kSplit, kCublas, kCublasWithoutWorkspace };
+
+/// `splits`: products are of split float32, unless cuBLAS is faster and `automatic`, or errs less.
+ProductWay product_way(const Case& c, bool splits, bool automatic);
+
+/// Which products of the gradients of glu are one with stacked weights, or cotangents, instead of two.
+struct StackedProducts {
+  bool of_inputs, of_weights;
+};
+StackedProducts stacked_products(const Case& c, bool is_exact_float32);
+
+/// The most features or channels of a triangle update for kernels of one pass. With more, weights are streamed.
+constexpr int kMostFeatures = 128;
+
+/// The kernels that may compute the steps of a triangle update, in the order in which they are to be tried. If none can
+/// run, layers do.
+struct PairWays {
+  bool streams = false, one_pass = false, sm80 = false;
+
+  bool any() const { return streams || one_pass || sm80; }
+};
+PairWays pair_ways(int64_t c, int64_t d, bool has_sm90, bool has_sm80);
+
+}  // namespace torchops::cuda::gemm
