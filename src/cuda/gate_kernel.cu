@@ -12,8 +12,6 @@
 #include "cuda/passes/gate.cuh"
 #include "ops/common.h"
 #include "ops/gate.h"
-#include "ops/kept_products.h"
-#include "ops/kernel_path.h"
 #include "ops/overwriting.h"
 
 namespace torchops::cuda {
@@ -110,31 +108,17 @@ void gate_cuda_(Tensor& v, const Tensor& x, const Tensor& w, const OptionalTenso
   detail::overwriting(v, [&] { overwrite_rows({v, input}, 1, overwrite); });
 }
 
-using GradientCall = std::optional<std::pair<gemm::GradientProblem, gemm::Case>>;
+using gemm::GradientCall;
 
 // The arguments of the gradient kernels; nullopt if none can run. All tensors are matrices. With a float32 x, only
 // in_one_pass() can use them.
 GradientCall gradient_call(const Tensor& g, const Tensor& v, const Tensor& x, const Tensor& w, const OptionalTensor& b,
                            bool v_is_y) {
-  const at::ScalarType dtype = w.scalar_type();
-  if (detail::kernel_path() == detail::KernelPath::kCublas || v.scalar_type() != dtype || w.size(0) % 8 != 0 ||
-      w.size(1) == 0) {
-    return std::nullopt;
-  }
-  const auto from_g = gemm::operand(g), from_v = gemm::operand(v), from_x = gemm::operand(x), from_w = gemm::operand(w);
-  const auto c = gemm::sm90_case(x.size(0), w.size(0), w.size(1), dtype);
-  if (!from_g || !from_v || !from_x || !from_w || !c) return std::nullopt;
-  gemm::GradientProblem problem;
-  problem.m = static_cast<int>(c->m);
-  problem.n = static_cast<int>(c->n);
-  problem.k = static_cast<int>(c->k);
-  problem.grad = *from_g;
-  (v_is_y ? problem.y : problem.c) = *from_v;
-  problem.x = *from_x;
-  problem.w = *from_w;
-  problem.bias = b ? b->const_data_ptr() : nullptr;
-  problem.x_is_float32 = x.scalar_type() != dtype;
-  return std::pair(problem, *c);
+  GradientCall call = v.scalar_type() == w.scalar_type() ? gemm::gradient_call(g, x, w, b) : std::nullopt;
+  const auto from_v = call ? gemm::operand(v) : std::nullopt;
+  if (!from_v) return std::nullopt;
+  (v_is_y ? call->first.y : call->first.c) = *from_v;
+  return call;
 }
 
 // All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all

@@ -120,8 +120,8 @@ template <class Operation>
 bool fused(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v) {
   const Tensor &x = linear.x, &w = linear.w;
   const auto a = gemm::operand(x), b = gemm::operand(w), c = gemm::operand(v ? *v : y), d = gemm::operand(y);
-  const auto sm_count = gemm::sm90_multiprocessors();
-  if (y.scalar_type() != at::kBFloat16 || x.size(1) == 0 || !a || !b || !c || !d || !sm_count ||
+  const auto sizes = gemm::sm90_case(y.size(0), y.size(1), x.size(1), x.scalar_type());
+  if (y.scalar_type() != at::kBFloat16 || x.size(1) == 0 || !a || !b || !c || !d || !sizes ||
       detail::kernel_path() == detail::KernelPath::kCublas) {
     return false;
   }
@@ -137,8 +137,7 @@ bool fused(const Tensor& y, const ScaledLinear& linear, const OptionalTensor& v)
   problem.bias2 = linear.factors.bias_data<c10::BFloat16>();
   problem.scale_a = Factors::scale(linear.factors.scale_x);
   problem.scale_b = Factors::scale(linear.factors.scale_w);
-  return gemm::run_chosen<Operation>(problem, {problem.m, problem.n, problem.k, 1, gemm::Element::kFloat8, *sm_count},
-                                     y);
+  return gemm::run_chosen<Operation>(problem, *sizes, y);
 }
 
 // By a float32 product of panels of rows, and a pass.

@@ -93,10 +93,10 @@ class Fused {
     problem.c = static_cast<int>(c);
     problem.hidden = static_cast<int>(hidden);
     problem.x = *from;
-    problem.norm = {norm_vector(t.norm_weight), norm_vector(t.norm_bias), static_cast<float>(t.eps)};
-    problem.gate = {*gate, vector(t.gate_bias)};
-    problem.up = {*up, vector(t.up_bias)};
-    problem.down = {*down, vector(t.down_bias)};
+    problem.norm = {vectors_.of_norm(t.norm_weight), vectors_.of_norm(t.norm_bias), static_cast<float>(t.eps)};
+    problem.gate = {*gate, vectors_.bias(t.gate_bias)};
+    problem.up = {*up, vectors_.bias(t.up_bias)};
+    problem.down = {*down, vectors_.bias(t.down_bias)};
   }
   Fused(const Fused&) = delete;
   Fused& operator=(const Fused&) = delete;
@@ -107,17 +107,8 @@ class Fused {
   Problem problem;
 
  private:
-  const Tensor& keep(const OptionalTensor& parameter) {
-    kept_.push_back(parameter->contiguous());
-    return kept_.back();
-  }
-  const void* vector(const OptionalTensor& parameter) { return parameter ? keep(parameter).const_data_ptr() : nullptr; }
-  gemm::NormVector norm_vector(const OptionalTensor& parameter) {
-    return parameter ? gemm::norm_vector(keep(parameter)) : gemm::NormVector{};
-  }
-
   std::optional<gemm::Case> case_;
-  c10::SmallVector<Tensor, 5> kept_;
+  gemm::Vectors vectors_;
 };
 
 // Everything in one pass over the rows; false, with nothing done, if that kernel cannot run. `out`, plus `residual` if

@@ -34,12 +34,20 @@ struct Rule {
 template <class Operation>
 std::span<const Rule<typename Operation::Tiling>> rules();
 
-/// Whether this build has a kernel that the operation's rules choose for such a case.
+/// Calls f(kernel) for the kernels of this build that the operation's rules choose for such a case, until one returns
+/// true. Whether one has.
+template <class Operation, class F>
+bool any_kernel(const Case& c, const F& f) {
+  return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
+    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
+    return kernel != nullptr && f(*kernel);
+  });
+}
+
+/// Whether this build has such a kernel.
 template <class Operation>
 bool has_kernel(const Case& c) {
-  return std::ranges::any_of(rules<Operation>(), [&](const auto& rule) {
-    return rule.suits(c) && find<Operation>(c.element, rule.tiling) != nullptr;
-  });
+  return any_kernel<Operation>(c, [](const auto&) { return true; });
 }
 
 /// Ways to compute a rule (rules.cuh) of products.

@@ -11,7 +11,6 @@
 #include "cuda/passes/glu.cuh"
 #include "ops/common.h"
 #include "ops/glu.h"
-#include "ops/kernel_path.h"
 
 namespace torchops::cuda {
 namespace {
@@ -34,30 +33,16 @@ struct BackwardRows {
   bool rounds_x() const { return x.scalar_type() != w.scalar_type(); }
 };
 
-using GradientCall = std::optional<std::pair<gemm::GradientProblem, gemm::Case>>;
+using gemm::GradientCall;
 
 // The arguments of the gradient kernels; nullopt if none can run. With a float32 x, only in_one_pass() can use them.
 GradientCall gradient_call(const BackwardRows& a) {
-  const Tensor& w = a.w;
-  if (a.kept || detail::kernel_path() == detail::KernelPath::kCublas || w.size(0) % 8 != 0 || w.size(1) == 0) {
-    return std::nullopt;
-  }
-  const auto from_g = gemm::operand(a.g), from_x = gemm::operand(a.x), from_w = gemm::operand(w),
-             from_wg = gemm::operand(a.wg);
-  const auto c = gemm::sm90_case(a.x.size(0), w.size(0), w.size(1), w.scalar_type());
-  if (!from_g || !from_x || !from_w || !from_wg || !c) return std::nullopt;
-  gemm::GradientProblem problem;
-  problem.m = static_cast<int>(c->m);
-  problem.n = static_cast<int>(c->n);
-  problem.k = static_cast<int>(c->k);
-  problem.grad = *from_g;
-  problem.x = *from_x;
-  problem.w = *from_w;
-  problem.w2 = *from_wg;
-  problem.bias = a.b ? a.b->const_data_ptr() : nullptr;
-  problem.bias2 = a.bg ? a.bg->const_data_ptr() : nullptr;
-  problem.x_is_float32 = a.rounds_x();
-  return std::pair(problem, *c);
+  GradientCall call = a.kept ? std::nullopt : gemm::gradient_call(a.g, a.x, a.w, a.b);
+  const auto from_wg = call ? gemm::operand(a.wg) : std::nullopt;
+  if (!from_wg) return std::nullopt;
+  call->first.w2 = *from_wg;
+  call->first.bias2 = a.bg ? a.bg->const_data_ptr() : nullptr;
+  return call;
 }
 
 // All gradients in one pass over the rows. Returns false, with nothing done, if that kernel cannot run or not all

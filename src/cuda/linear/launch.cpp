@@ -4,6 +4,7 @@
 #include <cudaTypedefs.h>
 
 #include "cuda/gemm/driver.h"
+#include "cuda/linear/operand.h"
 #include "ops/kernel_path.h"
 
 namespace torchops::cuda::gemm {
@@ -29,13 +30,14 @@ void bind_context() {
 std::optional<Element> element_of(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return Element::kBFloat16;
   if (dtype == at::kHalf) return Element::kFloat16;
+  if (dtype == at::kFloat8_e4m3fn) return Element::kFloat8;
   if (dtype != at::kFloat) return std::nullopt;
   // Both of torch's interfaces set this. allowTF32CuBLAS() is the old one, which throws if the new one has been used.
   const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
   return precision == at::Float32Precision::TF32 ? std::optional(Element::kTF32) : std::nullopt;
 }
 
-std::optional<int> sm90_multiprocessors() {
+std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   if (device.major != 9 || device.minor != 0 || detail::kernel_path() == detail::KernelPath::kPortable) {
     return std::nullopt;
@@ -47,7 +49,26 @@ std::optional<int> sm90_multiprocessors() {
     return std::nullopt;
   }
   bind_context();
-  return device.multiProcessorCount;
+  const auto element = element_of(dtype);
+  return element ? std::optional(Case{m, n, k, 1, *element, device.multiProcessorCount}) : std::nullopt;
+}
+
+GradientCall gradient_call(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w,
+                           const std::optional<at::Tensor>& b) {
+  if (detail::kernel_path() == detail::KernelPath::kCublas || w.size(0) % 8 != 0 || w.size(1) == 0) return std::nullopt;
+  const auto from_grad = operand(grad), from_x = operand(x), from_w = operand(w);
+  const auto c = sm90_case(x.size(0), w.size(0), w.size(1), w.scalar_type());
+  if (!from_grad || !from_x || !from_w || !c) return std::nullopt;
+  GradientProblem problem;
+  problem.m = static_cast<int>(c->m);
+  problem.n = static_cast<int>(c->n);
+  problem.k = static_cast<int>(c->k);
+  problem.grad = *from_grad;
+  problem.x = *from_x;
+  problem.w = *from_w;
+  problem.bias = b ? b->const_data_ptr() : nullptr;
+  problem.x_is_float32 = x.scalar_type() != w.scalar_type();
+  return std::pair(problem, *c);
 }
 
 std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "cuda/gemm/choose.h"
 
@@ -24,18 +25,10 @@ inline Case case_of(int64_t m, int64_t n, int64_t k, at::ScalarType dtype, int64
   return {m, n, k, batch, element_of(dtype).value_or(Element::kTF32), sm_count};
 }
 
-/// The multiprocessors of the current device if the kernels of sm90/ are for it, and the thread's KernelPath allows
-/// them, else nullopt. Warns once if they are, but this build lacks them. Afterwards, the calling thread has a CUDA
-/// context.
-std::optional<int> sm90_multiprocessors();
-
-/// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nullopt if the
-/// kernels of sm90/ don't support it.
-inline std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
-  const auto sm_count = sm90_multiprocessors();
-  const auto element = sm_count ? element_of(dtype) : std::nullopt;
-  return element ? std::optional(Case{m, n, k, 1, *element, *sm_count}) : std::nullopt;
-}
+/// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nullopt if the kernels of
+/// sm90/ don't support it, or the thread's KernelPath doesn't allow them. Warns once if they would, but this build
+/// lacks them. Afterwards, the calling thread has a CUDA context.
+std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype);
 
 /// The same for products of float32 numbers that keep their digits, and sm90/products/split_float32.cuh.
 std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype);
@@ -47,26 +40,33 @@ inline std::optional<Case> sm80_case(int64_t m, int64_t n, int64_t k, at::Scalar
   return case_of(m, n, k, dtype);
 }
 
+/// The arguments of kernels for gradients of a layer, all matrices, as far as gate() and glu() share them, and their
+/// case; nullopt if none can run. Whether one reads a float32 x is up to the caller.
+using GradientCall = std::optional<std::pair<GradientProblem, Case>>;
+GradientCall gradient_call(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w,
+                           const std::optional<at::Tensor>& b);
+
 /// The kernel that run_chosen() would run, and the workspace that it needs; null if there is none.
 template <class Operation>
 const Kernel<typename Operation::Problem>* chosen(const typename Operation::Problem& problem, const Case& c,
                                                   int64_t& workspace_bytes) {
-  for (const auto& rule : rules<Operation>()) {
-    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
-    if (kernel != nullptr && kernel->prepare(problem, workspace_bytes).done()) return kernel;
-  }
-  return nullptr;
+  const Kernel<typename Operation::Problem>* found = nullptr;
+  any_kernel<Operation>(c, [&](const auto& kernel) {
+    found = kernel.prepare(problem, workspace_bytes).done() ? &kernel : nullptr;
+    return found != nullptr;
+  });
+  return found;
 }
 
 /// The most workspace that any of the kernels needs among which run_chosen() chooses.
 template <class Operation>
 int64_t most_workspace_bytes(const typename Operation::Problem& problem, const Case& c) {
   int64_t most = 0;
-  for (const auto& rule : rules<Operation>()) {
-    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
+  any_kernel<Operation>(c, [&](const auto& kernel) {
     int64_t bytes = 0;
-    if (kernel != nullptr && kernel->prepare(problem, bytes).done()) most = std::max(most, bytes);
-  }
+    if (kernel.prepare(problem, bytes).done()) most = std::max(most, bytes);
+    return false;
+  });
   return most;
 }
 
@@ -75,12 +75,9 @@ int64_t most_workspace_bytes(const typename Operation::Problem& problem, const C
 /// Returns false, with nothing done, if there is none.
 template <class Operation>
 bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like, at::Tensor workspace = {}) {
-  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  for (const auto& rule : rules<Operation>()) {
-    const auto* const kernel = rule.suits(c) ? find<Operation>(c.element, rule.tiling) : nullptr;
-    if (kernel == nullptr) continue;
+  return any_kernel<Operation>(c, [&](const auto& kernel) {
     int64_t workspace_bytes = 0;
-    Status status = kernel->prepare(problem, workspace_bytes);
+    Status status = kernel.prepare(problem, workspace_bytes);
     if (status.done()) {
       if (workspace_bytes > 0) {
         if (!workspace.defined() || workspace.numel() < workspace_bytes) {
@@ -88,13 +85,11 @@ bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Te
         }
         problem.workspace = workspace.mutable_data_ptr();
       }
-      status = kernel->run(problem, stream);
+      status = kernel.run(problem, at::cuda::getCurrentCUDAStream());
     }
-    if (status.kind == Status::kNotForMe) continue;
-    C10_CUDA_CHECK(status.error);
-    return true;
-  }
-  return false;
+    if (status.kind != Status::kNotForMe) C10_CUDA_CHECK(status.error);
+    return status.kind != Status::kNotForMe;
+  });
 }
 
 }  // namespace torchops::cuda::gemm

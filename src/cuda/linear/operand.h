@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <limits>
 #include <optional>
@@ -31,8 +32,19 @@ inline std::optional<Operand> operand(const at::Tensor& t) {
   return Operand{t.const_data_ptr(), row_stride, batch_stride};
 }
 
-/// A contiguous weight or bias of a layer norm.
-inline NormVector norm_vector(const at::Tensor& t) { return {t.const_data_ptr(), t.scalar_type() == at::kFloat}; }
+/// Biases, and weights of layer norms, as kernels read them: contiguous, or null. Keeps their memory alive.
+class Vectors {
+ public:
+  const void* bias(const std::optional<at::Tensor>& t) { return t ? keep(*t).const_data_ptr() : nullptr; }
+  NormVector of_norm(const std::optional<at::Tensor>& t) {
+    return t ? NormVector{keep(*t).const_data_ptr(), t->scalar_type() == at::kFloat} : NormVector{};
+  }
+
+ private:
+  const at::Tensor& keep(const at::Tensor& t) { return kept_.emplace_back(t.contiguous()); }
+
+  c10::SmallVector<at::Tensor, 8> kept_;
+};
 
 /// A matrix as an operand, or else a copy that is one, if its columns allow. contiguous() returns what is contiguous as
 /// it is, even if its address is not aligned.

@@ -3,8 +3,6 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAException.h>
 
-#include <vector>
-
 #include "cuda/gemm/norm_vector.cuh"
 #include "cuda/triangle/gradient_problem.h"
 #include "ops/triangle_layout.h"
@@ -111,12 +109,7 @@ template <class T>
 void launch_unfold_norms(const TriangleUpdate& t, const detail::TriangleResults& results, const float* sums,
                          int64_t batch) {
   constexpr size_t count = detail::kSummedLayers.size();
-  std::vector<Tensor> kept;
-  const auto norm_vector = [&](const OptionalTensor& parameter) -> gemm::NormValues<T> {
-    if (!parameter) return {};
-    kept.push_back(parameter->contiguous());
-    return {gemm::norm_vector(kept.back())};
-  };
+  gemm::Vectors vectors;
   const auto norm_result = [&](size_t parameter) -> gemm::NormSums<T> {
     const Tensor& gradient = results[parameter];
     if (!gradient.defined()) return {};
@@ -142,7 +135,9 @@ void launch_unfold_norms(const TriangleUpdate& t, const detail::TriangleResults&
                      result(layer + 1)};
   }
   for (const auto& [norm, layer] : {std::pair(0, detail::kNormIn), std::pair(1, detail::kNormOut)}) {
-    all.norms[norm] = {norm_vector(t.parameters[layer]), norm_vector(t.parameters[layer + 1]), norm_result(layer),
+    all.norms[norm] = {{vectors.of_norm(t.parameters[layer])},
+                       {vectors.of_norm(t.parameters[layer + 1])},
+                       norm_result(layer),
                        norm_result(layer + 1)};
   }
   all.sums = sums;

@@ -18,15 +18,17 @@ using detail::OptionalTensor;
 using detail::TriangleParameter;
 using detail::TriangleUpdate;
 
-/// A tensor of positions (rows, N, features) whose rows are whole pieces of 16 bytes, as TMA and cp.async read them;
-/// its second dimension has row_stride.
+/// Whether the rows of a tensor (outer, inner, columns) begin at whole pieces of 16 bytes, as TMA and cp.async read
+/// them.
+inline bool has_whole_rows(const Tensor& t) {
+  const int64_t size = t.element_size(), most = (int64_t{1} << 40) / size;
+  const auto fits = [&](int64_t stride) { return stride > 0 && stride < most && stride % (16 / size) == 0; };
+  return t.stride(2) == 1 && fits(t.stride(0)) && fits(t.stride(1)) && gemm::is_aligned(t.const_data_ptr());
+}
+
+/// A tensor of positions (rows, N, features) of such rows, with as many features; its second dimension has row_stride.
 inline std::optional<gemm::Operand> positions(const Tensor& t) {
-  const int64_t vector = 16 / static_cast<int64_t>(t.element_size()), most = (int64_t{1} << 40) / t.element_size();
-  const auto fits = [&](int64_t stride) { return stride > 0 && stride < most && stride % vector == 0; };
-  if (t.stride(2) != 1 || t.size(2) % vector != 0 || !fits(t.stride(0)) || !fits(t.stride(1)) ||
-      !gemm::is_aligned(t.const_data_ptr())) {
-    return std::nullopt;
-  }
+  if (t.size(2) * t.element_size() % 16 != 0 || !has_whole_rows(t)) return std::nullopt;
   return gemm::Operand{t.const_data_ptr(), t.stride(1), t.stride(0)};
 }
 
@@ -37,7 +39,7 @@ inline Tensor readable(const Tensor& t) { return positions(t) ? t : t.clone(at::
 /// memory alive.
 struct Step {
   gemm::PairProblem problem;
-  c10::SmallVector<Tensor, 8> kept;
+  gemm::Vectors vectors;
   bool fits = true;
 
   Step(const TriangleUpdate& t, const Tensor& x) {
@@ -55,13 +57,13 @@ struct Step {
   gemm::Norm norm(const TriangleUpdate& t, TriangleParameter layer, double eps) {
     // Never 0: after the last position, tiles have rows of zeros, which must not become NaN.
     constexpr double least = 1e-30;
-    return {norm_vector(t.parameters[layer]), norm_vector(t.parameters[layer + 1]),
+    return {vectors.of_norm(t.parameters[layer]), vectors.of_norm(t.parameters[layer + 1]),
             static_cast<float>(std::max(eps, least))};
   }
   gemm::Layer layer(const TriangleUpdate& t, TriangleParameter layer) {
     const auto weight = gemm::operand(t.weight(layer));
     fits = fits && weight;
-    return {weight.value_or(gemm::Operand{}), vector(t.bias(layer))};
+    return {weight.value_or(gemm::Operand{}), vectors.bias(t.bias(layer))};
   }
   /// The input step: from x and the mask, or none, to a, times `scale`, and b, whose channels may be another distance
   /// apart. `owns_gaps` is that of the problem.
@@ -104,16 +106,6 @@ struct Step {
     problem.channel_stride = channels.stride(0);
     problem.row_stride = channels.stride(1);
     fits = fits && channels.stride(2) == 1 && gemm::is_aligned(channels.const_data_ptr());
-  }
-
- private:
-  const Tensor& keep(const OptionalTensor& parameter) {
-    kept.push_back(parameter->contiguous());
-    return kept.back();
-  }
-  const void* vector(const OptionalTensor& parameter) { return parameter ? keep(parameter).const_data_ptr() : nullptr; }
-  gemm::NormVector norm_vector(const OptionalTensor& parameter) {
-    return parameter ? gemm::norm_vector(keep(parameter)) : gemm::NormVector{};
   }
 };
 

@@ -32,21 +32,13 @@ std::optional<gemm::Case> readable_case(TriangleUpdate& t) {
   return chosen;
 }
 
-// Channels whose rows TMA can read and write.
-bool fit(const Tensor& channels) {
-  const int64_t size = channels.element_size(), most = (int64_t{1} << 40) / size;
-  const auto fits = [&](int64_t stride) { return stride > 0 && stride < most && stride % (16 / size) == 0; };
-  return channels.stride(2) == 1 && fits(channels.stride(0)) && fits(channels.stride(1)) &&
-         gemm::is_aligned(channels.const_data_ptr());
-}
-
 bool rows_in_cuda(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, double scale,
                   double eps, Tensor& a, Tensor& b) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   TriangleUpdate t = detail::checked_triangle_rows_in(x, mask, parameters, eps, a, b);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto chosen = readable_case(t);
-  if (!chosen || !fit(a) || !fit(b)) return false;
+  if (!chosen || !pair_steps::has_whole_rows(a) || !pair_steps::has_whole_rows(b)) return false;
   const Tensor rows = pair_steps::readable(x);
   pair_steps::Step step(t, rows);
   const Tensor factors = mask ? mask->to(t.dtype()) : Tensor();
@@ -61,7 +53,7 @@ bool rows_out_cuda(const Tensor& o, const Tensor& x, const TriangleParameterList
   const c10::cuda::CUDAGuard guard(x.device());
   const auto chosen = readable_case(t);
   const auto to = chosen ? pair_steps::positions(out) : std::nullopt;
-  if (!to || !fit(o)) return false;
+  if (!to || !pair_steps::has_whole_rows(o)) return false;
   const Tensor rows = pair_steps::readable(x);
   pair_steps::Step step(t, rows);
   step.set_output(t, o, out, *to, eps_out, add_residual);
@@ -98,7 +90,7 @@ bool rows_out_backward_cuda(const Tensor& grad, const Tensor& o, const Tensor& x
   TriangleUpdate t = detail::checked_triangle_rows_out_backward(grad, o, x, parameters, eps, d_o, dz, moments, sums);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto chosen = readable_case(t);
-  if (!chosen || !fit(o) || !fit(d_o)) return false;
+  if (!chosen || !pair_steps::has_whole_rows(o) || !pair_steps::has_whole_rows(d_o)) return false;
   const Tensor rows = pair_steps::readable(x);
   GradientStep step(t, chosen);
   if (!step.choose(t, rows, dz, moments, moments.mutable_data_ptr<float>(), sums)) return false;
@@ -114,7 +106,7 @@ bool rows_in_backward_cuda(const Tensor& da, const Tensor& db, const Tensor& x, 
       detail::checked_triangle_rows_in_backward(da, db, x, mask, parameters, eps, moments, dz, residual, sums);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto chosen = readable_case(t);
-  if (!chosen || !fit(da) || !fit(db)) return false;
+  if (!chosen || !pair_steps::has_whole_rows(da) || !pair_steps::has_whole_rows(db)) return false;
   const Tensor rows = pair_steps::readable(x);
   GradientStep step(t, chosen);
   auto* const pairs = const_cast<float*>(moments.const_data_ptr<float>());  // only read
