@@ -10,6 +10,7 @@ struct FormulaOf;
 
 template <class Operation, Element element, typename Operation::Tiling tiling>
 Status prepare(const typename Operation::Problem& problem, int64_t& workspace_bytes) {
+  workspace_bytes = 0;
   return FormulaOf<Operation>::Type::template With<element, tiling>::prepare(problem, workspace_bytes);
 }
 

@@ -6,6 +6,8 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cute/tensor.hpp>
 
+#include "cuda/base/column_sum.cuh"
+#include "cuda/gemm/problem.h"
 #include "cuda/gemm/sm90/skeleton/cutlass.cuh"
 
 namespace torchops::cuda::gemm {
@@ -65,6 +67,22 @@ CUTLASS_DEVICE void write_column_sums(const float (&sums)[kSums], int thread, fl
     for (int other = 0; other < 4; ++other) sum += scratch[other * kN + i];
     to[i] = sum;
   }
+}
+
+/// How many sums a product has, those of its weight and then of its bias.
+inline int64_t columns_of_sums(const GradientProblem& p) { return int64_t{p.n} * p.k + p.n; }
+
+/// Adds rows of the sums of all products, which the workspace has, to gradients of type To.
+template <class To, int products>
+Status add_up(const GradientProblem& p, int64_t rows, cudaStream_t stream) {
+  for (int i = 0; i < products; ++i) {
+    launch_column_sum<To, float, 4, 32, 16>(static_cast<const float*>(p.workspace) + i * columns_of_sums(p),
+                                            static_cast<To*>(i == 0 ? p.dw : p.dw2),
+                                            static_cast<To*>(i == 0 ? p.dbias : p.dbias2), rows, int64_t{p.n} * p.k,
+                                            columns_of_sums(p), products * columns_of_sums(p), stream);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
+  }
+  return {};
 }
 
 }  // namespace torchops::cuda::gemm

@@ -225,41 +225,32 @@ struct InputGradients {
     using Kernel = InputGradientsKernel<F, T, tiling>;
     using Launch = Persistent<Kernel>;
 
-    static cudaError_t blocks(const GradientProblem& p, int& blocks) {
-      return Launch::resident(divided(p.m, Kernel::kHeight), blocks);
-    }
-
     static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
       if (p.k > Kernel::kK) return Status::not_for_me();
       int count = 0;
-      const cudaError_t error = blocks(p, count);
+      const cudaError_t error = Launch::resident(divided(p.m, Kernel::kHeight), count);
       workspace_bytes = p.dbias == nullptr ? 0 : int64_t{4} * count * Kernel::kWarpgroups * p.n;
       return Status::of(error);
     }
 
     static Status run(const GradientProblem& p, cudaStream_t stream) {
-      int count = 0;
-      if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
-      using Parameters = typename Kernel::Parameters;
-      if (!are_encodable<T>(p.grad, p.y, p.w, p.dz)) return Status::of(cudaErrorInvalidValue);
-      const Parameters parameters{decltype(Parameters::grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n),
-                                  decltype(Parameters::y)::of(p.y.data, p.y.row_stride, p.m, p.n),
-                                  decltype(Parameters::w)::of(p.w.data, p.w.row_stride, p.n, p.k),
-                                  decltype(Parameters::dz)::of(p.dz.data, p.dz.row_stride, p.m, p.n),
-                                  decltype(Parameters::dx)::of(p.dx, p.k, p.m, p.k),
-                                  p.dbias == nullptr ? nullptr : static_cast<float*>(p.workspace),
-                                  p.m,
-                                  p.n,
-                                  p.k};
-      if (!are_encoded(parameters.grad.map, parameters.y.map, parameters.w.map, parameters.dz.map, parameters.dx.map)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
-        return Status::of(error);
-      }
-      if (p.dbias == nullptr) return {};
-      launch_column_sum<T, float, 1, 32, 32>(parameters.partial, static_cast<T*>(p.dbias), nullptr,
-                                             int64_t{count} * Kernel::kWarpgroups, p.n, p.n, p.n, stream);
+      auto* const partial = p.dbias == nullptr ? nullptr : static_cast<float*>(p.workspace);
+      int64_t sums = 0;
+      const auto fill = [&](auto& parameters, TileMaps& maps, int blocks) {
+        maps(parameters.grad, p.grad, p.m, p.n);
+        maps(parameters.y, p.y, p.m, p.n);
+        maps(parameters.w, p.w, p.n, p.k);
+        maps(parameters.dz, p.dz, p.m, p.n);
+        maps(parameters.dx, {p.dx, p.k}, p.m, p.k);
+        parameters.partial = partial;
+        parameters.m = p.m;
+        parameters.n = p.n;
+        parameters.k = p.k;
+        sums = int64_t{blocks} * Kernel::kWarpgroups;
+      };
+      const Status status = Launch::run(divided(p.m, Kernel::kHeight), stream, fill);
+      if (!status.done() || p.dbias == nullptr) return status;
+      launch_column_sum<T, float, 1, 32, 32>(partial, static_cast<T*>(p.dbias), nullptr, sums, p.n, p.n, p.n, stream);
       return Status::of(cudaGetLastError());
     }
   };

@@ -20,7 +20,6 @@
 
 #include <cute/algorithm/gemm.hpp>
 
-#include "cuda/base/column_sum.cuh"
 #include "cuda/gemm/sm90/gradients/cotangent_tile.cuh"
 #include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
@@ -236,43 +235,30 @@ struct OnePass {
     using Kernel = OnePassKernel<F, T, tiling>;
     using Launch = Persistent<Kernel>;
 
-    static cudaError_t blocks(const GradientProblem& p, int& blocks) {
-      return Launch::resident(divided(p.m, Kernel::kRows), blocks);
-    }
-
     static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
       if (p.n > kSpec<tiling>.most_n || p.k > kSpec<tiling>.most_k) return Status::not_for_me();
       int count = 0;
-      const cudaError_t error = blocks(p, count);
-      workspace_bytes = int64_t{4} * count * (p.n * p.k + p.n);
+      const cudaError_t error = Launch::resident(divided(p.m, Kernel::kRows), count);
+      workspace_bytes = int64_t{4} * count * columns_of_sums(p);
       return Status::of(error);
     }
 
     static Status run(const GradientProblem& p, cudaStream_t stream) {
       int count = 0;
-      if (const cudaError_t error = blocks(p, count); error != cudaSuccess) return Status::of(error);
-      using Parameters = typename Kernel::Parameters;
-      if (!are_encodable<T>(p.grad, p.y, p.x, p.w)) return Status::of(cudaErrorInvalidValue);
-      auto* const partial = static_cast<float*>(p.workspace);
-      const Parameters parameters{decltype(Parameters::grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n),
-                                  decltype(Parameters::y)::of(p.y.data, p.y.row_stride, p.m, p.n),
-                                  decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.k),
-                                  decltype(Parameters::w)::of(p.w.data, p.w.row_stride, p.n, p.k),
-                                  decltype(Parameters::dx)::of(p.dx, p.k, p.m, p.k),
-                                  partial,
-                                  p.m,
-                                  p.n,
-                                  p.k};
-      if (!are_encoded(parameters.grad.map, parameters.y.map, parameters.x.map, parameters.w.map, parameters.dx.map)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
-        return Status::of(error);
-      }
-      const int64_t weights = int64_t{p.n} * p.k;
-      launch_column_sum<T, float, 4, 32, 16>(partial, static_cast<T*>(p.dw), static_cast<T*>(p.dbias), count, weights,
-                                             weights + p.n, weights + p.n, stream);
-      return Status::of(cudaGetLastError());
+      const auto fill = [&](auto& parameters, TileMaps& maps, int blocks) {
+        maps(parameters.grad, p.grad, p.m, p.n);
+        maps(parameters.y, p.y, p.m, p.n);
+        maps(parameters.x, p.x, p.m, p.k);
+        maps(parameters.w, p.w, p.n, p.k);
+        maps(parameters.dx, {p.dx, p.k}, p.m, p.k);
+        parameters.partial = static_cast<float*>(p.workspace);
+        parameters.m = p.m;
+        parameters.n = p.n;
+        parameters.k = p.k;
+        count = blocks;
+      };
+      const Status status = Launch::run(divided(p.m, Kernel::kRows), stream, fill);
+      return status.done() ? add_up<T, 1>(p, count, stream) : status;
     }
   };
 };

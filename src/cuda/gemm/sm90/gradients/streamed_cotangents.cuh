@@ -187,31 +187,21 @@ struct StreamedCotangents {
     }
 
     static Status run(const GradientProblem& p, cudaStream_t stream) {
-      const Operand& c = Rule::kReadsC ? p.c_or_y() : p.grad;
-      Operand second = Rule::kReadsC ? Operand{p.dc, p.n, 0} : p.dz2;
+      const Operand second = Rule::kReadsC ? Operand{p.dc, p.n, 0} : p.dz2;
       const bool writes_second = second.data != nullptr;
-      if (!writes_second) second = p.dz;
-      if (!are_encodable<T>(p.x, p.grad, c, p.w, Rule::kProducts == 2 ? p.w2 : p.w, p.dz, second)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      typename Launch::Parameters parameters{};
-      Launch::describe(parameters, p.m, p.n, p.k, p.x, p.w, p.w2);
-      auto& epilogue = parameters.epilogue;
-      epilogue.grad = decltype(epilogue.grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n);
-      epilogue.c = decltype(epilogue.c)::of(c.data, c.row_stride, p.m, p.n);
-      epilogue.first = decltype(epilogue.first)::of(p.dz.data, p.dz.row_stride, p.m, p.n);
-      epilogue.second = decltype(epilogue.second)::of(second.data, second.row_stride, p.m, p.n);
-      epilogue.writes_second = writes_second;
-      epilogue.c_is_y = p.has_y_for_c();
-      epilogue.bias[0] = static_cast<const T*>(p.bias);
-      epilogue.bias[1] = static_cast<const T*>(p.bias2);
       float* const sums = static_cast<float*>(p.workspace);
-      epilogue.sums = wants_sums(p) ? sums : nullptr;
-      if (!are_encoded(epilogue.grad.map, epilogue.c.map, epilogue.first.map, epilogue.second.map)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      const cudaError_t error = Launch::run(parameters, stream);
-      if (error != cudaSuccess || !wants_sums(p)) return Status::of(error);
+      const Status status = Launch::run(p.m, p.n, p.k, p.x, p.w, p.w2, stream, [&](auto& epilogue, TileMaps& maps) {
+        maps(epilogue.grad, p.grad, p.m, p.n);
+        maps(epilogue.c, Rule::kReadsC ? p.c_or_y() : p.grad, p.m, p.n);
+        maps(epilogue.first, p.dz, p.m, p.n);
+        maps(epilogue.second, writes_second ? second : p.dz, p.m, p.n);
+        epilogue.writes_second = writes_second;
+        epilogue.c_is_y = p.has_y_for_c();
+        epilogue.bias[0] = static_cast<const T*>(p.bias);
+        epilogue.bias[1] = static_cast<const T*>(p.bias2);
+        epilogue.sums = wants_sums(p) ? sums : nullptr;
+      });
+      if (!status.done() || !wants_sums(p)) return status;
       launch_column_sum_in_pieces<T>(sums, static_cast<T*>(p.dbias), static_cast<T*>(p.dbias2), sum_rows(p), p.n,
                                      sum_columns(p), kMostPieces, stream);
       return Status::of(cudaGetLastError());

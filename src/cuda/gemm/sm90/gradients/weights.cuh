@@ -19,7 +19,6 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/cluster_sm90.hpp>
 
-#include "cuda/base/column_sum.cuh"
 #include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/pointwise.cuh"
 #include "cuda/gemm/sm90/skeleton/persistent.cuh"
@@ -256,64 +255,34 @@ struct WeightGradients {
     using Kernel = WeightGradientsKernel<Rule, T, tiling>;
     using Launch = Persistent<Kernel>;
 
-    static cudaError_t clusters(const GradientProblem& p, int& clusters) {
-      return Launch::resident(divided(p.m, Kernel::kRows), clusters);
-    }
-
-    static int64_t columns(const GradientProblem& p) { return int64_t{p.n} * p.k + p.n; }
-
     static Status prepare(const GradientProblem& p, int64_t& workspace_bytes) {
       if (p.n > Kernel::kN || p.k > Kernel::kK) return Status::not_for_me();
       int count = 0;
-      const cudaError_t error = clusters(p, count);
-      workspace_bytes = int64_t{4} * count * 2 * columns(p);
+      const cudaError_t error = Launch::resident(divided(p.m, Kernel::kRows), count);
+      workspace_bytes = int64_t{4} * count * 2 * columns_of_sums(p);
       return error == cudaSuccess && count == 0 ? Status::not_for_me() : Status::of(error);
     }
 
     static Status run(const GradientProblem& p, cudaStream_t stream) {
-      int count = 0;
-      if (const cudaError_t error = clusters(p, count); error != cudaSuccess) return Status::of(error);
-      using Parameters = typename Kernel::Parameters;
       const bool writes_dz = p.dz.data != nullptr;
-      const Operand& dz = writes_dz ? p.dz : p.grad;
-      if (!are_encodable<T>(p.x, p.grad, p.w, p.w2, dz)) return Status::of(cudaErrorInvalidValue);
-      Parameters parameters{};
-      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.k);
-      parameters.grad = decltype(Parameters::grad)::of(p.grad.data, p.grad.row_stride, p.m, p.n);
-      for (int i = 0; i < 2; ++i) {
-        const Operand& w = i == 0 ? p.w : p.w2;
-        parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(w.data, w.row_stride, p.n, p.k);
-      }
-      parameters.dz = decltype(Parameters::dz)::of(dz.data, dz.row_stride, p.m, writes_dz ? 2 * p.n : p.n);
-      parameters.writes_dz = writes_dz;
-      parameters.bias[0] = static_cast<const T*>(p.bias);
-      parameters.bias[1] = static_cast<const T*>(p.bias2);
-      parameters.partial = static_cast<float*>(p.workspace);
-      parameters.m = p.m;
-      parameters.n = p.n;
-      parameters.k = p.k;
-      if (!are_encoded(parameters.x.map, parameters.grad.map, parameters.w[0].map, parameters.w[1].map,
-                       parameters.dz.map)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      if (const cudaError_t error = Launch::run(parameters, count, stream); error != cudaSuccess) {
-        return Status::of(error);
-      }
-      return Status::of(p.has_float32_sums ? add_up<float>(p, count, stream) : add_up<T>(p, count, stream));
-    }
-
-   private:
-    // The sums over all clusters, as gradients of type To.
-    template <class To>
-    static cudaError_t add_up(const GradientProblem& p, int count, cudaStream_t stream) {
-      for (int i = 0; i < 2; ++i) {
-        launch_column_sum<To, float, 4, 32, 16>(static_cast<const float*>(p.workspace) + i * columns(p),
-                                                static_cast<To*>(i == 0 ? p.dw : p.dw2),
-                                                static_cast<To*>(i == 0 ? p.dbias : p.dbias2), count,
-                                                int64_t{p.n} * p.k, columns(p), 2 * columns(p), stream);
-        if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-      }
-      return cudaSuccess;
+      int count = 0;
+      const auto fill = [&](auto& parameters, TileMaps& maps, int clusters) {
+        maps(parameters.x, p.x, p.m, p.k);
+        maps(parameters.grad, p.grad, p.m, p.n);
+        maps(parameters.w, p.w, p.w2, p.n, p.k);
+        maps(parameters.dz, writes_dz ? p.dz : p.grad, p.m, writes_dz ? 2 * p.n : p.n);
+        parameters.writes_dz = writes_dz;
+        parameters.bias[0] = static_cast<const T*>(p.bias);
+        parameters.bias[1] = static_cast<const T*>(p.bias2);
+        parameters.partial = static_cast<float*>(p.workspace);
+        parameters.m = p.m;
+        parameters.n = p.n;
+        parameters.k = p.k;
+        count = clusters;
+      };
+      const Status status = Launch::run(divided(p.m, Kernel::kRows), stream, fill);
+      if (!status.done()) return status;
+      return p.has_float32_sums ? add_up<float, 2>(p, count, stream) : add_up<T, 2>(p, count, stream);
     }
   };
 };

@@ -263,7 +263,6 @@ struct Narrow {
     static int columns(const Problem& p) { return divided(p.n, Kernel::kN); }
 
     static Status prepare(const Problem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
       int count = 0;
       if (p.k > Kernel::kK || p.batch > 1) return Status::not_for_me();
       if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
@@ -271,31 +270,18 @@ struct Narrow {
     }
 
     static Status run(const Problem& p, cudaStream_t stream) {
-      using Parameters = typename Kernel::Parameters;
-      int count = 0;
-      if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
-      const Operand& c = Rule::kReadsC ? p.c : p.d;
-      if (!are_encodable<T>(p.a, p.b, Kernel::kProducts == 2 ? p.b2 : p.b, c, p.d)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      Parameters parameters{};
-      parameters.a = decltype(Parameters::a)::of(p.a.data, p.a.row_stride, p.m, p.k);
-      for (int i = 0; i < Kernel::kProducts; ++i) {
-        const Operand& b = i == 0 ? p.b : p.b2;
-        parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(b.data, b.row_stride, p.n, p.k);
-      }
-      parameters.c = decltype(Parameters::c)::of(c.data, c.row_stride, p.m, p.n);
-      parameters.d = decltype(Parameters::d)::of(p.d.data, p.d.row_stride, p.m, p.n);
-      parameters.bias[0] = static_cast<const T*>(p.bias);
-      parameters.bias[1] = static_cast<const T*>(p.bias2);
-      parameters.m = p.m;
-      parameters.n = p.n;
-      if (!are_encoded(parameters.a.map, parameters.w[0].map, parameters.w[Kernel::kProducts - 1].map, parameters.c.map,
-                       parameters.d.map)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      const int rows = std::min(count / columns(p), divided(p.m, Kernel::kRows));
-      return Status::of(Launch::run(parameters, rows * columns(p), stream));
+      const int rows = divided(p.m, Kernel::kRows);
+      return Launch::run(int64_t{rows} * columns(p), stream, [&](auto& parameters, TileMaps& maps, int& blocks) {
+        maps(parameters.a, p.a, p.m, p.k);
+        maps(parameters.w, p.b, p.b2, p.n, p.k);
+        maps(parameters.c, Rule::kReadsC ? p.c : p.d, p.m, p.n);
+        maps(parameters.d, p.d, p.m, p.n);
+        parameters.bias[0] = static_cast<const T*>(p.bias);
+        parameters.bias[1] = static_cast<const T*>(p.bias2);
+        parameters.m = p.m;
+        parameters.n = p.n;
+        blocks -= blocks % columns(p);
+      });
     }
   };
 };

@@ -114,7 +114,6 @@ struct ScaledLinear {
                          std::conditional_t<gated, Out, void>>;
 
     static Status prepare(const Problem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
       int clusters = 0;
       return Product::grid_clusters(p.n, clusters);
     }

@@ -147,29 +147,19 @@ struct Streamed {
     using Launch = StreamedLaunch<StreamedKernel<Epilogue>>;
 
     static Status prepare(const Problem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
       return p.batch > 1 || p.k == 0 ? Status::not_for_me() : Launch::prepare();
     }
 
     static Status run(const Problem& p, cudaStream_t stream) {
       const bool writes_z = p.z.data != nullptr;
-      const Operand &z = writes_z ? p.z : p.d, &z2 = writes_z ? p.z2 : p.d, &c = Rule::kReadsC ? p.c : p.d;
-      if (!are_encodable<T>(p.a, p.b, Rule::kProducts == 2 ? p.b2 : p.b, c, p.d, z, z2)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      typename Launch::Parameters parameters{};
-      Launch::describe(parameters, p.m, p.n, p.k, p.a, p.b, p.b2);
-      auto& epilogue = parameters.epilogue;
-      epilogue.c = decltype(epilogue.c)::of(c.data, c.row_stride, p.m, p.n);
-      epilogue.d = decltype(epilogue.d)::of(p.d.data, p.d.row_stride, p.m, p.n);
-      epilogue.z[0] = decltype(epilogue.d)::of(z.data, z.row_stride, p.m, p.n);
-      epilogue.z[1] = decltype(epilogue.d)::of(z2.data, z2.row_stride, p.m, p.n);
-      epilogue.writes_z = writes_z;
-      epilogue.bias[0] = static_cast<const T*>(p.bias);
-      epilogue.bias[1] = static_cast<const T*>(p.bias2);
-      if (!are_encoded(epilogue.c.map, epilogue.d.map, epilogue.z[0].map, epilogue.z[1].map))
-        return Status::of(cudaErrorInvalidValue);
-      return Status::of(Launch::run(parameters, stream));
+      return Launch::run(p.m, p.n, p.k, p.a, p.b, p.b2, stream, [&](auto& epilogue, TileMaps& maps) {
+        maps(epilogue.c, Rule::kReadsC ? p.c : p.d, p.m, p.n);
+        maps(epilogue.d, p.d, p.m, p.n);
+        maps(epilogue.z, writes_z ? p.z : p.d, writes_z ? p.z2 : p.d, p.m, p.n);
+        epilogue.writes_z = writes_z;
+        epilogue.bias[0] = static_cast<const T*>(p.bias);
+        epilogue.bias[1] = static_cast<const T*>(p.bias2);
+      });
     }
   };
 };

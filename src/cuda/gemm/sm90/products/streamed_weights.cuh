@@ -243,32 +243,22 @@ CUTLASS_DEVICE void StreamedKernel<Epilogue>::compute(const Parameters& p, Share
 /// Launches a StreamedKernel.
 template <class Kernel>
 struct StreamedLaunch {
-  using Parameters = typename Kernel::Parameters;
-  using Launch = Persistent<Kernel>;
+  static Status prepare() { return Persistent<Kernel>::prepare(); }
 
-  static Status prepare() { return Launch::prepare(); }
-
-  /// a is m x k; both weights are n x k.
-  static void describe(Parameters& parameters, int m, int n, int k, const Operand& a, const Operand& b,
-                       const Operand& b2) {
-    parameters.a = decltype(Parameters::a)::of(a.data, a.row_stride, m, k);
-    for (int i = 0; i < Kernel::kProducts; ++i) {
-      const Operand& w = i == 0 ? b : b2;
-      parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(w.data, w.row_stride, n, k);
-    }
-    parameters.n = n;
-    parameters.steps = divided(k, Kernel::kK);
-    parameters.rows = divided(m, Kernel::kM);
-    parameters.columns = divided(n, Kernel::kN * Kernel::kCluster);
-  }
-
-  static cudaError_t run(const Parameters& parameters, cudaStream_t stream) {
-    if (!are_encoded(parameters.a.map, parameters.w[0].map, parameters.w[Kernel::kProducts - 1].map)) {
-      return cudaErrorInvalidValue;
-    }
-    int clusters = 0;
-    if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return error;
-    return Launch::run(parameters, std::min(clusters, parameters.rows * parameters.columns), stream);
+  /// a is m x k; both weights are n x k. fill(epilogue, maps) sets the parameters of the epilogue.
+  template <class Fill>
+  static Status run(int m, int n, int k, const Operand& a, const Operand& b, const Operand& b2, cudaStream_t stream,
+                    const Fill& fill) {
+    const int rows = divided(m, Kernel::kM), columns = divided(n, Kernel::kN * Kernel::kCluster);
+    return Persistent<Kernel>::run(int64_t{rows} * columns, stream, [&](auto& parameters, TileMaps& maps, int&) {
+      maps(parameters.a, a, m, k);
+      maps(parameters.w, b, b2, n, k);
+      parameters.n = n;
+      parameters.steps = divided(k, Kernel::kK);
+      parameters.rows = rows;
+      parameters.columns = columns;
+      fill(parameters.epilogue, maps);
+    });
   }
 };
 

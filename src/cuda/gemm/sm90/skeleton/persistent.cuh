@@ -10,6 +10,7 @@
 #include "cuda/gemm/problem.h"
 #include "cuda/gemm/sm90/skeleton/ring.cuh"
 #include "cuda/gemm/sm90/skeleton/roles.cuh"
+#include "cuda/gemm/sm90/skeleton/tma.cuh"
 
 namespace torchops::cuda::gemm {
 
@@ -89,11 +90,19 @@ class Persistent {
     return clusters > 0 ? Status{} : Status::not_for_me();
   }
 
-  /// Call resident() first.
-  static cudaError_t run(const Parameters& parameters, int clusters, cudaStream_t stream) {
+  /// Runs the kernel with what fill(parameters, maps, clusters) sets; `clusters` are as many as run at once, but not
+  /// more than there are tiles, unless fill() changes that.
+  template <class Fill>
+  static Status run(int64_t tiles, cudaStream_t stream, const Fill& fill) {
+    int clusters = 0;
+    if (const cudaError_t error = resident(tiles, clusters); error != cudaSuccess) return Status::of(error);
+    Parameters parameters{};
+    TileMaps maps;
+    fill(parameters, maps, clusters);
+    if (!maps.are_made()) return Status::of(cudaErrorInvalidValue);
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t launch = config(clusters, stream, attribute);
-    return cudaLaunchKernelEx(&launch, persistent_kernel<Kernel>, parameters);
+    return Status::of(cudaLaunchKernelEx(&launch, persistent_kernel<Kernel>, parameters));
   }
 
  private:

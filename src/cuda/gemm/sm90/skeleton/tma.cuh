@@ -45,6 +45,29 @@ bool are_encoded(const Copy&... copies) {
   return (is_encoded(copies.get_tma_descriptor()) && ...);
 }
 
+/// Fills the maps of a kernel's parameters, and knows whether TMA supports all of them and the driver has made their
+/// descriptors.
+class TileMaps {
+ public:
+  /// Map::of(from, sizes...)
+  template <class Map, class... Sizes>
+  void operator()(Map& map, const Operand& from, Sizes... sizes) {
+    are_made_ = are_made_ && are_encodable<typename Map::Value>(from);
+    if (!are_made_) return;
+    map = Map::of(from, sizes...);
+    are_made_ = are_encoded(map.map);
+  }
+  /// The same for the weights of as many products as there are maps.
+  template <class Map, int products, class... Sizes>
+  void operator()(Map (&maps)[products], const Operand& first, const Operand& second, Sizes... sizes) {
+    for (int i = 0; i < products; ++i) (*this)(maps[i], i == 0 ? first : second, sizes...);
+  }
+  bool are_made() const { return are_made_; }
+
+ private:
+  bool are_made_ = true;
+};
+
 /// A matrix in boxes of 64 columns of 16 bits, or 32 of 32, whose rows of 128 bytes are swizzled at that width, as TMA
 /// delivers them; and the same bytes as the transposed matrix.
 template <class Element, int rows, int columns>
@@ -59,6 +82,7 @@ using SwizzledTransposed =
 /// SM90_TMA_STORE.
 template <class Copy, class Element, int rows, int columns>
 struct TileMap {
+  using Value = Element;
   using Matrix = cute::Layout<cute::Shape<int, int>, cute::Stride<int64_t, cute::_1>>;
   using Global = decltype(cute::make_tensor(cute::make_gmem_ptr(static_cast<Element*>(nullptr)), Matrix{}));
   using Tile = SwizzledRows<Element, rows, columns>;
@@ -67,11 +91,11 @@ struct TileMap {
   int height, width;
 
   /// For a height x width matrix; beyond it, TMA reads zeros and does not write.
-  static TileMap of(const void* data, int64_t row_stride, int height, int width) {
+  static TileMap of(const Operand& from, int height, int width) {
     using namespace cute;
-    auto* const elements = static_cast<Element*>(const_cast<void*>(data));  // a copy has one type for both directions
-    const auto matrix =
-        make_tensor(make_gmem_ptr(elements), make_layout(make_shape(height, width), make_stride(row_stride, _1{})));
+    auto* const elements = static_cast<Element*>(const_cast<void*>(from.data));  // one type for both directions
+    const auto matrix = make_tensor(make_gmem_ptr(elements),
+                                    make_layout(make_shape(height, width), make_stride(from.row_stride, _1{})));
     return {make_tma_copy(Copy{}, matrix, Tile{}), height, width};
   }
 

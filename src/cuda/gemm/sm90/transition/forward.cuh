@@ -326,46 +326,33 @@ struct FeedForward {
     using Launch = Persistent<Kernel>;
 
     static Status prepare(const TransitionProblem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
       return p.c > Kernel::kC || p.hidden > Kernel::kMostHidden ? Status::not_for_me() : Launch::prepare();
     }
 
     static Status run(const TransitionProblem& p, cudaStream_t stream) {
-      using Parameters = typename Kernel::Parameters;
-      int count = 0;
-      if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);
-      const bool has_residual = p.add_residual && p.residual.data != nullptr;
-      if (!are_encodable<T>(p.x, has_residual ? p.x : p.out, p.gate.weight, p.up.weight, p.down.weight)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      using Weights = decltype(Parameters::gate);
-      constexpr int rows = Kernel::kRows * Kernel::kWarpgroups * Kernel::kCluster;
-      Parameters parameters{};
-      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.m, p.c);
-      if (has_residual) {
-        parameters.residual = Float32Residual(p.residual, p.out);
-      } else {
-        parameters.out = decltype(Parameters::out)::of(p.out.data, p.out.row_stride, p.m, p.c);
-      }
-      parameters.gate = Weights::of(p.gate.weight.data, p.gate.weight.row_stride, p.hidden, p.c);
-      parameters.up = Weights::of(p.up.weight.data, p.up.weight.row_stride, p.hidden, p.c);
-      parameters.down = Weights::of(p.down.weight.data, p.down.weight.row_stride, p.c, p.hidden);
-      if (!are_encoded(parameters.x.map, parameters.gate.map, parameters.up.map, parameters.down.map) ||
-          (!has_residual && !are_encoded(parameters.out.map))) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      parameters.gate_bias = static_cast<const T*>(p.gate.bias);
-      parameters.up_bias = static_cast<const T*>(p.up.bias);
-      parameters.down_bias = static_cast<const T*>(p.down.bias);
-      parameters.norm[0] = {p.norm.weight};
-      parameters.norm[1] = {p.norm.bias};
-      parameters.eps = p.norm.eps;
-      parameters.m = p.m;
-      parameters.c = p.c;
-      parameters.hidden = p.hidden;
-      parameters.row_tiles = p.m / rows + (p.m % rows != 0);
-      parameters.add_residual = p.add_residual;
-      return Status::of(Launch::run(parameters, std::min(count, parameters.row_tiles), stream));
+      const int row_tiles = divided(p.m, Kernel::kRows * Kernel::kWarpgroups * Kernel::kCluster);
+      return Launch::run(row_tiles, stream, [&](auto& parameters, TileMaps& maps, int) {
+        maps(parameters.x, p.x, p.m, p.c);
+        if (p.add_residual && p.residual.data != nullptr) {
+          parameters.residual = Float32Residual(p.residual, p.out);
+        } else {
+          maps(parameters.out, p.out, p.m, p.c);
+        }
+        maps(parameters.gate, p.gate.weight, p.hidden, p.c);
+        maps(parameters.up, p.up.weight, p.hidden, p.c);
+        maps(parameters.down, p.down.weight, p.c, p.hidden);
+        parameters.gate_bias = static_cast<const T*>(p.gate.bias);
+        parameters.up_bias = static_cast<const T*>(p.up.bias);
+        parameters.down_bias = static_cast<const T*>(p.down.bias);
+        parameters.norm[0] = {p.norm.weight};
+        parameters.norm[1] = {p.norm.bias};
+        parameters.eps = p.norm.eps;
+        parameters.m = p.m;
+        parameters.c = p.c;
+        parameters.hidden = p.hidden;
+        parameters.row_tiles = row_tiles;
+        parameters.add_residual = p.add_residual;
+      });
     }
   };
 };

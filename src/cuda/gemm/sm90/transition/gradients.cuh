@@ -147,7 +147,6 @@ struct FeedForwardGradients {
     }
 
     static Status prepare(const TransitionGradientProblem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
       if (p.c > Dx::kC || p.hidden > Dx::kMostHidden) return Status::not_for_me();
       Plan plan;
       if (const cudaError_t error = make_plan(p, plan); error != cudaSuccess) return Status::of(error);
@@ -158,9 +157,6 @@ struct FeedForwardGradients {
     static Status run(const TransitionGradientProblem& p, cudaStream_t stream) {
       Plan plan;
       if (const cudaError_t error = make_plan(p, plan); error != cudaSuccess) return Status::of(error);
-      if (!are_encodable<T>(p.x, p.grad, p.dx, p.gate.weight, p.up.weight, p.down.weight)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
       auto* const workspace = static_cast<unsigned char*>(p.workspace);
       auto* const weights = reinterpret_cast<T*>(workspace);
       auto* const biases = reinterpret_cast<float*>(workspace + plan.biases);
@@ -183,8 +179,7 @@ struct FeedForwardGradients {
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
       for (int64_t begin = 0; begin < p.m; begin += plan.step) {
         const int rows = static_cast<int>(std::min(plan.step, p.m - begin));
-        if (const Status status = run_dx(p, plan, weights, biases, xhat, begin, rows, stream); !status.done())
-          return status;
+        if (const Status status = run_dx(p, weights, biases, xhat, begin, rows, stream); !status.done()) return status;
         if (!p.has_weights()) continue;
         if (const Status status = run_dw(p, plan, weights, biases, xhat, partial, begin, rows, stream);
             !status.done()) {
@@ -210,59 +205,47 @@ struct FeedForwardGradients {
     }
 
    private:
-    static const void* from(const Operand& operand, int64_t row) {
-      return static_cast<const T*>(operand.data) + row * operand.row_stride;
+    static Operand from(const Operand& operand, int64_t row) {
+      return {static_cast<const T*>(operand.data) + row * operand.row_stride, operand.row_stride};
     }
 
-    static Status run_dx(const TransitionGradientProblem& p, const Plan& plan, const T* weights, const float* biases,
-                         T* xhat, int64_t begin, int rows, cudaStream_t stream) {
-      using Parameters = typename Dx::Parameters;
-      using Weights = decltype(Parameters::gate);
-      Parameters parameters{};
-      parameters.x = decltype(Parameters::x)::of(from(p.x, begin), p.x.row_stride, rows, p.c);
-      parameters.grad = decltype(Parameters::grad)::of(from(p.grad, begin), p.grad.row_stride, rows, p.c);
-      parameters.dx = decltype(Parameters::dx)::of(from(p.dx, begin), p.dx.row_stride, rows, p.c);
-      parameters.xhat = p.has_weights() ? decltype(Parameters::xhat)::of(xhat, p.c, rows, p.c) : parameters.dx;
-      parameters.gate = Weights::of(weights, p.c, p.hidden, p.c);
-      parameters.up = Weights::of(weights + int64_t{p.hidden} * p.c, p.c, p.hidden, p.c);
-      parameters.down = Weights::of(p.down.weight.data, p.down.weight.row_stride, p.c, p.hidden);
-      if (!are_encoded(parameters.x.map, parameters.grad.map, parameters.dx.map, parameters.xhat.map,
-                       parameters.gate.map, parameters.up.map, parameters.down.map)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      parameters.bias = biases;
-      parameters.eps = p.norm.eps;
-      parameters.c = p.c;
-      parameters.hidden = p.hidden;
-      parameters.row_tiles = (rows + kRowsOfCluster - 1) / kRowsOfCluster;
-      parameters.keeps_xhat = p.has_weights();
-      parameters.add_residual = p.add_residual;
-      return Status::of(LaunchDx::run(parameters, std::min(plan.dx_clusters, parameters.row_tiles), stream));
+    static Status run_dx(const TransitionGradientProblem& p, const T* weights, const float* biases, T* xhat,
+                         int64_t begin, int rows, cudaStream_t stream) {
+      const int row_tiles = divided(rows, kRowsOfCluster);
+      return LaunchDx::run(row_tiles, stream, [&](auto& parameters, TileMaps& maps, int) {
+        maps(parameters.x, from(p.x, begin), rows, p.c);
+        maps(parameters.grad, from(p.grad, begin), rows, p.c);
+        maps(parameters.dx, from(p.dx, begin), rows, p.c);
+        maps(parameters.xhat, p.has_weights() ? Operand{xhat, p.c} : from(p.dx, begin), rows, p.c);
+        maps(parameters.gate, {weights, p.c}, p.hidden, p.c);
+        maps(parameters.up, {weights + int64_t{p.hidden} * p.c, p.c}, p.hidden, p.c);
+        maps(parameters.down, p.down.weight, p.c, p.hidden);
+        parameters.bias = biases;
+        parameters.eps = p.norm.eps;
+        parameters.c = p.c;
+        parameters.hidden = p.hidden;
+        parameters.row_tiles = row_tiles;
+        parameters.keeps_xhat = p.has_weights();
+        parameters.add_residual = p.add_residual;
+      });
     }
 
     static Status run_dw(const TransitionGradientProblem& p, const Plan& plan, const T* weights, const float* biases,
                          const T* xhat, Sums* partial, int64_t begin, int rows, cudaStream_t stream) {
-      using Parameters = typename Dw::Parameters;
-      using LoadRows = typename Dw::LoadRows;
-      using LoadWeight = typename Dw::LoadWeight;
-      Parameters parameters{};
-      parameters.xhat = LoadRows::of(xhat, p.c, rows, p.c);
-      parameters.grad = LoadRows::of(from(p.grad, begin), p.grad.row_stride, rows, p.c);
-      parameters.gate = LoadWeight::of(weights, p.c, p.hidden, p.c);
-      parameters.up = LoadWeight::of(weights + int64_t{p.hidden} * p.c, p.c, p.hidden, p.c);
-      parameters.down = LoadWeight::of(p.down.weight.data, p.down.weight.row_stride, p.c, p.hidden);
-      if (!are_encoded(parameters.xhat.map, parameters.grad.map, parameters.gate.map, parameters.up.map,
-                       parameters.down.map)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      parameters.bias = biases;
-      parameters.sums = partial;
-      parameters.slices = plan.slices;
-      parameters.groups = plan.groups;
-      parameters.row_tiles = (rows + Dw::kRows - 1) / Dw::kRows;
-      parameters.accumulate = begin > 0;
-      parameters.sums_grad = p.dbiases[2] != nullptr;
-      return Status::of(LaunchDw::run(parameters, plan.groups * plan.slices, stream));
+      return LaunchDw::run(plan.groups * plan.slices, stream, [&](auto& parameters, TileMaps& maps, int) {
+        maps(parameters.xhat, {xhat, p.c}, rows, p.c);
+        maps(parameters.grad, from(p.grad, begin), rows, p.c);
+        maps(parameters.gate, {weights, p.c}, p.hidden, p.c);
+        maps(parameters.up, {weights + int64_t{p.hidden} * p.c, p.c}, p.hidden, p.c);
+        maps(parameters.down, p.down.weight, p.c, p.hidden);
+        parameters.bias = biases;
+        parameters.sums = partial;
+        parameters.slices = plan.slices;
+        parameters.groups = plan.groups;
+        parameters.row_tiles = divided(rows, Dw::kRows);
+        parameters.accumulate = begin > 0;
+        parameters.sums_grad = p.dbiases[2] != nullptr;
+      });
     }
   };
 };

@@ -28,9 +28,8 @@ struct ChannelMap<Element, channels, false> : PlaneMap<cute::SM90_TMA_STORE, Ele
   using Planes = PlaneMap<cute::SM90_TMA_STORE, Element, channels, kPairRows>;
   using Tile = SwizzledBoxes<channels, kPairRows, kPairRows * channels>;
 
-  static ChannelMap of(void* data, int64_t channel_stride, int64_t row_stride, int channel_count, int positions,
-                       int rows) {
-    return {Planes::of(data, channel_stride, row_stride, channel_count, positions, rows)};
+  static ChannelMap of(const Operand& from, int channel_count, int positions, int rows) {
+    return {Planes::of(from, channel_count, positions, rows)};
   }
   CUTLASS_DEVICE void store(Element* shared, int part, const PositionBox (&boxes)[2]) const {
     CUTLASS_PRAGMA_UNROLL
@@ -44,6 +43,7 @@ struct ChannelMap<Element, channels, false> : PlaneMap<cute::SM90_TMA_STORE, Ele
 // that is too long for the swizzle.
 template <class Element, int channels>
 struct ChannelMap<Element, channels, true> {
+  using Value = Element;
   using Tile = SwizzledBoxes<channels, 2 * kPairRows, kPairRows>;
 
   struct Map {
@@ -52,23 +52,22 @@ struct ChannelMap<Element, channels, true> {
   };
   Map map;
 
-  static ChannelMap of(void* data, int64_t channel_stride, int64_t row_stride, int channel_count, int positions,
-                       int rows) {
+  static ChannelMap of(const Operand& from, int channel_count, int positions, int rows) {
     const auto size = [](auto count) { return static_cast<cuuint64_t>(count); };
     const auto bytes = [](int64_t stride) { return static_cast<cuuint64_t>(stride * sizeof(Element)); };
     // Position in the box, box, channel, row.
     const cuuint64_t sizes[] = {kPairRows, size((positions + kPairRows - 1) / kPairRows), size(channel_count),
                                 size(rows)};
-    const cuuint64_t strides[] = {bytes(kPairRows), bytes(channel_stride), bytes(row_stride)};
+    const cuuint64_t strides[] = {bytes(kPairRows), bytes(from.row_stride), bytes(from.batch_stride)};
     const cuuint32_t box[] = {kPairRows, 2, channels, 1}, steps[] = {1, 1, 1, 1};
     constexpr auto type = std::is_same_v<Element, cutlass::bfloat16_t> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     ChannelMap result;
     const CUresult error = call_cuTensorMapEncodeTiled(
-        &result.map.descriptor, type, cuuint32_t{4}, data, static_cast<const cuuint64_t*>(sizes),
-        static_cast<const cuuint64_t*>(strides), static_cast<const cuuint32_t*>(box),
-        static_cast<const cuuint32_t*>(steps), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        &result.map.descriptor, type, cuuint32_t{4}, const_cast<void*>(from.data),
+        static_cast<const cuuint64_t*>(sizes), static_cast<const cuuint64_t*>(strides),
+        static_cast<const cuuint32_t*>(box), static_cast<const cuuint32_t*>(steps), CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return error == CUDA_SUCCESS ? result : ChannelMap{};
   }
   CUTLASS_DEVICE void store(Element* shared, int part, const PositionBox (&boxes)[2]) const {

@@ -279,7 +279,6 @@ struct PairIn {
     using Kernel = PairInKernel<T, Gate, tiling, lines>;
 
     static Status prepare(const PairProblem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
       if (p.c > Kernel<true>::kK || p.d > Kernel<true>::kN) return Status::not_for_me();
       int blocks = 0;
       return Status::of(has_lines(p) ? blocks_of<Kernel<true>>(p, blocks) : blocks_of<Kernel<false>>(p, blocks));
@@ -303,36 +302,29 @@ struct PairIn {
 
     template <class Kernel>
     static Status run(const PairProblem& p, cudaStream_t stream) {
-      using Parameters = typename Kernel::Parameters;
-      int blocks = 0;
-      if (const cudaError_t error = blocks_of<Kernel>(p, blocks); error != cudaSuccess) return Status::of(error);
-      const int padded = padded_positions<T>(p.n);
-      Parameters parameters{};
-      bool encoded = are_encodable<T>(p.x);
-      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.rows);
-      for (int s = 0; s < 2; ++s) {
-        auto& side = parameters.sides[s];
-        const Operand channels{p.channels[s], p.row_stride, s == 0 ? p.channel_stride : p.second_channel_stride};
-        encoded = encoded && are_encodable<T>(p.value[s].weight, p.gate[s].weight, channels);
-        side.w[0] = Kernel::Weights::of(p.value[s].weight.data, p.value[s].weight.row_stride, p.d, p.c);
-        side.w[1] = Kernel::Weights::of(p.gate[s].weight.data, p.gate[s].weight.row_stride, p.d, p.c);
-        side.channels = Kernel::Channels::of(p.channels[s], channels.batch_stride, p.row_stride, p.d, padded, p.rows);
-        side.bias[0] = static_cast<const T*>(p.value[s].bias);
-        side.bias[1] = static_cast<const T*>(p.gate[s].bias);
-        side.scale = p.scale[s];
-        encoded = encoded && are_encoded(side.w[0].map, side.w[1].map, side.channels.map);
-      }
-      if (!encoded || !are_encoded(parameters.x.map)) return Status::of(cudaErrorInvalidValue);
-      parameters.mask = static_cast<const T*>(p.mask);
-      parameters.mask_row_stride = p.mask_row_stride;
-      parameters.mask_stride = p.mask_stride;
-      parameters.norm[0] = {p.norm_x.weight};
-      parameters.norm[1] = {p.norm_x.bias};
-      parameters.eps = p.norm_x.eps;
-      parameters.c = p.c;
-      parameters.d = p.d;
-      parameters.halves = {p.n, p.rows};
-      return Status::of(Persistent<Kernel>::run(parameters, blocks, stream));
+      const PairTiles halves{p.n, p.rows};
+      const auto fill = [&](auto& parameters, TileMaps& maps, int) {
+        maps(parameters.x, p.x, p.n, p.c, p.rows);
+        for (int s = 0; s < 2; ++s) {
+          auto& side = parameters.sides[s];
+          maps(side.w, p.value[s].weight, p.gate[s].weight, p.d, p.c);
+          maps(side.channels, {p.channels[s], s == 0 ? p.channel_stride : p.second_channel_stride, p.row_stride}, p.d,
+               padded_positions<T>(p.n), p.rows);
+          side.bias[0] = static_cast<const T*>(p.value[s].bias);
+          side.bias[1] = static_cast<const T*>(p.gate[s].bias);
+          side.scale = p.scale[s];
+        }
+        parameters.mask = static_cast<const T*>(p.mask);
+        parameters.mask_row_stride = p.mask_row_stride;
+        parameters.mask_stride = p.mask_stride;
+        parameters.norm[0] = {p.norm_x.weight};
+        parameters.norm[1] = {p.norm_x.bias};
+        parameters.eps = p.norm_x.eps;
+        parameters.c = p.c;
+        parameters.d = p.d;
+        parameters.halves = halves;
+      };
+      return Persistent<Kernel>::run(Kernel::Parameters::tiles(halves), stream, fill);
     }
   };
 };

@@ -254,52 +254,37 @@ struct PairOut {
     using Launch = Persistent<Kernel>;
 
     static Status prepare(const PairProblem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
       int count = 0;
       if (p.c > Kernel::kK || p.d > Kernel::kK) return Status::not_for_me();
       return Status::of(Launch::resident(PairTiles{p.n, p.rows}.count(), count));
     }
 
     static Status run(const PairProblem& p, cudaStream_t stream) {
-      using Parameters = typename Kernel::Parameters;
-      int blocks = 0;
       const PairTiles tiles{p.n, p.rows};
-      if (const cudaError_t error = Launch::resident(tiles.count(), blocks); error != cudaSuccess) {
-        return Status::of(error);
-      }
-      const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
-      const bool has_residual = p.add_residual && p.residual.data != nullptr;
-      if (!are_encodable<T>(p.x, o, has_residual ? p.x : out, p.value[0].weight, p.gate[0].weight)) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      Parameters parameters{};
-      parameters.x = decltype(Parameters::x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.rows);
-      parameters.o = decltype(Parameters::o)::of(o.data, p.channel_stride, p.row_stride, p.d, p.n, p.rows);
-      if (has_residual) {
-        parameters.residual = Float32Residual(p.residual, {p.out, p.out_row_stride, p.out_stride});
-      } else {
-        parameters.out = decltype(Parameters::out)::of(p.out, p.out_row_stride, p.out_stride, p.n, p.c, p.rows);
-      }
-      using Weights = std::remove_reference_t<decltype(parameters.w[0])>;
-      parameters.w[0] = Weights::of(p.value[0].weight.data, p.value[0].weight.row_stride, p.c, p.d);
-      parameters.w[1] = Weights::of(p.gate[0].weight.data, p.gate[0].weight.row_stride, p.c, p.c);
-      if (!are_encoded(parameters.x.map, parameters.o.map, parameters.w[0].map, parameters.w[1].map) ||
-          (!has_residual && !are_encoded(parameters.out.map))) {
-        return Status::of(cudaErrorInvalidValue);
-      }
-      parameters.bias[0] = static_cast<const T*>(p.value[0].bias);
-      parameters.bias[1] = static_cast<const T*>(p.gate[0].bias);
-      parameters.norm_x[0] = {p.norm_x.weight};
-      parameters.norm_x[1] = {p.norm_x.bias};
-      parameters.norm_o[0] = {p.norm_o.weight};
-      parameters.norm_o[1] = {p.norm_o.bias};
-      parameters.eps_x = p.norm_x.eps;
-      parameters.eps_o = p.norm_o.eps;
-      parameters.c = p.c;
-      parameters.d = p.d;
-      parameters.add_residual = p.add_residual;
-      parameters.tiles = tiles;
-      return Status::of(Launch::run(parameters, blocks, stream));
+      return Launch::run(tiles.count(), stream, [&](auto& parameters, TileMaps& maps, int) {
+        const Operand out{p.out, p.out_row_stride, p.out_stride};
+        maps(parameters.x, p.x, p.n, p.c, p.rows);
+        maps(parameters.o, {p.channels[0], p.channel_stride, p.row_stride}, p.d, p.n, p.rows);
+        if (p.add_residual && p.residual.data != nullptr) {
+          parameters.residual = Float32Residual(p.residual, out);
+        } else {
+          maps(parameters.out, out, p.n, p.c, p.rows);
+        }
+        maps(parameters.w[0], p.value[0].weight, p.c, p.d);
+        maps(parameters.w[1], p.gate[0].weight, p.c, p.c);
+        parameters.bias[0] = static_cast<const T*>(p.value[0].bias);
+        parameters.bias[1] = static_cast<const T*>(p.gate[0].bias);
+        parameters.norm_x[0] = {p.norm_x.weight};
+        parameters.norm_x[1] = {p.norm_x.bias};
+        parameters.norm_o[0] = {p.norm_o.weight};
+        parameters.norm_o[1] = {p.norm_o.bias};
+        parameters.eps_x = p.norm_x.eps;
+        parameters.eps_o = p.norm_o.eps;
+        parameters.c = p.c;
+        parameters.d = p.d;
+        parameters.add_residual = p.add_residual;
+        parameters.tiles = tiles;
+      });
     }
   };
 };

@@ -18,6 +18,7 @@ namespace torchops::cuda::gemm {
 /// Tiles of rows x columns from planes of a tensor: like TileMap, with a third dimension.
 template <class Copy, class Element, int rows, int columns>
 struct PlaneMap {
+  using Value = Element;
   using Planes = cute::Layout<cute::Shape<int, int, int>, cute::Stride<int64_t, cute::_1, int64_t>>;
   using Global = decltype(cute::make_tensor(cute::make_gmem_ptr(static_cast<Element*>(nullptr)), Planes{}));
   using Tile = SwizzledRows<Element, rows, columns>;
@@ -25,11 +26,11 @@ struct PlaneMap {
   Map map;
   int height, width, planes;
 
-  static PlaneMap of(const void* data, int64_t row_stride, int64_t plane_stride, int height, int width, int planes) {
+  static PlaneMap of(const Operand& from, int height, int width, int planes) {
     using namespace cute;
-    auto* const elements = static_cast<Element*>(const_cast<void*>(data));  // a copy has one type for both directions
-    const auto tensor = make_tensor(make_gmem_ptr(elements), make_layout(make_shape(height, width, planes),
-                                                                         make_stride(row_stride, _1{}, plane_stride)));
+    auto* const elements = static_cast<Element*>(const_cast<void*>(from.data));  // one type for both directions
+    const auto strides = make_stride(from.row_stride, _1{}, from.batch_stride);
+    const auto tensor = make_tensor(make_gmem_ptr(elements), make_layout(make_shape(height, width, planes), strides));
     return {make_tma_copy(Copy{}, tensor, Tile{}), height, width, planes};
   }
 

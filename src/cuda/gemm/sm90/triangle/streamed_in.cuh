@@ -55,54 +55,48 @@ struct StreamedPairIn {
                      folded.weights + i * channels * p.c,
                      folded.terms + i * channels};
       }
-      const int padded = padded_positions<T>(p.n);
-      const Operand gates{folded.weights + 2 * channels * p.c, p.c, 0}, values{folded.weights, p.c, 0};
-      bool encoded = are_encodable<T>(p.x, values, gates, Operand{p.channels[0], p.row_stride, p.channel_stride},
-                                      Operand{p.channels[1], p.row_stride, p.channel_stride});
-      typename Kernel::Parameters parameters{};
-      parameters.x = decltype(parameters.x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);
-      encoded = encoded && are_encoded(parameters.x.map);
-      for (int i = 0; i < 2; ++i) {
-        const Operand& weight = i == 0 ? values : gates;
-        parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(weight.data, weight.row_stride,
-                                                                                 static_cast<int>(2 * channels), p.c);
-        parameters.channels[i] = std::remove_reference_t<decltype(parameters.channels[0])>::of(
-            p.channels[i], p.channel_stride, p.row_stride, p.d, padded, p.n);
-        parameters.terms[i] = folded.terms + 2 * i * channels;
-        parameters.scale[i] = p.scale[i];
-        encoded = encoded && are_encoded(parameters.w[i].map, parameters.channels[i].map);
-      }
-      if (!encoded) return Status::of(cudaErrorInvalidValue);
-      parameters.moments = static_cast<ScaleAndShift*>(p.moments);
-      parameters.moments_row_stride = p.moments_row_stride;
-      parameters.moments_stride = p.moments_stride;
-      parameters.mask = static_cast<const T*>(p.mask);
-      parameters.mask_row_stride = p.mask_row_stride;
-      parameters.mask_stride = p.mask_stride;
-      parameters.eps = p.norm_x.eps;
-      parameters.n = p.n;
-      parameters.c = p.c;
-      parameters.in_row = divided(p.n, Kernel::kM);
-      parameters.steps = divided(p.c, Kernel::kK);
-      parameters.parts = divided(p.d, Kernel::kN);
-      parameters.columns = 2 * parameters.parts;
-      int clusters = 0;
-      if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);
-      // The last rows are too few for all clusters: several share the columns of each, if that takes less time.
-      const int rows = divided(p.n * parameters.in_row, Kernel::kCluster), last = rows % clusters;
-      int least = std::numeric_limits<int>::max();
-      for (int of_group = parameters.parts; of_group > 0; --of_group) {  // in pairs of tiles
-        const int groups = divided(parameters.parts, of_group), time = divided(last * groups, clusters) * of_group;
-        if (time >= least) continue;
-        least = time;
-        parameters.groups = groups;
-        parameters.of_group = 2 * of_group;
-      }
-      parameters.whole = rows - last;
-      parameters.units = parameters.whole + last * parameters.groups;
       launch_fold_weights(all, stream);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
-      return Status::of(Launch::run(parameters, std::min(clusters, parameters.units), stream));
+      const int in_row = divided(p.n, Kernel::kM), rows = divided(p.n * in_row, Kernel::kCluster);
+      const int parts = divided(p.d, Kernel::kN);
+      constexpr int most = std::numeric_limits<int>::max();
+      return Launch::run(most, stream, [&](auto& parameters, TileMaps& maps, int& clusters) {
+        maps(parameters.x, p.x, p.n, p.c, p.n);
+        maps(parameters.w, {folded.weights, p.c}, {folded.weights + 2 * channels * p.c, p.c},
+             static_cast<int>(2 * channels), p.c);
+        for (int i = 0; i < 2; ++i) {
+          maps(parameters.channels[i], {p.channels[i], p.channel_stride, p.row_stride}, p.d, padded_positions<T>(p.n),
+               p.n);
+          parameters.terms[i] = folded.terms + 2 * i * channels;
+          parameters.scale[i] = p.scale[i];
+        }
+        parameters.moments = static_cast<ScaleAndShift*>(p.moments);
+        parameters.moments_row_stride = p.moments_row_stride;
+        parameters.moments_stride = p.moments_stride;
+        parameters.mask = static_cast<const T*>(p.mask);
+        parameters.mask_row_stride = p.mask_row_stride;
+        parameters.mask_stride = p.mask_stride;
+        parameters.eps = p.norm_x.eps;
+        parameters.n = p.n;
+        parameters.c = p.c;
+        parameters.in_row = in_row;
+        parameters.steps = divided(p.c, Kernel::kK);
+        parameters.parts = parts;
+        parameters.columns = 2 * parts;
+        // The last rows are too few for all clusters: several share the columns of each, if that takes less time.
+        const int last = rows % clusters;
+        int least = most;
+        for (int of_group = parts; of_group > 0; --of_group) {  // in pairs of tiles
+          const int groups = divided(parts, of_group), time = divided(last * groups, clusters) * of_group;
+          if (time >= least) continue;
+          least = time;
+          parameters.groups = groups;
+          parameters.of_group = 2 * of_group;
+        }
+        parameters.whole = rows - last;
+        parameters.units = parameters.whole + last * parameters.groups;
+        clusters = std::min(clusters, parameters.units);
+      });
     }
   };
 };

@@ -55,40 +55,34 @@ struct StreamedPairOut {
                      scratch.terms[i],
                      /*in_blocks=*/true};
       }
-      const Operand o{p.channels[0], p.row_stride, p.channel_stride}, out{p.out, p.out_row_stride, p.out_stride};
-      bool encoded =
-          are_encodable<T>(p.x, o, out, Operand{scratch.weights[0], p.c, 0}, Operand{scratch.weights[1], p.d, 0});
-      typename Kernel::Parameters parameters{};
-      parameters.x = decltype(parameters.x)::of(p.x.data, p.x.row_stride, p.x.batch_stride, p.n, p.c, p.n);
-      parameters.o = decltype(parameters.o)::of(o.data, p.channel_stride, p.row_stride, p.d, p.n, p.n);
-      for (int i = 0; i < 2; ++i) {
-        const auto& f = all.of[i];
-        parameters.w[i] = std::remove_reference_t<decltype(parameters.w[0])>::of(f.to, f.k, f.padded, f.k);
-        parameters.terms[i] = f.terms;
-        parameters.steps[i] = divided(f.k, Kernel::kK);
-        parameters.in_turn[i] = Kernel::Parameters::most_in_turn(parameters.steps[i]);
-        encoded = encoded && are_encoded(parameters.w[i].map);
-      }
-      if (!encoded || !are_encoded(parameters.x.map, parameters.o.map)) return Status::of(cudaErrorInvalidValue);
-      parameters.of_x = static_cast<const ScaleAndShift*>(p.moments);
-      parameters.of_x_row_stride = p.moments_row_stride;
-      parameters.of_x_stride = p.moments_stride;
-      parameters.out = static_cast<T*>(p.out);
-      parameters.out_plane_stride = p.out_stride;
-      parameters.out_position_stride = p.out_row_stride;
-      parameters.eps_o = p.norm_o.eps;
-      parameters.n = p.n;
-      parameters.c = p.c;
-      parameters.d = p.d;
-      const int in_row = divided(p.n, Kernel::kM), groups = divided(p.c, kColumns);
-      parameters.by_row = cutlass::FastDivmod(in_row);
-      parameters.by_groups = cutlass::FastDivmod(groups);
-      parameters.units = groups * divided(p.n * in_row, Kernel::kCluster * Kernel::kRowTiles);
-      int clusters = 0;
-      if (const cudaError_t error = Launch::resident(clusters); error != cudaSuccess) return Status::of(error);
       launch_fold_weights(all, stream);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return Status::of(error);
-      return Status::of(Launch::run(parameters, std::min(clusters, parameters.units), stream));
+      const int in_row = divided(p.n, Kernel::kM), groups = divided(p.c, kColumns);
+      const int units = groups * divided(p.n * in_row, Kernel::kCluster * Kernel::kRowTiles);
+      return Launch::run(units, stream, [&](auto& parameters, TileMaps& maps, int) {
+        maps(parameters.x, p.x, p.n, p.c, p.n);
+        maps(parameters.o, {p.channels[0], p.channel_stride, p.row_stride}, p.d, p.n, p.n);
+        for (int i = 0; i < 2; ++i) {
+          const auto& f = all.of[i];
+          maps(parameters.w[i], {f.to, f.k}, f.padded, f.k);
+          parameters.terms[i] = f.terms;
+          parameters.steps[i] = divided(f.k, Kernel::kK);
+          parameters.in_turn[i] = Kernel::Parameters::most_in_turn(parameters.steps[i]);
+        }
+        parameters.of_x = static_cast<const ScaleAndShift*>(p.moments);
+        parameters.of_x_row_stride = p.moments_row_stride;
+        parameters.of_x_stride = p.moments_stride;
+        parameters.out = static_cast<T*>(p.out);
+        parameters.out_plane_stride = p.out_stride;
+        parameters.out_position_stride = p.out_row_stride;
+        parameters.eps_o = p.norm_o.eps;
+        parameters.n = p.n;
+        parameters.c = p.c;
+        parameters.d = p.d;
+        parameters.by_row = cutlass::FastDivmod(in_row);
+        parameters.by_groups = cutlass::FastDivmod(groups);
+        parameters.units = units;
+      });
     }
   };
 };
