@@ -80,40 +80,6 @@ constexpr Rule<Tiling> kDense[] = {
     {always, Tiling::k128x128},
 };
 
-// What a CTA of sm90/products/split_float32.cuh computes, and the microseconds that it takes for 32 columns of its
-// operands.
-struct SplitTile {
-  int rows, columns;
-  double step;
-};
-constexpr SplitTile kSplitTiles[] = {{128, 128, 1.27}, {128, 96, 1.06}, {128, 64, 0.68}, {64, 64, 0.53}};
-
-// Microseconds that a split product takes: its first loads and last stores, and the waves of its tiles.
-double time_of_split(const Case& c, const SplitTile& tile) {
-  const int64_t waves = (c.tiles(tile.rows, tile.columns) + c.sm_count - 1) / c.sm_count;
-  return 3 + static_cast<double>(waves * ((c.k + 31) / 32)) * tile.step;
-}
-
-// Among equals, large tiles load less.
-const SplitTile& split_tile(const Case& c) {
-  return *std::ranges::min_element(kSplitTiles, {}, [&](const SplitTile& tile) { return time_of_split(c, tile); });
-}
-
-template <int rows, int columns>
-bool suit_split(const Case& c) {
-  const SplitTile& tile = split_tile(c);
-  return tile.rows == rows && tile.columns == columns;
-}
-
-// In a Case, n is the columns of all products. The last one is also for an a that is overwritten, whose result must fit
-// one tile.
-constexpr Rule<Tiling> kSplit[] = {
-    {suit_split<64, 64>, Tiling::k64x64Split},
-    {suit_split<128, 64>, Tiling::k128x64Split},
-    {suit_split<128, 96>, Tiling::k128x96Split},
-    {always, Tiling::k128x128Split},
-};
-
 // The fastest of the tilings measured on an H100, of cases that prefers_narrow() accepts. Where no rule suits, the
 // kernels of kDense are faster.
 constexpr Rule<NarrowTiling> kNarrowDense[] = {
@@ -249,11 +215,6 @@ constexpr Rule<GradientTiling> kDenseInputGradients[] = {
   }
 TORCHOPS_RULES(Dense, kDense)
 TORCHOPS_RULES(NarrowDense, kNarrowDense)
-TORCHOPS_RULES(Float32Product, kSplit)
-TORCHOPS_RULES(Float32Dense, kSplit)
-TORCHOPS_RULES(Float32Gate, kSplit)
-TORCHOPS_RULES(Float32GluSigmoid, kSplit)
-TORCHOPS_RULES(Float32GluSilu, kSplit)
 TORCHOPS_RULES(ScaledDense, kScaled)
 TORCHOPS_RULES(ScaledProduct, kScaled)
 TORCHOPS_RULES(ScaledGateSigmoid, kScaled)
@@ -401,24 +362,6 @@ std::optional<Sm80Plan> sm80_plan(const Case& c, const Sm80Conditions& condition
   if (may_prefer_cublas && prefers_cublas_for_odd_rows(c, conditions)) return std::nullopt;
   const auto* const rule = std::ranges::find_if(kSm80, [&](const auto& rule) { return rule.suits(c); });
   return Sm80Plan{resident_tiling(c, conditions), rule->tiling};
-}
-
-// By FFMAs: cuBLAS multiplies faster the longer the sums are, and then takes another pass. The kernel took 0.39 to 0.97
-// of their time with 32 to 128 features in, up to 1.07 of it with 192, and up to 2.8 times as long with 1024 (dense,
-// gate and glu; 2048 to 262144 rows, 64 to 512 features out). By split products: 0.3 to 0.97 with up to 256 features
-// in, or 512 and 1024 with enough outputs; otherwise up to 2.4 times as long (dense and glu, 256 to 262144 rows). On an
-// H100; fewer rows were not measured.
-bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits) {
-  if (!splits) return k > 128 || n < 64 || m < 2048;
-  if (m < 256 || k > kMostSplitColumns) return true;
-  return k > 256 ? n < 128 || m * n < 1 << 21 : k > 128 && n < 64;
-}
-
-// cuBLAS multiplies by FFMAs, and a pass reads and writes memory.
-bool prefers_split_sm90(const Case& c, bool has_pass) {
-  const auto outputs = static_cast<double>(c.m) * static_cast<double>(c.n);
-  const double cublas = 8 + outputs * static_cast<double>(c.k) / 18e6, pass = has_pass ? 2 + outputs / 4e5 : 0;
-  return time_of_split(c, split_tile(c)) < cublas + pass;
 }
 
 }  // namespace torchops::cuda::gemm

@@ -311,32 +311,25 @@ struct SplitFloat32 {
     }
 
     static Status run(const Problem& p, cudaStream_t stream) {
-      if (!are_encodable<float>(p.a, p.b, Rule::kProducts == 2 ? p.b2 : p.b)) return Status::of(cudaErrorInvalidValue);
-      typename Kernel::Parameters parameters{};
-      parameters.a = p.a;
-      parameters.a_tiles = decltype(parameters.a_tiles)::of(p.a.data, p.a.row_stride, p.m, p.k);
-      for (int i = 0; i < Kernel::kProducts; ++i) {
-        const Operand& w = i == 0 ? p.b : p.b2;
-        auto& tiles = parameters.w_tiles[i];
-        parameters.w[i] = w;
-        tiles = std::remove_reference_t<decltype(tiles)>::of(w.data, w.row_stride, p.n, p.k);
-        parameters.bias[i] = static_cast<const float*>(i == 0 ? p.bias : p.bias2);
-        if (!are_encoded(tiles.map)) return Status::of(cudaErrorInvalidValue);
-      }
-      if (!are_encoded(parameters.a_tiles.map)) return Status::of(cudaErrorInvalidValue);
-      parameters.c = p.c;
-      parameters.d = static_cast<float*>(const_cast<void*>(p.d.data));
-      parameters.d_stride = p.d.row_stride;
-      parameters.m = p.m;
-      parameters.n = p.n;
-      parameters.k = p.k;
-      parameters.steps = divided(p.k, Kernel::kK);
-      parameters.rows = divided(p.m, Kernel::kM);
-      parameters.columns = divided(p.n, Kernel::kN);
-      int ctas = 0;
-      const int64_t tiles = int64_t{parameters.rows} * parameters.columns;
-      if (const cudaError_t error = Launch::resident(tiles, ctas); error != cudaSuccess) return Status::of(error);
-      return Status::of(Launch::run(parameters, ctas, stream));
+      const int rows = divided(p.m, Kernel::kM), columns = divided(p.n, Kernel::kN);
+      return Launch::run(int64_t{rows} * columns, stream, [&](auto& parameters, TileMaps& maps, int) {
+        maps(parameters.a_tiles, p.a, p.m, p.k);
+        maps(parameters.w_tiles, p.b, p.b2, p.n, p.k);
+        parameters.a = p.a;
+        for (int i = 0; i < Rule::kProducts; ++i) {
+          parameters.w[i] = i == 0 ? p.b : p.b2;
+          parameters.bias[i] = static_cast<const float*>(i == 0 ? p.bias : p.bias2);
+        }
+        parameters.c = p.c;
+        parameters.d = static_cast<float*>(const_cast<void*>(p.d.data));
+        parameters.d_stride = p.d.row_stride;
+        parameters.m = p.m;
+        parameters.n = p.n;
+        parameters.k = p.k;
+        parameters.steps = divided(p.k, Kernel::kK);
+        parameters.rows = rows;
+        parameters.columns = columns;
+      });
     }
   };
 };
