@@ -77,22 +77,22 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     # For any opset from 18: the exporter sets the version that it is asked for, and these operators kept their form.
     op: Any = opset18
 
-    def linear(x: Any, w: Any, b: Any) -> Any:
+    def _linear(x: Any, w: Any, b: Any = None) -> Any:
         x = x if x.dtype == w.dtype else op.CastLike(x, w)
         product = op.MatMul(x, op.Transpose(w, perm=[1, 0]))
         return product if b is None else op.Add(product, b)
 
     def dense(x: Any, w: Any, b: Any = None) -> Any:
-        return op.Sigmoid(linear(x, w, b))
+        return op.Sigmoid(_linear(x, w, b))
 
     def gate(v: Any, x: Any, w: Any, b: Any = None) -> Any:
-        z = linear(x, w, b)
+        z = _linear(x, w, b)
         return op.Mul(v, op.Sigmoid(z if v.dtype == w.dtype else op.CastLike(z, v)))
 
     def glu(x: Any, w: Any, wg: Any, b: Any = None, bg: Any = None, activation: str = "sigmoid") -> Any:
-        u = linear(x, wg, bg)
+        u = _linear(x, wg, bg)
         gate = op.Sigmoid(u)
-        return op.Mul(linear(x, w, b), op.Mul(u, gate) if activation == "silu" else gate)
+        return op.Mul(_linear(x, w, b), op.Mul(u, gate) if activation == "silu" else gate)
 
     def sigmoid(x: Any) -> Any:
         return op.Sigmoid(x)
@@ -137,7 +137,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         eps: float = 1e-5,
     ) -> Any:
         z = normalized(x, norm_weight, norm_bias, eps, gate_weight)
-        return linear(glu(z, up_weight, gate_weight, up_bias, gate_bias, "silu"), down_weight, down_bias)
+        return _linear(glu(z, up_weight, gate_weight, up_bias, gate_bias, "silu"), down_weight, down_bias)
 
     def _add_transition(x: Any, **parameters: Any) -> Any:
         return added(x, transition(x, **parameters), True)
@@ -196,7 +196,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         o = op.MatMul(op.Transpose(a, perm=[*batch, c, kept, summed]), op.Transpose(b, perm=[*batch, c, summed, kept]))
         o = op.Transpose(o, perm=[*batch, second, c, first])
         o = normalized(o, norm_out_weight, norm_out_bias, eps, p_out)
-        update = gate(linear(o, p_out, p_out_bias), z, g_out, g_out_bias)
+        update = gate(_linear(o, p_out, p_out_bias), z, g_out, g_out_bias)
         return added(x, update, add_residual), op.Constant(value_floats=[])  # o is kept for gradients alone
 
     def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> Any:
@@ -226,10 +226,10 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
         def of_heads(w: Any) -> Any:
             each = op.Constant(value_ints=[0] * (rank - 1) + [heads, features // heads])  # 0: as it is
-            return op.Transpose(op.Reshape(linear(z, w, None), each), perm=[*batch, first, c, second, rank])
+            return op.Transpose(op.Reshape(_linear(z, w, None), each), perm=[*batch, first, c, second, rank])
 
         z = by_rows(normalized(x, norm_weight, norm_bias, eps, bias_weight), c)
-        bias = op.Transpose(linear(z, bias_weight, None), perm=[*batch, c, first, second])
+        bias = op.Transpose(_linear(z, bias_weight, None), perm=[*batch, c, first, second])
         bias = op.Unsqueeze(bias, op.Constant(value_ints=[first]))
         if mask is not None:
             mask = op.Cast(op.Unsqueeze(by_rows(mask), op.Constant(value_ints=[-3, -2])), to=_BOOL)
@@ -239,10 +239,10 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         o = op.Reshape(op.Transpose(o, perm=[*batch, first, c, second, rank]), joined)
         if to_gate is not None:
             o = gate(o, z, to_gate, gate_bias)
-        return added(x, by_rows(linear(o, out, out_bias), c), add_residual)
+        return added(x, by_rows(_linear(o, out, out_bias), c), add_residual)
 
     translations = (
-        *(dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition, _add_transition),
+        *(_linear, dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition, _add_transition),
         *(triangle_multiplicative_update, _triangle_multiplicative_update),
         *(triangle_attention, _triangle_attention_update),
     )

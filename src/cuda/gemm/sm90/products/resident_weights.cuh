@@ -262,7 +262,7 @@ struct Narrow {
 
     static int columns(const Problem& p) { return divided(p.n, Kernel::kN); }
 
-    static Status prepare(const Problem& p, int64_t& workspace_bytes) {
+    static Status prepare(const Problem& p, int64_t&) {
       int count = 0;
       if (p.k > Kernel::kK || p.batch > 1) return Status::not_for_me();
       if (const cudaError_t error = Launch::resident(count); error != cudaSuccess) return Status::of(error);

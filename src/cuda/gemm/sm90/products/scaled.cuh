@@ -113,7 +113,7 @@ struct ScaledLinear {
     using Product = Gemm<T, tiling, /*b_k_major=*/true, std::conditional_t<gated, Gated, Applied<Out>>, Out,
                          std::conditional_t<gated, Out, void>>;
 
-    static Status prepare(const Problem& p, int64_t& workspace_bytes) {
+    static Status prepare(const Problem& p, int64_t&) {
       int clusters = 0;
       return Product::grid_clusters(p.n, clusters);
     }

@@ -304,8 +304,7 @@ struct SplitFloat32 {
     using Kernel = SplitFloat32Kernel<Rule, tiling>;
     using Launch = Persistent<Kernel>;
 
-    static Status prepare(const Problem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
+    static Status prepare(const Problem& p, int64_t&) {
       const bool reads_overwritten_rows = p.a.data == p.d.data && p.n > Kernel::kN;
       return p.batch > 1 || p.k == 0 || reads_overwritten_rows ? Status::not_for_me() : Launch::prepare();
     }

@@ -146,7 +146,7 @@ struct Streamed {
     using Epilogue = ValueEpilogue<Rule, StreamedTile<T, tiling, Rule::kProducts>>;
     using Launch = StreamedLaunch<StreamedKernel<Epilogue>>;
 
-    static Status prepare(const Problem& p, int64_t& workspace_bytes) {
+    static Status prepare(const Problem& p, int64_t&) {
       return p.batch > 1 || p.k == 0 ? Status::not_for_me() : Launch::prepare();
     }
 

@@ -325,7 +325,7 @@ struct FeedForward {
     using Kernel = FeedForwardKernel<T, F, tiling>;
     using Launch = Persistent<Kernel>;
 
-    static Status prepare(const TransitionProblem& p, int64_t& workspace_bytes) {
+    static Status prepare(const TransitionProblem& p, int64_t&) {
       return p.c > Kernel::kC || p.hidden > Kernel::kMostHidden ? Status::not_for_me() : Launch::prepare();
     }
 

@@ -278,7 +278,7 @@ struct PairIn {
     template <bool lines>
     using Kernel = PairInKernel<T, Gate, tiling, lines>;
 
-    static Status prepare(const PairProblem& p, int64_t& workspace_bytes) {
+    static Status prepare(const PairProblem& p, int64_t&) {
       if (p.c > Kernel<true>::kK || p.d > Kernel<true>::kN) return Status::not_for_me();
       int blocks = 0;
       return Status::of(has_lines(p) ? blocks_of<Kernel<true>>(p, blocks) : blocks_of<Kernel<false>>(p, blocks));

@@ -253,7 +253,7 @@ struct PairOut {
     using Kernel = PairOutKernel<T, Gate, tiling>;
     using Launch = Persistent<Kernel>;
 
-    static Status prepare(const PairProblem& p, int64_t& workspace_bytes) {
+    static Status prepare(const PairProblem& p, int64_t&) {
       int count = 0;
       if (p.c > Kernel::kK || p.d > Kernel::kK) return Status::not_for_me();
       return Status::of(Launch::resident(PairTiles{p.n, p.rows}.count(), count));
