@@ -45,15 +45,9 @@ def shifted(t: Tensor) -> Tensor:
 
 
 def by_blocks(
-    x: Tensor,
-    mask: Tensor | None,
-    w: dict[str, Tensor],
-    blocks: list[int],
-    scale: float,
-    add_residual: bool,
-    extra: int,
+    x: Tensor, mask: Tensor | None, w: dict[str, Tensor], blocks: list[int], scale: float, residual: bool, extra: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """a and b, and the result, whose blocks overwrite those of x if `add_residual`."""
+    """a and b, and the result, whose blocks overwrite those of x if `residual`."""
     n, d = x.shape[1], w["p_out_weight"].shape[1]
     width = -(-n // 16) * 16
     a, bs, first = channels(d, n, n, extra).to(x.dtype), [], 0
@@ -70,10 +64,10 @@ def by_blocks(
         assert made[..., width:].isnan().all()
     o = channels(d, n, n, extra).to(x.dtype)
     torch.bmm(a[..., :width], b[..., :width].mT, out=o[..., :n])
-    out, first = x if add_residual else torch.full(x.shape, float("nan"), device="cuda", dtype=x.dtype), 0
+    out, first = x if residual else torch.full(x.shape, float("nan"), device="cuda", dtype=x.dtype), 0
     for rows in blocks:
         part = slice(first, first + rows)
-        assert rows_out(o[:, part, :n], x[part], in_order(w), 1e-5, 1e-5 * scale**2, out[part], add_residual)
+        assert rows_out(o[:, part, :n], x[part], in_order(w), 1e-5, 1e-5 * scale**2, out[part], residual)
         first += rows
     return a[..., :width], b[..., :width], out
 

@@ -250,11 +250,24 @@ def test_exported_program(strict: bool) -> None:
     check(torchops.onnx.export(exported.run_decompositions(), verbose=False), model)
 
 
+class _Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.myops._linear(x, self.weight, self.bias)
+        return result
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_of_swapped_modules(bias: bool) -> None:
+    model, x = _Linear(7, 6, bias=bias).requires_grad_(False), random_like(torch.empty(5, 7))
+    program = torchops.onnx.export(model, (x,), verbose=False)
+    assert_all_close(run(program, x), [model(x)], atol=1e-6, rtol=1e-5)
+
+
 def test_table_alone_serves_operators_that_overwrite_nothing() -> None:
     model = torchops.nn.Dense(7, 6).eval()
     x = random_like(torch.empty(5, 7))
     table = torchops.onnx.translation_table()
-    names = "triangle_multiplicative_update", "triangle_attention", "_add_transition"
+    names = "triangle_multiplicative_update", "triangle_attention", "_add_transition", "_linear"
     beneath = "_triangle_multiplicative_update", "_triangle_attention_update"
     of_pairs = {getattr(torch.ops.myops, name).default for name in (*names, *beneath)}
     assert set(table) == {case.op for case in OPS if case.mutates is None} | of_pairs

@@ -25,6 +25,21 @@ void bind_context() {
   C10_CUDA_CHECK(cudaSetDevice(device));
 }
 
+// Whether the kernels of sm90/ are for the current device and the thread's KernelPath allows them. Warns once if they
+// are, but this build lacks them. Afterwards, the calling thread has a CUDA context.
+bool runs_sm90() {
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  if (device.major != 9 || device.minor != 0 || detail::kernel_path() == detail::KernelPath::kPortable) return false;
+  if (!has_sm90_kernels()) {
+    TORCH_WARN_ONCE(
+        "torchops was built without its kernels for this GPU (compute capability 9.0), so its products take slower "
+        "ways. Rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST; `python -m torchops` shows what it was built for.");
+    return false;
+  }
+  bind_context();
+  return true;
+}
+
 }  // namespace
 
 std::optional<Element> element_of(at::ScalarType dtype) {
@@ -38,19 +53,15 @@ std::optional<Element> element_of(at::ScalarType dtype) {
 }
 
 std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-  if (device.major != 9 || device.minor != 0 || detail::kernel_path() == detail::KernelPath::kPortable) {
-    return std::nullopt;
-  }
-  if (!has_sm90_kernels()) {
-    TORCH_WARN_ONCE(
-        "torchops was built without its kernels for this GPU (compute capability 9.0), so its products take slower "
-        "ways. Rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST; `python -m torchops` shows what it was built for.");
-    return std::nullopt;
-  }
-  bind_context();
   const auto element = element_of(dtype);
-  return element ? std::optional(Case{m, n, k, 1, *element, device.multiProcessorCount}) : std::nullopt;
+  return element && runs_sm90() ? std::optional(case_of(m, n, k, dtype)) : std::nullopt;
+}
+
+std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
+  if (dtype != at::kFloat || element_of(dtype) || !runs_sm90()) return std::nullopt;
+  Case c = case_of(m, n, k, dtype);
+  c.element = Element::kFloat32;
+  return c;
 }
 
 GradientCall gradient_call(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w,
@@ -69,12 +80,6 @@ GradientCall gradient_call(const at::Tensor& grad, const at::Tensor& x, const at
   problem.bias = b ? b->const_data_ptr() : nullptr;
   problem.x_is_float32 = x.scalar_type() != w.scalar_type();
   return std::pair(problem, *c);
-}
-
-std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
-  if (dtype != at::kFloat || element_of(dtype)) return std::nullopt;
-  const auto sm_count = sm90_multiprocessors();
-  return sm_count ? std::optional(Case{m, n, k, 1, Element::kFloat32, *sm_count}) : std::nullopt;
 }
 
 }  // namespace torchops::cuda::gemm

@@ -203,7 +203,7 @@ CUTLASS_DEVICE void FeedForwardDwKernel<Element, F, tiling>::make(const Paramete
   // The adder no longer reads `hidden_rows`.
   if (turn > maker) shared.taken[maker].wait((turn / kMakers - 1) % 2);
   using Scratch = float[2][4][kSlice];  // for each warp
-  static_assert(sizeof(Scratch) <= sizeof(Made));
+  static_assert(sizeof(Scratch) <= sizeof(HiddenRows));
   const auto scratch = [&](int of) -> Scratch& { return *reinterpret_cast<Scratch*>(&shared.hidden_rows[of]); };
   const int lane = thread % 32;
   CUTLASS_PRAGMA_UNROLL
