@@ -68,7 +68,7 @@ struct PairGradients {
         parameters.mask = static_cast<const T*>(p.mask);
         parameters.mask_row_stride = p.mask_row_stride;
         parameters.mask_stride = p.mask_stride;
-        if constexpr (Kernel::kAdds) {
+        if constexpr (Kernel::kAddsResidual) {
           parameters.residual = {static_cast<const T*>(p.grad.data), p.grad.batch_stride, p.grad.row_stride, {}};
           maps(parameters.residual.map, p.grad, p.n, p.c, p.rows);
         }
