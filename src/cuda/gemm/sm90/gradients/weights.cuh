@@ -23,6 +23,7 @@
 #include "cuda/gemm/sm90/pointwise.cuh"
 #include "cuda/gemm/sm90/skeleton/persistent.cuh"
 #include "cuda/gemm/sm90/skeleton/tma.cuh"
+#include "cuda/gemm/sm90/weight_sums.cuh"
 
 namespace torchops::cuda::gemm {
 
