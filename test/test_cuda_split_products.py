@@ -132,7 +132,7 @@ def test_layers_are_as_accurate_as_float32(kind: str, sizes: tuple[int, int, int
         ours = (torch.ops.myops._linear(a, w).double() - exact) / scale
     theirs = ((a @ w.t()).double() - exact) / scale
     # A step of 32 columns is cut off in each instruction, by about a last digit, whatever cuBLAS does.
-    assert ours.square().mean().sqrt() <= max(1.1 * theirs.square().mean().sqrt().item(), 1.5 * EPS)
+    assert ours.square().mean().sqrt() <= max(1.1 * theirs.square().mean().sqrt().item(), 2 * EPS)
 
 
 def same(got: Tensor, expected: Tensor) -> bool:

@@ -318,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensor> gradients_by_aten(const Tensor& grad, const T
                                                      at::IntArrayRef normalized_shape, const Tensor& mean,
                                                      const Tensor& rstd, const OptionalTensor& weight,
                                                      std::array<bool, 3> output_mask) {
-  if ((weight || output_mask[2]) && detail::norm_gradient_dtype(x, weight) != x.scalar_type()) {
+  if ((weight || output_mask[1] || output_mask[2]) && detail::norm_gradient_dtype(x, weight) != x.scalar_type()) {
     auto [dx, dweight, dbias] =
         gradients_by_aten(grad.to(at::kFloat), x.to(at::kFloat), normalized_shape, mean, rstd, weight, output_mask);
     return {output_mask[0] ? dx.to(x.scalar_type()) : dx, dweight, dbias};
