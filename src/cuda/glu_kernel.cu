@@ -134,7 +134,8 @@ detail::GluGradients glu_backward_cuda(const Tensor& grad, const Tensor& x, cons
   detail::check_glu_backward(grad, x, w, wg, b, bg, activation, output_mask, z, u);
   const c10::cuda::CUDAGuard guard(x.device());
   if (const auto whole = WholeVectors::of(gemm::CopiedLayer::kGluGradients, x, w, {wg, grad})) {
-    const auto [dx, dw, dwg, db, dbg] = gradients_of_copies(*whole, grad, x, w, wg, b, bg, activation, output_mask, z, u);
+    const auto [dx, dw, dwg, db, dbg] =
+        gradients_of_copies(*whole, grad, x, w, wg, b, bg, activation, output_mask, z, u);
     const at::IntArrayRef of_bias = w.sizes().slice(0, 1);
     Copies copies;
     detail::GluGradients gradients{first_elements(dx, x.sizes(), copies), first_elements(dw, w.sizes(), copies),

@@ -11,8 +11,8 @@
 //   split warps    the weights of a stage -> their high parts in place, and the low parts beside them
 //   warpgroups     64 rows each: split a in registers and multiply; while one adds and splits, the other multiplies
 //
-// The tiles of two weights are one operand: rows of b, followed by the same rows of b2, so a thread has a column of both
-// products.
+// The tiles of two weights are one operand: rows of b, followed by the same rows of b2, so a thread has a column of
+// both products.
 
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/copy_sm75.hpp>
@@ -119,7 +119,8 @@ struct SplitFloat32Kernel {
 
   CUTLASS_DEVICE static void compute(const Parameters& p, Shared& shared, int warpgroup);
 
-  using Roles = gemm::Roles<Warpgroups<kWarpgroups, 224, compute>, Warps<56, OneThread<load>, WholeWarp<split, kSplitWarps>>>;
+  using Roles =
+      gemm::Roles<Warpgroups<kWarpgroups, 224, compute>, Warps<56, OneThread<load>, WholeWarp<split, kSplitWarps>>>;
 
  private:
   using Number = cute::tfloat32_t;
@@ -240,8 +241,8 @@ CUTLASS_DEVICE void SplitFloat32Kernel<Rule, tiling>::compute(const Parameters& 
         }
       }
       const auto weights = [&](float* data) {
-        return slice.make_fragment_B(slice.partition_B(make_tensor(
-            make_smem_ptr(reinterpret_cast<Number*>(data)), SwizzledRows<Number, kColumns, kK>{})));
+        return slice.make_fragment_B(slice.partition_B(
+            make_tensor(make_smem_ptr(reinterpret_cast<Number*>(data)), SwizzledRows<Number, kColumns, kK>{})));
       };
       const Tensor w = weights(stage.w.data()), w_low = weights(stage.low.data());
       shared.split[at.index()].wait(at.phase());

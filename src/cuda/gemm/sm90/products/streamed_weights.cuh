@@ -153,8 +153,8 @@ struct StreamedKernel {
   CUTLASS_DEVICE static int first() { return static_cast<int>(blockIdx.x) / kCluster; }
   CUTLASS_DEVICE static int clusters() { return static_cast<int>(gridDim.x) / kCluster; }
 
-  /// Where this CTA's part of a cluster tile is, in the grid of CTA tiles. With kPingPong, groups of 4096 rows are up to
-  /// 2% faster than groups of 2048 (H100, glu).
+  /// Where this CTA's part of a cluster tile is, in the grid of CTA tiles. With kPingPong, groups of 4096 rows are up
+  /// to 2% faster than groups of 2048 (H100, glu).
   CUTLASS_DEVICE static GridPlace place(const Parameters& p, int tile) {
     const GridPlace of_cluster = place_in_groups(tile, p.rows, p.columns, (kPingPong ? 4096 : 2048) / kM);
     return {of_cluster.row, of_cluster.column * kCluster + rank()};
