@@ -74,11 +74,14 @@ def _sets(drawn: Draw, device: torch.device) -> list[tuple[Tensor, ...]]:
     """Sets of the arguments that leave the caches before their turn comes again. To draw random numbers for each would
     take longer than to measure."""
     first = drawn.tensors(device)
+    drawn_sets = [first]
 
-    def again() -> tuple[Tensor, ...]:
+    def next_set() -> tuple[Tensor, ...]:
+        if drawn_sets:
+            return drawn_sets.pop()
         return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in first)
 
-    return [first, *timing.rotate(again, _MOST_SETS[device.type])[1:]]
+    return timing.rotate(next_set, _MOST_SETS[device.type])
 
 
 def ratio_of(seconds: dict[str, float]) -> float:
