@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from checks import assert_all_close
 from test_adapters import randomised
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchops import replace
@@ -210,3 +213,99 @@ def test_arguments_that_fail_as_released_are_not_written_to(package: str) -> Non
 def test_a_layer_with_a_last_norm_is_left() -> None:
     layer = released(TRANSFORMERS["boltz"], "DiffusionTransformerLayer", HEADS, C, SINGLE, post_layer_norm=True)
     assert "post_lnorm" in replace(layer).left["0"]
+
+
+def test_a_layer_with_two_names_stays_one() -> None:
+    """Whatever gives each layer new parameters."""
+    model, new = transformer("boltz")
+    args, kwargs = transformer_call()
+    other = randomised(copy.deepcopy(model), 5)
+    new.load_state_dict({name: t.clone() for name, t in other.state_dict().items()}, assign=True)
+    assert len(list(new.parameters())) == len(list(model.parameters()))
+    got, expected = (results(m, args, kwargs) for m in (new, other))
+    assert_all_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+class OfAten(Tensor):
+    """A tensor that knows ATen's operators alone."""
+
+    inside: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> OfAten:
+        new: OfAten = Tensor._make_wrapper_subclass(cls, inside.shape, strides=inside.stride(), dtype=inside.dtype)
+        new.inside = inside
+        return new
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace not in ("aten", "prim"):
+            return NotImplemented
+        args, kwargs = pytree.tree_map_only(OfAten, lambda t: t.inside, (args, kwargs or {}))
+        return pytree.tree_map_only(Tensor, OfAten, func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("which", ["a", "s", "bias", "mask", "weights", "biases"])
+def test_tensors_that_know_atens_operators_alone(which: str) -> None:
+    model, new = transformer("boltz")
+    args, kwargs = transformer_call()
+    names = ("a", "s", "bias", "mask")
+    given = [OfAten(t) if name == which else t for name, t in zip(names, args, strict=True)]
+    for module in new.modules():
+        for name in ("weight",) if which == "weights" else ("bias",) if which == "biases" else ():
+            if isinstance(parameter := module._parameters.get(name), nn.Parameter):
+                module._parameters[name] = nn.Parameter(OfAten(parameter.data), requires_grad=False)
+    with torch.no_grad():
+        got = new(*given, **kwargs)
+        assert_all_close([got.inside], [model(*args, **kwargs)], atol=1e-4, rtol=1e-4)
+
+
+@packages
+def test_no_tokens_and_one_sample_beside_many(package: str) -> None:
+    model, new = transformer(package)
+    (a, s, bias, mask), kwargs = transformer_call(3)
+    with torch.no_grad():
+        assert new(a[:, :0], s[:, :0], bias[:, :0, :0], mask[:, :0], **kwargs).shape == (6, 0, C)
+        call = a[:1], s[:1].expand(3, -1, -1), bias[:1], mask[:1].expand(3, -1)
+        assert_all_close([new(*call, **kwargs)], [model(*call, **kwargs)], atol=1e-4, rtol=1e-4)
+
+
+def test_the_gradient_of_rows_that_share_memory() -> None:
+    model, new = transformer("boltz")
+    (a, s, bias, mask), kwargs = transformer_call(3)
+    gradients: list[Tensor] = []
+    for module in (new, model):
+        rows = s[:1].clone().requires_grad_().expand(3, -1, -1)
+        y = module(a[:3], rows, bias[:1], mask[:1].expand(3, -1), **kwargs)
+        gradients += torch.autograd.grad(y.square().sum(), rows)
+    assert_all_close(gradients[:1], gradients[1:], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.parametrize("tool", ["prune", "weight_norm", "parametrization"])
+def test_weights_that_are_computed_before_each_call(tool: str) -> None:
+    model, new = transformer("boltz")
+    args, kwargs = transformer_call()
+    apply: Any = {
+        "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        "weight_norm": lambda layer: nn.utils.weight_norm(layer),
+        "parametrization": lambda layer: nn.utils.parametrizations.weight_norm(layer),
+    }[tool]
+    for module in (model, new):
+        apply(module.layers[0].adaln.s_scale)  # type: ignore[index, union-attr]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got, expected = (results(m, args, kwargs) for m in (new, model))
+    assert_all_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_layer_has_the_operators(strict: bool) -> None:
+    _, new = transformer("boltz")
+    args, kwargs = transformer_call()
+    program = torch.export.export(new.requires_grad_(False).eval(), args, kwargs, strict=strict)
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {"myops._linear.default", "myops.dense.default", "myops.gate.default", "myops.glu.default"} <= targets

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from torchops.convert.module import Call, Parameters, Replacement, Shape, random, restored
+from torchops.convert.module import Call, Parameters, Replacement, Shape, needs_grad, random, restored
 from torchops.convert.signature import Signature
 from torchops.nn.layers import has_hooks
 
 _OPS: Any = torch.ops.myops
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class AttentionNames(NamedTuple):
@@ -65,7 +67,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: 
         bias: `(batch / samples, queries, keys, heads)`; each repeats for the `samples` that follow one another.
         mask: `(batch, keys)`, 1 for keys to keep.
     """
-    batch, queries, _, _ = q.shape
     scores = bias.permute(0, 3, 1, 2).float().contiguous()
     if samples > 1 and scores.shape[0] > 1:
         scores = scores.repeat_interleave(samples, 0)
@@ -76,19 +77,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: 
             k, by_keys = (F.pad(t, (0, 0, 0, more)) for t in (k, by_keys))
             scores = F.pad(scores, (0, more), value=-torch.inf)
         o = F.scaled_dot_product_attention(q, k, by_keys, attn_mask=scores)
-    return o.transpose(1, 2).to(v.dtype).reshape(batch, queries, -1)
+    return o.transpose(1, 2).to(v.dtype).flatten(2)
 
 
 def once(x: Tensor) -> Tensor:
-    """The first row of an `x` of equal rows, `x` otherwise. Rows that share memory are equal, whatever is in them."""
-    return x[:1] if x.shape[0] > 1 and x.stride(0) == 0 else x
+    """The first row of an `x` of equal rows that gets no gradient, `x` otherwise. Rows that share memory are equal,
+    whatever is in them."""
+    return x[:1] if x.shape[0] > 1 and x.stride(0) == 0 and not needs_grad(x) else x
 
 
 class _WithAttention(Replacement):
     """A module with the layers of attention under a prefix. If a layer inside has become more than its parameters, the
     released forward runs."""
 
-    operator = "myops::sigmoid"
+    operator = "myops::gate"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if reason := self.why_not():
@@ -104,7 +106,7 @@ class _WithAttention(Replacement):
         for name, module, released in todo:
             for key, child in module._modules.items():
                 path, of = f"{name}{key}", released._modules.get(key)
-                if not isinstance(child, Parameters) and type(child) is not type(of):
+                if not isinstance(child, Parameters) and not _is_of_class(child, of):
                     return f"{path} is a {type(child).__name__}"
                 if child is not None and (has_hooks(child) or "forward" in child.__dict__):
                     return f"{path} has a hook or a forward of its own"
@@ -131,22 +133,23 @@ class _WithAttention(Replacement):
         q, k, v = heads_of(s, names.q), heads_of(k_in, names.k), heads_of(k_in, names.v)
         o = attention(q, k, v, bias, mask, inf, samples)
         weight, of_gate = self.weights(at + names.gate)
-        gated = _OPS.gate(o, s, weight, of_gate) if _is_plain(weight) else F.linear(s, weight, of_gate).sigmoid() * o
+        plain = _are_plain(o, s, weight, of_gate)
+        gated = _OPS.gate(o, s, weight, of_gate) if plain else F.linear(s, weight, of_gate).sigmoid() * o
         return self.linear(gated, at + names.out)
 
     def linear(self, x: Tensor, layer: str) -> Tensor:
         weight, bias = self.weights(layer)
-        return _OPS._linear(x, weight, bias) if _is_plain(weight) else F.linear(x, weight, bias)
+        return _OPS._linear(x, weight, bias) if _are_plain(x, weight, bias) else F.linear(x, weight, bias)
 
     def gate(self, x: Tensor, layer: str) -> Tensor:
         """The sigmoid of a linear layer."""
         weight, bias = self.weights(layer)
-        return _OPS.dense(x, weight, bias) if _is_plain(weight) else F.linear(x, weight, bias).sigmoid()
+        return _OPS.dense(x, weight, bias) if _are_plain(x, weight, bias) else F.linear(x, weight, bias).sigmoid()
 
     def swiglu(self, x: Tensor, layer: str) -> Tensor:
         """Of a linear layer, the first half of the features times the SiLU of the second."""
         weight, bias = self.weights(layer)
-        if not _is_plain(weight):
+        if not _are_plain(x, weight, bias):
             up, gate = F.linear(x, weight, bias).chunk(2, -1)
             return F.silu(gate) * up
         w, w_gate = weight.chunk(2)
@@ -159,9 +162,14 @@ class _WithAttention(Replacement):
         return weight, self.parameter(layer, "bias")
 
 
-def _is_plain(weight: Tensor) -> bool:
-    """Whether the weight is no subclass that knows ATen's operators alone, such as a quantized one."""
-    return type(weight) in (Tensor, nn.Parameter)
+def _is_of_class(child: Any, of: Any) -> bool:
+    """Whether both modules are of one class. `torch.export` passes its own subclasses on."""
+    return type(child) is type(of) or (torch.compiler.is_exporting() and isinstance(child, type(of)))
+
+
+def _are_plain(*tensors: Tensor | None) -> bool:
+    """Whether none is of a subclass that knows ATen's operators alone, such as quantized weights."""
+    return all(t is None or type(t) in _PLAIN for t in tensors)
 
 
 class AttentionPairBias(_WithAttention):
@@ -259,7 +267,8 @@ class DiffusionLayer(_WithAttention):
         multiplicity: int = 1,
     ) -> Tensor:
         names, at = self._names, f"{self._names.transition}."
-        s = once(s)  # in sampling, the products with it are those of one sample
+        if len(s) == len(a):
+            s = once(s)  # in sampling, the products with it are those of one sample
         b = self._adaptive_norm(a, s, names.norm)
         keys = b
         if to_keys is not None:

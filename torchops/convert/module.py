@@ -30,13 +30,20 @@ class Parameters(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, tied: dict[nn.Module, Parameters] | None = None) -> None:
+        """`tied` are those of layers so far: a layer with two names stays one."""
         super().__init__()
         for name, parameter in layer._parameters.items():
             self.register_parameter(name, parameter)
-        for name, child in layer.named_children():
-            self.add_module(name, Parameters(child))
+        for name, child in layer._modules.items():
+            self.add_module(name, None if child is None else Parameters.of(child, {} if tied is None else tied))
         self.training = layer.training
+
+    @classmethod
+    def of(cls, layer: nn.Module, tied: dict[nn.Module, Parameters]) -> Parameters:
+        if layer not in tied:
+            tied[layer] = cls(layer, tied)
+        return tied[layer]
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={tuple(p.shape)}" for name, p in self._parameters.items() if p is not None)
@@ -75,9 +82,11 @@ class Replacement(nn.Module):
         self.training = of.training
         self._names, self._signature = names, signature
         vars(self)["_former"] = _without_parameters(of)  # past nn.Module, which would register it
-        for name, child in of.named_children():
-            has_parameters = name in names.layers and next(child.parameters(), None) is not None
-            self.add_module(name, Parameters(child) if has_parameters else child)
+        tied: dict[nn.Module, Parameters] = {}
+        for name, child in of._modules.items():
+            if child is not None and name in names.layers and next(child.parameters(), None) is not None:
+                child = Parameters.of(child, tied)
+            self.add_module(name, child)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes what the released forward takes. A call that gives an unknown argument runs that one."""
@@ -140,7 +149,14 @@ def restored(former: nn.Module, now: nn.Module) -> nn.Module:
     plain = {k: v for k, v in vars(now).items() if k in vars(former) and isinstance(v, PLAIN)}
     vars(module).update(plain)
     for name in former._parameters:
-        module._parameters[name] = getattr(now, name)  # which may be parametrized by now
+        # It may be parametrized by now, or be computed by a hook before each call.
+        held = module._parameters if name in now._parameters else vars(module)
+        held[name] = getattr(now, name)
+    for name in module._parameters.keys() - now._parameters.keys():
+        del module._parameters[name]
+    if isinstance(now, Parameters):  # what such a hook reads
+        module._parameters.update({k: v for k, v in now._parameters.items() if k not in module._parameters})
+        module._buffers.update(now._buffers)
     for name, child in former._modules.items():
         current = now._modules[name]
         module._modules[name] = restored(child, current) if isinstance(current, Parameters) and child else current

@@ -58,7 +58,7 @@ std::optional<Case> sm90_case(int64_t m, int64_t n, int64_t k, at::ScalarType dt
 }
 
 std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
-  if (dtype != at::kFloat || element_of(dtype) || !runs_sm90()) return std::nullopt;
+  if (dtype != at::kFloat || element_of(dtype) || k > kMostSplitColumns || !runs_sm90()) return std::nullopt;
   Case c = case_of(m, n, k, dtype);
   c.element = Element::kFloat32;
   return c;
