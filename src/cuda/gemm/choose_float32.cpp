@@ -7,8 +7,8 @@ namespace torchops::cuda::gemm {
 namespace {
 
 // What a CTA of sm90/products/split_float32.cuh computes, and the microseconds that it takes for 32 columns of its
-// operands: fitted to 23 sizes on an H200, of 16 to 16160 rows, and 32 to 2048 columns in and out. So are the numbers of
-// cuBLAS below; those of the pass follow from bandwidth.
+// operands: fitted to 23 sizes on an H200, of 16 to 16160 rows, and 32 to 2048 columns in and out. So are the numbers
+// of cuBLAS below; those of the pass follow from bandwidth.
 struct SplitTile {
   int rows, columns;
   double step;
