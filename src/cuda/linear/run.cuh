@@ -107,12 +107,7 @@ bool run(const RuleTensors& t) {
     if (problem) sm90 = sm90_case_of<Rule>(*problem, t);
     if (problem && !sm90) split = split_case_of<Rule>(*problem, t);
   }
-  const Case sizes{t.d.size(0),
-                   t.d.size(1),
-                   t.a.size(1),
-                   1,
-                   element_of(dtype).value_or(Element::kTF32),
-                   at::cuda::getCurrentDeviceProperties()->multiProcessorCount};
+  const Case sizes = case_of(t.d.size(0), t.d.size(1), t.a.size(1), dtype);
   const bool automatic = detail::is_automatic(path);
   const Conditions conditions{.is_gated = kIsGated<Rule>,
                               .products = Rule::kProducts,

@@ -1,6 +1,7 @@
 #include "cuda/gemm/sm80/float32_tile.cuh"
 #include "cuda/gemm/ways.h"
 #include "cuda/linear/operand.h"
+#include "cuda/linear/run.cuh"
 #include "cuda/linear/sm80_float32.cuh"
 #include "cuda/linear/split_product.h"
 #include "ops/kernel_path.h"
@@ -91,20 +92,12 @@ bool split_linear(const Tensor& out, const Tensor& x, const Tensor& w, const std
       x.scalar_type() != w.scalar_type() || x.scalar_type() != out.scalar_type()) {
     return false;
   }
-  const auto c = split_case(out.size(0), out.size(1), x.size(1), x.scalar_type());
+  if (b && !b->is_contiguous()) return false;
+  const RuleTensors t{.d = out, .a = x, .b = w, .bias = b};
+  auto p = aligned_problem(t);
+  const auto c = p ? split_case_of<LinearRule<Identity>>(*p, t) : std::nullopt;
   if (!c || (detail::is_automatic(path) && !prefers_split_sm90(*c, /*has_pass=*/false))) return false;
-  const auto to = operand(out), from_x = operand(x), from_w = operand(w);
-  if (!to || !from_x || !from_w || (b && !b->is_contiguous())) return false;
-  Problem p;
-  p.m = static_cast<int>(c->m);
-  p.n = static_cast<int>(c->n);
-  p.k = static_cast<int>(c->k);
-  p.a = *from_x;
-  p.b = *from_w;
-  p.d = *to;
-  p.d.data = out.mutable_data_ptr();
-  p.bias = b ? b->const_data_ptr() : nullptr;
-  return run_chosen<Float32Product>(p, *c, out);
+  return run_chosen<Float32Product>(*p, *c, out);
 }
 
 bool split_product(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
