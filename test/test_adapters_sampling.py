@@ -18,9 +18,11 @@ from checks import assert_all_close
 from test_adapters_diffusion import Products, released
 from test_step_graph import again
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchops import replace
-from torchops.convert import step_graph
+from torchops.convert import sampling, step_graph
+from torchops.convert.denoising import rotation
 from torchops.convert.sampling import Sampler, ScoreModel
 
 pytestmark = [pytest.mark.xdist_group("adapters")]
@@ -73,13 +75,15 @@ def conditions(package: str) -> dict[str, Any]:
     return {**trunk, "feats": feats, "diffusion_conditioning": conditioning}
 
 
-def sampled(module: Any, package: str, samples: int = 3) -> Tensor:
+def sampled(
+    module: Any, package: str, samples: int = 3, steps: int = 3, mask: Tensor | None = None, **changed: Any
+) -> Tensor:
     torch.manual_seed(1)
     given = conditions(package)
-    mask = given["feats"]["atom_pad_mask"]
-    steering = {"steering_args": NO_STEERING} if package == "boltz" else {}
+    mask = given["feats"]["atom_pad_mask"] if mask is None else mask
+    given |= {"steering_args": NO_STEERING} if package == "boltz" else {}
     with torch.no_grad():
-        out = module.sample(mask, num_sampling_steps=3, multiplicity=samples, **steering, **given)
+        out = module.sample(mask, num_sampling_steps=steps, multiplicity=samples, **given | changed)
     coords: Tensor = out["sample_atom_coords"]
     return coords
 
@@ -95,6 +99,87 @@ def test_samples(package: str) -> None:
     of_tokens = [x.numel() // x.shape[-1] for x in products.inputs if x.dim() == 3 and x.shape[-2] == TOKENS]
     assert of_tokens.count(TOKENS) >= 3 * 2 * 6  # steps, layers, products
     assert_all_close([sampled(new, package, 1)], [sampled(model, package, 1)], atol=1e-4, rtol=1e-4)
+
+
+class Looks(TorchDispatchMode):
+    """Counts the values that the host reads, and decompositions, which check their result there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::_linalg_svd")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_no_value_on_the_host() -> None:
+    model, new = sampler("boltz")
+
+    def looks(module: Any, steps: int) -> int:
+        with Looks() as seen:
+            sampled(module, "boltz", steps=steps)
+        return seen.count
+
+    assert looks(new, 6) == looks(new, 3)
+    assert looks(model, 6) > looks(model, 3)
+
+
+@pytest.mark.parametrize("alignment", [True, False])
+def test_many_steps(alignment: bool) -> None:
+    """With atoms that are not there, which the alignment leaves out."""
+    model, new = sampler("boltz")
+    for module in (model, new):
+        module.alignment_reverse_diff = alignment
+    mask = torch.ones(1, ATOMS)
+    mask[:, -9:] = 0
+    got, expected = (sampled(module, "boltz", steps=20, mask=mask) for module in (new, model))
+    assert_all_close([got], [expected], atol=1e-4 * expected.abs().max().item(), rtol=0)
+
+
+def test_what_the_loop_does_not_know_is_the_released_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another alignment, three atoms, samples in parts, an unknown keyword's error."""
+    model, new = sampler("boltz")
+    assert denoises(new, monkeypatch)
+    assert not denoises(new, monkeypatch, mask=(torch.arange(ATOMS) < 3).float()[None])
+    assert not denoises(new, monkeypatch, max_parallel_samples=2)
+    with pytest.raises(TypeError, match="NoneType"):
+        sampled(new, "boltz", steering_args=None)
+    with monkeypatch.context() as patch:
+        patch.setitem(type(model).sample.__globals__, "weighted_rigid_align", lambda x, *_: x)
+        assert not denoises(new, monkeypatch)
+        assert_all_close([sampled(new, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
+        assert not denoises(sampler("boltz")[1], monkeypatch)  # replaced while it is another one
+
+
+def denoises(module: Any, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bool:
+    """Whether a call runs our loop."""
+    seen = []
+    with monkeypatch.context() as patch:
+        loop = sampling.denoise
+        patch.setattr(sampling, "denoise", lambda *args: seen.append(args) or loop(*args))
+        sampled(module, "boltz", **changed)
+    return bool(seen)
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["proper", "mirrored"])
+def test_rotation(sign: int) -> None:
+    c = sign * torch.randn(100, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, s, v = torch.linalg.svd(c)
+    d = torch.ones(100, 3, dtype=torch.float64)
+    d[:, 2] = torch.det(u @ v)
+    unique = s[:, 1] + d[:, 2] * s[:, 2] > 1e-2 * s[:, 0]
+    assert unique.sum() > 90
+    assert_all_close([rotation(c)[unique]], [(u * d[:, None] @ v)[unique]], atol=1e-11, rtol=0)
+
+
+def test_a_rotation_that_is_not_unique_is_one() -> None:
+    flat = torch.zeros(3, 3, 3)
+    flat[1, 0, 0] = 1e-30
+    flat[2, 0, 1] = 1e30
+    r = rotation(flat)
+    assert_all_close([r @ r.mT], [torch.eye(3, dtype=r.dtype).expand(3, 3, 3)], atol=1e-12, rtol=0)
+    assert torch.equal(r[0], torch.eye(3, dtype=r.dtype))
 
 
 @packages

@@ -9,17 +9,20 @@ stride of 0, and no value is looked at. Rows that differ, as in training, never 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchops.convert.denoising import LEAST_POINTS, denoise
 from torchops.convert.diffusion import once
 from torchops.convert.module import Replacement, restored
+from torchops.convert.probe import compared, plain_float32
 from torchops.convert.signature import Signature
 from torchops.convert.step_graph import GraphAdapter, StepGraph
 from torchops.convert.swappers import like, module_reason
@@ -29,8 +32,9 @@ SCORE, NOISE, CONDITIONER, TRANSFORMER = "score_model", "c_noise", "single_condi
 
 
 class Sampler(Replacement):
-    """Replaces a sampler by itself, but for the noise levels that it gives the score model: those of one number share
-    memory.
+    """Replaces a sampler by itself, but for two things. The noise levels that it gives the score model share memory if
+    they are one number. And samples come from a loop in which the host does not wait for the GPU
+    (:mod:`torchops.convert.denoising`), unless the call steers them or computes them in parts.
 
     It has all methods and properties of the released class.
     """
@@ -38,10 +42,25 @@ class Sampler(Replacement):
     operator = "none"
 
     @classmethod
-    def of(cls, module: nn.Module) -> Sampler:
+    def of(cls, module: nn.Module, loops: bool = False) -> Sampler:
+        """`loops`: whether the released loop computes what ours computes."""
         made = like(module, cls)
-        vars(made)["_class"] = type(module)
+        vars(made).update({"_class": type(module), "_functions": _functions(type(module)) if loops else None})
         return made
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        """As released, with the same random numbers. Of structures without a unique alignment it says nothing, unless
+        they have less than four atoms."""
+        released = self._released("sample")
+        call = _Call.of(released, args, kwargs)
+        functions = self.__dict__["_functions"]
+        if call is None or functions is None or functions != _functions(self.__dict__["_class"]) or self.training:
+            return released(*args, **kwargs)
+        mask = call.atom_mask.repeat_interleave(call.multiplicity, 0)
+        if len(mask) != call.multiplicity or (mask.sum(-1) < LEAST_POINTS).any():
+            return released(*args, **kwargs)
+        steps = self.num_sampling_steps if call.num_sampling_steps is None else call.num_sampling_steps
+        return {"sample_atom_coords": denoise(self, functions[0], mask, steps, call.network), "diff_token_repr": None}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -84,7 +103,76 @@ class SamplerAdapter(GraphAdapter):
             return f"its {SCORE} is not replaced"
         if any(not inspect.isfunction(getattr(type(module), name, None)) for name in _OVERRIDDEN):
             return f"it has no method {' or '.join(_OVERRIDDEN)}"
-        return Sampler.of(module)
+        return Sampler.of(module, _loops_as_known(module))
+
+
+class _Call(NamedTuple):
+    """The arguments of a sampler's method, of a call that our loop computes."""
+
+    atom_mask: Tensor
+    multiplicity: int
+    num_sampling_steps: Any
+    network: dict[str, Any]
+
+    @classmethod
+    def of(cls, method: Any, args: Any, kwargs: Any) -> _Call | None:
+        try:
+            given = inspect.signature(method).bind(*args, **kwargs).arguments
+            network = given.pop("network_condition_kwargs")
+            atom_mask, multiplicity = given.pop("atom_mask"), given.pop("multiplicity", 1)
+        except (TypeError, KeyError):
+            return None
+        steps, at_once = given.pop("num_sampling_steps", None), given.pop("max_parallel_samples", None)
+        steering = given.pop("steering_args", None)
+        steers = not isinstance(steering, Mapping) or any(steering.get(name) for name in _STEERING)
+        if given or steers or not (at_once is None or at_once >= multiplicity) or not isinstance(atom_mask, Tensor):
+            return None
+        return cls(atom_mask, multiplicity, steps, network)
+
+
+_STEERING = ("fk_steering", "physical_guidance_update", "contact_guidance_update", "guidance_update")
+
+
+def _functions(kind: type) -> tuple[Any, ...]:
+    """What the loop of a released sampler calls, as its file names it: they may be exchanged."""
+    names = ("compute_random_augmentation", "weighted_rigid_align")
+    return tuple(getattr(kind.sample, "__globals__", {}).get(name) for name in names)  # type: ignore[attr-defined]
+
+
+def _loops_as_known(module: nn.Module) -> bool:
+    """Whether a sampler's loop computes what ours computes, with a network that is a simple function."""
+    steering = dict.fromkeys(_STEERING[:3], False)
+
+    def run(sampler: Any) -> dict[str, Tensor]:
+        levels = []
+
+        def network(x: Tensor, level: float, network_condition_kwargs: dict[str, Any]) -> Tensor:
+            levels.append(level)
+            if network_condition_kwargs != {"multiplicity": 2, "feats": steering}:
+                raise ValueError("it passes on other keywords")
+            return 0.75 * x.roll(1, -1) + x.sin()
+
+        vars(sampler)["preconditioned_network_forward"] = network
+        torch.default_generator.manual_seed(0)
+        mask = torch.ones(1, 9, device="cpu")
+        mask[0, 6:] = 0
+        result = sampler.sample(mask, num_sampling_steps=4, multiplicity=2, steering_args=steering, feats=steering)
+        if set(result) != {"sample_atom_coords", "diff_token_repr"} or result["diff_token_repr"] is not None:
+            raise ValueError("it returns something else")
+        after = {"levels": torch.tensor(levels), "random number drawn next": torch.rand((), device="cpu")}
+        return {"result": result["sample_atom_coords"], **after}
+
+    released: Any = like(module, type(module))
+    released._modules = {SCORE: nn.Linear(1, 1, device="cpu")}
+    released.training = False
+    try:
+        with plain_float32(), torch.no_grad(), contextlib.redirect_stdout(None):
+            for released.alignment_reverse_diff in (True, False):
+                if compared(run(released), run(Sampler.of(released, True)), ""):
+                    return False
+            return True
+    except Exception:  # the package's code may raise anything
+        return False
 
 
 _OVERRIDDEN = ("preconditioned_network_forward", NOISE)
