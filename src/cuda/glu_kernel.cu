@@ -2,6 +2,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include "cuda/gemm/ways.h"
+#include "cuda/linear/launch.h"
 #include "cuda/linear/layer_gradients.h"
 #include "cuda/linear/products.h"
 #include "cuda/linear/run.cuh"
@@ -40,11 +42,22 @@ void glu_out(const Tensor& y, const Products& products, const Tensor& x, const T
   const bool rounded = x.scalar_type() != w.scalar_type();
   const int64_t product_bytes = products ? 0 : product_row_bytes(w);
   const int64_t step = rows_of_panel(y.size(0), w, b || bg, product_bytes + rounded_row_bytes(x, w));
+  const bool stacks =
+      !products && gemm::stacks_products(gemm::case_of(y.size(0), w.size(0), w.size(1), w.scalar_type()));
+  const Tensor stack = stacks ? stacked(w, wg) : Tensor();
+  const OptionalTensor stacked_bias = stacks ? stacked(bias, gate_bias) : std::nullopt;
   for_each_panel_of(y.size(0), step, [&](int64_t begin, int64_t end) {
     const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor out = panel(y), x_panel = panel(x).to(w.scalar_type());
     const Products products_panel = products ? Products(products->narrow(begin, end)) : std::nullopt;
     if (rounded && fused(out, products_panel, x_panel, w, wg, bias, gate_bias, act)) return;
+    if (stacks) {
+      const Tensor both = at::detail::empty_cuda({end - begin, 2 * w.size(0)}, w.options());
+      linear_out(both, x_panel, stack, stacked_bias);
+      const auto [z, u] = GluPair::halves(both);
+      glu_rows(out, z, u, act);
+      return;
+    }
     const auto [z, u] = products ? *products_panel : GluPair{out, at::detail::empty_cuda(out.sizes(), w.options())};
     linear_out(z, x_panel, w, bias);
     linear_out(u, x_panel, wg, gate_bias);

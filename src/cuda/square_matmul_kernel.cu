@@ -10,11 +10,13 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/gemm/ways.h"
 #include "cuda/linear/batched_product.h"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
 #include "ops/common.h"
+#include "ops/kernel_path.h"
 #include "ops/matrices.h"
 #include "ops/square_matmul.h"
 
@@ -65,6 +67,8 @@ std::optional<FusedProduct> fused_product(const Tensor& a, const Tensor& b) {
   if (!c || !rows || !factor) return std::nullopt;
   c->batch = a.dim() == 3 ? a.size(0) : 1;
   if (c->batch > std::numeric_limits<int>::max()) return std::nullopt;
+  const bool automatic = detail::is_automatic(detail::kernel_path());
+  if (automatic && gemm::copies_overwritten_rows(*c)) return std::nullopt;
   gemm::Problem problem;
   problem.m = static_cast<int>(c->m);
   problem.n = problem.k = static_cast<int>(c->n);

@@ -137,6 +137,12 @@ class _WithAttention(Replacement):
         gated = _OPS.gate(o, s, weight, of_gate) if plain else F.linear(s, weight, of_gate).sigmoid() * o
         return self.linear(gated, at + names.out)
 
+    def norm(self, x: Tensor, layer: str, eps: float) -> Tensor:
+        weight, bias = self.parameter(layer, "weight"), self.parameter(layer, "bias")
+        norm = _OPS.layer_norm if _are_plain(x, weight, bias) else F.layer_norm
+        result: Tensor = norm(x, x.shape[-1:], weight, bias, eps)
+        return result
+
     def linear(self, x: Tensor, layer: str) -> Tensor:
         weight, bias = self.weights(layer)
         return _OPS._linear(x, weight, bias) if _are_plain(x, weight, bias) else F.linear(x, weight, bias)
@@ -182,9 +188,7 @@ class AttentionPairBias(_WithAttention):
 
     def compute(self, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
         names, heads = self._names, self.num_heads
-        norm = f"{names.z}.0"
-        normed = F.layer_norm(z, z.shape[-1:], self.parameter(norm, "weight"), self.parameter(norm, "bias"), self._eps)
-        bias = self.linear(normed, f"{names.z}.1")
+        bias = self.linear(self.norm(z, f"{names.z}.0", self._eps), f"{names.z}.1")
         inf: Any = self.inf
         count: Any = heads
         return self.attend("", names, s, bias, mask, k_in, count, inf, multiplicity)
@@ -282,13 +286,7 @@ class DiffusionLayer(_WithAttention):
         return torch.addcmul(a, self.gate(s, f"{at}{names.gating}.0"), b)
 
     def _adaptive_norm(self, a: Tensor, s: Tensor, at: str) -> Tensor:
-        def norm(x: Tensor, name: str) -> Tensor:
-            layer = f"{at}.{name}"
-            return F.layer_norm(
-                x, x.shape[-1:], self.parameter(layer, "weight"), self.parameter(layer, "bias"), self._eps[layer]
-            )
-
-        a, s = norm(a, "a_norm"), norm(s, "s_norm")
+        a, s = (self.norm(x, layer, self._eps[layer]) for x, layer in ((a, f"{at}.a_norm"), (s, f"{at}.s_norm")))
         return torch.addcmul(self.linear(s, f"{at}.s_bias"), self.gate(s, f"{at}.s_scale"), a)
 
     @classmethod

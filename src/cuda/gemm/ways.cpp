@@ -77,6 +77,16 @@ StackedProducts stacked_products(const Case& c, bool is_exact_float32) {
   return {stacks, stacks && !(is_exact_float32 && c.n > 128)};
 }
 
+// A product of few tiles takes as long as one tile, and two of them twice as long. The copy of the weights takes as long
+// as a short sum.
+bool stacks_products(const Case& c) {
+  const bool has_one_wave = 2 * c.tiles(128, 64) <= c.sm_count;
+  return c.element == Element::kTF32 && has_one_wave && c.k >= 256 && c.n * c.k <= 1 << 19;
+}
+
+// The kernel has a cluster for each tile of rows, and waits until all of it has read them.
+bool copies_overwritten_rows(const Case& c) { return c.m * c.batch <= 256 && c.n >= 1024; }
+
 PairWays pair_ways(int64_t c, int64_t d, bool has_sm90, bool has_sm80) {
   const bool streams = std::max(c, d) > kMostFeatures;
   return {has_sm90 && streams, has_sm90 && !streams, has_sm80 && !streams};
