@@ -10,7 +10,6 @@
 #include "cuda/rows/launch_groups.cuh"
 #include "cuda/rows/launch_streamed.cuh"
 #include "cuda/rows/rows.cuh"
-#include "cuda/rows/short_rows.cuh"
 
 // The host side of rows/rows.cuh: chooses the kernel by the length of the rows.
 namespace torchops::cuda {
@@ -67,13 +66,6 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
     launch<T, RowInMemory<T, Block, 1>, Block>(
         rows, op, rows.rows,
         static_cast<int>(std::clamp<int64_t>(ceil_div(rows.columns, 8 * kWarp) * kWarp, kWarp, kMaxThreads)));
-    return;
-  }
-  if (rows.columns % kSize != 0 && RowOfWarp<T>::fits(rows)) {
-    using Group = typename RowOfWarp<T>::Group;
-    launch_groups(rows_kernel<T, RowOfWarp<T>, Group, Operator>, ceil_div(rows.rows, Group::kMaxThreads),
-                  Group::kMaxThreads, Group::kMaxThreads * RowOfWarp<T>::shared_bytes(rows.columns), /*cluster=*/1,
-                  rows, op);
     return;
   }
   const int64_t vectors = rows.columns / kSize;
