@@ -10,7 +10,9 @@ import copy
 import functools
 import importlib
 import pickle
+from types import FunctionType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchops import replace
-from torchops.convert import sampling, step_graph
+from torchops.convert import denoising, sampling, step_graph
 from torchops.convert.denoising import rotation
 from torchops.convert.sampling import Sampler, ScoreModel
 
@@ -34,10 +36,7 @@ SCORE = {
     **{"token_s": C, "atom_s": C, "dim_fourier": C, "token_transformer_depth": 2, "token_transformer_heads": HEADS},
     **{f"atom_{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("depth", 1), ("heads", HEADS))},
 }
-NO_STEERING = {
-    **{"fk_steering": False, "physical_guidance_update": False, "contact_guidance_update": False},
-    "guidance_update": False,
-}
+NO_STEERING = {"fk_steering": False, "physical_guidance_update": False, "contact_guidance_update": False}
 
 
 def sampler(package: str) -> tuple[Any, Any]:
@@ -138,28 +137,62 @@ def test_many_steps(alignment: bool) -> None:
 
 
 def test_what_the_loop_does_not_know_is_the_released_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another alignment, three atoms, samples in parts, an unknown keyword's error."""
+    """Another alignment or loop, three atoms, samples in parts, other keywords of the steering."""
     model, new = sampler("boltz")
     assert denoises(new, monkeypatch)
     assert not denoises(new, monkeypatch, mask=(torch.arange(ATOMS) < 3).float()[None])
     assert not denoises(new, monkeypatch, max_parallel_samples=2)
-    with pytest.raises(TypeError, match="NoneType"):
-        sampled(new, "boltz", steering_args=None)
-    with monkeypatch.context() as patch:
-        patch.setitem(type(model).sample.__globals__, "weighted_rigid_align", lambda x, *_: x)
-        assert not denoises(new, monkeypatch)
-        assert_all_close([sampled(new, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
-        assert not denoises(sampler("boltz")[1], monkeypatch)  # replaced while it is another one
+    assert denoises(new, monkeypatch, steering_args={**NO_STEERING, "num_particles": 3})
+    assert not denoises(new, monkeypatch, steering_args={**NO_STEERING, "other": 3})
+    for steering, message in ((None, "NoneType"), ({}, "fk_steering")):
+        with pytest.raises((TypeError, KeyError), match=message):
+            sampled(new, "boltz", steering_args=steering)
+    loop = type(model).sample
+    other = FunctionType((lambda _, mask, **kw: {"sample_atom_coords": 2 * mask}).__code__, loop.__globals__)
+    for patched in (
+        lambda patch: patch.setitem(loop.__globals__, "weighted_rigid_align", lambda x, *_: x),
+        lambda patch: patch.setattr(type(model), "sample", other),
+    ):
+        with monkeypatch.context() as patch:
+            patched(patch)
+            assert not denoises(new, monkeypatch)
+            assert_all_close([sampled(new, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
+            assert not denoises(sampler("boltz")[1], monkeypatch)  # replaced while it is another one
+
+
+def test_a_function_in_another_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes the same, but has no name under which a copy in another process finds it."""
+    align = importlib.import_module(FILES["boltz"]).weighted_rigid_align
+    wrapped = functools.wraps(align)(lambda *args: align(*args))
+    monkeypatch.setattr(importlib.import_module(FILES["boltz"]), "weighted_rigid_align", wrapped)
+    model, new = sampler("boltz")
+    copied = pickle.loads(pickle.dumps(new))
+    assert_all_close([sampled(copied, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
+
+
+def test_random_numbers_after_replace() -> None:
+    model = released(FILES["boltz"], "AtomDiffusion", SCORE).eval()
+    before = torch.get_rng_state()
+    replace(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_score_model_without_an_argument() -> None:
+    _, new = sampler("boltz")
+    call = conditions("boltz") | {"multiplicity": 3, "r_noisy": torch.randn(3, ATOMS, 3)}
+    for missing in ("feats", "s_inputs"):
+        rest = {name: value for name, value in call.items() if name != missing}
+        with torch.no_grad(), pytest.raises(TypeError, match=missing):
+            new.score_model(times=torch.rand(1).expand(3), **rest)
 
 
 def denoises(module: Any, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bool:
     """Whether a call runs our loop."""
-    seen = []
     with monkeypatch.context() as patch:
-        loop = sampling.denoise
-        patch.setattr(sampling, "denoise", lambda *args: seen.append(args) or loop(*args))
+        loop = Mock(side_effect=denoising.denoise)
+        patch.setattr(sampling, "denoise", loop)
         sampled(module, "boltz", **changed)
-    return bool(seen)
+    return loop.called
 
 
 @pytest.mark.parametrize("sign", [1, -1], ids=["proper", "mirrored"])

@@ -9,8 +9,8 @@ stride of 0, and no value is looked at. Rows that differ, as in training, never 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import pickle
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class Sampler(Replacement):
         if call is None or functions is None or functions != _functions(self.__dict__["_class"]) or self.training:
             return released(*args, **kwargs)
         mask = call.atom_mask.repeat_interleave(call.multiplicity, 0)
-        if len(mask) != call.multiplicity or (mask.sum(-1) < LEAST_POINTS).any():
+        if not len(mask) == call.multiplicity > 0 or (mask.sum(-1) < LEAST_POINTS).any():
             return released(*args, **kwargs)
         steps = self.num_sampling_steps if call.num_sampling_steps is None else call.num_sampling_steps
         return {"sample_atom_coords": denoise(self, functions[0], mask, steps, call.network), "diff_token_repr": None}
@@ -120,35 +120,38 @@ class _Call(NamedTuple):
             given = inspect.signature(method).bind(*args, **kwargs).arguments
             network = given.pop("network_condition_kwargs")
             atom_mask, multiplicity = given.pop("atom_mask"), given.pop("multiplicity", 1)
+            at_once = given.pop("max_parallel_samples", None)
+            in_parts = at_once is not None and at_once < multiplicity
         except (TypeError, KeyError):
             return None
-        steps, at_once = given.pop("num_sampling_steps", None), given.pop("max_parallel_samples", None)
-        steering = given.pop("steering_args", None)
-        steers = not isinstance(steering, Mapping) or any(steering.get(name) for name in _STEERING)
-        if given or steers or not (at_once is None or at_once >= multiplicity) or not isinstance(atom_mask, Tensor):
+        steps, steering = given.pop("num_sampling_steps", None), given.pop("steering_args", None)
+        known = isinstance(steering, Mapping) and _STEERING.keys() <= steering.keys() <= _STEERING.keys() | _UNUSED
+        if not known or any(steering[name] for name in _STEERING) or not isinstance(atom_mask, Tensor):
             return None
-        return cls(atom_mask, multiplicity, steps, network)
+        return None if given or in_parts else cls(atom_mask, multiplicity, steps, network)
 
 
-_STEERING = ("fk_steering", "physical_guidance_update", "contact_guidance_update", "guidance_update")
+_STEERING = dict.fromkeys(("fk_steering", "physical_guidance_update", "contact_guidance_update"), False)
+# What says how to steer. Releases differ in what they say of other keys.
+_UNUSED = {"num_particles", "fk_lambda", "fk_resampling_interval", "num_gd_steps"}
 
 
 def _functions(kind: type) -> tuple[Any, ...]:
-    """What the loop of a released sampler calls, as its file names it: they may be exchanged."""
+    """What the loop of a released sampler calls, as its file names it, and the loop: they may be exchanged."""
+    loop: Any = kind.sample  # type: ignore[attr-defined]
     names = ("compute_random_augmentation", "weighted_rigid_align")
-    return tuple(getattr(kind.sample, "__globals__", {}).get(name) for name in names)  # type: ignore[attr-defined]
+    return *(getattr(loop, "__globals__", {}).get(name) for name in names), loop
 
 
 def _loops_as_known(module: nn.Module) -> bool:
     """Whether a sampler's loop computes what ours computes, with a network that is a simple function."""
-    steering = dict.fromkeys(_STEERING[:3], False)
 
     def run(sampler: Any) -> dict[str, Tensor]:
         levels = []
 
         def network(x: Tensor, level: float, network_condition_kwargs: dict[str, Any]) -> Tensor:
             levels.append(level)
-            if network_condition_kwargs != {"multiplicity": 2, "feats": steering}:
+            if network_condition_kwargs != {"multiplicity": 2, "feats": None}:
                 raise ValueError("it passes on other keywords")
             return 0.75 * x.roll(1, -1) + x.sin()
 
@@ -156,17 +159,18 @@ def _loops_as_known(module: nn.Module) -> bool:
         torch.default_generator.manual_seed(0)
         mask = torch.ones(1, 9, device="cpu")
         mask[0, 6:] = 0
-        result = sampler.sample(mask, num_sampling_steps=4, multiplicity=2, steering_args=steering, feats=steering)
+        result = sampler.sample(mask, num_sampling_steps=4, multiplicity=2, steering_args=_STEERING, feats=None)
         if set(result) != {"sample_atom_coords", "diff_token_repr"} or result["diff_token_repr"] is not None:
             raise ValueError("it returns something else")
         after = {"levels": torch.tensor(levels), "random number drawn next": torch.rand((), device="cpu")}
         return {"result": result["sample_atom_coords"], **after}
 
     released: Any = like(module, type(module))
-    released._modules = {SCORE: nn.Linear(1, 1, device="cpu")}
     released.training = False
     try:
-        with plain_float32(), torch.no_grad(), contextlib.redirect_stdout(None):
+        pickle.dumps(_functions(type(module)))  # a replaced sampler holds them, and copies of it in other processes
+        with plain_float32(), torch.no_grad():
+            released._modules = {SCORE: nn.Linear(1, 1, device="cpu")}
             for released.alignment_reverse_diff in (True, False):
                 if compared(run(released), run(Sampler.of(released, True)), ""):
                     return False
@@ -220,6 +224,7 @@ def _of_one_level(call: Mapping[str, Any]) -> bool:
         and samples > 1
         and times.stride() == (0,)
         and trunk.shape[0] == 1
+        and {"s_inputs", "feats"} <= call.keys()
     )
 
 
