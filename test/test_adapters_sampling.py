@@ -177,6 +177,48 @@ def test_random_numbers_after_replace() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_coordinates_that_are_no_numbers() -> None:
+    """The released decomposition raises, in the step after; without an alignment they are the result."""
+    for module in sampler("boltz"):
+        module.alignment_reverse_diff = True
+        module.score_model.register_forward_hook(lambda _, args, out: out * torch.nan)
+        with pytest.raises(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            sampled(module, "boltz")
+        module.alignment_reverse_diff = False
+        assert sampled(module, "boltz").isnan().all()
+
+
+def test_a_gradient_of_a_constant() -> None:
+    """Aligned coordinates have none. What a call in inference mode keeps for later ones takes part in theirs."""
+    results = []
+    for module in sampler("boltz"):
+        module.alignment_reverse_diff = True
+        denoising._horn.cache_clear()
+        with torch.inference_mode():
+            sampled(module, "boltz")
+        module.sigma_max, module.step_scale = 1.0, torch.tensor(1.5, requires_grad=True)
+        given = conditions("boltz") | {"steering_args": NO_STEERING, "num_sampling_steps": 3}
+        torch.manual_seed(1)
+        out = module.sample(given["feats"]["atom_pad_mask"], **given)["sample_atom_coords"]
+        results.append(torch.autograd.grad(out.square().mean(), module.step_scale))
+    assert_all_close(*results, atol=1e-3, rtol=1e-3)
+
+
+def test_a_network_that_writes_to_its_argument() -> None:
+    model, new = sampler("boltz")
+    for module in (model, new):
+        module.preconditioned_network_forward = lambda x, sigma, network_condition_kwargs: x.mul_(0.5).tanh()
+    assert_all_close([sampled(new, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
+
+
+def test_the_alignment_is_exact_under_autocast() -> None:
+    """In 16 bits, sums over atoms would be infinite."""
+    _, new = sampler("boltz")
+    new.alignment_reverse_diff = True
+    with torch.autocast("cpu", torch.float16):
+        assert sampled(new, "boltz").isfinite().all()
+
+
 def test_a_score_model_without_an_argument() -> None:
     _, new = sampler("boltz")
     call = conditions("boltz") | {"multiplicity": 3, "r_noisy": torch.randn(3, ATOMS, 3)}

@@ -2,8 +2,8 @@
 a value on the host.
 
 As released, a step waits for the GPU several times: for its noise level, for warnings that ask for the rank of a
-matrix, for a singular value decomposition. In between, the GPU waits for the host. Here the noise levels are read once,
-and nothing else is, so the host launches steps ahead.
+matrix, for a singular value decomposition. In between, the GPU waits for the host. Here the noise levels are read
+before the first step, and whether there are coordinates after the last one, so the host launches steps ahead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 # Below it, points have no unique alignment, and released samplers say so.
 LEAST_POINTS = 4
 
-# q.T K q is linear in K, and for K of a covariance C it is tr(R.T C) with the rotation R of the quaternion q (Horn 1987,
-# doi:10.1364/JOSAA.4.000629): rows are the entries of C and R, columns those of K and of q q.T.
+# q.T K q is linear in K, and for K of a covariance C it is tr(R.T C) with the rotation R of the quaternion q
+# (Horn 1987, doi:10.1364/JOSAA.4.000629): rows are the entries of C and R, columns those of K and of q q.T.
 _HORN = (
     {(0, 0): 1, (1, 1): 1, (2, 2): -1, (3, 3): -1},
     {(0, 3): -1, (1, 2): 1},
@@ -46,9 +46,9 @@ def _horn(device: torch.device) -> Tensor:
 def rotation(c: Tensor) -> Tensor:
     """The rotations R that maximise tr(R.T C), in float64: with C = U S V.T, that is U diag(1, 1, det(U V.T)) V.T.
 
-    R is that of the eigenvector of K's largest eigenvalue. K / ||K|| + 1 has none below 0, and high powers of it tend to
-    the projection to that eigenvector. A power of 2^9 of a matrix of norm 1, whose largest eigenvalue is at least 1/2,
-    does not underflow; three times that, 2^27, tells eigenvalues apart that float32's covariances tell apart.
+    R is that of the eigenvector of K's largest eigenvalue. K / ||K|| + 1 has none below 0, and high powers of it tend
+    to the projection to that eigenvector. A power of 2^9 of a matrix of norm 1, whose largest eigenvalue is at least
+    1/2, does not underflow; three times that, 2^27, tells eigenvalues apart that float32's covariances tell apart.
 
     Args:
         c: covariances C, `(batch, 3, 3)`.
@@ -68,8 +68,10 @@ def _norm(k: Tensor) -> Tensor:
     return torch.linalg.vector_norm(k, dim=(1, 2), keepdim=True).clamp(min=torch.finfo(k.dtype).tiny)
 
 
+@torch.no_grad()
 def align(x: Tensor, to: Tensor, weights: Tensor) -> Tensor:
-    """The points `x`, turned and moved to where the weighted squares of their distances from `to` are least.
+    """The points `x`, turned and moved to where the weighted squares of their distances from `to` are least. As
+    released, they are constants of a gradient.
 
     Args:
         x, to: `(batch, points, 3)`, float32.
@@ -83,7 +85,9 @@ def align(x: Tensor, to: Tensor, weights: Tensor) -> Tensor:
     return x @ r.to(x.dtype).mT + target
 
 
-def denoise(sampler: Any, augmentation: Callable[..., Any], mask: Tensor, steps: int, network: dict[str, Any]) -> Tensor:
+def denoise(
+    sampler: Any, augmentation: Callable[..., Any], mask: Tensor, steps: int, network: dict[str, Any]
+) -> Tensor:
     """Coordinates, `(samples, atoms, 3)`, from noise.
 
     Args:
@@ -92,25 +96,33 @@ def denoise(sampler: Any, augmentation: Callable[..., Any], mask: Tensor, steps:
         mask: `(samples, atoms)`.
         steps: of the sampler.
         network: keywords of its score model.
+
+    Raises:
+        LinAlgError: with alignment, if coordinates are infinite or no numbers, as the released decomposition does.
     """
     samples, shape, device = mask.shape[0], (*mask.shape, 3), sampler.device
     sigmas = sampler.sample_schedule(steps)
     gammas = torch.where(sigmas > sampler.gamma_min, sampler.gamma_0, 0.0)
     levels = torch.stack([sigmas[:-1], sigmas[1:], gammas[1:]], 1).tolist()
     weights = mask.float() ** 2
-    x = sigmas[0] * torch.randn(shape, device=device)
+    x = aligned = sigmas[0] * torch.randn(shape, device=device)
     for sigma, following, gamma in levels:
         turn, move = augmentation(samples, device=x.device, dtype=x.dtype)
         x = torch.einsum("bmd,bds->bms", x - x.mean(-2, keepdim=True), turn) + move
         level = sigma * (1 + gamma)
         scale = math.sqrt(sampler.noise_scale**2 * (level**2 - sigma**2))
         x = x + scale * torch.randn(shape, device=device)
-        with torch.no_grad():
+        with torch.no_grad():  # of a copy, as released: it may be exchanged for one that writes to its argument
             clean = sampler.preconditioned_network_forward(
-                x, level, network_condition_kwargs={"multiplicity": samples, **network}
+                x.clone(), level, network_condition_kwargs={"multiplicity": samples, **network}
             )
         if sampler.alignment_reverse_diff:
-            with torch.autocast("cuda", enabled=False):
-                x = align(x.float(), clean.float(), weights).to(clean)
+            with torch.autocast(device.type, enabled=False):
+                x = aligned = align(x.float(), clean.float(), weights).to(clean)
         x = x + sampler.step_scale * (following - level) * ((x - clean) / level)
+    # What is not finite in one step is not in those that follow.
+    if sampler.alignment_reverse_diff and not aligned.isfinite().all():
+        raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
+            "expected finite coordinates to align, got infinite ones or NaN"
+        )
     return x
