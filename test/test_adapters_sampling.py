@@ -160,6 +160,28 @@ def test_what_the_loop_does_not_know_is_the_released_one(monkeypatch: pytest.Mon
             assert not denoises(sampler("boltz")[1], monkeypatch)  # replaced while it is another one
 
 
+@pytest.mark.parametrize("contacts", [0, 2])
+def test_contacts_that_packages_guide_to_by_default(contacts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are none, nothing is guided."""
+    model, new = sampler("boltz")
+    feats = conditions("boltz")["feats"] | {
+        "contact_pair_index": torch.tensor([[0, 5], [9, 30]])[None, :, :contacts],
+        "contact_union_index": torch.arange(contacts)[None],
+        "contact_negation_mask": torch.ones(1, contacts, dtype=torch.bool),
+        "contact_thresholds": torch.full((1, contacts), 1e-3),
+    }
+    steering = NO_STEERING | {"contact_guidance_update": True, "num_gd_steps": 2}
+    assert denoises(new, monkeypatch, steering_args=steering, feats=feats) == (not contacts)
+    got, expected = (sampled(module, "boltz", steering_args=steering, feats=feats) for module in (new, model))
+    assert_all_close([got], [expected], atol=1e-4, rtol=1e-4)
+    assert torch.equal(expected, sampled(model, "boltz")) == (not contacts)
+    for module in (new, model):
+        with pytest.raises(KeyError, match="contact_pair_index"):
+            sampled(module, "boltz", steering_args=steering)
+        with pytest.raises(KeyError, match="num_gd_steps"):
+            sampled(module, "boltz", steering_args=NO_STEERING | {"contact_guidance_update": True}, feats=feats)
+
+
 def test_a_function_in_another_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes the same, but has no name under which a copy in another process finds it."""
     align = importlib.import_module(FILES["boltz"]).weighted_rigid_align

@@ -52,9 +52,10 @@ class Sampler(Replacement):
         """As released, with the same random numbers. Of structures without a unique alignment it says nothing, unless
         they have less than four atoms."""
         released = self._released("sample")
-        call = _Call.of(released, args, kwargs)
         functions = self.__dict__["_functions"]
-        if call is None or functions is None or functions != _functions(self.__dict__["_class"]) or self.training:
+        known = not self.training and functions is not None and functions == _functions(self.__dict__["_class"])
+        call = _Call.of(released, args, kwargs) if known else None
+        if call is None:
             return released(*args, **kwargs)
         mask = call.atom_mask.repeat_interleave(call.multiplicity, 0)
         if not len(mask) == call.multiplicity > 0 or (mask.sum(-1) < LEAST_POINTS).any():
@@ -122,13 +123,13 @@ class _Call(NamedTuple):
             atom_mask, multiplicity = given.pop("atom_mask"), given.pop("multiplicity", 1)
             at_once = given.pop("max_parallel_samples", None)
             in_parts = at_once is not None and at_once < multiplicity
-        except (TypeError, KeyError):
+            steers = _steers(method, given.pop("steering_args", None), network)
+        except Exception:  # the released method raises it, or another one
             return None
-        steps, steering = given.pop("num_sampling_steps", None), given.pop("steering_args", None)
-        known = isinstance(steering, Mapping) and _STEERING.keys() <= steering.keys() <= _STEERING.keys() | _UNUSED
-        if not known or any(steering[name] for name in _STEERING) or not isinstance(atom_mask, Tensor):
+        steps = given.pop("num_sampling_steps", None)
+        if given or in_parts or steers or not isinstance(atom_mask, Tensor):
             return None
-        return None if given or in_parts else cls(atom_mask, multiplicity, steps, network)
+        return cls(atom_mask, multiplicity, steps, network)
 
 
 _STEERING = dict.fromkeys(("fk_steering", "physical_guidance_update", "contact_guidance_update"), False)
@@ -136,22 +137,36 @@ _STEERING = dict.fromkeys(("fk_steering", "physical_guidance_update", "contact_g
 _UNUSED = {"num_particles", "fk_lambda", "fk_resampling_interval", "num_gd_steps"}
 
 
+def _steers(method: Any, steering: Any, network: Mapping[str, Any]) -> bool:
+    """Whether a call changes what a step computes, or may. Contacts and templates, which packages turn on by default,
+    do so only where the features have some."""
+    known = isinstance(steering, Mapping) and _STEERING.keys() <= steering.keys() <= _STEERING.keys() | _UNUSED
+    if not known or steering["fk_steering"] or steering["physical_guidance_update"]:
+        return True
+    if not steering["contact_guidance_update"] or not range(steering["num_gd_steps"]):
+        return False
+    potentials = method.__globals__["get_potentials"](steering, boltz2=True)
+    found = (p.compute_args(network["feats"], p.compute_parameters(1.0))[0] for p in potentials)
+    return any(index.shape[1] > 0 for index in found)
+
+
 def _functions(kind: type) -> tuple[Any, ...]:
     """What the loop of a released sampler calls, as its file names it, and the loop: they may be exchanged."""
     loop: Any = kind.sample  # type: ignore[attr-defined]
-    names = ("compute_random_augmentation", "weighted_rigid_align")
+    names = ("compute_random_augmentation", "weighted_rigid_align", "get_potentials")
     return *(getattr(loop, "__globals__", {}).get(name) for name in names), loop
 
 
 def _loops_as_known(module: nn.Module) -> bool:
     """Whether a sampler's loop computes what ours computes, with a network that is a simple function."""
 
-    def run(sampler: Any) -> dict[str, Tensor]:
+    def run(sampler: Any, contacts: bool) -> dict[str, Tensor]:
         levels = []
+        steering = _STEERING | {"contact_guidance_update": contacts, "num_gd_steps": 1}
 
         def network(x: Tensor, level: float, network_condition_kwargs: dict[str, Any]) -> Tensor:
             levels.append(level)
-            if network_condition_kwargs != {"multiplicity": 2, "feats": None}:
+            if network_condition_kwargs != {"multiplicity": 2, "feats": feats}:
                 raise ValueError("it passes on other keywords")
             return 0.75 * x.roll(1, -1) + x.sin()
 
@@ -159,7 +174,7 @@ def _loops_as_known(module: nn.Module) -> bool:
         torch.default_generator.manual_seed(0)
         mask = torch.ones(1, 9, device="cpu")
         mask[0, 6:] = 0
-        result = sampler.sample(mask, num_sampling_steps=4, multiplicity=2, steering_args=_STEERING, feats=None)
+        result = sampler.sample(mask, num_sampling_steps=4, multiplicity=2, steering_args=steering, feats=feats)
         if set(result) != {"sample_atom_coords", "diff_token_repr"} or result["diff_token_repr"] is not None:
             raise ValueError("it returns something else")
         after = {"levels": torch.tensor(levels), "random number drawn next": torch.rand((), device="cpu")}
@@ -167,12 +182,15 @@ def _loops_as_known(module: nn.Module) -> bool:
 
     released: Any = like(module, type(module))
     released.training = False
+    none = torch.empty(1, 0, device="cpu")
+    feats = {f"contact_{name}": none for name in ("union_index", "negation_mask", "thresholds")}
+    feats["contact_pair_index"] = torch.empty(1, 2, 0, dtype=torch.long, device="cpu")
     try:
         pickle.dumps(_functions(type(module)))  # a replaced sampler holds them, and copies of it in other processes
         with plain_float32(), torch.no_grad():
             released._modules = {SCORE: nn.Linear(1, 1, device="cpu")}
-            for released.alignment_reverse_diff in (True, False):
-                if compared(run(released), run(Sampler.of(released, True)), ""):
+            for released.alignment_reverse_diff, contacts in ((True, False), (False, True)):
+                if compared(run(released, contacts), run(Sampler.of(released, True), contacts), ""):
                     return False
             return True
     except Exception:  # the package's code may raise anything
