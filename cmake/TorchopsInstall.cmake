@@ -14,8 +14,8 @@ if(SKBUILD_PROJECT_VERSION_FULL)
 endif()
 
 if(SKBUILD)
-  # The prefix is site-packages/torchops, so that torch is a neighbour.
-  set_target_properties(torchops PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib")
+  # The prefix is site-packages/torchops, or a folder in its folder `builds`, so that torch is a neighbour.
+  set_target_properties(torchops PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib;$ORIGIN/../../../../torch/lib")
   configure_file(cmake/_build_info.py.in ${PROJECT_BINARY_DIR}/_build_info.py @ONLY)
   install(FILES ${PROJECT_BINARY_DIR}/_build_info.py DESTINATION _core)
 else()

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import torch
 
+from torchops._core import builds
+
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
+if builds.FOLDER.is_dir():
+    builds.select()
 try:
     from torchops._core import _build_info
 except ImportError as error:
@@ -16,7 +20,8 @@ except ImportError as error:
     ) from error
 
 version: str = _build_info.version
-# In an editable install, the compiled files are not in the folder of this one but where the build put _build_info.
+# In an editable install, the compiled files are not in the folder of this one but where the build put _build_info. In one
+# of several builds, each has a folder.
 prefix: Path = Path(_build_info.__file__).parents[1]
 
 
