@@ -57,7 +57,7 @@ def merge(paths: Sequence[Path], output: Path) -> Path:
     Raises:
         ValueError: these are not wheels of the same sources, for different torches.
     """
-    wheels = [Wheel.read(path) for path in sorted(paths)]
+    wheels = sorted((Wheel.read(path) for path in paths), key=lambda wheel: wheel.local)
     locals_, versions = [wheel.local for wheel in wheels], {wheel.version for wheel in wheels}
     if len(versions) != 1 or len(set(locals_)) != len(locals_):
         raise ValueError(f"expected one version for different torches, got {', '.join(p.name for p in sorted(paths))}")

@@ -53,13 +53,6 @@ def test_readme_begins_with_what_sets_everything_up() -> None:
     assert [line.partition("#")[0].split() for line in first.splitlines()] == [["make", "demo"], ["make", "test"]]
 
 
-def test_wheels_have_one_index() -> None:
-    """`--extra-index-url` would have pip look for torchops in the Python Package Index, too."""
-    for file in (*PAGES, ROOT / "release" / "simple_index.py"):
-        commands = [line for line in file.read_text().splitlines() if "pip install torchops" in line]
-        assert all("--index-url" in line and "--extra-index-url" not in line for line in commands)
-
-
 def test_scratch_of_gates() -> None:
     """docs/gates.md says: in inference, at most 64 MiB beside the result."""
     sizes = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}

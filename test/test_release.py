@@ -2,77 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shlex
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
-from simple_index import links, write
 from source_distribution import unpack
 
 ROOT = Path(__file__).parents[1]
-
-
-def wheel(folder: Path, local: str, version: str) -> str:
-    """A line for the index, of a wheel that holds nothing but its metadata."""
-    name = f"torchops-{version}+{local}"
-    path = folder / f"{name}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        about = f"{name}.dist-info"
-        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torchops\nVersion: {version}+{local}\n")
-        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{about}/RECORD", "")
-    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()} {path.as_uri()}"
-
-
-def download(index: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command: list[str | Path] = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "torchops"]
-    return subprocess.run([*command, "--index-url", index, "--dest", folder], capture_output=True, text=True)
-
-
-def test_pip_finds_the_wheel_for_its_torch(tmp_path: Path) -> None:
-    local_versions = ("torch213.cpu", "torch213.cu130", "torch214.cu130")
-    lines = [wheel(tmp_path, local, version) for local in local_versions for version in ("0.2.0", "0.2.1")]
-    write(links(lines), tmp_path / "index")
-    for local in local_versions:
-        got = tmp_path / local
-        index = (tmp_path / "index" / local).as_uri()
-        done = download(index, got)
-        assert done.returncode == 0, done.stderr
-        assert [path.name for path in got.iterdir()] == [f"torchops-0.2.1+{local}-py3-none-any.whl"]
-
-
-def test_index_tells_pip_the_digests(tmp_path: Path) -> None:
-    line = wheel(tmp_path, "torch213.cpu", "0.2.0")
-    write(links([line.replace("sha256:", "sha256:" + "0" * 8)[:71] + line[71:]]), tmp_path / "index")
-    done = download((tmp_path / "index" / "torch213.cpu").as_uri(), tmp_path / "got")
-    assert done.returncode != 0
-    assert "DO NOT MATCH THE HASHES" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"{'0' * 64} https://example.org/torchops-0.2.0-py3-none-linux_x86_64.whl",
-        f"{'0' * 64} https://example.org/torchops-0.2.0.tar.gz",
-        "https://example.org/torchops-0.2.0+torch213.cpu-py3-none-linux_x86_64.whl",
-    ],
-)
-def test_index_takes_no_other_files(line: str) -> None:
-    with pytest.raises(ValueError, match="expected a SHA-256 and the address of a wheel with a local version"):
-        links([line])
-
-
-def test_index_takes_quoted_addresses() -> None:
-    address = "https://example.org/v0.2.0/torchops-0.2.0%2Btorch213.cpu-py3-none-manylinux_2_28_x86_64.whl"
-    found = links([f"{'0' * 64} {address}"])
-    assert list(found) == ["torch213.cpu"]
-    assert f'href="{address}#sha256={"0" * 64}"' in found["torch213.cpu"][0]
 
 
 def test_version_has_its_section_in_the_changelog() -> None:
