@@ -222,7 +222,7 @@ WITHOUT_EPS = """
 import torch
 from torchops._triangle_attention.update import triton_fused as fused
 from torchops._triangle_attention.update.arguments import Inputs, Kept, weights_of
-from torchops._triangle_attention.update.panels_backward import WANTED
+from torchops._triangle_attention.update.panels_backward import GRADIENTS
 
 torch.manual_seed(0)
 shapes = (16,), (16,), (2, 16), *[(16, 16)] * 4, (16,), (16, 16), (16,)
@@ -231,7 +231,7 @@ x = torch.randn(1, 5, 5, 16).half()
 target, kept = torch.empty_like(x), Kept(torch.empty(1, 5, 5, 16).half(), torch.empty(1, 5, 2, 5))
 inputs = Inputs(x, None, w, False)
 fused.forward(inputs, target, kept)
-made = fused.backward(torch.randn_like(x), inputs, kept, {name: True for name in WANTED})
+made = fused.backward(torch.randn_like(x), inputs, kept, {name: True for name in GRADIENTS})
 assert target.isfinite().all() and all(t.isfinite().all() for t in made.values()), made
 """
 
@@ -248,7 +248,7 @@ import torch
 from torchops._core.triton.launch import noting
 from torchops._triangle_attention.update import triton_steps
 from torchops._triangle_attention.update.arguments import Inputs, Kept, weights_of
-from torchops._triangle_attention.update.panels_backward import WANTED
+from torchops._triangle_attention.update.panels_backward import GRADIENTS
 
 n, noting.calls, noting.device = 4104, [], torch.device("cpu")
 for c, width, dtype in ((128, 64, torch.float32), (256, 256, torch.bfloat16), (512, 128, torch.bfloat16)):
@@ -259,7 +259,7 @@ for c, width, dtype in ((128, 64, torch.float32), (256, 256, torch.bfloat16), (5
     for ending in (False, True):
         inputs = Inputs(x, None, w, ending)
         triton_steps.forward(inputs, torch.empty_like(x), kept)
-        triton_steps.backward(x, inputs, kept, {name: True for name in WANTED})
+        triton_steps.backward(x, inputs, kept, {name: True for name in GRADIENTS})
 assert len(noting.calls) > 50
 for launch, grid, _ in noting.calls:
     assert max(grid[1:]) <= 65535, (launch, grid)

@@ -111,7 +111,7 @@ INTERPRETED = """
 import torch
 from torchops._triangle_attention.update import triton_fused as fused, triton_fused_backward as gradients
 from torchops._triangle_attention.update.arguments import Arguments, Kept, inputs_of
-from torchops._triangle_attention.update.panels_backward import WANTED
+from torchops._triangle_attention.update.panels_backward import GRADIENTS
 from torchops._core.triton.plan import Plan
 
 torch.manual_seed(0)
@@ -130,7 +130,7 @@ def forward(x, mask, *rest):
 
 def backward(grad, x, o, logsumexp, mask, *rest):
     inputs = inputs_of(Arguments(x, mask, rest[:10], heads, 1e-5, ending))
-    into = dict(zip(WANTED, rest[10:], strict=True))
+    into = dict(zip(GRADIENTS, rest[10:], strict=True))
     gradients.backward_into(into, grad, inputs, Kept(o, logsumexp), False)
 
 
