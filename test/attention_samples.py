@@ -1,4 +1,4 @@
-"""Triangle attention as papers write it, arguments for it, and comparisons with it."""
+"""Arguments for triangle attention, and comparisons with it as papers write it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_db import attention_reference as reference
 from torch import Tensor
 
 import torchops
@@ -14,17 +15,6 @@ CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="no CUDA device"))]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """As papers write it, all scores at once. The exponential of -1000 is 0 in float64, and the number is small enough
-    that a row without keys has the result which it has without a mask."""
-    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
-    if mask is not None:
-        s = s - (~mask) * 1e3
-    return torch.softmax(s, -1) @ v
 
 
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]

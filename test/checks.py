@@ -12,8 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def to_float64(arguments: Any) -> Any:
-    """The same values in float64, as new leaves."""
-    return tree_map_only(Tensor, lambda t: t.detach().double().requires_grad_(t.requires_grad), arguments)
+    """The same values in float64, as new leaves. Masks stay."""
+
+    def cast(t: Tensor) -> Tensor:
+        return t.detach().double().requires_grad_(t.requires_grad) if is_operand(t) else t
+
+    return tree_map_only(Tensor, cast, arguments)
 
 
 def worst(got: Tensor, exact: Tensor) -> float:
@@ -47,16 +51,21 @@ def assert_as_good_as_aten(
     assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g} (ATen's {worst(aten, exact):.3g})"
 
 
+def is_operand(value: Any) -> bool:
+    """Whether it is a tensor, and no mask."""
+    return isinstance(value, Tensor) and value.dtype != torch.bool
+
+
 def tensors(arguments: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dictionaries, such as positional and keyword arguments, in order."""
-    return [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+    """The tensors in lists, tuples and dictionaries, such as positional and keyword arguments, in order, but masks."""
+    return [t for t in tree_leaves(arguments) if is_operand(t)]
 
 
 def with_tensors(arguments: Any, values: Iterable[Any]) -> Any:
     """The arguments with `values`, in order, in the place of the tensors."""
     rest, (args, kwargs) = iter(values), arguments
-    given = [next(rest) if isinstance(a, Tensor) else a for a in args]
-    return given, {name: next(rest) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
+    given = [next(rest) if is_operand(a) else a for a in args]
+    return given, {name: next(rest) if is_operand(a) else a for name, a in kwargs.items()}
 
 
 def expanded(arguments: Any) -> bool:

@@ -35,7 +35,9 @@ from row_samples import (
 )
 from samples import (
     ZERO_DIM,
+    Arguments,
     ErrorInput,
+    Make,
     Sample,
     arguments,
     dtype_errors,
@@ -45,6 +47,7 @@ from samples import (
     on_layouts,
     overlap_errors,
     swapped,
+    wide,
 )
 from torch import Tensor
 from transition_samples import (
@@ -199,6 +202,64 @@ def _sigmoid_samples(mutates: bool) -> tuple[Sample, ...]:
     )
 
 
+# --- triangle attention ----------------------------------------------------------------------------------------------
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """As papers write it, all scores at once. The exponential of -1000 is 0 in float64, and the number is small enough
+    that a row without keys has the result which it has without a mask."""
+    s = q @ k.mT * (max(q.shape[-1], 1) ** -0.5 if scale is None else scale) + bias
+    if mask is not None:
+        s = s - (~mask) * 1e3
+    return torch.softmax(s, -1).to(v.dtype) @ v
+
+
+def _attention(t: Make, *sizes: int, **kwargs: Any) -> Arguments:
+    """Of tensors for batch, rows, heads, n and d."""
+    batch, _, heads, n, _ = sizes
+    return arguments(t(*sizes), t(*sizes), t(*sizes), t(batch, 1, heads, n, n), **kwargs)
+
+
+ATTENTION_SAMPLES = (
+    Sample("matrix", lambda t: _attention(t, 1, 3, 2, 3, 4)),
+    Sample("four_dims", lambda t: _attention(t, 2, 3, 3, 5, 5, scale=0.7)),
+    Sample("masked", lambda t: _attention(t, 1, 2, 2, 4, 3, mask=t(1, 2, 1, 1, 4) > -0.5)),
+    Sample("float32_bias", lambda t: arguments(*(t(1, 2, 1, 4, 3) for _ in "qkv"), wide(t, 1, 1, 1, 4, 4))),
+    Sample("zero_batch", lambda t: _attention(t, 0, 4, 2, 4, 8)),
+    Sample("zero_rows", lambda t: _attention(t, 1, 0, 2, 4, 8)),
+    Sample("zero_heads", lambda t: _attention(t, 1, 4, 0, 4, 8)),
+    Sample("zero_rows_and_n", lambda t: _attention(t, 1, 0, 2, 0, 8)),
+    Sample("zero_in", lambda t: _attention(t, 1, 4, 2, 4, 0)),
+)
+
+
+def _wrong(name: str, what: str, build: Callable[[Make], Tensor], text: str) -> ErrorInput:
+    def given(t: Make) -> Arguments:
+        args, _ = _attention(t, *_SIZES)
+        return arguments(**dict(zip(("q", "k", "v", "bias"), args, strict=True)) | {name: build(t)})
+
+    return ErrorInput(f"{name}_{what}", given, f"expected {name} {text}")
+
+
+_SIZES = (1, 4, 2, 4, 8)
+_LIKE_Q = f"of shape {_SIZES} to match q, got {{}}"
+
+ATTENTION_ERRORS = (
+    _wrong("q", "rank", lambda t: t(4, 2, 4, 8), "of shape (batch, R, H, N, d), got (4, 2, 4, 8)"),
+    _wrong("k", "size", lambda t: t(1, 4, 2, 5, 8), _LIKE_Q.format("(1, 4, 2, 5, 8)")),
+    _wrong("v", "size", lambda t: t(1, 4, 2, 4, 7), _LIKE_Q.format("(1, 4, 2, 4, 7)")),
+    _wrong("bias", "rank", lambda t: t(1, 2, 4, 4), "of shape (1, 1, 2, 4, 4) to match q, got (1, 2, 4, 4)"),
+    _wrong("mask", "rank", lambda t: t(1, 4, 4) > 0, "of shape (1, 4, 1, 1, 4) to match q, got (1, 4, 4)"),
+    _wrong("mask", "float32", lambda t: t(1, 4, 1, 1, 4), "of dtype bool, got float32"),
+    *dtype_errors("q", lambda t, d: arguments(t(*_SIZES, dtype=d), *_attention(t, *_SIZES)[0][1:])),
+    *match_errors(
+        "v", "q", lambda t, **other: arguments(t(*_SIZES), t(*_SIZES), t(*_SIZES, **other), t(1, 1, 2, 4, 4))
+    ),
+    *match_errors("bias", "q", lambda t, **other: arguments(*(t(*_SIZES),) * 3, t(1, 1, 2, 4, 4, **other))),
+)
+
 # --- all -------------------------------------------------------------------------------------------------------------
 
 SIGMOID_ERRORS = dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d)))
@@ -297,6 +358,15 @@ OPS = (
         layer_norm_smooth,
         mutates=0,
         twin="layer_norm",
+    ),
+    OpCase(
+        "triangle_attention",
+        torchops.triangle_attention,
+        attention_reference,
+        ATTENTION_SAMPLES,
+        ATTENTION_ERRORS,
+        recomputes=1 / 2,
+        slack=SLACK_OF_GATES,
     ),
     OpCase(
         "transition",

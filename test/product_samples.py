@@ -21,6 +21,7 @@ from samples import (
     match_errors,
     on_layouts,
     swapped,
+    wide,
 )
 from torch import Tensor
 
@@ -114,11 +115,6 @@ SQUARE_MATMUL_ERRORS = (
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(x.to(w.dtype), w, b)
-
-
-def _wide(t: Make, *shape: int) -> Tensor:
-    """float32 beside arguments of 16 bits."""
-    return t(*shape, dtype=torch.float32 if t.dtype.itemsize == 2 else t.dtype)
 
 
 _W = "expected w of shape (out, in) with in = {} to match x, got {}"
@@ -217,16 +213,16 @@ def gate_samples(mutates: bool) -> tuple[Sample, ...]:
         Sample("zero_in", lambda t: arguments(t(5, 3), t(5, 0), t(3, 0), t(3))),
         Sample("zero_in_no_bias", lambda t: arguments(t(5, 3), t(5, 0), t(3, 0))),
         Sample("zero_out", lambda t: arguments(t(5, 0), t(5, 7), t(0, 7), t(0))),
-        Sample("float32_x", lambda t: arguments(t(5, 3), _wide(t, 5, 7), t(3, 7), t(3))),
-        Sample("float32_v", lambda t: arguments(_wide(t, 5, 3), t(5, 7), t(3, 7), t(3))),
-        Sample("float32_both", lambda t: arguments(_wide(t, 2, 5, 3), _wide(t, 2, 5, 7), t(3, 7))),
+        Sample("float32_x", lambda t: arguments(t(5, 3), wide(t, 5, 7), t(3, 7), t(3))),
+        Sample("float32_v", lambda t: arguments(wide(t, 5, 3), t(5, 7), t(3, 7), t(3))),
+        Sample("float32_both", lambda t: arguments(wide(t, 2, 5, 3), wide(t, 2, 5, 7), t(3, 7))),
         Sample("x_is_v", lambda t: _gate_itself(t, 5), leaves=False),
         Sample("x_overlaps_v", lambda t: _gate_inside(t, 11, 3), leaves=False),
         Sample("w_and_b_inside_v", _gate_by_its_rows, leaves=False),
         Sample("x_is_tall_v", lambda t: _gate_itself(t, 20_011), leaves=False, large=True),
         Sample("x_overlaps_tall_v", lambda t: _gate_inside(t, 20_011, 1009), leaves=False, large=True),
         Sample("tall", lambda t: arguments(t(40_009, 61), t(40_009, 19), t(61, 19), t(61)), large=True),
-        Sample("tall_mixed", lambda t: arguments(_wide(t, 9001, 61), _wide(t, 9001, 19), t(61, 19), t(61)), large=True),
+        Sample("tall_mixed", lambda t: arguments(wide(t, 9001, 61), wide(t, 9001, 19), t(61, 19), t(61)), large=True),
         Sample("wide", lambda t: arguments(t(67, 4099), t(67, 61, scale=0.3), t(4099, 61), t(4099)), large=True),
         Sample("deep", lambda t: arguments(t(131, 257), t(131, 1031, scale=0.1), t(257, 1031), t(257)), large=True),
     )
@@ -308,12 +304,12 @@ def glu_samples(activation: str) -> tuple[Sample, ...]:
         Sample("strided_wg", lambda t: arguments(t(5, 7), t(3, 7), t(9, 7, view=every_third_row), **kwargs)),
         Sample("zero_in", lambda t: arguments(t(5, 0), t(3, 0), t(3, 0), t(3), t(3), **kwargs)),
         Sample("zero_out", lambda t: arguments(t(5, 7), t(0, 7), t(0, 7), t(0), t(0), **kwargs)),
-        Sample("float32_x", lambda t: arguments(_wide(t, 2, 5, 7), t(3, 7), t(3, 7), t(3), t(3), **kwargs)),
+        Sample("float32_x", lambda t: arguments(wide(t, 2, 5, 7), t(3, 7), t(3, 7), t(3), t(3), **kwargs)),
         Sample("packed", lambda t: _packed(t, activation), leaves=False),
         Sample("side_by_side", lambda t: _side_by_side(t, activation), leaves=False),
         Sample("same_weight", lambda t: arguments(t(5, 7), *[t(3, 7)] * 2, **kwargs), leaves=False),
         Sample("tall", lambda t: arguments(t(40_009, 19), t(61, 19), t(61, 19), t(61), t(61), **kwargs), large=True),
-        Sample("tall_mixed", lambda t: arguments(_wide(t, 9001, 19), t(61, 19), t(61, 19), **kwargs), large=True),
+        Sample("tall_mixed", lambda t: arguments(wide(t, 9001, 19), t(61, 19), t(61, 19), **kwargs), large=True),
         Sample("wide", lambda t: arguments(t(67, 61, scale=0.3), t(4099, 61), t(4099, 61), **kwargs), large=True),
         Sample("deep", lambda t: arguments(t(131, 1031, scale=0.1), t(257, 1031), t(257, 1031), **kwargs), large=True),
     )

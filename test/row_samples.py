@@ -15,6 +15,7 @@ from samples import (
     match_errors,
     on_layouts,
     swapped,
+    wide,
 )
 from torch import Tensor
 
@@ -95,11 +96,6 @@ def _with_affine(t: Make, x: Tensor) -> Arguments:
     return arguments(x, [x.shape[-1]], t(x.shape[-1]), t(x.shape[-1]))
 
 
-def _wide(t: Make, *shape: int) -> Tensor:
-    """float32 beside an x of 16 bits."""
-    return t(*shape, dtype=torch.float32 if t.dtype.itemsize == 2 else t.dtype)
-
-
 def layer_norm_samples(mutates: bool) -> tuple[Sample, ...]:
     return (
         *on_layouts(mutates, _with_affine),
@@ -113,14 +109,14 @@ def layer_norm_samples(mutates: bool) -> tuple[Sample, ...]:
         Sample("transposed_affine", lambda t: arguments(t(3, 4, 5), [4, 5], t(5, 4, view=Tensor.t), t(4, 5))),
         Sample("expanded_affine", lambda t: arguments(t(5, 7), [7], t(1, view=lambda v: v.expand(7)), t(7))),
         Sample("eps", lambda t: arguments(t(5, 7, scale=0.01), [7], t(7), t(7), 0.5)),
-        Sample("float32_affine", lambda t: arguments(t(5, 7), [7], _wide(t, 7), _wide(t, 7))),
-        Sample("float32_weight", lambda t: arguments(t(5, 7), [7], _wide(t, 7), t(7))),
-        Sample("float32_bias", lambda t: arguments(t(5, 7), [7], None, _wide(t, 7))),
+        Sample("float32_affine", lambda t: arguments(t(5, 7), [7], wide(t, 7), wide(t, 7))),
+        Sample("float32_weight", lambda t: arguments(t(5, 7), [7], wide(t, 7), t(7))),
+        Sample("float32_bias", lambda t: arguments(t(5, 7), [7], None, wide(t, 7))),
         Sample("zero_in", lambda t: arguments(t(5, 0), [0], t(0), t(0))),
         Sample("offset", lambda t: arguments(t(5, 7, view=lambda v: v + 100.0), [7]), large=True),
         Sample("large", lambda t: arguments(t(2053, 517), [517], t(517), t(517)), large=True),
         Sample(
-            "large_float32_affine", lambda t: arguments(t(2053, 520), [520], _wide(t, 520), _wide(t, 520)), large=True
+            "large_float32_affine", lambda t: arguments(t(2053, 520), [520], wide(t, 520), wide(t, 520)), large=True
         ),
         Sample("large_plain_strided", lambda t: arguments(t(517, 1031, view=Tensor.t), [517]), large=True),
         Sample("one_long_row", lambda t: arguments(t(1, 300_007), [300_007]), large=True),

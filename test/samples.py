@@ -69,6 +69,11 @@ def arguments(*args: Any, **kwargs: Any) -> Arguments:
     return list(args), kwargs
 
 
+def wide(t: Make, *shape: int) -> Tensor:
+    """float32 beside arguments of 16 bits."""
+    return t(*shape, dtype=torch.float32 if t.dtype.itemsize == 2 else t.dtype)
+
+
 # --- views that a kernel must not mistake for contiguous memory ----------------------------------------------------
 
 

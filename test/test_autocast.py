@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close, assert_as_good_as_aten, gradients, random_like, tensors, to_float64
+from checks import assert_all_close, assert_as_good_as_aten, gradients, is_operand, random_like, tensors, to_float64
 from op_db import OPS, OpCase
 from samples import Arguments, Sample
 from torch import Tensor
@@ -44,7 +44,7 @@ def mixed(arguments: Arguments, first: torch.dtype, rest: torch.dtype, norms: to
     dtypes = iter([first] + [rest] * len(tensors(arguments)))
 
     def cast(value: Any, name: str = "") -> Any:
-        if not isinstance(value, Tensor):
+        if not is_operand(value):
             return value
         dtype = next(dtypes)
         dtype = norms if norms is not None and name.startswith("norm_") else dtype

@@ -132,7 +132,7 @@ def push_forward(function: Any, arguments: Any, directions: list[Tensor]) -> tup
     large=False,
     dtypes=[torch.float64],
     samples=["matrix", "four_dims", "strided_columns"],
-    where=lambda case, **_: not case.name.startswith("softmax"),
+    where=lambda case, **_: not case.name.startswith(("softmax", "triangle_attention")),
 )
 def test_reverse_over_forward(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     results = []

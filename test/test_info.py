@@ -104,7 +104,8 @@ def test_dispatch_keys() -> None:
     for case in OPS:
         assert {"CPU", "Meta", "Autograd", "FuncTorchBatched"} <= set(keys[case.qualified])
         assert ("ADInplaceOrView" in keys[case.qualified]) == (case.mutates is not None)
-        assert ("CUDA" in keys[case.qualified]) == bool(_build_info.cuda_version)
+        in_python = case.name == "triangle_attention"
+        assert ("CUDA" in keys[case.qualified]) == (in_python or bool(_build_info.cuda_version))
 
 
 @pytest.mark.parametrize(

@@ -157,12 +157,11 @@ myops::triangle_multiplicative_update            x    x     x         .         
         )
 
 
-# Their tensors are keywords, stand for rows and keys at once, or have eight bits, which the generic suites do not know.
+# Their tensors are keywords, or have eight bits, which the generic suites do not know.
 TESTED_ALONE = {
     "dense.scaled": "test_scaled.py",
     "gate.scaled": "test_scaled_gates.py",
     "glu.scaled": "test_scaled_gates.py",
-    "triangle_attention": "test_triangle_attention.py",
     "triangle_multiplicative_update": "test_triangle_multiplicative_update.py",
     "add_triangle_multiplicative_update_": "test_triangle_multiplicative_update.py",
 }

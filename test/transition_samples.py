@@ -23,6 +23,7 @@ from samples import (
     on_layouts,
     overlap_errors,
     swapped,
+    wide,
 )
 from torch import Tensor
 
@@ -112,15 +113,10 @@ def _large(t: Make, x: Tensor, hidden: int) -> Arguments:
     return arguments(x, **_norm(t, c), **_weights(t, c, hidden, min(c, hidden) ** -0.5), **_biases(t, c, hidden))
 
 
-def _wide(t: Make, *shape: int) -> Tensor:
-    """float32 beside parameters of 16 bits."""
-    return t(*shape, dtype=torch.float32 if t.dtype.itemsize == 2 else t.dtype)
-
-
 def _float32_norm(t: Make, x: Tensor, *names: str, hidden: int = 6) -> Arguments:
     """These parameters of the norm are float32 beside weights of 16 bits."""
     args, kwargs = _large(t, x, hidden)
-    return args, kwargs | {name: _wide(t, x.shape[-1]) for name in names}
+    return args, kwargs | {name: wide(t, x.shape[-1]) for name in names}
 
 
 def _inside_x(t: Make, rows: int) -> Arguments:
@@ -158,15 +154,15 @@ def transition_samples(mutates: bool) -> tuple[Sample, ...]:
         Sample("permuted_x", lambda t: _of(t, t(7, 4, 3, view=swapped))),
         Sample("zero_in", lambda t: arguments(t(5, 0), **_weights(t, 0))),
         Sample("zero_hidden", lambda t: arguments(t(5, 7), **_weights(t, 7, 0), **_biases(t, 7, 0))),
-        Sample("float32_x", lambda t: _of(t, _wide(t, 2, 5, 7))),
+        Sample("float32_x", lambda t: _of(t, wide(t, 2, 5, 7))),
         Sample("float32_norm", lambda t: _float32_norm(t, t(2, 5, 7), "norm_weight", "norm_bias")),
         Sample("float32_norm_weight", lambda t: _float32_norm(t, t(2, 5, 7), "norm_weight")),
-        Sample("float32_all_but_weights", lambda t: _float32_norm(t, _wide(t, 5, 7), "norm_weight", "norm_bias")),
+        Sample("float32_all_but_weights", lambda t: _float32_norm(t, wide(t, 5, 7), "norm_weight", "norm_bias")),
         Sample("parameters_inside_x", lambda t: _inside_x(t, 11), leaves=False),
         Sample("x_everywhere", _itself, leaves=False),
         Sample("parameters_inside_tall_x", lambda t: _inside_x(t, 9001), leaves=False, large=True),
         Sample("tall", lambda t: _large(t, t(9001, 19), 61), large=True),
-        Sample("tall_mixed", lambda t: _large(t, _wide(t, 3, 1501, 24), 64), large=True),
+        Sample("tall_mixed", lambda t: _large(t, wide(t, 3, 1501, 24), 64), large=True),
         Sample("tall_strided", lambda t: _large(t, t(19, 2003, view=Tensor.t), 61), large=True),
         # As the kernel for compute capability 9.0 takes them.
         Sample("aligned", lambda t: _large(t, t(700, 128), 512), large=True),

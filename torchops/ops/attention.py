@@ -14,7 +14,7 @@ from torchops._triangle_attention.update.operators import update, update_
 
 __all__ = ["AttentionWeights", "triangle_attention", "triangle_attention_update"]
 
-_triangle_attention = torch.ops.myops.triangle_attention.default
+_triangle_attention = torch.ops.myops.triangle_attention
 
 
 @with_type_errors
