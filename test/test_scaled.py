@@ -1,11 +1,15 @@
-"""dense of eight-bit operands against float64 of the values that they stand for, and against torch._scaled_mm."""
+"""dense of eight-bit operands against float64 of the values that they stand for, and against torch._scaled_mm; and what
+it shares with gate and glu of those, whose values are in `test_scaled_gates.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from checks import assert_all_close
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,8 +37,10 @@ SHAPES: list[Any] = [
 ]
 LARGE = [((1000,), 512, 384), ((300,), 4112, 200), ((3000,), 272, 2064), ((17,), 2048, 4096), ((2048,), 4096, 3072)]
 SCALES = ["tensor", "rows", "x", "w"]
+OPERATORS = ["dense", "gate", "glu"]
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
+of_each = pytest.mark.parametrize("op", OPERATORS)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +64,24 @@ def arguments(
     scale_w = (torch.rand(of_w, device=device) + 0.5) / 50 / max(in_features, 1) ** 0.5
     b = None if bias is None else torch.randn(out_features, device=device).to(bias)
     return x, w, scale_x, scale_w, b
+
+
+def value(shape: Any, device: str, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape[0], shape[2], device=device).to(dtype)
+
+
+def named(op: str, device: str, shape: Any = ((4,), 16, 32), scales: str = "rows") -> dict[str, Tensor]:
+    """Arguments of an operator by their names."""
+    given: Any = dict(zip(("x", "w", "scale_x", "scale_w", "b"), arguments(shape, device, scales), strict=True))
+    if op == "gate":
+        given["v"] = value(shape, device, torch.bfloat16)
+    elif op == "glu":
+        given.update(wg=given["w"], scale_wg=given["scale_w"], bg=given["b"])
+    return given
+
+
+def scaled(op: str) -> Callable[..., Tensor]:
+    return getattr(torchops, f"{op}_scaled")
 
 
 def linear(x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor | None) -> Tensor:
@@ -181,16 +205,19 @@ def test_same_bits_again(device: str) -> None:
     assert torch.equal(torchops.dense_scaled(*given), torchops.dense_scaled(*given))
 
 
-def test_opcheck(device: str) -> None:
+@of_each
+def test_opcheck(device: str, op: str) -> None:
     """All but the check of the schema against what a call changes, which compares tensors by arithmetic that there is
     none of in eight bits; the next test does it instead."""
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     shapes: list[Any] = [((5,), 16, 32), ((2, 3), 7, 5)]
     for shape in shapes:
-        for scales in SCALES:
-            given = arguments(shape, device, scales)
-            torch.library.opcheck(torch.ops.myops.dense.scaled, given, {"out_dtype": torch.float32}, test_utils=utils)
-            torch.library.opcheck(torch.ops.myops.dense.scaled, given[:4], test_utils=utils)
+        for scales in SCALES if op == "dense" else ["rows"]:
+            given = named(op, device, shape, scales)
+            options = {} if op == "gate" else {"out_dtype": torch.float32}
+            torch.library.opcheck(getattr(torch.ops.myops, op).scaled, (), given | options, test_utils=utils)
+            given.pop("b")
+            torch.library.opcheck(getattr(torch.ops.myops, op).scaled, (), given, test_utils=utils)
 
 
 def test_arguments_stay_as_they_are(device: str) -> None:
@@ -203,26 +230,25 @@ def test_arguments_stay_as_they_are(device: str) -> None:
         assert y.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
 
 
-def test_meta_and_fake(device: str) -> None:
-    given: Any = arguments(((2, 3), 16, 32), device)
-    y = torchops.dense_scaled(*(t.to("meta") for t in given))
+@of_each
+def test_meta_and_fake(device: str, op: str) -> None:
+    function, given = scaled(op), named(op, device, ((2, 3), 16, 32))
+    y = function(**{name: t.to("meta") for name, t in given.items()})
     assert (y.device.type, y.shape, y.dtype) == ("meta", (2, 3, 32), torch.bfloat16)
     with FakeTensorMode() as mode:
-        fake = torchops.dense_scaled(*(mode.from_tensor(t) for t in given))
+        fake = function(**{name: mode.from_tensor(t) for name, t in given.items()})
     assert (fake.device.type, fake.shape, fake.dtype) == (device, (2, 3, 32), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(device: str, dynamic: bool) -> None:
-    @torch.compile(fullgraph=True, dynamic=dynamic)
-    def f(x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor) -> Tensor:
-        return torchops.dense_scaled(x, w, scale_x, scale_w, b) * 2
+    def function(given: dict[str, dict[str, Tensor]]) -> list[Tensor]:
+        return [scaled(op)(**arguments) * 2 for op, arguments in given.items()]
 
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
     for rows in (5, 9):
-        x, w, scale_x, scale_w, b = arguments(((rows,), 16, 32), device)
-        assert b is not None
-        y = f(x, w, scale_x, scale_w, b)
-        torch.testing.assert_close(y, torchops.dense_scaled(x, w, scale_x, scale_w, b) * 2)
+        given = {op: named(op, device, ((rows,), 16, 32)) for op in OPERATORS}
+        assert_all_close(compiled(given), function(given))
 
 
 def test_export_with_any_number_of_rows(device: str) -> None:
@@ -239,17 +265,6 @@ def test_export_with_any_number_of_rows(device: str) -> None:
     assert torch.equal(program.module()(*other), torchops.dense_scaled(*other))
 
 
-def test_backward_raises_as_of_scaled_mm(device: str) -> None:
-    x, w, scale_x, scale_w, b = arguments(((16,), 16, 32), device, bias=torch.bfloat16)
-    assert b is not None
-    y = torchops.dense_scaled(x, w, scale_x, scale_w, b.requires_grad_())
-    assert y.requires_grad
-    with pytest.raises(RuntimeError, match="derivative for myops::dense is not implemented"):
-        y.sum().backward()
-    with torch.no_grad():
-        assert not torchops.dense_scaled(x, w, scale_x, scale_w, b).requires_grad
-
-
 def test_vmap(device: str) -> None:
     x, w, scale_x, scale_w, b = arguments(((4, 16), 16, 32), device)
     y = torch.func.vmap(torchops.dense_scaled, in_dims=(0, None, 0, None, None))(x, w, scale_x, scale_w, b)
@@ -264,73 +279,94 @@ def test_autocast_changes_nothing(device: str) -> None:
     assert torch.equal(y, torchops.dense_scaled(*given, out_dtype=torch.float32))
 
 
-def test_flops(device: str) -> None:
-    given = arguments(((2, 5), 16, 32), device)
+@of_each
+def test_flops_and_no_gradient(device: str, op: str) -> None:
+    given = named(op, device, ((2, 5), 16, 32))
+    given["b"].requires_grad_()
     with FlopCounterMode(display=False) as counter:
-        torchops.dense_scaled(*given)
-    assert counter.get_total_flops() == 2 * 10 * 16 * 32
+        y = scaled(op)(**given)
+    assert counter.get_total_flops() == 2 * 10 * 16 * 32 * (2 if op == "glu" else 1)
+    assert y.requires_grad
+    with pytest.raises(RuntimeError, match=f"derivative for myops::{op} is not implemented"):
+        y.sum().backward()
+    with torch.no_grad():
+        assert not scaled(op)(**given).requires_grad
 
 
-def wrong(device: str) -> dict[str, tuple[dict[str, Any], str]]:
+def wrong(device: str) -> dict[str, dict[str, Any]]:
+    """By what each is refused with."""
+
     def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.ones(shape, device=device).to(dtype)
 
+    dense, gate, glu = (f"{op}.scaled: expected" for op in OPERATORS)
+    of_w = "w of shape (out, in) with in = 16 to match x, got"
+    of_scale_x = "scale_x of one element or of shape (4, 1) to match x, got"
+    half, bfloat16 = torch.float16, torch.bfloat16
     return {
-        "x_dtype": ({"x": t(4, 16)}, "expected x of dtype float8_e4m3fn, got float32"),
-        "x_e5m2": ({"x": t(4, 16, dtype=torch.float8_e5m2)}, "expected x of dtype float8_e4m3fn, got float8_e5m2"),
-        "x_0d": ({"x": t(dtype=EIGHT)}, "expected x with at least 1 dimension, got a 0-dimensional tensor"),
-        "w_dtype": ({"w": t(32, 16, dtype=torch.bfloat16)}, "expected w of dtype float8_e4m3fn, got bfloat16"),
-        "w_shape": (
-            {"w": t(16, 32, dtype=EIGHT)},
-            "expected w of shape (out, in) with in = 16 to match x, got (16, 32)",
-        ),
-        "w_1d": ({"w": t(16, dtype=EIGHT)}, "expected w of shape (out, in) with in = 16 to match x, got (16,)"),
-        "scale_x_dtype": (
-            {"scale_x": t(4, 1, dtype=torch.bfloat16)},
-            "expected scale_x of dtype float32, got bfloat16",
-        ),
-        "scale_x_shape": (
-            {"scale_x": t(4)},
-            "expected scale_x of one element or of shape (4, 1) to match x, got (4,)",
-        ),
-        "scale_x_rows": (
-            {"scale_x": t(5, 1)},
-            "expected scale_x of one element or of shape (4, 1) to match x, got (5, 1)",
-        ),
-        "scale_w_dtype": (
-            {"scale_w": t(dtype=torch.float64)},
-            "expected scale_w of dtype float32, got float64",
-        ),
-        "scale_w_shape": (
-            {"scale_w": t(32, 1)},
-            "expected scale_w of one element or of shape (1, 32) to match w, got (32, 1)",
-        ),
-        "b_dtype": (
-            {"b": t(32, dtype=torch.float16)},
-            "expected b of dtype bfloat16 or float32 to match the result, got float16",
-        ),
-        "b_dtype_float32": (
-            {"b": t(32, dtype=torch.float16), "out_dtype": torch.float32},
-            "expected b of dtype float32 to match the result, got float16",
-        ),
-        "b_shape": ({"b": t(16)}, "expected b of shape (32,) to match w, got (16,)"),
-        "out_dtype": ({"out_dtype": torch.float64}, "expected out_dtype bfloat16, float16 or float32, got float64"),
-        "device": ({"scale_w": t(1).to("meta")}, f"expected scale_w on device {t(1).device} to match w, got meta"),
+        f"{dense} x of dtype float8_e4m3fn, got float32": {"x": t(4, 16)},
+        f"{dense} x of dtype float8_e4m3fn, got float8_e5m2": {"x": t(4, 16, dtype=torch.float8_e5m2)},
+        f"{dense} x with at least 1 dimension, got a 0-dimensional tensor": {"x": t(dtype=EIGHT)},
+        f"{dense} w of dtype float8_e4m3fn, got bfloat16": {"w": t(32, 16, dtype=bfloat16)},
+        f"{dense} {of_w} (16, 32)": {"w": t(16, 32, dtype=EIGHT)},
+        f"{dense} {of_w} (16,)": {"w": t(16, dtype=EIGHT)},
+        f"{dense} scale_x of dtype float32, got bfloat16": {"scale_x": t(4, 1, dtype=bfloat16)},
+        f"{dense} {of_scale_x} (4,)": {"scale_x": t(4)},
+        f"{dense} {of_scale_x} (5, 1)": {"scale_x": t(5, 1)},
+        f"{dense} scale_w of dtype float32, got float64": {"scale_w": t(dtype=torch.float64)},
+        f"{dense} scale_w of one element or of shape (1, 32) to match w, got (32, 1)": {"scale_w": t(32, 1)},
+        f"{dense} b of dtype bfloat16 or float32 to match the result, got float16": {"b": t(32, dtype=half)},
+        f"{dense} b of dtype float32 to match the result, got float16": {
+            "b": t(32, dtype=half),
+            "out_dtype": torch.float32,
+        },
+        f"{dense} b of shape (32,) to match w, got (16,)": {"b": t(16)},
+        f"{dense} out_dtype bfloat16, float16 or float32, got float64": {"out_dtype": torch.float64},
+        f"{dense} scale_w on device {{device}} to match w, got meta": {"scale_w": t(1).to("meta")},
+        f"{gate} v of dtype bfloat16, float16 or float32, got float8_e4m3fn": {"v": t(4, 32, dtype=EIGHT)},
+        f"{gate} v of shape (4, 32) to match x and w, got (4, 16)": {"v": t(4, 16)},
+        f"{gate} x of dtype float8_e4m3fn, got float32": {"x": t(4, 16)},
+        f"{gate} b of dtype float16 or float32 to match the result, got bfloat16": {
+            "b": t(32, dtype=bfloat16),
+            "v": t(4, 32, dtype=half),
+        },
+        f"{glu} wg of dtype float8_e4m3fn, got float32": {"wg": t(32, 16)},
+        f"{glu} wg of shape (32, 16) to match w, got (16, 16)": {"wg": t(16, 16, dtype=EIGHT)},
+        f"{glu} scale_wg of one element or of shape (1, 32) to match wg, got (32, 1)": {"scale_wg": t(32, 1)},
+        f"{glu} bg of shape (32,) to match wg, got (16,)": {"bg": t(16)},
+        f"{glu} activation sigmoid or silu, got tanh": {"activation": "tanh"},
+        f"{glu} out_dtype bfloat16, float16 or float32, got int8": {"out_dtype": torch.int8},
     }
 
 
-@pytest.mark.parametrize("name", wrong("cpu"))
-def test_errors(device: str, name: str) -> None:
-    given = dict(zip(("x", "w", "scale_x", "scale_w", "b"), arguments(((4,), 16, 32), device), strict=True))
-    changed, text = wrong(device)[name]
-    with pytest.raises(RuntimeError) as raised:
-        torchops.dense_scaled(**{**given, **changed})
-    assert str(raised.value).splitlines()[0] == f"dense.scaled: {text}"
-    if name == "device":
-        return
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError) as raised:
-        torchops.dense_scaled(**{**given, **changed})
-    assert str(raised.value).splitlines()[0] == f"dense.scaled: {text}"
+@pytest.mark.parametrize("text", wrong("cpu"))
+def test_errors(device: str, text: str) -> None:
+    op, changed = text.partition(".")[0], wrong(device)[text]
+    given = named(op, device) | changed
+    modes: list[Any] = [nullcontext(), *([] if "{device}" in text else [FakeTensorMode(allow_non_fake_inputs=True)])]
+    for mode in modes:
+        with mode, pytest.raises(ValueError if "activation" in changed else RuntimeError) as raised:
+            scaled(op)(**given)
+        assert str(raised.value).splitlines()[0] == text.format(device=given["x"].device)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse_coo": (Tensor.to_sparse, "sparse_coo"),
+    "nested": (lambda t: torch.nested.nested_tensor([t]), "a nested tensor"),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@of_each
+def test_other_layouts(device: str, op: str, layout: str, inference: bool) -> None:
+    """Of any argument, which no kernel takes."""
+    given = named(op, device)
+    change, shown = LAYOUTS[layout]
+    for name, tensor in given.items():
+        with torch.inference_mode(inference), pytest.raises(RuntimeError) as raised:
+            scaled(op)(**{**given, name: change(tensor.float())})
+        assert str(raised.value).splitlines()[0] == f"{op}.scaled: expected {name} of layout strided, got {shown}"
 
 
 def test_type_errors_name_the_function(device: str) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_scaled import DEVICES, EIGHT, OUT, SCALES, SHAPES, arguments, linear, poison
+from test_scaled import DEVICES, OUT, SCALES, SHAPES, arguments, linear, poison, value
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
 
@@ -22,10 +20,6 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def value(shape: Any, device: str, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape[0], shape[2], device=device).to(dtype)
 
 
 def assert_exact(y: Tensor, reference: Tensor, *parts: Tensor, roundings: int = 1) -> None:
@@ -91,111 +85,3 @@ def test_layouts_of_v(device: str, layout: str) -> None:
     before = v.clone()
     assert_exact(torchops.gate_scaled(v, *given), v.double() * torch.sigmoid(linear(*given)), v.double())
     assert torch.equal(v, before)
-
-
-def test_opcheck(device: str) -> None:
-    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    shape: Any = ((2, 3), 16, 32)
-    x, w, scale_x, scale_w, b = arguments(shape, device)
-    v = value(shape, device, torch.float16)
-    torch.library.opcheck(torch.ops.myops.gate.scaled, (v, x, w, scale_x, scale_w, b), test_utils=utils)
-    glu = (x, w, w, scale_x, scale_w, scale_w, b, b)
-    options = {"activation": "silu", "out_dtype": torch.float16}
-    torch.library.opcheck(torch.ops.myops.glu.scaled, glu, options, test_utils=utils)
-
-
-def test_compile_and_fake(device: str) -> None:
-    @torch.compile(fullgraph=True, dynamic=True)
-    def f(v: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> Tensor:
-        return torchops.gate_scaled(v, x, w, scale_x, scale_w) + torchops.glu_scaled(x, w, w, scale_x, scale_w, scale_w)
-
-    for rows in (5, 9):
-        x, w, scale_x, scale_w, _ = arguments(((rows,), 16, 32), device)
-        v = value(((rows,), 16, 32), device, torch.bfloat16)
-        y = f(v, x, w, scale_x, scale_w)
-        eager = torchops.gate_scaled(v, x, w, scale_x, scale_w).double()
-        eager += torchops.glu_scaled(x, w, w, scale_x, scale_w, scale_w).double()
-        torch.testing.assert_close(y.double(), eager, rtol=1e-2, atol=1e-2)
-    with FakeTensorMode() as mode:
-        fake = f.__wrapped__(*(mode.from_tensor(t) for t in (v, x, w, scale_x, scale_w)))  # type: ignore[attr-defined]
-    assert (fake.device.type, fake.shape, fake.dtype) == (device, v.shape, v.dtype)
-
-
-def test_flops_and_no_gradient(device: str) -> None:
-    x, w, scale_x, scale_w, _ = arguments(((2, 5), 16, 32), device)
-    v = value(((2, 5), 16, 32), device, torch.bfloat16)
-    with FlopCounterMode(display=False) as counter:
-        gate = torchops.gate_scaled(v.requires_grad_(), x, w, scale_x, scale_w)
-        torchops.glu_scaled(x, w, w, scale_x, scale_w, scale_w)
-    assert counter.get_total_flops() == 3 * 2 * 10 * 16 * 32
-    with pytest.raises(RuntimeError, match="derivative for myops::gate is not implemented"):
-        gate.sum().backward()
-
-
-def wrong(device: str) -> dict[str, tuple[str, dict[str, Any], str]]:
-    def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.ones(shape, device=device).to(dtype)
-
-    gate, glu = "gate", "glu"
-    return {
-        "v_dtype": (gate, {"v": t(4, 32, dtype=EIGHT)}, "v of dtype bfloat16, float16 or float32, got float8_e4m3fn"),
-        "v_shape": (gate, {"v": t(4, 16)}, "v of shape (4, 32) to match x and w, got (4, 16)"),
-        "gate_x": (gate, {"x": t(4, 16)}, "x of dtype float8_e4m3fn, got float32"),
-        "gate_b": (
-            gate,
-            {"b": t(32, dtype=torch.bfloat16), "v": t(4, 32, dtype=torch.float16)},
-            "b of dtype float16 or float32 to match the result, got bfloat16",
-        ),
-        "wg_dtype": (glu, {"wg": t(32, 16)}, "wg of dtype float8_e4m3fn, got float32"),
-        "wg_shape": (glu, {"wg": t(16, 16, dtype=EIGHT)}, "wg of shape (32, 16) to match w, got (16, 16)"),
-        "scale_wg": (
-            glu,
-            {"scale_wg": t(32, 1)},
-            "scale_wg of one element or of shape (1, 32) to match wg, got (32, 1)",
-        ),
-        "bg_shape": (glu, {"bg": t(16)}, "bg of shape (32,) to match wg, got (16,)"),
-        "activation": (glu, {"activation": "tanh"}, "activation sigmoid or silu, got tanh"),
-        "out_dtype": (glu, {"out_dtype": torch.int8}, "out_dtype bfloat16, float16 or float32, got int8"),
-    }
-
-
-@pytest.mark.parametrize("name", wrong("cpu"))
-def test_errors(device: str, name: str) -> None:
-    x, w, scale_x, scale_w, b = arguments(((4,), 16, 32), device)
-    given = {"x": x, "w": w, "scale_x": scale_x, "scale_w": scale_w, "b": b}
-    op, changed, text = wrong(device)[name]
-    if op == "gate":
-        given["v"] = value(((4,), 16, 32), device, torch.bfloat16)
-    else:
-        given.update(wg=w, scale_wg=scale_w, bg=b)
-    function: Any = getattr(torchops, f"{op}_scaled")
-    for mode in (torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True)):
-        with mode, pytest.raises(ValueError if name == "activation" else RuntimeError) as raised:
-            function(**{**given, **changed})
-        assert str(raised.value).splitlines()[0] == f"{op}.scaled: expected {text}"
-
-
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "sparse_coo": (Tensor.to_sparse, "sparse_coo"),
-    "nested": (lambda t: torch.nested.nested_tensor([t]), "a nested tensor"),
-}
-
-
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", ["dense", "gate", "glu"])
-def test_other_layouts(device: str, op: str, layout: str, inference: bool) -> None:
-    """Of any argument, which no kernel takes."""
-    x, w, scale_x, scale_w, b = arguments(((4,), 16, 32), device)
-    given = {"x": x, "w": w, "scale_x": scale_x, "scale_w": scale_w, "b": b}
-    if op == "gate":
-        given["v"] = value(((4,), 16, 32), device, torch.bfloat16)
-    elif op == "glu":
-        given.update(wg=w, scale_wg=scale_w, bg=b)
-    function: Any = getattr(torchops, f"{op}_scaled")
-    change, shown = LAYOUTS[layout]
-    for name, tensor in given.items():
-        changed = change(torch.ones(2, 2, device=device) if tensor is None else tensor.float())
-        with torch.inference_mode(inference), pytest.raises(RuntimeError) as raised:
-            function(**{**given, name: changed})
-        assert str(raised.value).splitlines()[0] == f"{op}.scaled: expected {name} of layout strided, got {shown}"
