@@ -177,14 +177,16 @@ INTERPRETED = """
 import torch
 from torchops._triangle_attention.update import aten, panels, panels_backward, triton_fused, triton_steps
 from torchops._triangle_attention.update.arguments import TENSORS, Inputs, Kept, weights_of
+from torchops._triangle_attention.update.backends import InPanels
 
+in_aten = InPanels(aten)
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)  # so what is not yet written is NaN
 c, heads, n, batch = 24, 2, 5, 3
 # Panels of two of the batch and of one; of two rows and of one; and of one of the batch.
 for backend, ending, x_dtype, few, width, budget in (
     (triton_fused, False, torch.float32, False, 16, 13000), (triton_fused, True, torch.float16, True, 24, 4000),
-    (triton_steps, True, torch.float32, True, 16, 8000),
+    (InPanels(triton_steps), True, torch.float32, True, 16, 8000),
 ):
     panels.budget = panels_backward.budget = lambda *_: budget
     shapes = (c,), (c,), (heads, c), *[(width, c)] * 4, (width,), (c, width), (c,)
@@ -204,13 +206,13 @@ for backend, ending, x_dtype, few, width, budget in (
     backend.forward(inputs._replace(add_residual=True), both, None)
     assert torch.equal(both, y)
     backend.forward(inputs, new, kept[0])
-    aten.forward(exact_inputs, exact, kept[1])
+    in_aten.forward(exact_inputs, exact, kept[1])
     for got, expected in ((new, exact), (y, x + exact), *zip(*kept)):
         assert (got.double() - expected).norm() <= 5e-3 * expected.norm(), (backend, ending, got.dtype)
     grad, output_mask = torch.randn(x.shape), {"x": True} | {name: t is not None for name, t in zip(TENSORS, given)}
     for add_residual in (False, True):
         made = backend.backward(grad.to(w.q.dtype), inputs._replace(add_residual=add_residual), kept[0], output_mask)
-        expected = aten.backward(grad.double(), exact_inputs, kept[1], output_mask)
+        expected = in_aten.backward(grad.double(), exact_inputs, kept[1], output_mask)
         expected["x"] += add_residual * grad
         assert made.keys() == expected.keys()
         for name, exact in expected.items():
@@ -248,8 +250,10 @@ import torch
 from torchops._core.triton.launch import noting
 from torchops._triangle_attention.update import triton_steps
 from torchops._triangle_attention.update.arguments import Inputs, Kept, weights_of
+from torchops._triangle_attention.update.backends import InPanels
 from torchops._triangle_attention.update.panels_backward import GRADIENTS
 
+steps = InPanels(triton_steps)
 n, noting.calls, noting.device = 4104, [], torch.device("cpu")
 for c, width, dtype in ((128, 64, torch.float32), (256, 256, torch.bfloat16), (512, 128, torch.bfloat16)):
     shapes = (c,), (c,), (4, c), *[(width, c)] * 4, (width,), (c, width), (c,)
@@ -258,8 +262,8 @@ for c, width, dtype in ((128, 64, torch.float32), (256, 256, torch.bfloat16), (5
     kept = Kept(torch.empty(1, n, n, width, dtype=dtype, device="meta"), torch.empty(1, n, 4, n, device="meta"))
     for ending in (False, True):
         inputs = Inputs(x, None, w, ending)
-        triton_steps.forward(inputs, torch.empty_like(x), kept)
-        triton_steps.backward(x, inputs, kept, {name: True for name in GRADIENTS})
+        steps.forward(inputs, torch.empty_like(x), kept)
+        steps.backward(x, inputs, kept, {name: True for name in GRADIENTS})
 assert len(noting.calls) > 50
 for launch, grid, _ in noting.calls:
     assert max(grid[1:]) <= 65535, (launch, grid)

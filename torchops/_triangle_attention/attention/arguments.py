@@ -73,25 +73,17 @@ def check(
     for name, t in (("k", k), ("v", v)):
         _check_matches(op, name, t, q, q.shape)
     batch, rows, heads, n, _ = q.shape
-    _check_bias(op, "bias", bias, q, (batch, 1, heads, n, n))
+    _check_matches(op, "bias", bias, q, (batch, 1, heads, n, n), or_float32=True)
     if mask is not None:
         expect(mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {name_of(mask.dtype)}")
         _check_place(op, "mask", mask, q, (batch, rows, 1, 1, n))
 
 
-def _check_bias(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    either = " or float32" if q.element_size() == 2 else ""
+def _check_matches(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int], *, or_float32: bool = False) -> None:
+    either = " or float32" if or_float32 and q.element_size() == 2 else ""
     expect(
         t.dtype == q.dtype or (bool(either) and t.dtype == torch.float32),
         lambda: f"{op}: expected {name} of dtype {name_of(q.dtype)}{either} to match q, got {name_of(t.dtype)}",
-    )
-    _check_place(op, name, t, q, shape)
-
-
-def _check_matches(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    expect(
-        t.dtype == q.dtype,
-        lambda: f"{op}: expected {name} of dtype {name_of(q.dtype)} to match q, got {name_of(t.dtype)}",
     )
     _check_place(op, name, t, q, shape)
 

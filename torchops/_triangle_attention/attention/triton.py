@@ -25,7 +25,7 @@ from torchops._triangle_attention.attention.backends import why_not_triton
 
 __all__ = [
     *("Prepared", "mask_bias_of", "attend", "attend_backward", "backward", "forward", "new_dbias", "of_keys"),
-    *("padded_bias", "padded_width", "processors", "shared_memory", "sum_of_dbias", "why_not"),
+    *("padded", "padded_bias", "padded_width", "processors", "shared_memory", "sum_of_dbias", "why_not"),
 ]
 
 _PADDING = 128  # every BLOCK_K divides it
@@ -77,10 +77,10 @@ _FLOAT32_LAUNCHES = {
 @cache
 def _launch(kernel: str, d: int, dtype: torch.dtype, small: bool = False) -> _Launch:
     if dtype == torch.float32:
-        if _padded(d) <= 32:
+        if padded(d) <= 32:
             return _FLOAT32_LAUNCHES[kernel]
-        return _Launch(32, 16 if small and _padded(d) > 64 and kernel in ("q", "kv") else 32, 4, 2)
-    return next(launch for up_to, launch in _LAUNCHES[kernel].items() if _padded(d) <= up_to)
+        return _Launch(32, 16 if small and padded(d) > 64 and kernel in ("q", "kv") else 32, 4, 2)
+    return next(launch for up_to, launch in _LAUNCHES[kernel].items() if padded(d) <= up_to)
 
 
 _KERNELS = {
@@ -103,13 +103,13 @@ def _launcher(
 ) -> Launch:
     """A kernel with its constants, which don't depend on N."""
     precision = "tf32" if tf32 or dtype != torch.float32 else "tf32x3"  # three products have the accuracy of float32
-    options = {"D": d, "PADDED_D": _padded(d), "MASKED": masked, "PRECISION": precision}
+    options = {"D": d, "PADDED_D": padded(d), "MASKED": masked, "PRECISION": precision}
     return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype, small).arguments(dtype))
 
 
 @cache
 def _prepare_launcher(d: int) -> Launch:
-    return Launch(kernels_backward.prepare, D=d, PADDED_D=_padded(d), BLOCK_J=64)
+    return Launch(kernels_backward.prepare, D=d, PADDED_D=padded(d), BLOCK_J=64)
 
 
 _mask_launcher = Launch(kernels.add_of_mask, BLOCK=512)
@@ -117,7 +117,8 @@ _transpose_launcher = Launch(kernels_backward.transpose, BLOCK=64)
 _parts_launcher = Launch(kernels_backward.sum_parts, BLOCK=1024)
 
 
-def _padded(d: int) -> int:
+def padded(d: int) -> int:
+    """The sizes of tiles are powers of two, and those of products at least 16."""
     return max(16, 1 << (d - 1).bit_length())
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,29 +11,10 @@ from torch import Tensor
 from torchops._triangle_attention.attention import aten as attention
 from torchops._triangle_attention.attention.arguments import Inputs as AttentionInputs
 from torchops._triangle_attention.attention.arguments import Saved
-from torchops._triangle_attention.update import panels, panels_backward
-from torchops._triangle_attention.update.arguments import Inputs, Kept, Weights, norm_parameters
+from torchops._triangle_attention.update import panels
+from torchops._triangle_attention.update.arguments import Weights, norm_parameters
 
-__all__ = [
-    *("add", "attend", "attend_backward", "backward", "forward", "norm", "prepared_mask", "triangle_bias"),
-    *("whole_bias", "why_not"),
-]
-
-_this: Any = sys.modules[__name__]
-
-
-def why_not(inputs: Inputs) -> str | None:
-    return None
-
-
-def forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool = True) -> None:
-    panels.forward(inputs, target, kept, _this)
-
-
-def backward(
-    grad: Tensor, inputs: Inputs, kept: Kept, output_mask: dict[str, bool], low_memory: bool = False
-) -> dict[str, Tensor]:
-    return panels_backward.backward(grad, inputs, kept, output_mask, _this)
+__all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias", "whole_bias"]
 
 
 def norm(x: Tensor, w: Weights) -> Tensor:

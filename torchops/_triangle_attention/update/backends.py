@@ -1,4 +1,5 @@
-"""Which backend computes the update by triangle attention: the first in `PRIORITY` that has no reason against it."""
+"""Which backend computes the update by triangle attention: `triton_fused.py` if it has no reason against it, or else
+panels in the steps of `triton_steps.py`, or of `aten.py`."""
 
 from __future__ import annotations
 
@@ -10,17 +11,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torchops._triangle_attention.attention import backends as attention
+from torchops._triangle_attention.update import panels, panels_backward
 from torchops._triangle_attention.update.arguments import Inputs, Kept
 from torchops._triangle_attention.update.panels import Steps
 
-__all__ = ["PRIORITY", "Backend", "backend_for", "load", "steps_for", "why_not_triton"]
+__all__ = ["Backend", "InPanels", "backend_for", "load", "steps_for", "why_not_triton"]
 
 
 class Backend(Protocol):
-    """A module of this folder. All sizes are at least 1, and the device of x is the current one."""
-
-    def why_not(self, inputs: Inputs) -> str | None:
-        """Why it cannot compute this, or None if it can. Those with kernels in Triton are asked where these run."""
+    """All sizes are at least 1, and the device of x is the current one."""
 
     def forward(self, inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool = True) -> None:
         """Writes the update of x to `target`, or x plus the update, and then `target` may be x. `low_memory`: memory
@@ -32,13 +31,26 @@ class Backend(Protocol):
         """The requested gradients of x (contiguous; plus `grad` if the forward pass added x) and of the parameters."""
 
 
-PRIORITY = ("triton_fused", "triton_steps", "aten")
+class InPanels:
+    """Computes all that it is given."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def forward(self, inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool = True) -> None:
+        panels.forward(inputs, target, kept, self.steps)
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, kept: Kept, output_mask: dict[str, bool], low_memory: bool = False
+    ) -> dict[str, Tensor]:
+        return panels_backward.backward(grad, inputs, kept, output_mask, self.steps)
 
 
 def backend_for(inputs: Inputs) -> Backend:
     if why_not_triton(inputs.x, inputs.w.q, inputs.w.heads):
-        return load("aten")
-    return next(backend for backend in map(load, PRIORITY) if backend.why_not(inputs) is None)
+        return InPanels(load("aten"))
+    fused = load("triton_fused")
+    return InPanels(load("triton_steps")) if fused.why_not(inputs) else fused
 
 
 def steps_for(x: Tensor, q: Tensor, heads: int) -> Steps:

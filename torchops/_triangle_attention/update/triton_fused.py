@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchops._triangle_attention.attention import triton as attention
 from torchops._triangle_attention.attention.arguments import Saved
-from torchops._triangle_attention.update import kernels, panels, triton_fused_backward
+from torchops._triangle_attention.update import kernels, panels, panels_backward, triton_fused_backward
 from torchops._triangle_attention.update import triton_steps as steps
 from torchops._triangle_attention.update.arguments import TENSORS, Inputs, Kept
 from torchops._triangle_attention.update.triton_fused_launch import (
@@ -35,7 +35,7 @@ backward_into = triton_fused_backward.backward_into
 
 
 def why_not(inputs: Inputs) -> str | None:
-    """The kernels read any strides that keep rows of x aligned."""
+    """Why the kernels, which read any strides that keep rows of x aligned, cannot compute this, or None if they can."""
     x, w = inputs.x, inputs.w
     c, width, unit = x.shape[-1], w.q.shape[0], kernels.UNIT
     if w.q.element_size() != 2:
@@ -96,7 +96,7 @@ def backward(
     """The kernels compute all gradients together; the steps do, if only some are requested."""
     given = {"x": inputs.x} | {name: t for name in TENSORS if (t := getattr(inputs.w, name)) is not None}
     if not all(output_mask[name] for name in given):
-        return steps.backward(grad, inputs, kept, output_mask, low_memory)
+        return panels_backward.backward(grad, inputs, kept, output_mask, steps)
     made = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in given.items()}
     backward_into(made, grad if aligned(grad) else grad.contiguous(), inputs, kept, low_memory)
     return made

@@ -23,7 +23,6 @@ from torchops._triangle_attention.update.triton_fused_launch import (
     kernel_for,
     kernel_of,
     launch_project,
-    padded,
     part_of,
     scratch_for,
     triangle_bias,
@@ -41,7 +40,7 @@ class _Products:
     def __init__(self, many: int, a: int, b: int, of_columns: bool, like: Tensor) -> None:
         self.sums = like.new_empty((_CHUNKS, many, a, b), dtype=torch.float32)
         self.columns = like.new_empty((_CHUNKS, many, a), dtype=torch.float32) if of_columns else None
-        sizes = {"A": a, "PADDED_A": padded(a), "B": b, "PADDED_B": padded(b), "SUMS": of_columns}
+        sizes = {"A": a, "PADDED_A": attention.padded(a), "B": b, "PADDED_B": attention.padded(b), "SUMS": of_columns}
         self.kernels = [kernel_of("products", 0, 0, **sizes, ACCUMULATE=accumulate) for accumulate in (False, True)]
         self.filled = False
 
@@ -98,7 +97,7 @@ def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: K
     x_places, o_places, grad_places, dz_places = map(Places, (x, o, grad, dz))
     gate = _GateGradients(w, ending)
     project, to_z = kernel_for(w, "project", KEEPS_Z=True), kernel_for(w, "to_z")
-    norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=padded(heads), ADD_RESIDUAL=add_residual)
+    norm = kernel_for(w, "norm_gradient", HEADS=heads, PADDED_H=attention.padded(heads), ADD_RESIDUAL=add_residual)
     of_inputs = _Products(4, width, c, w.gate_bias is not None, w.q)
     of_norm = w.q.new_empty((batch, norm.blocks(n * n, x.device), 2 + heads, c), dtype=torch.float32)
     row_bytes = n * ((c + 6 * width) * w.q.element_size() + 8 * heads)

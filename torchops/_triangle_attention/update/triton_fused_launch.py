@@ -15,7 +15,7 @@ from torchops._triangle_attention.update import kernels, kernels_backward, panel
 from torchops._triangle_attention.update.arguments import Weights
 
 __all__ = [
-    *("Places", "aligned", "budget", "kernel_for", "kernel_of", "launch_project", "padded", "part_of"),
+    *("Places", "aligned", "budget", "kernel_for", "kernel_of", "launch_project", "part_of"),
     *("scratch_for", "triangle_bias"),
 ]
 
@@ -34,10 +34,6 @@ def budget(x: Tensor, itemsize: int, training: bool, low_memory: bool = False) -
 
 def aligned(t: Tensor) -> bool:
     return t.stride(-1) == 1 and all(stride % kernels.UNIT == 0 for stride in t.stride()[:-1])
-
-
-def padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
 
 
 class _Tile(NamedTuple):
@@ -90,7 +86,9 @@ class _Kernel:
 
 @cache
 def kernel_of(name: str, c: int, width: int, **constants: int) -> _Kernel:
-    return _Kernel(name, C=c, PADDED_C=padded(c), WIDTH=width, PADDED_WIDTH=padded(width), **constants)
+    return _Kernel(
+        name, C=c, PADDED_C=attention.padded(c), WIDTH=width, PADDED_WIDTH=attention.padded(width), **constants
+    )
 
 
 def kernel_for(w: Weights, name: str, **constants: int) -> _Kernel:
@@ -130,7 +128,7 @@ def triangle_bias(x: Tensor, b: slice, w: Weights, ending: bool) -> Tensor:
     n = x.shape[1]
     width = attention.padded_width(n)
     made = w.q.new_empty((b.stop - b.start, w.heads, n, width))
-    kernel = kernel_for(w, "bias", HEADS=w.heads, PADDED_H=padded(w.heads))
+    kernel = kernel_for(w, "bias", HEADS=w.heads, PADDED_H=attention.padded(w.heads))
     at, batch, outer, inner = Places(x).at(b, slice(0, n), False)
     if ending:
         outer, inner = inner, outer

@@ -10,7 +10,6 @@ One compilation serves all N.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -24,13 +23,11 @@ from torchops._core.triton.launch import Launch
 from torchops._triangle_attention.attention import triton as attention
 from torchops._triangle_attention.attention.arguments import Inputs as AttentionInputs
 from torchops._triangle_attention.attention.arguments import Saved
-from torchops._triangle_attention.update import aten, panels, panels_backward
-from torchops._triangle_attention.update.arguments import Inputs, Kept, Weights
+from torchops._triangle_attention.update import aten, panels
+from torchops._triangle_attention.update.arguments import Weights
+from torchops._triangle_attention.update.kernels import _vector, _z
 
-__all__ = [
-    *("add", "attend", "attend_backward", "backward", "forward", "norm", "prepared_mask", "triangle_bias"),
-    *("whole_bias", "why_not"),
-]
+__all__ = ["add", "attend", "attend_backward", "norm", "prepared_mask", "triangle_bias", "whole_bias"]
 
 _MAX_NORM = 4096  # the longest row that a program holds, in features
 
@@ -65,32 +62,14 @@ def _inside(left, SIZE: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
-def _vector(pointer, default, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    d = tl.arange(0, PADDED)
-    return tl.load(pointer + d, mask=d < SIZE, other=default).to(tl.float32)
-
-
-@triton.jit
 def _normalised(
     x, weight, bias, strides, left, eps,
     C: tl.constexpr, PADDED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """z of a block in float32, zero beyond C."""
-    inside = _inside(left, C, BLOCK, PADDED)
     at = _tile(_first(x, strides, BLOCK), strides, BLOCK, PADDED)
-    values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(values, 1) / C
-    distances = values - mean[:, None]
-    if PADDED != C:
-        distances = tl.where((tl.arange(0, PADDED) < C)[None, :], distances, 0.0)
-    # From the distances, not from the squares of the values, so that no digits cancel.
-    variance = tl.sum(distances * distances, 1) / C
-    z = distances * (1 / tl.sqrt(variance + eps))[:, None]
-    if HAS_WEIGHT:
-        z = z * _vector(weight, 0.0, C, PADDED)[None, :]
-    if HAS_BIAS:
-        z = z + _vector(bias, 0.0, C, PADDED)[None, :]
-    return z
+    values = tl.load(at, mask=_inside(left, C, BLOCK, PADDED), other=0.0)
+    return _z(values, weight, bias, eps, C, PADDED, HAS_WEIGHT, HAS_BIAS)
 
 
 @_jit
@@ -117,7 +96,7 @@ def _bias(
     r = tl.arange(0, BLOCK)
     at = _first(made, made_strides, BLOCK) + r * made_strides[2]
     for h in tl.static_range(HEADS):
-        values = tl.sum(z * _vector(to_heads + h * C, 0.0, C, PADDED)[None, :], 1)
+        values = tl.sum(z * _vector(to_heads + h * C, C, PADDED)[None, :], 1)
         values = tl.where(r < left, values, float("-inf"))
         tl.store(at + h * head_stride, values.to(made.dtype.element_ty), mask=r < left + width - inner)
 
@@ -137,17 +116,13 @@ def _positions(*tensors: Tensor) -> tuple[_Shape, list[_Shape]]:
     return (batch, outer, inner), strides
 
 
-def _padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
 # Blocks and warps are the best of a sweep on an H100, with a pair tensor of N = 1024, c = 128 and bfloat16: 219 us for
 # the norm, 164 for the bias.
 
 
 @cache
 def _launcher(kernel: Any, c: int, has_weight: bool, has_bias: bool, **constants: int) -> Launch:
-    padded = _padded(c)
+    padded = attention.padded(c)
     constants |= {"C": c, "PADDED": padded, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias}
     return Launch(kernel, **constants, BLOCK=max(1, 8192 // padded), num_warps=4)
 
@@ -213,22 +188,3 @@ def attend_backward(
 
 
 add = aten.add
-
-
-# --- the backend -----------------------------------------------------------------------------------------------------
-
-_this: Any = sys.modules[__name__]
-
-
-def why_not(inputs: Inputs) -> str | None:
-    return None
-
-
-def forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool = True) -> None:
-    panels.forward(inputs, target, kept, _this)
-
-
-def backward(
-    grad: Tensor, inputs: Inputs, kept: Kept, output_mask: dict[str, bool], low_memory: bool = False
-) -> dict[str, Tensor]:
-    return panels_backward.backward(grad, inputs, kept, output_mask, _this)
