@@ -44,9 +44,6 @@ class _Call(PairCall):
         self.heads, self.ending, self.add_residual = whole.heads, whole.ending, whole.add_residual
         self.own = whole._replace(x=self.x, mask=self.mask, parameters=self.parameters)
 
-    def wrapped(self, update: Tensor) -> Any:
-        return wrap(update, self.whole, self.placements, self.whole.shape)
-
     def kept_places(self) -> tuple[Placements, Placements]:
         """For the attention's result, (batch, N, N, heads * d), and the logarithms of the sums, (batch, i, heads,
         j)."""

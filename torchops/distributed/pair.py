@@ -55,6 +55,9 @@ class PairCall:
     def with_rows_as(self, placement: Any) -> Placements:
         return tuple(placement if p == self.rows else p for p in self.placements)
 
+    def wrapped(self, update: Tensor) -> Any:
+        return wrap(update, self.whole, self.placements, self.whole.shape)
+
     def wrapped_gradients(
         self,
         gradients: Sequence[Tensor | None],

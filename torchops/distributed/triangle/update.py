@@ -46,9 +46,6 @@ class _Call(TriangleCall):
         dtype, d = self.parameters[P_OUT].dtype, self.parameters[P_OUT].shape[1]
         return (*batch, d, *_padded(n, d, dtype))
 
-    def wrapped(self, update: Tensor) -> Any:
-        return wrap(update, self.whole, self.placements, self.whole.shape)
-
     def wrapped_product(self, product: Tensor, keep: bool) -> Any:
         # In the product, rows of the pair matrix are the second to last dimension. With sharded rows, the product is o
         # without padding; only `gradients` reads it, on the same ranks.
