@@ -73,7 +73,8 @@ def merge(paths: Sequence[Path], output: Path) -> Path:
             elif name in (f"{info}RECORD", f"{info}METADATA", f"{info}WHEEL"):
                 continue
             if merged.setdefault(to, (data, mode))[0] != data:
-                raise ValueError(f"expected the same {name} in all wheels, got another one for {owner[to]} and {wheel.local}")
+                both = f"{owner[to]} and {wheel.local}"
+                raise ValueError(f"expected the same {name} in all wheels, got different ones for {both}")
             owner.setdefault(to, wheel.local)
     platform = max((wheel.platform for wheel in wheels), key=_numbers)  # that needs the newest glibc
     info = f"torchops-{version}.dist-info"

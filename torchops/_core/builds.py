@@ -1,7 +1,8 @@
 """Several builds of the library in one installation, of which the one for the running torch is taken.
 
 The wheel of a release has, in the folder ``builds``, one for each minor version of torch, with CUDA and without, each
-with the layout of a single one: ``_core/_build_info.py``, ``lib`` and ``include``. ``release/merge_wheels.py`` makes it.
+with the layout of a single one: ``_core/_build_info.py``, ``lib`` and ``include``. ``release/merge_wheels.py`` makes
+it.
 """
 
 from __future__ import annotations
@@ -78,4 +79,4 @@ def select() -> None:
     # Its local version names the build; what is installed is of all of them.
     info.version = info.version.partition("+")[0]  # type: ignore[attr-defined]
     sys.modules[_INFO] = info
-    setattr(sys.modules["torchops._core"], "_build_info", info)
+    vars(sys.modules["torchops._core"])["_build_info"] = info

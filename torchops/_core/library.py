@@ -20,8 +20,8 @@ except ImportError as error:
     ) from error
 
 version: str = _build_info.version
-# In an editable install, the compiled files are not in the folder of this one but where the build put _build_info. In one
-# of several builds, each has a folder.
+# In an editable install, the compiled files are not in the folder of this one but where the build put _build_info. Of
+# several builds, each has a folder.
 prefix: Path = Path(_build_info.__file__).parents[1]
 
 

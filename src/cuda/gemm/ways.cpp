@@ -77,8 +77,8 @@ StackedProducts stacked_products(const Case& c, bool is_exact_float32) {
   return {stacks, stacks && !(is_exact_float32 && c.n > 128)};
 }
 
-// A product of few tiles takes as long as one tile, and two of them twice as long. The copy of the weights takes as long
-// as a short sum.
+// A product of few tiles takes as long as one tile, and two of them twice as long. The copy of the weights takes as
+// long as a short sum.
 bool stacks_products(const Case& c) {
   const bool has_one_wave = 2 * c.tiles(128, 64) <= c.sm_count;
   return c.element == Element::kTF32 && has_one_wave && c.k >= 256 && c.n * c.k <= 1 << 19;

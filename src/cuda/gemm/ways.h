@@ -25,11 +25,12 @@ struct StackedProducts {
 };
 StackedProducts stacked_products(const Case& c, bool is_exact_float32);
 
-/// Whether the two products of glu, of this Case each, are faster as one with weights that are copied beside each other.
+/// Whether the two products of glu, of this Case each, are faster as one with weights that are copied beside each
+/// other.
 bool stacks_products(const Case& c);
 
-/// Whether rows that are to be overwritten by their product are copied and multiplied by cuBLAS faster than by the kernel
-/// that needs no copy.
+/// Whether rows that are to be overwritten by their product are copied and multiplied by cuBLAS faster than by the
+/// kernel that needs no copy.
 bool copies_overwritten_rows(const Case& c);
 
 /// The most features or channels of a triangle update for kernels of one pass. With more, weights are streamed.
