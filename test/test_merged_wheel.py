@@ -24,7 +24,10 @@ __all__ = ["clean", "wheel"]  # fixtures
 pytestmark = pytest.mark.xdist_group("packaging")
 
 
-def as_if(made: Path, folder: Path, minor: str, cuda: str = "", changed: Mapping[str, bytes] = MappingProxyType({})) -> Path:
+_AS_THEY_ARE: Mapping[str, bytes] = MappingProxyType({})
+
+
+def as_if(made: Path, folder: Path, minor: str, cuda: str = "", changed: Mapping[str, bytes] = _AS_THEY_ARE) -> Path:
     """A copy of a wheel that says that it is for another torch, with some files changed."""
     read = Wheel.read(made)
     local = f"torch{minor.replace('.', '')}.{'cu' + cuda.replace('.', '') if cuda else 'cpu'}"
