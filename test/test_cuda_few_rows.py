@@ -1,5 +1,5 @@
-"""Ways on CUDA for few rows or few features: products that are one product of stacked weights, rows that are copied and
-overwritten by cuBLAS, and transitions that train in their layers."""
+"""Ways on CUDA for few rows or few features: products that are one product of stacked weights, and rows that are copied
+and overwritten by cuBLAS."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from typing import Literal
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, double, gradients, kernel_names, random
+from cuda_checks import assert_accurate, double, kernel_names, random
 from product_samples import glu_reference
-from torch import Tensor
-from torch.nn import functional as F
-from transition_samples import TRANSITION_KEYWORDS
 
 import torchops
 from torchops._core import _build_info
@@ -55,33 +52,3 @@ def test_few_rows_of_a_large_square(shape: tuple[int, ...], dtype: torch.dtype) 
     assert torchops.square_matmul_(a, b) is a
     assert_accurate(a, eager, expected)
     assert torch.equal(base[..., n:], before[..., n:])
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "rows", "c", "hidden"),
-    [
-        (torch.bfloat16, 300, 192, 768),
-        (torch.float16, 4099, 256, 512),
-        (torch.bfloat16, 300, 100, 36),
-        (torch.float32, 107, 96, 384),
-    ],
-    ids=str,
-)
-def test_training_of_transitions_in_layers(dtype: torch.dtype, rows: int, c: int, hidden: int, residual: bool) -> None:
-    def eager(x: Tensor, *p: Tensor) -> Tensor:
-        z = F.layer_norm(x, (c,), p[0], p[1])
-        y = F.linear(F.silu(F.linear(z, p[2], p[3])) * F.linear(z, p[4], p[5]), p[6], p[7])
-        return x + y if residual else y
-
-    def ours(x: Tensor, *p: Tensor) -> Tensor:
-        transition = torch.ops.myops._add_transition if residual else torch.ops.myops.transition
-        return transition(x, **dict(zip(TRANSITION_KEYWORDS, (*p, 1e-5), strict=True)))
-
-    shapes = [(c,), (c,), (hidden, c), (hidden,), (hidden, c), (hidden,), (c, hidden), (c,)]
-    args = [random(rows, c, dtype=dtype)] + [random(*s, dtype=dtype, scale=s[-1] ** -0.5) for s in shapes]
-    cotangent = random(rows, c, dtype=dtype)
-    exact = gradients(eager, double(*args), cotangent.double())
-    theirs, got = (gradients(f, args, cotangent) for f in (eager, ours))
-    for mine, aten, right in zip(got, theirs, exact, strict=True):
-        assert_accurate(mine, aten, right)

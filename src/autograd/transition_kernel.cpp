@@ -8,10 +8,6 @@
 #include "autograd/normalize.h"
 #include "autograd/path.h"
 #include "autograd/recipe.h"
-#include "ops/common.h"
-#include "ops/glu.h"
-#include "ops/kept_products.h"
-#include "ops/layer_norm.h"
 #include "ops/transition.h"
 
 namespace torchops::autograd {
@@ -127,16 +123,6 @@ struct Layer : torch::autograd::Function<Layer> {
   }
 };
 
-// The operator in its layers, which autograd differentiates.
-Tensor in_layers(const detail::Transition& t) {
-  const auto parameter = [&](const OptionalTensor& p) { return detail::norm_parameter(p, t.x.scalar_type()); };
-  const c10::SymInt features = t.x.sym_size(-1);
-  const Tensor z =
-      layer_norm(t.x, c10::SymIntArrayRef(features), parameter(t.norm_weight), parameter(t.norm_bias), t.eps);
-  const Tensor hidden = glu(z.to(t.dtype()), t.up_weight, t.gate_weight, t.up_bias, t.gate_bias, "silu");
-  return linear(hidden, t.down_weight, t.down_bias);
-}
-
 struct Functional : FunctionalOp<Functional, transition> {
   template <class... Args>
   static void check(const Args&... args) {
@@ -149,8 +135,6 @@ struct Functional : FunctionalOp<Functional, transition> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    const detail::Transition t{args...};
-    if (detail::keeps_layers(t.gate_weight)) return in_layers(t);
     return Layer::apply(args..., /*add_residual=*/false, OptionalTensor());
   }
 };
@@ -166,8 +150,6 @@ struct Sum : FunctionalOp<Sum, detail::add_transition> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    const detail::Transition t{args...};
-    if (detail::keeps_layers(t.gate_weight)) return t.x + in_layers(t);
     return Layer::apply(args..., /*add_residual=*/true, OptionalTensor());
   }
 };

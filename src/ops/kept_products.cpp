@@ -47,15 +47,6 @@ bool detail::keeps_products(const Tensor& x, const Tensor& w, Gated of) {
   return holds((in_features % vector).sym_ne(0)) || holds((out_features % vector).sym_ne(0));
 }
 
-// Memory stays below that of eager mode, which keeps the activation of the gate too.
-bool detail::keeps_layers(const Tensor& gate_weight) {
-  if (!gate_weight.device().is_cuda()) return gate_weight.device().is_cpu();
-  const c10::SymInt features = gate_weight.sym_size(1), hidden = gate_weight.sym_size(0);
-  const bool in_one_pass = gate_weight.element_size() == 2 && holds(features.sym_le(kMostOfOnePass)) &&
-                           holds((features % 8).sym_eq(0)) && holds((hidden % 8).sym_eq(0));
-  return !in_one_pass;
-}
-
 namespace {
 
 bool keeps_products(const Tensor& x, const Tensor& w, bool of_glu) {

@@ -15,10 +15,6 @@ enum class Gated { kTensor, kProduct };
 /// the CPU and on CUDA, where that takes longer than writing and reading them.
 bool keeps_products(const at::Tensor& x, const at::Tensor& w, Gated of);
 
-/// Whether training of transition() is that of its three layers, which save what they read, by its gate_weight: where
-/// no kernels recompute everything in one pass over the rows, recomputing takes more products than eager mode.
-bool keeps_layers(const at::Tensor& gate_weight);
-
 /// On CUDA in 16 bits, with more features in, or if one number of features is odd and neither is more than that of one
 /// pass, gradients of gate() copy rows that are not aligned to 16 bytes, and compute the product again from the copies.
 constexpr int64_t kMostUncopied = 192, kMostOfOnePass = 128;

@@ -16,8 +16,7 @@ namespace torchops {
 /// x: (..., c); norms: (c,), or none; gate_weight, up_weight: (hidden, c); down_weight: (c, hidden); each bias: one
 /// element per row of its weight, or none. All have one floating-point dtype, except that x and each of the norm's
 /// parameters may be float32 if the weights are float16 or bfloat16. Returns a new contiguous tensor of x's shape and
-/// the weights' dtype. Without gradients, only the hidden features of a panel of rows exist at a time; see
-/// detail::keeps_layers(). Throws c10::Error, with nothing
+/// the weights' dtype. Only the hidden features of a panel of rows exist at a time. Throws c10::Error, with nothing
 /// computed, when arguments do not fit.
 TORCHOPS_API at::Tensor transition(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                                    const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,

@@ -64,10 +64,8 @@ def transition(
     ``norm_weight`` and ``norm_bias`` may each be float32. ``x`` is rounded only after the mean of each row has been
     subtracted. ``torch.autocast`` casts the other parameters, and leaves a float32 ``x`` or norm as it is.
 
-    Memory: without gradients, the ``hidden`` features, several times as many as those of ``x``, exist only for one panel
-    of rows at a time. For backward, on CUDA in 16 bits with up to 128 features, and numbers of features that are
-    multiples of eight, only the arguments are kept; everything else is computed again. Elsewhere, that takes longer, and
-    the normalised ``x`` and hidden features are kept, which is less than autograd keeps of the formula.
+    Memory: the ``hidden`` features, several times as many as those of ``x``, exist only for one panel of rows at a
+    time. For backward, only the arguments are kept; everything else is computed again.
 
     Returns:
         The transition, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the
