@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 FOLDER = Path(__file__).parents[1] / "builds"
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 _INFO = "torchops._core._build_info"
 
 
@@ -42,6 +43,11 @@ def numbers(version: str | None) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version or "")[0])))
 
 
+def installed() -> str:
+    """The running torch, for messages."""
+    return f"torch {torch.__version__} (CUDA {torch.version.cuda or 'off'})"
+
+
 def select() -> None:
     """Makes the build for the running torch ``torchops._core._build_info``.
 
@@ -53,13 +59,12 @@ def select() -> None:
     minor, cuda = numbers(torch.__version__)[:2], numbers(torch.version.cuda)
     builds = found()
     fitting = [build for build in builds if build.torch == minor]
-    installed = f"torch {torch.__version__} (CUDA {torch.version.cuda or 'off'})"
     if not fitting:
         supported = ", ".join(f"{major}.{minor}" for major, minor in sorted({build.torch for build in builds}))
         raise ImportError(
-            f"torchops: expected a torch of these minor versions: {supported}; got {installed}. Either install one of "
-            f'these, as with: pip install "torch=={supported.rpartition(" ")[2]}.*"; or build torchops for yours, in a '
-            "clone of its repository: pip install --no-build-isolation --force-reinstall --no-deps ."
+            f"torchops: expected a torch of these minor versions: {supported}; got {installed()}. Either install one "
+            f'of these, as with: pip install "torch=={supported.rpartition(" ")[2]}.*"; or build torchops for yours, in '
+            f"a clone of its repository: {REBUILD}"
         )
     of_cuda = [build for build in fitting if cuda and build.cuda[:1] == cuda[:1]]
     of_cpu = [build for build in fitting if not build.cuda]
@@ -67,8 +72,8 @@ def select() -> None:
     if cuda and not of_cuda:
         others = sorted({f"CUDA {build.cuda[0]}" for build in fitting if build.cuda})
         warnings.warn(
-            f"torchops: no kernels for {installed}: those of this installation are for {', '.join(others) or 'the CPU'}"
-            ". Its operators run on the CPU only",
+            f"torchops: no kernels for {installed()}: those of this installation are for "
+            f"{', '.join(others) or 'the CPU'}. Its operators run on the CPU only",
             stacklevel=4,
         )
     spec = importlib.util.spec_from_file_location(_INFO, build.info)

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 
 from torchops._core import builds
-
-REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+from torchops._core.builds import REBUILD, installed
 
 if builds.FOLDER.is_dir():
     builds.select()
@@ -38,13 +37,12 @@ def load() -> None:
     """
     library = prefix / _build_info.library
     built = f"torch {_build_info.torch_version} (CUDA {_build_info.cuda_version or 'off'})"
-    installed = f"torch {torch.__version__} (CUDA {torch.version.cuda or 'off'})"
     minor = _minor(_build_info.torch_version)
     rebuild = f"rebuild torchops, in the folder with its pyproject.toml: {REBUILD}"
     if minor != _minor(torch.__version__):
         raise ImportError(
-            f"torchops: expected torch {minor}, got {installed}. This library was built for {built}, and PyTorch's C++ "
-            f"ABI changes with the minor version. Either {rebuild}; or install its torch: "
+            f"torchops: expected torch {minor}, got {installed()}. This library was built for {built}, and PyTorch's "
+            f"C++ ABI changes with the minor version. Either {rebuild}; or install its torch: "
             f'pip install "torch=={minor}.*"'
         )
     if not library.is_file():
@@ -55,5 +53,5 @@ def load() -> None:
         reason = error.__cause__ or error
         raise ImportError(
             f"torchops: {library} does not load ({reason}). It was built for {built}, and the process runs "
-            f"{installed}. To fix this, {rebuild}"
+            f"{installed()}. To fix this, {rebuild}"
         ) from error
