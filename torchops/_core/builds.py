@@ -63,8 +63,8 @@ def select() -> None:
         supported = ", ".join(f"{major}.{minor}" for major, minor in sorted({build.torch for build in builds}))
         raise ImportError(
             f"torchops: expected a torch of these minor versions: {supported}; got {installed()}. Either install one "
-            f'of these, as with: pip install "torch=={supported.rpartition(" ")[2]}.*"; or build torchops for yours, in '
-            f"a clone of its repository: {REBUILD}"
+            f'of these, as with: pip install "torch=={supported.rpartition(" ")[2]}.*"; or build torchops for yours, '
+            f"in a clone of its repository: {REBUILD}"
         )
     of_cuda = [build for build in fitting if cuda and build.cuda[:1] == cuda[:1]]
     of_cpu = [build for build in fitting if not build.cuda]
