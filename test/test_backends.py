@@ -150,7 +150,10 @@ def test_fallbacks_of_the_helpers(dtype: torch.dtype, affine: bool) -> None:
     everything, only_x = (True, *[affine] * 2, *[True, affine] * 3), (True, *[False] * 8)
     for transition_mask in [everything, only_x, (False, False, affine, True, *[False] * 5)]:
         for add_residual in (False, True):
+            both("_transition", x, *given[:-1], biases.get("down_bias"), 1e-5, add_residual)
             both("_transition_backward", grad, x, *given, transition_mask, add_residual)
+            products = torch.ops.myops._transition(x, *given[:-1], None, 1e-5, add_residual)[1:]
+            both("_transition_backward", grad, x, *given, transition_mask, add_residual, *products)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -269,10 +272,8 @@ def test_torch_dispatch_mode(case: OpCase, sample: Sample) -> None:
         case.pure(*arguments[0], **arguments[1])
     ours = {op for op in seen.ops if op.namespace == "myops"}
     forward = case.twin or case.name
-    if case.name in ("layer_norm", "layer_norm_", "triangle_attention"):
+    if case.name in ("layer_norm", "layer_norm_", "transition", "add_transition_", "triangle_attention"):
         forward = f"_{forward}"
-    if case.name == "add_transition_":
-        forward = "_add_transition"
     assert getattr(torch.ops.myops, forward).default in ours
     assert (torch.ops.aten.copy_.default in seen.ops) == (case.mutates is not None)
 

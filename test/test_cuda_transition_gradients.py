@@ -87,6 +87,47 @@ def test_gradients_by_the_cuda_kernels(
             assert error(value, want[name]) <= 1.2 * error(eager[name], want[name]), name
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize(
+    ("dtype", "of_x"),
+    [
+        *((dtype, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("shape", "hidden", "options"),
+    [
+        ((301, 192), 768, {}),
+        ((3, 77, 264), 520, {"biases": False}),
+        ((2048, 256), 1024, {"norm": False}),
+        ((40, 8), 24, {}),
+    ],
+)
+def test_gradients_of_kept_products(
+    shape: tuple[int, ...], hidden: int, options: dict[str, bool], dtype: torch.dtype, residual: bool, of_x: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    low = {name: w.to(dtype) for name, w in parameters(shape[-1], hidden, **options).items()}
+    exact = {name: w.double() for name, w in low.items()}
+    x = (2 * torch.randn(shape, device="cuda", dtype=torch.float64) + 1).to(of_x)
+    ours, plain = (OPS._add_transition if residual else OPS.transition), reference
+    if residual:
+        plain = lambda x, **w: x + reference(x, **w)  # noqa: E731
+    grad = torch.randn(shape, device="cuda", dtype=torch.float64).to(of_x if residual else dtype)
+    want = gradients(plain, x.double(), grad.double(), exact)
+    eager = gradients(plain, x, grad.to(of_x), {name: w.to(of_x) for name, w in low.items()})
+    poison(*x.shape, dtype=dtype)
+    got = gradients(ours, x, grad, low)
+    for name, value in got.items():
+        assert value.dtype == (of_x if name == "x" else dtype)
+        bound = (
+            1.25 * error(eager[name].to(value.dtype), want[name]) + (1 if of_x == dtype else 4) * torch.finfo(dtype).eps
+        )
+        assert error(value, want[name]) <= bound, name
+
+
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in_place"])
 def test_a_few_kernels_make_all_gradients(in_place: bool) -> None:
     """Two read the rows and three the parameters, instead of dozens for each panel of rows."""

@@ -81,6 +81,15 @@ def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
         b, bg = (up[:, 0], gate[:, 1]) if bias else (None, None)
         return "_transition_backward", (grad, x, *norm, gate, bg, up, b, down, 1e-5, output_mask, bias)
 
+    def with_products(dtype: torch.dtype, bias: bool) -> list[tuple[str, tuple[Any, ...]]]:
+        name, (grad, *arguments) = transition(dtype, full, bias, [True, bias, bias, *[True, bias] * 3])
+        *parameters, eps, output_mask, _ = arguments
+        up, gate = (random_like(grad.new_empty(2, 4, 6), seed) for seed in (20, 21))
+        return [
+            ("_transition", (*parameters, None if bias else parameters[-1][:, 0], eps, bias)),
+            (name, (grad, *parameters, eps, output_mask, bias, up, gate)),
+        ]
+
     low, full = torch.bfloat16, torch.float32
     return [
         gate(full, full, True, [True] * 4),
@@ -93,6 +102,8 @@ def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
         *(("_glu", glu(dtype, full, bias, [])[1][1:7]) for dtype, bias in ((full, True), (low, False))),
         transition(full, full, True, [True] * 9),
         transition(low, full, False, [True, False, False, True, False, False, False, True, True]),
+        *with_products(full, True),
+        *with_products(low, False),
     ]
 
 

@@ -54,7 +54,8 @@ myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Te
 myops::_linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::_saved_copy(Tensor x) -> Tensor
 myops::_softmax_backward(Tensor grad, Tensor y, int dim) -> Tensor
-myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] output_mask, bool add_residual=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+myops::_transition(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? down_bias, float eps, bool add_residual) -> (Tensor, Tensor, Tensor)
+myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] output_mask, bool add_residual=False, Tensor? up=None, Tensor? gate=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)
 myops::_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, Tensor logsumexp, float scale, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention_update(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool add_residual=False) -> Tensor
@@ -119,6 +120,7 @@ myops::_layer_norm_backward                      x    x     .         .         
 myops::_linear                                   .    x     x         .                .              x            x             x                 x
 myops::_saved_copy                               .    x     x         .                .              .            .             x                 x
 myops::_softmax_backward                         .    x     x         .                .              .            .             x                 x
+myops::_transition                               x    x     .         .                .              .            .             .                 x
 myops::_transition_backward                      x    x     x         .                .              .            .             x                 x
 myops::_triangle_attention                       x    x     x         .                .              .            .             .                 .
 myops::_triangle_attention_backward              x    x     x         .                .              .            .             x                 .

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from checks import assert_all_close, random_like
+from test_gates import saved
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,28 +28,53 @@ def values(
     shapes = [(rows, c), (c,), (c,), (hidden, c), (hidden,), (hidden, c), (hidden,), (c, hidden), (c,)]
     out = {}
     for seed, (name, shape) in enumerate(zip(NAMES, shapes, strict=True)):
-        scale = shape[1] ** -0.5 if name.endswith("weight") and len(shape) == 2 else 1.0
+        scale = max(shape[1], 1) ** -0.5 if name.endswith("weight") and len(shape) == 2 else 1.0
         out[name] = (random_like(torch.empty(shape, dtype=torch.float64), seed) * scale).to(dtype).to(device)
     return out
 
 
-def backward(given: dict[str, Tensor], grad: Tensor, output_mask: list[bool]) -> list[Tensor]:
+KEPT = pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
+
+
+def products_of(given: dict[str, Tensor], kept: bool) -> list[Tensor]:
+    """The hidden products, if they are kept."""
+    return list(OPS._transition(*given.values(), 1e-5, False)[1:]) if kept else []
+
+
+def backward(
+    given: dict[str, Tensor], grad: Tensor, output_mask: list[bool], *products: Tensor, add_residual: bool = False
+) -> list[Tensor]:
     parameters = {name: t for name, t in given.items() if name != "down_bias"}
-    return OPS._transition_backward(grad, *parameters.values(), 1e-5, output_mask)
+    return OPS._transition_backward(grad, *parameters.values(), 1e-5, output_mask, add_residual, *products)
 
 
+@KEPT
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_subset_of_gradients(device: str) -> None:
+def test_every_subset_of_gradients(device: str, kept: bool) -> None:
     """The same bits whatever else is wanted, and empty tensors for the others."""
     given = values(700, 7, 5, device=device)
-    grad = random_like(given["x"], 20)
-    whole = backward(given, grad, [True] * 9)
+    grad, products = random_like(given["x"], 20), products_of(given, kept)
+    whole = backward(given, grad, [True] * 9, *products)
     for output_mask in itertools.product([False, True], repeat=9):
-        for got, all_of_it, asked in zip(backward(given, grad, list(output_mask)), whole, output_mask, strict=True):
-            assert torch.equal(got, all_of_it) if asked else got.shape == (0,)
+        results = backward(given, grad, list(output_mask), *products)
+        for got, all_of_it, wanted in zip(results, whole, output_mask, strict=True):
+            assert torch.equal(got, all_of_it) if wanted else got.shape == (0,)
 
 
-# The products, each of rows * c * hidden: gate, up, back through down, dz by up and by gate, and the three weights.
+# The products, each of rows * c * hidden, where the hidden ones are kept: back through down, dz by up and by gate, and
+# the three weights.
+COUNTS_OF_KEPT = {
+    "down_bias": 0,
+    "down_weight": 1,
+    "up_bias": 1,
+    "up_weight": 2,
+    "gate_bias": 1,
+    "gate_weight": 2,
+    "norm_bias": 3,
+    "norm_weight": 3,
+    "x": 3,
+}
+# The same where gate and up are computed again.
 COUNTS = {
     "down_bias": 0,
     "down_weight": 3,
@@ -61,9 +88,12 @@ COUNTS = {
 }
 
 
-def test_no_product_that_nobody_asked_for() -> None:
-    given = values(6, 7, 5)
-    product = 2 * 6 * 7 * 5
+@KEPT
+def test_no_product_that_nobody_asked_for(kept: bool) -> None:
+    """Small hidden products are kept on a CPU."""
+    rows, c, hidden = (6, 7, 5) if kept else (600, 1, 4096)
+    given = values(rows, c, hidden)
+    product = 2 * rows * c * hidden
 
     def training(*names: str) -> int:
         leaves = [given[name].requires_grad_() for name in names]
@@ -74,16 +104,18 @@ def test_no_product_that_nobody_asked_for() -> None:
             leaf.requires_grad_(False)
         return counter.get_total_flops() // product - 3
 
-    for name, count in COUNTS.items():
+    for name, count in (COUNTS_OF_KEPT if kept else COUNTS).items():
         assert training(name) == count, name
-    assert training(*NAMES) == 8
-    assert training("gate_weight", "up_weight") == 5
-    assert training("x", "down_weight") == 6
+    again = 0 if kept else 2
+    assert training(*NAMES) == 6 + again
+    assert training("gate_weight", "up_weight") == 3 + again
+    assert training("x", "down_weight") == 4 + again
 
 
+@KEPT
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_sums_over_rows_are_in_float32(device: str, dtype: torch.dtype) -> None:
+def test_sums_over_rows_are_in_float32(device: str, dtype: torch.dtype, kept: bool) -> None:
     """ATen's layer norm adds up the gradients of its parameters in 16 bits on the CPU, and is ten times as far off."""
     rows = 6000 if device == "cpu" and dtype == torch.bfloat16 else 3000
     given = values(rows, 24, 40, dtype, device)
@@ -91,20 +123,21 @@ def test_sums_over_rows_are_in_float32(device: str, dtype: torch.dtype) -> None:
     leaves = {name: t.double().requires_grad_() for name, t in given.items()}
     out = transition_reference(**leaves)
     expected = torch.autograd.grad(out, list(leaves.values()), grad.double())
-    for name, got, exact in zip(NAMES, backward(given, grad, [True] * 9), expected, strict=True):
+    gradients = backward(given, grad, [True] * 9, *products_of(given, kept))
+    for name, got, exact in zip(NAMES, gradients, expected, strict=True):
         assert got.dtype == dtype
         distance = ((got.double() - exact).norm() / exact.norm()).item()
         assert distance <= 3 * torch.finfo(dtype).eps, name
 
 
+@KEPT
 @pytest.mark.parametrize("device", DEVICES)
-def test_adds_the_cotangent_where_asked(device: str) -> None:
+def test_adds_the_cotangent_where_asked(device: str, kept: bool) -> None:
     given = values(700, 8, 16, device=device)
-    grad = random_like(given["x"], 20)
-    parameters = [t for name, t in given.items() if name != "down_bias"]
+    grad, products = random_like(given["x"], 20), products_of(given, kept)
     for output_mask in ([True] * 9, [True] + [False] * 8, [False] + [True] * 8):
-        dx, *others = backward(given, grad, output_mask)
-        got = OPS._transition_backward(grad, *parameters, 1e-5, output_mask, add_residual=True)
+        dx, *others = backward(given, grad, output_mask, *products)
+        got = backward(given, grad, output_mask, *products, add_residual=True)
         assert torch.equal(got[0], dx + grad if output_mask[0] else dx)
         assert all(map(torch.equal, got[1:], others))
 
@@ -121,11 +154,36 @@ def test_residual_of_a_wider_stream_keeps_its_digits() -> None:
     assert torch.equal(dx, grad)
 
 
-def test_repeatable() -> None:
+@KEPT
+def test_repeatable(kept: bool) -> None:
     given = values(5000, 33, 65)
-    grad = random_like(given["x"], 20)
-    first, second = (backward(given, grad, [True] * 9) for _ in range(2))
+    grad, products = random_like(given["x"], 20), products_of(given, kept)
+    first, second = (backward(given, grad, [True] * 9, *products) for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_training_keeps(dtype: torch.dtype) -> None:
+    """Both hidden products of more than 128 features, and of few features those that stay in the cache; of a call in
+    place none. Gradients are those of recomputed products up to rounding."""
+    for rows, c, hidden, keeps in ((9, 136, 8, True), (40, 8, 16, True), (2100, 8, 4096, False)):
+        given = {name: t.requires_grad_() for name, t in values(rows, c, hidden, dtype).items()}
+        x, weights = given["x"].clone(), {name: t for name, t in given.items() if name != "x"}
+        of_new = saved(partial(OPS.transition, x, **weights))
+        in_place = saved(partial(OPS.add_transition_, x, **weights))
+        assert [sum(t.shape == (rows, hidden) for t in kept) for kept in (of_new, in_place)] == [2 * keeps, 0]
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (4, 0)], ids=str)
+def test_without_elements(shape: tuple[int, ...]) -> None:
+    """Sums over no rows are 0."""
+    given = values(1, shape[-1], 5)
+    given["x"] = torch.zeros(shape)
+    leaves = [t.requires_grad_() for t in given.values()]
+    y = OPS.transition(**given)
+    assert y.shape == shape
+    for gradient, leaf in zip(torch.autograd.grad(y.sum(), leaves), leaves, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(leaf))
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in_place"])
@@ -144,12 +202,15 @@ def test_hidden_features_of_a_panel_at_a_time(in_place: bool) -> None:
 def test_private_operator_checks_its_arguments() -> None:
     given = values(6, 7, 5)
     x, parameters = given["x"], list(given.values())[1:-1]
-    nothing = [False] * 9
+    nothing, hidden = [False] * 9, torch.zeros(6, 5)
     for arguments, text in (
         ((x[:1], x, *parameters, 1e-5, nothing), r"expected grad of shape \(6, 7\) to match x, got \(1, 7\)"),
         ((x.double(), x, *parameters, 1e-5, nothing), "expected grad of dtype float32 to match gate_weight"),
         ((x, x, *parameters[:-1], parameters[-1].t(), 1e-5, nothing), r"expected down_weight of shape \(7, 5\)"),
         ((x, x, None, *parameters[1:], 1e-5, [False, True, *nothing[2:]]), "expected output_mask without gradients of"),
+        ((x, x, *parameters, 1e-5, nothing, False, hidden), "expected both up and gate or neither, got one of them"),
+        ((x, x, *parameters, 1e-5, nothing, False, x, hidden), r"expected up of shape \(6, 5\) to match x and gate"),
+        ((x, x, *parameters, 1e-5, nothing, False, hidden, hidden.double()), "expected gate of dtype float32"),
     ):
         for device in ("cpu", "meta"):
             moved = [t.to(device) if isinstance(t, Tensor) else t for t in arguments]

@@ -123,13 +123,15 @@ def transition_flops(x: Sequence[int], *args: Any, gate_weight: Sequence[int], *
     return 6 * prod(x) * gate_weight[0]
 
 
-def transition_backward_flops(x: Sequence[int], gate_weight: Sequence[int], output_mask: Sequence[bool]) -> int:
-    """The products of gate and up again, one back through down, two back to ``x``, and one for each gradient of a
-    weight; but none that only a gradient reads which ``output_mask`` does not ask for."""
+def transition_backward_flops(
+    x: Sequence[int], gate_weight: Sequence[int], output_mask: Sequence[bool], up: Sequence[int] | None = None
+) -> int:
+    """The products of gate and up again, unless they are given, one back through down, two back to ``x``, and one for
+    each gradient of a weight; but none that only a gradient reads which ``output_mask`` does not ask for."""
     to_z = any(output_mask[:3])
-    gate, up = to_z or any(output_mask[3:5]), to_z or any(output_mask[5:7])
-    again = (gate or up or output_mask[7]) + (gate or output_mask[7])
-    products = again + (gate or up) + 2 * to_z + sum(output_mask[3:8:2])
+    to_gate, to_up = to_z or any(output_mask[3:5]), to_z or any(output_mask[5:7])
+    again = 0 if up else (to_gate or to_up or output_mask[7]) + (to_gate or output_mask[7])
+    products = again + (to_gate or to_up) + 2 * to_z + sum(output_mask[3:8:2])
     return products * dense_flops(x, gate_weight)
 
 
@@ -233,7 +235,7 @@ _OPERATORS: dict[Callable[..., int], list[str]] = {
     glu_flops: ["glu", "_glu"],
     glu_backward_flops: ["_glu_backward"],
     square_matmul_flops: ["square_matmul", "square_matmul_"],
-    transition_flops: ["transition", "add_transition_", "_add_transition"],
+    transition_flops: ["transition", "add_transition_", "_add_transition", "_transition"],
     transition_backward_flops: ["_transition_backward"],
     triangle_multiplicative_update_flops: ["triangle_multiplicative_update", "add_triangle_multiplicative_update_"],
     triangle_update_flops: ["_triangle_multiplicative_update", "_triangle_multiplicative_update_"],

@@ -8,6 +8,7 @@
 #include "autograd/normalize.h"
 #include "autograd/path.h"
 #include "autograd/recipe.h"
+#include "ops/kept_products.h"
 #include "ops/transition.h"
 
 namespace torchops::autograd {
@@ -16,6 +17,7 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 using detail::TransitionGradients;
 using detail::TransitionOutputMask;
+using detail::TransitionProducts;
 
 // The operator and its gradients in differentiable ATen operators. The formulas are in src/cpu/transition_kernel.cpp.
 class WrittenOut {
@@ -26,6 +28,8 @@ class WrittenOut {
         z_(scale_and_shift(norm_.xhat, t.norm_weight, t.norm_bias, t.dtype())),
         gate_(linear(z_, t.gate_weight, t.gate_bias)) {}
 
+  const Tensor& gate() const { return gate_; }
+  Tensor up() const { return linear(z_, t_.up_weight, t_.up_bias); }
   Tensor result() const { return linear(silu_written_out(gate_) * up(), t_.down_weight, t_.down_bias).contiguous(); }
 
   TransitionGradients gradients(const Tensor& grad, const TransitionOutputMask& output_mask, bool add_residual) const {
@@ -54,17 +58,17 @@ class WrittenOut {
   }
 
  private:
-  Tensor up() const { return linear(z_, t_.up_weight, t_.up_bias); }
-
   const detail::Transition& t_;
   Normalized norm_;
   Tensor z_, gate_;
 };
 
-// Saves x and the parameters, and recomputes everything else. With `add_residual`, the result is x plus the layer's
+// Saves x and the parameters. The hidden products are saved only where that is faster (keeps_products()), and never of
+// a call in place; otherwise backward recomputes them. With `add_residual`, the result is x plus the layer's
 // output; it overwrites `target`, which was x, if there is one.
 struct Layer : torch::autograd::Function<Layer> {
   static constexpr bool is_traceable = true;
+  static constexpr size_t kSavedParameters = 8;  // x among them; down_bias is not
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& norm_weight,
                         const OptionalTensor& norm_bias, const Tensor& gate_weight, const OptionalTensor& gate_bias,
@@ -82,14 +86,20 @@ struct Layer : torch::autograd::Function<Layer> {
                         or_undefined(up_bias),
                         down_weight};
     if (target) check_can_be_saved(saved);
-    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["has_down_bias"] = down_bias.has_value();
     ctx->saved_data["add_residual"] = add_residual;
-    const auto call = [&](const auto& operation, auto& self) {
+    const auto call = [&](const auto& operation, auto& self, auto... residual) {
       return operation(self, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
-                       eps);
+                       eps, residual...);
     };
+    Tensor y, up, gate;
+    if (!target && detail::keeps_products(x, gate_weight, detail::Gated::kHidden)) {
+      std::tie(y, up, gate) = call(detail::transition_with_products, x, add_residual);
+    }
+    saved.insert(saved.end(), {up, gate});
+    ctx->save_for_backward(std::move(saved));
+    if (y.defined()) return y;
     if (!add_residual) return call(transition, x);
     if (!target) return call(detail::add_transition, x);
     return overwrite(*target, [&](Tensor& self) { call(add_transition_, self); });
@@ -101,7 +111,7 @@ struct Layer : torch::autograd::Function<Layer> {
     TransitionOutputMask output_mask{};
     size_t edges = 0;  // counts only the tensors that were passed
     for (size_t i = 0; i < output_mask.size(); ++i) {
-      const bool given = i < saved.size() ? saved[i].defined() : ctx->saved_data["has_down_bias"].toBool();
+      const bool given = i < kSavedParameters ? saved[i].defined() : ctx->saved_data["has_down_bias"].toBool();
       output_mask[i] = given && ctx->needs_input_grad(edges++);
     }
     const Tensor& gate_weight = saved[3];
@@ -112,7 +122,8 @@ struct Layer : torch::autograd::Function<Layer> {
                add_residual = is_sum && grad.scalar_type() == grads[0].scalar_type();
     TransitionGradients gradients = detail::transition_backward(
         grad, saved[0], optional_of(saved[1]), optional_of(saved[2]), gate_weight, optional_of(saved[4]), saved[5],
-        optional_of(saved[6]), saved[7], ctx->saved_data["eps"].toDouble(), output_mask, add_residual);
+        optional_of(saved[6]), saved[7], ctx->saved_data["eps"].toDouble(), output_mask, add_residual,
+        optional_of(saved[kSavedParameters]), optional_of(saved[kSavedParameters + 1]));
     variable_list out = std::apply([](auto&... gradient) { return variable_list{gradient...}; }, gradients);
     for (size_t i = 0; i < output_mask.size(); ++i) {
       if (!output_mask[i]) out[i] = Tensor();
@@ -171,7 +182,8 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
 };
 using InPlace = InPlaceOf<detail::add_transition>;
 
-// Differentiated only by double backward.
+// Differentiated only by double backward, which recomputes the products even if they are given, since they depend on x
+// and the weights too.
 struct Backward : FunctionalOp<Backward, detail::transition_backward> {
   template <class... Args>
   static void check(const Args&... args) {
@@ -184,20 +196,22 @@ struct Backward : FunctionalOp<Backward, detail::transition_backward> {
 
  private:
   static TransitionGradients checked(const Tensor& grad, const detail::Transition& t,
-                                     const TransitionOutputMask& output_mask, bool /*add_residual*/) {
-    detail::check_transition_backward(grad, t, output_mask);
+                                     const TransitionOutputMask& output_mask, bool /*add_residual*/,
+                                     const TransitionProducts& products) {
+    detail::check_transition_backward(grad, t, output_mask, products);
     return {};
   }
   static TransitionGradients written_out(const Tensor& grad, const detail::Transition& t,
-                                         const TransitionOutputMask& output_mask, bool add_residual) {
+                                         const TransitionOutputMask& output_mask, bool add_residual,
+                                         const TransitionProducts&) {
     return WrittenOut(t).gradients(grad, output_mask, add_residual);
   }
 };
 
 // Returns the strides that the kernels promise.
 TransitionGradients composite(const Tensor& grad, const detail::Transition& t, const TransitionOutputMask& output_mask,
-                              bool add_residual) {
-  detail::check_transition_backward(grad, t, output_mask);
+                              bool add_residual, const TransitionProducts& products) {
+  detail::check_transition_backward(grad, t, output_mask, products);
   const TransitionGradients gradients = WrittenOut(t).gradients(grad, output_mask, add_residual);
   return std::apply([](const auto&... gradient) { return TransitionGradients{gradient.contiguous()...}; }, gradients);
 }
@@ -232,9 +246,17 @@ Tensor composite_sum(const detail::Transition& t) {
       .contiguous();
 }
 
+std::tuple<Tensor, Tensor, Tensor> composite_with_products(const detail::Transition& t, bool add_residual) {
+  detail::check_transition_with_products(t);
+  const WrittenOut written(t);
+  const Tensor y = add_residual ? t.x + written.result() : written.result();
+  return {y.contiguous(), written.up().contiguous(), written.gate().contiguous()};
+}
+
 // For backends that implement only transition and add_transition_.
 TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) {
   m.impl("_add_transition", detail::TransitionKernel::functional<composite_sum>);
+  m.impl("_transition", detail::transition_with_products_kernel<composite_with_products>);
   m.impl("_transition_backward", detail::transition_backward_kernel<composite>);
 }
 

@@ -103,7 +103,7 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
   const Tensor dv_rows = output_mask[0] ? detail::as_rows(dv) : dv, dx_rows = output_mask[1] ? detail::as_rows(dx) : dx;
   const Tensor w_t = transposed(w);
   const Chunks chunks(x_rows, w, 1);
-  const WeightGradient weight(w, output_mask[2], output_mask[3], chunks);
+  const WeightGradient weight(dw, output_mask[2], db, output_mask[3], chunks);
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows), x_panel = panel_of(x_rows).to(w.scalar_type());
@@ -116,7 +116,7 @@ detail::GateGradients gate_backward_cpu(const Tensor& grad, const Tensor& v, con
     if (output_mask[1]) input_gradient(panel_of(dx_rows), dz, w);
     weight.add(chunk, dz, x_panel);
   });
-  weight.finish(dw, db);
+  weight.finish();
   return gradients;
 }
 

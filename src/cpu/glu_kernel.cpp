@@ -73,8 +73,8 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
   const OptionalTensor z_rows = rows_of(z), u_rows = rows_of(u);
   const Tensor w_t = transposed(w), wg_t = transposed(wg);
   const Chunks chunks(x_rows, w, 2);
-  const WeightGradient value(w, output_mask[1], output_mask[3], chunks),
-      gate(wg, output_mask[2], output_mask[4], chunks);
+  const WeightGradient value(dw, output_mask[1], db, output_mask[3], chunks),
+      gate(dwg, output_mask[2], dbg, output_mask[4], chunks);
   const bool needs_dz = output_mask[0] || output_mask[1] || output_mask[3],
              needs_du = output_mask[0] || output_mask[2] || output_mask[4];
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
@@ -100,8 +100,8 @@ detail::GluGradients glu_backward_cpu(const Tensor& grad, const Tensor& x, const
       gate.add(chunk, du, x_panel);
     }
   });
-  value.finish(dw, db);
-  gate.finish(dwg, dbg);
+  value.finish();
+  gate.finish();
   return gradients;
 }
 

@@ -2,9 +2,9 @@
 
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/sum_cpu_dispatch.h>
-#include <ATen/ops/zeros.h>
 
 namespace torchops::cpu {
 
@@ -56,31 +56,52 @@ void Chunks::for_each_panel_of(int64_t chunk, c10::function_ref<void(int64_t, in
   }
 }
 
-WeightGradient::WeightGradient(const Tensor& w, bool dw, bool db, const Chunks& chunks) {
-  const auto options = w.options().dtype(accumulate_dtype(w));
-  if (dw) dw_ = at::zeros({chunks.count(), w.size(0), w.size(1)}, options);
-  if (db) db_ = at::zeros({chunks.count(), w.size(0)}, options);
+PanelSum::PanelSum(const Tensor& result, bool wanted, const Chunks& chunks) : result_(result) {
+  if (!wanted) return;
+  const at::ScalarType dtype = accumulate_dtype(result);
+  const bool is_result = chunks.panels() == 1 || (chunks.count() == 1 && result.scalar_type() == dtype);
+  if (is_result) {
+    partial_ = result.unsqueeze(0);
+  } else {
+    at::DimVector sizes(result.sizes());
+    sizes.insert(sizes.begin(), chunks.count());
+    partial_ = at::empty(sizes, result.options().dtype(dtype));
+  }
+  begun_.resize(chunks.count());
+}
+
+std::pair<Tensor, bool> PanelSum::next(int64_t chunk) const {
+  return {partial_.select(0, chunk), !std::exchange(begun_[chunk], true)};
+}
+
+void PanelSum::add(int64_t chunk, const Tensor& part) const {
+  if (!wanted()) return;
+  auto [sum, is_first] = next(chunk);
+  is_first ? sum.copy_(part) : sum.add_(part);
+}
+
+void PanelSum::finish() const {
+  if (!wanted() || partial_.is_alias_of(result_)) return;
+  result_.copy_(partial_.size(0) == 1 ? partial_.select(0, 0)
+                                      : at::cpu::sum(partial_, {0}, /*keepdim=*/false, partial_.scalar_type()));
 }
 
 void WeightGradient::add(int64_t chunk, const Tensor& dz, const Tensor& x) const {
-  if (dw_.defined()) {
-    Tensor dw = dw_.select(0, chunk);
+  if (dw_.wanted()) {
+    auto [dw, is_first] = dw_.next(chunk);
     const Tensor dz_t = transposed(dz);
     if (dw.scalar_type() == x.scalar_type()) {
-      at::cpu::addmm_(dw, dz_t, x);
+      is_first ? at::cpu::mm_out(dw, dz_t, x) : at::cpu::addmm_(dw, dz_t, x);
     } else {
-      dw.add_(at::cpu::mm(dz_t, x));
+      const Tensor product = at::cpu::mm(dz_t, x);
+      is_first ? dw.copy_(product) : dw.add_(product);
     }
   }
-  if (db_.defined()) db_.select(0, chunk).add_(at::cpu::sum(dz, {0}, /*keepdim=*/false, db_.scalar_type()));
-}
-
-void WeightGradient::finish(const Tensor& dw, const Tensor& db) const {
-  const auto sum = [](const Tensor& partial, const Tensor& to) {
-    if (partial.defined()) to.copy_(at::cpu::sum(partial, {0}, /*keepdim=*/false, partial.scalar_type()));
-  };
-  sum(dw_, dw);
-  sum(db_, db);
+  if (db_.wanted()) {
+    auto [db, is_first] = db_.next(chunk);
+    const Tensor sum = at::cpu::sum(dz, {0}, /*keepdim=*/false, accumulate_dtype(dz));
+    is_first ? db.copy_(sum) : db.add_(sum);
+  }
 }
 
 void input_gradient(Tensor dx, const Tensor& dz, const Tensor& w, bool accumulate) {

@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "cpu/panels.h"
 
@@ -37,6 +39,7 @@ class Chunks {
   Chunks(const Tensor& x, const Tensor& w, int64_t weights);
 
   int64_t count() const { return count_; }
+  int64_t panels() const { return panels_; }
 
   /// Calls f(chunk, begin, end) for each panel.
   void for_each_panel(c10::function_ref<void(int64_t, int64_t, int64_t)> f) const;
@@ -47,19 +50,39 @@ class Chunks {
   int64_t rows_, panel_rows_, panels_, count_;
 };
 
-/// dw = dz.T @ x and db = dz summed over the rows, panel by panel, accumulated in at least
-/// float32. Computes only what is wanted.
-class WeightGradient {
+/// A sum over the panels of at least one row, in at least float32, if it is wanted. One that needs no scratch, since it
+/// is of one panel, or of one chunk and not of 16 bits, is added up in the result itself.
+class PanelSum {
  public:
-  WeightGradient(const Tensor& w, bool dw, bool db, const Chunks& chunks);
+  PanelSum(const Tensor& result, bool wanted, const Chunks& chunks);
 
-  void add(int64_t chunk, const Tensor& dz, const Tensor& x) const;
-
-  /// Writes the sums to those of dw and db that are wanted; they have the dtype of w.
-  void finish(const Tensor& dw, const Tensor& db) const;
+  bool wanted() const { return partial_.defined(); }
+  /// The sum of a chunk so far, to which a panel is to be added; and whether there is none yet, so that it is to be
+  /// overwritten. Panels of one chunk come one after the other.
+  std::pair<Tensor, bool> next(int64_t chunk) const;
+  void add(int64_t chunk, const Tensor& part) const;
+  /// Writes the sum to the result.
+  void finish() const;
 
  private:
-  Tensor dw_, db_;  // (chunks, ...), undefined if not wanted
+  Tensor result_, partial_;  // (chunks, ...), undefined if not wanted
+  mutable std::vector<char> begun_;
+};
+
+/// dw = dz.T @ x and db = dz summed over the rows, panel by panel. Computes only what is wanted.
+class WeightGradient {
+ public:
+  WeightGradient(const Tensor& dw, bool wants_dw, const Tensor& db, bool wants_db, const Chunks& chunks)
+      : dw_(dw, wants_dw, chunks), db_(db, wants_db, chunks) {}
+
+  void add(int64_t chunk, const Tensor& dz, const Tensor& x) const;
+  void finish() const {
+    dw_.finish();
+    db_.finish();
+  }
+
+ private:
+  PanelSum dw_, db_;
 };
 
 /// dx = dz @ w, or with `accumulate` dx += dz @ w; dx may have another dtype.

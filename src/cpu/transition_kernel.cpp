@@ -7,7 +7,6 @@
 #include <ATen/ops/silu_backward_cpu_dispatch.h>
 #include <ATen/ops/silu_cpu_dispatch.h>
 #include <ATen/ops/sum_cpu_dispatch.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "cpu/gated.h"
@@ -24,6 +23,7 @@ namespace {
 using detail::Transition;
 using detail::TransitionGradients;
 using detail::TransitionOutputMask;
+using detail::TransitionProducts;
 
 // Shared by all panels of a call.
 class Layers {
@@ -48,12 +48,21 @@ class Layers {
 
   Tensor gate(const Tensor& z) const { return linear(z, gate_t_, t_.gate_bias); }
   Tensor up(const Tensor& z) const { return linear(z, up_t_, t_.up_bias); }
+  /// up and gate of rows, into `up` and `gate`.
+  void products_out(const Tensor& up, const Tensor& gate, const Tensor& rows) const {
+    const Tensor z = this->z(normalized(rows.contiguous()));
+    linear_out(up, z, up_t_, t_.up_bias);
+    linear_out(gate, z, gate_t_, t_.gate_bias);
+  }
+  /// The rest of transition() of these rows, into `out`; `h` is scratch of hidden features, and may be `gate`.
+  void down_out(const Tensor& out, const Tensor& h, const Tensor& up, const Tensor& gate) const {
+    gated_out(h, up, gate, detail::GluActivation::kSilu);
+    linear_out(out, h, down_t_, t_.down_bias);
+  }
   /// transition() of rows, into `out`.
   void forward(const Tensor& out, const Tensor& rows) const {
-    const Tensor z = this->z(normalized(rows.contiguous()));
-    const Tensor h = gate(z);
-    gated_out(h, up(z), h, detail::GluActivation::kSilu);
-    linear_out(out, h, down_t_, t_.down_bias);
+    const Tensor z = this->z(normalized(rows.contiguous())), gate = this->gate(z);
+    down_out(out, gate, up(z), gate);
   }
 
   /// The number of rows follows from the hidden features of a panel, since these have to stay in the cache.
@@ -110,32 +119,34 @@ Tensor add_transition_cpu(const Transition& t) {
   return sum;
 }
 
+std::tuple<Tensor, Tensor, Tensor> transition_with_products_cpu(const Transition& t, bool add_residual) {
+  detail::check_transition_with_products(t);
+  const Layers layers(t);
+  const at::TensorOptions options = t.gate_weight.options();
+  Tensor y = at::detail::empty_cpu(t.x.sizes(), add_residual ? t.x.options() : options);
+  const auto hidden = detail::with_last(t.x.sizes(), t.gate_weight.size(0));
+  const Tensor up = at::detail::empty_cpu(hidden, options), gate = at::detail::empty_cpu(hidden, options);
+  for_each_row_panel(y, {y, t.x, up, gate}, layers.panels(), [&](const Operands& panel, const Operands&) {
+    Tensor out = panel[0];
+    const Tensor &rows = panel[1], &up_rows = panel[2], &gate_rows = panel[3];
+    layers.products_out(up_rows, gate_rows, rows);
+    const Tensor h = at::empty(gate_rows.sizes(), options);
+    const Tensor update = add_residual ? at::empty(rows.sizes(), options) : out;
+    layers.down_out(update, h, up_rows, gate_rows);
+    if (add_residual) at::cpu::add_out(out, rows, update);
+  });
+  return {y, up, gate};
+}
+
 // --- gradients
-
-// The gradients of the layer norm's parameters, with one partial sum per chunk.
-class NormGradient {
- public:
-  NormGradient(const Tensor& weight, bool wanted, const Chunks& chunks) {
-    const auto options = weight.options().dtype(detail::moments_dtype(weight.scalar_type()));
-    if (wanted) sums_ = at::zeros({chunks.count(), weight.size(1)}, options);
-  }
-  void add(int64_t chunk, const Tensor& part) const {
-    if (sums_.defined()) sums_.select(0, chunk).add_(part);
-  }
-  void finish(const Tensor& gradient) const {
-    if (sums_.defined()) gradient.copy_(at::cpu::sum(sums_, {0}, /*keepdim=*/false, sums_.scalar_type()));
-  }
-
- private:
-  Tensor sums_;
-};
 
 // With u = gate(z), v = up(z), h = silu(u) * v and the cotangent g:
 //   dh = g @ down,  dv = dh * silu(u),  du = dh * v * silu'(u),  dz = dv @ up + du @ gate, then back through the norm;
 //   ddown = g.T @ h,  dup = dv.T @ z,  dgate = du.T @ z, and the bias gradients are sums over the rows.
 TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition& t,
-                                            const TransitionOutputMask& output_mask, bool add_residual) {
-  detail::check_transition_backward(grad, t, output_mask);
+                                            const TransitionOutputMask& output_mask, bool add_residual,
+                                            const TransitionProducts& products) {
+  detail::check_transition_backward(grad, t, output_mask, products);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   TransitionGradients gradients = detail::empty_transition_gradients(t, output_mask);
   const auto& [dx, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;
@@ -147,12 +158,14 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
   const Layers layers(t);
   const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(t.x);
   const Tensor dx_rows = output_mask[0] ? detail::as_rows(dx) : dx;
+  const bool kept = products.up.has_value();
+  const Tensor up_rows = kept ? detail::as_rows(*products.up) : Tensor(),
+               gate_rows = kept ? detail::as_rows(*products.gate) : Tensor();
   const Chunks chunks(x_rows, t.gate_weight, 3);
-  const WeightGradient gate(t.gate_weight, output_mask[3], output_mask[4], chunks),
-      up(t.up_weight, output_mask[5], output_mask[6], chunks),
-      down(t.down_weight, output_mask[7], output_mask[8], chunks);
-  const NormGradient norm_weight(t.gate_weight, output_mask[1], chunks),
-      norm_bias(t.gate_weight, output_mask[2], chunks);
+  const WeightGradient gate(dgate, output_mask[3], dgate_bias, output_mask[4], chunks),
+      up(dup, output_mask[5], dup_bias, output_mask[6], chunks),
+      down(ddown, output_mask[7], ddown_bias, output_mask[8], chunks);
+  const PanelSum norm_weight(dnorm_weight, output_mask[1], chunks), norm_bias(dnorm_bias, output_mask[2], chunks);
   chunks.for_each_panel([&](int64_t chunk, int64_t begin, int64_t end) {
     const auto panel_of = [&](const Tensor& rows) { return rows.narrow(0, begin, end - begin); };
     const Tensor g = panel_of(grad_rows);
@@ -161,8 +174,9 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
     // parameters in 16 bits too.
     const Tensor rows = panel_of(x_rows).to(detail::moments_dtype(t.x.scalar_type())).contiguous();
     const Layers::Normalized normalized = layers.normalized(rows);
-    const Tensor z = layers.z(normalized), u = layers.gate(z);
-    const Tensor v = needs.gate || output_mask[7] ? layers.up(z) : Tensor();
+    const Tensor z = layers.z(normalized), u = kept ? panel_of(gate_rows) : layers.gate(z);
+    const bool reads_up = needs.gate || output_mask[7];
+    const Tensor v = !reads_up ? Tensor() : kept ? panel_of(up_rows) : layers.up(z);
     const Tensor a = needs.value || output_mask[7] ? at::cpu::silu(u) : Tensor();
     down.add(chunk, g, output_mask[7] ? at::cpu::mul(a, v) : Tensor());
     if (!needs.gate && !needs.value) return;
@@ -187,11 +201,8 @@ TransitionGradients transition_backward_cpu(const Tensor& grad, const Transition
     norm_weight.add(chunk, dweight);
     norm_bias.add(chunk, dbias);
   });
-  norm_weight.finish(dnorm_weight);
-  norm_bias.finish(dnorm_bias);
-  gate.finish(dgate, dgate_bias);
-  up.finish(dup, dup_bias);
-  down.finish(ddown, ddown_bias);
+  for (const PanelSum* sum : {&norm_weight, &norm_bias}) sum->finish();
+  for (const WeightGradient* gradient : {&gate, &up, &down}) gradient->finish();
   return gradients;
 }
 
@@ -199,6 +210,7 @@ TORCH_LIBRARY_IMPL(myops, CPU, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_cpu>);
   m.impl("add_transition_", detail::TransitionKernel::in_place<transition_cpu_>);
   m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_cpu>);
+  m.impl("_transition", detail::transition_with_products_kernel<transition_with_products_cpu>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_cpu>);
 }
 

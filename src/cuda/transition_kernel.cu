@@ -13,6 +13,7 @@
 #include "cuda/linear/layer_gradients.h"
 #include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
+#include "cuda/passes/glu.cuh"
 #include "cuda/triangle/centered.h"
 #include "ops/common.h"
 #include "ops/glu.h"
@@ -33,6 +34,7 @@ using OptionalTensor = std::optional<Tensor>;
 using detail::Transition;
 using detail::TransitionGradients;
 using detail::TransitionOutputMask;
+using detail::TransitionProducts;
 
 // Shared by all panels of a call.
 class Layers {
@@ -48,10 +50,15 @@ class Layers {
   Tensor hidden(const Tensor& z) const {
     return glu(z, t_.up_weight, t_.gate_weight, t_.up_bias, t_.gate_bias, "silu");
   }
+  /// Normalised rows of x, in the dtype of the products.
+  Tensor z(const Tensor& rows) const {
+    return layer_norm(rows, rows.sizes().slice(1), norm_weight_, norm_bias_, t_.eps).to(t_.dtype());
+  }
   /// The hidden features for rows of x.
-  Tensor hidden_of(const Tensor& rows) const {
-    const at::IntArrayRef features = rows.sizes().slice(1);
-    return hidden(layer_norm(rows, features, norm_weight_, norm_bias_, t_.eps).to(t_.dtype()));
+  Tensor hidden_of(const Tensor& rows) const { return hidden(z(rows)); }
+  /// (hidden features, up, gate) for rows of x.
+  std::tuple<Tensor, Tensor, Tensor> hidden_with_products(const Tensor& rows) const {
+    return detail::glu_with_products(z(rows), t_.up_weight, t_.gate_weight, t_.up_bias, t_.gate_bias, "silu");
   }
   /// (z before it is rounded to the dtype of the products, mean, rstd) for rows of x.
   std::tuple<Tensor, Tensor, Tensor> normalized(const Tensor& rows) const {
@@ -60,6 +67,18 @@ class Layers {
   }
   /// out = h @ down.T + down_bias.
   void down(Tensor out, const Tensor& h) const { linear_out(out, h, t_.down_weight, t_.down_bias); }
+  /// sum = rows + h @ down.T + down_bias; sum may be `rows`.
+  void add_down(Tensor sum, const Tensor& rows, const Tensor& h) const {
+    if (!t_.down_bias && rows.scalar_type() == t_.dtype()) {
+      const Tensor w_t = t_.down_weight.t();
+      if (sum.is_alias_of(rows)) return add_product(sum, h, w_t);
+      at::cuda::addmm_out(sum, rows, h, w_t);
+      return;
+    }
+    const Tensor update = at::detail::empty_cuda(rows.sizes(), t_.gate_weight.options());
+    down(update, h);
+    at::cuda::add_out(sum, rows, update);
+  }
 
   /// For sizing scratch: bytes per row of `tensors` tensors of hidden features and as many like x.
   int64_t row_bytes(int64_t tensors) const {
@@ -169,20 +188,7 @@ void add_to(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
   const Layers layers(t);
   for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
     const Tensor rows = x_rows.narrow(0, begin, end - begin);
-    Tensor target = sum.narrow(0, begin, end - begin);
-    const Tensor h = layers.hidden_of(rows);
-    if (!t.down_bias && rows.scalar_type() == t.dtype()) {
-      const Tensor w_t = t.down_weight.t();
-      if (sum.is_same(x_rows)) {
-        add_product(target, h, w_t);
-      } else {
-        at::cuda::addmm_out(target, rows, h, w_t);
-      }
-      return;
-    }
-    const Tensor update = at::detail::empty_cuda(rows.sizes(), t.gate_weight.options());
-    layers.down(update, h);
-    at::cuda::add_out(target, rows, update);
+    layers.add_down(sum.narrow(0, begin, end - begin), rows, layers.hidden_of(rows));
   });
 }
 
@@ -227,6 +233,21 @@ Tensor add_transition_cuda(const Transition& t) {
   const Tensor x_rows = detail::as_rows(t.x), sum_rows = detail::as_rows(sum);
   add_to(sum_rows, x_rows, t);
   return sum;
+}
+
+// All rows at once: what the products take is kept, and eager mode has four more tensors of their size.
+std::tuple<Tensor, Tensor, Tensor> transition_with_products_cuda(const Transition& t, bool add_residual) {
+  detail::check_transition_with_products(t);
+  const c10::cuda::CUDAGuard guard(t.x.device());
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::TensorOptions options = t.gate_weight.options();
+  const Tensor y = at::detail::empty_cuda(t.x.sizes(), add_residual ? t.x.options() : options);
+  const Tensor x_rows = detail::as_rows(t.x), y_rows = detail::as_rows(y);
+  const Layers layers(t);
+  const auto [h, up, gate] = layers.hidden_with_products(x_rows);
+  if (y.numel() > 0) add_residual ? layers.add_down(y_rows, x_rows, h) : layers.down(y_rows, h);
+  const auto hidden = detail::with_last(t.x.sizes(), t.gate_weight.size(0));
+  return {y, up.view(hidden), gate.view(hidden)};
 }
 
 // --- gradients
@@ -331,12 +352,51 @@ TransitionGradients gradients_of(const Tensor& grad, const Transition& t, const 
   return gradients;
 }
 
+// The same where the hidden products were kept.
+TransitionGradients gradients_of_kept(const Tensor& grad, const Transition& t, const TransitionOutputMask& output_mask,
+                                      bool add_residual, const TransitionProducts& products) {
+  TransitionGradients gradients = detail::empty_transition_gradients(t, output_mask);
+  auto& [dx, dnorm_weight, dnorm_bias, dgate, dgate_bias, dup, dup_bias, ddown, ddown_bias] = gradients;
+  if (grad.numel() == 0) {
+    std::apply([](const auto&... gradient) { (gradient.zero_(), ...); }, gradients);
+    return gradients;
+  }
+  const detail::TransitionNeeds needs(output_mask);
+  const Layers layers(t);
+  const Tensor g = unit_columns(detail::as_rows(grad)), rows = detail::as_rows(t.x);
+  const Tensor up = unit_columns(detail::as_rows(*products.up)), gate = unit_columns(detail::as_rows(*products.gate));
+  if (output_mask[8]) sum_columns(ddown_bias, g);
+  if (output_mask[7]) {
+    const Tensor h = at::detail::empty_cuda(up.sizes(), up.options());
+    glu_rows(h, up, gate, detail::GluActivation::kSilu);
+    weight_gradient_out(ddown, g, h);
+  }
+  if (!needs.gate && !needs.value) return gradients;
+  const auto [y, mean, rstd] = layers.normalized(rows);
+  const Tensor z = y.to(t.dtype());
+  const Tensor dz = detail::empty_if(needs.z, z.sym_sizes(), z);
+  glu_gradients({dz, dup, dgate, dup_bias, dgate_bias}, product(g, t.down_weight), z, t.up_weight, t.gate_weight,
+                t.up_bias, t.gate_bias, "silu",
+                {needs.z, output_mask[5], output_mask[3], output_mask[6], output_mask[4]}, up, gate);
+  if (!needs.z) return gradients;
+  const c10::SymInt features = rows.size(1);
+  const auto [dx_rows, dweight, dbias] =
+      detail::layer_norm_backward(dz.to(rows.scalar_type()), rows, features, mean, rstd, layers.norm_weight(),
+                                  {output_mask[0], output_mask[1], output_mask[2]});
+  if (output_mask[0]) dx = (add_residual ? dx_rows.add_(g) : dx_rows).view(t.x.sizes());
+  if (output_mask[1]) dnorm_weight = dweight.to(dnorm_weight.scalar_type());
+  if (output_mask[2]) dnorm_bias = dbias.to(dnorm_bias.scalar_type());
+  return gradients;
+}
+
 TransitionGradients transition_backward_cuda(const Tensor& grad, const Transition& arguments,
-                                             const TransitionOutputMask& output_mask, bool add_residual) {
-  detail::check_transition_backward(grad, arguments, output_mask);
+                                             const TransitionOutputMask& output_mask, bool add_residual,
+                                             const TransitionProducts& products) {
+  detail::check_transition_backward(grad, arguments, output_mask, products);
   const c10::cuda::CUDAGuard guard(arguments.x.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const NoAutocast no_autocast;
+  if (products.up) return gradients_of_kept(grad, arguments, output_mask, add_residual, products);
   Transition t = arguments;
   if (!Centered::takes(t.x, t.dtype())) return gradients_of(grad, t, output_mask, add_residual);
   const Tensor rows = at::detail::empty_cuda(t.x.sizes(), t.gate_weight.options());
@@ -354,6 +414,7 @@ TORCH_LIBRARY_IMPL(myops, CUDA, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_cuda>);
   m.impl("add_transition_", detail::TransitionKernel::in_place<transition_cuda_>);
   m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_cuda>);
+  m.impl("_transition", detail::transition_with_products_kernel<transition_with_products_cuda>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_cuda>);
 }
 

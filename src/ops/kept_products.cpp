@@ -22,6 +22,19 @@ bool is_of_cublas(const c10::SymInt& in_features, const c10::SymInt& out_feature
          holds(out_features.sym_gt(detail::kMostOfOnePass));
 }
 
+// The kernels of a transition of up to 128 features in 16 bits on CUDA recompute its products in one pass, which needs
+// at least a tile of rows to be faster. On a CPU, products of few features that leave the cache cost as much as they
+// save.
+bool keeps_hidden_products(const Tensor& x, const Tensor& gate_weight) {
+  constexpr int64_t most_cached_bytes = int64_t{8} << 20, rows_of_tile = 128;
+  const c10::SymInt in_features = gate_weight.sym_size(1);
+  const bool on_cpu = gate_weight.device().is_cpu(), is_short = gate_weight.element_size() == 2;
+  if (holds(in_features.sym_gt(128)) || !(on_cpu || is_short)) return true;
+  if (!on_cpu) return holds(x.sym_numel().sym_le(in_features * rows_of_tile));
+  const c10::SymInt row_bytes = gate_weight.sym_size(0) * static_cast<int64_t>(gate_weight.element_size());
+  return holds((x.sym_numel() * row_bytes).sym_le(in_features * most_cached_bytes));
+}
+
 }  // namespace
 
 // Recomputing the products is worth one or two tensors of memory as long as it is cheap.
@@ -37,9 +50,10 @@ bool is_of_cublas(const c10::SymInt& in_features, const c10::SymInt& out_feature
 // ways take as long (AMD EPYC, AVX-512, torch 2.13).
 bool detail::keeps_products(const Tensor& x, const Tensor& w, Gated of) {
   const bool on_cpu = w.device().is_cpu(), is_short = w.element_size() == 2;
-  if (x.scalar_type() != w.scalar_type() || !(on_cpu || w.device().is_cuda())) return false;
-  const int64_t most_recomputed = on_cpu ? 128 : is_short ? 1024 : 256;
+  if ((x.scalar_type() != w.scalar_type() && of != Gated::kHidden) || !(on_cpu || w.device().is_cuda())) return false;
   const c10::SymInt in_features = w.sym_size(1), out_features = w.sym_size(0);
+  if (of == Gated::kHidden) return keeps_hidden_products(x, w);
+  const int64_t most_recomputed = on_cpu ? 128 : is_short ? 1024 : 256;
   if (holds(in_features.sym_gt(most_recomputed))) return true;
   if (on_cpu) return false;
   if (is_short) return of == Gated::kTensor && is_of_cublas(in_features, out_features);

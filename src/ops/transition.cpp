@@ -13,6 +13,7 @@ using OptionalTensor = std::optional<Tensor>;
 using detail::Transition;
 using detail::TransitionGradients;
 using detail::TransitionOutputMask;
+using detail::TransitionProducts;
 
 Tensor transition(const Tensor& x, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                   const Tensor& gate_weight, const OptionalTensor& gate_bias, const Tensor& up_weight,
@@ -45,16 +46,28 @@ Tensor detail::add_transition(const Tensor& x, const OptionalTensor& norm_weight
   return op.call(x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, eps);
 }
 
+std::tuple<Tensor, Tensor, Tensor> detail::transition_with_products(
+    const Tensor& x, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, const Tensor& gate_weight,
+    const OptionalTensor& gate_bias, const Tensor& up_weight, const OptionalTensor& up_bias, const Tensor& down_weight,
+    const OptionalTensor& down_bias, double eps, bool add_residual) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("myops::_transition", "")
+                             .typed<decltype(transition_with_products)>();
+  return op.call(x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, eps,
+                 add_residual);
+}
+
 TransitionGradients detail::transition_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& norm_weight,
                                                 const OptionalTensor& norm_bias, const Tensor& gate_weight,
                                                 const OptionalTensor& gate_bias, const Tensor& up_weight,
                                                 const OptionalTensor& up_bias, const Tensor& down_weight, double eps,
-                                                TransitionOutputMask output_mask, bool add_residual) {
+                                                TransitionOutputMask output_mask, bool add_residual,
+                                                const OptionalTensor& up, const OptionalTensor& gate) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("myops::_transition_backward", "")
                              .typed<decltype(transition_backward)>();
   return op.call(grad, x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, eps,
-                 output_mask, add_residual);
+                 output_mask, add_residual, up, gate);
 }
 
 namespace {
@@ -104,8 +117,10 @@ void detail::check_transition_(const Transition& t) {
   check_writable("add_transition_", "x", t.x);
 }
 
-void detail::check_transition_backward(const Tensor& grad, const Transition& t,
-                                       const TransitionOutputMask& output_mask) {
+void detail::check_transition_with_products(const Transition& t) { check("_transition", t); }
+
+void detail::check_transition_backward(const Tensor& grad, const Transition& t, const TransitionOutputMask& output_mask,
+                                       const TransitionProducts& products) {
   constexpr const char* op = "_transition_backward";
   check(op, t);
   check_matches(op, "grad", grad, "gate_weight", t.gate_weight);
@@ -113,6 +128,13 @@ void detail::check_transition_backward(const Tensor& grad, const Transition& t,
   TORCH_CHECK((t.norm_weight || !output_mask[1]) && (t.norm_bias || !output_mask[2]) &&
                   (t.gate_bias || !output_mask[4]) && (t.up_bias || !output_mask[6]),
               op, ": expected output_mask without gradients of parameters that are none, got one with them");
+  const auto& [up, gate] = products;
+  TORCH_CHECK(up.has_value() == gate.has_value(), op, ": expected both up and gate or neither, got one of them");
+  for (const auto& [name, product] : {std::pair{"up", &up}, {"gate", &gate}}) {
+    if (!*product) continue;
+    check_matches(op, name, **product, "gate_weight", t.gate_weight);
+    check_shape(op, name, **product, "x and gate_weight", with_last(t.x.sym_sizes(), t.gate_weight.sym_size(0)));
+  }
 }
 
 Transition detail::read_first(Transition t) {
@@ -149,9 +171,19 @@ Tensor add_transition_meta(const Transition& t) {
   return at::empty_symint(t.x.sym_sizes(), t.x.options());
 }
 
+std::tuple<Tensor, Tensor, Tensor> transition_with_products_meta(const Transition& t, bool add_residual) {
+  detail::check_transition_with_products(t);
+  const at::TensorOptions options = t.gate_weight.options();
+  const auto product = [&] {
+    return at::empty_symint(detail::with_last(t.x.sym_sizes(), t.gate_weight.sym_size(0)), options);
+  };
+  return {at::empty_symint(t.x.sym_sizes(), add_residual ? t.x.options() : options), product(), product()};
+}
+
 TransitionGradients transition_backward_meta(const Tensor& grad, const Transition& t,
-                                             const TransitionOutputMask& output_mask, bool /*add_residual*/) {
-  detail::check_transition_backward(grad, t, output_mask);
+                                             const TransitionOutputMask& output_mask, bool /*add_residual*/,
+                                             const TransitionProducts& products) {
+  detail::check_transition_backward(grad, t, output_mask, products);
   return detail::empty_transition_gradients(t, output_mask);
 }
 
@@ -165,9 +197,13 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   define("add_transition_(Tensor(a!) x, " + parameters + ") -> ()");
   define("_add_transition(Tensor x, " + parameters + ") -> Tensor");
   define(
+      "_transition(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor "
+      "up_weight, Tensor? up_bias, Tensor down_weight, Tensor? down_bias, float eps, bool add_residual) -> "
+      "(Tensor, Tensor, Tensor)");
+  define(
       "_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, "
       "Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] output_mask, bool "
-      "add_residual=False) -> "
+      "add_residual=False, Tensor? up=None, Tensor? gate=None) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
@@ -175,6 +211,7 @@ TORCH_LIBRARY_IMPL(myops, Meta, m) {
   m.impl("transition", detail::TransitionKernel::functional<transition_meta>);
   m.impl("add_transition_", detail::TransitionKernel::in_place<detail::check_transition_>);
   m.impl("_add_transition", detail::TransitionKernel::functional<add_transition_meta>);
+  m.impl("_transition", detail::transition_with_products_kernel<transition_with_products_meta>);
   m.impl("_transition_backward", detail::transition_backward_kernel<transition_backward_meta>);
 }
 

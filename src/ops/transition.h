@@ -16,8 +16,9 @@ namespace torchops {
 /// x: (..., c); norms: (c,), or none; gate_weight, up_weight: (hidden, c); down_weight: (c, hidden); each bias: one
 /// element per row of its weight, or none. All have one floating-point dtype, except that x and each of the norm's
 /// parameters may be float32 if the weights are float16 or bfloat16. Returns a new contiguous tensor of x's shape and
-/// the weights' dtype. Only the hidden features of a panel of rows exist at a time. Throws c10::Error, with nothing
-/// computed, when arguments do not fit.
+/// the weights' dtype. Without gradients, only the hidden features of a panel of rows exist at a time. Training saves
+/// the arguments and, if detail::keeps_products(), both hidden products. Throws c10::Error, with nothing computed, when
+/// arguments do not fit.
 TORCHOPS_API at::Tensor transition(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                                    const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                                    const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
@@ -84,18 +85,35 @@ struct TransitionNeeds {
         gate(z || output_mask[3] || output_mask[4]) {}
 };
 
-/// The gradients of transition() where `output_mask` asks for them, and empty tensors elsewhere. Everything is
-/// recomputed; no gradient depends on down_bias. With `add_residual`, dx is the gradient of x + transition(x), so it
-/// includes grad itself.
+/// The hidden products, up = z @ up_weight.T + up_bias and gate = z @ gate_weight.T + gate_bias: (..., hidden), both or
+/// neither.
+struct TransitionProducts {
+  std::optional<at::Tensor> up, gate;
+};
+
+/// transition(), or add_transition() with `add_residual`, and its hidden products (up, gate).
+std::tuple<at::Tensor, at::Tensor, at::Tensor> transition_with_products(
+    const at::Tensor& x, const std::optional<at::Tensor>& norm_weight, const std::optional<at::Tensor>& norm_bias,
+    const at::Tensor& gate_weight, const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+    const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight, const std::optional<at::Tensor>& down_bias,
+    double eps, bool add_residual);
+
+/// The gradients of transition() where `output_mask` asks for them, and empty tensors elsewhere. Recomputes the hidden
+/// products, unless they are given; no gradient depends on down_bias. With `add_residual`, dx is the gradient of
+/// x + transition(x), so it includes grad itself.
 TransitionGradients transition_backward(const at::Tensor& grad, const at::Tensor& x,
                                         const std::optional<at::Tensor>& norm_weight,
                                         const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
                                         const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
                                         const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
-                                        double eps, TransitionOutputMask output_mask, bool add_residual);
+                                        double eps, TransitionOutputMask output_mask, bool add_residual,
+                                        const std::optional<at::Tensor>& up = {},
+                                        const std::optional<at::Tensor>& gate = {});
 
-/// The argument checks of the above; t has no down_bias.
-void check_transition_backward(const at::Tensor& grad, const Transition& t, const TransitionOutputMask& output_mask);
+void check_transition_with_products(const Transition& t);
+/// t has no down_bias.
+void check_transition_backward(const at::Tensor& grad, const Transition& t, const TransitionOutputMask& output_mask,
+                               const TransitionProducts& products);
 
 /// Allocates the gradients, uninitialised.
 TransitionGradients empty_transition_gradients(const Transition& t, const TransitionOutputMask& output_mask);
@@ -118,17 +136,27 @@ struct TransitionSignature<at::Tensor(const at::Tensor&, Args...)> {
 using TransitionKernel = TransitionSignature<decltype(transition)>;
 
 template <auto kernel>
-TransitionGradients transition_backward_kernel(const at::Tensor& grad, const at::Tensor& x,
-                                               const std::optional<at::Tensor>& norm_weight,
-                                               const std::optional<at::Tensor>& norm_bias,
-                                               const at::Tensor& gate_weight,
-                                               const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
-                                               const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight,
-                                               double eps, TransitionOutputMask output_mask, bool add_residual) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> transition_with_products_kernel(
+    const at::Tensor& x, const std::optional<at::Tensor>& norm_weight, const std::optional<at::Tensor>& norm_bias,
+    const at::Tensor& gate_weight, const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight,
+    const std::optional<at::Tensor>& up_bias, const at::Tensor& down_weight, const std::optional<at::Tensor>& down_bias,
+    double eps, bool add_residual) {
+  return kernel(
+      Transition{x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, eps},
+      add_residual);
+}
+
+template <auto kernel>
+TransitionGradients transition_backward_kernel(
+    const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
+    const std::optional<at::Tensor>& norm_bias, const at::Tensor& gate_weight,
+    const std::optional<at::Tensor>& gate_bias, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
+    const at::Tensor& down_weight, double eps, TransitionOutputMask output_mask, bool add_residual,
+    const std::optional<at::Tensor>& up, const std::optional<at::Tensor>& gate) {
   return kernel(
       grad,
       Transition{x, norm_weight, norm_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, std::nullopt, eps},
-      output_mask, add_residual);
+      output_mask, add_residual, TransitionProducts{up, gate});
 }
 
 }  // namespace detail
