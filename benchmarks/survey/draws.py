@@ -143,29 +143,29 @@ def _gate_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, 
 
 def _glu_sizes(random: Random, limits: Limits) -> Sizes | None:
     sizes = _layer(random, Limits(limits.elements // 2, limits.flops / 2))
-    return sizes and {**sizes, "bias": False, "activation": random.choice(["sigmoid", "silu"])}
+    choices = {"activation": random.choice(["sigmoid", "silu"]), "packed": random.choice([True, False])}
+    return sizes and {**sizes, "bias": False, **choices}
 
 
 def _glu_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
-    x, w, _ = _dense_tensors(s, new)
-    return x, w, new(s["out"], s["in"], scale=s["in"] ** -0.5)
+    rows, features, out, scale = s["rows"], s["in"], s["out"], s["in"] ** -0.5
+    x, both = new(rows, features), new(2 * out, features, scale=scale)
+    return (x, *(part if s["packed"] else part.clone() for part in both.chunk(2)))
 
 
 def _glu_ways(s: Sizes) -> dict[str, Function]:
     activations: dict[str, Function] = {"sigmoid": torch.sigmoid, "silu": F.silu}
     activation = activations[s["activation"]]
-    packed: dict[int, Tensor] = {}  # once for each weight, as a model would hold it
 
     def eager(x: Tensor, w: Tensor, wg: Tensor) -> Tensor:
         return F.linear(x, w) * activation(F.linear(x, wg))
 
     def of_packed(x: Tensor, w: Tensor, wg: Tensor) -> Tensor:
-        if id(w) not in packed:
-            packed[id(w)] = torch.cat([w, wg])
-        value, gate = F.linear(x, packed[id(w)]).chunk(2, -1)
+        both = w.as_strided((2 * s["out"], s["in"]), (s["in"], 1))
+        value, gate = F.linear(x, both).chunk(2, -1)
         return value * activation(gate)
 
-    return {"eager": eager, "one product of packed weights": of_packed}
+    return {"eager": eager, **({"one product of packed weights": of_packed} if s["packed"] else {})}
 
 
 def _square_sizes(random: Random, limits: Limits) -> Sizes | None:

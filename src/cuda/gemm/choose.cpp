@@ -274,7 +274,10 @@ bool prefers_sm80(const Case& c) { return c.element != Element::kTF32 && c.tiles
 // (1000, 1001) to 1003 in 32 instead of 49. But their rows of odd length are slow: (4096, 1000) to 1001 takes 97 us,
 // and 34 by the kernel (H100, bfloat16).
 bool prefers_cublas_to_sm80(const Case& c) {
-  if (c.k % 2 != 0) return c.k > 512;
+  // A single wave takes as long as a sum, most of which is loading elements one or two at a time.
+  const bool has_one_wave = c.tiles(64, 64) <= c.sm_count;
+  if (c.k % 2 != 0) return c.k > (has_one_wave ? 192 : 512);
+  if (c.k % 8 != 0 && c.k > 1024 && has_one_wave) return true;
   return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
 }
 

@@ -79,13 +79,14 @@ StackedProducts stacked_products(const Case& c, bool is_exact_float32) {
 
 // A product of few tiles takes as long as one tile, and two of them twice as long. The copy of the weights takes as
 // long as a short sum.
-bool stacks_products(const Case& c) {
+bool stacks_products(const Case& c, bool adjacent) {
   const bool has_one_wave = 2 * c.tiles(128, 64) <= c.sm_count;
-  return c.element == Element::kTF32 && has_one_wave && c.k >= 256 && c.n * c.k <= 1 << 19;
+  return has_one_wave && (adjacent || (c.element == Element::kTF32 && c.k >= 256 && c.n * c.k <= 1 << 19));
 }
 
-// The kernel has a cluster for each tile of rows, and waits until all of it has read them.
-bool copies_overwritten_rows(const Case& c) { return c.m * c.batch <= 256 && c.n >= 1024; }
+// With more than one tile for a row, the CTAs of the kernel wait for each other before they write, and a single wave
+// has nothing else to do meanwhile.
+bool copies_overwritten_rows(const Case& c) { return c.n > 256 && c.tiles(128, 128) <= c.sm_count; }
 
 PairWays pair_ways(int64_t c, int64_t d, bool has_sm90, bool has_sm80) {
   const bool streams = std::max(c, d) > kMostFeatures;

@@ -25,9 +25,9 @@ struct StackedProducts {
 };
 StackedProducts stacked_products(const Case& c, bool is_exact_float32);
 
-/// Whether the two products of glu, of this Case each, are faster as one with weights that are copied beside each
-/// other.
-bool stacks_products(const Case& c);
+/// Whether the two products of glu, of this Case each, are faster as one with both weights, which are `adjacent` in
+/// memory or have to be copied beside each other.
+bool stacks_products(const Case& c, bool adjacent);
 
 /// Whether rows that are to be overwritten by their product are copied and multiplied by cuBLAS faster than by the
 /// kernel that needs no copy.

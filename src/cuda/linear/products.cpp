@@ -55,10 +55,13 @@ void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const 
   b ? at::cuda::addmm_out(out, *b, x, w_t) : product_out(out, x, w_t);
 }
 
+bool are_halves(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_contiguous() && b.is_contiguous() && a.storage().is_alias_of(b.storage()) &&
+         b.storage_offset() == a.storage_offset() + a.numel();
+}
+
 at::Tensor stacked(const at::Tensor& a, const at::Tensor& b) {
-  const bool adjacent = a.is_contiguous() && b.is_contiguous() && a.storage().is_alias_of(b.storage()) &&
-                        b.storage_offset() == a.storage_offset() + a.numel();
-  if (!adjacent) return at::cuda::cat(at::TensorList({a, b}));
+  if (!are_halves(a, b)) return at::cuda::cat(at::TensorList({a, b}));
   std::vector<int64_t> sizes = a.sizes().vec();
   sizes[0] *= 2;
   return a.as_strided(sizes, c10::contiguous_strides(sizes));  // that of a single row in a may be any
@@ -69,11 +72,20 @@ std::optional<at::Tensor> stacked(const std::optional<at::Tensor>& a, const std:
   return stacked(a ? *a : at::zeros_like(*b), b ? *b : at::zeros_like(*a));
 }
 
+namespace {
+
+// sum += a @ b of 16-bit factors, in float32.
+void add_wide_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b) {
+  at::cuda::addmm_out(sum, sum, a, b, sum.scalar_type());
+}
+
+}  // namespace
+
 void input_gradient(at::Tensor dx, const at::Tensor& dz, const at::Tensor& w, bool accumulate) {
   const bool wide = dx.scalar_type() != w.scalar_type();
   if (accumulate) {
     if (!wide) return add_product(dx, dz, w);
-    dx.add_(at::cuda::mm(dz, w, dx.scalar_type()));
+    add_wide_product(dx, dz, w);
   } else {
     wide ? at::cuda::mm_out(dx, dz, w, dx.scalar_type()) : product_out(dx, dz, w);
   }
@@ -94,11 +106,7 @@ void weight_gradient_out(const at::Tensor& dw, const at::Tensor& dz, const at::T
   if (rest == 0 && (wide || !detail::is_product_rounded_in_parts(dz, x))) return product(dw, 0, rows);
   const at::Tensor sum = wide ? dw : float32();
   product(sum, 0, rows - rest);
-  if (rest > 0) {
-    const at::Tensor last = float32();
-    product(last, rows - rest, rows);
-    sum.add_(last);
-  }
+  if (rest > 0) add_wide_product(sum, dz.narrow(0, rows - rest, rest).t(), x.narrow(0, rows - rest, rest));
   if (!wide) dw.copy_(sum);
 }
 
