@@ -148,20 +148,27 @@ def _glu_sizes(random: Random, limits: Limits) -> Sizes | None:
 
 
 def _glu_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
-    rows, features, out, scale = s["rows"], s["in"], s["out"], s["in"] ** -0.5
-    x, both = new(rows, features), new(2 * out, features, scale=scale)
-    return (x, *(part if s["packed"] else part.clone() for part in both.chunk(2)))
+    weights = 1 if s["packed"] else 2
+    shape = (2 // weights * s["out"], s["in"])
+    return new(s["rows"], s["in"]), *(new(*shape, scale=s["in"] ** -0.5) for _ in range(weights))
+
+
+def _glu(s: Sizes) -> Function:
+    def ours(x: Tensor, *weights: Tensor) -> Tensor:
+        return torchops.glu(x, *(weights[0].chunk(2) if s["packed"] else weights), activation=s["activation"])
+
+    return ours
 
 
 def _glu_ways(s: Sizes) -> dict[str, Function]:
     activations: dict[str, Function] = {"sigmoid": torch.sigmoid, "silu": F.silu}
     activation = activations[s["activation"]]
 
-    def eager(x: Tensor, w: Tensor, wg: Tensor) -> Tensor:
+    def eager(x: Tensor, *weights: Tensor) -> Tensor:
+        w, wg = weights[0].chunk(2) if s["packed"] else weights
         return F.linear(x, w) * activation(F.linear(x, wg))
 
-    def of_packed(x: Tensor, w: Tensor, wg: Tensor) -> Tensor:
-        both = w.as_strided((2 * s["out"], s["in"]), (s["in"], 1))
+    def of_packed(x: Tensor, both: Tensor) -> Tensor:
         value, gate = F.linear(x, both).chunk(2, -1)
         return value * activation(gate)
 
@@ -290,7 +297,7 @@ SURVEYED = {
             "glu",
             _glu_sizes,
             _glu_tensors,
-            lambda s: lambda *args: torchops.glu(*args, activation=s["activation"]),
+            _glu,
             _glu_ways,
         ),
         Surveyed(
