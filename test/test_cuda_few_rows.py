@@ -47,7 +47,7 @@ def test_glu_of_few_features_is_one_product() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1024), (32, 1160), (256, 2048), (4, 17, 1024)])
+@pytest.mark.parametrize("shape", [(1, 1024), (32, 1160), (256, 2048), (4, 17, 1024), (344, 864), (500, 512)])
 def test_few_rows_of_a_large_square(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     n = shape[-1]
     base = random(*shape[:-1], n + 8, dtype=dtype)

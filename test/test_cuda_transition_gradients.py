@@ -120,12 +120,11 @@ def test_gradients_of_kept_products(
     eager = gradients(plain, x, grad.to(of_x), {name: w.to(of_x) for name, w in low.items()})
     poison(*x.shape, dtype=dtype)
     got = gradients(ours, x, grad, low)
+    slack = 1 if of_x == dtype != torch.float64 else 4
     for name, value in got.items():
         assert value.dtype == (of_x if name == "x" else dtype)
-        bound = (
-            1.25 * error(eager[name].to(value.dtype), want[name]) + (1 if of_x == dtype else 4) * torch.finfo(dtype).eps
-        )
-        assert error(value, want[name]) <= bound, name
+        bound = 1.25 * error(eager[name].to(value.dtype), want[name])
+        assert error(value, want[name]) <= bound + slack * torch.finfo(dtype).eps, name
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in_place"])

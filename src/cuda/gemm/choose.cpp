@@ -273,9 +273,9 @@ bool prefers_sm80(const Case& c) { return c.element != Element::kTF32 && c.tiles
 // 65 rows on, (128, 4096) to 4096 features in 18 us instead of 26; and if the elements of a must be loaded one by one,
 // (1000, 1001) to 1003 in 32 instead of 49. But their rows of odd length are slow: (4096, 1000) to 1001 takes 97 us,
 // and 34 by the kernel (H100, bfloat16).
-bool prefers_cublas_to_sm80(const Case& c) {
+bool prefers_cublas_to_sm80(const Case& c, bool is_gated) {
   // A single wave takes as long as a sum, most of which is loading elements one or two at a time.
-  const bool has_one_wave = c.tiles(64, 64) <= c.sm_count;
+  const bool has_one_wave = is_gated && c.tiles(64, 64) <= c.sm_count;
   if (c.k % 2 != 0) return c.k > (has_one_wave ? 192 : 512);
   if (c.k % 8 != 0 && c.k > 1024 && has_one_wave) return true;
   return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
@@ -284,7 +284,10 @@ bool prefers_cublas_to_sm80(const Case& c) {
 // Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
 // kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40
 // (H100, bfloat16).
-bool prefers_cublas_for_glu(const Case& c) { return c.m < 16 || (c.k >= 4096 && c.tiles(128, 64) * 4 <= c.sm_count); }
+// The second of two products hides what splitting the sum of one would save.
+bool prefers_cublas_for_gated(const Case& c, int products) {
+  return c.m < 16 || (c.k >= (products == 1 ? 1024 : 4096) && c.tiles(128, 64) * 4 <= c.sm_count);
+}
 
 // A CTA has 128 rows and all columns, so few rows of many columns occupy few multiprocessors for long: dz and dx of
 // (4096, 256) to 1024 features take 30 us instead of 27. 65536 rows take 175 us instead of 224 (H100, bfloat16).
@@ -295,7 +298,7 @@ bool prefers_input_gradients(const Case& c) { return c.n <= 512 || c.rows(128) *
 Plan plan(const Case& c, const Conditions& conditions) {
   Plan plan;
   if (!conditions.is_gated) plan.add(Way::kFewRows);
-  const bool by_cublas = conditions.automatic && (conditions.is_gated ? prefers_cublas_for_glu(c) : prefers_cublas(c));
+  const bool by_cublas = conditions.automatic && (conditions.is_gated ? prefers_cublas_for_gated(c, conditions.products) : prefers_cublas(c));
   if (conditions.has_sm90) {
     const bool slower = by_cublas || (conditions.automatic && !conditions.is_gated && prefers_sm80(c));
     const bool resident = conditions.is_gated ? !conditions.writes_products && !conditions.makes_cotangents
@@ -312,7 +315,7 @@ Plan plan(const Case& c, const Conditions& conditions) {
     if (!conditions.automatic || !prefers_cublas_to_float32(c.m, c.n, c.k, conditions.splits_float32))
       plan.add(Way::kSm80);
   } else if (conditions.is_mixed || !conditions.automatic ||
-             !(prefers_cublas_to_sm80(c) || (conditions.is_gated && by_cublas))) {
+             !(prefers_cublas_to_sm80(c, conditions.is_gated) || (conditions.is_gated && by_cublas))) {
     plan.add(Way::kSm80);
   }
   return plan;
