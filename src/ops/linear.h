@@ -6,7 +6,7 @@
 
 namespace torchops::detail {
 
-/// x @ w.T + b, as at::linear; on a GPU that multiplies split float32 numbers faster than whole ones, so.
+/// x @ w.T + b, as at::linear. A GPU that multiplies split float32 numbers faster than whole ones does so here.
 ///
 /// x: (..., in); w: (out, in); b: (out,) or none; all of one floating-point dtype and device.
 /// Returns a new contiguous tensor (..., out). For modules whose own kernel has nothing to fuse with the product.

@@ -210,8 +210,8 @@ TriangleResults gradients_apart(const TriangleUpdate& update, at::ArrayRef<at::T
 /// Where each of kSummedLayers begins among the sums of one batch element, and at last how many sums there are.
 std::array<c10::SymInt, kSummedLayers.size() + 1> triangle_sums_begin(const TriangleUpdate& update);
 
-/// N rounded up so that rows of a product are multiples of 32 bytes. Matrix kernels need 16 to be fast at all. On an
-/// H100, the 128 products of N = 1025 in bfloat16 take 523 us with rows of 1040 elements, and 820 with 1032.
+/// N rounded up so that rows of a product are multiples of 32 bytes. Matrix kernels need 16 to be fast at all, and 32
+/// to be as fast as they can.
 template <class Int>
 Int padded_size(const Int& n, at::ScalarType dtype, int64_t bytes = 32) {
   const auto step = bytes / static_cast<int64_t>(c10::elementSize(dtype));
@@ -219,9 +219,9 @@ Int padded_size(const Int& n, at::ScalarType dtype, int64_t bytes = 32) {
 }
 
 /// The row stride in the matrices of d channels: a multiple of 128 bytes if N is large, so that the padding is a small
-/// part. On an H100, the 128 products of N = 769 in bfloat16, padded to 784, take 266 us with rows 832 apart, and 284
-/// with rows 784 apart. For more than 128 channels this would take too much memory. Has no branches, which a graph with
-/// symbolic sizes would have to guard, and no difference of sizes, which it would have to show not to be negative.
+/// part: rows then begin at whole lines of the caches. For more than 128 channels this would take too much memory. Has
+/// no branches, which a graph with symbolic sizes would have to guard, and no difference of sizes, which it would have
+/// to show not to be negative.
 template <class Int>
 Int padded_row_stride(const Int& n, const Int& d, at::ScalarType dtype) {
   const auto at_most_one = [](const Int& value) {

@@ -193,7 +193,7 @@ TriangleUpdate detail::checked_triangle_rows_parameter_gradients(const Tensor& s
 
 namespace {
 
-// For all backends but CUDA. Tensors without data get the same answer, so what is traced takes the ways of any GPU.
+// For all backends but CUDA. Tensors without data get the same answer, so what is traced runs on any GPU.
 bool rows_in_refused(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters,
                      double /*scale*/, double eps, Tensor& a, Tensor& b) {
   detail::checked_triangle_rows_in(x, mask, parameters, eps, a, b);
@@ -220,7 +220,7 @@ bool rows_in_backward_refused(const Tensor& da, const Tensor& db, const Tensor& 
   return false;
 }
 
-// There are no sums without the kernels that make them.
+// There are no sums without the kernels that compute them.
 std::vector<Tensor> parameter_gradients_refused(const Tensor& sums, const TriangleParameterList& parameters,
                                                 TriangleParameterOutputMask output_mask) {
   detail::checked_triangle_rows_parameter_gradients(sums, parameters, output_mask);

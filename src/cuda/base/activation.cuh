@@ -29,12 +29,11 @@ struct Sigmoid {
   /// its relative error is below 2e-6 for |z| < 16 (the rounding of t grows with it), and the limits are right
   /// where 2^t overflows or vanishes.
   ///
-  /// kCoarse has a relative error of 3e-4 (that of bfloat16 is up to 2e-3), and uses the special-function unit
-  /// once: with e = 2^-|t|, 1 / (1 + e) is the polynomial of degree 4 that is best in relative error on [0, 1].
-  /// 0.5 + 0.5 * tanh.approx(z / 2) would take fewer instructions, but ruin a gate that is nearly closed,
-  /// sigmoid(-12) = 6e-6: close to -1, tanh.approx errs by up to 1.1e-5. Replacing its results below 2^-7 by 2^-t,
-  /// if a warp has any, gained at most 5 % for z of standard deviation 1.4, and cost 11 to 28 % for 4
-  /// (measured on an H100).
+  /// kCoarse has a relative error of 3e-4 (that of bfloat16 is up to 2e-3), and uses the special-function unit once:
+  /// with e = 2^-|t|, 1 / (1 + e) is the polynomial of degree 4 that is best in relative error on [0, 1]. 0.5 + 0.5 *
+  /// tanh.approx(z / 2) would take fewer instructions, but ruin a gate that is nearly closed, sigmoid(-12) = 6e-6:
+  /// close to -1, tanh.approx errs by up to 1.1e-5. Replacing its results below 2^-7 by 2^-t does not pay: one of them
+  /// in a warp makes all of its lanes compute both.
   ///
   /// kExact takes half the instructions of value(), whose division has branches.
   template <Exactness exactness>

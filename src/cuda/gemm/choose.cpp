@@ -14,11 +14,8 @@ bool fits_one_wave(const Case& c) {
 }
 
 // For tilings of 128 rows whose CTAs work in pairs, side by side: the time that the waves of pairs take, and one
-// epilogue that nothing overlaps, in multiples of what a column takes. 32 columns are what loading the rows costs.
-// Fitted to 697 shapes (H100, bfloat16; 512 to 262144 rows, k from 320 to 8192, n from 136 to 2304), of which those
-// that columns_in_pairs() accepts took 1.01 times as long as with the fastest of the tilings in the mean, and 0.92 of
-// what k128x128, k128x128SharedA and k128x256 took by rules of their own. In TF32 (276 shapes), that was 0.90 in the
-// median.
+// epilogue that nothing overlaps, in multiples of what a column takes. Loading the rows costs as much as 32 columns.
+// Both constants are fitted to measurements.
 double time_in_pairs(const Case& c, int columns) {
   const int64_t pairs = c.tiles(128, 2 * columns), at_once = std::max(c.sm_count / 2, 1);
   const double epilogue = 400. / static_cast<double>(c.k * (c.element == Element::kTF32 ? 4 : 2));
@@ -49,14 +46,15 @@ bool suit_in_pairs(const Case& c) {
   return columns_in_pairs(c) == columns;
 }
 
-// The fastest of the tilings measured on an H100 (bfloat16; 45 shapes, 16 to 1048576 rows, k and n from 64 to 8192).
+// Large tiles read the operands less often. Small ones occupy more multiprocessors, and keep more loads and stores in
+// flight.
 constexpr Rule<Tiling> kDense[] = {
     // Few outputs: smaller tiles occupy more multiprocessors.
     {[](const Case& c) { return c.n <= 64 || c.tiles(128, 128) * 2 <= c.sm_count; }, Tiling::k128x64},
     // A long and narrow result is bound by memory: many small tiles keep more loads and stores in flight.
     {[](const Case& c) { return c.n <= 128 && c.k <= 512; }, Tiling::k64x128},
-    // Share the loads of a, the larger operand, and leave few columns of tiles empty: (262144, 384) to 264 features
-    // takes 158 us with two tiles of 144 columns, and 271 with three of 128, one of which is almost empty.
+    // Share the loads of a, the larger operand, and leave few columns of tiles empty: 264 features are two tiles of 144
+    // columns, or three of 128, one of which is almost empty.
     {suit_in_pairs<96>, Tiling::k128x96SharedA},
     {suit_in_pairs<112>, Tiling::k128x112SharedA},
     {suit_in_pairs<128>, Tiling::k128x128SharedA},
@@ -68,8 +66,8 @@ constexpr Rule<Tiling> kDense[] = {
     // If a is the larger operand, share its loads, unless a row has an odd number of tiles.
     {[](const Case& c) { return c.k <= 256 && c.n <= 2048 && c.m >= 2 * c.n && c.columns(128) % 2 == 0; },
      Tiling::k128x128ResidentB},
-    // Two steps along k are still too few. Long sums are bound by the traffic of the tiles: (4096, 4096) to 4096
-    // features takes 194 us instead of 212 (a cold call).
+    // Two steps along k are still too few. Long sums are bound by the traffic of the tiles, which is less with large
+    // ones.
     {[](const Case& c) {
        const int64_t tiles = c.tiles(128, 256);
        return (c.k <= 128 && c.n > 512) || (c.k > 4096 && tiles * 4 >= int64_t{c.sm_count} * 3) ||
@@ -80,8 +78,7 @@ constexpr Rule<Tiling> kDense[] = {
     {always, Tiling::k128x128},
 };
 
-// The fastest of the tilings measured on an H100, of cases that prefers_narrow() accepts. Where no rule suits, the
-// kernels of kDense are faster.
+// For cases that prefers_resident_weights() accepts. Where no rule suits, the kernels of kDense are faster.
 constexpr Rule<NarrowTiling> kNarrowDense[] = {
     {[](const Case& c) { return c.n % 16 != 0; }, NarrowTiling::k64x128x256},
     {[](const Case& c) { return c.k <= 64 && (c.n <= 192 || c.m <= 16384); }, NarrowTiling::k128x64x64},
@@ -92,24 +89,20 @@ constexpr Rule<NarrowTiling> kNarrowDense[] = {
     {[](const Case& c) { return c.k > 192 && (c.n > 192 || (c.n > 64 && c.n <= 128)); }, NarrowTiling::k64x128x256},
 };
 
-// Eight-bit operands: the fastest of the tilings measured on an H100 (dense; 6 shapes, 16 to 16384 rows, k and n from
-// 2048 to 8192). Few outputs take small tiles: (512, 2048) to 2048 features takes 9.1 us, and 11.2 with 128 x 128, and
-// (64, 4096) to 4096 features 11.3 us with 64 x 64, and 15.0 with 64 x 128 and clusters of two in the rows.
-// (4096, 4096) to 4096 features takes 117 us with 128 x 128, and 125 with 128 x 192.
+// Eight-bit operands. Few outputs take small tiles, which occupy more multiprocessors.
 constexpr Rule<Tiling> kScaled[] = {
     {[](const Case& c) { return c.m <= 64 && c.tiles(64, 64) <= c.sm_count; }, Tiling::k64x64SharedA},
     {[](const Case& c) { return c.m <= 64 || c.tiles(128, 128) <= c.sm_count; }, Tiling::k64x128},
     {always, Tiling::k128x128CooperativeTall},
 };
 
-// The fastest of the tilings measured on an H100, from n = 64 to 16384. With one tile per row there is no barrier.
-// Otherwise two small tiles in flight hide the wait at the barrier, until, in long products, the traffic of small tiles
-// costs more than the wait. Large tiles are then faster if whole panels keep nine of ten clusters busy.
+// With one tile per row there is no barrier. Otherwise two small tiles in flight hide the wait at the barrier, until,
+// in long products, the traffic of small tiles costs more than the wait. Large tiles are then faster if whole panels
+// keep nine of ten clusters busy.
 constexpr Rule<Tiling> kSquareMatmul[] = {
     {[](const Case& c) { return c.n > 128 && c.n <= 192; }, Tiling::k64x192ResidentB},
     {[](const Case& c) { return c.n > 128 && c.n <= 256; }, Tiling::k64x256ResidentB},
-    // In batches, share the loads of b, too: 128 matrices with n = 1024 take 394 us instead of 420, and 512 with n =
-    // 512 take 302 us instead of 330 (cold calls). Of one b, (65536, 1024) takes 211 us instead of 205.
+    // In batches, share the loads of b, too: each matrix has its own, while a single b stays in the second-level cache.
     {[](const Case& c) {
        return c.batch > 1 && c.n > 256 && c.n <= 1024 && c.rows(128) % 2 == 0 && c.columns(128) % 4 == 0;
      },
@@ -126,8 +119,7 @@ constexpr Rule<Tiling> kSquareMatmul[] = {
 };
 
 // The smallest tile that k fits. If there are more columns than a tile has, other CTAs compute them and read the rows
-// again, from L2: with the first tiling, glu of (1048576, 192) to 192 features takes 309 us instead of 432. Gates of
-// such sizes were not measured with it.
+// again, from L2. The first tiling saves that up to 192 columns; it was not measured for gates.
 constexpr Rule<NarrowTiling> kNarrow[] = {
     {[](const Case& c) { return c.n > 128 && c.n <= 192 && c.k <= 192; }, NarrowTiling::k64x192x192},
     {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, NarrowTiling::k128x64x64},
@@ -136,30 +128,22 @@ constexpr Rule<NarrowTiling> kNarrow[] = {
 };
 constexpr std::span kNarrowGate = std::span(kNarrow).subspan<1>();
 
-// The fastest of the tilings measured on an H100 (bfloat16; 14 shapes, 16 to 262144 rows, k from 128 to 8192, n from
-// 256 to 11008).
+// Of two products of any length.
 constexpr Rule<Tiling> kStreamedGlu[] = {
-    // Few outputs: smaller tiles occupy more multiprocessors. (16, 4096) to 4096 takes 40 us instead of 51.
+    // Few outputs: smaller tiles occupy more multiprocessors.
     {[](const Case& c) { return c.tiles(128, 128) * 2 <= c.sm_count; }, Tiling::k128x64SharedA},
-    // A long sum is bound by the traffic of the tiles, which is less with large ones, and its epilogue is a small part:
-    // (16384, 2048) to 5632 takes 1086 us instead of 1118. In a single wave, nothing overlaps an epilogue anyway:
-    // (1024, 512) to 2048 takes 13.0 us instead of 14.0.
+    // A long sum is bound by the traffic of the tiles, which is less with large ones, and its epilogue is a small part.
+    // In a single wave, nothing overlaps an epilogue anyway.
     {[](const Case& c) { return c.k >= 2048 || c.tiles(128, 128) <= c.sm_count; }, Tiling::k128x128Cooperative},
-    // Otherwise, overlapping epilogues and products wins: (65536, 384) to 1536 takes 245 us instead of 264.
+    // Otherwise, the epilogue of one tile should overlap the products of another.
     {always, Tiling::k128x64SharedA},
 };
 
-// The only tiling measured. gate of (524288, 384) to 384 features takes 493 us, against 733 with cuBLAS and one more
-// pass; (4096, 1024) to 1024 takes 27, against 39; (512, 512) to 512 takes 24, against 39 (H100 80GB HBM3, torch 2.11,
-// bfloat16).
 constexpr Rule<Tiling> kStreamedGate[] = {{always, Tiling::k128x64SharedA}};
 
-// The only tiling measured. All gradients of glu from (262144, 384) to 384 features take 945 us, against 1569 if cuBLAS
-// recomputes the products (H100 80GB HBM3, torch 2.11, bfloat16).
 constexpr Rule<Tiling> kStreamedCotangents[] = {{always, Tiling::k128x64SharedA}};
 
-// The smallest tile that channels and features fit. A triangle update with N = 512 and 64 of both takes 123 us with
-// tiles of 64, and 151 with those of 128 (H100, bfloat16).
+// The smallest tile that channels and features fit: columns that don't exist cost as much as others.
 constexpr Rule<NarrowTiling> kPair[] = {
     {[](const Case& c) { return c.n <= 64 && c.k <= 64; }, NarrowTiling::k64x64x64},
     {[](const Case& c) { return c.n <= 64; }, NarrowTiling::k64x64x128},
@@ -185,15 +169,13 @@ constexpr Rule<GradientTiling> kGated[] = {
     {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
 };
 
-// For sizes at which most CTAs of a cluster have columns. All gradients of glu but dx, with its cotangents, from
-// (1048576, 256) to 256 features take 917 us, against 1505 with the kernel for cotangents and cuBLAS; from 192 to 192,
-// they take 592 (H100, bfloat16).
+// For sizes at which most CTAs of a cluster have columns.
 constexpr Rule<GradientTiling> kWeightGradients[] = {
     {[](const Case& c) { return c.n > 128 && c.n <= 192 && c.k > 128 && c.k <= 192; }, GradientTiling::k192x192Cluster},
     {[](const Case& c) { return c.n > 128 && c.n <= 256 && c.k > 128 && c.k <= 256; }, GradientTiling::k256x256Cluster},
 };
 
-// Measured on an H100 in bfloat16, from 64 to 1048576 rows.
+// The smallest sums of dw, which stay in registers, that n and k fit.
 constexpr Rule<GradientTiling> kDenseGradients[] = {
     {[](const Case& c) { return c.n <= 128 && c.k <= 128; }, GradientTiling::k128x128},
     {[](const Case& c) { return c.n <= 192 && c.k <= 192; }, GradientTiling::k192x192},
@@ -248,14 +230,13 @@ TORCHOPS_RULES(GluSiluWeightGradients, kWeightGradients)
 
 namespace {
 
-// Where its rules choose a tiling, it took 0.66 to 1.07 of the time of the kernels of kDense, 0.92 in the median (H100,
-// bfloat16; 307 shapes, 256 to 1048576 rows, k from 32 to 256, n from 32 to 4096).
+// Short sums are bound by memory, and weights that stay in shared memory are not read again for each tile.
 bool prefers_resident_weights(const Case& c) {
   // It starts slower than small tiles do, so its own should fill most multiprocessors.
   if (c.k > 256 || c.m * c.n < 1 << 20) return false;
   // Its CTAs stay in their columns, which should divide nine of ten multiprocessors.
   if (c.sm_count % c.columns(128) * 10 >= c.sm_count) return false;
-  // Rows of the result that don't begin at 32-byte boundaries: few columns or a short sum were slower.
+  // Rows of the result that don't begin at 32-byte boundaries: many columns or a long sum make up for slow stores.
   if (c.n % 16 != 0) return c.n > 768 && c.k > 96 && c.k % 64 == 0;
   // Bound by memory: the CTAs of a cluster, which share a, read it once.
   if (c.m >= 65536 && c.n > 384 && c.n <= 512) return c.k > 192;
@@ -270,9 +251,8 @@ bool prefers_cublas(const Case& c) { return c.m < 16 || (c.k >= 512 && c.tiles(6
 bool prefers_sm80(const Case& c) { return c.element != Element::kTF32 && c.tiles(64, 128) * 2 <= c.sm_count; }
 
 // cuBLAS and the pass win with long sums of many outputs, which take much longer than the pass; with longer ones from
-// 65 rows on, (128, 4096) to 4096 features in 18 us instead of 26; and if the elements of a must be loaded one by one,
-// (1000, 1001) to 1003 in 32 instead of 49. But their rows of odd length are slow: (4096, 1000) to 1001 takes 97 us,
-// and 34 by the kernel (H100, bfloat16).
+// 65 rows on; and if the elements of a must be loaded one by one. But they are slow with rows of odd length in the
+// result.
 bool prefers_cublas_to_sm80(const Case& c, bool is_gated) {
   // A single wave takes as long as a sum, most of which is loading elements one or two at a time.
   const bool has_one_wave = is_gated && c.tiles(64, 64) <= c.sm_count;
@@ -281,16 +261,13 @@ bool prefers_cublas_to_sm80(const Case& c, bool is_gated) {
   return c.n % 2 == 0 && ((c.k > 512 && c.tiles(128, 128) > c.sm_count) || (c.k > 2048 && c.m > 64));
 }
 
-// Fewer than 16 rows were not measured. From (128, 8192) to 1024 features, cuBLAS and the pass took 38 us and the
-// kernel 45. From (16, 4096) to 4096, where more than a quarter of the multiprocessors have a tile, they took 48 and 40
-// (H100, bfloat16).
-// The second of two products hides what splitting the sum of one would save.
+// The kernel wins if more than a quarter of the multiprocessors have a tile. The second of two products hides what
+// splitting the sum of one would save. Fewer than 16 rows were not measured.
 bool prefers_cublas_for_gated(const Case& c, int products) {
   return c.m < 16 || (c.k >= (products == 1 ? 1024 : 4096) && c.tiles(128, 64) * 4 <= c.sm_count);
 }
 
-// A CTA has 128 rows and all columns, so few rows of many columns occupy few multiprocessors for long: dz and dx of
-// (4096, 256) to 1024 features take 30 us instead of 27. 65536 rows take 175 us instead of 224 (H100, bfloat16).
+// A CTA has 128 rows and all columns, so few rows of many columns occupy few multiprocessors for long.
 bool prefers_input_gradients(const Case& c) { return c.n <= 512 || c.rows(128) * 5 >= c.sm_count * 2; }
 
 }  // namespace
@@ -338,9 +315,9 @@ constexpr Rule<Sm80Tiling> kSm80[] = {
 
 namespace {
 
-// From so many outputs on, and with this tiling, it was the fastest for 2048 to 1048576 rows, 64 to 512 features in and
-// 64 to 1024 out (H100, bfloat16). With few rows of w, several CTAs fit a multiprocessor. For cotangents of one product
-// and a factor, sm80/kernel.cuh is as fast: memory takes all the time. Operands in two dtypes have no other kernel.
+// Each CTA copies its rows of w once, which many outputs repay. With few rows of w, several CTAs fit a multiprocessor.
+// For cotangents of one product and a factor, sm80/kernel.cuh is as fast: memory takes all the time. Operands in two
+// dtypes have no other kernel.
 std::optional<ResidentTiling> resident_tiling(const Case& c, const Sm80Conditions& conditions) {
   using enum ResidentTiling;
   constexpr int most_columns = 512;  // with more features, shared memory would have no room for enough rows of w
@@ -352,9 +329,7 @@ std::optional<ResidentTiling> resident_tiling(const Case& c, const Sm80Condition
 }
 
 // Rows that are not aligned to 16 bytes: any of gate(), or those of x or of a weight of glu() if elements must be
-// loaded one by one. (262143, 129) to 127 features: gate took 471 us by the kernel and 220 by cuBLAS and the pass, glu
-// 453 and 357, in eager mode 246 and 374. One by one, gate of (4095, 129) to 127 took 15.3 and 10.7, of (1023, 129) to
-// 127 9.7 and 9.0, of (255, 129) to 127 9.4 and 9.9, and glu of (4095, 129) to 127 15.0 and 18.1 (H100, bfloat16).
+// loaded one by one. From so many outputs on, cuBLAS saves more than its pass costs.
 bool prefers_cublas_for_odd_rows(const Case& c, const Sm80Conditions& conditions) {
   const auto [least, most] = std::minmax(conditions.load_vector, conditions.store_vector);
   if (conditions.reads_factor ? least == 8 : conditions.load_vector > 1) return false;

@@ -7,8 +7,8 @@ namespace torchops::cuda::gemm {
 namespace {
 
 // What a CTA of sm90/products/split_float32.cuh computes, and the microseconds that it takes for 32 columns of its
-// operands: fitted to 23 sizes on an H200, of 16 to 16160 rows, and 32 to 2048 columns in and out. So are the numbers
-// of cuBLAS below; those of the pass follow from bandwidth.
+// operands. These are fitted to measurements on an H200, and so are the numbers of cuBLAS below; those of the pass
+// follow from bandwidth.
 struct SplitTile {
   int rows, columns;
   double step;
@@ -61,11 +61,9 @@ bool prefers_split_sm90(const Case& c, bool has_pass) {
   return time_of_split(c, split_tile(c)) < cublas + pass;
 }
 
-// By FFMAs: cuBLAS multiplies faster the longer the sums are, and then takes another pass. The kernel took 0.39 to 0.97
-// of their time with 32 to 128 features in, up to 1.07 of it with 192, and up to 2.8 times as long with 1024 (dense,
-// gate and glu; 2048 to 262144 rows, 64 to 512 features out). By split products: 0.3 to 0.97 with up to 256 features
-// in, or 512 and 1024 with enough outputs; otherwise up to 2.4 times as long (dense and glu, 256 to 262144 rows). On an
-// H100; fewer rows were not measured.
+// By FFMAs: cuBLAS multiplies faster the longer the sums are, and then takes another pass. Split products run on tensor
+// cores, so the kernel keeps ahead up to longer sums, and beyond these if enough outputs fill its large tiles. Fewer
+// rows were not measured.
 bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits) {
   if (!splits) return k > 128 || n < 64 || m < 2048;
   if (m < 256 || k > kMostSplitColumns) return true;

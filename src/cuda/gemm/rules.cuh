@@ -2,10 +2,9 @@
 
 #include "cuda/base/activation.cuh"
 
-// What linear/sm80.cuh, linear/sm80_float32.cuh and, of sm90/, products/resident_weights.cuh,
-// products/streamed_weights.cuh and gradients/gated.cuh compute from their products. A rule says how many products
-// there are, whether it reads c, and the scale in which a product plus bias is passed to it as z (and as t, if there
-// are two products): with Exactness::kExact, 1. No torch, no CUTLASS.
+// What kernels of sm80/ and sm90/ compute from their products. A rule says how many products there are, whether it
+// reads c, and the scale in which a product plus bias is passed to it as z (and as t, if there are two products): with
+// Exactness::kExact, 1. No torch, no CUTLASS.
 namespace torchops::cuda::gemm {
 
 /// y = F(a @ b.T + bias)

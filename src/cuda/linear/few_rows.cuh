@@ -93,9 +93,9 @@ void launch_few_rows(const Problem& p) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-/// d = F(a @ b.T + bias), with contiguous d of any alignment. Up to 16 rows, it takes hardly longer than reading b, and
-/// on an H100 less than cuBLAS takes for the product alone. At 32 rows it is slower than cuBLAS, because it reads a.
-/// Returns false, with nothing done, if it cannot run.
+/// d = F(a @ b.T + bias), with contiguous d of any alignment. Up to 16 rows, it takes hardly longer than reading b.
+/// With more, cuBLAS is faster, because here every block reads all of a. Returns false, with nothing done, if it cannot
+/// run.
 template <class F>
 bool run_few_rows(const Problem& p, at::ScalarType dtype) {
   if (p.m > 16 || p.k % 8 != 0 || p.batch > 1) return false;

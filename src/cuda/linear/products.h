@@ -39,14 +39,11 @@ int64_t even_step(int64_t rows, int64_t step);
 inline int64_t product_row_bytes(const at::Tensor& w) { return w.size(0) * static_cast<int64_t>(w.element_size()); }
 
 /// The rows of a panel whose product with w is still in the L2 cache when the next pass reads it; all rows if the
-/// product is small, or if panels would be too short for cuBLAS (float64 to 128 features, 17066 rows: 722 us instead of
-/// 633 on an H100). A product may take a third of the cache, since the pass also reads and writes other tensors.
-/// Scratch, of `scratch_bytes` per row, stays within `most_bytes`.
+/// product is small, or if panels would be too short for cuBLAS to be fast. A product may take a third of the cache,
+/// since the pass also reads and writes other tensors. Scratch, of `scratch_bytes` per row, stays within `most_bytes`.
 ///
-/// In 16 bits, cuBLAS adds a bias to short products slowly: 65536 rows of 128 features take 19.5 us, and 10.2 without
-/// one, while 1048576 take 212 and 197 (torch 2.11, H100). From 128 features on, that costs more than the cache saves,
-/// except glu of 1048576 rows and 256 features, which takes 1585 us instead of 1515, and trains in 4288 instead of
-/// 4367.
+/// In 16 bits, cuBLAS adds a bias to products of few rows slowly. From 128 features on, that costs more than the cache
+/// saves.
 int64_t rows_of_panel(int64_t rows, const at::Tensor& w, bool adds_bias, int64_t scratch_bytes,
                       int64_t most_bytes = kMaxScratchBytes);
 
@@ -57,9 +54,8 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b);
 void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b);
 
 /// out = x @ w.T + b. With a contiguous out and b, this is the call of F.linear, and cuBLAS mostly rounds once. For a
-/// strided out or b, the algorithms that it picks for aligned operands round the product before they add b: in
-/// bfloat16, 70 rows of 128 features in and out then have a relative error of 0.28 instead of 0.0017 where b cancels
-/// the product (torch 2.11, H100).
+/// strided out or b, the algorithms that it picks for aligned operands round the product before they add b: where b
+/// cancels the product, few digits are then left.
 void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
 
 /// Whether a and b are the halves of one tensor.
@@ -82,8 +78,8 @@ at::Tensor weight_gradient(const at::Tensor& dz, const at::Tensor& x);
 /// are summed in float32 if there are several panels, and else the totals themselves. A total that is not wanted is a
 /// tensor without elements.
 ///
-/// A panel of 64 MiB has enough rows for kernels that sum over all of them: for glu of 524288 rows of 256 features, a
-/// prototype took 9% more time than with one panel of all rows, and 19% more with panels of half the size (H100).
+/// A panel of 64 MiB has enough rows for kernels that sum over all of them: they write and add their sums once for each
+/// panel.
 void for_each_rounded_panel(const at::Tensor& x, at::TensorList totals,
                             c10::function_ref<void(int64_t, const at::Tensor&, const std::vector<at::Tensor>&)> f);
 

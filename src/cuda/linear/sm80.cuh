@@ -94,8 +94,7 @@ bool launch_resident(const ResidentArguments<Rule, T, X, V>& p, const std::optio
     }
     constexpr ResidentTiling small =
         Rule::kReadsC && makes_cotangents && std::is_same_v<V, float> ? k16RowsAlone : k16Rows;
-    // Less shared memory has room for one CTA. With as little on an H100, this took 0.45 to 0.89 of the time of
-    // sm80/kernel.cuh (65536 and 524288 rows, 64 to 256 features).
+    // Less shared memory has room for one CTA, which is still faster than sm80/kernel.cuh.
     return launch_resident_kernel<Rule, T, small, X, V>(p);
   }
 }

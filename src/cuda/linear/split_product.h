@@ -6,7 +6,7 @@
 
 namespace torchops::cuda {
 
-/// out = a @ b in float32 by split products (SplitTF32 in gemm/mma.cuh), or out += a @ b with `accumulate`. These are
+/// out = a @ b in float32 by split products (gemm/split_tf32.cuh), or out += a @ b with `accumulate`. These are
 /// matrices, or batches of as many; either dimension of a and b may be contiguous. Returns false, with nothing done, if
 /// torch's settings or those of kernel_path() or the device want another way, if it cannot read or write the tensors,
 /// or if product_way() is another one.

@@ -9,12 +9,11 @@
 #include "cuda/gemm/ways.h"
 
 // The fast kernels of gates take rows that are whole pieces of 16 bytes. Other 16-bit rows are copied to such rows,
-// with features that are zero: cuBLAS takes more than twice as long for products of odd sizes (262143 rows of 129
-// features to 127: 127 us, and 55 for 136 to 128; H100, torch 2.11).
+// with features that are zero: cuBLAS takes more than twice as long for products of odd sizes.
 namespace torchops::cuda {
 
-/// Panels of copies are at most this large. With half of it, glu of (262143, 129) to 127 features took 238 us,
-/// and 194 with all rows at once (H100).
+/// Panels of copies are at most this large. Smaller ones would take more launches, each with a last wave that leaves
+/// multiprocessors idle.
 constexpr int64_t kMaxCopiedBytes = int64_t{64} << 20;
 
 /// Copies of 16-bit matrices to contiguous ones of other sizes, several by one launch: between small ones, launches

@@ -79,10 +79,8 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
   const auto threads = [&](int capacity, int blocks) {
     return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{capacity} * blocks), kWarp) * kWarp);
   };
-  // With half of the registers, more warps hide the barriers: layer_norm of (131072, 2048) in bfloat16 took 367 us
-  // instead of 383 by one warp with 8 vectors per thread, of (65536, 4096) 365 instead of 373 by blocks with 8. Shorter
-  // rows would leave lanes of a second warp idle. Parameters that are read ahead favour threads with few vectors:
-  // (32768, 8192) takes 363 us instead of 374, but (16384, 12288) 301 instead of 283 (H100 80GB HBM3).
+  // With half of the registers, more warps hide the barriers. Shorter rows would leave lanes of a second warp idle.
+  // Parameters that are read ahead favour threads with few vectors.
   constexpr int kHalf = kVectors / 2, kMostOfHalf = Operator::kParameters > 0 ? 256 : 224;
   if (vectors > 192 && threads(kHalf, 1) <= kMostOfHalf) {
     using Row = RowInRegisters<T, Block, kHalf, 0, Operator::kParameters>;
@@ -95,8 +93,7 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
   if (const int n = threads(kVectors, 1); n <= kMaxThreads && prefers_block(n)) {
     return launch<T, RowInRegisters<T, Block, kVectors>, Block>(rows, op, rows.rows, n);
   }
-  // Parameters would be read again for each row, and make up two thirds of what a block reads: layer_norm of (1024,
-  // 131072) in bfloat16 takes 194 us instead of 262 (H100 80GB HBM3).
+  // Parameters would be read again for each row, and make up two thirds of what a block reads.
   if constexpr (std::is_same_v<decltype(op.parameters), Parameters<T, Operator::kParameters>> &&
                 Operator::kParameters > 0) {
     const bool aligned = address(rows.x) % kVectorBytes == 0 && rows.columns % kSize == 0 &&

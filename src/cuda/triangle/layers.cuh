@@ -44,8 +44,9 @@ class TriangleLayers : public detail::TriangleLayout {
   const std::optional<at::Tensor>& norm_bias() const { return norm_bias_; }
 
   /// Calls f on all panels. f uses `tensors` tensors of max(c, d) features for the positions of a panel, which may take
-  /// as much memory as `pairs` pair tensors, or some tens of MiB. Fewer, larger panels are faster: an H100 needs 16 MiB
-  /// of a tensor to be busy. Small pair tensors, for which launches take most of the time, get a few panels at most.
+  /// as much memory as `pairs` pair tensors, or some tens of MiB. Fewer, larger panels are faster, because it takes
+  /// some 16 MiB of a tensor to keep a large GPU busy. Small pair tensors, for which launches take most of the time,
+  /// get a few panels at most.
   template <class F>
   void for_each_panel(int64_t tensors, int64_t pairs, const F& f) const {
     constexpr int64_t small_pair = int64_t{128} << 20, for_small_pairs = int64_t{256} << 20;
@@ -114,7 +115,7 @@ class TriangleLayers : public detail::TriangleLayout {
     return {p, g, stacked(w, wg), stacked(update().bias(p), update().bias(g))};
   }
   /// How many tensors of a panel it takes to make the channels of two such units from a panel of x. The float64 kernel
-  /// stores no products, so there it is z, and before that x if its rows are copied. In float32, larger panels were not
+  /// stores no products, so there it is z, and before that x if its rows are copied. In float32, larger panels are not
   /// faster.
   int64_t input_tensors(const Glu& of_a, const Glu& of_b, const at::Tensor& x) const {
     if (of_a.weight || of_b.weight || update().dtype() != at::kDouble) return 3;
@@ -212,8 +213,8 @@ class TriangleLayers : public detail::TriangleLayout {
 
   // The limits of panels and of a spare group of channels. Forward may take 2.1 pair tensors, backward 3.2 besides dx,
   // each plus 64 MiB, less two or three tensors of padded channels, and the workspace and moments of gradients. Fewer,
-  // larger groups are faster: each launch of cuBLAS costs about 4 us besides its products (H100). But a group is kept
-  // with the products, so a forward pass that keeps them gives it at most half of the 64 MiB.
+  // larger groups are faster: each launch of cuBLAS costs time besides its products. But a group is kept with the
+  // products, so a forward pass that keeps them gives it at most half of the 64 MiB.
   static Scratch scratch_of(const detail::TriangleUpdate& t, Pass pass, const PairSteps& steps) {
     constexpr int64_t mib = int64_t{1} << 20, least_group = 8 * mib;
     const bool backward = pass == Pass::kBackward;

@@ -5,8 +5,7 @@
 //
 // The sums of dw would be larger than the registers of a multiprocessor, but those of dx for a tile of rows fit: dz
 // goes to memory, but nothing reads it from there for dx. A CTA has the sums of its rows in registers, while the
-// columns of grad and y pass through in boxes of 64, with as many rows of w. Measured for dense on an H100, bfloat16:
-// from (65536, 256) to 1024 features it takes 175 us, against 224 with a pass for dz and a cuBLAS product.
+// columns of grad and y pass through in boxes of 64, with as many rows of w.
 //
 //   load warp      grad, y -> a stage of shared memory, by TMA, some ahead
 //   weight warp    rows of w -> a stage of their own

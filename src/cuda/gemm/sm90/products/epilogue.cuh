@@ -11,7 +11,7 @@ namespace torchops::cuda::gemm {
 namespace fusion = cutlass::epilogue::fusion;
 
 /// t = F::kScale * (sum + bias), the argument of F::of_scaled(). Scaled here, for all rows at once, the bias costs a
-/// quarter of an instruction per output, and the sum no addition: with the sigmoid 8.8 instructions instead of 9.5.
+/// quarter of an instruction per output, and the sum no addition.
 template <class F>
 struct Argument {
   template <class Fragment>

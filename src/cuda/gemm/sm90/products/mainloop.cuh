@@ -5,8 +5,7 @@
 // With short sums (k <= 256), a GEMM on Hopper is bound by memory, and CUTLASS's mainloop fetches B again for every
 // tile of the output: at k = 256, tiles of 128 x 128 request more bytes from the second-level cache than device memory
 // has to deliver. Here a CTA keeps its column of tiles for its whole life, so its part of B, all of k, is loaded once,
-// and only A streams through the pipeline. Measured on an H100, bfloat16: square_matmul_ of (1048576, 256) takes 388
-// us, against 409 with the streaming mainloop.
+// and only A streams through the pipeline.
 
 #include <cutlass/gemm/collective/collective_builder.hpp>
 

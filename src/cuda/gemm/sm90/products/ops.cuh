@@ -43,9 +43,8 @@ struct Linear {
       return Product::launch(arguments, /*cooperative=*/false, stream);
     }
 
-    // Tiles that are computed at the same time share more panels of a and b if they form squares of this side: from
-    // 2048 rows, with 2048 features in and out, 32.4 us instead of 33.5 (H100, bfloat16, a cold call). The scheduler
-    // rounds the counts of tiles up to multiples of it, and computes what it adds.
+    // Tiles that are computed at the same time share more panels of a and b if they form squares of this side. The
+    // scheduler rounds the counts of tiles up to multiples of it, and computes what it adds.
     static int swizzle(const Problem& p) {
       constexpr TilingSpec spec = kSpec<tiling>;
       const auto tiles = [&](int side) {

@@ -120,10 +120,9 @@ struct ScaledLinear {
 
     // The CTAs that run at once have adjacent tiles along the shorter side of d, so they read all of the operand on
     // that side for a few rows of the other. If that operand doesn't fit into the second-level cache, a block of tiles
-    // that is four high reads less: (8192, 8192) to 8192 features takes 906 us instead of 1002. If it fits, the block
-    // costs more: (4096, 4096) to 4096 takes 120 us instead of 117, and with 16384 rows 478 instead of 464 (H100 80GB
-    // HBM3, 128 x 128 tiles). Nothing was measured between 16 and 64 MiB. Tiles are rounded up to whole blocks, and
-    // those outside of d cost as much as others.
+    // that is four high reads less; if it fits, the order without blocks is faster. The limit lies between 16 MiB,
+    // which fit, and 64 MiB, which don't. Tiles are rounded up to whole blocks, and those outside of d cost as much as
+    // others.
     static int height_of_block(const Problem& p) {
       constexpr int height = 4;
       constexpr int64_t least_bytes = int64_t{32} << 20;

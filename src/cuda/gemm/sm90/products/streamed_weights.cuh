@@ -98,13 +98,15 @@ struct StreamedBias {
   }
 };
 
-/// Compile-time parameters of the kernel. Epilogue_ has
-///   Tile, and Parameters, which the Parameters of the kernel contain
-///   Shared                   shared memory of a warpgroup; its init() initialises its barriers, on one thread of the
-///   CTA (parameters, shared, n, thread)   its constructor, for each thread of a warpgroup begin(row, column) before
-///   the products of a tile; its place in the grid of tiles of kRows x kN share()                  while the last of
-///   these products run; all threads synchronise between it and finish(sums, sync)       when the products are complete
-///   end()                    after the last tile
+/// Epilogue_ has
+///   Tile                              a StreamedTile
+///   Parameters                        which are part of the kernel's
+///   Shared                            shared memory of a warpgroup; init() is called by one thread of the CTA
+///   (parameters, shared, n, thread)   its constructor, for each thread of a warpgroup
+///   begin(row, column)                before the products of a tile at this place in the grid of tiles of kRows x kN
+///   share()                           while the last of these products run; then all threads synchronise
+///   finish(sums, sync)                when the products are complete
+///   end()                             after the last tile
 template <class Epilogue_>
 struct StreamedKernel {
   using Epilogue = Epilogue_;
@@ -153,8 +155,8 @@ struct StreamedKernel {
   CUTLASS_DEVICE static int first() { return static_cast<int>(blockIdx.x) / kCluster; }
   CUTLASS_DEVICE static int clusters() { return static_cast<int>(gridDim.x) / kCluster; }
 
-  /// Where this CTA's part of a cluster tile is, in the grid of CTA tiles. With kPingPong, groups of 4096 rows are up
-  /// to 2% faster than groups of 2048 (H100, glu).
+  /// Where this CTA's part of a cluster tile is, in the grid of CTA tiles. With kPingPong, a CTA has two tiles at a
+  /// time, so groups have twice as many rows.
   CUTLASS_DEVICE static GridPlace place(const Parameters& p, int tile) {
     const GridPlace of_cluster = place_in_groups(tile, p.rows, p.columns, (kPingPong ? 4096 : 2048) / kM);
     return {of_cluster.row, of_cluster.column * kCluster + rank()};

@@ -16,8 +16,8 @@ namespace torchops::cuda::gemm {
 
 /// Each thread that has read what TMA is to overwrite, calls this before the arrival at a barrier that lets it. Alone,
 /// the arrival may pass loads that the thread has started, because these and TMA reach shared memory by different ways
-/// (proxies): while products kept shared memory busy, ldmatrix found parts of the next tile (H100). Products need no
-/// such call, since they and TMA go the same way. Unlike CUTLASS's fence, this one keeps loads of C++ before it, too.
+/// (proxies): while products keep shared memory busy, ldmatrix has found parts of the next tile. Products need no such
+/// call, since they and TMA go the same way. Unlike CUTLASS's fence, this one keeps loads of C++ before it, too.
 CUTLASS_DEVICE void finish_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /// Whether TMA supports these operands. What the driver would refuse, CUTLASS only asserts; asserts are compiled out

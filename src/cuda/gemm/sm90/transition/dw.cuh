@@ -28,8 +28,7 @@ struct FeedForwardDwKernel {
   using Element = Element_;
   using Slopes = FeedForwardSlopes<F, Element>;
   static constexpr int kRows = kSpec<tiling>.rows, kC = kSpec<tiling>.most_k, kMostHidden = 512, kSlice = 64;
-  // If two CTAs share the loads of rows, all gradients of 1048576 rows of 128 features and 512 hidden ones take equally
-  // long, and those of 147456 rows 10 % longer (H100).
+  // Two CTAs that share the loads of rows gain nothing with many rows, and wait for each other with few.
   static constexpr int kCluster = 1, kMakers = 2, kStages = 4;
   static constexpr int kSize = static_cast<int>(sizeof(Element)), kPiece = 64 * 64;
   static constexpr int kWeightBytes = 3 * kSlice * kC * kSize, kStageBytes = 2 * kRows * kC * kSize;

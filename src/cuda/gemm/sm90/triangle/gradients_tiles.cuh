@@ -22,11 +22,10 @@
 // The sums of dw and of the columns of du and dt stay in registers for all positions, as in gradients/gated.cuh. The
 // column sums are products with ones: the warps that compute du and dt are busier than the matrix units.
 //
-// Device memory doesn't bound the gradients of the input step: with all tiles from the second-level cache they take 2%
-// less time (N = 1024, H100, bfloat16). So a cluster that makes both sides, and reads x and dxhat once, has little to
-// win. The pipe of shared memory is busy for 70 to 75% of the time (Nsight Compute). Two variants were slower:
-// warpgroups that take turns with the matrix units, each of which makes all columns of dxhat from its own columns of du
-// and dt (2 to 3%), and u and t as one product of 128 columns, which reads less shared memory (5%).
+// Shared memory bounds the gradients of the input step, not device memory. So a cluster that computes both sides, and
+// reads x and dxhat once, has little to win. Two variants are slower: warpgroups that take turns with the matrix units,
+// each of which computes all columns of dxhat from its own columns of du and dt; and u and t as one product of 128
+// columns, which reads less shared memory.
 
 #include "cuda/gemm/sm90/triangle/norms.cuh"
 
@@ -257,8 +256,8 @@ struct PairGradientsKernel {
     norms[1].load(p.norm_x[0], p.norm_x[1], p.c, kConsumers);
     sync();
     shared.w_loaded.wait(0);
-    // No loop from threadIdx.x on: after one, nvcc 13.0 kept the address of shared memory in a register of each thread,
-    // and copied each descriptor of a matrix instruction from there (239 R2UR in this kernel instead of 45).
+    // No loop from threadIdx.x on: after one, nvcc 13.0 keeps the address of shared memory in a register of each
+    // thread, and copies each descriptor of a matrix instruction from there (R2UR).
     static_assert(kConsumers == 2 * kFeatures);
     const int product = static_cast<int>(threadIdx.x) / kFeatures, row = static_cast<int>(threadIdx.x) % kFeatures;
     const Element* const bias = p.bias[product];

@@ -9,8 +9,8 @@
 //   warpgroups    two compute a tile of columns each, in turn, so that the epilogue of one overlaps the matrix
 //                 instructions of the other; a third measures the moments of rows as they arrive
 //
-// What is left above the time of the matrix instructions are the stores: without them, the kernel takes 690 us for 256
-// features and channels, N = 1024, instead of 940 (H100). Pieces of 256 bytes, and stores from registers, are slower.
+// What is left above the time of the matrix instructions are the stores. Pieces of 256 bytes, and stores from
+// registers, are slower.
 
 #include "cuda/gemm/sm90/triangle/streamed.cuh"
 
@@ -27,7 +27,7 @@ struct StreamedPairInKernel {
   static_assert(Tile::kPingPong && Tile::kProducts == kCluster && Tile::kCluster == kCluster && kM == 128);
   static_assert(kColumns == 128, "a thread reads the terms of one column of one product");
 
-  // As many as fit: one less for the weights, or for 384 features of x, takes 10% longer (H100).
+  // As many as fit: with fewer, the matrix instructions wait for loads.
   static constexpr int kXBlocks = 6, kStages = 5;
   using XStages = Ring<kXBlocks, /*releases=*/kWarpgroups + 4>;  // and the warps that measure
   using WStages = Ring<kStages, /*releases=*/kCluster>;
