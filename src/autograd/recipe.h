@@ -17,9 +17,9 @@
 #include "ops/common.h"
 #include "ops/saved_copy.h"
 
-// How the operators of this library implement autograd. A functional operator takes one of three ways, see
-// FunctionalOp in autograd/functional.h; a mutating one takes one of four, see MutatingOp. test/test_traps.py has what
-// silently goes wrong without them.
+// How the operators of this library implement autograd. A functional operator takes one of three ways, see FunctionalOp
+// in autograd/functional.h; a mutating one takes one of four, see MutatingOp. test/test_traps.py has what silently goes
+// wrong without them.
 namespace torchops::autograd {
 
 using at::Tensor;

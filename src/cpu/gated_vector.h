@@ -4,9 +4,8 @@
 
 #include <cstdint>
 
-// The vectorised loops of gated.cpp. gated_vector.cpp is compiled once for each instruction set
-// that ATen has kernels for; only pointers are passed, so that no code that others may link is
-// compiled with its instructions.
+// The vectorised loops of gated.cpp. gated_vector.cpp is compiled once for each instruction set that ATen has kernels
+// for; only pointers are passed, so that no code that others may link is compiled with its instructions.
 namespace torchops::cpu {
 
 /// `count` elements each; value, grad and dvalue have the dtype `value_type`, u and du `u_type`.

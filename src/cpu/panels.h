@@ -11,9 +11,9 @@
 #include "ops/matrices.h"
 #include "ops/overwriting.h"
 
-// The CPU kernels call ATen's vectorised primitives on panels of rows. A panel is so small that the
-// output of one primitive is still in the cache when the next one reads it, and that scratch of its size
-// is negligible beside the tensor.
+// The CPU kernels call ATen's vectorised primitives on panels of rows. A panel is so small that the output of one
+// primitive is still in the cache when the next one reads it, and that scratch of its size is negligible beside the
+// tensor.
 namespace torchops::cpu {
 
 using at::Tensor;

@@ -48,8 +48,8 @@ struct Factors {
   }
 };
 
-// y = F(z * scale_x * scale_w + bias) for a float32 matrix z, times v if there is one; v may be y. At most one
-// of the two biases is not null.
+// y = F(z * scale_x * scale_w + bias) for a float32 matrix z, times v if there is one; v may be y. At most one of the
+// two biases is not null.
 template <class F, class T>
 struct ScaledPass {
   const float* z;

@@ -172,7 +172,7 @@ void output_backward(const TriangleLayers& layers, const TriangleGradients& grad
   const Tensor y = layers.empty({z.size(0), t.x.size(-1)});
   layers.project(y, n.y);
   const OptionalTensor& b = t.bias(detail::kGOut);
-  // dz is made where it goes, unless x has another dtype than the products.
+  // dz is written where it goes, unless x has another dtype than the products.
   const bool wants_z = gradients.wants_z(), in_place = wants_z && dz_pair.scalar_type() == z.scalar_type();
   const bool wants_w = gradients.wants(detail::kGOut), wants_b = b && gradients.wants(detail::kGOut + 1);
   detail::GateGradients results =

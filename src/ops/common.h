@@ -62,8 +62,8 @@ void check_layer(const char* op, const at::Tensor& x, const at::Tensor& w, const
 /// Raises if two indices of `tensor` share one memory location (an expanded or unfolded tensor): it cannot be written.
 void check_writable(const char* op, const char* name, const at::Tensor& tensor);
 
-/// An uninitialised tensor of the dtype and on the device of `like`; an empty one if the
-/// gradient that it is for is not wanted.
+/// An uninitialised tensor of the dtype and on the device of `like`; an empty one if the gradient that it is for is not
+/// wanted.
 at::Tensor empty_if(bool wanted, c10::SymIntArrayRef shape, const at::Tensor& like);
 
 /// `sizes` with another last one: those of x @ w.T from x's.

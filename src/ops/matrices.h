@@ -48,9 +48,9 @@ inline int64_t rows_cublas_may_leave_out(const at::Tensor& t, const at::Tensor& 
   return possible ? t.size(0) % kRowsOfCublasTile : 0;
 }
 
-/// Whether a 16-bit product t.T @ u should be made in float32 and rounded afterwards. Where the result has few tiles,
-/// cuBLAS sums over the rows in parallel parts, which it may round before it adds them: sums of ones then differ from
-/// the number of rows. For larger results, the float32 one would cost too much.
+/// Whether a 16-bit product t.T @ u should be computed in float32 and rounded afterwards. Where the result has few
+/// tiles, cuBLAS sums over the rows in parallel parts, which it may round before it adds them: sums of ones then differ
+/// from the number of rows. For larger results, the float32 one would cost too much.
 inline bool is_product_rounded_in_parts(const at::Tensor& t, const at::Tensor& u) {
   constexpr int64_t least_in_one = int64_t{1} << 22;
   return t.element_size() == 2 && t.size(0) > kRowsOfCublasTile && t.size(1) * u.size(1) < least_in_one;

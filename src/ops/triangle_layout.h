@@ -253,8 +253,8 @@ class TriangleGradients {
   bool wants_z() const { return detail::wants_z(output_mask_); }
   bool wants_a_and_b() const { return detail::wants_a_and_b(output_mask_); }
 
-  /// Where dx of a batch element is made: first the gate's part of dz, and then dx, which overwrites
-  /// it. Undefined if no dz is wanted.
+  /// Where dx of a batch element goes: first the gate's part of dz, and then dx, which overwrites it. Undefined if no
+  /// dz is wanted.
   at::Tensor dz(int64_t index) const { return dz_.defined() ? batch_element(dz_, 3, index) : dz_; }
   /// The gradient of the mask, to add to; undefined if not wanted.
   at::Tensor dmask(int64_t index) const { return mask_sum_.defined() ? batch_element(mask_sum_, 2, index) : mask_sum_; }

@@ -56,9 +56,9 @@ namespace detail {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-/// The parameters of a triangle update, with separate ones for a and b. The bias of a weight follows it. A list of
-/// them may instead have packed p and g, as the public operators do, with the rows of a first: these are in the places
-/// of a, and those of b are none.
+/// The parameters of a triangle update, with separate ones for a and b. The bias of a weight follows it. A list of them
+/// may instead have packed p and g, as the public operators do, with the rows of a first: these are in the places of a,
+/// and those of b are none.
 enum TriangleParameter : size_t {
   kNormIn = 0,
   kPA = 2,
@@ -73,8 +73,8 @@ constexpr size_t kTriangleParameters = 16;
 using TriangleParameters = std::array<OptionalTensor, kTriangleParameters>;
 using TriangleParameterList = c10::List<OptionalTensor>;
 
-/// The layers in the order in which backward kernels leave the sums over positions that the gradients of all parameters
-/// are made of: for each, a sum per element of its weight, and then one per row.
+/// The layers in the order in which backward kernels leave the sums over positions from which the gradients of all
+/// parameters follow: for each, a sum per element of its weight, and then one per row.
 constexpr std::array kSummedLayers{kPOut, kGOut, kPA, kGA, kPB, kGB};
 
 /// Gradients are numbered x, mask, then the parameters.
@@ -82,8 +82,8 @@ constexpr size_t kTriangleGradients = 2 + kTriangleParameters;
 using TriangleOutputMask = std::array<bool, kTriangleGradients>;
 using TriangleParameterOutputMask = std::array<bool, kTriangleParameters>;
 
-/// Which intermediate gradients the wanted ones depend on: that of z, for x and its norm; those of a and b, for z,
-/// the mask and their own layers.
+/// Which intermediate gradients the wanted ones depend on: that of z, for x and its norm; those of a and b, for z, the
+/// mask and their own layers.
 inline bool wants_z(const TriangleOutputMask& output_mask) {
   return output_mask[0] || output_mask[2 + kNormIn] || output_mask[3 + kNormIn];
 }
@@ -135,10 +135,10 @@ TriangleUpdate taken_apart(const at::Tensor& x, const OptionalTensor& mask, cons
                            bool outgoing, double eps);
 TriangleUpdate taken_apart(const TriangleArguments& arguments);
 
-/// The private operators that the public ones call. They take packed weights or separate ones for a and b. Each
-/// also returns the product o, which backward needs, as a contiguous tensor of triangle_product_shape(), of which
-/// only the N rows and columns are read; without keep_product, an empty tensor. With `add_residual`, the first result
-/// is x plus the update, in x's dtype.
+/// The private operators that the public ones call. They take packed weights or separate ones for a and b. Each also
+/// returns the product o, which backward needs, as a contiguous tensor of triangle_product_shape(), of which only the N
+/// rows and columns are read; without keep_product, an empty tensor. With `add_residual`, the first result is x plus
+/// the update, in x's dtype.
 std::tuple<at::Tensor, at::Tensor> triangle_update(const at::Tensor& x, const OptionalTensor& mask,
                                                    const TriangleParameterList& parameters, bool outgoing, double eps,
                                                    bool keep_product, bool add_residual);

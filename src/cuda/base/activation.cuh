@@ -25,9 +25,9 @@ struct Sigmoid {
 
   /// 1 / (1 + 2^t).
   ///
-  /// kFast also keeps the small results that a tanh instruction would lose to cancellation: as a function of z,
-  /// its relative error is below 2e-6 for |z| < 16 (the rounding of t grows with it), and the limits are right
-  /// where 2^t overflows or vanishes.
+  /// kFast also keeps the small results that a tanh instruction would lose to cancellation: as a function of z, its
+  /// relative error is below 2e-6 for |z| < 16 (the rounding of t grows with it), and the limits are right where 2^t
+  /// overflows or vanishes.
   ///
   /// kCoarse has a relative error of 3e-4 (that of bfloat16 is up to 2e-3), and uses the special-function unit once:
   /// with e = 2^-|t|, 1 / (1 + e) is the polynomial of degree 4 that is best in relative error on [0, 1]. 0.5 + 0.5 *
@@ -90,8 +90,8 @@ struct Sigmoid {
   /// The same without the branches of exp() and of the division, with which a thread computes one value after the
   /// other. With e = exp(-|z|), r = 1 / (1 + e) or e * r. What an approximate r lacks, in parts of it, is 1 - r - e *
   /// r, which does not depend on how 1 + e was rounded. The relative error is at most 2.8e-16 for z < 0, where the
-  /// result is at least 2^-1022, and 1.6e-16 for others; that of ATen's formula, with an exp() that is an ulp
-  /// off, 4.9e-16 and 2.7e-16.
+  /// result is at least 2^-1022, and 1.6e-16 for others; that of ATen's formula, with an exp() that is an ulp off,
+  /// 4.9e-16 and 2.7e-16.
   __device__ static double without_branches(double z) {
     const double e = exp_of_minus_magnitude(z), near = reciprocal_approximate(1 + e);
     const double error = fma(-e, near, 1 - near);

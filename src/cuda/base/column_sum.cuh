@@ -51,9 +51,9 @@ void launch_column_sum(const Sum* partial, T* first, T* second, int64_t rows, in
           partial, first, second, rows, split, columns, pitch, rows);
 }
 
-/// The same for so many rows that one block per group of columns would take long: first computes the sums of at
-/// most `most_pieces` pieces, for which partial, whose rows have no gaps, has room after its rows. The pieces
-/// depend only on the number of rows.
+/// The same for so many rows that one block per group of columns would take long: first computes the sums of at most
+/// `most_pieces` pieces, for which partial, whose rows have no gaps, has room after its rows. The pieces depend only on
+/// the number of rows.
 template <class T>
 void launch_column_sum_in_pieces(float* partial, T* first, T* second, int64_t rows, int64_t split, int64_t columns,
                                  int64_t most_pieces, cudaStream_t stream) {

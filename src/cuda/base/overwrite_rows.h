@@ -17,8 +17,8 @@ namespace torchops::cuda {
 /// The limit of scratch for rows whose elements are not contiguous; or one row, if that is more.
 constexpr int64_t kMaxScratchBytes = int64_t{32} << 20;
 
-/// x (..., *trailing), not empty, as a view (rows, columns) with unit column stride; nullopt
-/// if its strides don't allow that.
+/// x (..., *trailing), not empty, as a view (rows, columns) with unit column stride; nullopt if its strides don't allow
+/// that.
 inline std::optional<at::Tensor> as_unit_rows(const at::Tensor& x, int64_t trailing_dims) {
   const int64_t columns = c10::multiply_integers(x.sizes().slice(x.dim() - trailing_dims));
   const at::DimVector shape{x.numel() / columns, columns};

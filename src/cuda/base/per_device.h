@@ -8,12 +8,11 @@
 // No torch headers.
 namespace torchops::cuda {
 
-/// Caches the answer, a number >= 0, to a question that is asked once per device. Failures are
-/// not cached: the caller gets the error, and the next call asks again. Thread-safe; two
-/// threads may ask at the same time.
+/// Caches a number >= 0 for each device. Failures are not cached: the caller gets the error, and the next call queries
+/// again. Thread-safe; two threads may query at the same time.
 class PerDevice {
  public:
-  /// Gets the answer for the current device; ask(int& answer) returns cudaSuccess if it has set one.
+  /// Gets the number of the current device; query(int& answer) returns cudaSuccess if it has set one.
   template <class Ask>
   cudaError_t get(int& answer, const Ask& ask) {
     int device = 0;
@@ -30,7 +29,7 @@ class PerDevice {
 
  private:
   static constexpr int kMostDevices = 64;
-  std::array<std::atomic<int>, kMostDevices> known_{};  // the answer plus 1; 0: not asked yet
+  std::array<std::atomic<int>, kMostDevices> known_{};  // the number plus 1; 0: none yet
 };
 
 /// Sets the maximum dynamic shared memory of `kernel` on the current device to `shared_bytes`, and returns how many

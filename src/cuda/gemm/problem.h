@@ -15,8 +15,8 @@ struct Operand {
   int64_t batch_stride = 0;
 };
 
-/// The factors by which the rows of an operand are multiplied to get its values: `data` has one
-/// factor per row, or one for all rows.
+/// The factors by which the rows of an operand are multiplied to get its values: `data` has one factor per row, or one
+/// for all rows.
 struct Scale {
   const float* data = nullptr;
   bool each = false;
@@ -31,7 +31,7 @@ struct Problem {
   const void *bias = nullptr, *bias2 = nullptr;
   /// For operations with eight-bit operands, which add a float32 `bias`, and a `bias2` of the type of d.
   Scale scale_a, scale_b;
-  /// At least as many bytes as Kernel::prepare() asked for, aligned to 16.
+  /// At least as many bytes as Kernel::prepare() requires, aligned to 16.
   void* workspace = nullptr;
 };
 
@@ -101,8 +101,8 @@ struct PairProblem {
   int64_t out_row_stride = 0, out_stride = 0;
   bool add_residual = false;
   Operand residual;
-  /// Two floats per position, or null: the moments of the layer norm of x, which the first step that needs
-  /// them writes for the later ones.
+  /// Two floats per position, or null: the moments of the layer norm of x, which the first step that needs them writes
+  /// for the later ones.
   void* moments = nullptr;
   int64_t moments_row_stride = 0, moments_stride = 0;
   void* workspace = nullptr;

@@ -29,10 +29,10 @@ enum class GradientTiling {
 /// matrix instructions of the other; with kCooperative they share one tile.
 enum class Schedule { kPingPong, kCooperative };
 
-/// A CTA computes tile_m x tile_n of the output; cluster_m x cluster_n CTAs share what they load. The epilogue
-/// handles epilogue_n columns (of 16 bits, or half as many of 32, but at least 32) at a time: more columns mean fewer
-/// barriers, but less shared memory for loads. With resident_k, b stays in shared memory, and k is at most resident_k.
-/// The loads have `stages` buffers; 0: as many as fit.
+/// A CTA computes tile_m x tile_n of the output; cluster_m x cluster_n CTAs share what they load. The epilogue handles
+/// epilogue_n columns (of 16 bits, or half as many of 32, but at least 32) at a time: more columns mean fewer barriers,
+/// but less shared memory for loads. With resident_k, b stays in shared memory, and k is at most resident_k. The loads
+/// have `stages` buffers; 0: as many as fit.
 struct TilingSpec {
   int tile_m, tile_n, cluster_m, cluster_n;
   Schedule schedule;

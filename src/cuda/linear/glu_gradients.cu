@@ -20,7 +20,7 @@ using OptionalTensor = std::optional<Tensor>;
 using detail::GluActivation;
 using Products = std::optional<GluPair>;
 
-// What gradients are made of: matrices, and contiguous biases.
+// The operands of gradients: matrices, and contiguous biases.
 struct BackwardRows {
   Tensor g, x;  // g has contiguous rows; it is undefined if a kernel reads the cotangent elsewhere
   const Tensor &w, &wg;
@@ -128,8 +128,7 @@ bool portable_cotangents(const detail::GluGradients& gradients, const GluPair& c
 }
 
 // dz and du in a tensor for both: side by side, so that stacked products that make or read them are one call of cuBLAS
-// each, or one after the other where two calls are made, which are more exact if each result is contiguous
-// (linear/products.h).
+// each, or one after the other for two calls, which are more exact if each result is contiguous (linear/products.h).
 struct Cotangents : GluPair {
   Tensor both;
   gemm::StackedProducts stacked;

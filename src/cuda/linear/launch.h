@@ -14,8 +14,7 @@
 // From torch to the kernels: what a device can run, and launching the chosen kernel.
 namespace torchops::cuda::gemm {
 
-/// The element type of a dtype in GEMM kernels; for float32 only if torch allows TF32
-/// in products, for float64 none.
+/// The element type of a dtype in GEMM kernels; for float32 only if torch allows TF32 in products, for float64 none.
 std::optional<Element> element_of(at::ScalarType dtype);
 
 /// The case of products on the current device, by whatever computes them. Other elements than those of kernels count as

@@ -7,8 +7,8 @@
 namespace torchops::cuda::gemm {
 
 /// What a rule (rules.cuh) reads and writes, as matrices; b2, bias2, c, g, d2, z and u may be null. A bias is
-/// contiguous. d may be c. Cotangents may be made from the rule's value instead of c, which is then in its place. z and
-/// u are where both products are written too.
+/// contiguous. d may be c. For cotangents, c may be the rule's value instead (c_is_y). z and u are where both products
+/// are written too.
 struct RuleTensors {
   const at::Tensor &d, &a, &b;
   const std::optional<at::Tensor>& bias;

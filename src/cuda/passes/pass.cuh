@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(kPassBlock)
 /// The sums of summing passes over the panels of rows of one matrix.
 class PassSums {
  public:
-  /// For matrices of the type and device of `like`. The largest panel has `most_rows` of the
-  /// `rows`. Sums nothing unless `wanted`.
+  /// For matrices of the type and device of `like`. The largest panel has `most_rows` of the `rows`. Sums nothing
+  /// unless `wanted`.
   PassSums(bool wanted, const at::Tensor& like, int kinds, int64_t rows, int64_t most_rows, int64_t columns)
       : kinds_(kinds), columns_(columns) {
     // At most about eight blocks for each multiprocessor of a large chip. Threads have many rows, so that sums are few,

@@ -10,9 +10,9 @@
 #include "cuda/triangle/centered.h"
 
 // Both passes are bound by memory. 16 threads share a row: each has 4 neighbouring features of every 64, so that the
-// accesses of both widths are whole and contiguous, and each has two rows in flight. Blocks begin with the last
-// rows: the previous kernel has left those in the second-level cache, and the first rows, which are written last,
-// are what the next kernel begins with.
+// accesses of both widths are whole and contiguous, and each has two rows in flight. Blocks begin with the last rows:
+// the previous kernel has left those in the second-level cache, and the first rows, which are written last, are what
+// the next kernel begins with.
 namespace torchops::cuda {
 namespace {
 

@@ -58,8 +58,8 @@ class PairSteps {
   bool have_kernels() const { return ways_.any(); }
   bool stream_weights() const { return ways_.streams; }
   bool have_gradient_kernels() const { return case_.has_value(); }
-  /// From x (N, N, c) and the mask (N, N), or none, both in the direction of the update: a and b, with
-  /// zeros in their padded columns, and perhaps in the memory between these and the next row.
+  /// From x (N, N, c) and the mask (N, N), or none, both in the direction of the update: a and b, with zeros in their
+  /// padded columns, and perhaps in the memory between these and the next row.
   bool in(const at::Tensor& x, const at::Tensor& mask, const at::Tensor& a, const at::Tensor& b, double scale) const;
   /// From the product o and x (N, N, c): `out` = the update, plus `residual` if it is defined. `residual` is x; or,
   /// with up to 128 features and channels, a float32 tensor, in which case `out` is float32 too and may be `residual`.

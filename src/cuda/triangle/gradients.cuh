@@ -218,8 +218,8 @@ class PairGradientSteps {
   const detail::TriangleGradients& gradients_;
   pair_steps::GradientKernels kernels_;
   int64_t batch_, element_ = 0;
-  // The kernels' workspace, which they use one after the other; the sums of each batch
-  // element; and two moments per position.
+  // The kernels' workspace, which they use one after the other; the sums of each batch element; and two moments per
+  // position.
   at::Tensor memory_;
   float *sums_ = nullptr, *moments_ = nullptr;
 };

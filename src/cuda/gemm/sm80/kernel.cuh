@@ -50,9 +50,9 @@ inline constexpr Sm80Spec kSm80Spec<Sm80Tiling::k32x32>{32, 32, 128, 1, 1, 8, 6,
 constexpr int kSm80LeastColumns = kSm80Spec<Sm80Tiling::k32x32>.tile_n;
 
 /// The tensors of a kernel, of m x k, n x k (b) and m x n elements; strides are those of rows. Up to store_vector
-/// neighbouring elements of the last kind may be accessed at once. Cotangents are made from that of the value, g, and
-/// written to d and, unless it is null, d2; instead of c, they may be made from the value (c_is_y). With elements T of
-/// b and the biases, those of a (X), and of what the rule reads and writes (V), may be float; D are those of d.
+/// neighbouring elements of the last kind may be accessed at once. Cotangents are computed from that of the value, g,
+/// and written to d and, unless it is null, d2; c may be the value itself (c_is_y). With elements T of b and the
+/// biases, those of a (X), and of what the rule reads and writes (V), may be float; D are those of d.
 template <class T, int products, class X = T, class V = T, class D = V>
 struct Sm80Arguments {
   const X* a;

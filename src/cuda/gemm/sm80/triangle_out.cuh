@@ -11,7 +11,7 @@
 namespace torchops::cuda::gemm {
 
 /// Shared memory has a chunk of outputs of one weight, o and x, whose place more chunks take. Registers have no room
-/// for o and x in TF32, so all values are made before x is read, and two warps share the outputs of a position.
+/// for o and x in TF32, so all values are computed before x is read, and two warps share the outputs of a position.
 /// Otherwise, a warp has all outputs, and chunks of values and gates take turns.
 template <class T>
 struct PairOut80 {

@@ -6,8 +6,8 @@
 
 namespace torchops::cuda::gemm {
 
-/// The gradients of Narrow<Rule>: dx, dc if the rule reads c, and those of weights and
-/// biases, each of which may be null.
+/// The gradients of Narrow<Rule>: dx, dc if the rule reads c, and those of weights and biases, each of which may be
+/// null.
 template <class Rule>
 struct GatedGradients {
   template <Element element, GradientTiling tiling>

@@ -11,8 +11,8 @@
 // The sums of dw and of dbias stay in registers for all rows. At the end each CTA writes them, and a second kernel adds
 // them in the order of the CTAs. dx and dc are stored by TMA while the products of dw run.
 //
-// Or x and dx are float32 (`float32_x`): the load warp's tiles of x are ahead in buffers of their own, from which
-// the other warps of its warpgroup round them to a stage; dx is stored from registers.
+// Or x and dx are float32 (`float32_x`): the load warp's tiles of x are ahead in buffers of their own, from which the
+// other warps of its warpgroup round them to a stage; dx is stored from registers.
 
 #include <cutlass/numeric_conversion.h>
 

@@ -1,7 +1,6 @@
 #pragma once
 
-// The operations: each is a mainloop and an epilogue, composed as its
-// formula reads. table.def names them.
+// The operations: each is a mainloop and an epilogue, composed as its formula reads. table.def names them.
 
 #include "cuda/gemm/sm90/products/epilogue.cuh"
 #include "cuda/gemm/sm90/products/kernel.cuh"

@@ -136,8 +136,8 @@ struct ValueEpilogue {
   uint32_t phase_ = 0;
 };
 
-/// d = the rule's value for a @ b.T and, if it has them, for a @ b2.T and c; also z and z2,
-/// if they are wanted. d may be c.
+/// d = the rule's value for a @ b.T and, if it has them, for a @ b2.T and c; also z and z2, if they are wanted. d may
+/// be c.
 template <class Rule>
 struct Streamed {
   template <Element element, Tiling tiling>

@@ -12,8 +12,8 @@
 //   warpgroups    kCooperative: half of a tile's rows each; kPingPong: a tile each, in turn, so that the epilogue of
 //                 one overlaps the matrix instructions of the other
 //
-// The CTAs of a cluster are side by side. Each loads a part of the rows that all of them
-// need, and TMA delivers it to all.
+// The CTAs of a cluster are side by side. Each loads a part of the rows that all of them need, and TMA delivers it to
+// all.
 
 #include <cutlass/numeric_conversion.h>
 

@@ -35,7 +35,7 @@ bool are_encodable(const Operands&... operands) {
   return (is_encodable(operands) && ...);
 }
 
-/// Whether the driver has made these descriptors for TMA. If the driver could not be called at all, they are zeros.
+/// Whether the driver has encoded these descriptors for TMA. If the driver could not be called at all, they are zeros.
 template <class... Copy>
 bool are_encoded(const Copy&... copies) {
   const auto is_encoded = [](const cute::TmaDescriptor* descriptor) {
@@ -45,7 +45,7 @@ bool are_encoded(const Copy&... copies) {
   return (is_encoded(copies.get_tma_descriptor()) && ...);
 }
 
-/// Fills the maps of a kernel's parameters, and knows whether TMA supports all of them and the driver has made their
+/// Fills the maps of a kernel's parameters, and knows whether TMA supports all of them and the driver has encoded their
 /// descriptors.
 class TileMaps {
  public:

@@ -11,9 +11,9 @@ namespace torchops::cuda::gemm {
 /// A barrier tells phases apart by parity: a thread that waits for a load must know that the previous load is done. So
 /// if stages pass from one warpgroup to another, the warpgroups wait for their stages one after another.
 ///
-/// Each warp passes the turn on for itself. If one thread did so for its warpgroup, the turn could come round
-/// again while another warp still waits for it: two phases later, that warp would see the parity of the
-/// previous phase, and wait forever.
+/// Each warp passes the turn on for itself. If one thread did so for its warpgroup, the turn could come round again
+/// while another warp still waits for it: two phases later, that warp would see the parity of the previous phase, and
+/// wait forever.
 template <int warpgroups>
 struct Turns {
   cutlass::arch::ClusterBarrier barriers[warpgroups];

@@ -16,8 +16,8 @@
 //
 //   2 warpgroups   the products; they divide their columns, or for dw the rows. In the output step they also compute
 //                  xhat of the next tile, over x, while those of a tile run
-//   a third one    brings tiles of 64 positions: a thread loads them into a stage of shared memory, by TMA, some ahead,
-//                  and all compute ohat, over o, or in the input step xhat
+//   a third one    tiles of 64 positions: a thread loads them into a stage of shared memory, by TMA, some ahead, and
+//                  all compute ohat, over o, or in the input step xhat
 //
 // The sums of dw and of the columns of du and dt stay in registers for all positions, as in gradients/gated.cuh. The
 // column sums are products with ones: the warps that compute du and dt are busier than the matrix units.

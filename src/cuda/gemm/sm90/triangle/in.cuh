@@ -268,8 +268,8 @@ CUTLASS_DEVICE void PairInKernel<Element, Gate, tiling, lines>::compute(const Pa
 }
 
 /// channels[s][h][i][k] = (z @ value[s].T + bias) * sigmoid(z @ gate[s].T + bias) * mask[i][k] * scale[s] for the h-th
-/// column, where z is the layer norm of x[i][k]; 0 from the n-th k up to padded_positions(), and
-/// perhaps further if p.owns_gaps.
+/// column, where z is the layer norm of x[i][k]; 0 from the n-th k up to padded_positions(), and perhaps further if
+/// p.owns_gaps.
 template <class Gate>
 struct PairIn {
   template <Element element, NarrowTiling tiling>

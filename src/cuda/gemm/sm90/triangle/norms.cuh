@@ -14,9 +14,9 @@ CUTLASS_DEVICE int thread_here() {
   return thread;
 }
 
-// Sums of squares need no origin here: if a mean is so large that they lose digits, x has lost more
-// when it was rounded to 16 bits. Where moments are measured, tiles are read twice, because registers are few. To
-// normalise them, so many pieces of 16 bytes are read at once that the first is not the only one to wait for.
+// Sums of squares need no origin here: if a mean is so large that they lose digits, x has lost more when it was rounded
+// to 16 bits. Where moments are measured, tiles are read twice, because registers are few. To normalise them, so many
+// pieces of 16 bytes are read at once that the first is not the only one to wait for.
 constexpr int kAtOnce = 2;
 
 /// Normalises the rows of a tile of 128 columns in place. `thread` is one of `kOfRow` (2 or 4) for each row. The

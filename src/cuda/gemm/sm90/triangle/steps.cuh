@@ -1,7 +1,7 @@
 #pragma once
 
-// Shared by both steps of a triangle update: TMA tiles of a matrix of positions, and layer
-// norms of tiles in shared memory.
+// Shared by both steps of a triangle update: TMA tiles of a matrix of positions, and layer norms of tiles in shared
+// memory.
 
 #include <cutlass/numeric_conversion.h>
 
@@ -64,8 +64,8 @@ constexpr int kPairRows = 64;  // positions of a tile: one row of matrix instruc
 // A layer norm whose rows only go into a product needs no pass of its own: with its weight folded into the matrix, w' =
 // w times the norm's weight, and s = the sums of w' over its rows,
 //   norm(x) @ w.T + b = rstd * (x @ w'.T - mean * s) + (w @ norm's bias + b).
-// So the products use x as it is, while the same threads compute its moments. Rounding w' takes the place of
-// rounding norm(x), as eager mode does.
+// So the products use x as it is, while the same threads compute its moments. Rounding w' takes the place of rounding
+// norm(x), as eager mode does.
 
 /// Mean and rstd of rows, in the form that products use: value = scale * product + shift * s + bias.
 struct Moments {

@@ -24,8 +24,8 @@ CUTLASS_DEVICE int row_of_sums(int thread, int m, int r) {
   return m * kPairRows + thread / 32 * 16 + thread % 32 / 4 + r * 8;
 }
 
-/// A weight (rows x k) with a layer norm folded in, its rows from `rows` to `padded` being zeros,
-/// and their terms times `scale`. With `in_blocks`, rows are at place_in_blocks().
+/// A weight (rows x k) with a layer norm folded in, its rows from `rows` to `padded` being zeros, and their terms times
+/// `scale`. With `in_blocks`, rows are at place_in_blocks().
 template <class T>
 struct FoldedWeight {
   const T *weight, *bias;
