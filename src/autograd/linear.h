@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <tuple>
 
 // Linear layers and SiLU in differentiable ATen operators, for the operators that are decomposed into these.
 namespace torchops::autograd {

@@ -10,7 +10,6 @@
 #include <torch/library.h>
 
 #include <optional>
-#include <tuple>
 #include <type_traits>
 
 #include "autograd/lazy.h"

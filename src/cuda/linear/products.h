@@ -1,8 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/cuda/EmptyTensor.h>
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>

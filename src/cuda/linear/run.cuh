@@ -4,7 +4,6 @@
 // taken. Only cuBLAS and the pass after it are left to the operators, which know the panels and the scratch for it.
 
 #include <optional>
-#include <utility>
 
 #include "cuda/linear/few_rows.cuh"
 #include "cuda/linear/launch.h"

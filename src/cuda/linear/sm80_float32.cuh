@@ -5,8 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 
-#include <optional>
-
 #include "cuda/gemm/sm80/float32_kernel.cuh"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"

@@ -2,7 +2,6 @@
 
 #include <ATen/Dispatch.h>
 
-#include "cuda/linear/products.h"
 #include "cuda/passes/pass.cuh"
 #include "ops/common.h"
 #include "ops/glu.h"

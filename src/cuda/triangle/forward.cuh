@@ -9,7 +9,6 @@
 #include "cuda/gemm/sm80/triangle_in.cuh"
 #include "cuda/gemm/sm80/triangle_out.cuh"
 #include "cuda/gemm/ways.h"
-#include "cuda/linear/products.h"
 #include "cuda/triangle/centered.h"
 #include "cuda/triangle/problem.h"
 

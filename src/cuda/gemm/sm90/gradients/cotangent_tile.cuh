@@ -4,7 +4,6 @@
 
 #include <cutlass/numeric_conversion.h>
 
-#include <cute/algorithm/gemm.hpp>
 #include <cute/tensor.hpp>
 
 #include "cuda/base/activation.cuh"

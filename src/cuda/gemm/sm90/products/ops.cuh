@@ -19,8 +19,7 @@ struct Linear {
                              cute::Int<128 / static_cast<int>(sizeof(T))>>;
     using Product = Gemm<T, tiling, /*b_k_major=*/true, Apply<F, T, Sum, Bias<Tile, T>>>;
 
-    static Status prepare(const Problem& p, int64_t& workspace_bytes) {
-      workspace_bytes = 0;
+    static Status prepare(const Problem& p, int64_t&) {
       constexpr int most_k = kSpec<tiling>.resident_k;
       if (most_k > 0 && (p.k > most_k || p.batch > 1)) return Status::not_for_me();
       int clusters = 0;
