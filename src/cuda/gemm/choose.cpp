@@ -139,9 +139,8 @@ constexpr Rule<Tiling> kStreamedGlu[] = {
     {always, Tiling::k128x64SharedA},
 };
 
-constexpr Rule<Tiling> kStreamedGate[] = {{always, Tiling::k128x64SharedA}};
-
-constexpr Rule<Tiling> kStreamedCotangents[] = {{always, Tiling::k128x64SharedA}};
+// The only tiling of these families.
+constexpr Rule<Tiling> kStreamed[] = {{always, Tiling::k128x64SharedA}};
 
 // The smallest tile that channels and features fit: columns that don't exist cost as much as others.
 constexpr Rule<NarrowTiling> kPair[] = {
@@ -151,9 +150,6 @@ constexpr Rule<NarrowTiling> kPair[] = {
 };
 
 constexpr Rule<NarrowTiling> kFeedForward[] = {{always, NarrowTiling::k64x128x128}};
-
-// The only tiling measured.
-constexpr Rule<Tiling> kStreamedPairIn[] = {{always, Tiling::k128x64SharedA}};
 
 // The fewest columns that don't exist. A Case has c as k.
 constexpr Rule<Tiling> kStreamedPairOut[] = {
@@ -208,13 +204,13 @@ TORCHOPS_RULES(GluSigmoid, kNarrow)
 TORCHOPS_RULES(GluSilu, kNarrow)
 TORCHOPS_RULES(StreamedGluSigmoid, kStreamedGlu)
 TORCHOPS_RULES(StreamedGluSilu, kStreamedGlu)
-TORCHOPS_RULES(StreamedGate, kStreamedGate)
-TORCHOPS_RULES(GateCotangents, kStreamedCotangents)
-TORCHOPS_RULES(GluSigmoidCotangents, kStreamedCotangents)
-TORCHOPS_RULES(GluSiluCotangents, kStreamedCotangents)
+TORCHOPS_RULES(StreamedGate, kStreamed)
+TORCHOPS_RULES(GateCotangents, kStreamed)
+TORCHOPS_RULES(GluSigmoidCotangents, kStreamed)
+TORCHOPS_RULES(GluSiluCotangents, kStreamed)
 TORCHOPS_RULES(TriangleIn, kPair)
 TORCHOPS_RULES(TriangleOut, kPair)
-TORCHOPS_RULES(StreamedTriangleIn, kStreamedPairIn)
+TORCHOPS_RULES(StreamedTriangleIn, kStreamed)
 TORCHOPS_RULES(StreamedTriangleOut, kStreamedPairOut)
 TORCHOPS_RULES(TriangleInGradients, kPairGradients)
 TORCHOPS_RULES(TriangleOutGradients, kPairGradients)
