@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/base/mailbox.cuh"
+#include "cuda/rows/mailbox.cuh"
 #include "cuda/rows/rows.cuh"
 
 // The device side of gradients that read two matrices once, x and the cotangent, and write a third: a row of dx depends

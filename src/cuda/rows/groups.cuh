@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "cuda/base/cluster_messages.cuh"
+#include "cuda/rows/cluster_messages.cuh"
 
 // The groups of threads that share a row, and their reductions; see rows/rows.cuh. Every reduction has a fixed order,
 // so equal inputs give equal bits. No torch headers.

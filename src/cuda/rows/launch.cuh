@@ -76,9 +76,7 @@ void launch_rows(const Rows<T>& rows, const Operator& op) {
             rows, op, ceil_div(rows.rows, Group::kMaxThreads / lanes), Group::kMaxThreads);
       });
   if (by_lanes) return;
-  const auto threads = [&](int capacity, int blocks) {
-    return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{capacity} * blocks), kWarp) * kWarp);
-  };
+  const auto threads = [&](int capacity, int blocks) { return threads_of_row(vectors, capacity, blocks); };
   // With half of the registers, more warps hide the barriers. Shorter rows would leave lanes of a second warp idle.
   // Parameters that are read ahead favour threads with few vectors.
   constexpr int kHalf = kVectors / 2, kMostOfHalf = Operator::kParameters > 0 ? 256 : 224;

@@ -82,9 +82,7 @@ std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
                        parts(fit * processors, threads / lanes)};
   }
   if constexpr (!kShortRowsOnly<T>) {
-    const auto threads_of = [&](int blocks) {
-      return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{kGradientVectors} * blocks), kWarp) * kWarp);
-    };
+    const auto threads_of = [&](int blocks) { return threads_of_row(vectors, kGradientVectors, blocks); };
     if (const int threads = threads_of(1); threads <= kGradientThreads && blocks_that_fit(threads) > 0) {
       return RowDivision{RowDivision::By::kBlock, 1, threads, 1, parts(blocks_that_fit(threads) * processors, 1)};
     }

@@ -5,7 +5,16 @@
 
 #include <algorithm>
 
+#include "cuda/base/vector.cuh"
+#include "cuda/rows/groups.cuh"
+
 namespace torchops::cuda {
+
+/// The threads of each of `blocks` blocks that share a row of so many vectors, with up to `each` per thread: whole
+/// warps.
+inline int threads_of_row(int64_t vectors, int each, int blocks) {
+  return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{each} * blocks), kWarp) * kWarp);
+}
 
 /// Launches that many blocks, in clusters of `cluster`, on the current stream. A grid with more of them than its x
 /// dimension allows continues along y, where the last ones may be too many.

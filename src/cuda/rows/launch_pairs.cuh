@@ -19,8 +19,7 @@ constexpr auto pair_kernel = rows_kernel<T, RowPair<T, Group, vectors>, Group, O
 /// The threads of each of `blocks` blocks that share rows of so many columns.
 template <class T>
 int threads_of_row_pair(int64_t columns, int blocks) {
-  const int64_t vectors = columns / kVectorSize<T>;
-  return static_cast<int>(ceil_div(ceil_div(vectors, int64_t{kPairVectors} * blocks), kWarp) * kWarp);
+  return threads_of_row(columns / kVectorSize<T>, kPairVectors, blocks);
 }
 
 /// How many blocks share a row: several are a cluster. 0 if rows are too long for the registers of a block or, where

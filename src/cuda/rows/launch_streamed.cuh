@@ -19,8 +19,7 @@ template <class T, class Operator>
 bool launch_streamed_rows(const Rows<T>& rows, const Operator& op) {
   const auto kernel = streamed_rows_kernel<T, Operator>;
   const auto threads_of = [&](int blocks) {
-    const int64_t vectors = ceil_div(rows.columns / kVectorSize<T>, int64_t{kStreamVectors} * blocks);
-    return static_cast<int>(ceil_div(vectors, kWarp) * kWarp);
+    return threads_of_row(rows.columns / kVectorSize<T>, kStreamVectors, blocks);
   };
   static std::array<PerDevice, 3> caches;  // for 4, 8 and 16 blocks: two have room for 64 KiB
   static_assert(Cluster::kMaxBlocks == 16);

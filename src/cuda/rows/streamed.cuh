@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/base/mailbox.cuh"
+#include "cuda/rows/mailbox.cuh"
 #include "cuda/rows/rows.cuh"
 
 // Long rows with parameters, for the operators of rows/rows.cuh, on compute capability 9.0. In rows_kernel, the blocks

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/base/cluster_messages.cuh"
+#include "cuda/rows/cluster_messages.cuh"
 #include "cuda/rows/groups.cuh"
 
 // Messages between the blocks of a cluster that nobody waits for, unless they are late.
