@@ -229,8 +229,8 @@ struct Beneath : FunctionalOp<Beneath, detail::triangle_update> {
 };
 
 // The model adapters call it only in inference.
-Tensor beneath_autograd_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
-                         double eps, bool keep_product) {
+Tensor below_autograd_(Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, bool outgoing,
+                       double eps, bool keep_product) {
   detail::check_triangle_update_(x, mask, parameters, outgoing, eps);
   TORCH_CHECK(!needs_decomposition(x, mask, parameters) && !needs_grad(x, mask, parameters),
               "_triangle_multiplicative_update_: expected no argument that needs a gradient or has a tangent, got one");
@@ -275,7 +275,7 @@ struct Backward : FunctionalOp<Backward, detail::triangle_update_backward> {
 TORCH_LIBRARY_IMPL(myops, Autograd, m) {
   m.impl("triangle_multiplicative_update", Functional::autograd);
   m.impl("_triangle_multiplicative_update", Beneath::autograd);
-  m.impl("_triangle_multiplicative_update_", beneath_autograd_);
+  m.impl("_triangle_multiplicative_update_", below_autograd_);
   m.impl("_triangle_multiplicative_update_backward", Backward::autograd);
 }
 

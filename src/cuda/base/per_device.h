@@ -13,8 +13,8 @@ namespace torchops::cuda {
 class PerDevice {
  public:
   /// Gets the number of the current device; query(int& answer) returns cudaSuccess if it has set one.
-  template <class Ask>
-  cudaError_t get(int& answer, const Ask& ask) {
+  template <class Query>
+  cudaError_t get(int& answer, const Query& query) {
     int device = 0;
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
     const bool kept = device < kMostDevices;
@@ -22,7 +22,7 @@ class PerDevice {
       answer = known_[device].load(std::memory_order_acquire) - 1;
       if (answer >= 0) return cudaSuccess;
     }
-    const cudaError_t error = ask(answer);
+    const cudaError_t error = query(answer);
     if (error == cudaSuccess && kept) known_[device].store(answer + 1, std::memory_order_release);
     return error;
   }

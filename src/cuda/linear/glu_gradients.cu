@@ -81,9 +81,9 @@ bool weights_in_one_pass(const detail::GluGradients& gradients, const Tensor& co
 }
 
 // The rows of w and wg in the alternating order in which weights_in_one_pass() writes their cotangents.
-Tensor by_turns(const Tensor& w, const Tensor& wg) {
-  const auto turns = [](const Tensor& t) { return t.reshape({-1, gemm::GradientProblem::kTurn, t.size(1)}); };
-  return at::cuda::cat(at::TensorList({turns(w), turns(wg)}), 1).view({-1, w.size(1)});
+Tensor interleaved(const Tensor& w, const Tensor& wg) {
+  const auto groups = [](const Tensor& t) { return t.reshape({-1, gemm::GradientProblem::kTurn, t.size(1)}); };
+  return at::cuda::cat(at::TensorList({groups(w), groups(wg)}), 1).view({-1, w.size(1)});
 }
 
 // The gradients of biases, if they are wanted.
@@ -210,16 +210,16 @@ void by_cotangents(const detail::GluGradients& gradients, const BackwardRows& a,
   const Tensor both = at::detail::empty_cuda({a.g.size(0), 2 * a.w.size(0)}, a.w.options());
   if (weights_in_one_pass(gradients, both, a, call)) {
     if (a.output_mask[0])
-      input_gradient(detail::as_rows(std::get<0>(gradients)), both, by_turns(a.w, a.wg), a.accumulate);
+      input_gradient(detail::as_rows(std::get<0>(gradients)), both, interleaved(a.w, a.wg), a.accumulate);
     return;
   }
   const Cotangents cotangents(both, a.w);
-  const bool are_made =
+  const bool are_complete =
       fused_cotangents(gradients, cotangents, a, call) || portable_cotangents(gradients, cotangents, a);
-  const bool recomputes = !are_made && !a.kept;
+  const bool recomputes = !are_complete && !a.kept;
   const bool stacks = cotangents.stacked.of_inputs && (a.output_mask[0] || recomputes);
   const Tensor stack = stacks ? stacked(a.w, a.wg) : Tensor();
-  if (!are_made) cotangents_from_products(gradients, cotangents, a, stack);
+  if (!are_complete) cotangents_from_products(gradients, cotangents, a, stack);
   from_cotangents(gradients, cotangents, a, stack);
 }
 
