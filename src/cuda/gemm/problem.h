@@ -15,6 +15,9 @@ struct Operand {
   int64_t batch_stride = 0;
 };
 
+/// Strides of TMA are below this.
+constexpr int64_t kMostStrideBytes = int64_t{1} << 40;
+
 /// The factors by which the rows of an operand are multiplied to get its values: `data` has one factor per row, or one
 /// for all rows.
 struct Scale {

@@ -11,21 +11,23 @@
 // From tensors to operands.
 namespace torchops::cuda::gemm {
 
+/// With so many rows or columns, an int still has room for a tile.
+constexpr int64_t kMostExtent = std::numeric_limits<int>::max() - 1024;
+
 inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 /// A matrix (rows, columns), or a batch of them (batch, rows, columns), that TMA and 16-byte loads can read: contiguous
 /// rows that do not overlap, pointer and strides that are multiples of 16 bytes, and extents small enough that an int
 /// still has room for a tile. nullopt if the tensor isn't one.
 inline std::optional<Operand> operand(const at::Tensor& t) {
-  constexpr int64_t most_extent = std::numeric_limits<int>::max() - 1024, most_bytes = int64_t{1} << 40;
   const int64_t rows = t.size(-2), columns = t.size(-1), vector = 16 / t.element_size();
   const auto steps_in_vectors = [&](int64_t stride) {
-    return stride >= 0 && stride % vector == 0 && stride * t.element_size() < most_bytes;
+    return stride >= 0 && stride % vector == 0 && stride * t.element_size() < kMostStrideBytes;
   };
   // A single row has no next one, so any stride will do.
   const int64_t row_stride = rows == 1 ? (columns + vector - 1) / vector * vector : t.stride(-2);
   const int64_t batch_stride = t.dim() == 2 || t.size(0) == 1 ? 0 : t.stride(0);
-  if (rows > most_extent || columns > most_extent || (t.stride(-1) != 1 && columns > 1) || row_stride < columns ||
+  if (rows > kMostExtent || columns > kMostExtent || (t.stride(-1) != 1 && columns > 1) || row_stride < columns ||
       !steps_in_vectors(row_stride) || !steps_in_vectors(batch_stride) || !is_aligned(t.const_data_ptr())) {
     return std::nullopt;
   }

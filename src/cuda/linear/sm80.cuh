@@ -6,13 +6,13 @@
 #include <ATen/cuda/CUDAContext.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <type_traits>
 
 #include "cuda/gemm/sm80/kernel.cuh"
 #include "cuda/gemm/sm80/resident.cuh"
 #include "cuda/linear/launch.h"
+#include "cuda/linear/operand.h"
 #include "cuda/linear/rule_tensors.h"
 #include "cuda/linear/sm80_float32.cuh"
 #include "cuda/linear/sm80_launch.cuh"
@@ -22,8 +22,7 @@ namespace torchops::cuda::gemm {
 /// Whether a matrix has contiguous rows, of any alignment, that may overlap; and an int has room for its extents and a
 /// tile.
 inline bool has_unit_columns(const at::Tensor& t) {
-  constexpr int64_t most_extent = std::numeric_limits<int>::max() - 1024;
-  return t.size(0) <= most_extent && t.size(1) <= most_extent && (t.stride(1) == 1 || t.size(1) == 1);
+  return t.size(0) <= kMostExtent && t.size(1) <= kMostExtent && (t.stride(1) == 1 || t.size(1) == 1);
 }
 
 template <class Rule, class T, Sm80Tiling tiling, int vector>

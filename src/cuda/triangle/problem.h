@@ -21,7 +21,7 @@ using detail::TriangleUpdate;
 /// Whether the rows of a tensor (outer, inner, columns) begin at whole pieces of 16 bytes, as TMA and cp.async read
 /// them.
 inline bool has_whole_rows(const Tensor& t) {
-  const int64_t size = t.element_size(), most = (int64_t{1} << 40) / size;
+  const int64_t size = t.element_size(), most = gemm::kMostStrideBytes / size;
   const auto fits = [&](int64_t stride) { return stride > 0 && stride < most && stride % (16 / size) == 0; };
   return t.stride(2) == 1 && fits(t.stride(0)) && fits(t.stride(1)) && gemm::is_aligned(t.const_data_ptr());
 }

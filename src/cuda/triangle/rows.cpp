@@ -1,9 +1,6 @@
 #include <ATen/cuda/EmptyTensor.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
-
-#include <limits>
 
 #include "cuda/triangle/gradient_problem.h"
 #include "ops/common.h"
@@ -25,9 +22,8 @@ void make_readable(TriangleUpdate& t) {
 
 // The case of the kernels if they are for these arguments.
 std::optional<gemm::Case> readable_case(TriangleUpdate& t) {
-  constexpr int64_t most = std::numeric_limits<int>::max() - 1024;  // an int still has room for a tile
   const auto chosen = pair_steps::chosen_case(t);
-  if (!chosen || t.x.size(0) > most || t.x.size(1) > most) return std::nullopt;
+  if (!chosen || t.x.size(0) > gemm::kMostExtent || t.x.size(1) > gemm::kMostExtent) return std::nullopt;
   make_readable(t);
   return chosen;
 }

@@ -47,7 +47,7 @@ struct GatedGradientsKernel {
   // Besides x and grad: the second of two dz, or c.
   static constexpr int kStageBytes = kRows * (kK + 2 * kN) * kSize;
   static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
-  static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kBuffers * kBufferBytes - kProducts * kN * 4;
+  static constexpr int kRoom = kMostSharedBytes - 1024 - kWeightBytes - kBuffers * kBufferBytes - kProducts * kN * 4;
   // A group always uses the same stages, so that the parity of a barrier tells its phases apart.
   static constexpr int kStages = std::min(kRoom / kStageBytes, 6) / kGroups * kGroups;
   static constexpr Exactness kExactness = kExactnessOf<Element>;
@@ -93,7 +93,7 @@ struct GatedGradientsKernel {
     bool c_is_y;
     int m, n, k;
 
-    CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
+    CUTLASS_DEVICE int tiles() const { return divided(m, kRows); }
   };
 
   /// The warpgroups of a group divide z and dx by their columns and dw by its rows.

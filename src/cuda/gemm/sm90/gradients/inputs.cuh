@@ -34,7 +34,7 @@ struct InputGradientsKernel {
   static constexpr int kStageBytes = 2 * kHeight * kBox * kSize, kWeightBytes = kBox * kK * kSize;
   static constexpr int kWeightStages = 3, kResultBytes = kHeight * kBox * kSize;
   static constexpr int kStages =
-      std::min((227 * 1024 - 2048 - kWeightStages * kWeightBytes - kResultBytes) / kStageBytes, 5);
+      std::min((kMostSharedBytes - 2048 - kWeightStages * kWeightBytes - kResultBytes) / kStageBytes, 5);
   using Stages = Ring<kStages, /*releases=*/kWarpgroups + 1>;  // products, and the store
   using WeightStages = Ring<kWeightStages, /*releases=*/kWarpgroups>;
   using Cotangent = CotangentTile<F, Element, kRows, kBox, 128>;
@@ -67,8 +67,8 @@ struct InputGradientsKernel {
     float* partial;  // of dbias, n columns for each warpgroup; or null
     int m, n, k;
 
-    CUTLASS_DEVICE int tiles() const { return m / kHeight + (m % kHeight != 0); }
-    CUTLASS_DEVICE int boxes() const { return n / kBox + (n % kBox != 0); }
+    CUTLASS_DEVICE int tiles() const { return divided(m, kHeight); }
+    CUTLASS_DEVICE int boxes() const { return divided(n, kBox); }
   };
 
   using Product = decltype(cute::make_tiled_mma(

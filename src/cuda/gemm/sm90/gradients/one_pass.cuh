@@ -37,8 +37,7 @@ struct OnePassKernel {
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160, kOtherRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kStageBytes = kRows * (2 * kN + kK) * static_cast<int>(sizeof(Element));
   static constexpr int kWeightBytes = kN * kK * static_cast<int>(sizeof(Element));
-  static constexpr int kBarrierBytes = 1024;
-  static constexpr int kStages = (227 * 1024 - kBarrierBytes - kWeightBytes) / kStageBytes;
+  static constexpr int kStages = (kMostSharedBytes - 1024 - kWeightBytes) / kStageBytes;
   static constexpr bool kResultOverY = kK <= kN;
   using Stages = Ring<kStages, /*releases=*/1>;
 
@@ -86,7 +85,7 @@ struct OnePassKernel {
     float* partial;
     int m, n, k;
 
-    CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
+    CUTLASS_DEVICE int tiles() const { return divided(m, kRows); }
   };
 
   CUTLASS_DEVICE static void load(const Parameters& p, Shared& shared) {

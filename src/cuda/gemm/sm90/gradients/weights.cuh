@@ -19,6 +19,7 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "cuda/base/quads.cuh"
 #include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm90/pointwise.cuh"
 #include "cuda/gemm/sm90/skeleton/persistent.cuh"
@@ -37,7 +38,7 @@ struct WeightGradientsKernel {
   static constexpr int kTurn = GradientProblem::kTurn;
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kRows * (kK + kBox) * kSize, kWeightBytes = 2 * kBox * kK * kSize;
-  static constexpr int kRoom = 227 * 1024 - 2048 - kWeightBytes - kWarpgroups * kRows * kBox * kSize;
+  static constexpr int kRoom = kMostSharedBytes - 2048 - kWeightBytes - kWarpgroups * kRows * kBox * kSize;
   static constexpr int kStages = std::min(kRoom / kStageBytes, 6);
   static constexpr Exactness kExactness = kExactnessOf<Element>;
   static_assert(Rule::kProducts == 2 && kWarpgroups == 2 && kStages >= 3 && kCluster <= 8 && kTurn == 8);
@@ -67,7 +68,7 @@ struct WeightGradientsKernel {
     int m, n, k;
     bool writes_dz;
 
-    CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
+    CUTLASS_DEVICE int tiles() const { return divided(m, kRows); }
     CUTLASS_DEVICE static int rank() { return static_cast<int>(cute::block_rank_in_cluster()); }
     CUTLASS_DEVICE static int first() { return static_cast<int>(blockIdx.x) / kCluster; }
     CUTLASS_DEVICE static int step() { return static_cast<int>(gridDim.x) / kCluster; }
@@ -240,9 +241,8 @@ CUTLASS_DEVICE void WeightGradientsKernel<Rule, Element, tiling>::compute(const 
   }
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 2; ++i) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int distance = 1; distance < 4; distance *= 2) sums_b[i] += __shfl_xor_sync(~0u, sums_b[i], distance);
-    if (lane % 4 == 0) partial[i * of_product + weights + column] = sums_b[i];
+    const float sum = sum_of_quad(sums_b[i]);
+    if (lane % 4 == 0) partial[i * of_product + weights + column] = sum;
   }
 }
 

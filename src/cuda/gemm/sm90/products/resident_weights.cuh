@@ -42,7 +42,7 @@ struct NarrowKernel {
   static constexpr int kSize = static_cast<int>(sizeof(Element));
   static constexpr int kStageBytes = kRows * (kK + (Rule::kReadsC ? kN : 0)) * kSize;
   static constexpr int kWeightBytes = kProducts * kN * kK * kSize;
-  static constexpr int kRoom = 227 * 1024 - 1024 - kWeightBytes - kProducts * kN * 4;
+  static constexpr int kRoom = kMostSharedBytes - 1024 - kWeightBytes - kProducts * kN * 4;
   // If two tensors are read for each one written, the loads may run further ahead of the stores; and a third warpgroup
   // holds a stage, too.
   static constexpr int kMoreStages = Rule::kReadsC || kWarpgroups == 3 ? 2 : 0;
@@ -90,7 +90,7 @@ struct NarrowKernel {
     CUTLASS_DEVICE int column() const { return blockIdx.x % columns(); }
     CUTLASS_DEVICE int first() const { return blockIdx.x / columns(); }
     CUTLASS_DEVICE int step() const { return gridDim.x / columns(); }
-    CUTLASS_DEVICE int tiles() const { return m / kRows + (m % kRows != 0); }
+    CUTLASS_DEVICE int tiles() const { return divided(m, kRows); }
   };
 
   static constexpr auto product() {

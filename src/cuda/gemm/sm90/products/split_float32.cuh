@@ -38,7 +38,7 @@ struct SplitFloat32Kernel {
     cute::array_aligned<float, kColumns * kK, 1024> w, low;
   };
   static constexpr int kLoadedBytes = (kM + kColumns) * kK * static_cast<int>(sizeof(float));
-  static constexpr int kStages = std::min<int>(6, 226 * 1024 / sizeof(Stage));
+  static constexpr int kStages = std::min<int>(6, (kMostSharedBytes - 1024) / sizeof(Stage));
   static_assert(kStages >= 3);
   // Each warp says by itself that it has read its rows of a.
   using Stages = Ring<kStages, /*releases=*/kWarpgroups * 4>;

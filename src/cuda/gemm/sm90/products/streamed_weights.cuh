@@ -51,14 +51,7 @@ struct StreamedTile {
                                  cute::GMMA::Major::K, cute::GMMA::Major::K>()));
   using Product = ProductOf<kColumns>;
   using Result = ProductOf<kN>;  // assigns a result to the thread that has its sums
-  template <int rows>
-  using ResultShape = cute::Shape<cute::Int<rows>, cute::Int<kN>>;
   using SharedRows = cute::array_aligned<Element, kRows * kN, 1024>;
-
-  CUTLASS_DEVICE static auto swizzled(SharedRows& rows) {
-    return cute::as_position_independent_swizzle_tensor(
-        cute::make_tensor(cute::make_smem_ptr(rows.data()), SwizzledRows<Element, kRows, kN>{}));
-  }
 };
 
 /// Starts a stage's part of sums += a @ w.T as its own group of matrix instructions; all are fragments of a warpgroup.
@@ -119,7 +112,7 @@ struct StreamedKernel {
   static constexpr int kRowsOfA = kM / kCluster;  // loaded by a CTA for its cluster
   static constexpr int kStageBytes = (kM + kColumns) * kK * Tile::kSize;
   static constexpr int kEpilogueBytes = static_cast<int>(sizeof(typename Epilogue::Shared));
-  static constexpr int kStages = (226 * 1024 - kWarpgroups * kEpilogueBytes) / kStageBytes;
+  static constexpr int kStages = (kMostSharedBytes - 1024 - kWarpgroups * kEpilogueBytes) / kStageBytes;
   static_assert(kStages >= 3);
   using Stages = Ring<kStages, /*releases=*/kCluster*(kPingPong ? 1 : kWarpgroups)>;
 

@@ -14,7 +14,10 @@
 
 namespace torchops::cuda::gemm {
 
-inline int divided(int size, int tile) { return size / tile + (size % tile != 0); }
+/// The shared memory that a CTA may have.
+constexpr int kMostSharedBytes = 227 * 1024;
+
+CUTLASS_HOST_DEVICE int divided(int size, int tile) { return size / tile + (size % tile != 0); }
 
 /// In the grid of tiles.
 struct GridPlace {
@@ -99,7 +102,7 @@ class Persistent {
     Parameters parameters{};
     TileMaps maps;
     fill(parameters, maps, clusters);
-    if (!maps.are_made()) return Status::of(cudaErrorInvalidValue);
+    if (!maps.are_valid()) return Status::of(cudaErrorInvalidValue);
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t launch = config(clusters, stream, attribute);
     return Status::of(cudaLaunchKernelEx(&launch, persistent_kernel<Kernel>, parameters));
@@ -107,7 +110,7 @@ class Persistent {
 
  private:
   static constexpr size_t kSharedBytes = sizeof(typename Kernel::Shared);
-  static_assert(kSharedBytes <= 227 * 1024);
+  static_assert(kSharedBytes <= kMostSharedBytes);
 
   static cudaLaunchConfig_t config(int clusters, cudaStream_t stream, cudaLaunchAttribute& attribute) {
     constexpr int ctas = Kernel::kCluster;

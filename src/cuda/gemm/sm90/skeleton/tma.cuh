@@ -25,9 +25,9 @@ CUTLASS_DEVICE void finish_reads() { asm volatile("fence.proxy.async.shared::cta
 template <class Element, class... Operands>
 bool are_encodable(const Operands&... operands) {
   const auto is_encodable = [](const Operand& operand) {
-    constexpr int64_t size = sizeof(Element), most_bytes = int64_t{1} << 40;
+    constexpr int64_t size = sizeof(Element);
     const auto fits = [](int64_t stride) {
-      return stride >= 0 && stride * size % 16 == 0 && stride * size < most_bytes;
+      return stride >= 0 && stride * size % 16 == 0 && stride * size < kMostStrideBytes;
     };
     return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && fits(operand.row_stride) &&
            fits(operand.batch_stride);
@@ -52,20 +52,20 @@ class TileMaps {
   /// Map::of(from, sizes...)
   template <class Map, class... Sizes>
   void operator()(Map& map, const Operand& from, Sizes... sizes) {
-    are_made_ = are_made_ && are_encodable<typename Map::Value>(from);
-    if (!are_made_) return;
+    are_valid_ = are_valid_ && are_encodable<typename Map::Value>(from);
+    if (!are_valid_) return;
     map = Map::of(from, sizes...);
-    are_made_ = are_encoded(map.map);
+    are_valid_ = are_encoded(map.map);
   }
   /// The same for the weights of as many products as there are maps.
   template <class Map, int products, class... Sizes>
   void operator()(Map (&maps)[products], const Operand& first, const Operand& second, Sizes... sizes) {
     for (int i = 0; i < products; ++i) (*this)(maps[i], i == 0 ? first : second, sizes...);
   }
-  bool are_made() const { return are_made_; }
+  bool are_valid() const { return are_valid_; }
 
  private:
-  bool are_made_ = true;
+  bool are_valid_ = true;
 };
 
 /// A matrix in boxes of 64 columns of 16 bits, or 32 of 32, whose rows of 128 bytes are swizzled at that width, as TMA

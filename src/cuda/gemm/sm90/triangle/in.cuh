@@ -26,7 +26,7 @@ struct PairInKernel {
   static constexpr int kStageBytes = kRows * kK * kSize, kWeightBytes = kColumns * kK * kSize;
   static constexpr int kResults = kHalves * kRows * kColumns;
   static constexpr int kRoom =
-      227 * 1024 - 512 - kWeights * (kWeightBytes + 4 * kColumns) - kComputing * kResults * kSize;
+      kMostSharedBytes - 512 - kWeights * (kWeightBytes + 4 * kColumns) - kComputing * kResults * kSize;
   // A half has the same stages in every round, so that the warpgroups need not wait for them in turn.
   static constexpr int kOfRound = kComputing * kHalves;
   static constexpr int kRounds = std::min(kSpec<tiling>.stages, kRoom / kStageBytes) / kOfRound;

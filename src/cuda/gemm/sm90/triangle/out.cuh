@@ -21,7 +21,7 @@ struct PairOutKernel {
   static constexpr int kParts = kN / kColumns, kWeights = 2 * kParts;
   static constexpr int kSize = static_cast<int>(sizeof(Element)), kComputing = 3, kRegisters = 160;
   static constexpr int kTileBytes = kRows * kK * kSize, kWeightBytes = kColumns * kK * kSize;
-  static constexpr int kRoom = 227 * 1024 - 512 - kWeights * (kWeightBytes + 8 * kColumns) - 2 * 8 * kK -
+  static constexpr int kRoom = kMostSharedBytes - 512 - kWeights * (kWeightBytes + 8 * kColumns) - 2 * 8 * kK -
                                kComputing * (kColumns * kRows * kSize + 8 * 4 * kRows);
   static constexpr int kStages = std::min(kSpec<tiling>.stages, kRoom / (2 * kTileBytes));
   static constexpr Exactness kExactness = kExactnessOf<Element>;
