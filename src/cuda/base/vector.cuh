@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cuda/base/exponential.cuh"
+#include "cuda/base/shared_address.cuh"
 
 // 16-byte accesses and the exponential, for the row and elementwise kernels.
 namespace torchops::cuda {
@@ -67,19 +68,13 @@ __device__ inline void store(T* to, const Packed<T, N>& packed) {
 template <class T, int N>
 __device__ inline void copy_vector(Packed<T, N>* shared, const T* from) {
   static_assert(sizeof(*shared) == kVectorBytes);
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(from)
-      : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from) : "memory");
 }
 /// The same for what other blocks of the multiprocessor read, too: L1 keeps it.
 template <class T, int N>
 __device__ inline void copy_vector_through_l1(Packed<T, N>* shared, const T* from) {
   static_assert(sizeof(*shared) == kVectorBytes);
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(from)
-      : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from) : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

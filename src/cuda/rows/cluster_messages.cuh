@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "cuda/base/shared_address.cuh"
+
 // Messages between the blocks of a cluster (compute capability 9.0): a block writes to the shared memory of another,
 // and a barrier there counts the bytes that have arrived. No torch headers.
 namespace torchops::cuda {
@@ -19,9 +21,6 @@ __device__ inline int cluster_block() {
   return value;
 }
 
-__device__ inline uint32_t shared_address(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
 /// Where `shared`, in the shared memory of this block, lies in that of another block of the cluster.
 __device__ inline uint32_t address_in_block(const void* shared, int block) {
   uint32_t address;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/base/shared_address.cuh"
 #include "cuda/gemm/mma.cuh"
 
 namespace torchops::cuda::gemm {
@@ -151,14 +152,11 @@ class SplitSums {
     uint32_t at[4];
   };
   __device__ static Piece piece(const unsigned char* at) { return *reinterpret_cast<const Piece*>(at); }
-  __device__ static uint32_t address(const unsigned char* at) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
-  }
   /// The columns [8 k8, 8 k8 + 8) for both instructions of a.
   __device__ void load_a(uint32_t (&words)[2][4], const unsigned char* a, uint32_t k8) const {
     if constexpr (major_a == Major::kColumns) {
 #pragma unroll
-      for (uint32_t i = 0; i < 2; ++i) load_matrices(words[i], ((address(a) + a_) ^ (k8 * 32)) + i * 2 * 128);
+      for (uint32_t i = 0; i < 2; ++i) load_matrices(words[i], ((shared_address(a) + a_) ^ (k8 * 32)) + i * 2 * 128);
     } else {
 #pragma unroll
       for (uint32_t half = 0; half < 2; ++half) {
@@ -174,7 +172,7 @@ class SplitSums {
 #pragma unroll
       for (uint32_t t = 0; t < 4; t += 2) {
         uint32_t of_two[4];
-        load_matrices(of_two, ((address(b) + b_) ^ (k8 * 32)) + t * 128);
+        load_matrices(of_two, ((shared_address(b) + b_) ^ (k8 * 32)) + t * 128);
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[t + i / 2][i % 2] = of_two[i];
       }

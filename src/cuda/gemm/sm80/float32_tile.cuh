@@ -100,7 +100,7 @@ __device__ inline void sum_tile(float (&sums)[Sums::kRows][4 * Sums::kVectors], 
                                 const Float32Operands<products>& of, int first_row, int first_column, int warp_row,
                                 int warp_column, int columns) {
   using Tile = Float32Tile<products, warps_m>;
-  const auto buffers = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t buffers = shared_address(shared);
   const auto start = [&](int slot, int step) {
     const uint32_t to = buffers + static_cast<uint32_t>(slot) * Tile::kStageBytes;
     const int from = step * Tile::kStep;

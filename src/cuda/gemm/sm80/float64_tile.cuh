@@ -48,7 +48,7 @@ class Float64Copy {
   __device__ void start(unsigned char* to, const double* from, int64_t stride, int rows_left, int columns_left) const {
     const int valid = min(max(columns_left - 2 * piece_, 0), 2) * static_cast<int>(sizeof(double));
     const double* own = from + row_ * stride + 2 * piece_;
-    const auto own_to = static_cast<uint32_t>(__cvta_generic_to_shared(to + float64_place(row_, piece_)));
+    const uint32_t own_to = shared_address(to + float64_place(row_, piece_));
 #pragma unroll
     for (int i = 0; i < kFloat64Rows / kLines; ++i) {
       copy_or_clear<16>(own_to + i * kLines * kFloat64RowBytes, own + i * kLines * stride,

@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kSm80Threads, kSm80Spec<tiling>.resident(Rule:
   constexpr int in_m = warp_m / 16, in_n = warp_n / 8;
   constexpr uint32_t a_bytes = spec.tile_m * tile_k * 2, b_bytes = spec.tile_n * tile_k * 2;
   extern __shared__ __align__(128) unsigned char shared[];
-  const uint32_t buffers = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t buffers = shared_address(shared);
   const int first_row = static_cast<int>(blockIdx.x) / p.tiles_n * spec.tile_m;
   const int first_column = static_cast<int>(blockIdx.x) % p.tiles_n * spec.tile_n;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;

@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kSm80Threads, kResidentSpec<tiling>.ctas)
   constexpr int in_m = spec.rows / 16, in_n = warp_n / 8;
   using Copies = RowCopies<X, spec.rows, warps, stages>;
   extern __shared__ __align__(128) unsigned char shared[];
-  const auto w = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t w = shared_address(shared);
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int group = warp / warps, of_n = warp % warps, steps = (p.k + Copies::kStep - 1) / Copies::kStep;
   const int first_column = static_cast<int>(blockIdx.x) % p.tiles_n * tile_n;

@@ -49,10 +49,6 @@ struct InBlocks {
 constexpr uint32_t kTileAlignment = kMostFeatures * sizeof(float);
 __device__ constexpr uint32_t pieces_on(int pieces) { return static_cast<uint32_t>(pieces) * 16; }
 
-__device__ inline uint32_t address_of(const unsigned char* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-
 /// Starts to copy a piece, or makes it 0. (The form with a number of bytes takes five more instructions.)
 __device__ inline void copy_or_clear_piece(uint32_t to, const void* from, bool valid) {
   asm volatile(
@@ -77,7 +73,7 @@ class TileCopies {
   __device__ static void start(unsigned char* to, const T* from, int64_t stride, int rows_left, int columns_left) {
     if (piece() * kElements >= columns_left) rows_left = 0;
     from += row() * stride + piece() * kElements;
-    const uint32_t tile = address_of(to);
+    const uint32_t tile = shared_address(to);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       copy_or_clear_piece(tile + place(i), from, row() + i * kStep < rows_left);

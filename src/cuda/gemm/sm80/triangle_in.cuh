@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const Pai
     for (int k = 0; k < P::kSteps; k += 2) {
       uint32_t pieces[4];
       const int row = first_position + P::row_of_block(j, lane % 8);
-      load_matrices(pieces, (address_of(x_tile) + InBlocks::place<T>(row, lane / 8)) ^ pieces_on(2 * k));
+      load_matrices(pieces, (shared_address(x_tile) + InBlocks::place<T>(row, lane / 8)) ^ pieces_on(2 * k));
 #pragma unroll
       for (int i = 0; i < 4; ++i) z[k + i / 2][j + i % 2 * P::kBlocks] = pieces[i];
     }
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_in_kernel(const Pai
         for (int j = 0; j < P::kBlocks; ++j) sums[of][j][2 * h] = sums[of][j][2 * h + 1] = of_channel;
       }
     }
-    const uint32_t weights = address_of(chunk_of(chunk)) + InOrder::place<T>(first_output + lane % 16, lane / 16);
+    const uint32_t weights = shared_address(chunk_of(chunk)) + InOrder::place<T>(first_output + lane % 16, lane / 16);
     for_each_step<T>(p.c, [&](int k) {
 #pragma unroll
       for (int of = 0; of < 2; ++of) {

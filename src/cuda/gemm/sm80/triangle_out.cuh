@@ -38,7 +38,7 @@ __device__ void load_positions(uint32_t (&words)[Pieces<T>::kSteps][4], const un
   for (int k = 0; k < Pieces<T>::kSteps; ++k) {
     if constexpr (sizeof(T) == 2) {
       const int channel = 16 * k + lane / 16 * 8 + lane % 8, piece = first / 8 + lane / 8 % 2;
-      load_transposed_matrices(words[k], address_of(tile) + InOrder::place<T, pieces>(channel, piece));
+      load_transposed_matrices(words[k], shared_address(tile) + InOrder::place<T, pieces>(channel, piece));
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_out_kernel(const Pa
   using Rows = uint32_t[P::kSteps][4];
   Rows of_o, of_x;
   const auto load_x = [&] {
-    const uint32_t at = address_of(x_tile) + InOrder::place<T>(first_position + lane % 16, lane / 16);
+    const uint32_t at = shared_address(x_tile) + InOrder::place<T>(first_position + lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < P::kSteps; ++k) load_matrices(of_x[k], at ^ pieces_on(2 * k));
   };
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kSm80Threads, 2) sm80_pair_out_kernel(const Pa
       sums[i / 2][i % 2] = sums[i / 2][i % 2 + 2] = of_feature;
     }
     const int in_weights = first_output + P::row_of_block(lane / 16, lane % 8);
-    const uint32_t weights = address_of(chunk_of(chunk)) + InBlocks::place<T>(in_weights, lane / 8 % 2);
+    const uint32_t weights = shared_address(chunk_of(chunk)) + InBlocks::place<T>(in_weights, lane / 8 % 2);
     for_each_step<T>(features, [&](int k) {
 #pragma unroll
       for (int j = 0; j < P::kBlocks; j += 2) {
