@@ -43,13 +43,8 @@ class Adapter:
     options: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
     gpu_norms: str = ""
 
-    def has(self, module: nn.Module) -> bool:
-        return any(type(module) is known for known in self._known())
-
-    def derives(self, module: nn.Module) -> bool:
-        return isinstance(module, self._known())
-
-    def _known(self) -> tuple[type[nn.Module], ...]:
+    def kinds(self) -> tuple[type[nn.Module], ...]:
+        """The classes, as far as their file is imported."""
         file = sys.modules.get(self.file)
         return tuple(vars(file)[name] for name in self.classes if name in vars(file)) if file else ()
 

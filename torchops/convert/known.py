@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchops.convert.swap import find_replacement
+from torchops.convert.swap import Search, find_replacement
 from torchops.convert.triangle import TriangleUpdate
 from torchops.nn import TriangleMultiplicativeUpdate
 
@@ -25,7 +25,7 @@ def triangle_update(module: nn.Module) -> TriangleMultiplicativeUpdate:
     Raises:
         TypeError: it is not such a module, or does not compute what this layer computes. The error says why.
     """
-    update = module if isinstance(module, TriangleUpdate) else find_replacement(module, {})
+    update = module if isinstance(module, TriangleUpdate) else find_replacement(module, Search())
     if not isinstance(update, TriangleUpdate):
         kind = type(module)
         got = update if isinstance(update, str) else f"{kind.__module__}.{kind.__qualname__}"

@@ -180,9 +180,11 @@ def sequential_reason(parent: nn.Module) -> str | None:
 def like(layer: nn.Module, kind: type[_Layer]) -> _Layer:
     """A `kind` with everything that `layer` holds; later changes to one do not reach the other's registries."""
     made = kind.__new__(kind)
-    made.__dict__.update(
-        {name: copy(value) if isinstance(value, dict | list | set) else value for name, value in vars(layer).items()}
-    )
+    for name, value in vars(layer).items():
+        if type(value) in (dict, OrderedDict, list, set):
+            made.__dict__[name] = value.copy()  # several times as fast as copy(), and a layer has a dozen registries
+        else:
+            made.__dict__[name] = copy(value) if isinstance(value, dict | list | set) else value
     return made
 
 
