@@ -1,10 +1,13 @@
 """Parametrisation of the generic suites, and what every test starts from.
 
-A test that takes `case` runs for every operator of `op_db.OPS`; one that also takes `device`, `dtype`, `sample` or
+A test that takes `case` runs for every operator of `op_db.py`; one that also takes `device`, `dtype`, `sample` or
 `error` runs for each of those that the operator has. The mark `ops` narrows this down:
 
     @pytest.mark.ops(mutating=True, dtypes=[torch.float64], leaves=True, large=False)
     def test_something(case, device, dtype, sample): ...
+
+An operator that has none of the `dtypes` is left out, and with `differentiable=True` one without gradients. Marks of a
+module and of a test add up.
 
 `where` is a predicate for what these cannot say; it is called with the chosen values as keyword arguments. CUDA is
 among the devices when there is one and the operator has a kernel for it.
@@ -27,7 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from _pytest.assertion import rewrite
-from op_db import OPS, OpCase
+from op_db import OPS, SCALED, OpCase
 from samples import dtype_name
 
 # --- every test asserts ----------------------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch._functorch.config.enable_autograd_cache = False
     torch._dynamo.config.automatic_dynamic_local_pgo = False
     config.addinivalue_line(
-        "markers", "ops(mutating, dtypes, samples, leaves, large, where): narrows the cases of a test"
+        "markers", "ops(mutating, differentiable, dtypes, samples, leaves, large, where): narrows the cases of a test"
     )
 
 
@@ -131,16 +134,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" not in metafunc.fixturenames:
         return
-    mark = metafunc.definition.get_closest_marker("ops")
-    only = dict(mark.kwargs) if mark else {}
+    only: dict[str, Any] = {}
+    for mark in metafunc.definition.iter_markers("ops"):  # from the nearest
+        only = {**mark.kwargs, **only}
     known = ["case", "device", "dtype", "sample", "error"]
     names = [name for name in known if name in metafunc.fixturenames]
-    rows = [row for case in OPS if _wanted(case, only) for row in _rows(case, names, only)]
+    rows = [row for case in (*OPS, *SCALED) if _wanted(case, only) for row in _rows(case, names, only)]
     metafunc.parametrize(names, [pytest.param(*row.values(), id="-".join(map(_id, row.values()))) for row in rows])
 
 
 def _wanted(case: OpCase, only: dict[str, Any]) -> bool:
-    return "mutating" not in only or only["mutating"] == (case.mutates is not None)
+    has = {"mutating": case.mutates is not None, "differentiable": case.differentiable}
+    some_dtype = any(d in case.dtypes for d in only.get("dtypes", case.dtypes))
+    return some_dtype and all(only.get(name, value) == value for name, value in has.items())
 
 
 def _rows(case: OpCase, names: list[str], only: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -49,6 +49,14 @@ from samples import (
     swapped,
     wide,
 )
+from scaled_samples import (
+    RESULTS,
+    dense_scaled_reference,
+    gate_scaled_reference,
+    glu_scaled_reference,
+    scaled_errors,
+    scaled_samples,
+)
 from torch import Tensor
 from transition_samples import (
     TRANSITION_ERRORS,
@@ -68,7 +76,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class OpCase:
-    name: str
+    name: str  # with that of the overload, if it has one
     wrapper: Callable[..., Tensor]
     reference: Callable[..., Tensor]  # composed of ATen; returns the new value, also for an operator that mutates
     samples: tuple[Sample, ...]
@@ -80,6 +88,8 @@ class OpCase:
     dtypes: tuple[torch.dtype, ...] = DTYPES
     recomputes: float = 0  # the part of the products of the forward pass that the gradient computes again
     keywords: tuple[str, ...] = ()  # all arguments but the first, where they are passed by name alone
+    differentiable: bool = True
+    capability: tuple[int, int] = (0, 0)  # that a GPU needs
     casts_weights: bool = False  # under autocast its weights alone are cast, and it takes float32 inputs beside them
     # Multiples of eps that may be lost beyond 1.5 times what ATen itself loses in that dtype.
     slack: dict[torch.dtype, float] = field(
@@ -92,7 +102,8 @@ class OpCase:
 
     @property
     def op(self) -> torch._ops.OpOverload:
-        return getattr(torch.ops.myops, self.name).default
+        packet, _, overload = self.name.partition(".")
+        return getattr(getattr(torch.ops.myops, packet), overload or "default")
 
     @property
     def smooth(self) -> Callable[..., Tensor]:
@@ -114,9 +125,13 @@ class OpCase:
     def qualified(self) -> str:
         return f"myops::{self.name}"
 
+    @property
+    def without_overload(self) -> str:
+        return self.qualified.partition(".")[0]
+
     def devices(self) -> list[str]:
         cuda = torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(self.qualified, "CUDA")
-        return ["cpu", "cuda"] if cuda else ["cpu"]
+        return ["cpu", "cuda"] if cuda and torch.cuda.get_device_capability() >= self.capability else ["cpu"]
 
     def pure(self, *args: Any, **kwargs: Any) -> Tensor:
         """The operator as a function: one that mutates runs on a copy of its argument, which is returned."""
@@ -393,5 +408,45 @@ OPS = (
         keywords=TRANSITION_KEYWORDS,
         casts_weights=True,
         slack=SLACK_OF_TRANSITIONS,
+    ),
+)
+
+# Their sums in tensor cores have fewer digits than float32.
+SLACK_OF_SCALED = SLACK_OF_GATES | ({torch.float32: 2.0**12} if torch.cuda.is_available() else {})
+
+# Products of eight bits, of which the dtypes are those of the result.
+SCALED = (
+    OpCase(
+        "dense.scaled",
+        torchops.dense_scaled,
+        dense_scaled_reference,
+        scaled_samples("dense"),
+        scaled_errors("dense"),
+        dtypes=RESULTS,
+        differentiable=False,
+        capability=(8, 9),
+        slack=SLACK_OF_SCALED,
+    ),
+    OpCase(
+        "gate.scaled",
+        torchops.gate_scaled,
+        gate_scaled_reference,
+        scaled_samples("gate"),
+        scaled_errors("gate"),
+        dtypes=RESULTS,
+        differentiable=False,
+        capability=(8, 9),
+        slack=SLACK_OF_SCALED,
+    ),
+    OpCase(
+        "glu.scaled",
+        torchops.glu_scaled,
+        glu_scaled_reference,
+        scaled_samples("glu"),
+        scaled_errors("glu"),
+        dtypes=RESULTS,
+        differentiable=False,
+        capability=(8, 9),
+        slack=SLACK_OF_SCALED,
     ),
 )

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchops
 from torchops.nn import Dense
 
+pytestmark = pytest.mark.ops(differentiable=True)
+
 LOW, FULL = torch.bfloat16, torch.float32
 BY_NAME = {case.name: case for case in OPS}
 

@@ -28,6 +28,8 @@ from torch.autograd import forward_ad
 
 import torchops
 
+pytestmark = pytest.mark.ops(differentiable=True)
+
 
 def perturbable(sample: Sample, **_: Any) -> bool:
     """Whether elements can be changed one by one, and tangents of the same layout written: not if it is expanded."""

@@ -40,7 +40,10 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
 
 
 @pytest.mark.ops(
-    leaves=True, dtypes=[torch.float32], samples=["matrix", "four_dims", "strided_columns", "no_bias", "middle_dim"]
+    leaves=True,
+    dtypes=[torch.float32],
+    samples=["matrix", "four_dims", "strided_columns", "no_bias", "middle_dim"],
+    where=lambda case, device, **_: case.differentiable or device == "cpu",  # sums in tensor cores have fewer digits
 )
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
 def test_round_trip(case: OpCase, device: str, dtype: torch.dtype, sample: Sample, strict: bool) -> None:

@@ -58,7 +58,9 @@ def test_like_aten(case: OpCase, device: str, sample: Sample) -> None:
     arguments = sample(torch.float32, device)
     args, kwargs = arguments
     forward = flops(lambda: case.pure(*args, **kwargs))
-    assert forward == flops(lambda: case.reference(*args, **kwargs))
+    assert forward == flops(lambda: case.reference(*args, **kwargs)) > 0
+    if not case.differentiable:
+        return
 
     arguments = sample(torch.float32, device, requires_grad=True)
     ours = flops(forward_and_backward(case.pure, arguments))

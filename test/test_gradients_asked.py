@@ -58,6 +58,7 @@ class Calls(TorchDispatchMode):
 
 # Operators whose gradients compute again what forward did have counts of their own, in test_flops.py.
 each = pytest.mark.ops(
+    differentiable=True,
     dtypes=[torch.float32],
     samples=["matrix", "matrix_tb", "no_bias", "weight_only", "bias_only"],
     where=lambda case, **_: not case.recomputes,

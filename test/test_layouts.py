@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_all_close, random_like, tensors
-from op_db import OPS, OpCase
+from op_db import OPS, SCALED, OpCase
+from scaled_samples import EIGHT
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -27,6 +28,11 @@ def arguments_of(op: OpCase, x: Tensor) -> list[Any]:
         q = x.unflatten(-2, (1, -1, 1, 8))
         return [q, q, q, random_like(x.new_empty(1, 1, 1, 8, 8), 5)]
     n = x.shape[-1]
+    if not op.differentiable:
+        w, scale_w = random_like(x.new_empty(n, n), 5).to(EIGHT), x.new_ones(1, n)
+        products = [x.to(EIGHT), *[w] * (2 if "glu" in op.name else 1), x[..., :1], scale_w]
+        more = [scale_w, scale_w[0], scale_w[0]] if "glu" in op.name else [scale_w[0]]
+        return [*([x] if "gate" in op.name else []), *products, *more]
     matrix, vector = random_like(x.new_empty(n, n), 5), random_like(x.new_empty(n), 6)
     rest: dict[str, list[Any]] = {
         "dense": [matrix, vector],
@@ -187,9 +193,16 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@every
-def test_layout_is_named(op: OpCase, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "layout", "inference"),
+    [
+        *((op, layout, False) for op in OPS for layout in LAYOUTS),
+        # These have a kernel for what they do not take, in inference mode too. Jagged tensors dispatch in Python.
+        *((op, layout, mode) for op in SCALED for layout in LAYOUTS if layout != "jagged" for mode in (False, True)),
+    ],
+    ids=lambda value: value.name if isinstance(value, OpCase) else None,
+)
+def test_layout_is_named(op: OpCase, layout: str, inference: bool) -> None:
     """Of every argument, before anything else is asked of it; and nothing has happened."""
     convert, shown = LAYOUTS[layout]
     x = random_like(torch.empty(8, 8))
@@ -198,8 +211,10 @@ def test_layout_is_named(op: OpCase, layout: str) -> None:
     for i, name in enumerate(names[: len(args)]):
         if not isinstance(args[i], Tensor) or (args[i].dim() < 2 and layout not in ("sparse_coo", "mkldnn")):
             continue
-        given = [*args[:i], convert(args[i]), *args[i + 1 :]]
-        with pytest.raises(RuntimeError, match=f"^{op.name}: expected {name} of layout strided, got {shown}"):
+        with torch.inference_mode(inference):
+            given = [*args[:i], convert(args[i].float()), *args[i + 1 :]]  # few layouts have elements of eight bits
+        message = f"^{op.name}: expected {name} of layout strided, got {shown}"
+        with torch.inference_mode(inference), pytest.raises(RuntimeError, match=message):
             op.call(op.wrapper, *given)
     assert x._version == 0
 
@@ -339,7 +354,7 @@ def test_overlap_between_examples(op: OpCase, dim: int) -> None:
 
 
 # The result of triangle attention has the order of its first argument.
-@pytest.mark.ops(where=lambda case, **_: case.name != "triangle_attention")
+@pytest.mark.ops(differentiable=True, where=lambda case, **_: case.name != "triangle_attention")
 def test_results_are_contiguous_with_a_tangent(case: OpCase) -> None:
     """Where the operator is written out in ATen's, which follow the strides of what they get, as well as elsewhere."""
     x = random_like(torch.empty(8, 6, 8)).transpose(0, 1)

@@ -11,9 +11,12 @@ from op_db import OpCase, copy_like
 from samples import Sample
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+# The check of the schema compares arguments by arithmetic that there is none of in eight bits. That they stay as they
+# are, test_reference.py checks.
+OF_EIGHT_BITS = UTILITIES[1:]
 
 
-@pytest.mark.ops(large=False, dtypes=[torch.float32], leaves=True)
+@pytest.mark.ops(large=False, dtypes=[torch.float32], leaves=True, differentiable=True)
 def test_training(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     args, kwargs = sample(dtype, device, requires_grad=True)
     if case.mutates is not None:
@@ -23,23 +26,24 @@ def test_training(case: OpCase, device: str, dtype: torch.dtype, sample: Sample)
 
 @pytest.mark.ops(
     dtypes=[torch.float32, torch.bfloat16],
-    samples=["matrix", "four_dims", "strided_columns", "zero_rows", "b_inside_a"],
+    samples=["matrix", "four_dims", "strided_columns", "zero_rows", "b_inside_a", "no_bias", "one_scale", "default"],
 )
 def test_inference(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     args, kwargs = sample(dtype, device)
-    torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=UTILITIES)
+    eight_bits = any(t.dtype.itemsize == 1 for t in tensors((args, kwargs)))
+    torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=OF_EIGHT_BITS if eight_bits else UTILITIES)
 
 
 @pytest.mark.ops(leaves=True, dtypes=[torch.float32], samples=["matrix", "four_dims", "two_dims"])
 def test_static(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
-    for requires_grad in (False, True):
+    for requires_grad in {False, case.differentiable}:
         args, kwargs = sample(dtype, device, requires_grad)
         if case.mutates is not None:
             args[case.mutates] = copy_like(args[case.mutates])
         torch.library.opcheck(case.op, tuple(args), kwargs, test_utils=("test_aot_dispatch_static",))
 
 
-@pytest.mark.ops(leaves=True, dtypes=[torch.float32], samples=["matrix"])
+@pytest.mark.ops(leaves=True, dtypes=[torch.float32], samples=["matrix"], differentiable=True)
 def test_frozen_arguments(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
     """Each differentiable argument alone requires a gradient."""
     for wanted in range(len(tensors(sample(dtype, device)))):

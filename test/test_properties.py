@@ -258,7 +258,7 @@ DTYPE = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bflo
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ops(where=here)
+@pytest.mark.ops(differentiable=True, where=here)
 @given(data=st.data())
 def test_values(case: OpCase, device: str, data: st.DataObject) -> None:
     """Nothing else changes: not the other arguments, nor the memory between the elements of the one overwritten."""
@@ -298,7 +298,7 @@ def test_values(case: OpCase, device: str, data: st.DataObject) -> None:
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ops(where=here)
+@pytest.mark.ops(differentiable=True, where=here)
 @given(data=st.data())
 def test_gradients(case: OpCase, device: str, data: st.DataObject) -> None:
     """For any of the arguments that require one, and a cotangent of any strides."""

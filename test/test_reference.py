@@ -114,6 +114,8 @@ def test_version_moves_once(case: OpCase, device: str, dtype: torch.dtype, sampl
         assert a._version == version + 1
 
 
+# Sums in tensor cores have fewer digits.
+@pytest.mark.ops(where=lambda case, device, **_: case.differentiable or device == "cpu")
 def test_wrapper(case: OpCase, device: str, sample: Sample) -> None:
     """The Python wrapper takes the same arguments; one that mutates returns its argument."""
     args, kwargs = sample(torch.float32, device)

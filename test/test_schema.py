@@ -11,7 +11,7 @@ from pathlib import Path
 import expecttest
 import pytest
 import torch
-from op_db import OPS
+from op_db import OPS, SCALED
 
 KEYS = (
     *("CPU", "Meta", "Autograd", "ADInplaceOrView", "Functionalize", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"),
@@ -159,11 +159,8 @@ myops::triangle_multiplicative_update            x    x     x         .         
         )
 
 
-# Their tensors are keywords, or have eight bits, which the generic suites do not know.
+# Their tensors are keywords, and more than suites over all subsets of them can take.
 TESTED_ALONE = {
-    "dense.scaled": "test_scaled.py",
-    "gate.scaled": "test_scaled_gates.py",
-    "glu.scaled": "test_scaled_gates.py",
     "triangle_multiplicative_update": "test_triangle_multiplicative_update.py",
     "add_triangle_multiplicative_update_": "test_triangle_multiplicative_update.py",
 }
@@ -171,7 +168,7 @@ TESTED_ALONE = {
 
 def test_every_public_operator_is_tested() -> None:
     public = {full_name(s).removeprefix("myops::") for s in operators() if not s.name.startswith("myops::_")}
-    assert {*(case.name for case in OPS), *TESTED_ALONE} == public
+    assert {*(case.name for case in (*OPS, *SCALED)), *TESTED_ALONE} == public
     assert all((Path(__file__).parent / file).exists() for file in TESTED_ALONE.values())
 
 

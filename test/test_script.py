@@ -25,7 +25,7 @@ def scripted(case: OpCase) -> Callable[..., Tensor]:
     parameters = case.op._schema.arguments
     signature = ", ".join(f"{p.name}: {p.type.annotation_str}" for p in parameters)
     passed = ", ".join(f"{p.name}={p.name}" if p.kwarg_only else p.name for p in parameters)
-    call = f"torch.ops.myops.{case.name}({passed})"
+    call = f"torch.ops.{case.without_overload.replace('::', '.')}({passed})"
     lines = [f"return {call}"] if case.mutates is None else [call, f"return {parameters[case.mutates].name}"]
     source = [f"def call({signature}):", *("    " + line for line in lines), ""]
     return torch.jit.CompilationUnit("\n".join(source)).call

@@ -47,7 +47,7 @@ def test_checkpoint_compiled(variant: Variant) -> None:
     assert_all_close(got, run(block, Reference(variant), variant))
 
 
-@pytest.mark.ops(mutating=False)
+@pytest.mark.ops(mutating=False, differentiable=True)
 def test_selective_checkpoint(case: OpCase) -> None:
     """A policy sees the operators by name, and may have them saved or computed again."""
     seen = []

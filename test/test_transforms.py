@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 import torchops
 from torchops import AttentionWeights, triangle_attention_update
 
+pytestmark = pytest.mark.ops(differentiable=True)
+
 SIZES = {
     "dense": ((3, 5), (4, 5), (4,)),
     "gate": ((3, 4), (3, 5), (4, 5), (4,)),
